@@ -66,7 +66,6 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("lmpool needs Python 3.11 or newer, and $(PYTHON) is %d.%d. Name another: make $(MAKECMDGOALS) PYTHON=python3.12" % sys.version_info[:2])'
 	@echo "Setting up $(VENV), which takes a few minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install --upgrade 'pip>=25'
 	@echo "  $(TORCH)"
 	@$(PIP) install $(TORCH)
 	@echo "  lmpool[$(EXTRAS)]"
