@@ -1,0 +1,197 @@
+"""An engine without a model: rows that look random, are known in advance and cost nothing.
+
+`mock_row` gives the right answer to any prompt, so that a test can tell a row from another
+prompt's, and a benchmark measures the pool instead of a model.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from lmpool.backends.engine import BatchEngine, EngineInfo, Outcome, Request, Tokens
+from lmpool.errors import EngineBroken, SettingsError
+
+_TABLE_ENTRIES: Final = 1 << 20
+_TABLE_KEY: Final = 0x6C6D706F6F6C  # "lmpool"
+_LARGEST_VOCABULARY: Final = 1 << 24
+
+
+def mock_row(
+    tokens: Tokens | Sequence[int], vocab_size: int, adapter: str | None = None
+) -> npt.NDArray[np.float32]:
+    """The row that `MockEngine` answers a prompt with: float32 [vocab_size], read-only.
+
+    Normalized log-probabilities, the same on every machine and in every run. There are about
+    2**20 different rows of a vocabulary size, so two prompts share theirs once in a million.
+    """
+    table = _table(vocab_size)
+    return _pick(
+        table, vocab_size, np.asarray(tokens, dtype="<u4").tobytes(), _adapter_key(adapter)
+    )
+
+
+@functools.cache
+def _table(vocab_size: int) -> npt.NDArray[np.float32]:
+    """float32 [rows * 2 * vocab_size]: normalized rows, each written twice in succession.
+
+    Any window of `vocab_size` entries is a rotation of a normalized row, hence normalized too:
+    few base rows give many rows, none of which has to be computed.
+    """
+    count = max(1, _TABLE_ENTRIES // vocab_size)
+    words = np.random.Philox(key=_TABLE_KEY).random_raw(count * vocab_size)
+    # 20 bits, 8 nats: exact in float32, so that only the normalizer is rounded.
+    logits = (words >> np.uint64(44)).reshape(count, vocab_size) * -(2.0**-17)
+    logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    table = np.tile(logits.astype(np.float32), 2).ravel()
+    table.flags.writeable = False
+    return table
+
+
+@functools.cache
+def _adapter_key(adapter: str | None) -> bytes:
+    if adapter is None:
+        return b""
+    return hashlib.blake2b(adapter.encode(), digest_size=16).digest()
+
+
+def _pick(
+    table: npt.NDArray[np.float32], vocab_size: int, prompt: bytes, key: bytes
+) -> npt.NDArray[np.float32]:
+    digest = hashlib.blake2b(prompt, digest_size=8, key=key).digest()
+    window = int.from_bytes(digest, "little") % (table.size >> 1)
+    start = window + window // vocab_size * vocab_size
+    return table[start : start + vocab_size]
+
+
+class MockEngine(BatchEngine):
+    """Answers with `mock_row`, as slowly and as badly as it is told to.
+
+    `delay` is seconds a batch takes, `delay_per_token` seconds more for each token in it. A prompt
+    that contains `fail_token` makes its batch fail; one that contains `break_token` breaks the
+    engine. `log` names a file that gets one JSON line a batch: `size` (prompts), `tokens` (their
+    total), `start` and `end` (seconds of the monotonic clock), `time` (Unix time of the start) and
+    `pid`. `dtype` changes nothing. The last id is the end-of-sequence token, id 0 begins one.
+    """
+
+    def __init__(
+        self,
+        model: str = "mock",
+        *,
+        revision: str | None = None,
+        dtype: str = "auto",
+        vocab_size: int = 256,
+        max_prompt_tokens: int = 4096,
+        delay: float = 0.0,
+        delay_per_token: float = 0.0,
+        fail_token: int | None = None,
+        break_token: int | None = None,
+        log: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        _check_count("vocab_size", vocab_size, 2, _LARGEST_VOCABULARY)
+        _check_count("max_prompt_tokens", max_prompt_tokens, 1, 1 << 30)
+        _check_seconds("delay", delay)
+        _check_seconds("delay_per_token", delay_per_token)
+        for name, token in (("fail_token", fail_token), ("break_token", break_token)):
+            if token is not None:
+                _check_count(name, token, 0, vocab_size - 1)
+        self._delay = delay
+        self._delay_per_token = delay_per_token
+        self._fail_token = fail_token
+        self._break_token = break_token
+        self._log = None if log is None else _log_path(log)
+        self.info = EngineInfo(
+            engine="mock",
+            model=model,
+            revision=revision,
+            vocab_size=vocab_size,
+            max_prompt_tokens=max_prompt_tokens,
+            dtype="float32",
+            encoding="f32",
+            identity={"engine": "mock", "revision": revision, "vocab_size": vocab_size},
+            bos_token_id=0,
+            eos_token_ids=(vocab_size - 1,),
+        )
+
+    def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
+        started, clock = time.monotonic(), time.time()
+        tokens = sum(request.tokens.size for request in requests)
+        seconds = self._delay + self._delay_per_token * tokens
+        if seconds > 0.0:
+            time.sleep(seconds)
+        try:
+            self._misbehave(requests)
+        finally:
+            if self._log is not None:
+                _append(self._log, len(requests), tokens, started, clock)
+        vocab_size = self.info.vocab_size
+        table = _table(vocab_size)
+        return [
+            Outcome(r.id, _pick(table, vocab_size, r.tokens.tobytes(), _adapter_key(r.adapter)))
+            for r in requests
+        ]
+
+    def _misbehave(self, requests: Sequence[Request]) -> None:
+        if self._break_token is not None and _contains(requests, self._break_token):
+            raise EngineBroken(f"a prompt contains the token {self._break_token}")
+        if self._fail_token is not None and _contains(requests, self._fail_token):
+            raise RuntimeError(f"a prompt contains the token {self._fail_token}")
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """Answer requests for the adapter `name`; its folder is not looked at."""
+        self.adapters[name] = path
+
+    def remove_adapter(self, name: str) -> None:
+        self.adapters.pop(name, None)
+
+    def byte_vocabulary(self) -> list[bytes]:
+        """Ids below 256 are that byte; each further one is ``<id>``."""
+        size = self.info.vocab_size
+        return [bytes([i]) if i < 256 else f"<{i}>".encode() for i in range(size)]
+
+
+def _contains(requests: Sequence[Request], token: int) -> bool:
+    return any(bool((request.tokens == token).any()) for request in requests)
+
+
+def _append(path: Path, size: int, tokens: int, started: float, clock: float) -> None:
+    line = json.dumps(
+        {
+            "size": size,
+            "tokens": tokens,
+            "start": started,
+            "end": time.monotonic(),
+            "time": clock,
+            "pid": os.getpid(),
+        }
+    )
+    # One write to a file opened for appending: lines of several workers never mix.
+    with path.open("ab", buffering=0) as log:
+        log.write(line.encode() + b"\n")
+
+
+def _check_count(name: str, value: object, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise SettingsError(f"{name}={value!r}: an integer from {low} to {high} expected")
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 3600.0:
+        raise SettingsError(f"{name}={value!r}: seconds from 0 to 3600 expected")
+
+
+def _log_path(log: str | os.PathLike[str]) -> Path:
+    path = Path(log)
+    if not path.parent.is_dir():
+        raise SettingsError(f"log={str(path)!r}: create the folder {str(path.parent)!r} first")
+    return path
