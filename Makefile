@@ -1,75 +1,84 @@
 # lmpool: every command that a developer or a newcomer needs. `make` lists them.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made of (3.11 or newer)
-#   ARGS="-k flight"    more arguments for pytest, the demo or the benchmarks
+#   ARGS="-k flight"    more arguments for pytest, the demo or the measurements
 
 PYTHON ?= python3
-TORCH  := torch==2.13.0
-EXTRAS := embedded,hf,dev
-VENV   := .venv
-BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
-STAMP  := $(VENV)/.installed
+BIN    := .venv/bin
+READY  := .venv/.installed
+GENLM_TESTS := tests/engines/test_genlm.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test check format format-check lint types unit chaos test-genlm bench \
-        clean distclean
+.PHONY: help install demo test test-server test-genlm chaos check format format-check lint types \
+        unit bench clean distclean
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
-install: $(STAMP) ## Make the environment in .venv, or bring it up to date
+install: $(READY) ## Make the environment in .venv, or bring it up to date
+	@echo "lmpool is installed in .venv. See it work: make demo"
 
-demo: $(STAMP) ## See lmpool work: a private server, two workers and a small model
+demo: $(READY) ## See lmpool work: a private server, two workers and a small model
 	@$(BIN)/lmpool demo $(ARGS)
 
-test: $(STAMP) ## Run the tests
+test: $(READY) ## The tests
 	$(BIN)/python -m pytest -m "not chaos and not genlm" $(ARGS)
+
+test-server: $(READY) ## The tests of a server again, on LMPOOL_TEST_SERVER=/usr/bin/redis-server
+	$(BIN)/python -m pytest -m "server and not chaos and not genlm" $(ARGS)
+
+test-genlm: .venv-genlm/.installed ## The tests with the real genlm libraries, in .venv-genlm
+	@test -f $(GENLM_TESTS) || { echo "$(GENLM_TESTS) is missing: nothing to run" >&2; exit 1; }
+	.venv-genlm/bin/python -m pytest -m genlm $(GENLM_TESTS) $(ARGS)
+
+chaos: $(READY) ## The long fault-injection tests
+	$(BIN)/python -m pytest -m chaos $(ARGS)
 
 check: format-check lint types unit ## Format, lint, types and the fast tests, in seconds
 
-format: $(STAMP) ## Format the code and fix what the linter can fix
+format: $(READY) ## Format the code, and mend what the linter can
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-format-check: $(STAMP)
+format-check: $(READY)
 	$(BIN)/ruff format --check .
 
-lint: $(STAMP)
+lint: $(READY)
 	$(BIN)/ruff check .
 
-# mypy knows folders, not setuptools' package-dir, so it reads a copy that is laid out by import
-# name; the last step turns what it prints back into this checkout's paths.
-types: $(STAMP)
+# mypy knows folders, not setuptools' package-dir, so it reads a copy laid out by import name; what
+# it prints then names this checkout's files again.
+types: $(READY)
 	@rm -rf build/types && mkdir -p build/types
-	@cp -Rp lmpool build/types/lmpool
-	@cp -Rp producer worker backends build/types/lmpool/
+	@cp -Rp lmpool build/types/lmpool && cp -Rp producer worker backends build/types/lmpool/
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml \
-	    --cache-dir ../../.mypy_cache -p lmpool >mypy.txt; \
-	status=$$?; sed -E 's#^lmpool/(producer|worker|backends)/#\1/#' mypy.txt; exit $$status
+	    --cache-dir ../../.mypy_cache -p lmpool >report; status=$$?; \
+	sed -E 's#^lmpool/(producer|worker|backends)/#\1/#' report; exit $$status
 
-unit: $(STAMP)
+unit: $(READY)
 	$(BIN)/python -m pytest -q -m "not slow and not server and not engine" tests/unit $(ARGS)
 
-chaos: $(STAMP) ## Run the long fault-injection tests
-	$(BIN)/python -m pytest -m chaos $(ARGS)
-
-bench: $(STAMP) ## Measure, and write tests/benchmarks/results
+bench: $(READY) ## The measurements
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
-# The stamp is newer than pyproject.toml once everything that it asks for is installed. torch comes
-# first and alone, so that pip takes the build that this machine's configuration provides.
-$(STAMP): pyproject.toml
-	@command -v $(PYTHON) >/dev/null || { \
-	    echo "There is no $(PYTHON) here. Name a Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("lmpool needs Python 3.11 or newer, and $(PYTHON) is %d.%d. Name another: make $(MAKECMDGOALS) PYTHON=python3.12" % sys.version_info[:2])'
-	@echo "Setting up $(VENV), which takes a few minutes the first time"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "  $(TORCH)"
-	@$(PIP) install $(TORCH)
-	@echo "  lmpool[$(EXTRAS)]"
-	@$(PIP) install --editable '.[$(EXTRAS)]'
+# An environment's stamp is newer than pyproject.toml once all that it asks for is installed. torch
+# comes first and alone, so that pip takes the build which this machine's configuration provides.
+.venv/.installed: WHAT = '.[embedded,hf,dev]'
+.venv-genlm/.installed: WHAT = '.[embedded,hf,genlm,dev]' genlm-backend==0.3.1 genlm-control==0.4.1
+%/.installed: pyproject.toml
+	@$*/bin/python -m pip --version >/dev/null 2>&1 || { \
+	    command -v $(PYTHON) >/dev/null || { \
+	        echo "There is no $(PYTHON). Name a Python 3.11 or newer: make install PYTHON=python3.12" >&2; \
+	        exit 1; }; \
+	    $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("lmpool needs Python 3.11 or newer; $(PYTHON) is %d.%d. Name another: make install PYTHON=python3.12" % sys.version_info[:2])' && \
+	    echo "Making $*, which takes a few minutes the first time" && \
+	    $(PYTHON) -m venv $*; }
+	@echo "  torch==2.13.0"
+	@$*/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@echo "  $(WHAT)"
+	@PYTHONWARNINGS=ignore $*/bin/python -m pip install --quiet --disable-pip-version-check \
+	    --editable $(WHAT)
 	@touch $@
 
 clean: ## Remove what was built and every cache
@@ -77,4 +86,4 @@ clean: ## Remove what was built and every cache
 	find lmpool producer worker backends tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## The same, and the environments
-	rm -rf .venv .venv-*
+	rm -rf .venv .venv-genlm
