@@ -74,9 +74,9 @@ bench: $(READY) ## The measurements
 	    $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("lmpool needs Python 3.11 or newer; $(PYTHON) is %d.%d. Name another: make install PYTHON=python3.12" % sys.version_info[:2])' && \
 	    echo "Making $*, which takes a few minutes the first time" && \
 	    $(PYTHON) -m venv $*; }
-	@echo "  torch==2.13.0"
+	@echo '  torch==2.13.0'
 	@$*/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	@echo "  $(WHAT)"
+	@echo ' ' $(WHAT)
 	@PYTHONWARNINGS=ignore $*/bin/python -m pip install --quiet --disable-pip-version-check \
 	    --editable $(WHAT)
 	@touch $@

@@ -53,15 +53,15 @@ def files_on_disk() -> dict[str, Path]:
 
 def modules_on_disk() -> list[str]:
     """The import name of every module and package in the checkout, `__main__` aside."""
-    names = []
-    for place in files_on_disk():
-        if place.endswith(".py") and not place.endswith("/__main__.py"):
-            names.append(place.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
-    return sorted(names)
+    return sorted(
+        place.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for place in files_on_disk()
+        if place.endswith(".py") and not place.endswith("/__main__.py")
+    )
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What the command prints. It sees no environment variable that could lead it to the checkout."""
+    """What the command prints, run without the variables that could lead it to the checkout."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_"))}
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True
