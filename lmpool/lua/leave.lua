@@ -1,0 +1,9 @@
+-- A worker leaves: its heartbeat ends, and its consumer too unless it still holds entries
+-- (deleting a consumer drops what it holds).
+-- KEYS[1] job stream, KEYS[2] heartbeat. ARGV: group, consumer
+redis.call('DEL', KEYS[2])
+if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) == 0 then
+  redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
+  return 1
+end
+return 0

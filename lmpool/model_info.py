@@ -1,0 +1,100 @@
+"""What a pool serves, as its workers publish it and its clients read it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import msgpack
+
+from lmpool.errors import WireError
+
+INFO_VERSION = 1
+MAX_INFO_BYTES = 1 << 16
+
+Encoding = Literal["f32", "bf16", "f16"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """One pool's model, and the bounds its workers agreed on.
+
+    `fingerprint` is 32 hex digits; its first eight are part of every key. `vocab_size` is the
+    length of a row, `max_prompt_tokens` the longest prompt, `encoding` the smallest lossless row
+    encoding of this model, `max_backlog` the jobs that may wait in a lane, `result_ttl_ms` how
+    long a row stays.
+    """
+
+    model: str
+    revision: str | None
+    fingerprint: str
+    vocab_size: int
+    max_prompt_tokens: int
+    dtype: str
+    engine: str
+    encoding: Encoding
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    lanes: int = 1
+    max_backlog: int = 100_000
+    result_ttl_ms: int = 600_000
+
+    @property
+    def fingerprint8(self) -> str:
+        """The part of the fingerprint that key names carry."""
+        return self.fingerprint[:8]
+
+    def pack(self) -> bytes:
+        """As the msgpack map stored under ``lmpool:<pool>``."""
+        packed: bytes = msgpack.packb({"v": INFO_VERSION, **asdict(self)})
+        return packed
+
+    @classmethod
+    def unpack(cls, data: bytes) -> ModelInfo:
+        """Read what `pack` wrote. Raises `WireError` for anything else."""
+        if len(data) > MAX_INFO_BYTES:
+            raise WireError(f"model info of {len(data)} bytes: at most {MAX_INFO_BYTES} expected")
+        try:
+            found: Any = msgpack.unpackb(data, strict_map_key=True)
+        except (ValueError, msgpack.UnpackException) as error:
+            raise WireError(f"model info is not msgpack: {error}") from None
+        if not isinstance(found, dict) or found.get("v") != INFO_VERSION:
+            version = found.get("v") if isinstance(found, dict) else type(found).__name__
+            raise WireError(
+                f"model info of version {version!r}: this lmpool reads version {INFO_VERSION}; "
+                "install the lmpool that the pool's workers run"
+            )
+        # Fields that a later release adds are ignored; one of ours that is missing is an error.
+        known = {f.name: found[f.name] for f in fields(cls) if f.name in found}
+        try:
+            info = cls(**{**known, "eos_token_ids": tuple(known.get("eos_token_ids", ()))})
+        except TypeError as error:
+            raise WireError(f"model info is incomplete: {error}") from None
+        info._check()
+        return info
+
+    def _check(self) -> None:
+        for name in ("vocab_size", "max_prompt_tokens", "lanes", "max_backlog", "result_ttl_ms"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise WireError(f"model info has {name}={value!r}: a positive integer expected")
+        for name in ("model", "fingerprint", "dtype", "engine", "encoding"):
+            if not isinstance(getattr(self, name), str):
+                raise WireError(f"model info has {name}={getattr(self, name)!r}: a string expected")
+        if len(self.fingerprint) != 32 or self.encoding not in ("f32", "bf16", "f16"):
+            raise WireError(
+                f"model info has fingerprint={self.fingerprint!r}, encoding={self.encoding!r}"
+            )
+
+
+def fingerprint(identity: Mapping[str, object]) -> str:
+    """The fingerprint of whatever changes the numbers, as 32 hex digits.
+
+    `identity` maps names (model files, revision, dtype, quantization, engine) to msgpack-able
+    values; the order of the names does not matter.
+    """
+    canonical = msgpack.packb(sorted(identity.items()))
+    return hashlib.blake2b(canonical, digest_size=16).hexdigest()

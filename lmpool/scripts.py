@@ -1,0 +1,54 @@
+"""The Lua scripts: every change of several keys is one of them, atomic on the server.
+
+A script is called by its hash, and sent whole once more when a server has forgotten it (a restart,
+a failover, ``SCRIPT FLUSH``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import redis
+
+Argument = str | bytes | int
+
+
+class Script:
+    """One named script."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.source = resources.files("lmpool").joinpath("lua", f"{name}.lua").read_text("utf-8")
+        self.sha = hashlib.sha1(self.source.encode()).hexdigest()
+
+    def __call__(
+        self, server: redis.Redis, keys: Sequence[str], arguments: Sequence[Argument]
+    ) -> Any:
+        """Run it, and answer what it answers."""
+        try:
+            return server.evalsha(self.sha, len(keys), *keys, *arguments)
+        except redis.exceptions.NoScriptError:
+            return server.eval(self.source, len(keys), *keys, *arguments)
+
+    def queue(
+        self, pipeline: redis.client.Pipeline, keys: Sequence[str], arguments: Sequence[Argument]
+    ) -> None:
+        """Add a call to a pipeline, whose ``execute`` may then raise ``NoScriptError``."""
+        pipeline.evalsha(self.sha, len(keys), *keys, *arguments)
+
+    def load(self, server: redis.Redis) -> None:
+        """Make the server know it."""
+        server.script_load(self.source)
+
+    def __repr__(self) -> str:
+        return f"Script({self.name!r})"
+
+
+@cache
+def script(name: str) -> Script:
+    """The script of that name, read once."""
+    return Script(name)

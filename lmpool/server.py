@@ -1,0 +1,135 @@
+"""Connections to the Redis-compatible server, and what its refusals mean."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import redis
+from redis.backoff import NoBackoff
+from redis.connection import parse_url
+from redis.retry import Retry
+
+from lmpool.clock import ServerClock
+from lmpool.errors import ServerRefused, ServerTooOld, ServerUnreachable
+from lmpool.settings import mask_url
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT: Final = 5.0
+ANSWER_TIMEOUT: Final = 15.0
+"""Seconds without an answer after which a connection is given up (blocking reads add theirs)."""
+
+READ_BYTES: Final = 1 << 20
+"""Read size of a socket: rows are hundreds of kilobytes, and each read is a system call."""
+
+OLDEST: Final = (7, 0)
+
+LOST = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
+"""Exceptions after which a command may be sent again on a new connection.
+
+`redis.exceptions.AuthenticationError` is one of them by class but not by meaning: see `is_lost`.
+"""
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether the connection is lost or the server is not ready: a reason to try again later."""
+    if isinstance(error, redis.exceptions.AuthenticationError):
+        return False
+    if isinstance(error, (redis.exceptions.AuthorizationError, redis.exceptions.NoPermissionError)):
+        return False
+    # BusyLoading and ReadOnly: a server that restarts or fails over.
+    return isinstance(error, (*LOST, redis.exceptions.ReadOnlyError, OSError))
+
+
+def open_server(
+    url: str, *, blocks_for: float = 0.0, zero_copy: bool = False, name: str = "lmpool"
+) -> redis.Redis:
+    """A synchronous connection of its own to the server at `url`; connects at its first command.
+
+    `blocks_for` is how long, in seconds, its blocking reads may wait. `zero_copy` sends large
+    values without joining them into the command (slower for small ones).
+    """
+    options: dict[str, Any] = {
+        **parse_url(url),
+        "protocol": 2,
+        "client_name": name,
+        "socket_timeout": ANSWER_TIMEOUT + blocks_for,
+        "socket_read_size": READ_BYTES,
+        "retry": Retry(NoBackoff(), 0),
+    }
+    connection = options.pop("connection_class", redis.Connection)
+    if not issubclass(connection, redis.UnixDomainSocketConnection):
+        options.setdefault("socket_connect_timeout", CONNECT_TIMEOUT)
+        options.setdefault("socket_keepalive", True)
+    if zero_copy:
+        from redis._parsers.encoders import Encoder
+        from redis.connection import PythonRespSerializer
+
+        encoder = Encoder("utf-8", "strict", False)
+        options["command_packer"] = PythonRespSerializer(6000, encoder.encode)
+    pool = redis.ConnectionPool(connection_class=connection, max_connections=1, **options)
+    return redis.Redis(connection_pool=pool)
+
+
+@contextmanager
+def explained(url: str) -> Iterator[None]:
+    """Turn redis-py's exceptions into ours, with the server named and its password not."""
+    shown = mask_url(url)
+    try:
+        yield
+    except redis.exceptions.AuthenticationError:
+        raise ServerRefused(
+            f"{shown} refused the user or password: check the URL's user:password@ part"
+        ) from None
+    except redis.exceptions.NoPermissionError as error:
+        raise ServerRefused(f"{shown} does not permit this user: {error}") from None
+    except LOST as error:
+        reason = str(error).strip() or type(error).__name__
+        raise ServerUnreachable(
+            f"no answer from {shown}: {reason}. Is the server running, and is this its address?"
+        ) from None
+    except redis.exceptions.ResponseError as error:
+        if "NOAUTH" in str(error) or "WRONGPASS" in str(error) or "AUTH" in str(error)[:40]:
+            raise ServerRefused(
+                f"{shown} refused the user or password: write them as "
+                "redis://user:password@host:port/db"
+            ) from None
+        if "unknown command" in str(error):
+            raise ServerTooOld(
+                f"{shown} lacks a command: {error}. lmpool needs Redis 7.0 or Valkey 8"
+            ) from None
+        raise ServerRefused(f"{shown}: {error}") from None
+
+
+def greet(server: redis.Redis, url: str, clock: ServerClock | None = None) -> str:
+    """Connect, refuse a server that is too old, take its time. Answers its name and version."""
+    with explained(url):
+        server.ping()
+        try:
+            found: dict[str, Any] = server.info("server")
+        except redis.exceptions.NoPermissionError:
+            found = {}  # A narrow ACL user: the commands themselves will tell.
+        if clock is not None:
+            clock.set(*server.time())
+    if not found:
+        return "unknown"
+    return check_version(found, url)
+
+
+def check_version(info: dict[str, Any], url: str) -> str:
+    """The server's name and version from ``INFO server``; `ServerTooOld` below Redis 7.0."""
+    # Valkey says in redis_version which Redis it stands in for.
+    version = str(info.get("redis_version", ""))
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers and numbers < OLDEST:
+        raise ServerTooOld(
+            f"{mask_url(url)} runs Redis {version}: lmpool needs Redis 7.0 or Valkey 8; "
+            "upgrade the server"
+        )
+    if "valkey_version" in info:
+        return f"Valkey {info['valkey_version']}"
+    return f"Redis {version}"

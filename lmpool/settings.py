@@ -1,0 +1,235 @@
+"""Settings of clients and workers: ``LMPOOL_*`` variables, or arguments of the same names.
+
+A value that cannot be used is refused when it is read, with a message that names it and says what
+to write instead. Passwords stay out of messages and reprs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import socket
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import SplitResult, urlsplit, urlunsplit
+
+from pydantic import AfterValidator, ByteSize, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from lmpool.errors import SettingsError
+from lmpool.keys import check_pool_name
+
+PREFIX = "LMPOOL_"
+SCHEMES = ("redis", "rediss", "unix")
+
+
+def mask_url(url: str) -> str:
+    """`url` with its password as ``***``, fit for logs and messages."""
+    try:
+        parts: SplitResult = urlsplit(url)
+        if not parts.password and "password=" not in parts.query:
+            return url
+    except ValueError:
+        return "***"
+    user, _, host = parts.netloc.rpartition("@")
+    if user:
+        host = f"{user.partition(':')[0]}:***@{host}"
+    query = "&".join(
+        "password=***" if pair.startswith("password=") else pair
+        for pair in parts.query.split("&")
+    )
+    return urlunsplit(parts._replace(netloc=host, query=query))
+
+
+def check_url(url: str) -> str:
+    """`url` itself, or `SettingsError` if it is no server's address."""
+    shown = mask_url(url)
+    remedy = "write redis://[user:password@]host:port/db, rediss://... (TLS) or unix:///path?db=0"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        # The message of urlsplit may quote the password.
+        reason = "its port is no number from 0 to 65535" if "ort" in str(error) else "malformed"
+        raise SettingsError(f"url={shown}: {reason}; {remedy}") from None
+    if parts.scheme not in SCHEMES:
+        raise SettingsError(f"url={shown!r}: unknown scheme {parts.scheme!r}; {remedy}")
+    if parts.scheme == "unix":
+        if not parts.path:
+            raise SettingsError(f"url={shown!r} names no socket; {remedy}")
+        return url
+    if not parts.hostname or port == 0:
+        raise SettingsError(f"url={shown!r} names no host and port; {remedy}")
+    database = parts.path.lstrip("/")
+    if database and not database.isdigit():
+        raise SettingsError(f"url={shown!r}: database {database!r} is no number; {remedy}")
+    return url
+
+
+Url = Annotated[str, AfterValidator(check_url), Field(repr=False)]
+Pool = Annotated[str, AfterValidator(check_pool_name)]
+Seconds = Annotated[float, Field(gt=0, le=86_400 * 30, allow_inf_nan=False)]
+
+
+class _Options(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        extra="forbid",
+        frozen=True,
+        hide_input_in_errors=True,
+        env_ignore_empty=True,
+        arbitrary_types_allowed=False,
+        protected_namespaces=(),
+    )
+
+    url: Url = Field("redis://localhost:6379/0", description="the Redis-compatible server")
+    pool: Pool = Field("default", description="the pool's name")
+
+    def __init__(self, **given: Any) -> None:
+        unknown = [name for name in given if name not in type(self).model_fields]
+        if unknown:
+            raise SettingsError(_unknown(unknown[0], type(self).model_fields, "argument"))
+        given = {name: value for name, value in given.items() if value is not None}
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise SettingsError(_explain(error, given)) from None
+        except Exception as error:
+            # pydantic-settings: a variable that should be JSON and is not.
+            if type(error).__name__ != "SettingsError":
+                raise
+            raise SettingsError(
+                f"{error}: write JSON, for example {PREFIX}ENGINE_OPTS='{{\"device\": \"cpu\"}}'"
+            ) from None
+
+    def __repr__(self) -> str:
+        shown = {name: getattr(self, name) for name in type(self).model_fields}
+        shown["url"] = mask_url(self.url)
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
+
+    __str__ = __repr__
+
+
+class ClientOptions(_Options):
+    """What a `PooledLM` can be told."""
+
+    cache_bytes: ByteSize = Field(
+        ByteSize(256 << 20), description="bound of the local cache of rows, e.g. 512MiB; 0 for none"
+    )
+    encoding: Literal["auto", "f32", "bf16", "f16"] = Field(
+        "auto", description="how rows travel; auto is the smallest lossless one, f16 is lossy"
+    )
+    framework: Literal["auto", "torch", "numpy"] = Field(
+        "auto", description="what rows are: torch tensors where torch is installed, else numpy"
+    )
+    request_timeout: Seconds | None = Field(
+        None, description="seconds a call may wait when it names no timeout of its own"
+    )
+    workers_timeout: Seconds = Field(
+        10.0, description="seconds to wait for a worker before NoWorkers, while none is alive"
+    )
+    reconnect_timeout: Seconds = Field(
+        60.0, description="seconds to keep trying to reach a lost server before giving up"
+    )
+    when_busy: Literal["wait", "raise"] = Field(
+        "wait", description="at the backlog's bound: wait for room, or raise PoolBusy"
+    )
+
+
+class WorkerOptions(_Options):
+    """What a worker can be told."""
+
+    model: str = Field("tiny", min_length=1, description="tiny, a folder, or a hub id")
+    engine: str = Field(
+        "auto", min_length=1, description="auto, hf, vllm, sglang, mlx, mock, or an added one"
+    )
+    engine_opts: dict[str, Any] = Field(
+        default_factory=dict, description="options for the engine, as JSON"
+    )
+    revision: str | None = Field(None, description="the model's revision on the hub")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="what the model computes in"
+    )
+    batch_size: int = Field(64, ge=1, le=65_536, description="most prompts in a batch")
+    timeout: float = Field(
+        0.001, ge=0, le=60, allow_inf_nan=False,
+        description="seconds a batch waits to fill, from its first job",
+    )
+    max_batch_tokens: int | None = Field(
+        None, ge=1, description="most prompt tokens in a batch; at least the longest prompt"
+    )
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="longest prompt served; at most what the model takes"
+    )
+    lanes: int = Field(1, ge=1, le=64, description="shards of the pool's streams")
+    max_backlog: int = Field(100_000, ge=1, description="jobs that may wait in a lane")
+    result_ttl: Seconds = Field(600.0, description="seconds a row stays in the result cache")
+    adapter_dirs: tuple[str, ...] = Field(
+        (), description="folders that adapters may be loaded from, as a JSON list"
+    )
+    replace: bool = Field(
+        False, description="take the pool over from workers that serve another model"
+    )
+    worker_name: str = Field(
+        default_factory=lambda: socket.gethostname().split(".")[0] or "worker",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$",
+        description="what the worker is called in logs and statistics",
+    )
+    drain_timeout: Seconds = Field(
+        60.0, description="seconds a worker that is told to stop may finish its batch in"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="how much a worker says"
+    )
+
+    default_max_batch_tokens: ClassVar[int] = 16_384
+
+    @model_validator(mode="after")
+    def _budget_holds_a_prompt(self) -> Self:
+        budget, longest = self.max_batch_tokens, self.max_prompt_tokens
+        if budget is not None and longest is not None and budget < longest:
+            raise ValueError(
+                f"max_batch_tokens={budget} is below max_prompt_tokens={longest}: "
+                f"raise it to {longest} or serve shorter prompts"
+            )
+        return self
+
+
+def refuse_unknown_variables(environ: Iterable[str] | None = None) -> None:
+    """Raise `SettingsError` for a ``LMPOOL_*`` variable that nothing reads: mostly a typo."""
+    fields = {**ClientOptions.model_fields, **WorkerOptions.model_fields}
+    for name in os.environ if environ is None else environ:
+        rest = name.removeprefix(PREFIX)
+        # LMPOOL_TEST_* and the like belong to the project's own tools.
+        if rest == name or rest.startswith(("TEST_", "REQUIRE_", "BENCH_")):
+            continue
+        if rest.lower() not in fields:
+            raise SettingsError(_unknown(name, (PREFIX + f.upper() for f in fields), "variable"))
+
+
+def _unknown(name: str, known: Iterable[str], what: str) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, 1)
+    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+    return f"unknown {what} {name}: {hint}"
+
+
+def _explain(error: ValidationError, given: dict[str, Any]) -> str:
+    """pydantic's findings, each with the name as the user wrote it, the value and the remedy."""
+    lines = []
+    for found in error.errors(include_url=False, include_input=False):
+        field = str(found["loc"][0]) if found["loc"] else ""
+        cause = found.get("ctx", {}).get("error")
+        if isinstance(cause, SettingsError):
+            lines.append(str(cause))
+            continue
+        if not field:
+            lines.append(str(cause) if cause else found["msg"])
+            continue
+        variable = PREFIX + field.upper()
+        name, value = (
+            (field, given[field]) if field in given else (variable, os.environ.get(variable))
+        )
+        shown = mask_url(str(value)) if field == "url" else repr(value)
+        lines.append(f"{name}={shown:.200}: {found['msg'][0].lower()}{found['msg'][1:]}")
+    return "; ".join(lines)

@@ -1,0 +1,75 @@
+"""What a pool's workers have done, and who they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import msgpack
+import redis
+
+from lmpool.keys import LaneKeys
+
+
+class WorkerStatistics(TypedDict):
+    """One living worker."""
+
+    id: str
+    host: str
+    pid: int
+    engine: str
+    gpu: str
+    rows_per_second: float
+
+
+class PoolStatistics(TypedDict):
+    """`computed` rows, `batches`, `failed` and `expired` jobs since the pool began, `backlog` now."""
+
+    computed: int
+    batches: int
+    failed: int
+    expired: int
+    backlog: int
+    workers: list[WorkerStatistics]
+
+
+def pool_statistics(server: redis.Redis, lanes: Sequence[LaneKeys], group: str) -> PoolStatistics:
+    """Read them: one request for each lane, and one for the workers."""
+    counted = dict.fromkeys(("computed", "batches", "failed", "expired"), 0)
+    backlog = 0
+    names: list[str] = []
+    for number, lane in enumerate(lanes):
+        with server.pipeline(transaction=False) as pipeline:
+            pipeline.hgetall(lane.counters)
+            pipeline.xlen(lane.jobs)
+            if number == 0:
+                pipeline.xinfo_consumers(lane.jobs, group)
+            answers = pipeline.execute(raise_on_error=False)
+        for name, value in answers[0].items():
+            if name.decode() in counted:
+                counted[name.decode()] += int(value)
+        backlog += int(answers[1])
+        if number == 0 and not isinstance(answers[2], Exception):
+            names = [consumer["name"].decode() for consumer in answers[2]]
+    beats = server.mget([lanes[0].alive(name) for name in names]) if names else []
+    workers = [_worker(msgpack.unpackb(beat)) for beat in beats if beat is not None]
+    workers.sort(key=lambda worker: worker["id"])
+    return PoolStatistics(
+        computed=counted["computed"],
+        batches=counted["batches"],
+        failed=counted["failed"],
+        expired=counted["expired"],
+        backlog=backlog,
+        workers=workers,
+    )
+
+
+def _worker(beat: dict[str, Any]) -> WorkerStatistics:
+    return WorkerStatistics(
+        id=str(beat.get("id", "")),
+        host=str(beat.get("host", "")),
+        pid=int(beat.get("pid", 0)),
+        engine=str(beat.get("engine", "")),
+        gpu=str(beat.get("gpu", "")),
+        rows_per_second=float(beat.get("rows_per_second", 0.0)),
+    )
