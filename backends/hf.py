@@ -1,0 +1,232 @@
+"""Hugging Face transformers as an engine: prompts of like length share a padded forward pass.
+
+It keeps nothing between batches. Prompts are padded on the right, where a causal model never
+looks from a prompt's own tokens: so the padding needs no mask, models without position ids or with
+a recurrent state are right too, and attention keeps its fastest kernels. The head computes the
+last position of each prompt only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lmpool.backends.engine import BatchEngine, EngineInfo, Outcome, Request, Tokens
+from lmpool.backends.grouping import group_by_length
+from lmpool.backends.hf_model import LoadedModel, load_model, longest_prompt, special_tokens
+from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
+from lmpool.backends.vocabulary import byte_vocabulary
+from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
+
+logger = logging.getLogger(__name__)
+
+_MAX_LOGITS: Final = 1 << 26
+"""Logits computed at once: 256 MiB in float32."""
+
+
+class HFEngine(BatchEngine):
+    """Computes rows with a causal language model of transformers.
+
+    `model` is ``tiny``, a folder, or a hub id (then with an optional `revision`). `dtype` is
+    ``float32``, ``bfloat16``, ``float16``, or ``auto``: float32 on a CPU, the model's own
+    elsewhere. `device` is a torch device, ``auto`` the first GPU or else the CPU.
+    `max_prompt_tokens` lowers the model's own bound. A forward pass takes at most `forward_tokens`
+    positions, padding included, or one prompt. `model_kwargs` go to `from_pretrained`;
+    bitsandbytes' options (``load_in_4bit``, ``bnb_4bit_quant_type``, ...) may be among them.
+
+    Rows are float32 log-probabilities or, from a head that computes in bfloat16, the bits of its
+    logits. Raises `SettingsError` for a model or an option that cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        revision: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_prompt_tokens: int | None = None,
+        forward_tokens: int = 16_384,
+        trust_remote_code: bool = False,
+        model_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if type(forward_tokens) is not int or forward_tokens < 1:
+            raise SettingsError(f"forward_tokens={forward_tokens!r}: a positive integer expected")
+        kwargs = dict(model_kwargs or {})
+        self._folder = resolve_model(model, revision)
+        loaded = load_model(
+            self._folder,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            model_kwargs=kwargs,
+        )
+        self._loaded: LoadedModel | None = loaded
+        self._forward_tokens = forward_tokens
+        self._last: torch.Tensor | None = None
+        self._hook = self._keep_last_positions(loaded.model)
+        # What a config says of its model may differ from the head (padded, resized vocabularies).
+        probe = self._last_logits(loaded, [np.zeros(n, np.uint32) for n in (1, 2)])
+        self._bfloat16 = loaded.dtype == "bfloat16" and _fits_bfloat16(probe)
+        vocab_size = int(probe.shape[-1])
+        embedded = int(loaded.model.get_input_embeddings().weight.shape[0])
+        if embedded < vocab_size:
+            raise SettingsError(
+                f"the model {model!r} has rows of {vocab_size} tokens but embeds {embedded}: some "
+                "of the tokens that it predicts cannot continue a prompt"
+            )
+        special = special_tokens(loaded, vocab_size)
+        self.info = EngineInfo(
+            engine="hf",
+            model=model,
+            revision=revision,
+            vocab_size=vocab_size,
+            max_prompt_tokens=longest_prompt(loaded, max_prompt_tokens),
+            dtype=loaded.dtype,
+            encoding="bf16" if self._bfloat16 else "f32",
+            identity={
+                "engine": "hf",
+                "dtype": loaded.dtype,
+                "files": model_identity(self._folder, code=trust_remote_code),
+                "model_kwargs": json.dumps(kwargs, sort_keys=True, default=str),
+            },
+            bos_token_id=special.bos,
+            eos_token_ids=special.eos,
+            pad_token_id=special.pad,
+        )
+
+    def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
+        loaded = self._open()
+        alike: dict[bytes, list[Request]] = {}
+        for request in requests:
+            alike.setdefault(request.tokens.tobytes(), []).append(request)
+        distinct = list(alike.values())
+        prompts = [requests[0].tokens for requests in distinct]
+        outcomes: list[Outcome] = []
+        for group in group_by_length(
+            [prompt.size for prompt in prompts],
+            max_positions=self._forward_tokens,
+            max_rows=max(1, _MAX_LOGITS // self.info.vocab_size),
+        ):
+            try:
+                rows, logsumexp = self._rows(loaded, [prompts[i] for i in group])
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                raise  # a smaller batch may fit
+            except torch.AcceleratorError as error:
+                # An asynchronous CUDA error leaves the process without a usable device.
+                raise EngineBroken(f"{type(error).__name__}: {error}") from error
+            for i, row, scale in zip(group, rows, logsumexp, strict=True):
+                outcomes.extend(_outcome(request, row, float(scale)) for request in distinct[i])
+        return outcomes
+
+    def _rows(
+        self, loaded: LoadedModel, prompts: Sequence[Tokens]
+    ) -> tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
+        """The prompts' rows [prompts, vocab], and the logsumexp [prompts] of each one's logits."""
+        logits = self._last_logits(loaded, prompts)
+        with torch.inference_mode():
+            wide = logits.float()
+            logsumexp = torch.logsumexp(wide, dim=-1).cpu().numpy()
+            if self._bfloat16 and _fits_bfloat16(logits):
+                bits = logits.to(torch.bfloat16).view(torch.int16).cpu().numpy()
+                block: Any = bits.view(np.uint16)
+            else:
+                block = torch.log_softmax(wide, dim=-1).cpu().numpy()
+        block.flags.writeable = False
+        return block, logsumexp
+
+    def _last_logits(self, loaded: LoadedModel, prompts: Sequence[Tokens]) -> torch.Tensor:
+        """The logits after each prompt [prompts, vocab], in the dtype that the head gives them."""
+        lengths = [prompt.size for prompt in prompts]
+        padded = np.zeros((len(prompts), max(lengths)), dtype=np.int64)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: prompt.size] = prompt
+        last = torch.tensor(lengths, device=loaded.device) - 1
+        with torch.inference_mode():
+            self._last = last
+            try:
+                ids = torch.from_numpy(padded).to(loaded.device)
+                logits: torch.Tensor = loaded.model(input_ids=ids, use_cache=False).logits
+            finally:
+                self._last = None
+            if logits.shape[1] != 1:  # a model whose head is not its output embedding
+                logits = _at(logits, last)
+            return logits[:, 0]
+
+    def _keep_last_positions(self, model: Any) -> Any:
+        """Have the head see the last position of each prompt alone.
+
+        `logits_to_keep` would do the same, if it took another position for each prompt in every
+        release and every model.
+        """
+        head = model.get_output_embeddings()
+        if head is None:
+            return None
+
+        def narrow(_: object, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+            if self._last is None or inputs[0].dim() != 3:
+                return None
+            return (_at(inputs[0], self._last), *inputs[1:])
+
+        return head.register_forward_pre_hook(narrow)
+
+    def _open(self) -> LoadedModel:
+        if self._loaded is None:
+            raise EngineBroken("the engine was closed")
+        return self._loaded
+
+    def add_adapter(self, name: str, path: str) -> None:
+        raise AdapterError(f"adapter {name!r}: the hf engine of this release has no adapters yet")
+
+    def tokenizer_files(self) -> Mapping[str, bytes]:
+        return tokenizer_files(self._folder)
+
+    def byte_vocabulary(self) -> list[bytes] | None:
+        tokenizer = self._open().tokenizer
+        if tokenizer is None:
+            return None
+        try:
+            return byte_vocabulary(tokenizer)
+        except SettingsError as error:
+            logger.warning("this pool has no byte vocabulary: %s", error)
+            return None
+
+    def close(self) -> None:
+        """Free the model."""
+        if self._loaded is None:
+            return
+        if self._hook is not None:
+            self._hook.remove()
+        self._loaded = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _at(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Of [prompts, positions, width], the given position of each prompt: [prompts, 1, width]."""
+    index = torch.arange(states.shape[0], device=states.device)
+    return states[index, positions.to(states.device)].unsqueeze(1)
+
+
+def _fits_bfloat16(logits: torch.Tensor) -> bool:
+    """Whether a cast to bfloat16 loses nothing."""
+    if logits.dtype == torch.bfloat16:
+        return True
+    return bool((logits.to(torch.bfloat16).to(logits.dtype) == logits).all())
+
+
+def _outcome(
+    request: Request, row: npt.NDArray[np.float32] | npt.NDArray[np.uint16], logsumexp: float
+) -> Outcome:
+    if not np.isfinite(logsumexp):
+        reason = f"the model's logits have the logsumexp {logsumexp}: it overflows in this dtype"
+        return Outcome(request.id, error=PromptFailed(reason))
+    return Outcome(request.id, row=row, logsumexp=logsumexp if row.dtype == np.uint16 else 0.0)

@@ -1,0 +1,335 @@
+"""The Hugging Face engine against one forward pass a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from lmpool.backends import Outcome, Request, Sampling
+from lmpool.backends.sampling import sample_token
+from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from lmpool.backends.hf import HFEngine  # noqa: E402
+
+VOCAB = 211
+LONGEST = 96
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=LONGEST,
+        bos_token_id=1,
+        eos_token_id=[2, 7],
+    ),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=2, n_positions=LONGEST
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=LONGEST,
+        sliding_window=8,
+        use_sliding_window=True,
+        max_window_layers=1,
+    ),
+    # A recurrent state and no position ids: padding on the left would be part of every prompt.
+    "mamba": lambda: transformers.MambaConfig(
+        vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2
+    ),
+    # Soft-capped logits, and a head that is not the last thing computed.
+    "gemma2": lambda: transformers.Gemma2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=LONGEST,
+        sliding_window=16,
+    ),
+}
+
+
+def save(folder: Path, name: str) -> str:
+    torch.manual_seed(0)
+    config = CONFIGS[name]()
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if name != "mamba":  # whose state would overflow
+        with torch.no_grad():
+            for parameter in model.parameters():  # rows that differ by nats, not by thousandths
+                parameter.mul_(3.0)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session", params=sorted(CONFIGS))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def requests_of(prompts: Sequence[Sequence[int]], **options: Any) -> list[Request]:
+    return [
+        Request(i.to_bytes(2, "big"), np.array(p, dtype=np.uint32), **options)
+        for i, p in enumerate(prompts)
+    ]
+
+
+def run(engine: HFEngine, requests: Sequence[Request]) -> list[Outcome]:
+    """The outcomes in the order of the requests."""
+    engine.submit(requests)
+    outcomes: dict[bytes, Outcome] = {}
+    while engine.in_flight():
+        for outcome in engine.step():
+            assert outcome.id not in outcomes
+            outcomes[outcome.id] = outcome
+    return [outcomes[r.id] for r in requests]
+
+
+def reference(
+    folder: str, prompts: Sequence[Sequence[int]], dtype: str = "float32"
+) -> npt.NDArray[np.float32]:
+    """One forward pass a prompt, with no option of any kind."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    with torch.inference_mode():
+        logits = [model(torch.tensor([list(p)])).logits[0, -1].float() for p in prompts]
+        return torch.log_softmax(torch.stack(logits), dim=-1).numpy()
+
+
+def prompts_of_all_lengths(longest: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    lengths = [1, 1, 2, 3, 5, longest - 1, longest, *rng.integers(1, longest, 20)]
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
+    prompts += [prompts[3], prompts[6], prompts[20], [0], [0, 0], [VOCAB - 1] * 40]
+    rng.shuffle(prompts)
+    return prompts
+
+
+def test_rows_equal_one_forward_pass_a_prompt(folder: str) -> None:
+    engine = HFEngine(folder, max_prompt_tokens=None if "mamba" not in folder else LONGEST)
+    prompts = prompts_of_all_lengths(LONGEST)
+    outcomes = run(engine, requests_of(prompts))
+    rows = np.stack([outcome.logprobs() for outcome in outcomes])
+    expected = reference(folder, prompts)
+    assert rows.dtype == np.float32
+    assert np.abs(rows - expected).max() < 1e-5
+    assert np.abs(np.exp(rows.astype(np.float64)).sum(axis=1) - 1).max() < 1e-5
+    assert engine.info.vocab_size == VOCAB
+    assert engine.info.encoding == "f32"
+    assert engine.info.dtype == "float32"
+
+
+def test_small_forward_passes_give_the_same_rows(llama: str) -> None:
+    prompts = prompts_of_all_lengths(LONGEST, seed=1)
+    outcomes = run(HFEngine(llama, forward_tokens=100), requests_of(prompts))
+    rows = np.stack([outcome.logprobs() for outcome in outcomes])
+    assert np.abs(rows - reference(llama, prompts)).max() < 1e-5
+
+
+def test_the_head_sees_one_position_a_prompt(llama: str) -> None:
+    engine = HFEngine(llama)
+    seen: list[tuple[int, ...]] = []
+    head = engine._open().model.get_output_embeddings()
+    head.register_forward_hook(lambda _module, _inputs, output: seen.append(output.shape))
+    run(engine, requests_of([[1] * 50, [2] * 45, [3] * 48]))
+    assert seen == [(3, 1, VOCAB)]
+
+
+def test_rows_of_a_bfloat16_head_are_the_bits_of_its_logits(llama: str) -> None:
+    engine = HFEngine(llama, dtype="bfloat16")
+    assert engine.info.encoding == "bf16"
+    assert engine.info.dtype == "bfloat16"
+    prompts = [[5, 6, 7], [9] * 11, [3, 1, 4, 1, 5]]
+    alone = [run(engine, requests_of([p]))[0] for p in prompts]
+    assert all(o.row is not None and o.row.dtype == np.uint16 for o in alone)
+    rows = np.stack([outcome.logprobs() for outcome in alone])
+    assert np.abs(rows - reference(llama, prompts, "bfloat16")).max() < 2e-5
+    assert np.abs(np.exp(rows.astype(np.float64)).sum(axis=1) - 1).max() < 1e-5
+
+
+def test_logits_that_bfloat16_would_round_are_sent_as_float32(llama: str) -> None:
+    engine = HFEngine(llama, dtype="bfloat16")
+    head = engine._open().model.get_output_embeddings()
+    head.register_forward_hook(lambda _module, _inputs, output: output.float() * 1.001)
+    (outcome,) = run(engine, requests_of([[5, 6, 7]]))
+    assert outcome.row is not None
+    assert outcome.row.dtype == np.float32
+    assert abs(np.exp(outcome.row.astype(np.float64)).sum() - 1) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ([], "0 tokens"),
+        ([1] * (LONGEST + 1), f"{LONGEST + 1} tokens"),
+        ([4, VOCAB, 4], f"token id {VOCAB}"),
+        ([2**32 - 1], "token id 4294967295"),
+    ],
+)
+def test_a_bad_prompt_fails_alone(llama: str, bad: list[int], said: str) -> None:
+    good = [[1, 2, 3], [4], [5, 6]]
+    outcomes = run(HFEngine(llama), requests_of([good[0], bad, good[1], good[2]]))
+    assert isinstance(outcomes[1].error, PromptFailed)
+    assert said in str(outcomes[1].error)
+    rows = np.stack([outcomes[i].logprobs() for i in (0, 2, 3)])
+    assert np.abs(rows - reference(llama, good)).max() < 1e-5
+
+
+def test_a_row_that_is_not_a_number_fails_alone(llama: str) -> None:
+    engine = HFEngine(llama)
+    embedding = engine._open().model.get_input_embeddings()
+    with torch.no_grad():
+        embedding.weight[13] = float("nan")
+    # Tied or not, the head is another tensor here: only prompts with the token 13 are touched.
+    outcomes = run(engine, requests_of([[1, 2], [1, 13], [3, 4, 5]]))
+    assert "logsumexp nan" in str(outcomes[1].error)
+    assert outcomes[0].error is None
+    assert outcomes[2].error is None
+
+
+def test_a_prompt_that_raises_is_found_and_fails_alone(llama: str) -> None:
+    engine = HFEngine(llama)
+    model = engine._open().model
+
+    def refuse(_module: object, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (kwargs["input_ids"] == 99).any():
+            raise RuntimeError("out of memory, say")
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    prompts = [[i, i + 1] for i in range(30)] + [[99, 1]]
+    outcomes = run(engine, requests_of(prompts))
+    assert [o.error is None for o in outcomes] == [True] * 30 + [False]
+    assert "out of memory, say" in str(outcomes[30].error)
+
+
+def test_a_broken_device_breaks_the_engine(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = HFEngine(llama)
+
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(engine, "_rows", fail)
+    engine.submit(requests_of([[1], [2]]))
+    with pytest.raises(EngineBroken, match="device-side assert"):
+        engine.step()
+
+
+def test_a_continuation_is_what_its_rows_say_alone_and_in_company(llama: str) -> None:
+    engine = HFEngine(llama)
+    prompt = [3, 1, 4]
+    sampling = Sampling(max_tokens=12, eos_token_ids=(), temperature=0.9, seed=17)
+    (alone,) = run(engine, requests_of([prompt], sampling=sampling))
+    assert alone.tokens is not None
+    expected = list(prompt)
+    for step in range(12):
+        row = reference(llama, [expected])[0]
+        expected.append(sample_token(row, 0.9, 17, step))
+    assert alone.tokens.tolist() == expected[3:]
+
+    company = [
+        *requests_of([[9, 9], [8] * 30]),
+        Request(b"it", np.array(prompt, np.uint32), sampling=sampling),
+        Request(
+            b"other",
+            np.array(prompt, np.uint32),
+            sampling=Sampling(max_tokens=5, eos_token_ids=(), temperature=0.9, seed=18),
+        ),
+    ]
+    outcomes = run(engine, company)
+    assert outcomes[0].row is not None
+    assert outcomes[2].tokens is not None
+    assert outcomes[2].tokens.tolist() == expected[3:]
+    assert outcomes[3].tokens is not None
+    assert len(outcomes[3].tokens) == 5
+
+
+def test_special_tokens_and_bounds(llama: str) -> None:
+    info = HFEngine(llama, max_prompt_tokens=50).info
+    assert (info.bos_token_id, info.eos_token_ids) == (1, (2, 7))
+    assert info.max_prompt_tokens == 50
+    assert HFEngine(llama).info.max_prompt_tokens == LONGEST
+    with pytest.raises(SettingsError, match=f"max_prompt_tokens=97: the model takes {LONGEST}"):
+        HFEngine(llama, max_prompt_tokens=97)
+
+
+def test_the_identity_tells_dtypes_and_arguments_apart(llama: str) -> None:
+    plain = HFEngine(llama).info.identity
+    assert HFEngine(llama, max_prompt_tokens=9).info.identity == plain
+    assert HFEngine(llama, dtype="bfloat16").info.identity != plain
+    eager = HFEngine(llama, model_kwargs={"attn_implementation": "eager"}).info.identity
+    assert eager != plain
+    assert llama not in json.dumps(plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": "int3"}, "dtype='int3'"),
+        ({"device": "cuda:77"}, "device='cuda:77': torch sees"),
+        ({"device": "toaster"}, "device='toaster'"),
+        ({"forward_tokens": 0}, "forward_tokens=0"),
+        ({"max_prompt_tokens": "9"}, "max_prompt_tokens='9'"),
+        ({"model_kwargs": {"trust_remote_code": True}}, "trust_remote_code"),
+        ({"model_kwargs": {"attn_implementation": "psychic"}}, "psychic"),
+        ({"revision": "main"}, "revision='main'"),
+    ],
+)
+def test_bad_options_are_refused(llama: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        HFEngine(llama, **options)
+
+
+def test_weights_of_another_model_are_refused(llama: str, tmp_path: Path) -> None:
+    for file in Path(llama).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["num_hidden_layers"] = 3
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SettingsError, match="lack 9 of the model's tensors"):
+        HFEngine(str(tmp_path))
+
+
+def test_adapters_are_refused(llama: str) -> None:
+    engine = HFEngine(llama)
+    with pytest.raises(AdapterError, match="no adapters yet"):
+        engine.add_adapter("french", llama)
+    (outcome,) = run(engine, requests_of([[1]], adapter="french"))
+    assert "no adapter named 'french'" in str(outcome.error)
+
+
+def test_a_model_without_a_tokenizer_serves_rows(llama: str) -> None:
+    engine = HFEngine(llama)
+    assert engine.tokenizer_files() == {}
+    assert engine.byte_vocabulary() is None
+
+
+def test_a_closed_engine_is_broken(llama: str) -> None:
+    engine = HFEngine(llama)
+    engine.close()
+    engine.close()
+    engine.submit(requests_of([[1]]))
+    with pytest.raises(EngineBroken, match="closed"):
+        engine.step()
