@@ -1,0 +1,113 @@
+"""An engine by its name."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Any, Final
+
+from lmpool.backends.engine import Engine
+from lmpool.errors import SettingsError
+
+ENTRY_POINTS: Final = "lmpool.engines"
+"""The entry-point group of engines that other packages bring: a callable
+``(model, **options) -> Engine``, usually the class."""
+
+_BUILT_IN: Final = {
+    "mock": ("lmpool.backends.mock", "MockEngine"),
+    "hf": ("lmpool.backends.hf", "HFEngine"),
+}
+_LATER: Final = ("vllm", "sglang", "mlx")
+
+
+def engine_names() -> list[str]:
+    """The engines that `load_engine` knows here, ``auto`` among them."""
+    return sorted({*_BUILT_IN, "auto", *importlib.metadata.entry_points(group=ENTRY_POINTS).names})
+
+
+def load_engine(name: str, model: str, **options: Any) -> Engine:
+    """Make the engine `name` serve `model`.
+
+    `name` is ``mock``, ``hf``, the name of an engine that another package brings by the
+    entry-point group ``lmpool.engines``, or ``auto``: vLLM where it is installed and a GPU is
+    there, else Hugging Face transformers. `options` are the engine's own.
+
+    Raises `SettingsError` for an unknown engine or option, a model that cannot be loaded, and a
+    package that is not installed.
+    """
+    chosen = _automatic() if name == "auto" else name
+    make = _find(chosen)
+    _check_options(chosen, make, options)
+    engine = make(model, **options)
+    if not isinstance(engine, Engine):
+        raise SettingsError(
+            f"engine={chosen!r} made a {type(engine).__name__}: its entry point in the group "
+            f"{ENTRY_POINTS} must make an lmpool.backends.Engine"
+        )
+    return engine
+
+
+def _automatic() -> str:
+    # Nothing else than a GPU makes vLLM the better choice, and asking torch for one is slow.
+    if "vllm" in _BUILT_IN and importlib.util.find_spec("vllm") is not None:
+        torch = _import("torch", "vllm")
+        if torch.cuda.is_available():
+            return "vllm"
+    return "hf"
+
+
+def _find(name: str) -> Callable[..., object]:
+    if name in _BUILT_IN:
+        module, attribute = _BUILT_IN[name]
+        make: Callable[..., object] = getattr(_import(module, name), attribute)
+        return make
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS, name=name):
+        try:
+            loaded: Callable[..., object] = point.load()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise SettingsError(
+                f"engine={name!r}: {point.value} cannot be imported: {reason}"
+            ) from error
+        return loaded
+    if name in _LATER:
+        raise SettingsError(
+            f"engine={name!r} is not part of this release; write 'hf', which runs every causal "
+            "model of transformers"
+        )
+    names = engine_names()
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise SettingsError(f"engine={name!r}: one of {', '.join(names)} expected{hint}")
+
+
+def _import(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing == "lmpool":
+            raise
+        raise SettingsError(
+            f"engine={extra!r} needs {missing}, which is not installed: "
+            f"pip install 'lmpool[{extra}]'"
+        ) from error
+
+
+def _check_options(name: str, make: Callable[..., object], options: dict[str, Any]) -> None:
+    parameters = inspect.signature(make).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    for option in options:
+        if option not in known:
+            close = difflib.get_close_matches(option, known, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise SettingsError(
+                f"the engine {name!r} has no option {option!r}; {hint}It has "
+                f"{', '.join(known) or 'none'}"
+            )
