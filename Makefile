@@ -6,15 +6,18 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 READY  := .venv/.installed
-GENLM_TESTS := tests/engines/test_genlm.py
+
+TORCH        := torch==2.13.0
+INSTALL      := bin/python -m pip install --quiet --disable-pip-version-check
+REQUIREMENTS := tests/engines/requirements
+APART        := $(patsubst $(REQUIREMENTS)/%.txt,%,$(wildcard $(REQUIREMENTS)/*.txt))
 
 .DEFAULT_GOAL := help
-.DELETE_ON_ERROR:
-.PHONY: help install demo test test-server test-genlm chaos check format format-check lint types \
-        unit bench clean distclean
+.PHONY: help install demo test test-server chaos check format format-check lint types unit \
+        bench clean distclean
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 install: $(READY) ## Make the environment in .venv, or bring it up to date
 	@echo "lmpool is installed in .venv. See it work: make demo"
@@ -23,14 +26,18 @@ demo: $(READY) ## See lmpool work: a private server, two workers and a small mod
 	@$(BIN)/lmpool demo $(ARGS)
 
 test: $(READY) ## The tests
-	$(BIN)/python -m pytest -m "not chaos and not genlm" $(ARGS)
+	$(BIN)/python -m pytest -m "not chaos and not genlm" $(APART:%=--ignore=tests/engines/test_%.py) $(ARGS)
 
 test-server: $(READY) ## The tests of a server again, on LMPOOL_TEST_SERVER=/usr/bin/redis-server
 	$(BIN)/python -m pytest -m "server and not chaos and not genlm" $(ARGS)
 
-test-genlm: .venv-genlm/.installed ## The tests with the real genlm libraries, in .venv-genlm
-	@test -f $(GENLM_TESTS) || { echo "$(GENLM_TESTS) is missing: nothing to run" >&2; exit 1; }
-	.venv-genlm/bin/python -m pytest -m genlm $(GENLM_TESTS) $(ARGS)
+# An engine, or a library to be compatible with, whose packages would not live beside those of
+# .venv: its test module is tests/engines/test_NAME.py, what it needs tests/engines/requirements/NAME.txt
+# (and no-deps/NAME.txt, for packages that ask for more than the tests use).
+test-%: .venv-%/.installed ## One engine's tests in an environment of its own: make test-genlm
+	@test -f tests/engines/test_$*.py || { \
+	    echo "tests/engines/test_$*.py is missing: there is nothing to run" >&2; exit 1; }
+	.venv-$*/bin/python -m pytest -m "not chaos" tests/engines/test_$*.py $(ARGS)
 
 chaos: $(READY) ## The long fault-injection tests
 	$(BIN)/python -m pytest -m chaos $(ARGS)
@@ -62,28 +69,40 @@ unit: $(READY)
 bench: $(READY) ## The measurements
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
-# An environment's stamp is newer than pyproject.toml once all that it asks for is installed. torch
+# An environment's stamp is newer than what asks for its packages once they are all installed. torch
 # comes first and alone, so that pip takes the build which this machine's configuration provides.
-.venv/.installed: WHAT = '.[embedded,hf,dev]'
-.venv-genlm/.installed: WHAT = '.[embedded,hf,genlm,dev]' genlm-backend==0.3.1 genlm-control==0.4.1
-%/.installed: pyproject.toml
-	@$*/bin/python -m pip --version >/dev/null 2>&1 || { \
-	    command -v $(PYTHON) >/dev/null || { \
-	        echo "There is no $(PYTHON). Name a Python 3.11 or newer: make install PYTHON=python3.12" >&2; \
-	        exit 1; }; \
-	    $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("lmpool needs Python 3.11 or newer; $(PYTHON) is %d.%d. Name another: make install PYTHON=python3.12" % sys.version_info[:2])' && \
-	    echo "Making $*, which takes a few minutes the first time" && \
-	    $(PYTHON) -m venv $*; }
-	@echo '  torch==2.13.0'
-	@$*/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	@echo ' ' $(WHAT)
-	@PYTHONWARNINGS=ignore $*/bin/python -m pip install --quiet --disable-pip-version-check \
-	    --editable $(WHAT)
+.venv/.installed: pyproject.toml
+	$(call make_environment,.venv)
+	@echo "  lmpool[embedded,hf,dev]"
+	@PYTHONWARNINGS=ignore .venv/$(INSTALL) --editable '.[embedded,hf,dev]'
 	@touch $@
+
+.SECONDEXPANSION:
+.PRECIOUS: .venv-%/.installed
+.venv-%/.installed: pyproject.toml $(REQUIREMENTS)/%.txt $$(wildcard $(REQUIREMENTS)/no-deps/$$*.txt)
+	$(call make_environment,.venv-$*)
+	@echo "  lmpool[embedded,dev] and $(REQUIREMENTS)/$*.txt"
+	@for file in $(wildcard $(REQUIREMENTS)/no-deps/$*.txt); do \
+	    .venv-$*/$(INSTALL) --no-deps --requirement $$file || exit 1; done
+	@PYTHONWARNINGS=ignore .venv-$*/$(INSTALL) --editable '.[embedded,dev]' \
+	    --requirement $(REQUIREMENTS)/$*.txt
+	@touch $@
+
+define make_environment
+@$(1)/bin/python -m pip --version >/dev/null 2>&1 || { \
+    command -v $(PYTHON) >/dev/null || { \
+        echo "There is no $(PYTHON). Name a Python 3.11 or newer: make install PYTHON=python3.12" >&2; \
+        exit 1; }; \
+    $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("lmpool needs Python 3.11 or newer; $(PYTHON) is %d.%d. Name another: make install PYTHON=python3.12" % sys.version_info[:2])' && \
+    echo "Making $(1), which takes a few minutes the first time" && \
+    $(PYTHON) -m venv $(1); }
+@echo "  $(TORCH)"
+@$(1)/$(INSTALL) $(TORCH)
+endef
 
 clean: ## Remove what was built and every cache
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find lmpool producer worker backends tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## The same, and the environments
-	rm -rf .venv .venv-genlm
+	rm -rf .venv .venv-*
