@@ -81,11 +81,10 @@ bench: $(READY) ## The measurements
 .PRECIOUS: .venv-%/.installed
 .venv-%/.installed: pyproject.toml $(REQUIREMENTS)/%.txt $$(wildcard $(REQUIREMENTS)/no-deps/$$*.txt)
 	$(call make_environment,.venv-$*)
-	@echo "  lmpool[embedded,dev] and $(REQUIREMENTS)/$*.txt"
+	@echo "  $(REQUIREMENTS)/$*.txt"
 	@for file in $(wildcard $(REQUIREMENTS)/no-deps/$*.txt); do \
 	    .venv-$*/$(INSTALL) --no-deps --requirement $$file || exit 1; done
-	@PYTHONWARNINGS=ignore .venv-$*/$(INSTALL) --editable '.[embedded,dev]' \
-	    --requirement $(REQUIREMENTS)/$*.txt
+	@PYTHONWARNINGS=ignore .venv-$*/$(INSTALL) --requirement $(REQUIREMENTS)/$*.txt
 	@touch $@
 
 define make_environment
