@@ -8,18 +8,15 @@ from typing import Final
 MAX_WASTE: Final = 0.25
 """The part of a group's positions that may be padding."""
 
-FREE_PADDING: Final = 128
-"""Padding positions that cost less than another forward pass would."""
-
 
 def group_by_length(
-    lengths: Sequence[int], *, max_positions: int, max_rows: int
+    lengths: Sequence[int], *, max_positions: int, max_rows: int, free_padding: int = 0
 ) -> list[list[int]]:
     """Part prompts into groups, each to be padded to its longest; indices into `lengths`.
 
-    Longest first. Of a group's positions (its size times its longest), at most a quarter or
-    `FREE_PADDING` are padding, and at most `max_positions` there are, unless one prompt alone has
-    more. No group has more than `max_rows` prompts.
+    Longest first. A group has at most `max_positions` positions (its size times its longest),
+    unless one prompt alone has more, and at most `max_rows` prompts. At most a quarter of its
+    positions are padding, or `free_padding` of them: what costs less than another forward pass.
     """
     groups: list[list[int]] = []
     group: list[int] = []
@@ -32,7 +29,7 @@ def group_by_length(
             not group
             or len(group) == max_rows
             or positions > max_positions
-            or padding > max(FREE_PADDING, MAX_WASTE * positions)
+            or padding > max(free_padding, MAX_WASTE * positions)
         ):
             group = []
             groups.append(group)

@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 _MAX_LOGITS: Final = 1 << 26
 """Logits computed at once: 256 MiB in float32."""
 
+# On a CPU what fits its caches is computed fastest; a GPU wants to be filled.
+_FORWARD_TOKENS_CPU: Final = 1_024
+_FORWARD_TOKENS_GPU: Final = 16_384
+
 
 class HFEngine(BatchEngine):
     """Computes rows with a causal language model of transformers.
@@ -37,8 +41,9 @@ class HFEngine(BatchEngine):
     ``float32``, ``bfloat16``, ``float16``, or ``auto``: float32 on a CPU, the model's own
     elsewhere. `device` is a torch device, ``auto`` the first GPU or else the CPU.
     `max_prompt_tokens` lowers the model's own bound. A forward pass takes at most `forward_tokens`
-    positions, padding included, or one prompt. `model_kwargs` go to `from_pretrained`;
-    bitsandbytes' options (``load_in_4bit``, ``bnb_4bit_quant_type``, ...) may be among them.
+    positions, padding included (by default 1,024 on a CPU, else 16,384), or one prompt.
+    `model_kwargs` go to `from_pretrained`; bitsandbytes' options (``load_in_4bit``,
+    ``bnb_4bit_quant_type``, ...) may be among them.
 
     Rows are float32 log-probabilities or, from a head that computes in bfloat16, the bits of its
     logits. Raises `SettingsError` for a model or an option that cannot be used.
@@ -52,12 +57,12 @@ class HFEngine(BatchEngine):
         dtype: str = "auto",
         device: str = "auto",
         max_prompt_tokens: int | None = None,
-        forward_tokens: int = 16_384,
+        forward_tokens: int | None = None,
         trust_remote_code: bool = False,
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if type(forward_tokens) is not int or forward_tokens < 1:
+        if forward_tokens is not None and (type(forward_tokens) is not int or forward_tokens < 1):
             raise SettingsError(f"forward_tokens={forward_tokens!r}: a positive integer expected")
         kwargs = dict(model_kwargs or {})
         self._folder = resolve_model(model, revision)
@@ -69,7 +74,9 @@ class HFEngine(BatchEngine):
             model_kwargs=kwargs,
         )
         self._loaded: LoadedModel | None = loaded
-        self._forward_tokens = forward_tokens
+        on_cpu = loaded.device.type == "cpu"
+        automatic = _FORWARD_TOKENS_CPU if on_cpu else _FORWARD_TOKENS_GPU
+        self._forward_tokens = forward_tokens or automatic
         self._last: torch.Tensor | None = None
         self._hook = self._keep_last_positions(loaded.model)
         # What a config says of its model may differ from the head (padded, resized vocabularies).
@@ -114,6 +121,7 @@ class HFEngine(BatchEngine):
             [prompt.size for prompt in prompts],
             max_positions=self._forward_tokens,
             max_rows=max(1, _MAX_LOGITS // self.info.vocab_size),
+            free_padding=self._forward_tokens // 8,
         ):
             try:
                 rows, logsumexp = self._rows(loaded, [prompts[i] for i in group])

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmpool.backends import Outcome, Request, Sampling
+from lmpool.backends.mock import MockEngine, mock_row
+from lmpool.backends.sampling import sample_token
+from lmpool.errors import EngineBroken, PromptFailed, SettingsError
+
+
+def request_of(tokens: Sequence[int], id: bytes = b"r", **options: Any) -> Request:
+    return Request(id, np.array(tokens, dtype=np.uint32), **options)
+
+
+def numbered(prompts: Sequence[Sequence[int]]) -> list[Request]:
+    return [request_of(p, str(i).encode()) for i, p in enumerate(prompts)]
+
+
+def run(engine: MockEngine, requests: Sequence[Request]) -> list[Outcome]:
+    """The outcomes in the order of the requests, each of which must get exactly one."""
+    engine.submit(requests)
+    outcomes: dict[bytes, Outcome] = {}
+    while engine.in_flight():
+        for outcome in engine.step():
+            assert outcome.id not in outcomes
+            outcomes[outcome.id] = outcome
+    return [outcomes[r.id] for r in requests]
+
+
+PROMPTS = st.lists(st.integers(0, 255), min_size=1, max_size=40)
+
+
+@given(prompts=st.lists(PROMPTS, min_size=1, max_size=8))
+def test_every_prompt_gets_its_own_row(prompts: list[list[int]]) -> None:
+    for prompt, outcome in zip(prompts, run(MockEngine(), numbered(prompts)), strict=True):
+        assert np.array_equal(outcome.logprobs(), mock_row(prompt, 256))
+
+
+@pytest.mark.parametrize("vocab_size", [2, 256, 1000, 65_536, 3_000_000])
+def test_rows_are_normalized_and_read_only(vocab_size: int) -> None:
+    row = mock_row([1, 0, 1], vocab_size)
+    assert row.shape == (vocab_size,)
+    assert row.dtype == np.float32
+    assert abs(np.exp(row.astype(np.float64)).sum() - 1) < 1e-6
+    with pytest.raises(ValueError, match="read-only"):
+        row[0] = 0.0
+
+
+def test_rows_are_the_same_in_every_release_and_on_every_machine() -> None:
+    row = mock_row([3, 1, 4, 1, 5], 256)
+    assert row[:4].tolist() == pytest.approx(
+        [-5.980454, -8.039178, -11.288774, -9.236344], abs=1e-6
+    )
+    assert np.argmax(row) == 245
+
+
+def test_rows_differ_by_prompt_order_length_and_adapter() -> None:
+    prompts = [[1, 2], [2, 1], [1, 2, 0], [0, 1, 2], [1], [2]]
+    rows = [mock_row(p, 256).tobytes() for p in prompts]
+    rows += [mock_row([1, 2], 256, adapter).tobytes() for adapter in ("a", "b", "a\0b")]
+    assert len(set(rows)) == len(rows)
+
+
+def test_numpy_prompts_of_any_integer_type_have_the_same_row() -> None:
+    expected = mock_row([1, 2, 3], 256)
+    for dtype in (np.int64, np.uint32, np.int32):
+        assert np.array_equal(mock_row(np.array([1, 2, 3], dtype), 256), expected)
+
+
+@pytest.mark.parametrize("bad", [[], [1] * 9, [256], [3, 2**32 - 1]])
+def test_a_prompt_that_cannot_be_run_fails_alone(bad: list[int]) -> None:
+    good = [[1], [2, 3], [5] * 8]
+    outcomes = run(MockEngine(max_prompt_tokens=8), numbered([*good, bad]))
+    assert isinstance(outcomes[3].error, PromptFailed)
+    for prompt, outcome in zip(good, outcomes[:3], strict=True):
+        assert np.array_equal(outcome.logprobs(), mock_row(prompt, 256))
+
+
+@given(prompts=st.lists(PROMPTS, min_size=1, max_size=20), fail_token=st.integers(0, 255))
+def test_prompts_with_the_failing_token_fail_and_no_others(
+    prompts: list[list[int]], fail_token: int
+) -> None:
+    outcomes = run(MockEngine(fail_token=fail_token), numbered(prompts))
+    for prompt, outcome in zip(prompts, outcomes, strict=True):
+        if fail_token in prompt:
+            assert isinstance(outcome.error, PromptFailed)
+            assert f"the token {fail_token}" in str(outcome.error)
+        else:
+            assert np.array_equal(outcome.logprobs(), mock_row(prompt, 256))
+
+
+def test_the_breaking_token_breaks_the_engine() -> None:
+    engine = MockEngine(break_token=9)
+    engine.submit(numbered([[1], [2, 9]]))
+    with pytest.raises(EngineBroken, match="the token 9"):
+        engine.step()
+
+
+def test_adapters_change_rows_and_unknown_ones_fail() -> None:
+    engine = MockEngine()
+    engine.add_adapter("french", "/anywhere")
+    requests = [
+        request_of([1, 2], b"base"),
+        request_of([1, 2], b"french", adapter="french"),
+        request_of([1, 2], b"german", adapter="german"),
+    ]
+    base, french, german = run(engine, requests)
+    assert np.array_equal(base.logprobs(), mock_row([1, 2], 256))
+    assert np.array_equal(french.logprobs(), mock_row([1, 2], 256, "french"))
+    assert "no adapter named 'german'" in str(german.error)
+    engine.remove_adapter("french")
+    engine.remove_adapter("french")
+    assert run(engine, requests[1:2])[0].error is not None
+
+
+def follow(prompt: Sequence[int], sampling: Sampling, longest: int = 4096) -> list[int]:
+    """The continuation, one row at a time."""
+    tokens = list(prompt)
+    for step in range(sampling.max_tokens):
+        if len(tokens) > longest:
+            break
+        row = mock_row(tokens, 256)
+        token = sample_token(row, sampling.temperature, sampling.seed, step)
+        if token in sampling.eos_token_ids:
+            break
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+@given(
+    prompts=st.lists(PROMPTS, min_size=1, max_size=6),
+    max_tokens=st.integers(0, 20),
+    eos=st.sets(st.integers(0, 255), max_size=40),
+    temperature=st.sampled_from([0.0, 0.7, 1.0, 3.0]),
+    seed=st.integers(0, 2**63),
+)
+def test_continuations_in_company_are_what_their_rows_say_alone(
+    prompts: list[list[int]], max_tokens: int, eos: set[int], temperature: float, seed: int
+) -> None:
+    sampling = Sampling(max_tokens, tuple(eos), temperature, seed)
+    requests = [request_of(p, b"s%d" % i, sampling=sampling) for i, p in enumerate(prompts)]
+    outcomes = run(MockEngine(), [*numbered(prompts), *requests])
+    for prompt, row, continued in zip(prompts, outcomes, outcomes[len(prompts) :], strict=False):
+        assert np.array_equal(row.logprobs(), mock_row(prompt, 256))
+        assert continued.tokens is not None
+        assert continued.tokens.dtype == np.uint32
+        assert continued.tokens.tolist() == follow(prompt, sampling)
+
+
+def test_a_continuation_ends_at_the_longest_prompt() -> None:
+    sampling = Sampling(100, (), 0.0, 0)
+    (outcome,) = run(MockEngine(max_prompt_tokens=8), [request_of([1] * 5, sampling=sampling)])
+    assert outcome.tokens is not None
+    assert outcome.tokens.tolist() == follow([1] * 5, sampling, longest=8)
+    assert len(outcome.tokens) == 4
+
+
+def test_rows_do_not_wait_for_continuations() -> None:
+    engine = MockEngine()
+    long = request_of([1], b"long", sampling=Sampling(1000, (), 1.0, 0))
+    engine.submit([long, request_of([2], b"row")])
+    assert [o.id for o in engine.step()] == [b"row"]
+    engine.submit([request_of([3], b"later")])
+    assert [o.id for o in engine.step()] == [b"later"]
+    assert engine.in_flight() == 1
+    engine.cancel([b"long", b"unknown"])
+    assert engine.in_flight() == 0
+    assert engine.step() == []
+
+
+def test_cancelled_requests_are_not_run(tmp_path: Path) -> None:
+    engine = MockEngine(log=tmp_path / "log")
+    engine.submit(numbered([[1], [2], [3]]))
+    engine.cancel([b"0", b"2"])
+    assert [o.id for o in engine.step()] == [b"1"]
+    assert [batch["size"] for batch in batches(tmp_path / "log")] == [1]
+
+
+@pytest.mark.parametrize("token", [3, 4])
+def test_a_continuation_that_fails_does_not_take_others_along(token: int) -> None:
+    prompts = [[i] for i in range(20)]
+    sampling = Sampling(20, (), 1.0, 5)
+    requests = [request_of(p, str(p[0]).encode(), sampling=sampling) for p in prompts]
+    outcomes = run(MockEngine(fail_token=token), requests)
+    failed = 0
+    for prompt, outcome in zip(prompts, outcomes, strict=True):
+        expected = follow(prompt, sampling)
+        if token in [*prompt, *expected[:-1]]:
+            failed += 1
+            assert isinstance(outcome.error, PromptFailed)
+        else:
+            assert outcome.tokens is not None
+            assert outcome.tokens.tolist() == expected
+    assert 0 < failed < len(prompts)
+
+
+def test_a_bad_temperature_fails_alone() -> None:
+    sampling = Sampling(3, (), float("nan"), 0)
+    bad, good = run(MockEngine(), [request_of([1], b"bad", sampling=sampling), *numbered([[2]])])
+    assert "temperature=nan" in str(bad.error)
+    assert good.error is None
+
+
+def batches(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_the_log_has_a_line_a_batch_and_the_delay_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "batches.jsonl"
+    engine = MockEngine(delay=0.01, delay_per_token=0.001, log=log)
+    run(engine, numbered([[1, 2], [3, 4, 5]]))
+    run(engine, numbered([[6]]))
+    first, second = batches(log)
+    assert (first["size"], first["tokens"]) == (2, 5)
+    assert (second["size"], second["tokens"]) == (1, 1)
+    assert first["end"] - first["start"] >= 0.015
+    assert second["start"] >= first["end"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"vocab_size": 1}, "vocab_size=1: an integer from 2"),
+        ({"vocab_size": "256"}, "vocab_size='256'"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens=0"),
+        ({"delay": -0.1}, "delay=-0.1: seconds from 0"),
+        ({"delay": float("nan")}, "delay=nan"),
+        ({"delay_per_token": True}, "delay_per_token=True"),
+        ({"fail_token": 256}, "fail_token=256: an integer from 0 to 255"),
+        ({"break_token": -1}, "break_token=-1"),
+        ({"log": "/nowhere/at/all"}, "create the folder '/nowhere/at'"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        MockEngine(**options)
+
+
+def test_what_it_says_of_itself() -> None:
+    info = MockEngine("anything", vocab_size=300, dtype="bfloat16").info
+    assert (info.engine, info.model, info.vocab_size) == ("mock", "anything", 300)
+    assert (info.bos_token_id, info.eos_token_ids) == (0, (299,))
+    assert (info.dtype, info.encoding) == ("float32", "f32")
+    assert info.identity == MockEngine("another", vocab_size=300).info.identity
+    assert info.identity != MockEngine("anything").info.identity
+
+
+def test_the_byte_vocabulary_has_each_byte_once() -> None:
+    vocabulary = MockEngine(vocab_size=300).byte_vocabulary()
+    assert vocabulary[:256] == [bytes([i]) for i in range(256)]
+    assert len(set(vocabulary)) == 300
