@@ -73,7 +73,10 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy: setuptools leaves files behind, and takes old ones along."""
+    """The wheel, made from the source distribution as a release is.
+
+    Of a copy: setuptools leaves its files in the tree, and takes those of earlier runs along.
+    """
     source = tmp_path_factory.mktemp("source")
     for name in (*FOLDERS, "pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).is_dir():
@@ -83,11 +86,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         elif (ROOT / name).exists():
             shutil.copy(ROOT / name, source)
     target = tmp_path_factory.mktemp("wheel")
-    run(
-        *(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", target),
-        source,
-        cwd=target,
-    )
+    build = (sys.executable, "-m", "build", "--no-isolation")
+    run(*build, "--outdir", target, source, cwd=target)
     (built,) = target.glob("*.whl")
     return built
 
@@ -128,6 +128,9 @@ for name in json.loads(sys.argv[1]):
         found[name] = {"missing": error.name or "", "says": str(error)}
     except Exception as error:
         found[name] = {"missing": "", "says": f"{type(error).__name__}: {error}"}
+import lmpool
+for name in lmpool.__all__:
+    getattr(lmpool, name)
 print(json.dumps({"failures": found, "torch": "torch" in sys.modules}))
 """
 
