@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmpool.backends import Request, load_engine
+from lmpool.backends.mock import MockEngine, mock_row
+from lmpool.errors import SettingsError
+
+
+def test_the_mock_engine_by_name() -> None:
+    engine = load_engine("mock", "a-model", vocab_size=300)
+    assert isinstance(engine, MockEngine)
+    assert (engine.info.model, engine.info.vocab_size) == ("a-model", 300)
+    engine.submit([Request(b"r", np.array([299], np.uint32))])
+    (outcome,) = engine.step()
+    assert np.array_equal(outcome.logprobs(), mock_row([299], 300))
+
+
+@pytest.mark.parametrize("name", ["hf", "auto"])
+def test_transformers_by_name_and_where_there_is_nothing_better(name: str) -> None:
+    pytest.importorskip("transformers")
+    engine = load_engine(name, "tiny", device="cpu")
+    assert (engine.info.engine, engine.info.model) == ("hf", "tiny")
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("mok", {}, r"one of auto, .*hf, mock.* expected; did you mean 'mock'\?"),
+        ("", {}, "engine='': one of auto"),
+        ("vllm", {}, "'vllm' is not part of this release; write 'hf'"),
+        ("sglang", {}, "'sglang' is not part of this release"),
+        ("mlx", {}, "'mlx' is not part of this release"),
+        ("mock", {"dely": 1.0}, r"no option 'dely'; did you mean 'delay'\? It has revision, dtype"),
+        ("mock", {"model_kwargs": {}}, r"no option 'model_kwargs'; It has"),
+        ("mock", {"delay": "1"}, "delay='1'"),
+        ("hf", {"dtpye": "float32"}, "no option 'dtpye'; did you mean 'dtype'"),
+    ],
+)
+def test_what_is_unknown_is_refused(name: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        load_engine(name, "tiny", **options)
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_a_missing_package_names_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    pytest.importorskip("transformers")
+    for module in ("lmpool.backends.hf", "lmpool.backends.hf_model"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SettingsError, match=rf"needs {missing}.*pip install 'lmpool\[hf\]'"):
+        load_engine("hf", "tiny")
+
+
+@pytest.fixture
+def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package that brings engines by entry points."""
+    metadata = tmp_path / "third_party-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[lmpool.engines]\n"
+        "shouting = third_party_engine:Shouting\n"
+        "no_engine = third_party_engine:no_engine\n"
+        "gone = third_party_engine:Gone\n"
+    )
+    (tmp_path / "third_party_engine.py").write_text(
+        "from lmpool.backends.mock import MockEngine\n"
+        "class Shouting(MockEngine):\n"
+        "    def __init__(self, model, *, volume=1):\n"
+        "        super().__init__(model.upper(), vocab_size=10 * volume)\n"
+        "def no_engine(model, **options):\n"
+        "    return options\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "third_party_engine", raising=False)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("third_party")
+def test_engines_that_other_packages_bring() -> None:
+    engine = load_engine("shouting", "tiny", volume=3)
+    assert (engine.info.model, engine.info.vocab_size) == ("TINY", 30)
+    with pytest.raises(SettingsError, match="did you mean 'volume'"):
+        load_engine("shouting", "tiny", volum=3)
+    with pytest.raises(SettingsError, match="did you mean 'shouting'"):
+        load_engine("shoutin", "tiny")
+    with pytest.raises(SettingsError, match="made a dict"):
+        load_engine("no_engine", "tiny", anything=1)
+    with pytest.raises(SettingsError, match="third_party_engine:Gone cannot be imported"):
+        load_engine("gone", "tiny")
+
+
+def test_importing_the_backends_imports_no_machine_learning_library() -> None:
+    heavy = "torch", "transformers", "tokenizers", "huggingface_hub", "vllm", "mlx", "sglang"
+    script = (
+        "import sys, lmpool.backends, lmpool.backends.mock, lmpool.backends.model_files\n"
+        f"print(sorted(set({heavy!r}) & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
