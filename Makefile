@@ -77,9 +77,8 @@ bench: $(READY) ## The measurements
 	@PYTHONWARNINGS=ignore .venv/$(INSTALL) --editable '.[embedded,hf,dev]'
 	@touch $@
 
-.SECONDEXPANSION:
 .PRECIOUS: .venv-%/.installed
-.venv-%/.installed: pyproject.toml $(REQUIREMENTS)/%.txt $$(wildcard $(REQUIREMENTS)/no-deps/$$*.txt)
+.venv-%/.installed: pyproject.toml $(REQUIREMENTS)/%.txt $(wildcard $(REQUIREMENTS)/no-deps/*.txt)
 	$(call make_environment,.venv-$*)
 	@echo "  $(REQUIREMENTS)/$*.txt"
 	@for file in $(wildcard $(REQUIREMENTS)/no-deps/$*.txt); do \
