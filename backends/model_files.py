@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from lmpool.errors import SettingsError
+from lmpool.vocabulary import TOKENIZER_FILES
 
 FULL_HASH_BYTES: Final = 256 << 20
 """Weights up to this size in total are hashed whole; larger ones are sampled."""
@@ -17,19 +18,6 @@ SAMPLE_BYTES: Final = 64 << 10
 SAMPLES: Final = 64
 TENSOR_SAMPLE_BYTES: Final = 4 << 10
 MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own bound
-
-TOKENIZER_FILES: Final = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""All that a client may be given of a model's folder."""
 
 _DOWNLOADED: Final = (
     "*.json",
@@ -40,6 +28,13 @@ _DOWNLOADED: Final = (
     "*.py",
 )
 _NOT_DOWNLOADED: Final = ("*/*", "consolidated*")
+_TOKENIZERS: Final = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
 # In this order, the first kind that is there is what engines load.
 _WEIGHTS: Final = (
     ("model.safetensors", "model.safetensors.index.json", "*.safetensors"),
@@ -181,8 +176,7 @@ def _weights(root: Path) -> tuple[list[str], list[str]]:
 def _token_meanings(root: Path) -> list[str]:
     if (root / "tokenizer.json").is_file():
         return ["tokenizer.json"]
-    slow = ("tokenizer.model", "vocab.json", "merges.txt")
-    return [name for name in slow if (root / name).is_file()]
+    return [name for name in (*_TOKENIZERS, "merges.txt") if (root / name).is_file()]
 
 
 def _describe(path: Path, *, sampled: bool) -> str:
@@ -228,10 +222,9 @@ def tokenizer_files(folder: str | os.PathLike[str]) -> dict[str, bytes]:
     model's type alone is among them. Empty where the folder has no tokenizer.
     """
     root = Path(folder)
-    files = {
-        name: (root / name).read_bytes() for name in TOKENIZER_FILES if (root / name).is_file()
-    }
-    if not files.keys() & {"tokenizer.json", "tokenizer.model", "vocab.json"}:
+    names = sorted(TOKENIZER_FILES - {"config.json"})
+    files = {name: (root / name).read_bytes() for name in names if (root / name).is_file()}
+    if not files.keys() & set(_TOKENIZERS):
         return {}
     config = json.loads((root / "config.json").read_bytes())
     kept = {key: config[key] for key in ("model_type", "tokenizer_class") if key in config}

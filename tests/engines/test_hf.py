@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lmpool.backends import Outcome, Request, Sampling
+from lmpool.backends import Outcome, Request, Sampling, tiny
 from lmpool.backends.sampling import sample_token
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
 
@@ -142,6 +142,35 @@ def test_rows_equal_one_forward_pass_a_prompt(folder: str) -> None:
     assert engine.info.dtype == "float32"
 
 
+def test_the_tiny_model() -> None:
+    engine = HFEngine("tiny")
+    info = engine.info
+    rng = np.random.default_rng(2)
+    prompts = [
+        rng.integers(0, info.vocab_size, n).tolist()
+        for n in (1, 2, 40, info.max_prompt_tokens, 3, 40)
+    ]
+    rows = np.stack([outcome.logprobs() for outcome in run(engine, requests_of(prompts))])
+    assert np.abs(rows - reference(tiny.path(), prompts)).max() < 1e-5
+
+    vocabulary = engine.byte_vocabulary()
+    assert vocabulary is not None
+    assert len(vocabulary) == info.vocab_size
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.path())
+    assert info.eos_token_ids == (tokenizer.eos_token_id,)
+    text = "Return the number of items"
+    assert b"".join(vocabulary[token] for token in tokenizer.encode(text)[-4:]) in text.encode()
+
+
+def test_clients_get_the_tokenizer_from_the_engine(tmp_path: Path) -> None:
+    for name, data in HFEngine("tiny").tokenizer_files().items():
+        (tmp_path / name).write_bytes(data)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = transformers.AutoTokenizer.from_pretrained(tiny.path())
+    assert loaded.get_vocab() == expected.get_vocab()
+    assert loaded.encode("the list's äöü") == expected.encode("the list's äöü")
+
+
 def test_small_forward_passes_give_the_same_rows(llama: str) -> None:
     prompts = prompts_of_all_lengths(LONGEST, seed=1)
     outcomes = run(HFEngine(llama, forward_tokens=100), requests_of(prompts))
@@ -248,6 +277,11 @@ def test_a_continuation_is_what_its_rows_say_alone_and_in_company(llama: str) ->
         row = reference(llama, [expected])[0]
         expected.append(sample_token(row, 0.9, 17, step))
     assert alone.tokens.tolist() == expected[3:]
+
+    ending = Sampling(max_tokens=12, eos_token_ids=(expected[7],), temperature=0.9, seed=17)
+    (ended,) = run(engine, requests_of([prompt], sampling=ending))
+    assert ended.tokens is not None
+    assert ended.tokens.tolist() == expected[3 : expected.index(expected[7], 3)]
 
     company = [
         *requests_of([[9, 9], [8] * 30]),
