@@ -1,0 +1,5 @@
+"""What a pipeline imports: `PooledLM`, and how to get one."""
+
+from lmpool.producer.pooled_lm import PooledLM, connect
+
+__all__ = ["PooledLM", "connect"]

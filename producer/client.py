@@ -37,7 +37,8 @@ from lmpool.errors import (
     UnknownAdapter,
     UnknownPool,
 )
-from lmpool.keys import GROUP, LaneKeys, PoolKeys, lane_of
+from lmpool.keys import LaneKeys, PoolKeys, lane_of
+from lmpool.liveness import any_alive
 from lmpool.model_info import ModelInfo
 from lmpool.producer.cache import RowCache
 from lmpool.producer.calls import Ask, Call, wake
@@ -92,6 +93,7 @@ class Client:
         self._tasks: list[Task] = []
         self._closed = False
         self._closing = threading.Event()
+        self._joined = threading.Event()  # the pool's lanes are known, or we are closing
         self._fresh = threading.Event()  # the reply stream was made anew
         self._threads: list[threading.Thread] = []
         self._last_ids: dict[str, str] = {}
@@ -99,6 +101,8 @@ class Client:
         self._next_check = 0.0
         self._alone_since: float | None = None
         self._collector: redis.Redis | None = None
+        if self.lanes:
+            self._joined.set()
 
     # --- what callers use ----------------------------------------------------------------------
 
@@ -183,6 +187,7 @@ class Client:
                 return
             self._closed = True
             self._closing.set()
+            self._joined.set()
             ended = self._fail_all(ClientClosed("this PooledLM was closed"))
             self._work.notify()
             threads = list(self._threads)
@@ -320,7 +325,7 @@ class Client:
         with self._lock:
             self.info = info
             self.lanes = self.keys.lanes(info.fingerprint8, info.lanes)
-            self._work.notify()
+        self._joined.set()
         logger.debug("pool %s serves %s on %s", self.options.pool, info.model, version)
         return info
 
@@ -587,10 +592,7 @@ class Client:
         try:
             while not self._closing.is_set():
                 if not self.lanes:
-                    # Nothing can be waited for before the model info is known.
-                    with self._work:
-                        if not self.lanes and not self._closed:
-                            self._work.wait(1.0)
+                    self._joined.wait()  # nothing can be waited for before the pool is known
                     continue
                 try:
                     self._collect_once(server)
@@ -657,21 +659,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def any_alive(server: redis.Redis, lane: LaneKeys) -> bool:
-    """Whether any worker of a lane has a heartbeat."""
-    names = consumers(server, lane)
-    return bool(names) and bool(server.exists(*(lane.alive(name) for name in names)))
-
-
-def consumers(server: redis.Redis, lane: LaneKeys) -> list[str]:
-    """The names of a lane's consumers, alive or not."""
-    try:
-        found = server.xinfo_consumers(lane.jobs, GROUP)
-    except redis.exceptions.ResponseError:
-        return []  # no stream or no group yet
-    return [consumer["name"].decode() for consumer in found]
 
 
 def _vanished(flight: Flight) -> LmpoolError:

@@ -19,9 +19,10 @@ import numpy as np
 
 from lmpool.errors import LmpoolError, PoolError, PoolTimeout, PromptError, UnknownAdapter
 from lmpool.keys import GROUP
+from lmpool.liveness import any_alive
 from lmpool.model_info import Encoding, ModelInfo
 from lmpool.producer.calls import Ask, Call
-from lmpool.producer.client import Client, any_alive
+from lmpool.producer.client import Client
 from lmpool.producer.control import ask_workers
 from lmpool.producer.prompts import TokenIds, prompt_bytes
 from lmpool.producer.statistics import PoolStatistics, pool_statistics

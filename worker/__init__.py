@@ -1,0 +1,28 @@
+"""What runs on a GPU: one process, started by arq, that serves a pool with one engine.
+
+``arq lmpool.worker.WorkerSettings``; ``lmpool worker`` starts one for each GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmpool.worker.arq_settings import WorkerSettings
+
+__all__ = ["WorkerSettings"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "WorkerSettings":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Read when it is asked for: importing the package must not need settings or an engine.
+    from lmpool.errors import SettingsError
+
+    try:
+        from lmpool.worker.arq_settings import WorkerSettings
+    except SettingsError as error:
+        print(f"lmpool worker: {error}", file=sys.stderr)
+        raise SystemExit(78) from None
+    return WorkerSettings

@@ -1,0 +1,126 @@
+"""Adapters: which folders may be loaded, and what is registered under the pool."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import redis
+
+from lmpool.backends.engine import Engine
+from lmpool.errors import AdapterError
+from lmpool.keys import LaneKeys
+
+CONFIG: Final = "adapter_config.json"
+WEIGHTS: Final = "adapter_model.safetensors"
+MAX_LOADED: Final = 32
+
+
+def adapter_folder(path: str, allowed: Sequence[str]) -> Path:
+    """The adapter's real folder, if the operator allows it and it holds safetensors only.
+
+    Raises `AdapterError` otherwise: nothing is opened outside the allowed folders.
+    """
+    if not allowed:
+        raise AdapterError(
+            "adapters are not allowed on this worker: the operator must list their folders in "
+            "LMPOOL_ADAPTER_DIRS, as a JSON list"
+        )
+    folder = Path(path).resolve()
+    roots = [Path(root).resolve() for root in allowed]
+    if not any(folder.is_relative_to(root) and folder != root for root in roots):
+        raise AdapterError(
+            f"adapter folder {path!r} is not inside one of LMPOOL_ADAPTER_DIRS "
+            f"({', '.join(map(str, roots))})"
+        )
+    if not folder.is_dir():
+        raise AdapterError(f"adapter folder {path!r} does not exist on this worker")
+    for name in (CONFIG, WEIGHTS):
+        file = folder / name
+        if not file.is_file():
+            raise AdapterError(
+                f"adapter folder {path!r} has no {name}: save the adapter with PEFT's "
+                "save_pretrained(safe_serialization=True)"
+            )
+        if not file.resolve().is_relative_to(folder):
+            raise AdapterError(f"{name} in {path!r} is a link to outside its folder")
+    return folder
+
+
+def adapter_fingerprint(folder: Path) -> str:
+    """32 hex digits that change with the adapter's files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in (CONFIG, WEIGHTS):
+        with (folder / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()
+
+
+class Adapters:
+    """The adapters of this worker's engine. Owned by the engine's thread.
+
+    An adapter is known to the engine as ``name@fingerprint``: replacing a name's files makes
+    another adapter, so that no row of the old one is ever given out for the new.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        server: redis.Redis,
+        lanes: Sequence[LaneKeys],
+        allowed: Sequence[str],
+    ) -> None:
+        self._engine = engine
+        self._server = server
+        self._lanes = lanes
+        self._allowed = allowed
+        self._loaded: dict[str, None] = {}
+
+    def add(self, name: str, path: str) -> str:
+        """Load an adapter and register it under the pool; its fingerprint."""
+        if not isinstance(name, str) or not 0 < len(name) <= 256 or "@" in name or "\n" in name:
+            raise AdapterError(f"adapter name {name!r}: write 1 to 256 characters without '@'")
+        folder = adapter_folder(path, self._allowed)
+        fingerprint = adapter_fingerprint(folder)
+        self._load(f"{name}@{fingerprint}", folder)
+        for lane in self._lanes:
+            self._server.hset(lane.adapters, name, f"{fingerprint}\n{folder}")
+        return fingerprint
+
+    def remove(self, name: str) -> None:
+        """Unregister and unload an adapter."""
+        for lane in self._lanes:
+            self._server.hdel(lane.adapters, name)
+        for reference in [r for r in self._loaded if r.rpartition("@")[0] == name]:
+            self._unload(reference)
+
+    def ensure(self, reference: str) -> None:
+        """Have the adapter ``name@fingerprint`` loaded; `AdapterError` if that cannot be."""
+        if reference in self._loaded:
+            self._loaded[reference] = self._loaded.pop(reference)
+            return
+        name, _, fingerprint = reference.rpartition("@")
+        entry = self._server.hget(self._lanes[0].adapters, name)
+        found, _, path = (entry or b"").decode().partition("\n")
+        if not found or found != fingerprint:
+            raise AdapterError(f"adapter {name!r} was removed or replaced")
+        folder = adapter_folder(path, self._allowed)
+        if adapter_fingerprint(folder) != fingerprint:
+            raise AdapterError(
+                f"the files of adapter {name!r} changed on disk: register it again with "
+                "add_new_lora()"
+            )
+        self._load(reference, folder)
+
+    def _load(self, reference: str, folder: Path) -> None:
+        if reference not in self._loaded:
+            while len(self._loaded) >= MAX_LOADED:
+                self._unload(next(iter(self._loaded)))
+            self._engine.add_adapter(reference, str(folder))
+            self._loaded[reference] = None
+
+    def _unload(self, reference: str) -> None:
+        self._engine.remove_adapter(reference)
+        del self._loaded[reference]

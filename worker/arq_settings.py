@@ -1,0 +1,127 @@
+"""What arq runs: the worker's life, its signals, and its control functions.
+
+``arq lmpool.worker.WorkerSettings`` starts one worker, told by ``LMPOOL_*`` variables. Prompts do
+not travel as arq jobs; see `lmpool.worker.service`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import logging.config
+import os
+import signal
+import threading
+from typing import Any, ClassVar, Final
+
+import msgpack
+from arq.connections import RedisSettings
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff
+from redis.connection import SSLConnection, parse_url
+from redis.exceptions import ConnectionError, TimeoutError
+
+from lmpool.errors import LmpoolError, SettingsError
+from lmpool.settings import WorkerOptions, refuse_unknown_variables
+from lmpool.worker.control import FUNCTIONS
+from lmpool.worker.logs import logging_config
+from lmpool.worker.service import Service
+
+logger = logging.getLogger(__name__)
+
+EXIT_REFUSED: Final = 78
+"""Exit status when starting again cannot help: settings, another model in the pool."""
+EXIT_BROKEN: Final = 70
+"""Exit status after a failure that a fresh start may mend."""
+
+
+def redis_settings(url: str) -> RedisSettings:
+    """The server at `url` as arq takes it (its own reader leaves %-escapes in passwords)."""
+    found = parse_url(url)
+    return RedisSettings(
+        host=found.get("host", "localhost"),
+        port=found.get("port", 6379),
+        unix_socket_path=found.get("path"),
+        database=found.get("db", 0),
+        username=found.get("username"),
+        password=found.get("password"),
+        ssl=found.get("connection_class") is SSLConnection,
+        # The streams outlive a lost connection, and so must the process that reads them.
+        retry=Retry(ExponentialBackoff(cap=2.0, base=0.05), 60),
+        retry_on_error=[ConnectionError, TimeoutError],
+    )
+
+
+async def startup(ctx: dict[str, Any]) -> None:
+    """Load the engine and join the pool."""
+    options: WorkerOptions = ctx["options"]
+    logging.config.dictConfig(logging_config(options.log_level))
+    service = ctx["service"]
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def start() -> None:
+        failure: BaseException | None = None
+        try:
+            service.start()
+        except BaseException as error:
+            failure = error
+        try:
+            loop.call_soon_threadsafe(_settle, done, failure)
+        except RuntimeError:
+            pass  # told to stop meanwhile: the loop is closed
+
+    # Not an executor: a thread of its own does not keep the process when it is told to stop.
+    threading.Thread(target=start, name="lmpool-start", daemon=True).start()
+    try:
+        await done
+    except LmpoolError as error:
+        logger.error("%s", error)
+        refused = isinstance(error, SettingsError) or type(error).__name__ == "PoolMismatch"
+        raise SystemExit(EXIT_REFUSED if refused else EXIT_BROKEN) from None
+
+
+def _settle(done: asyncio.Future[None], failure: BaseException | None) -> None:
+    if done.done():
+        return
+    if failure is None:
+        done.set_result(None)
+    else:
+        done.set_exception(failure)
+
+
+async def shutdown(ctx: dict[str, Any]) -> None:
+    """Drain and leave the pool."""
+    service: Service = ctx["service"]
+    await asyncio.to_thread(service.stop)
+    if service.state.failure is not None:
+        raise SystemExit(EXIT_BROKEN)
+
+
+def _end() -> None:
+    """End this process in order, from whichever thread found that it must."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+refuse_unknown_variables()
+_options = WorkerOptions()
+_new_service = Service(_options, _end)
+
+
+class WorkerSettings:
+    """For ``arq lmpool.worker.WorkerSettings``."""
+
+    functions: ClassVar = FUNCTIONS
+    queue_name: ClassVar = _new_service.keys.control_queue(_new_service.consumer)
+    redis_settings: ClassVar = redis_settings(_options.url)
+    on_startup: ClassVar = startup
+    on_shutdown: ClassVar = shutdown
+    job_serializer: ClassVar = msgpack.packb
+    job_deserializer: ClassVar = msgpack.unpackb
+    ctx: ClassVar = {"options": _options, "service": _new_service}
+    max_tries: ClassVar = 1
+    keep_result: ClassVar = 60
+    job_timeout: ClassVar = 600
+    health_check_interval: ClassVar = 30
+    poll_delay: ClassVar = 0.2
+    log_results: ClassVar = False

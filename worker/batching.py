@@ -1,0 +1,119 @@
+"""When a batch leaves: full, or `timeout` after its first job, or at `max_batch_tokens`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from lmpool.wire import Job
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Claimed:
+    """A job this worker holds: its entry in the stream, its lane, and when it came."""
+
+    job: Job
+    entry: bytes
+    lane: int
+    came: float
+
+    @property
+    def size(self) -> int:
+        """Prompt length in tokens."""
+        return len(self.job.tokens) // 4
+
+
+class Batcher:
+    """Claimed jobs that wait for the engine, in the order they came.
+
+    The intake adds and the engine's thread takes. `clock` is monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        timeout: float,
+        max_batch_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.batch_size = batch_size
+        self.timeout = timeout
+        self.max_batch_tokens = max_batch_tokens
+        self._clock = clock
+        self._jobs: deque[Claimed] = deque()
+        self._tokens = 0
+        self._closed = False
+        self.changed = threading.Condition()  # reentrant: `wait` takes under it
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def room(self) -> int:
+        """How many more jobs the next batch takes, as far as can be told before they are seen."""
+        if self._tokens >= self.max_batch_tokens:
+            return 0
+        return max(0, self.batch_size - len(self._jobs))
+
+    def add(self, jobs: Iterable[Claimed]) -> None:
+        """Take jobs in. What is over the budget stays for the batch after."""
+        with self.changed:
+            for job in jobs:
+                self._jobs.append(job)
+                self._tokens += job.size
+            self.changed.notify_all()
+
+    def due_in(self) -> float | None:
+        """Seconds until a batch leaves: 0 when one is ready, None while there is no job."""
+        if not self._jobs:
+            return None
+        if len(self._jobs) >= self.batch_size or self._tokens >= self.max_batch_tokens:
+            return 0.0
+        return max(0.0, self._jobs[0].came + self.timeout - self._clock())
+
+    def take(self, most: int | None = None) -> list[Claimed]:
+        """The next batch's jobs now, ready or not; `most` narrows `batch_size`."""
+        limit = self.batch_size if most is None else min(most, self.batch_size)
+        batch: list[Claimed] = []
+        tokens = 0
+        with self.changed:
+            while self._jobs and len(batch) < limit:
+                size = self._jobs[0].size
+                if batch and tokens + size > self.max_batch_tokens:
+                    break
+                tokens += size
+                batch.append(self._jobs.popleft())
+            self._tokens -= tokens
+            if batch:
+                self.changed.notify_all()
+        return batch
+
+    def wait(self, interrupted: Callable[[], bool] = lambda: False) -> list[Claimed]:
+        """Block until a batch is due and take it; nothing once closed or `interrupted`.
+
+        Whoever makes `interrupted` true calls `wake`.
+        """
+        with self.changed:
+            while not self._closed and not interrupted():
+                due = self.due_in()
+                if due == 0.0:
+                    return self.take()
+                self.changed.wait(due)
+        return []
+
+    def wake(self) -> None:
+        """Let whoever waits look again."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def close(self) -> list[Claimed]:
+        """End every wait; answers the jobs that were still waiting."""
+        with self.changed:
+            self._closed = True
+            left = list(self._jobs)
+            self._jobs.clear()
+            self._tokens = 0
+            self.changed.notify_all()
+        return left

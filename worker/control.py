@@ -1,0 +1,80 @@
+"""Control functions: arq jobs that reach one worker by its own queue.
+
+Each answers ``{"result": ...}`` or ``{"error": text}``: an exception of ours is an answer, not a
+failed job to be tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lmpool.errors import LmpoolError
+from lmpool.worker.service import Service
+
+Answer = dict[str, Any]
+
+
+async def add_lora(ctx: dict[str, Any], name: str, path: str) -> Answer:
+    """Load an adapter and register it; answers its fingerprint."""
+    adapters = _service(ctx).adapters
+    assert adapters is not None
+    return await _on_engine(ctx, lambda: adapters.add(name, path))
+
+
+async def remove_lora(ctx: dict[str, Any], name: str) -> Answer:
+    """Unregister and unload an adapter."""
+    adapters = _service(ctx).adapters
+    assert adapters is not None
+    return await _on_engine(ctx, lambda: adapters.remove(name))
+
+
+async def cache_prefix(ctx: dict[str, Any], tokens: bytes) -> Answer:
+    """Compute and keep a prefix's state (ids as little-endian uint32)."""
+    engine = _service(ctx).engine
+    assert engine is not None
+    ids = np.frombuffer(tokens, dtype="<u4")
+    return await _on_engine(ctx, lambda: engine.cache_prefix(ids))
+
+
+async def clear_cache(ctx: dict[str, Any]) -> Answer:
+    """Drop the engine's state."""
+    engine = _service(ctx).engine
+    assert engine is not None
+    return await _on_engine(ctx, engine.clear_cache)
+
+
+async def drain(ctx: dict[str, Any]) -> Answer:
+    """Finish what runs, give the rest back, and end this worker, as SIGTERM does."""
+    asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGTERM)
+    return {"result": None}
+
+
+async def describe(ctx: dict[str, Any]) -> Answer:
+    """Who this worker is."""
+    state = _service(ctx).state
+    return {"result": {**state.description, "rows_per_second": state.rows_per_second()}}
+
+
+FUNCTIONS = [add_lora, remove_lora, cache_prefix, clear_cache, drain, describe]
+
+
+def _service(ctx: dict[str, Any]) -> Service:
+    service: Service = ctx["service"]
+    return service
+
+
+async def _on_engine(ctx: dict[str, Any], function: Callable[[], Any]) -> Answer:
+    loop = _service(ctx).loop
+    assert loop is not None
+    try:
+        return {"result": await asyncio.wrap_future(loop.call(function))}
+    except LmpoolError as error:
+        return {"error": str(error)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}

@@ -1,0 +1,221 @@
+"""The one thread that owns the engine: loads it, feeds it, hands out what it computed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Final, TypeVar
+
+import redis
+
+from lmpool.backends.engine import Engine, Outcome, Request, Sampling
+from lmpool.clock import ServerClock
+from lmpool.errors import AdapterError, EngineBroken
+from lmpool.keys import GROUP, LaneKeys
+from lmpool.scripts import script
+from lmpool.wire import Job
+from lmpool.worker.adapters import Adapters
+from lmpool.worker.batching import Batcher, Claimed
+from lmpool.worker.publishing import Done, Finished, Publisher
+from lmpool.worker.state import WorkerState
+
+logger = logging.getLogger(__name__)
+
+LONG_WAIT: Final = 0.05
+"""Seconds after which a waiting job's callers may have left: ask before it is run."""
+
+T = TypeVar("T")
+
+
+class EngineLoop:
+    """Batches in, outcomes out, with control calls in between."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        batcher: Batcher,
+        publisher: Publisher,
+        adapters: Adapters,
+        server: redis.Redis,
+        lanes: Sequence[LaneKeys],
+        clock: ServerClock,
+        state: WorkerState,
+    ) -> None:
+        self._engine = engine
+        self._batcher = batcher
+        self._publisher = publisher
+        self._adapters = adapters
+        self._server = server
+        self._lanes = lanes
+        self._clock = clock
+        self._state = state
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._held: dict[bytes, list[Claimed]] = {}
+        self._running = 0
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run `function` on this thread, between two batches."""
+        future: Future[T] = Future()
+        self._calls.append((function, future))
+        self._batcher.wake()
+        return future
+
+    def run(self) -> None:
+        """Serve until the worker stops and what runs is done."""
+        try:
+            while True:
+                self._run_calls()
+                if self._state.stopping.is_set() and not self._engine.in_flight():
+                    break
+                batch = self._next_batch()
+                if batch:
+                    self._start(self._admit(batch))
+                if self._engine.in_flight():
+                    self._step()
+        finally:
+            while self._calls:
+                self._calls.popleft()[1].cancel()
+
+    def _next_batch(self) -> list[Claimed]:
+        running = self._engine.in_flight()
+        if self._state.stopping.is_set():
+            return []
+        if running:
+            return self._batcher.take(self._batcher.batch_size - running)
+        return self._batcher.wait(lambda: bool(self._calls) or self._state.stopping.is_set())
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            function, future = self._calls.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+                if isinstance(error, EngineBroken):
+                    raise
+
+    def _admit(self, batch: list[Claimed]) -> list[Claimed]:
+        """Drop what nobody waits for any more, what expired, and what is there already.
+
+        Only jobs that have waited are asked about: for the others it would cost a round trip to
+        learn nothing.
+        """
+        now, now_ms = time.monotonic(), self._clock.now_ms()
+        doubtful = [
+            claimed
+            for claimed in batch
+            if now - claimed.came > LONG_WAIT
+            or (claimed.job.deadline is not None and claimed.job.deadline <= now_ms)
+        ]
+        if not doubtful:
+            return batch
+        dropped: dict[bytes, str] = {}
+        try:
+            for number, lane in enumerate(self._lanes):
+                mine = [claimed for claimed in doubtful if claimed.lane == number]
+                if mine:
+                    pairs = [v for c in mine for v in (c.job.digest.hex(), c.entry)]
+                    answers = script("admit")(
+                        self._server, [lane.jobs], [lane.prefix, GROUP, *pairs]
+                    )
+                    for claimed, answer in zip(mine, answers.decode(), strict=True):
+                        if answer != "r":
+                            dropped[claimed.entry] = answer
+        except (redis.exceptions.RedisError, OSError) as error:
+            logger.debug("running jobs without asking who waits: %s", error)
+        there = [Done(c, None) for c in batch if dropped.get(c.entry) == "x"]
+        if there:
+            self._publisher.put(there)
+        return [claimed for claimed in batch if claimed.entry not in dropped]
+
+    def _start(self, batch: list[Claimed]) -> None:
+        requests = []
+        refused: list[Finished] = []
+        unusable: dict[str, str] = {}
+        for claimed in batch:
+            job = claimed.job
+            held = self._held.get(job.digest)
+            if held is not None:
+                held.append(claimed)  # a second delivery of what is being computed
+                continue
+            if job.adapter is not None and self._why_not(job.adapter, unusable):
+                text = unusable[job.adapter]
+                refused.append(Done(claimed, None, "unknown_adapter", text))
+                continue
+            self._held[job.digest] = [claimed]
+            requests.append(_request(job))
+        if refused:
+            self._publisher.put(refused)
+        if requests:
+            if not self._state.busy:
+                self._state.begin_batch()
+                self._running = 0
+            self._running += len(requests)
+            self._batcher.wake()  # the intake may read on
+            self._engine.submit(requests)
+
+    def _why_not(self, adapter: str, unusable: dict[str, str]) -> str:
+        """Why an adapter cannot be used ('' if it can), found out once a batch."""
+        if adapter not in unusable:
+            try:
+                self._adapters.ensure(adapter)
+                unusable[adapter] = ""
+            except (AdapterError, redis.exceptions.RedisError) as error:
+                unusable[adapter] = str(error)
+        return unusable[adapter]
+
+    def _step(self) -> None:
+        outcomes = self._engine.step()
+        if not self._engine.in_flight():
+            self._state.end_batch(self._running)
+            self._batcher.wake()
+        finished: list[Finished] = []
+        for outcome in outcomes:
+            finished += self._finish(outcome)
+        if finished:
+            self._publisher.put(finished)
+
+    def _finish(self, outcome: Outcome) -> list[Finished]:
+        claimed = self._held.pop(outcome.id, None)
+        if claimed is None:
+            logger.error("the engine gave an outcome for an unknown request: dropped")
+            return []
+        first: list[Finished] = [(claimed[0], outcome)]
+        # Other deliveries of the same job are announced with it.
+        return first + [
+            Done(other, None) if outcome.error is None else (other, outcome)
+            for other in claimed[1:]
+        ]
+
+
+def _request(job: Job) -> Request:
+    if job.op == "logprobs":
+        return Request(job.digest, job.token_ids(), job.adapter)
+    want = job.want
+    sampling = Sampling(
+        max_tokens=want["max_tokens"],
+        eos_token_ids=tuple(want["eos"]),
+        temperature=float(want["temperature"]),
+        seed=want["seed"],
+    )
+    return Request(job.digest, job.token_ids(), job.adapter, sampling)
+
+
+def spawn(name: str, target: Callable[[], None], state: WorkerState) -> threading.Thread:
+    """A started thread whose failure ends the worker."""
+
+    def guarded() -> None:
+        try:
+            target()
+        except BaseException as error:
+            state.fail(error)
+
+    thread = threading.Thread(target=guarded, name=f"lmpool-{name}", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,207 @@
+"""Pulling jobs off the streams, and no more than will soon be run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import redis
+
+from lmpool.errors import JobFormatError
+from lmpool.keys import GROUP, LaneKeys
+from lmpool.scripts import script
+from lmpool.server import is_lost
+from lmpool.wire import Digester, Job, RefusedJob, unpack_job
+from lmpool.worker.batching import Batcher, Claimed
+from lmpool.worker.state import WorkerState
+
+logger = logging.getLogger(__name__)
+
+IDLE_BLOCK_MS: Final = 1000
+"""How long an idle worker's read blocks; a worker told to stop notices after that at the latest."""
+DEAD_MOST: Final = 10_000
+COUNTERS_TTL_MS: Final = 30 * 86_400_000
+
+Entry = tuple[bytes, dict[bytes, bytes] | None]
+
+
+class Intake:
+    """Reads the job streams into the batcher. Owned by one thread.
+
+    A read blocks only while the engine is idle. While it computes, jobs are taken without
+    blocking and shortly before the batch is expected to end: jobs that an idle worker could run
+    never wait in the hands of a busy one.
+    """
+
+    def __init__(
+        self,
+        server: redis.Redis,
+        lanes: Sequence[LaneKeys],
+        consumer: str,
+        batcher: Batcher,
+        state: WorkerState,
+        digester: Digester,
+        continuous: bool,
+    ) -> None:
+        self._server = server
+        self._lanes = lanes
+        self._consumer = consumer
+        self._batcher = batcher
+        self._state = state
+        self._digester = digester
+        self._continuous = continuous
+
+    def run(self) -> None:
+        """Read until the worker stops."""
+        failures = 0
+        while not self._state.stopping.is_set():
+            try:
+                self._turn()
+                failures = 0
+            except (redis.exceptions.RedisError, OSError) as error:
+                if self._group_is_gone(error):
+                    create_groups(self._server, self._lanes, self._consumer)
+                    continue
+                failures += 1
+                if not is_lost(error) or failures in (1, 10):
+                    logger.warning("jobs cannot be read: %s", error)
+                self._state.stopping.wait(min(2.0, 0.05 * 2 ** min(failures, 6)))
+
+    def _turn(self) -> None:
+        room = self._batcher.room()
+        busy = self._state.busy
+        pause = self._pause(room, busy)
+        if pause > 0:
+            with self._batcher.changed:
+                # The engine wakes us when it is done, and when it takes a batch.
+                if self._batcher.room() == room and self._state.busy == busy:
+                    self._batcher.changed.wait(pause)
+            return
+        block = None
+        if not busy:
+            due = self._batcher.due_in()
+            block = IDLE_BLOCK_MS if due is None else int(due * 1000) or None
+        jobs = self._read(room, block)
+        if jobs:
+            self._batcher.add(jobs)
+        elif busy or block is None:
+            with self._batcher.changed:
+                if self._state.busy == busy and not self._state.stopping.is_set():
+                    self._batcher.changed.wait(self._poll_seconds())
+
+    def _pause(self, room: int, busy: bool) -> float:
+        """How long to read nothing."""
+        if room <= 0:
+            return 0.25
+        if busy and not self._continuous:
+            early = max(0.02, self._state.batch_seconds / 4)
+            return min(0.25, self._state.remaining_seconds() - early)
+        return 0.0
+
+    def _poll_seconds(self) -> float:
+        due = self._batcher.due_in()
+        poll = min(0.02, max(0.0005, self._state.batch_seconds / 16))
+        return poll if due is None or due == 0.0 else min(due, poll)
+
+    def _read(self, room: int, block: int | None) -> list[Claimed]:
+        # COUNT holds for each stream: with several lanes each gives its share.
+        count = -(-room // len(self._lanes))
+        answer = self._server.xreadgroup(
+            GROUP,
+            self._consumer,
+            {lane.jobs: ">" for lane in self._lanes},
+            count=count,
+            block=block,
+        )
+        came = time.monotonic()
+        claimed: list[Claimed] = []
+        numbers = {lane.jobs.encode(): number for number, lane in enumerate(self._lanes)}
+        for name, entries in answer or ():
+            claimed += self._parse(numbers[name], entries, came)
+        return claimed
+
+    def _parse(self, lane: int, entries: Sequence[Entry], came: float) -> list[Claimed]:
+        claimed = []
+        for entry, fields in entries:
+            data = (fields or {}).get(b"job", b"")
+            try:
+                job = unpack_job(data)
+                self._check_digest(job)
+            except JobFormatError as error:
+                self._refuse(lane, entry, data, error)
+            else:
+                claimed.append(Claimed(job, entry, lane, came))
+        return claimed
+
+    def _check_digest(self, job: Job) -> None:
+        # A digest that is not its prompt's would put a row under another prompt's key.
+        if self._digester.job(job.op, job.tokens, job.want, job.adapter) != job.digest:
+            raise RefusedJob(
+                "the digest is not the one of this prompt for this pool's model", job.digest
+            )
+
+    def _refuse(self, lane: int, entry: bytes, data: bytes, error: JobFormatError) -> None:
+        """Garbage in the stream: keep it among the dead, tell whoever can be told."""
+        logger.warning("refused an entry of the job stream: %s", error)
+        keys = self._lanes[lane]
+        digest = error.digest.hex() if isinstance(error, RefusedJob) else ""
+        self._server.xadd(
+            keys.dead,
+            {"job": data[:65_536], "reason": str(error), "worker": self._consumer},
+            maxlen=DEAD_MOST,
+            approximate=True,
+        )
+        script("complete")(
+            self._server,
+            [keys.jobs],
+            [keys.prefix, GROUP, COUNTERS_TTL_MS, 1, "failed", 1,
+             digest, entry, "refused", str(error)],
+        )
+
+    @staticmethod
+    def _group_is_gone(error: BaseException) -> bool:
+        return isinstance(error, redis.exceptions.ResponseError) and "NOGROUP" in str(error)
+
+
+def create_groups(server: redis.Redis, lanes: Sequence[LaneKeys], consumer: str) -> None:
+    """Make each lane's stream and consumer group where they are missing, and join it."""
+    for lane in lanes:
+        try:
+            server.xgroup_create(lane.jobs, GROUP, id="0", mkstream=True)
+        except redis.exceptions.ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+        server.xgroup_createconsumer(lane.jobs, GROUP, consumer)
+
+
+def release(
+    server: redis.Redis, lanes: Sequence[LaneKeys], consumer: str, known: dict[bytes, Job]
+) -> int:
+    """Give back at once everything this consumer holds; `known` are its jobs by entry."""
+    released = 0
+    for lane in lanes:
+        while True:
+            held: list[dict[str, Any]] = server.xpending_range(
+                lane.jobs, GROUP, "-", "+", 500, consumername=consumer
+            )
+            arguments: list[str | bytes | int] = [lane.prefix, GROUP]
+            for item in held:
+                entry = item["message_id"]
+                job = known.get(entry)
+                digest = job.digest.hex() if job else _digest_of(server, lane, entry)
+                arguments += (digest, entry)
+            if held:
+                released += script("release")(server, [lane.jobs], arguments)
+            if len(held) < 500:
+                break
+    return released
+
+
+def _digest_of(server: redis.Redis, lane: LaneKeys, entry: bytes) -> str:
+    found = server.xrange(lane.jobs, entry, entry)
+    try:
+        return unpack_job(found[0][1].get(b"job", b"")).digest.hex() if found else ""
+    except JobFormatError:
+        return ""

@@ -1,0 +1,178 @@
+"""Writing rows and telling who waits, while the engine works on the next batch."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import redis
+
+from lmpool.backends.engine import Outcome
+from lmpool.keys import GROUP, LaneKeys
+from lmpool.scripts import Argument, script
+from lmpool.server import is_lost
+from lmpool.wire import bf16_to_f32, pack_logprobs, pack_tokens, pack_values
+from lmpool.worker.batching import Claimed
+from lmpool.worker.intake import COUNTERS_TTL_MS
+from lmpool.worker.state import WorkerState
+
+logger = logging.getLogger(__name__)
+
+QUEUE_MOST: Final = 2
+"""Finished batches that may wait to be written; then the engine waits."""
+CHUNK_BYTES: Final = 2 << 20
+CHUNK_MOST: Final = 512
+MAX_ERROR_CHARS: Final = 2000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Done:
+    """One job and what became of it: a row's bytes, or a status and an error's text.
+
+    A row that is there already (`value` None, status ok) is only announced.
+    """
+
+    claimed: Claimed
+    value: bytes | None
+    status: str = "ok"
+    error: str = ""
+
+
+Finished = tuple[Claimed, Outcome] | Done
+
+
+def encode(claimed: Claimed, outcome: Outcome) -> Done:
+    """An outcome as it is stored: the row in the encoding the job wants, or the error."""
+    if outcome.error is not None:
+        text = str(outcome.error)[:MAX_ERROR_CHARS]
+        return Done(claimed, None, "failed", text or type(outcome.error).__name__)
+    if outcome.tokens is not None:
+        return Done(claimed, pack_tokens(outcome.tokens))
+    row = outcome.row
+    if row is None:
+        return Done(claimed, None, "failed", "the engine gave neither a row nor an error")
+    wanted = claimed.job.want["encoding"]
+    if row.dtype == np.uint16:  # bfloat16 logits
+        if np.isnan(outcome.logsumexp):
+            return Done(claimed, None, "failed", _NOT_A_NUMBER)
+        if wanted == "bf16":
+            return Done(claimed, pack_values("bf16", row, outcome.logsumexp))
+        row = bf16_to_f32(row) - np.float32(outcome.logsumexp)
+    # Normalizing spreads one NaN to all entries: the first one tells.
+    if np.isnan(row[0]):
+        return Done(claimed, None, "failed", _NOT_A_NUMBER)
+    return Done(claimed, pack_logprobs(row, "f16" if wanted == "f16" else "f32"))
+
+
+_NOT_A_NUMBER = "the model computed NaN for this prompt; another dtype may help"
+
+
+class Publisher:
+    """Writes finished batches in order. Owned by one thread, which `run` is."""
+
+    def __init__(
+        self,
+        server: redis.Redis,
+        lanes: Sequence[LaneKeys],
+        result_ttl_ms: int,
+        state: WorkerState,
+    ) -> None:
+        self._server = server
+        self._lanes = lanes
+        self._result_ttl_ms = result_ttl_ms
+        self._state = state
+        self._queue: queue.Queue[Sequence[Finished] | None] = queue.Queue(QUEUE_MOST)
+
+    def put(self, finished: Sequence[Finished]) -> None:
+        """Hand over one batch; blocks while two are waiting to be written."""
+        self._queue.put(finished)
+
+    def finish(self) -> None:
+        """No more will come: `run` ends once all is written."""
+        self._queue.put(None)
+
+    def run(self) -> None:
+        """Write until told to finish."""
+        while (finished := self._queue.get()) is not None:
+            batches = 1
+            for chunk in self._chunks(finished):
+                self._write(chunk, batches)
+                batches = 0
+
+    def _chunks(
+        self, finished: Sequence[Finished]
+    ) -> Iterator[list[Done]]:
+        """Few large rows or many small ones at a time: the first are read while others follow."""
+        chunk: list[Done] = []
+        size = 0
+        for item in finished:
+            done = item if isinstance(item, Done) else encode(*item)
+            chunk.append(done)
+            size += len(done.value or b"")
+            if size >= CHUNK_BYTES or len(chunk) >= CHUNK_MOST:
+                yield chunk
+                chunk, size = [], 0
+        if chunk:
+            yield chunk
+
+    def _write(self, chunk: list[Done], batches: int) -> None:
+        """Write one chunk, again and again until the server takes it: results are idempotent."""
+        failures = 0
+        began = time.monotonic()
+        while True:
+            try:
+                for number, lane in enumerate(self._lanes):
+                    mine = [done for done in chunk if done.claimed.lane == number]
+                    if mine:
+                        self._write_in(lane, mine, batches if mine[0] is chunk[0] else 0)
+                return
+            except (redis.exceptions.RedisError, OSError) as error:
+                failures += 1
+                full = "OOM" in str(error)
+                if failures in (1, 10) or failures % 100 == 0:
+                    logger.warning(
+                        "%s (%d rows wait, %.0f s): %s",
+                        "the server's memory is full: raise maxmemory or lower result_ttl"
+                        if full
+                        else "rows cannot be written",
+                        len(chunk),
+                        time.monotonic() - began,
+                        error,
+                    )
+                if self._state.stopping.is_set() and failures > 5:
+                    logger.error("%d jobs were not written and stay with the pool", len(chunk))
+                    return
+                if not (full or is_lost(error)) and failures > 5:
+                    self._state.fail(error)
+                    return
+                self._state.stopping.wait(min(2.0, 0.05 * 2 ** min(failures, 6)))
+
+    def _write_in(self, lane: LaneKeys, chunk: list[Done], batches: int) -> None:
+        """One transaction: every row with its TTL, then the notices and acknowledgements."""
+        ttl = self._result_ttl_ms
+        rows = sum(done.value is not None for done in chunk)
+        failed = sum(done.status != "ok" for done in chunk)
+        counters: list[Argument] = []
+        for name, by in (("computed", rows), ("failed", failed), ("batches", batches)):
+            if by:
+                counters += (name, by)
+        arguments: list[Argument] = [
+            lane.prefix, GROUP, COUNTERS_TTL_MS, len(counters) // 2, *counters,
+        ]
+        with self._server.pipeline(transaction=True) as pipeline:
+            for done in chunk:
+                digest = done.claimed.job.digest.hex()
+                if done.value is not None:
+                    pipeline.execute_command("SET", lane.result(digest), done.value, "PX", ttl)
+                arguments += (digest, done.claimed.entry, done.status, done.error)
+            script("complete").queue(pipeline, [lane.jobs], arguments)
+            try:
+                pipeline.execute()
+            except redis.exceptions.NoScriptError:
+                # The rows are set; what is missing is the script's part.
+                script("complete")(self._server, [lane.jobs], arguments)

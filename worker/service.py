@@ -1,0 +1,231 @@
+"""A worker: its engine, its threads, its life from joining a pool to leaving it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import redis
+
+from lmpool.backends import load_engine
+from lmpool.backends.engine import Engine
+from lmpool.clock import ServerClock
+from lmpool.errors import LmpoolError
+from lmpool.keys import PoolKeys
+from lmpool.scripts import script
+from lmpool.server import explained, greet, open_server
+from lmpool.settings import WorkerOptions, mask_url
+from lmpool.wire import Digester, Job
+from lmpool.worker.adapters import Adapters
+from lmpool.worker.batching import Batcher
+from lmpool.worker.engine_thread import EngineLoop, spawn
+from lmpool.worker.heartbeat import Heartbeat
+from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups, release
+from lmpool.worker.joining import batch_budget, join, model_info, publish_vocabulary
+from lmpool.worker.publishing import Publisher
+from lmpool.worker.state import WorkerState
+
+logger = logging.getLogger(__name__)
+
+
+class Service:
+    """One worker of one pool.
+
+    Four threads, each with a connection of its own: the intake reads jobs, the engine's thread
+    computes, the publisher writes, the heartbeat beats. `on_failure` is called once, from any of
+    them, when the worker cannot go on.
+    """
+
+    def __init__(self, options: WorkerOptions, on_failure: Callable[[], None]) -> None:
+        self.options = options
+        self.keys = PoolKeys(options.pool)
+        self.consumer = consumer_name(options)
+        self.state = WorkerState(
+            {
+                "id": self.consumer,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "engine": options.engine,
+                "gpu": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            },
+            on_failure,
+        )
+        self.loop: EngineLoop | None = None
+        self.adapters: Adapters | None = None
+        self.engine: Engine | None = None
+        self._threads: dict[str, threading.Thread] = {}
+        self._servers: list[redis.Redis] = []
+        self._heartbeat_ended = threading.Event()
+        self._batcher: Batcher | None = None
+        self._publisher: Publisher | None = None
+
+    def start(self) -> None:
+        """Load the engine, join the pool, and serve. Blocks until it does.
+
+        The engine is loaded, used and closed on one thread. Raises what loading or joining raised.
+        """
+        started = threading.Event()
+        failure: list[BaseException] = []
+
+        def engine_thread() -> None:
+            try:
+                loop = self._prepare()
+            except BaseException as error:
+                failure.append(error)
+                self._close_engine()
+                return
+            finally:
+                started.set()
+            try:
+                loop.run()
+            finally:
+                self._close_engine()
+
+        self._threads["engine"] = spawn("engine", engine_thread, self.state)
+        started.wait()
+        if failure:
+            self._threads.pop("engine").join()
+            self._close_servers()
+            raise failure[0]
+
+    def _prepare(self) -> EngineLoop:
+        options, url = self.options, self.options.url
+        clock = ServerClock()
+        control = self._open()
+        version = greet(control, url, clock)  # before minutes of loading, not after
+        engine = self.engine = load_engine(
+            options.engine,
+            options.model,
+            **_engine_options(options),
+        )
+        with explained(url):
+            info = model_info(engine.info, options)
+            budget = batch_budget(options, info)
+            lanes = self.keys.lanes(info.fingerprint8, info.lanes)
+            self.state.description["engine"] = info.engine
+            join(control, self.keys, info, options.replace)
+            create_groups(control, lanes, self.consumer)
+            publish_vocabulary(control, self.keys, info, engine)
+            heartbeat = Heartbeat(self._open(), lanes, self.consumer, self.state)
+            heartbeat.beat()
+        self.lanes = lanes
+        batcher = self._batcher = Batcher(options.batch_size, options.timeout, budget)
+        publisher = self._publisher = Publisher(
+            self._open(zero_copy=True), lanes, info.result_ttl_ms, self.state
+        )
+        intake = Intake(
+            self._open(blocks_for=IDLE_BLOCK_MS / 1000),
+            lanes,
+            self.consumer,
+            batcher,
+            self.state,
+            Digester(info.fingerprint),
+            engine.continuous,
+        )
+        self.adapters = Adapters(engine, control, lanes, options.adapter_dirs)
+        self.loop = EngineLoop(
+            engine, batcher, publisher, self.adapters, control, lanes, clock, self.state
+        )
+        for name, target in (
+            ("heartbeat", lambda: heartbeat.run(self._heartbeat_ended)),
+            ("publisher", publisher.run),
+            ("intake", intake.run),
+        ):
+            self._threads[name] = spawn(name, target, self.state)
+        logger.info(
+            "%s serves %s as pool %s on %s (%s): %s engine, %s, %d tokens, prompts up to %d, "
+            "batches up to %d prompts or %d tokens",
+            self.consumer, info.model, options.pool, mask_url(url), version, info.engine,
+            info.dtype, info.vocab_size, info.max_prompt_tokens, options.batch_size, budget,
+        )
+        return self.loop
+
+    def stop(self) -> None:
+        """Claim nothing more, finish what runs, give the rest back, leave. Blocks; idempotent."""
+        self.state.stopping.set()
+        if self._batcher is not None:
+            self._batcher.wake()
+        limit = self.options.drain_timeout
+        for name in ("intake", "engine"):
+            thread = self._threads.pop(name, None)
+            if thread is not None:
+                thread.join(limit)
+                if thread.is_alive():
+                    logger.error("the %s is still busy after %g s: leaving without it", name, limit)
+        if self._publisher is not None:
+            self._publisher.finish()
+            thread = self._threads.pop("publisher", None)
+            if thread is not None:
+                thread.join(limit)
+            self._leave()
+            self._publisher = None
+        self._heartbeat_ended.set()
+        heartbeat = self._threads.pop("heartbeat", None)
+        if heartbeat is not None:
+            heartbeat.join(5)
+        self._close_servers()
+
+    def _leave(self) -> None:
+        held: dict[bytes, Job] = {}
+        if self._batcher is not None:
+            held = {claimed.entry: claimed.job for claimed in self._batcher.close()}
+        server = self._open()
+        try:
+            self._heartbeat_ended.set()
+            released = release(server, self.lanes, self.consumer, held)
+            for lane in self.lanes:
+                script("leave")(
+                    server,
+                    [lane.jobs, lane.alive(self.consumer)],
+                    ["workers", self.consumer],
+                )
+            logger.info("%s left the pool; %d jobs given back", self.consumer, released)
+        except (redis.exceptions.RedisError, OSError) as error:
+            logger.warning("left without a word to the server: %s", error)
+
+    def _open(self, *, blocks_for: float = 0.0, zero_copy: bool = False) -> redis.Redis:
+        server = open_server(
+            self.options.url, blocks_for=blocks_for, zero_copy=zero_copy, name="lmpool-worker"
+        )
+        self._servers.append(server)
+        return server
+
+    def _close_servers(self) -> None:
+        for server in self._servers:
+            server.close()
+            server.connection_pool.disconnect()
+        self._servers.clear()
+
+    def _close_engine(self) -> None:
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            try:
+                engine.close()
+            except Exception:
+                logger.warning("the engine could not be closed", exc_info=True)
+
+
+def consumer_name(options: WorkerOptions) -> str:
+    """A name no other worker has: it says where to look, and a restart gets another."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    place = f"gpu{gpu.replace(',', '+')}-" if gpu and len(gpu) < 16 else ""
+    return f"{options.worker_name}-{place}{os.getpid()}-{secrets.token_hex(2)}"
+
+
+def _engine_options(options: WorkerOptions) -> dict[str, Any]:
+    """What the engine is told: its own options, and those of the worker's that are set."""
+    given = {
+        "revision": options.revision,
+        "dtype": None if options.dtype == "auto" else options.dtype,
+        "max_prompt_tokens": options.max_prompt_tokens,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    double = sorted(chosen.keys() & options.engine_opts.keys())
+    if double:
+        raise LmpoolError(f"{double[0]} is set twice: as a setting and in engine_opts")
+    return {**chosen, **options.engine_opts}

@@ -1,0 +1,81 @@
+"""What a worker's threads share: how it fares, and whether it is to stop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgpack
+
+logger = logging.getLogger(__name__)
+
+RATE_WINDOW: Final = 10.0
+
+
+class WorkerState:
+    """The worker's flags and counters. Any thread may use it."""
+
+    def __init__(self, description: dict[str, Any], on_failure: Callable[[], None]) -> None:
+        self.description = description
+        self.stopping = threading.Event()
+        """Set once: claim nothing more, finish the running batch, leave."""
+        self.failure: BaseException | None = None
+        self.busy = False
+        """Whether the engine is computing."""
+        self.busy_since = 0.0
+        self.batch_seconds = 0.0
+        """How long a batch takes, averaged over the last ones."""
+        self._on_failure = on_failure
+        self._recent: deque[tuple[float, int]] = deque()
+        self._lock = threading.Lock()
+
+    def fail(self, error: BaseException) -> None:
+        """A thread cannot go on, and so the worker cannot."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = error
+        logger.error("the worker cannot go on: %s", error, exc_info=error)
+        self._on_failure()
+
+    def begin_batch(self) -> None:
+        """The engine starts on a batch."""
+        self.busy_since = time.monotonic()
+        self.busy = True
+
+    def end_batch(self, rows: int) -> None:
+        """The engine is done with a batch of `rows`."""
+        now = time.monotonic()
+        took = now - self.busy_since
+        self.busy = False
+        self.batch_seconds += (took - self.batch_seconds) * (0.25 if self.batch_seconds else 1.0)
+        with self._lock:
+            self._recent.append((now, rows))
+            self._forget(now)
+
+    def remaining_seconds(self) -> float:
+        """How much longer the running batch will take, going by the last ones."""
+        if not self.busy:
+            return 0.0
+        return max(0.0, self.busy_since + self.batch_seconds - time.monotonic())
+
+    def rows_per_second(self) -> float:
+        """Rows a second over the last ten seconds."""
+        with self._lock:
+            self._forget(time.monotonic())
+            return sum(rows for _, rows in self._recent) / RATE_WINDOW
+
+    def heartbeat(self) -> bytes:
+        """What the heartbeat key holds."""
+        packed: bytes = msgpack.packb(
+            {**self.description, "rows_per_second": round(self.rows_per_second(), 1)}
+        )
+        return packed
+
+    def _forget(self, now: float) -> None:
+        while self._recent and now - self._recent[0][0] > RATE_WINDOW:
+            self._recent.popleft()
