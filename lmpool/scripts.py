@@ -14,7 +14,7 @@ from typing import Any
 
 import redis
 
-Argument = str | bytes | int
+from lmpool.commands import Pipeline, Server, Value
 
 
 class Script:
@@ -25,22 +25,18 @@ class Script:
         self.source = resources.files("lmpool").joinpath("lua", f"{name}.lua").read_text("utf-8")
         self.sha = hashlib.sha1(self.source.encode()).hexdigest()
 
-    def __call__(
-        self, server: redis.Redis, keys: Sequence[str], arguments: Sequence[Argument]
-    ) -> Any:
+    def __call__(self, server: Server, keys: Sequence[str], arguments: Sequence[Value]) -> Any:
         """Run it, and answer what it answers."""
         try:
             return server.evalsha(self.sha, len(keys), *keys, *arguments)
         except redis.exceptions.NoScriptError:
             return server.eval(self.source, len(keys), *keys, *arguments)
 
-    def queue(
-        self, pipeline: redis.client.Pipeline, keys: Sequence[str], arguments: Sequence[Argument]
-    ) -> None:
+    def queue(self, pipeline: Pipeline, keys: Sequence[str], arguments: Sequence[Value]) -> None:
         """Add a call to a pipeline, whose ``execute`` may then raise ``NoScriptError``."""
         pipeline.evalsha(self.sha, len(keys), *keys, *arguments)
 
-    def load(self, server: redis.Redis) -> None:
+    def load(self, server: Server) -> None:
         """Make the server know it."""
         server.script_load(self.source)
 

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import redis
 from redis.backoff import NoBackoff
@@ -14,6 +14,7 @@ from redis.connection import parse_url
 from redis.retry import Retry
 
 from lmpool.clock import ServerClock
+from lmpool.commands import Server
 from lmpool.errors import ServerRefused, ServerTooOld, ServerUnreachable
 from lmpool.settings import mask_url
 
@@ -47,7 +48,7 @@ def is_lost(error: BaseException) -> bool:
 
 def open_server(
     url: str, *, blocks_for: float = 0.0, zero_copy: bool = False, name: str = "lmpool"
-) -> redis.Redis:
+) -> Server:
     """A synchronous connection of its own to the server at `url`; connects at its first command.
 
     `blocks_for` is how long, in seconds, its blocking reads may wait. `zero_copy` sends large
@@ -72,7 +73,7 @@ def open_server(
         encoder = Encoder("utf-8", "strict", False)
         options["command_packer"] = PythonRespSerializer(6000, encoder.encode)
     pool = redis.ConnectionPool(connection_class=connection, max_connections=1, **options)
-    return redis.Redis(connection_pool=pool)
+    return cast(Server, redis.Redis(connection_pool=pool))
 
 
 @contextmanager
@@ -105,12 +106,12 @@ def explained(url: str) -> Iterator[None]:
         raise ServerRefused(f"{shown}: {error}") from None
 
 
-def greet(server: redis.Redis, url: str, clock: ServerClock | None = None) -> str:
+def greet(server: Server, url: str, clock: ServerClock | None = None) -> str:
     """Connect, refuse a server that is too old, take its time. Answers its name and version."""
     with explained(url):
         server.ping()
         try:
-            found: dict[str, Any] = server.info("server")
+            found = server.info("server")
         except redis.exceptions.NoPermissionError:
             found = {}  # A narrow ACL user: the commands themselves will tell.
         if clock is not None:

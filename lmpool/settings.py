@@ -35,8 +35,7 @@ def mask_url(url: str) -> str:
     if user:
         host = f"{user.partition(':')[0]}:***@{host}"
     query = "&".join(
-        "password=***" if pair.startswith("password=") else pair
-        for pair in parts.query.split("&")
+        "password=***" if pair.startswith("password=") else pair for pair in parts.query.split("&")
     )
     return urlunsplit(parts._replace(netloc=host, query=query))
 
@@ -99,7 +98,7 @@ class _Options(BaseSettings):
             if type(error).__name__ != "SettingsError":
                 raise
             raise SettingsError(
-                f"{error}: write JSON, for example {PREFIX}ENGINE_OPTS='{{\"device\": \"cpu\"}}'"
+                f'{error}: write JSON, for example {PREFIX}ENGINE_OPTS=\'{{"device": "cpu"}}\''
             ) from None
 
     def __repr__(self) -> str:
@@ -152,7 +151,10 @@ class WorkerOptions(_Options):
     )
     batch_size: int = Field(64, ge=1, le=65_536, description="most prompts in a batch")
     timeout: float = Field(
-        0.001, ge=0, le=60, allow_inf_nan=False,
+        0.001,
+        ge=0,
+        le=60,
+        allow_inf_nan=False,
         description="seconds a batch waits to fill, from its first job",
     )
     max_batch_tokens: int | None = Field(

@@ -256,15 +256,11 @@ _NUMBERS: Final = struct.Struct(">BIBfBI")  # uint32 size, float32 scale, bin32 
 
 def pack_values(encoding: RowEncoding, values: npt.NDArray[Any], scale: float = 0.0) -> bytes:
     """A row of raw numbers: `values` is [size], of the encoding's dtype, C-contiguous."""
-    header = _HEADERS[encoding] + _NUMBERS.pack(
-        0xCE, values.size, 0xCA, scale, 0xC6, values.nbytes
-    )
+    header = _HEADERS[encoding] + _NUMBERS.pack(0xCE, values.size, 0xCA, scale, 0xC6, values.nbytes)
     return b"".join((header, values.data))
 
 
-def pack_logprobs(
-    row: npt.NDArray[np.float32], encoding: Literal["f32", "f16"] = "f32"
-) -> bytes:
+def pack_logprobs(row: npt.NDArray[np.float32], encoding: Literal["f32", "f16"] = "f32") -> bytes:
     """Log-probabilities, float32 [vocab_size], as a row. ``f16`` loses precision."""
     if encoding == "f32":
         return pack_values("f32", np.ascontiguousarray(row, dtype="<f4"))

@@ -24,7 +24,7 @@ class RowCache:
         return len(self._rows)
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         """Bytes held, overhead included."""
         return self._bytes
 

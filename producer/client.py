@@ -22,6 +22,7 @@ from typing import Any, Final, TypeVar
 import redis
 
 from lmpool.clock import ServerClock, to_ms
+from lmpool.commands import Server, Value
 from lmpool.errors import (
     ClientClosed,
     JobExpired,
@@ -64,7 +65,7 @@ MAX_TRIES: Final = 5
 
 _CLIENTS: weakref.WeakSet[Client] = weakref.WeakSet()
 T = TypeVar("T")
-Task = tuple[Callable[[redis.Redis], Any], "Future[Any]"]
+Task = tuple[Callable[[Server], Any], "Future[Any]"]
 
 
 class Client:
@@ -100,7 +101,7 @@ class Client:
         self._busy_pause = 0.0
         self._next_check = 0.0
         self._alone_since: float | None = None
-        self._collector: redis.Redis | None = None
+        self._collector: Server | None = None
         if self.lanes:
             self._joined.set()
 
@@ -112,7 +113,7 @@ class Client:
         with self._lock:
             return self._table.statistics.as_dict()
 
-    def run(self, function: Callable[[redis.Redis], T]) -> Future[T]:
+    def run(self, function: Callable[[Server], T]) -> Future[T]:
         """Run `function` with the sender's connection, on the sender's thread."""
         future: Future[T] = Future()
         self._start()
@@ -253,7 +254,7 @@ class Client:
             due = min(due, self._busy_pause)
         return max(0.0, due - time.monotonic())
 
-    def _run_task(self, server: redis.Redis, task: Task) -> None:
+    def _run_task(self, server: Server, task: Task) -> None:
         function, future = task
         if not future.set_running_or_notify_cancel():
             return
@@ -282,8 +283,7 @@ class Client:
         if now - since >= self.options.reconnect_timeout:
             self._fail_everything(
                 ServerUnreachable(
-                    f"no answer from {mask_url(self.options.url)} for "
-                    f"{now - since:.0f} s: {error}"
+                    f"no answer from {mask_url(self.options.url)} for {now - since:.0f} s: {error}"
                 )
             )
             return since
@@ -313,7 +313,7 @@ class Client:
 
     # --- the sender's work ---------------------------------------------------------------------
 
-    def _load_info(self, server: redis.Redis) -> ModelInfo:
+    def _load_info(self, server: Server) -> ModelInfo:
         version = greet(server, self.options.url, self.clock)
         found = server.get(self.keys.info)
         if found is None:
@@ -329,7 +329,7 @@ class Client:
         logger.debug("pool %s serves %s on %s", self.options.pool, info.model, version)
         return info
 
-    def _serve(self, server: redis.Redis) -> None:
+    def _serve(self, server: Server) -> None:
         self._withdraw(server)
         while self._busy_pause <= time.monotonic() and self._claim(server):
             pass
@@ -349,7 +349,7 @@ class Client:
             lanes.setdefault(self._lane(digest), []).append(digest)
         return lanes
 
-    def _withdraw(self, server: redis.Redis) -> None:
+    def _withdraw(self, server: Server) -> None:
         with self._lock:
             digests, self._table.withdrawn = self._table.withdrawn, []
         try:
@@ -362,7 +362,7 @@ class Client:
                 self._table.withdrawn = digests + self._table.withdrawn
             raise
 
-    def _claim(self, server: redis.Redis) -> bool:
+    def _claim(self, server: Server) -> bool:
         """Send one request's worth of flights; False when there was nothing to send."""
         with self._lock:
             flights = self._table.take_unsent(CLAIM_MOST, CLAIM_BYTES)
@@ -383,10 +383,10 @@ class Client:
             raise
         return True
 
-    def _claim_in(self, server: redis.Redis, lane: LaneKeys, flights: list[Flight]) -> None:
+    def _claim_in(self, server: Server, lane: LaneKeys, flights: list[Flight]) -> None:
         assert self.info is not None
         now_ms, now = self.clock.now_ms(), time.monotonic()
-        arguments: list[str | bytes | int] = [
+        arguments: list[Value] = [
             lane.prefix,
             self.id,
             to_ms(REPLY_TTL),
@@ -418,7 +418,7 @@ class Client:
             self._fresh.set()
         self._take_answers(server, flights, answers)
 
-    def _take_answers(self, server: redis.Redis, flights: list[Flight], answers: bytes) -> None:
+    def _take_answers(self, server: Server, flights: list[Flight], answers: bytes) -> None:
         there: list[bytes] = []
         ended: list[Call] = []
         with self._lock:
@@ -469,7 +469,7 @@ class Client:
         self._table.statistics.failed += 1
         return self._table.fail(flight.ask.digest, error)
 
-    def _fetch(self, server: redis.Redis, digests: Sequence[bytes]) -> None:
+    def _fetch(self, server: Server, digests: Sequence[bytes]) -> None:
         """Read rows that are there and hand them out; ask again for those that are gone."""
         assert self.info is not None
         width = self.info.vocab_size * (2 if self.info.encoding == "bf16" else 4)
@@ -508,7 +508,7 @@ class Client:
                 self._work.notify()
         wake(complete)
 
-    def _check(self, server: redis.Redis) -> None:
+    def _check(self, server: Server) -> None:
         """Look after what is waited for: renew leases, find what was lost, see who is alive."""
         every = min(CHECK_EVERY, max(0.1, self.options.workers_timeout / 4))
         now = time.monotonic()
@@ -525,7 +525,7 @@ class Client:
         if self._table.flights:
             self._look_for_workers(server, now)
 
-    def _check_in(self, server: redis.Redis, lane: LaneKeys, flights: list[Flight]) -> None:
+    def _check_in(self, server: Server, lane: LaneKeys, flights: list[Flight]) -> None:
         digests = [flight.ask.digest for flight in flights]
         answers, fresh = script("check")(
             server,
@@ -544,7 +544,7 @@ class Client:
         if there:
             self._fetch(server, there)
 
-    def _look_for_workers(self, server: redis.Redis, now: float) -> None:
+    def _look_for_workers(self, server: Server, now: float) -> None:
         if any_alive(server, self.lanes[0]):
             self._alone_since = None
             return
@@ -568,7 +568,7 @@ class Client:
                 )
             )
 
-    def _leave(self, server: redis.Redis) -> None:
+    def _leave(self, server: Server) -> None:
         """Withdraw everything, wake the collector, delete what is ours."""
         try:
             if self.lanes:
@@ -611,7 +611,7 @@ class Client:
             server.close()
             server.connection_pool.disconnect()
 
-    def _collect_once(self, server: redis.Redis) -> None:
+    def _collect_once(self, server: Server) -> None:
         if self._fresh.is_set():
             # A stream made anew holds only what is unread, under ids that may be smaller.
             self._fresh.clear()
@@ -628,7 +628,7 @@ class Client:
                 self._last_ids[name.decode()] = entry_id.decode()
         self._take_notices(server, notices)
 
-    def _take_notices(self, server: redis.Redis, notices: Sequence[Notice]) -> None:
+    def _take_notices(self, server: Server, notices: Sequence[Notice]) -> None:
         done = [notice.digest for notice in notices if notice.status == "ok"]
         ended: list[Call] = []
         with self._lock:

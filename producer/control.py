@@ -40,9 +40,7 @@ def ask_workers(
 
     def run() -> None:
         try:
-            answers.update(
-                asyncio.run(_ask(url, keys, workers, function, arguments, timeout))
-            )
+            answers.update(asyncio.run(_ask(url, keys, workers, function, arguments, timeout)))
         except BaseException as error:
             failure.append(error)
 

@@ -17,6 +17,7 @@ from typing import Any, Self, cast
 
 import numpy as np
 
+from lmpool.commands import Server
 from lmpool.errors import LmpoolError, PoolError, PoolTimeout, PromptError, UnknownAdapter
 from lmpool.keys import GROUP
 from lmpool.liveness import any_alive
@@ -122,8 +123,9 @@ class PooledLM:
         await self.aclose()
 
     async def _info_async(self) -> ModelInfo:
-        info = self._client.info
-        return info or await asyncio.wrap_future(self._client.load_info())
+        if self._client.info is not None:
+            return self._client.info
+        return await asyncio.wrap_future(self._client.load_info())
 
     def _info_sync(self) -> ModelInfo:
         return self._client.info or self._client.load_info().result()
@@ -212,7 +214,12 @@ class PooledLM:
         `temperature` 0 is greedy. A `seed` repeats: the same prompt and seed give the same ids.
         """
         (ids,) = await self.batch_sample(
-            [prompt_token_ids], max_tokens, eos_token_ids, temperature, seed, lora_name,
+            [prompt_token_ids],
+            max_tokens,
+            eos_token_ids,
+            temperature,
+            seed,
+            lora_name,
             timeout=timeout,
         )
         return ids
@@ -230,7 +237,12 @@ class PooledLM:
     ) -> list[int]:
         """`sample`, blocking."""
         (ids,) = self.batch_sample_sync(
-            [prompt_token_ids], max_tokens, eos_token_ids, temperature, seed, lora_name,
+            [prompt_token_ids],
+            max_tokens,
+            eos_token_ids,
+            temperature,
+            seed,
+            lora_name,
             timeout=timeout,
         )
         return ids
@@ -364,9 +376,8 @@ class PooledLM:
         fresh = time.monotonic() - self._adapters_read < ADAPTERS_FRESH
         return fresh and name in self._adapters
 
-    def _read_adapters(self, server: Any) -> dict[bytes, bytes]:
-        found: dict[bytes, bytes] = server.hgetall(self._client.lanes[0].adapters)
-        return found
+    def _read_adapters(self, server: Server) -> dict[bytes, bytes]:
+        return server.hgetall(self._client.lanes[0].adapters)
 
     def _keep_adapters(self, found: dict[bytes, bytes]) -> None:
         self._adapters = {
@@ -399,7 +410,7 @@ class PooledLM:
         self._info_sync()
         return self._client.run(self._read_statistics).result()
 
-    def _read_statistics(self, server: Any) -> PoolStatistics:
+    def _read_statistics(self, server: Server) -> PoolStatistics:
         return pool_statistics(server, self._client.lanes, GROUP)
 
     async def wait_for_workers(self, timeout: float = 60.0) -> None:
@@ -459,7 +470,7 @@ class PooledLM:
 
     def _encoding(self, info: ModelInfo) -> Encoding:
         chosen = self.options.encoding
-        return info.encoding if chosen == "auto" else cast(Encoding, chosen)
+        return info.encoding if chosen == "auto" else chosen
 
     # --- waiting -------------------------------------------------------------------------------
 
@@ -598,7 +609,7 @@ def _sampling(
         raise PromptError(f"max_tokens={max_tokens!r}: write a positive integer")
     number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
     if not number or not 0 <= temperature < math.inf:
-        raise PromptError(f"temperature={temperature!r}: write a number of at least 0 (0 is greedy)")
+        raise PromptError(f"temperature={temperature!r}: write a number of 0 (greedy) or more")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise PromptError(f"seed={seed!r}: write an integer, or None")
     eos = sorted({int(token) for token in eos_token_ids})

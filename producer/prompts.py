@@ -27,7 +27,7 @@ def prompt_bytes(token_ids: TokenIds, vocab_size: int, max_prompt_tokens: int) -
         token_ids = _as_sequence(token_ids)
     length = len(token_ids)
     if not length:
-        raise PromptError("empty prompt: at least one token id is needed, the BOS token for example")
+        raise PromptError("empty prompt: at least one token id is needed, such as BOS")
     if length > max_prompt_tokens:
         raise PromptError(
             f"a prompt of {length} tokens: this pool takes at most {max_prompt_tokens}; "
@@ -80,8 +80,10 @@ def _as_integers(token_ids: Sequence[Any]) -> list[int]:
     for place, token in enumerate(token_ids):
         # A 0-d tensor or numpy bool answers __index__ too: look at the value's own kind.
         kind = getattr(getattr(token, "dtype", None), "kind", "i")
-        if isinstance(token, (bool, np.bool_)) or kind == "b" or "bool" in str(
-            getattr(token, "dtype", "")
+        if (
+            isinstance(token, (bool, np.bool_))
+            or kind == "b"
+            or "bool" in str(getattr(token, "dtype", ""))
         ):
             raise PromptError(f"token id {token!r} at position {place} is a bool, not an integer")
         try:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import msgpack
-import redis
 
+from lmpool.commands import Server
 from lmpool.keys import LaneKeys
 
 
@@ -23,7 +23,7 @@ class WorkerStatistics(TypedDict):
 
 
 class PoolStatistics(TypedDict):
-    """`computed` rows, `batches`, `failed` and `expired` jobs since the pool began, `backlog` now."""
+    """`computed`, `batches`, `failed`, `expired` since the pool began; `backlog` now."""
 
     computed: int
     batches: int
@@ -33,7 +33,7 @@ class PoolStatistics(TypedDict):
     workers: list[WorkerStatistics]
 
 
-def pool_statistics(server: redis.Redis, lanes: Sequence[LaneKeys], group: str) -> PoolStatistics:
+def pool_statistics(server: Server, lanes: Sequence[LaneKeys], group: str) -> PoolStatistics:
     """Read them: one request for each lane, and one for the workers."""
     counted = dict.fromkeys(("computed", "batches", "failed", "expired"), 0)
     backlog = 0

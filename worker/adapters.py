@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import redis
-
 from lmpool.backends.engine import Engine
+from lmpool.commands import Server
 from lmpool.errors import AdapterError
 from lmpool.keys import LaneKeys
 
@@ -68,7 +67,7 @@ class Adapters:
     def __init__(
         self,
         engine: Engine,
-        server: redis.Redis,
+        server: Server,
         lanes: Sequence[LaneKeys],
         allowed: Sequence[str],
     ) -> None:

@@ -14,6 +14,7 @@ import redis
 
 from lmpool.backends.engine import Engine, Outcome, Request, Sampling
 from lmpool.clock import ServerClock
+from lmpool.commands import Server
 from lmpool.errors import AdapterError, EngineBroken
 from lmpool.keys import GROUP, LaneKeys
 from lmpool.scripts import script
@@ -40,7 +41,7 @@ class EngineLoop:
         batcher: Batcher,
         publisher: Publisher,
         adapters: Adapters,
-        server: redis.Redis,
+        server: Server,
         lanes: Sequence[LaneKeys],
         clock: ServerClock,
         state: WorkerState,

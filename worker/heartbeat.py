@@ -9,6 +9,7 @@ from typing import Final
 
 import redis
 
+from lmpool.commands import Server
 from lmpool.keys import LaneKeys
 from lmpool.worker.state import WorkerState
 
@@ -22,7 +23,7 @@ class Heartbeat:
     """Renews the heartbeat at a third of its life, whatever the engine and event loop do."""
 
     def __init__(
-        self, server: redis.Redis, lanes: Sequence[LaneKeys], consumer: str, state: WorkerState
+        self, server: Server, lanes: Sequence[LaneKeys], consumer: str, state: WorkerState
     ) -> None:
         self._server = server
         self._lanes = lanes

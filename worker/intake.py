@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import redis
 
+from lmpool.commands import Fields, Server, Value
 from lmpool.errors import JobFormatError
 from lmpool.keys import GROUP, LaneKeys
 from lmpool.scripts import script
@@ -24,7 +25,7 @@ IDLE_BLOCK_MS: Final = 1000
 DEAD_MOST: Final = 10_000
 COUNTERS_TTL_MS: Final = 30 * 86_400_000
 
-Entry = tuple[bytes, dict[bytes, bytes] | None]
+Entry = tuple[bytes, Fields | None]
 
 
 class Intake:
@@ -37,7 +38,7 @@ class Intake:
 
     def __init__(
         self,
-        server: redis.Redis,
+        server: Server,
         lanes: Sequence[LaneKeys],
         consumer: str,
         batcher: Batcher,
@@ -156,8 +157,18 @@ class Intake:
         script("complete")(
             self._server,
             [keys.jobs],
-            [keys.prefix, GROUP, COUNTERS_TTL_MS, 1, "failed", 1,
-             digest, entry, "refused", str(error)],
+            [
+                keys.prefix,
+                GROUP,
+                COUNTERS_TTL_MS,
+                1,
+                "failed",
+                1,
+                digest,
+                entry,
+                "refused",
+                str(error),
+            ],
         )
 
     @staticmethod
@@ -165,7 +176,7 @@ class Intake:
         return isinstance(error, redis.exceptions.ResponseError) and "NOGROUP" in str(error)
 
 
-def create_groups(server: redis.Redis, lanes: Sequence[LaneKeys], consumer: str) -> None:
+def create_groups(server: Server, lanes: Sequence[LaneKeys], consumer: str) -> None:
     """Make each lane's stream and consumer group where they are missing, and join it."""
     for lane in lanes:
         try:
@@ -177,16 +188,14 @@ def create_groups(server: redis.Redis, lanes: Sequence[LaneKeys], consumer: str)
 
 
 def release(
-    server: redis.Redis, lanes: Sequence[LaneKeys], consumer: str, known: dict[bytes, Job]
+    server: Server, lanes: Sequence[LaneKeys], consumer: str, known: dict[bytes, Job]
 ) -> int:
     """Give back at once everything this consumer holds; `known` are its jobs by entry."""
     released = 0
     for lane in lanes:
         while True:
-            held: list[dict[str, Any]] = server.xpending_range(
-                lane.jobs, GROUP, "-", "+", 500, consumername=consumer
-            )
-            arguments: list[str | bytes | int] = [lane.prefix, GROUP]
+            held = server.xpending_range(lane.jobs, GROUP, "-", "+", 500, consumername=consumer)
+            arguments: list[Value] = [lane.prefix, GROUP]
             for item in held:
                 entry = item["message_id"]
                 job = known.get(entry)
@@ -199,7 +208,7 @@ def release(
     return released
 
 
-def _digest_of(server: redis.Redis, lane: LaneKeys, entry: bytes) -> str:
+def _digest_of(server: Server, lane: LaneKeys, entry: bytes) -> str:
     found = server.xrange(lane.jobs, entry, entry)
     try:
         return unpack_job(found[0][1].get(b"job", b"")).digest.hex() if found else ""

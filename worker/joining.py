@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import fields
 
-import redis
-
 from lmpool.backends.engine import Engine, EngineInfo
 from lmpool.clock import to_ms
+from lmpool.commands import Server
 from lmpool.errors import PoolMismatch, SettingsError, WireError
 from lmpool.keys import PoolKeys
 from lmpool.liveness import any_alive
@@ -70,7 +69,7 @@ def batch_budget(options: WorkerOptions, info: ModelInfo) -> int:
     return options.max_batch_tokens
 
 
-def join(server: redis.Redis, keys: PoolKeys, info: ModelInfo, replace: bool) -> None:
+def join(server: Server, keys: PoolKeys, info: ModelInfo, replace: bool) -> None:
     """Publish `info` as what the pool serves.
 
     Raises `PoolMismatch` while living workers serve something else, unless `replace`.
@@ -85,7 +84,7 @@ def join(server: redis.Redis, keys: PoolKeys, info: ModelInfo, replace: bool) ->
 
 
 def _check_same(
-    server: redis.Redis, keys: PoolKeys, held: bytes, info: ModelInfo, replace: bool
+    server: Server, keys: PoolKeys, held: bytes, info: ModelInfo, replace: bool
 ) -> None:
     try:
         other = ModelInfo.unpack(held)
@@ -107,8 +106,7 @@ def _check_same(
         logger.info("pool %s now serves %s instead of %s", keys.pool, info.model, other.model)
         return
     text = ", ".join(
-        f"{name} {getattr(other, name)!r} there, {getattr(info, name)!r} here"
-        for name in different
+        f"{name} {getattr(other, name)!r} there, {getattr(info, name)!r} here" for name in different
     )
     raise PoolMismatch(
         f"pool {keys.pool!r} serves {other.model!r} with living workers, and this worker differs: "
@@ -116,9 +114,7 @@ def _check_same(
     )
 
 
-def publish_vocabulary(
-    server: redis.Redis, keys: PoolKeys, info: ModelInfo, engine: Engine
-) -> None:
+def publish_vocabulary(server: Server, keys: PoolKeys, info: ModelInfo, engine: Engine) -> None:
     """Put tokenizer and byte vocabulary where clients find them, unless they are there."""
     key = keys.vocabulary(info.fingerprint8)
     if server.exists(key):

@@ -7,14 +7,16 @@ import queue
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
+import numpy.typing as npt
 import redis
 
 from lmpool.backends.engine import Outcome
+from lmpool.commands import Server, Value
 from lmpool.keys import GROUP, LaneKeys
-from lmpool.scripts import Argument, script
+from lmpool.scripts import script
 from lmpool.server import is_lost
 from lmpool.wire import bf16_to_f32, pack_logprobs, pack_tokens, pack_values
 from lmpool.worker.batching import Claimed
@@ -57,16 +59,18 @@ def encode(claimed: Claimed, outcome: Outcome) -> Done:
     if row is None:
         return Done(claimed, None, "failed", "the engine gave neither a row nor an error")
     wanted = claimed.job.want["encoding"]
-    if row.dtype == np.uint16:  # bfloat16 logits
+    if row.dtype == np.uint16:
+        bits = cast(npt.NDArray[np.uint16], row)  # of bfloat16 logits
         if np.isnan(outcome.logsumexp):
             return Done(claimed, None, "failed", _NOT_A_NUMBER)
         if wanted == "bf16":
-            return Done(claimed, pack_values("bf16", row, outcome.logsumexp))
-        row = bf16_to_f32(row) - np.float32(outcome.logsumexp)
+            return Done(claimed, pack_values("bf16", bits, outcome.logsumexp))
+        row = bf16_to_f32(bits) - np.float32(outcome.logsumexp)
     # Normalizing spreads one NaN to all entries: the first one tells.
     if np.isnan(row[0]):
         return Done(claimed, None, "failed", _NOT_A_NUMBER)
-    return Done(claimed, pack_logprobs(row, "f16" if wanted == "f16" else "f32"))
+    values = cast(npt.NDArray[np.float32], row)
+    return Done(claimed, pack_logprobs(values, "f16" if wanted == "f16" else "f32"))
 
 
 _NOT_A_NUMBER = "the model computed NaN for this prompt; another dtype may help"
@@ -77,7 +81,7 @@ class Publisher:
 
     def __init__(
         self,
-        server: redis.Redis,
+        server: Server,
         lanes: Sequence[LaneKeys],
         result_ttl_ms: int,
         state: WorkerState,
@@ -104,9 +108,7 @@ class Publisher:
                 self._write(chunk, batches)
                 batches = 0
 
-    def _chunks(
-        self, finished: Sequence[Finished]
-    ) -> Iterator[list[Done]]:
+    def _chunks(self, finished: Sequence[Finished]) -> Iterator[list[Done]]:
         """Few large rows or many small ones at a time: the first are read while others follow."""
         chunk: list[Done] = []
         size = 0
@@ -157,12 +159,16 @@ class Publisher:
         ttl = self._result_ttl_ms
         rows = sum(done.value is not None for done in chunk)
         failed = sum(done.status != "ok" for done in chunk)
-        counters: list[Argument] = []
+        counters: list[Value] = []
         for name, by in (("computed", rows), ("failed", failed), ("batches", batches)):
             if by:
                 counters += (name, by)
-        arguments: list[Argument] = [
-            lane.prefix, GROUP, COUNTERS_TTL_MS, len(counters) // 2, *counters,
+        arguments: list[Value] = [
+            lane.prefix,
+            GROUP,
+            COUNTERS_TTL_MS,
+            len(counters) // 2,
+            *counters,
         ]
         with self._server.pipeline(transaction=True) as pipeline:
             for done in chunk:

@@ -15,6 +15,7 @@ import redis
 from lmpool.backends import load_engine
 from lmpool.backends.engine import Engine
 from lmpool.clock import ServerClock
+from lmpool.commands import Server
 from lmpool.errors import LmpoolError
 from lmpool.keys import PoolKeys
 from lmpool.scripts import script
@@ -59,7 +60,7 @@ class Service:
         self.adapters: Adapters | None = None
         self.engine: Engine | None = None
         self._threads: dict[str, threading.Thread] = {}
-        self._servers: list[redis.Redis] = []
+        self._servers: list[Server] = []
         self._heartbeat_ended = threading.Event()
         self._batcher: Batcher | None = None
         self._publisher: Publisher | None = None
@@ -140,8 +141,17 @@ class Service:
         logger.info(
             "%s serves %s as pool %s on %s (%s): %s engine, %s, %d tokens, prompts up to %d, "
             "batches up to %d prompts or %d tokens",
-            self.consumer, info.model, options.pool, mask_url(url), version, info.engine,
-            info.dtype, info.vocab_size, info.max_prompt_tokens, options.batch_size, budget,
+            self.consumer,
+            info.model,
+            options.pool,
+            mask_url(url),
+            version,
+            info.engine,
+            info.dtype,
+            info.vocab_size,
+            info.max_prompt_tokens,
+            options.batch_size,
+            budget,
         )
         return self.loop
 
@@ -188,7 +198,7 @@ class Service:
         except (redis.exceptions.RedisError, OSError) as error:
             logger.warning("left without a word to the server: %s", error)
 
-    def _open(self, *, blocks_for: float = 0.0, zero_copy: bool = False) -> redis.Redis:
+    def _open(self, *, blocks_for: float = 0.0, zero_copy: bool = False) -> Server:
         server = open_server(
             self.options.url, blocks_for=blocks_for, zero_copy=zero_copy, name="lmpool-worker"
         )
