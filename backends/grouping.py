@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
-
-MAX_WASTE: Final = 0.25
-"""The part of a group's positions that may be padding."""
 
 
 def group_by_length(
-    lengths: Sequence[int], *, max_positions: int, max_rows: int, free_padding: int = 0
+    lengths: Sequence[int],
+    *,
+    max_positions: int,
+    max_rows: int,
+    max_waste: float,
+    free_padding: int,
 ) -> list[list[int]]:
     """Part prompts into groups, each to be padded to its longest; indices into `lengths`.
 
     Longest first. A group has at most `max_positions` positions (its size times its longest),
-    unless one prompt alone has more, and at most `max_rows` prompts. At most a quarter of its
-    positions are padding, or `free_padding` of them: what costs less than another forward pass.
+    unless one prompt alone has more, and at most `max_rows` prompts. Of its positions at
+    most the part `max_waste` is padding, or `free_padding` of them: as many as cost less than
+    another forward pass. With both 0, only prompts of one length share a group.
     """
     groups: list[list[int]] = []
     group: list[int] = []
@@ -29,7 +31,7 @@ def group_by_length(
             not group
             or len(group) == max_rows
             or positions > max_positions
-            or padding > max(free_padding, MAX_WASTE * positions)
+            or padding > max(free_padding, max_waste * positions)
         ):
             group = []
             groups.append(group)

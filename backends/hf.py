@@ -1,9 +1,6 @@
 """Hugging Face transformers as an engine: prompts of like length share a padded forward pass.
 
-It keeps nothing between batches. Prompts are padded on the right, where a causal model never
-looks from a prompt's own tokens: so the padding needs no mask, models without position ids or with
-a recurrent state are right too, and attention keeps its fastest kernels. The head computes the
-last position of each prompt only.
+It keeps nothing between batches: each row costs its whole prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +16,8 @@ import torch
 
 from lmpool.backends.engine import BatchEngine, EngineInfo, Outcome, Request, Tokens
 from lmpool.backends.grouping import group_by_length
-from lmpool.backends.hf_model import LoadedModel, load_model, longest_prompt, special_tokens
+from lmpool.backends.hf_forward import Forward
+from lmpool.backends.hf_model import load_model, longest_prompt, special_tokens
 from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
 from lmpool.backends.vocabulary import byte_vocabulary
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
@@ -28,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_LOGITS: Final = 1 << 26
 """Logits computed at once: 256 MiB in float32."""
+
+_MAX_WASTE: Final = 0.25
+"""The part of a forward pass that may be padding."""
 
 # On a CPU what fits its caches is computed fastest; a GPU wants to be filled.
 _FORWARD_TOKENS_CPU: Final = 1_024
@@ -73,14 +74,13 @@ class HFEngine(BatchEngine):
             trust_remote_code=trust_remote_code,
             model_kwargs=kwargs,
         )
-        self._loaded: LoadedModel | None = loaded
+        self._tokenizer = loaded.tokenizer
         on_cpu = loaded.device.type == "cpu"
         automatic = _FORWARD_TOKENS_CPU if on_cpu else _FORWARD_TOKENS_GPU
         self._forward_tokens = forward_tokens or automatic
-        self._last: torch.Tensor | None = None
-        self._hook = self._keep_last_positions(loaded.model)
+        self._forward: Forward | None = Forward(loaded.model, loaded.device)
         # What a config says of its model may differ from the head (padded, resized vocabularies).
-        probe = self._last_logits(loaded, [np.zeros(n, np.uint32) for n in (1, 2)])
+        probe = self._forward([np.zeros(1, np.uint32)])
         self._bfloat16 = loaded.dtype == "bfloat16" and _fits_bfloat16(probe)
         vocab_size = int(probe.shape[-1])
         embedded = int(loaded.model.get_input_embeddings().weight.shape[0])
@@ -110,21 +110,16 @@ class HFEngine(BatchEngine):
         )
 
     def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
-        loaded = self._open()
+        forward = self._open()
         alike: dict[bytes, list[Request]] = {}
         for request in requests:
             alike.setdefault(request.tokens.tobytes(), []).append(request)
         distinct = list(alike.values())
         prompts = [requests[0].tokens for requests in distinct]
         outcomes: list[Outcome] = []
-        for group in group_by_length(
-            [prompt.size for prompt in prompts],
-            max_positions=self._forward_tokens,
-            max_rows=max(1, _MAX_LOGITS // self.info.vocab_size),
-            free_padding=self._forward_tokens // 8,
-        ):
+        for group in self._groups([prompt.size for prompt in prompts], forward.may_pad):
             try:
-                rows, logsumexp = self._rows(loaded, [prompts[i] for i in group])
+                rows, logsumexp = self._rows(forward, [prompts[i] for i in group])
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
                 raise  # a smaller batch may fit
@@ -135,12 +130,21 @@ class HFEngine(BatchEngine):
                 outcomes.extend(_outcome(request, row, float(scale)) for request in distinct[i])
         return outcomes
 
+    def _groups(self, lengths: Sequence[int], may_pad: bool) -> list[list[int]]:
+        return group_by_length(
+            lengths,
+            max_positions=self._forward_tokens,
+            max_rows=max(1, _MAX_LOGITS // self.info.vocab_size),
+            max_waste=_MAX_WASTE if may_pad else 0.0,
+            free_padding=self._forward_tokens // 8 if may_pad else 0,
+        )
+
     def _rows(
-        self, loaded: LoadedModel, prompts: Sequence[Tokens]
+        self, forward: Forward, prompts: Sequence[Tokens]
     ) -> tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
         """The prompts' rows [prompts, vocab], and the logsumexp [prompts] of each one's logits."""
-        logits = self._last_logits(loaded, prompts)
         with torch.inference_mode():
+            logits = forward(prompts)
             wide = logits.float()
             logsumexp = torch.logsumexp(wide, dim=-1).cpu().numpy()
             if self._bfloat16 and _fits_bfloat16(logits):
@@ -151,45 +155,10 @@ class HFEngine(BatchEngine):
         block.flags.writeable = False
         return block, logsumexp
 
-    def _last_logits(self, loaded: LoadedModel, prompts: Sequence[Tokens]) -> torch.Tensor:
-        """The logits after each prompt [prompts, vocab], in the dtype that the head gives them."""
-        lengths = [prompt.size for prompt in prompts]
-        padded = np.zeros((len(prompts), max(lengths)), dtype=np.int64)
-        for row, prompt in zip(padded, prompts, strict=True):
-            row[: prompt.size] = prompt
-        last = torch.tensor(lengths, device=loaded.device) - 1
-        with torch.inference_mode():
-            self._last = last
-            try:
-                ids = torch.from_numpy(padded).to(loaded.device)
-                logits: torch.Tensor = loaded.model(input_ids=ids, use_cache=False).logits
-            finally:
-                self._last = None
-            if logits.shape[1] != 1:  # a model whose head is not its output embedding
-                logits = _at(logits, last)
-            return logits[:, 0]
-
-    def _keep_last_positions(self, model: Any) -> Any:
-        """Have the head see the last position of each prompt alone.
-
-        `logits_to_keep` would do the same, if it took another position for each prompt in every
-        release and every model.
-        """
-        head = model.get_output_embeddings()
-        if head is None:
-            return None
-
-        def narrow(_: object, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-            if self._last is None or inputs[0].dim() != 3:
-                return None
-            return (_at(inputs[0], self._last), *inputs[1:])
-
-        return head.register_forward_pre_hook(narrow)
-
-    def _open(self) -> LoadedModel:
-        if self._loaded is None:
+    def _open(self) -> Forward:
+        if self._forward is None:
             raise EngineBroken("the engine was closed")
-        return self._loaded
+        return self._forward
 
     def add_adapter(self, name: str, path: str) -> None:
         raise AdapterError(f"adapter {name!r}: the hf engine of this release has no adapters yet")
@@ -198,30 +167,21 @@ class HFEngine(BatchEngine):
         return tokenizer_files(self._folder)
 
     def byte_vocabulary(self) -> list[bytes] | None:
-        tokenizer = self._open().tokenizer
-        if tokenizer is None:
+        if self._tokenizer is None:
             return None
         try:
-            return byte_vocabulary(tokenizer)
+            return byte_vocabulary(self._tokenizer)
         except SettingsError as error:
             logger.warning("this pool has no byte vocabulary: %s", error)
             return None
 
     def close(self) -> None:
         """Free the model."""
-        if self._loaded is None:
-            return
-        if self._hook is not None:
-            self._hook.remove()
-        self._loaded = None
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-
-def _at(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Of [prompts, positions, width], the given position of each prompt: [prompts, 1, width]."""
-    index = torch.arange(states.shape[0], device=states.device)
-    return states[index, positions.to(states.device)].unsqueeze(1)
+        if self._forward is not None:
+            self._forward.close()
+            self._forward = None
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
 
 def _fits_bfloat16(logits: torch.Tensor) -> bool:

@@ -66,6 +66,15 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         max_position_embeddings=LONGEST,
         sliding_window=16,
     ),
+    # Not causal, so that its rows depend on padding.
+    "bert": lambda: transformers.BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=LONGEST,
+    ),
 }
 
 
@@ -181,10 +190,23 @@ def test_small_forward_passes_give_the_same_rows(llama: str) -> None:
 def test_the_head_sees_one_position_a_prompt(llama: str) -> None:
     engine = HFEngine(llama)
     seen: list[tuple[int, ...]] = []
-    head = engine._open().model.get_output_embeddings()
+    head = engine._open()._model.get_output_embeddings()
     head.register_forward_hook(lambda _module, _inputs, output: seen.append(output.shape))
     run(engine, requests_of([[1] * 50, [2] * 45, [3] * 48]))
     assert seen == [(3, 1, VOCAB)]
+
+
+def test_only_a_model_that_bears_padding_is_padded(folder: str) -> None:
+    assert HFEngine(folder, max_prompt_tokens=LONGEST)._open().may_pad == ("bert" not in folder)
+
+
+def test_a_model_without_an_output_embedding(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "get_output_embeddings", lambda _: None)
+    engine = HFEngine(llama)
+    prompts = [[1], [2, 3, 4], [5] * 30]
+    rows = np.stack([outcome.logprobs() for outcome in run(engine, requests_of(prompts))])
+    assert engine._open().may_pad
+    assert np.abs(rows - reference(llama, prompts)).max() < 1e-5
 
 
 def test_rows_of_a_bfloat16_head_are_the_bits_of_its_logits(llama: str) -> None:
@@ -201,7 +223,7 @@ def test_rows_of_a_bfloat16_head_are_the_bits_of_its_logits(llama: str) -> None:
 
 def test_logits_that_bfloat16_would_round_are_sent_as_float32(llama: str) -> None:
     engine = HFEngine(llama, dtype="bfloat16")
-    head = engine._open().model.get_output_embeddings()
+    head = engine._open()._model.get_output_embeddings()
     head.register_forward_hook(lambda _module, _inputs, output: output.float() * 1.001)
     (outcome,) = run(engine, requests_of([[5, 6, 7]]))
     assert outcome.row is not None
@@ -229,7 +251,7 @@ def test_a_bad_prompt_fails_alone(llama: str, bad: list[int], said: str) -> None
 
 def test_a_row_that_is_not_a_number_fails_alone(llama: str) -> None:
     engine = HFEngine(llama)
-    embedding = engine._open().model.get_input_embeddings()
+    embedding = engine._open()._model.get_input_embeddings()
     with torch.no_grad():
         embedding.weight[13] = float("nan")
     # Tied or not, the head is another tensor here: only prompts with the token 13 are touched.
@@ -241,7 +263,7 @@ def test_a_row_that_is_not_a_number_fails_alone(llama: str) -> None:
 
 def test_a_prompt_that_raises_is_found_and_fails_alone(llama: str) -> None:
     engine = HFEngine(llama)
-    model = engine._open().model
+    model = engine._open()._model
 
     def refuse(_module: object, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (kwargs["input_ids"] == 99).any():
