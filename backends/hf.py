@@ -42,7 +42,9 @@ class HFEngine(BatchEngine):
     ``float32``, ``bfloat16``, ``float16``, or ``auto``: float32 on a CPU, the model's own
     elsewhere. `device` is a torch device, ``auto`` the first GPU or else the CPU.
     `max_prompt_tokens` lowers the model's own bound. A forward pass takes at most `forward_tokens`
-    positions, padding included (by default 1,024 on a CPU, else 16,384), or one prompt.
+    positions, padding included (by default 1,024 on a CPU, else 16,384), or one prompt. `threads`
+    are those that torch computes with on a CPU, in the whole process: where workers share a CPU,
+    all their threads together should be no more than its cores.
     `model_kwargs` go to `from_pretrained`; bitsandbytes' options (``load_in_4bit``,
     ``bnb_4bit_quant_type``, ...) may be among them.
 
@@ -59,12 +61,16 @@ class HFEngine(BatchEngine):
         device: str = "auto",
         max_prompt_tokens: int | None = None,
         forward_tokens: int | None = None,
+        threads: int | None = None,
         trust_remote_code: bool = False,
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if forward_tokens is not None and (type(forward_tokens) is not int or forward_tokens < 1):
-            raise SettingsError(f"forward_tokens={forward_tokens!r}: a positive integer expected")
+        for name, value in (("forward_tokens", forward_tokens), ("threads", threads)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise SettingsError(f"{name}={value!r}: a positive integer expected")
+        if threads is not None:
+            torch.set_num_threads(threads)
         kwargs = dict(model_kwargs or {})
         self._folder = resolve_model(model, revision)
         loaded = load_model(

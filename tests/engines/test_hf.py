@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,15 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         max_position_embeddings=LONGEST,
     ),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two threads on cores that are not theirs alone wait for each other most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def save(folder: Path, name: str) -> str:
@@ -347,6 +356,7 @@ def test_the_identity_tells_dtypes_and_arguments_apart(llama: str) -> None:
         ({"device": "cuda:77"}, "device='cuda:77': torch sees"),
         ({"device": "toaster"}, "device='toaster'"),
         ({"forward_tokens": 0}, "forward_tokens=0"),
+        ({"threads": "2"}, "threads='2'"),
         ({"max_prompt_tokens": "9"}, "max_prompt_tokens='9'"),
         ({"model_kwargs": {"trust_remote_code": True}}, "trust_remote_code"),
         ({"model_kwargs": {"attn_implementation": "psychic"}}, "psychic"),
