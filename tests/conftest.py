@@ -1,0 +1,118 @@
+"""Fixtures of every suite; see tests/support for what they start.
+
+A test of a real server asks for `server_url` (and is marked `server` by that); one that holds on
+fakeredis as well asks for `any_server` and runs on both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+import pytest
+import redis
+from hypothesis import HealthCheck, settings
+
+from tests.support.server import FakeServer, RealServer, find_server
+from tests.support.workers import leaked_threads, lmpool_threads
+
+settings.register_profile(
+    "lmpool",
+    deadline=None,  # machines that run tests are busy
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
+settings.load_profile("lmpool")
+
+_pool_numbers = itertools.count(1)
+
+
+def _required() -> bool:
+    return os.environ.get("LMPOOL_REQUIRE_SERVERS", "") not in ("", "0")
+
+
+def need_server() -> str:
+    """The real server's binary; without one the test is skipped, or fails where it is expected."""
+    found = find_server()
+    if found is None:
+        text = "no Redis-compatible server: install one, or name one in LMPOOL_TEST_SERVER"
+        if _required():
+            pytest.fail(text)
+        pytest.skip(text)
+    return found
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if {"server_url", "server_binary"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.server)
+
+
+@pytest.fixture(scope="session")
+def server_binary() -> str:
+    """A real server's program, for tests that start servers of their own (`RealServer`)."""
+    return need_server()
+
+
+@pytest.fixture(scope="session")
+def _session_server() -> Iterator[RealServer]:
+    need_server()
+    with RealServer() as server:
+        yield server
+
+
+@pytest.fixture
+def server_url(_session_server: RealServer) -> str:
+    """A real server that all tests of the session share: kill none, flush nothing."""
+    return _session_server.url
+
+
+@pytest.fixture(scope="session")
+def _session_fake() -> Iterator[FakeServer]:
+    with FakeServer() as server:
+        yield server
+
+
+@pytest.fixture
+def fake_url(_session_fake: FakeServer) -> str:
+    """fakeredis behind a socket, shared by all tests of the session."""
+    return _session_fake.url
+
+
+@pytest.fixture(params=["fakeredis", pytest.param("server", marks=pytest.mark.server)])
+def any_server(request: pytest.FixtureRequest) -> str:
+    """The URL of fakeredis and then of a real server: the test runs on both."""
+    name = "fake_url" if request.param == "fakeredis" else "server_url"
+    url: str = request.getfixturevalue(name)
+    return url
+
+
+@pytest.fixture
+def redis_client(request: pytest.FixtureRequest) -> Iterator[redis.Redis]:
+    """A connection to the server that the test uses."""
+    name = "any_server" if "any_server" in request.fixturenames else "server_url"
+    with redis.Redis.from_url(request.getfixturevalue(name), protocol=2) as client:
+        yield client
+
+
+@pytest.fixture
+def pool_name() -> str:
+    """A pool that no other test uses."""
+    return f"t{os.getpid()}-{next(_pool_numbers)}"
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("LMPOOL_") and not name.startswith(("LMPOOL_TEST_", "LMPOOL_REQUIRE_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_left() -> Iterator[None]:
+    before = lmpool_threads()
+    yield
+    left = leaked_threads(before)
+    assert not left, f"threads left behind: {', '.join(left)}"
