@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import redis
 
@@ -203,11 +204,13 @@ def in_process_worker(
     It must not have failed by the end, unless it may.
     """
     worker = InProcessWorker(url, pool, **settings)
-    worker.start()
-    try:
-        yield worker
-    finally:
-        worker.stop()
+    # An idle worker notices that it is to stop when its read ends.
+    with patch("lmpool.worker.intake.IDLE_BLOCK_MS", 50):
+        worker.start()
+        try:
+            yield worker
+        finally:
+            worker.stop()
     if not may_fail:
         assert worker.service.state.failure is None, worker.service.state.failure
 
