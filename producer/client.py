@@ -102,6 +102,7 @@ class Client:
         self._next_check = 0.0
         self._alone_since: float | None = None
         self._collector: Server | None = None
+        self._loading: Future[ModelInfo] | None = None
         if self.lanes:
             self._joined.set()
 
@@ -125,8 +126,11 @@ class Client:
         return future
 
     def load_info(self) -> Future[ModelInfo]:
-        """Read the pool's model info: what every call needs first."""
-        return self.run(self._load_info)
+        """Read the pool's model info, which every call needs first: once for all who ask now."""
+        loading = self._loading
+        if loading is None or loading.done():
+            loading = self._loading = self.run(self._load_info)
+        return loading
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Take calls in. Rows in the local cache answer at once."""
@@ -629,9 +633,10 @@ class Client:
         self._take_notices(server, notices)
 
     def _take_notices(self, server: Server, notices: Sequence[Notice]) -> None:
-        done = [notice.digest for notice in notices if notice.status == "ok"]
         ended: list[Call] = []
         with self._lock:
+            flights = self._table.flights
+            done = [n.digest for n in notices if n.status == "ok" and n.digest in flights]
             for notice in notices:
                 flight = self._table.flights.get(notice.digest)
                 if notice.status == "ok" or flight is None:

@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import math
 import secrets
-import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,14 @@ from typing import Any, Self, cast
 import numpy as np
 
 from lmpool.commands import Server
-from lmpool.errors import LmpoolError, PoolError, PoolTimeout, PromptError, UnknownAdapter
+from lmpool.errors import (
+    LmpoolError,
+    PoolError,
+    PoolTimeout,
+    PromptError,
+    SettingsError,
+    UnknownAdapter,
+)
 from lmpool.keys import GROUP
 from lmpool.liveness import any_alive
 from lmpool.model_info import Encoding, ModelInfo
@@ -58,7 +64,6 @@ class PooledLM:
         self._adapters: dict[str, str] = {}
         self._adapters_read = -math.inf
         self._torch = _wants_torch(self.options.framework)
-        self._ready = threading.Lock()
         # Whoever forgets to close still leaves nothing behind.
         self._finalizer = weakref.finalize(self, self._client.close)
 
@@ -125,7 +130,8 @@ class PooledLM:
     async def _info_async(self) -> ModelInfo:
         if self._client.info is not None:
             return self._client.info
-        return await asyncio.wrap_future(self._client.load_info())
+        # Shielded: one caller's cancellation must not end what others wait for.
+        return await asyncio.shield(asyncio.wrap_future(self._client.load_info()))
 
     def _info_sync(self) -> ModelInfo:
         return self._client.info or self._client.load_info().result()
@@ -480,7 +486,7 @@ class PooledLM:
         if timeout is None:
             return None, None
         if isinstance(timeout, bool) or not timeout > 0:
-            raise PromptError(f"timeout={timeout!r}: write a positive number of seconds, or None")
+            raise SettingsError(f"timeout={timeout!r}: write a positive number of seconds, or None")
         return timeout, time.monotonic() + timeout
 
     async def _rows_async(
@@ -496,11 +502,11 @@ class PooledLM:
             loop.call_soon(self._end_turn, loop)
         turn.append(call)
         try:
-            async with asyncio.timeout(limit):
-                if progress:
-                    await self._watch_async(call)
-                else:
-                    await call.wait_async()
+            if limit is None and not progress:
+                await call.wait_async()
+            else:
+                async with asyncio.timeout(limit):
+                    await (self._watch_async(call) if progress else call.wait_async())
         except TimeoutError:
             self._client.forget(call)
             raise self._timed_out(call, limit) from None
@@ -593,7 +599,7 @@ def _wants_torch(framework: str) -> bool:
     if framework == "auto":
         return importlib.util.find_spec("torch") is not None
     if framework == "torch" and importlib.util.find_spec("torch") is None:
-        raise LmpoolError("framework='torch': torch is not installed; write framework='numpy'")
+        raise SettingsError("framework='torch': torch is not installed; write framework='numpy'")
     return framework == "torch"
 
 

@@ -46,6 +46,8 @@ class Batcher:
         self._jobs: deque[Claimed] = deque()
         self._tokens = 0
         self._closed = False
+        self.busy = False
+        """Whether a batch was taken and is not done."""
         self.changed = threading.Condition()  # reentrant: `wait` takes under it
 
     def __len__(self) -> int:
@@ -87,8 +89,16 @@ class Batcher:
                 batch.append(self._jobs.popleft())
             self._tokens -= tokens
             if batch:
+                # In the same step: a reader must not take the worker for idle in between.
+                self.busy = True
                 self.changed.notify_all()
         return batch
+
+    def done(self) -> None:
+        """What was taken is computed."""
+        with self.changed:
+            self.busy = False
+            self.changed.notify_all()
 
     def wait(self, interrupted: Callable[[], bool] = lambda: False) -> list[Claimed]:
         """Block until a batch is due and take it; nothing once closed or `interrupted`.

@@ -74,9 +74,13 @@ class EngineLoop:
                     break
                 batch = self._next_batch()
                 if batch:
+                    if not self._running:
+                        self._state.begin_batch()
                     self._start(self._admit(batch))
                 if self._engine.in_flight():
                     self._step()
+                elif batch:
+                    self._batcher.done()  # nothing of it had to be run
         finally:
             while self._calls:
                 self._calls.popleft()[1].cancel()
@@ -154,11 +158,7 @@ class EngineLoop:
         if refused:
             self._publisher.put(refused)
         if requests:
-            if not self._state.busy:
-                self._state.begin_batch()
-                self._running = 0
             self._running += len(requests)
-            self._batcher.wake()  # the intake may read on
             self._engine.submit(requests)
 
     def _why_not(self, adapter: str, unusable: dict[str, str]) -> str:
@@ -173,14 +173,17 @@ class EngineLoop:
 
     def _step(self) -> None:
         outcomes = self._engine.step()
-        if not self._engine.in_flight():
+        idle = not self._engine.in_flight()
+        if idle:
             self._state.end_batch(self._running)
-            self._batcher.wake()
+            self._running = 0
         finished: list[Finished] = []
         for outcome in outcomes:
             finished += self._finish(outcome)
         if finished:
             self._publisher.put(finished)
+        if idle:
+            self._batcher.done()
 
     def _finish(self, outcome: Outcome) -> list[Finished]:
         claimed = self._held.pop(outcome.id, None)

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_BLOCK_MS: Final = 1000
 """How long an idle worker's read blocks; a worker told to stop notices after that at the latest."""
+SHORT_WAIT: Final = 0.002
 DEAD_MOST: Final = 10_000
 COUNTERS_TTL_MS: Final = 30 * 86_400_000
 
@@ -72,25 +73,35 @@ class Intake:
 
     def _turn(self) -> None:
         room = self._batcher.room()
-        busy = self._state.busy
+        busy = self._batcher.busy
         pause = self._pause(room, busy)
         if pause > 0:
             with self._batcher.changed:
                 # The engine wakes us when it is done, and when it takes a batch.
-                if self._batcher.room() == room and self._state.busy == busy:
+                if self._batcher.room() == room and self._batcher.busy == busy:
                     self._batcher.changed.wait(pause)
             return
         block = None
         if not busy:
             due = self._batcher.due_in()
-            block = IDLE_BLOCK_MS if due is None else int(due * 1000) or None
+            if due is None:
+                block = IDLE_BLOCK_MS
+            elif due >= SHORT_WAIT:
+                block = int(due * 1000)
+            else:
+                # Too short to block for: one look for company shortly before the batch leaves.
+                self._wait_while(busy, due * 0.7)
         jobs = self._read(room, block)
         if jobs:
             self._batcher.add(jobs)
-        elif busy or block is None:
-            with self._batcher.changed:
-                if self._state.busy == busy and not self._state.stopping.is_set():
-                    self._batcher.changed.wait(self._poll_seconds())
+        elif block is None:
+            self._wait_while(busy, self._poll_seconds())
+
+    def _wait_while(self, busy: bool, seconds: float) -> None:
+        """Wait, unless the engine starts or ends meanwhile."""
+        with self._batcher.changed:
+            if self._batcher.busy == busy and not self._state.stopping.is_set():
+                self._batcher.changed.wait(seconds)
 
     def _pause(self, room: int, busy: bool) -> float:
         """How long to read nothing."""
@@ -104,7 +115,7 @@ class Intake:
     def _poll_seconds(self) -> float:
         due = self._batcher.due_in()
         poll = min(0.02, max(0.0005, self._state.batch_seconds / 16))
-        return poll if due is None or due == 0.0 else min(due, poll)
+        return poll if due is None else max(due, poll) if due < SHORT_WAIT else min(due, poll)
 
     def _read(self, room: int, block: int | None) -> list[Claimed]:
         # COUNT holds for each stream: with several lanes each gives its share.

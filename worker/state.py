@@ -24,8 +24,6 @@ class WorkerState:
         self.stopping = threading.Event()
         """Set once: claim nothing more, finish the running batch, leave."""
         self.failure: BaseException | None = None
-        self.busy = False
-        """Whether the engine is computing."""
         self.busy_since = 0.0
         self.batch_seconds = 0.0
         """How long a batch takes, averaged over the last ones."""
@@ -45,13 +43,11 @@ class WorkerState:
     def begin_batch(self) -> None:
         """The engine starts on a batch."""
         self.busy_since = time.monotonic()
-        self.busy = True
 
     def end_batch(self, rows: int) -> None:
         """The engine is done with a batch of `rows`."""
         now = time.monotonic()
         took = now - self.busy_since
-        self.busy = False
         self.batch_seconds += (took - self.batch_seconds) * (0.25 if self.batch_seconds else 1.0)
         with self._lock:
             self._recent.append((now, rows))
@@ -59,8 +55,6 @@ class WorkerState:
 
     def remaining_seconds(self) -> float:
         """How much longer the running batch will take, going by the last ones."""
-        if not self.busy:
-            return 0.0
         return max(0.0, self.busy_since + self.batch_seconds - time.monotonic())
 
     def rows_per_second(self) -> float:
