@@ -61,7 +61,7 @@ def load_model(
     place = resolve_device(device)
     if dtype not in DTYPES:
         raise SettingsError(f"dtype={dtype!r}: one of {', '.join(DTYPES)} expected")
-    kwargs = _with_quantization(model_kwargs)
+    kwargs = with_quantization(model_kwargs)
     try:
         config = transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code
@@ -178,7 +178,7 @@ def special_tokens(loaded: LoadedModel, vocab_size: int) -> SpecialTokens:
     )
 
 
-def _with_quantization(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def with_quantization(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments, with bitsandbytes' own (``load_in_4bit``, ...) made a quantization config."""
     kwargs = dict(model_kwargs)
     reserved = {"config", "dtype", "torch_dtype", "trust_remote_code", "output_loading_info"}

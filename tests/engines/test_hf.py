@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from lmpool.backends.hf import HFEngine  # noqa: E402
+from lmpool.backends.hf_model import with_quantization  # noqa: E402
 
 VOCAB = 211
 LONGEST = 96
@@ -366,6 +367,15 @@ def test_the_identity_tells_dtypes_and_arguments_apart(llama: str) -> None:
 def test_bad_options_are_refused(llama: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         HFEngine(llama, **options)
+
+
+def test_options_of_bitsandbytes_become_a_quantization_config() -> None:
+    kwargs = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "attn_implementation": "eager"}
+    passed = with_quantization(kwargs)
+    assert passed.keys() == {"quantization_config", "attn_implementation"}
+    assert passed["quantization_config"].bnb_4bit_quant_type == "nf4"
+    with pytest.raises(SettingsError, match="'load_in_8bit' beside 'quantization_config'"):
+        with_quantization({"load_in_8bit": True, "quantization_config": {}})
 
 
 def test_weights_of_another_model_are_refused(llama: str, tmp_path: Path) -> None:
