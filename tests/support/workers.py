@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import redis
 
+from lmpool.backends.mock import mock_row
 from lmpool.keys import GROUP, PoolKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.statistics import WorkerStatistics, pool_statistics
@@ -204,6 +205,7 @@ def in_process_worker(
     It must not have failed by the end, unless it may.
     """
     worker = InProcessWorker(url, pool, **settings)
+    mock_row([0], worker.service.options.engine_opts.get("vocab_size", 256))  # the first takes long
     # An idle worker notices that it is to stop when its read ends.
     with patch("lmpool.worker.intake.IDLE_BLOCK_MS", 50):
         worker.start()

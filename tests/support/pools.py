@@ -1,0 +1,135 @@
+"""Pools of several worker processes, clients in processes of their own, and what both leave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import redis
+
+from lmpool.keys import GROUP, LaneKeys, PoolKeys
+from lmpool.model_info import ModelInfo
+from tests.support.waiting import until
+from tests.support.workers import WorkerProcess, worker_process
+
+T = TypeVar("T")
+
+
+@contextmanager
+def worker_processes(
+    url: str, pool: str, count: int = 2, **settings: Any
+) -> Iterator[list[WorkerProcess]]:
+    """Several workers of one pool, started at once; see `worker_process`."""
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(worker_process(url, pool, alive=False, **settings))
+            for _ in range(count)
+        ]
+        for worker in workers:
+            worker.wait_until_alive()
+        yield workers
+        for worker in workers:  # all at once, then each is waited for
+            if worker.process.poll() is None:
+                worker.terminate()
+
+
+def pool_lanes(client: redis.Redis, pool: str) -> tuple[LaneKeys, ...]:
+    """The keys of the pool's lanes."""
+    keys = PoolKeys(pool)
+    packed = client.get(keys.info)
+    assert isinstance(packed, bytes), f"no pool {pool}"
+    info = ModelInfo.unpack(packed)
+    return keys.lanes(info.fingerprint8, info.lanes)
+
+
+def pending(client: redis.Redis, lane: LaneKeys) -> dict[str, int]:
+    """How many jobs each of a lane's consumers holds."""
+    found: Any = client.xinfo_consumers(lane.jobs, GROUP)
+    return {consumer["name"].decode(): consumer["pending"] for consumer in found}
+
+
+def assert_at_rest(client: redis.Redis, pool: str) -> None:
+    """Nothing waits, nothing is held, and no client has left anything."""
+    for lane in pool_lanes(client, pool):
+        assert client.xlen(lane.jobs) == 0
+        assert not any(pending(client, lane).values())
+        for kind in ("flight", "reply"):
+            left = list(client.scan_iter(f"{lane.prefix}:{kind}:*", count=1000))
+            assert not left, left
+
+
+def until_at_rest(client: redis.Redis, pool: str, timeout: float = 10.0) -> None:
+    """Wait for what `assert_at_rest` asserts."""
+
+    def at_rest() -> bool:
+        try:
+            assert_at_rest(client, pool)
+        except AssertionError:
+            return False
+        return True
+
+    try:
+        until(at_rest, timeout)
+    except AssertionError:
+        assert_at_rest(client, pool)
+
+
+def some_prompts(
+    count: int, *, seed: int, longest: int = 12, vocab_size: int = 256
+) -> list[list[int]]:
+    """Different prompts of 2 tokens and more, the same for the same seed."""
+    random = np.random.default_rng(seed)
+    found: dict[tuple[int, ...], None] = {}
+    while len(found) < count:
+        length = int(random.integers(2, longest + 1))
+        found[tuple(random.integers(0, vocab_size, length).tolist())] = None
+    return [list(prompt) for prompt in found]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One line of the mock engine's log."""
+
+    size: int
+    tokens: int
+    start: float
+    end: float
+    time: float
+    pid: int
+
+
+def read_batches(log: Path) -> list[Batch]:
+    """The mock engine's log, in the order in which batches began."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return sorted((Batch(**json.loads(line)) for line in lines), key=lambda batch: batch.start)
+
+
+_barrier: Any = None
+
+
+def _set_barrier(barrier: Any) -> None:
+    global _barrier
+    _barrier = barrier
+
+
+def _run_at_once(function: Callable[..., T], arguments: Sequence[Any]) -> T:
+    _barrier.wait(60)
+    return function(*arguments)
+
+
+def in_processes(function: Callable[..., T], arguments: Sequence[Sequence[Any]]) -> list[T]:
+    """Call a module's function in a process of its own for each of `arguments`, all at once."""
+    context = get_context("spawn")
+    count = len(arguments)
+    with ProcessPoolExecutor(
+        count, context, initializer=_set_barrier, initargs=(context.Barrier(count),)
+    ) as processes:
+        futures = [processes.submit(_run_at_once, function, chosen) for chosen in arguments]
+        return [future.result(60) for future in futures]
