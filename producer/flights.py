@@ -62,11 +62,11 @@ class Flight:
 class FlightTable:
     """Flights by digest, and those that have yet to be sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, statistics: Statistics | None = None) -> None:
         self.flights: dict[bytes, Flight] = {}
         self.unsent: deque[Flight] = deque()
         self.withdrawn: list[bytes] = []
-        self.statistics = Statistics()
+        self.statistics = Statistics() if statistics is None else statistics
 
     def add(self, call: Call, now: float) -> None:
         """Let `call` wait for each of its prompts that has no row yet."""

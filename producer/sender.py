@@ -1,0 +1,348 @@
+"""The thread that makes a client's requests: claim, look after, withdraw."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import Final
+
+import redis
+
+from lmpool.clock import to_ms
+from lmpool.commands import Server, Value
+from lmpool.errors import (
+    LmpoolError,
+    NoWorkers,
+    PoolBusy,
+    PoolMismatch,
+    ServerRefused,
+    ServerUnreachable,
+    UnknownAdapter,
+)
+from lmpool.keys import LaneKeys
+from lmpool.liveness import any_alive
+from lmpool.model_info import ModelInfo
+from lmpool.producer.calls import Call, wake
+from lmpool.producer.flights import Flight
+from lmpool.producer.session import FLIGHT_TTL, REPLY_TTL, Session, Task
+from lmpool.scripts import script
+from lmpool.server import explained, is_lost, open_server
+from lmpool.settings import mask_url
+from lmpool.wire import Job, pack_job
+
+logger = logging.getLogger(__name__)
+
+CHECK_EVERY: Final = 2.0
+CLAIM_MOST: Final = 512
+"""Jobs in one claim: about 3 ms of the server's time, which is everybody's."""
+CLAIM_BYTES: Final = 1 << 20
+CHECK_MOST: Final = 500
+
+
+class Sender:
+    """Owned by one thread, which `run` is. `farewell` waits for the collector to end."""
+
+    def __init__(self, session: Session, farewell: Callable[[], None]) -> None:
+        self._session = session
+        self._farewell = farewell
+        self._busy_pause = 0.0
+        self._next_check = 0.0
+        self._alone_since: float | None = None
+
+    def run(self) -> None:
+        """Serve until the client closes, then leave nothing behind on the server."""
+        session = self._session
+        server = open_server(session.options.url, name="lmpool-client")
+        lost_since: float | None = None
+        try:
+            while True:
+                with session.work:
+                    while not self._has_work():
+                        session.work.wait(self._until_check())
+                    closing = session.closed
+                    tasks, session.tasks = session.tasks, []
+                for task in tasks:
+                    self._run_task(server, task)
+                if closing:
+                    break
+                try:
+                    self._serve(server)
+                    lost_since = None
+                except (redis.exceptions.RedisError, OSError) as error:
+                    lost_since = self._after_loss(error, lost_since)
+                except Exception as error:  # a defect of ours must not leave callers waiting
+                    logger.exception("the client's sender failed")
+                    session.fail_everything(LmpoolError(f"{type(error).__name__}: {error}"))
+            self._leave(server)
+        finally:
+            server.close()
+            server.connection_pool.disconnect()
+
+    def _has_work(self) -> bool:
+        session = self._session
+        if session.closed or session.tasks or session.table.withdrawn:
+            return True
+        if session.table.unsent and self._busy_pause <= time.monotonic():
+            return True
+        return bool(session.table.flights) and self._next_check <= time.monotonic()
+
+    def _until_check(self) -> float | None:
+        session = self._session
+        if not session.table.flights:
+            return None
+        due = self._next_check
+        if session.table.unsent:
+            due = min(due, self._busy_pause)
+        return max(0.0, due - time.monotonic())
+
+    def _run_task(self, server: Server, task: Task) -> None:
+        session = self._session
+        function, future = task
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            with explained(session.options.url):
+                try:
+                    result = function(server)
+                except redis.exceptions.RedisError as error:
+                    # An idle connection may have died unnoticed: once more on a new one.
+                    if not is_lost(error):
+                        raise
+                    result = function(server)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def _after_loss(self, error: Exception, lost_since: float | None) -> float:
+        """The connection is gone or the server refuses: wait, or give up. Answers since when."""
+        session = self._session
+        now, shown = time.monotonic(), mask_url(session.options.url)
+        if not is_lost(error):
+            session.fail_everything(ServerRefused(f"{shown}: {error}"))
+            return now
+        since = now if lost_since is None else lost_since
+        if now - since >= session.options.reconnect_timeout:
+            session.fail_everything(
+                ServerUnreachable(f"no answer from {shown} for {now - since:.0f} s: {error}")
+            )
+            return since
+        if lost_since is None:
+            logger.warning("lost %s (%s): reconnecting", shown, error)
+        # The table keeps what was waited for; the next claim or check finds what became of it.
+        session.closing.wait(min(1.0, 0.05 + (now - since) / 4) * random.uniform(0.5, 1.0))
+        return since
+
+    def _serve(self, server: Server) -> None:
+        session = self._session
+        self._withdraw(server)
+        while self._busy_pause <= time.monotonic() and self._claim(server):
+            pass
+        if session.table.flights and self._next_check <= time.monotonic():
+            self._check(server)
+
+    def _withdraw(self, server: Server) -> None:
+        session = self._session
+        with session.lock:
+            digests, session.table.withdrawn = session.table.withdrawn, []
+        try:
+            for lane, chosen in session.by_lane(digests).items():
+                for i in range(0, len(chosen), CLAIM_MOST):
+                    part = chosen[i : i + CLAIM_MOST]
+                    script("withdraw")(server, [lane.jobs], [lane.prefix, session.id, *part])
+        except Exception:
+            with session.lock:
+                session.table.withdrawn = digests + session.table.withdrawn
+            raise
+
+    def _claim(self, server: Server) -> bool:
+        """Send one request's worth of flights; False when there was nothing to send."""
+        session = self._session
+        with session.lock:
+            flights = session.table.take_unsent(CLAIM_MOST, CLAIM_BYTES)
+        if not flights:
+            return False
+        try:
+            for lane in session.lanes:
+                mine = (
+                    flights
+                    if len(session.lanes) == 1
+                    else [f for f in flights if session.lane(f.ask.digest) is lane]
+                )
+                if mine:
+                    self._claim_in(server, lane, mine)
+        except Exception:
+            with session.lock:
+                session.table.put_back(flights)
+            raise
+        return True
+
+    def _claim_in(self, server: Server, lane: LaneKeys, flights: list[Flight]) -> None:
+        session = self._session
+        assert session.info is not None
+        now_ms, now = session.clock.now_ms(), time.monotonic()
+        arguments: list[Value] = [
+            lane.prefix,
+            session.id,
+            to_ms(REPLY_TTL),
+            to_ms(FLIGHT_TTL),
+            session.info.max_backlog,
+        ]
+        for flight in flights:
+            ask = flight.ask
+            deadline = (
+                None if flight.deadline is None else now_ms + int((flight.deadline - now) * 1000)
+            )
+            job = Job(
+                op=ask.op,  # type: ignore[arg-type]
+                digest=bytes.fromhex(ask.digest.decode()),  # type: ignore[arg-type]
+                tokens=ask.tokens,
+                adapter=ask.adapter,
+                want=ask.want,
+                deadline=deadline,
+                sent=now_ms,
+            )
+            arguments += (
+                ask.digest,
+                "" if deadline is None else deadline,
+                ask.adapter or "",
+                pack_job(job),
+            )
+        answers, fresh = script("enqueue")(server, [lane.jobs], arguments)
+        if fresh:
+            session.fresh.set()
+        self._take_answers(server, flights, answers)
+
+    def _take_answers(self, server: Server, flights: list[Flight], answers: bytes) -> None:
+        session = self._session
+        there: list[bytes] = []
+        ended: list[Call] = []
+        with session.lock:
+            statistics, table = session.table.statistics, session.table
+            now = time.monotonic()
+            full = []
+            for flight, answer in zip(flights, answers.decode(), strict=True):
+                if not flight.counted and answer in "hjq":
+                    flight.counted = True
+                    if answer == "q":
+                        statistics.queued += 1
+                    elif answer == "j":
+                        statistics.joined += 1
+                    else:
+                        statistics.cache_hits += 1
+                if answer == "h":
+                    there.append(flight.ask.digest)
+                elif answer == "f":
+                    flight.sent = False
+                    full.append(flight)
+                elif answer == "a":
+                    name = (flight.ask.adapter or "").rpartition("@")[0]
+                    ended += session.fail(flight, UnknownAdapter(self._adapter_gone(name)))
+                flight.since = now
+            if full and session.options.when_busy == "raise":
+                bound = session.info.max_backlog if session.info else 0
+                error = PoolBusy(
+                    f"pool {session.options.pool!r} has {bound} jobs waiting, its bound: try again "
+                    "later, add workers, or raise max_backlog"
+                )
+                for flight in full:
+                    ended += session.fail(flight, error)
+            elif full:
+                table.put_back(full)
+                # The backlog drains at the workers' pace: ask again in a while, not at once.
+                self._busy_pause = now + random.uniform(0.01, 0.03)
+        wake(ended)
+        if there:
+            session.fetch(server, there)
+
+    def _adapter_gone(self, name: str) -> str:
+        pool = self._session.options.pool
+        return (
+            f"adapter {name!r} was removed or replaced in pool {pool!r}; "
+            "register it with add_new_lora()"
+        )
+
+    def _check(self, server: Server) -> None:
+        """Look after what is waited for: renew leases, find what was lost, see who is alive."""
+        session = self._session
+        every = min(CHECK_EVERY, max(0.1, session.options.workers_timeout / 4))
+        now = time.monotonic()
+        self._next_check = now + every
+        with session.lock:
+            flights = session.table.overdue(now, every, 10 * CHECK_MOST)
+        for lane in session.lanes:
+            mine = [f for f in flights if session.lane(f.ask.digest) is lane]
+            for i in range(0, len(mine), CHECK_MOST):
+                self._check_in(server, lane, mine[i : i + CHECK_MOST])
+            last = session.last_ids.get(lane.reply(session.id))
+            if last is not None:
+                server.xtrim(lane.reply(session.id), minid=last, approximate=False)
+        if session.table.flights:
+            self._look_for_workers(server, now)
+
+    def _check_in(self, server: Server, lane: LaneKeys, flights: list[Flight]) -> None:
+        session = self._session
+        digests = [flight.ask.digest for flight in flights]
+        answers, fresh = script("check")(
+            server,
+            [lane.jobs],
+            [lane.prefix, session.id, to_ms(REPLY_TTL), to_ms(FLIGHT_TTL), *digests],
+        )
+        if fresh:
+            session.fresh.set()
+        there = []
+        with session.lock:
+            for flight, answer in zip(flights, answers.decode(), strict=True):
+                if answer == "h":
+                    there.append(flight.ask.digest)
+                elif answer == "u":
+                    session.table.resend(flight)
+        if there:
+            session.fetch(server, there)
+
+    def _look_for_workers(self, server: Server, now: float) -> None:
+        session = self._session
+        if any_alive(server, session.lanes[0]):
+            self._alone_since = None
+            return
+        if self._alone_since is None:
+            self._alone_since = now
+        current = server.get(session.keys.info)
+        assert session.info is not None
+        if (
+            current is not None
+            and ModelInfo.unpack(current).fingerprint != session.info.fingerprint
+        ):
+            session.fail_everything(
+                PoolMismatch(
+                    f"pool {session.options.pool!r} now serves another model than the "
+                    f"{session.info.model!r} this client knows: connect again"
+                )
+            )
+        elif now - self._alone_since >= session.options.workers_timeout * 0.75:
+            self._alone_since = None
+            session.fail_everything(
+                NoWorkers(
+                    f"pool {session.options.pool!r} has had no worker alive for "
+                    f"{session.options.workers_timeout:g} s: start one with lmpool worker"
+                )
+            )
+
+    def _leave(self, server: Server) -> None:
+        """Withdraw everything, wake the collector, delete what is ours."""
+        session = self._session
+        try:
+            if session.lanes:
+                self._withdraw(server)
+                reply = session.lanes[0].reply(session.id)
+                with server.pipeline(transaction=True) as pipeline:
+                    pipeline.execute_command("XADD", reply, "*", "bye", "1")
+                    pipeline.execute_command("PEXPIRE", reply, to_ms(REPLY_TTL))
+                    pipeline.execute()
+                self._farewell()
+                for lane in session.lanes:
+                    server.delete(lane.reply(session.id))
+        except (redis.exceptions.RedisError, OSError):
+            logger.debug("the server was gone when the client closed", exc_info=True)

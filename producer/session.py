@@ -1,0 +1,147 @@
+"""What a client's threads share: lanes, flight table, and how rows are handed out."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Final
+
+from lmpool.clock import ServerClock
+from lmpool.commands import Server
+from lmpool.errors import LmpoolError, PromptFailed, RowFormatError, ServerUnreachable
+from lmpool.keys import LaneKeys, PoolKeys, lane_of
+from lmpool.model_info import ModelInfo
+from lmpool.producer.cache import RowCache
+from lmpool.producer.calls import Call, wake
+from lmpool.producer.flights import Flight, FlightTable, Statistics
+from lmpool.settings import ClientOptions
+from lmpool.wire import unpack_row
+
+REPLY_TTL: Final = 30.0
+FLIGHT_TTL: Final = 600.0
+FETCH_BYTES: Final = 8 << 20
+"""Rows read by one command."""
+MAX_TRIES: Final = 5
+
+Task = tuple[Callable[[Server], Any], "Future[Any]"]
+
+
+class Session:
+    """One client of one pool, in one process. `lock` guards `table`, `tasks` and `closed`."""
+
+    def __init__(self, options: ClientOptions, cache: RowCache, statistics: Statistics) -> None:
+        self.options = options
+        self.keys = PoolKeys(options.pool)
+        self.clock = ServerClock()
+        self.cache = cache
+        self.id = uuid.uuid4().hex[:16]
+        self.info: ModelInfo | None = None
+        self.lanes: tuple[LaneKeys, ...] = ()
+        self.table = FlightTable(statistics)
+        self.lock = threading.Lock()
+        self.work = threading.Condition(self.lock)
+        """Notified when the sender has something to do; nobody else waits on it."""
+        self.tasks: list[Task] = []
+        self.closed = False
+        self.closing = threading.Event()
+        self.joined = threading.Event()
+        """The pool's lanes are known, or the client is closing."""
+        self.fresh = threading.Event()
+        """The reply stream was made anew."""
+        self.last_ids: dict[str, str] = {}
+        """The last notice read, by reply stream."""
+
+    def join(self, info: ModelInfo) -> None:
+        """Take over what the pool serves."""
+        with self.lock:
+            self.info = info
+            self.lanes = self.keys.lanes(info.fingerprint8, info.lanes)
+        self.joined.set()
+
+    def fail_all(self, error: LmpoolError) -> list[Call]:
+        """Nothing that is waited for will come: the calls that this ends. Under the lock."""
+        ended = []
+        for digest in list(self.table.flights):
+            flight = self.table.flights.get(digest)
+            if flight is not None:
+                if flight.sent:
+                    self.table.withdrawn.append(digest)
+                ended += self.table.fail(digest, error)
+        self.table.statistics.failed += len(ended)
+        return ended
+
+    def fail_everything(self, error: LmpoolError) -> None:
+        """Tell every caller that nothing will come."""
+        with self.lock:
+            ended = self.fail_all(error)
+            if isinstance(error, ServerUnreachable):
+                self.table.withdrawn.clear()  # nobody is there to be told
+        wake(ended)
+
+    def fail(self, flight: Flight, error: LmpoolError) -> list[Call]:
+        """One prompt failed: the calls that this ends. Under the lock."""
+        self.table.statistics.failed += 1
+        return self.table.fail(flight.ask.digest, error)
+
+    def lane(self, digest: bytes) -> LaneKeys:
+        """The lane of a digest."""
+        if len(self.lanes) == 1:
+            return self.lanes[0]
+        return self.lanes[lane_of(bytes.fromhex(digest.decode()), len(self.lanes))]
+
+    def by_lane(self, digests: Sequence[bytes]) -> dict[LaneKeys, list[bytes]]:
+        """Digests by their lane."""
+        if len(self.lanes) == 1:
+            return {self.lanes[0]: list(digests)} if digests else {}
+        lanes: dict[LaneKeys, list[bytes]] = {}
+        for digest in digests:
+            lanes.setdefault(self.lane(digest), []).append(digest)
+        return lanes
+
+    def fetch(self, server: Server, digests: Sequence[bytes]) -> None:
+        """Read rows that are there and hand them out; ask again for those that are gone."""
+        assert self.info is not None
+        width = self.info.vocab_size * (2 if self.info.encoding == "bf16" else 4)
+        step = max(1, FETCH_BYTES // width)
+        for lane, chosen in self.by_lane(digests).items():
+            for i in range(0, len(chosen), step):
+                part = chosen[i : i + step]
+                keys = [f"{lane.prefix}:result:{digest.decode()}" for digest in part]
+                self._hand_out(part, server.mget(keys))
+
+    def _hand_out(self, digests: Sequence[bytes], values: Sequence[bytes | None]) -> None:
+        assert self.info is not None
+        complete: list[Call] = []
+        size = self.info.vocab_size
+        with self.lock:
+            table = self.table
+            for digest, value in zip(digests, values, strict=True):
+                flight = table.flights.get(digest)
+                if flight is None:
+                    continue
+                if value is None:
+                    if flight.tries < MAX_TRIES:
+                        table.resend(flight)
+                    else:
+                        complete += self.fail(flight, _vanished(flight))
+                    continue
+                try:
+                    row = unpack_row(value, size)
+                except RowFormatError as error:
+                    complete += self.fail(flight, error)
+                    continue
+                if flight.ask.op == "logprobs":
+                    self.cache.put(digest, row)
+                complete += table.land(digest, row)
+            if table.unsent:
+                self.work.notify()
+        wake(complete)
+
+
+def _vanished(flight: Flight) -> LmpoolError:
+    return PromptFailed(
+        f"the result was gone {flight.tries} times before it could be read: the server's memory "
+        "is too small for the rows in use, or result_ttl too short"
+    )
