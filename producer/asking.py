@@ -1,0 +1,88 @@
+"""Checked prompts as asks: what is wanted of the pool, and what it is called."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from lmpool.errors import PromptError
+from lmpool.model_info import Encoding, ModelInfo
+from lmpool.producer.calls import Ask
+from lmpool.producer.prompts import TokenIds, prompt_bytes
+from lmpool.wire import Digester
+
+
+class Asking:
+    """Makes asks of one model; every prompt is checked before anything is sent."""
+
+    def __init__(self, info: ModelInfo, encoding: Literal["auto"] | Encoding) -> None:
+        self._info = info
+        self._encoding: Encoding = info.encoding if encoding == "auto" else encoding
+        self._digester = Digester(info.fingerprint)
+
+    def logprobs(self, token_ids: TokenIds, adapter: str | None) -> Ask:
+        """Ask for the row after a prompt; `adapter` is ``name@fingerprint``."""
+        info = self._info
+        tokens = prompt_bytes(token_ids, info.vocab_size, info.max_prompt_tokens)
+        encoding = self._encoding
+        digest = self._digester.logprobs(tokens, encoding, adapter)
+        return Ask(digest.hex().encode(), "logprobs", tokens, adapter, {"encoding": encoding})
+
+    def batch(self, prompts: Sequence[TokenIds], adapter: str | None) -> list[Ask]:
+        """Ask for several rows. An error names the prompt by its place."""
+        asks = []
+        for number, prompt in enumerate(prompts):
+            try:
+                asks.append(self.logprobs(prompt, adapter))
+            except PromptError as error:
+                raise PromptError(f"prompt {number}: {error}") from None
+        return asks
+
+    def samples(
+        self,
+        prompts: Sequence[TokenIds],
+        max_tokens: int,
+        eos_token_ids: Sequence[int],
+        temperature: float,
+        seed: int | None,
+        adapter: str | None,
+    ) -> list[Ask]:
+        """Ask for a continuation of each prompt."""
+        info = self._info
+        want = _sampling(info, max_tokens, eos_token_ids, temperature, seed)
+        asks = []
+        for prompt in prompts:
+            tokens = prompt_bytes(prompt, info.vocab_size, info.max_prompt_tokens)
+            # Without a seed every continuation is its own: a fresh one keeps digests apart.
+            mine = {**want, "seed": secrets.randbits(63) if seed is None else want["seed"]}
+            digest = self._digester.job("sample", tokens, mine, adapter)
+            asks.append(Ask(digest.hex().encode(), "sample", tokens, adapter, mine))
+        return asks
+
+
+def _sampling(
+    info: ModelInfo,
+    max_tokens: int,
+    eos_token_ids: Sequence[int],
+    temperature: float,
+    seed: int | None,
+) -> dict[str, Any]:
+    """What a sampling job wants, checked."""
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+        raise PromptError(f"max_tokens={max_tokens!r}: write a positive integer")
+    number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+    if not number or not 0 <= temperature < math.inf:
+        raise PromptError(f"temperature={temperature!r}: write a number of 0 (greedy) or more")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise PromptError(f"seed={seed!r}: write an integer, or None")
+    eos = sorted({int(token) for token in eos_token_ids})
+    if any(not 0 <= token < info.vocab_size for token in eos):
+        raise PromptError(f"eos_token_ids={eos}: outside [0, {info.vocab_size})")
+    return {
+        "max_tokens": max_tokens,
+        "eos": eos,
+        "temperature": float(temperature),
+        "seed": 0 if seed is None else seed & (2**63 - 1),
+    }

@@ -1,0 +1,135 @@
+"""Waiting for rows: from event loops and from threads, with timeouts and progress bars."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+from lmpool.errors import LmpoolError, PoolTimeout, SettingsError
+from lmpool.producer.calls import Ask, Call
+from lmpool.producer.client import Client
+from lmpool.wire import Row
+
+
+class Waiting:
+    """Hands asks to the client and waits. `timeout` holds for calls that name none."""
+
+    def __init__(self, client: Client, timeout: float | None) -> None:
+        self._client = client
+        self._timeout = timeout
+        self._pool = client.options.pool
+        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[Call]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def _deadline(self, timeout: float | None) -> tuple[float | None, float | None]:
+        if timeout is None:
+            timeout = self._timeout
+        if timeout is None:
+            return None, None
+        if isinstance(timeout, bool) or not timeout > 0:
+            raise SettingsError(f"timeout={timeout!r}: write a positive number of seconds, or None")
+        return timeout, time.monotonic() + timeout
+
+    async def rows_async(
+        self, asks: Sequence[Ask], timeout: float | None, progress: bool = False
+    ) -> list[Row]:
+        """The rows of these asks, awaited in the running loop."""
+        limit, deadline = self._deadline(timeout)
+        loop = asyncio.get_running_loop()
+        call = Call(asks, deadline).for_loop(loop)
+        # All that this turn of the loop asks for leaves together, at its end.
+        turn = self._turns.get(loop)
+        if turn is None:
+            turn = self._turns[loop] = []
+            loop.call_soon(self._end_turn, loop)
+        turn.append(call)
+        try:
+            if limit is None and not progress:
+                await call.wait_async()
+            else:
+                async with asyncio.timeout(limit):
+                    await (self._watch_async(call) if progress else call.wait_async())
+        except TimeoutError:
+            self._client.forget(call)
+            raise self._timed_out(call, limit) from None
+        except BaseException:
+            self._client.forget(call)
+            raise
+        return _outcome(call)
+
+    def _end_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        calls = self._turns.pop(loop, [])
+        try:
+            self._client.submit(calls)
+        except LmpoolError as error:
+            for call in calls:
+                if not call.done:
+                    call.error = error
+                call._wake()
+
+    def rows_sync(
+        self, asks: Sequence[Ask], timeout: float | None, progress: bool = False
+    ) -> list[Row]:
+        """The rows of these asks, blocking."""
+        limit, deadline = self._deadline(timeout)
+        call = Call(asks, deadline).for_thread()
+        self._client.submit([call])
+        try:
+            if progress:
+                with _bar(len(asks)) as update:
+                    while not call.wait(_tick(deadline)):
+                        update(len(asks) - call.left)
+                        if deadline is not None and time.monotonic() >= deadline:
+                            break
+                    update(len(asks) - call.left)
+                done = call.done
+            else:
+                done = call.wait(limit)
+        except BaseException:
+            self._client.forget(call)
+            raise
+        if not done:
+            self._client.forget(call)
+            raise self._timed_out(call, limit)
+        return _outcome(call)
+
+    async def _watch_async(self, call: Call) -> None:
+        with _bar(len(call.asks)) as update:
+            while not call.done:
+                await asyncio.wait({call.future}, timeout=0.1)
+                update(len(call.asks) - call.left)
+
+    def _timed_out(self, call: Call, limit: float | None) -> PoolTimeout:
+        return PoolTimeout(
+            f"{call.left} of {len(call.asks)} rows were not there after {limit:g} s; "
+            f"they were withdrawn (pool {self._pool!r})"
+        )
+
+
+def _outcome(call: Call) -> list[Row]:
+    if call.error is not None:
+        # Several callers may share one error: each raises its own.
+        raise type(call.error)(*call.error.args)
+    return cast(list[Row], call.rows)
+
+
+def _tick(deadline: float | None) -> float:
+    return 0.1 if deadline is None else max(0.0, min(0.1, deadline - time.monotonic()))
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Any]:
+    """A progress bar; yields a function that takes how many rows are there."""
+    from tqdm.auto import tqdm
+
+    with tqdm(total=total, unit="row") as bar:
+
+        def update(done: int) -> None:
+            bar.update(done - bar.n)
+
+        yield update
