@@ -48,6 +48,7 @@ class Batcher:
         self._closed = False
         self.busy = False
         """Whether a batch was taken and is not done."""
+        self.busy_since = 0.0
         self.changed = threading.Condition()  # reentrant: `wait` takes under it
 
     def __len__(self) -> int:
@@ -90,9 +91,20 @@ class Batcher:
             self._tokens -= tokens
             if batch:
                 # In the same step: a reader must not take the worker for idle in between.
-                self.busy = True
+                if not self.busy:
+                    self.busy, self.busy_since = True, self._clock()
                 self.changed.notify_all()
         return batch
+
+    def stepped(self) -> float:
+        """A piece of work on what was taken is done; the seconds it took."""
+        with self.changed:
+            began, self.busy_since = self.busy_since, self._clock()
+            return self.busy_since - began
+
+    def running_for(self) -> float:
+        """Seconds since the engine began the piece of work that it is at."""
+        return self._clock() - self.busy_since
 
     def done(self) -> None:
         """What was taken is computed."""
@@ -112,6 +124,17 @@ class Batcher:
                     return self.take()
                 self.changed.wait(due)
         return []
+
+    def give_up(self) -> list[Claimed]:
+        """The jobs that wait for the running batch to end, which wait here no longer."""
+        with self.changed:
+            if not self.busy:
+                return []  # the next batch is about to leave
+            left = list(self._jobs)
+            self._jobs.clear()
+            self._tokens = 0
+            self.changed.notify_all()
+        return left
 
     def wake(self) -> None:
         """Let whoever waits look again."""

@@ -56,7 +56,6 @@ class EngineLoop:
         self._state = state
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._held: dict[bytes, list[Claimed]] = {}
-        self._running = 0
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` on this thread, between two batches."""
@@ -74,8 +73,6 @@ class EngineLoop:
                     break
                 batch = self._next_batch()
                 if batch:
-                    if not self._running:
-                        self._state.begin_batch()
                     self._start(self._admit(batch))
                 if self._engine.in_flight():
                     self._step()
@@ -158,7 +155,6 @@ class EngineLoop:
         if refused:
             self._publisher.put(refused)
         if requests:
-            self._running += len(requests)
             self._engine.submit(requests)
 
     def _why_not(self, adapter: str, unusable: dict[str, str]) -> str:
@@ -173,10 +169,10 @@ class EngineLoop:
 
     def _step(self) -> None:
         outcomes = self._engine.step()
+        # A step, not all that is in flight: between two tokens of continuations there is room for
+        # other prompts, and the intake must know when.
+        self._state.end_batch(len(outcomes), self._batcher.stepped())
         idle = not self._engine.in_flight()
-        if idle:
-            self._state.end_batch(self._running)
-            self._running = 0
         finished: list[Finished] = []
         for outcome in outcomes:
             finished += self._finish(outcome)

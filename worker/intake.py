@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 IDLE_BLOCK_MS: Final = 1000
 """How long an idle worker's read blocks; a worker told to stop notices after that at the latest."""
 SHORT_WAIT: Final = 0.002
+GIVE_BACK_AFTER: Final = 0.5
+"""Seconds, at least, that a batch may take longer than expected before jobs are given back."""
 DEAD_MOST: Final = 10_000
 COUNTERS_TTL_MS: Final = 30 * 86_400_000
 
@@ -33,8 +35,9 @@ class Intake:
     """Reads the job streams into the batcher. Owned by one thread.
 
     A read blocks only while the engine is idle. While it computes, jobs are taken without
-    blocking and shortly before the batch is expected to end: jobs that an idle worker could run
-    never wait in the hands of a busy one.
+    blocking and about when the batch is expected to end; of a batch that goes on beyond that
+    nobody knows when it will end, so what was taken for after it is given back: jobs that an idle
+    worker could run do not wait in the hands of a busy one.
     """
 
     def __init__(
@@ -76,6 +79,8 @@ class Intake:
         busy = self._batcher.busy
         pause = self._pause(room, busy)
         if pause > 0:
+            if busy and self._is_overdue():
+                self._give_back()
             with self._batcher.changed:
                 # The engine wakes us when it is done, and when it takes a batch.
                 if self._batcher.room() == room and self._batcher.busy == busy:
@@ -87,7 +92,7 @@ class Intake:
             if due is None:
                 block = IDLE_BLOCK_MS
             elif due >= SHORT_WAIT:
-                block = int(due * 1000)
+                block = min(IDLE_BLOCK_MS, int(due * 1000))
             else:
                 # Too short to block for: one look for company shortly before the batch leaves.
                 self._wait_while(busy, due * 0.7)
@@ -108,9 +113,33 @@ class Intake:
         if room <= 0:
             return 0.25
         if busy and not self._continuous:
-            early = max(0.02, self._state.batch_seconds / 4)
-            return min(0.25, self._state.remaining_seconds() - early)
+            expected = self._state.batch_seconds
+            about = max(0.02, expected / 4)
+            left = expected - self._batcher.running_for()
+            if left < -about or not expected:
+                return 0.25  # it takes longer than the last ones did; the engine wakes us
+            return min(0.25, left - about)
         return 0.0
+
+    def _is_overdue(self) -> bool:
+        """Whether the running batch takes so long that others had better run what waits here."""
+        if self._continuous or not len(self._batcher):
+            return False
+        expected = self._state.batch_seconds
+        return self._batcher.running_for() > expected + max(GIVE_BACK_AFTER, 2 * expected)
+
+    def _give_back(self) -> None:
+        """Let whoever is idle run what waits here for the engine."""
+        left = self._batcher.give_up()
+        try:
+            for number, lane in enumerate(self._lanes):
+                mine = [claimed for claimed in left if claimed.lane == number]
+                if mine:
+                    pairs = [v for c in mine for v in (c.job.digest.hex(), c.entry)]
+                    script("release")(self._server, [lane.jobs], [lane.prefix, GROUP, *pairs])
+        except (redis.exceptions.RedisError, OSError):
+            self._batcher.add(left)  # running one that was given back does no harm
+            raise
 
     def _poll_seconds(self) -> float:
         due = self._batcher.due_in()

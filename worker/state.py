@@ -24,7 +24,6 @@ class WorkerState:
         self.stopping = threading.Event()
         """Set once: claim nothing more, finish the running batch, leave."""
         self.failure: BaseException | None = None
-        self.busy_since = 0.0
         self.batch_seconds = 0.0
         """How long a batch takes, averaged over the last ones."""
         self._on_failure = on_failure
@@ -40,22 +39,13 @@ class WorkerState:
         logger.error("the worker cannot go on: %s", error, exc_info=error)
         self._on_failure()
 
-    def begin_batch(self) -> None:
-        """The engine starts on a batch."""
-        self.busy_since = time.monotonic()
-
-    def end_batch(self, rows: int) -> None:
-        """The engine is done with a batch of `rows`."""
+    def end_batch(self, rows: int, took: float) -> None:
+        """The engine is done with a batch, or a step of one, in `took` seconds; it gave `rows`."""
         now = time.monotonic()
-        took = now - self.busy_since
         self.batch_seconds += (took - self.batch_seconds) * (0.25 if self.batch_seconds else 1.0)
         with self._lock:
             self._recent.append((now, rows))
             self._forget(now)
-
-    def remaining_seconds(self) -> float:
-        """How much longer the running batch will take, going by the last ones."""
-        return max(0.0, self.busy_since + self.batch_seconds - time.monotonic())
 
     def rows_per_second(self) -> float:
         """Rows a second over the last ten seconds."""
