@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -29,7 +30,8 @@ class Gate:
         (metadata / "entry_points.txt").write_text(
             "[lmpool.engines]\ngated = gated_engine:GatedEngine\n"
         )
-        self.environment = {"PYTHONPATH": str(plugin)}
+        paths = [str(plugin), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.environment = {"PYTHONPATH": os.pathsep.join(paths)}
         if not hold_loading:
             self.open("load")
 

@@ -1,0 +1,236 @@
+"""When batches leave, what is in them, and who computes them."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import lmpool
+from lmpool.backends.mock import mock_row
+from tests.support.clients import connected
+from tests.support.gate import Gate
+from tests.support.pools import pending, pool_lanes, read_batches, some_prompts
+from tests.support.waiting import until
+from tests.support.workers import worker_process
+
+pytestmark = pytest.mark.timeout(60)
+
+LONG = 30.0
+"""Seconds that no test waits for: what would wait for them comes far too late."""
+
+
+def rows_of(prompts):
+    return np.stack([mock_row(prompt, 256) for prompt in prompts])
+
+
+def test_a_full_batch_leaves_at_once(server_url, pool_name, tmp_path):
+    prompts = some_prompts(24, seed=1)
+    log = tmp_path / "log"
+    with (
+        worker_process(
+            server_url, pool_name, batch_size=8, timeout=LONG, engine_opts={"log": str(log)}
+        ),
+        connected(server_url, pool_name) as lm,
+    ):
+        began = time.monotonic()
+        rows = lm.batch_next_token_logprobs_sync(prompts, timeout=LONG)
+        took = time.monotonic() - began
+    np.testing.assert_array_equal(rows, rows_of(prompts))
+    assert took < LONG / 3
+    assert [batch.size for batch in read_batches(log)] == [8, 8, 8]
+
+
+def test_a_partial_batch_leaves_a_timeout_after_its_first_job(server_url, pool_name, tmp_path):
+    """Jobs keep trickling in: one that waited for the last of them would leave after them all."""
+    timeout, every, count = 1.5, 0.25, 20
+    prompts = some_prompts(count, seed=2)
+    log = tmp_path / "log"
+
+    async def trickle() -> tuple[float, float]:
+        async with lmpool.connect(server_url, pool_name, framework="numpy") as lm:
+            began = time.monotonic()
+            calls = []
+            for prompt in prompts:
+                calls.append(asyncio.create_task(lm.next_token_logprobs(prompt)))
+                await asyncio.sleep(every)
+            ended = time.monotonic()
+            np.testing.assert_array_equal(await asyncio.gather(*calls), rows_of(prompts))
+            return began, ended
+
+    options = {"batch_size": 64, "timeout": timeout, "engine_opts": {"log": str(log)}}
+    with worker_process(server_url, pool_name, **options):
+        began, ended = asyncio.run(trickle())
+    batches = read_batches(log)
+    assert sum(batch.size for batch in batches) == count
+    # Not before its time, and while jobs were still coming (they came for more than 5 s).
+    assert timeout - 0.1 <= batches[0].start - began <= timeout + 1.5
+    assert ended - began >= every * count
+    # Each batch took what came meanwhile, and the next one began with the next job.
+    assert 2 <= len(batches) <= 1 + count * every / timeout + 1
+    assert batches[0].size >= 2
+    for before, batch in zip(batches, batches[1:], strict=False):
+        assert batch.start - before.start >= timeout - 0.1
+
+
+def test_no_batch_is_over_its_bounds(server_url, pool_name, tmp_path):
+    prompts = some_prompts(400, seed=3, longest=100)
+    log = tmp_path / "log"
+    options = {"max_prompt_tokens": 100, "max_batch_tokens": 300, "batch_size": 7}
+    with (
+        worker_process(server_url, pool_name, **options, engine_opts={"log": str(log)}),
+        connected(server_url, pool_name) as lm,
+    ):
+        rows = lm.batch_next_token_logprobs_sync(prompts)
+    np.testing.assert_array_equal(rows, rows_of(prompts))
+    batches = read_batches(log)
+    assert sum(batch.size for batch in batches) == len(prompts)
+    assert sum(batch.tokens for batch in batches) == sum(map(len, prompts))
+    assert max(batch.size for batch in batches) == 7
+    assert 200 < max(batch.tokens for batch in batches) <= 300
+    # Both bounds are made use of: prompts of 51 tokens on average, so about 5 in a batch.
+    assert len(batches) < len(prompts) / 3.5
+
+
+def test_prompts_as_long_as_the_budget_go_alone(server_url, pool_name, tmp_path):
+    longest = [[i] * 40 for i in range(5)]
+    log = tmp_path / "log"
+    options = {"max_prompt_tokens": 40, "max_batch_tokens": 40, "timeout": 0.1}
+    with (
+        worker_process(server_url, pool_name, **options, engine_opts={"log": str(log)}),
+        connected(server_url, pool_name) as lm,
+    ):
+        rows = lm.batch_next_token_logprobs_sync(longest)
+    np.testing.assert_array_equal(rows, rows_of(longest))
+    assert [(batch.size, batch.tokens) for batch in read_batches(log)] == [(1, 40)] * 5
+
+
+def test_the_next_batch_fills_while_one_is_computed(server_url, pool_name, tmp_path):
+    prompts = some_prompts(16 * 8, seed=4)
+    log, delay = tmp_path / "log", 0.25
+    with (
+        worker_process(
+            server_url,
+            pool_name,
+            batch_size=16,
+            timeout=LONG,
+            engine_opts={"delay": delay, "log": str(log)},
+        ),
+        connected(server_url, pool_name) as lm,
+    ):
+        rows = lm.batch_next_token_logprobs_sync(prompts)
+    np.testing.assert_array_equal(rows, rows_of(prompts))
+    batches = read_batches(log)
+    assert [batch.size for batch in batches] == [16] * 8
+    gaps = [b.start - a.end for a, b in zip(batches, batches[1:], strict=False)]
+    assert statistics.median(gaps) < delay / 10
+    assert max(gaps) < delay
+
+
+def test_jobs_that_come_during_a_batch_are_the_next_one(
+    server_url, redis_client, pool_name, tmp_path
+):
+    first, *others = some_prompts(33, seed=5)
+    gate = Gate(tmp_path)
+
+    async def ask() -> None:
+        async with lmpool.connect(server_url, pool_name, framework="numpy") as lm:
+            calls = [asyncio.create_task(lm.next_token_logprobs(first))]
+            await asyncio.to_thread(gate.wait_for_batch)
+            calls += [asyncio.create_task(lm.next_token_logprobs(p)) for p in others]
+            lane = pool_lanes(redis_client, pool_name)[0]
+            await asyncio.to_thread(
+                until, lambda: redis_client.xlen(lane.jobs) == 33, what="all jobs to be queued"
+            )
+            gate.open()
+            np.testing.assert_array_equal(await asyncio.gather(*calls), rows_of([first, *others]))
+
+    # Nothing but a full batch leaves without waiting, once the first one did.
+    with worker_process(server_url, pool_name, batch_size=16, timeout=0.05, **gate.settings()):
+        asyncio.run(ask())
+        assert [size for _, size in gate.batches()] == [1, 16, 16]
+
+
+class Asking(threading.Thread):
+    """A caller of its own: asks one client for rows and keeps them."""
+
+    def __init__(self, lm: lmpool.PooledLM, prompts: list[list[int]]) -> None:
+        super().__init__()
+        self._lm = lm
+        self._prompts = prompts
+        self.start()
+
+    def run(self) -> None:
+        self._rows = self._lm.batch_next_token_logprobs_sync(self._prompts, timeout=50)
+
+    def rows(self) -> np.ndarray:
+        self.join()
+        return self._rows
+
+
+def test_idle_workers_find_work_and_a_busy_one_hoards_nothing(
+    server_url, redis_client, pool_name, tmp_path
+):
+    """What comes while one worker computes runs at once on the other, however much it is."""
+    first, *others = some_prompts(41, seed=6)
+    gate = Gate(tmp_path)
+    # A partial batch that has waited longer than a read takes: see what a worker reads next.
+    options = {"batch_size": 8, "timeout": 0.1, **gate.settings()}
+    with (
+        worker_process(server_url, pool_name, **options) as one,
+        connected(server_url, pool_name) as lm,
+        connected(server_url, pool_name) as impatient,
+    ):
+        asking = Asking(lm, [first])
+        try:
+            gate.wait_for_batch()
+            with worker_process(server_url, pool_name, **options) as two:
+                gate.open(pid=two.pid)
+                for start in range(0, 40, 10):  # more than once: while the other may be reading
+                    mine = others[start : start + 10]
+                    found = impatient.batch_next_token_logprobs_sync(mine, timeout=20)
+                    np.testing.assert_array_equal(found, rows_of(mine))
+                    lane = pool_lanes(redis_client, pool_name)[0]
+                    assert sorted(pending(redis_client, lane).values()) == [0, 1]
+                assert [pid for pid, _ in gate.batches()].count(one.pid) == 1
+        finally:
+            gate.open()
+        np.testing.assert_array_equal(asking.rows(), rows_of([first]))
+
+
+def test_jobs_behind_a_batch_that_takes_longer_than_expected_run_elsewhere(
+    server_url, redis_client, pool_name, tmp_path
+):
+    first, second, *others = some_prompts(12, seed=7)
+    gate = Gate(tmp_path)
+    options = {"batch_size": 1, **gate.settings()}
+    with (
+        worker_process(server_url, pool_name, **options) as one,
+        connected(server_url, pool_name) as lm,
+        connected(server_url, pool_name) as impatient,
+    ):
+        gate.open()
+        for prompt in others:  # each in no time: so will the next be, the worker thinks
+            lm.next_token_logprobs_sync(prompt)
+        gate.close()
+        asking = Asking(lm, [first])
+        waiting = Asking(impatient, [second])
+        try:
+            gate.wait_for_batch(len(others) + 1)
+            with worker_process(server_url, pool_name, **options) as two:
+                gate.open(pid=two.pid)
+                lane = pool_lanes(redis_client, pool_name)[0]
+                until(
+                    lambda: redis_client.xlen(lane.jobs) == 1,
+                    20,
+                    what="one of two jobs to be done elsewhere",
+                )
+                assert [pid for pid, _ in gate.batches()].count(one.pid) == len(others) + 1
+        finally:
+            gate.open()
+        np.testing.assert_array_equal(asking.rows(), rows_of([first]))
+        np.testing.assert_array_equal(waiting.rows(), rows_of([second]))
