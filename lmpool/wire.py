@@ -264,7 +264,8 @@ def pack_logprobs(row: npt.NDArray[np.float32], encoding: Literal["f32", "f16"] 
     """Log-probabilities, float32 [vocab_size], as a row. ``f16`` loses precision."""
     if encoding == "f32":
         return pack_values("f32", np.ascontiguousarray(row, dtype="<f4"))
-    narrow = np.ascontiguousarray(row, dtype="<f2")
+    with np.errstate(over="ignore"):  # what is below its range is impossible anyway: -inf
+        narrow = np.ascontiguousarray(row, dtype="<f2")
     # Rounding moves the sum: the scale puts the row back on exp sums to 1.
     return pack_values("f16", narrow, _logsumexp(narrow.astype(np.float32)))
 
