@@ -48,7 +48,7 @@ class PooledLM:
         self._adapters = KnownAdapters()
         self._asking: Asking | None = None
         # Whoever forgets to close still leaves nothing behind.
-        self._finalizer: weakref.finalize[..., None] = weakref.finalize(self, self._client.close)
+        self._finalizer: weakref.finalize[..., PooledLM] = weakref.finalize(self, self._client.close)
 
     # --- life ----------------------------------------------------------------------------------
 
