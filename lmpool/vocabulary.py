@@ -53,10 +53,14 @@ class Vocabulary:
             plain = inflate.decompress(data, MAX_BYTES)
             if inflate.unconsumed_tail:
                 raise WireError(f"a vocabulary of more than {MAX_BYTES} bytes")
+            if not inflate.eof:
+                raise WireError("a vocabulary that was cut short")
             found: Any = msgpack.unpackb(plain, strict_map_key=True)
             tokens, files = found["tokens"], found["files"]
             sound = (
                 found["v"] == 1
+                and type(tokens) is list
+                and type(files) is dict
                 and all(type(token) is bytes for token in tokens)
                 and all(type(content) is bytes for content in files.values())
                 and TOKENIZER_FILES.issuperset(files)

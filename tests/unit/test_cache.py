@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from lmpool.producer.cache import RowCache
+from lmpool.wire import Row, pack_logprobs, unpack_row
+
+OVERHEAD = 200
+
+
+def row(entries: int, value: float = 0.0) -> Row:
+    return unpack_row(pack_logprobs(np.full(entries, value, np.float32)))
+
+
+def cost(entries: int) -> int:
+    return entries * 4 + OVERHEAD
+
+
+def test_rows_come_back_until_they_are_the_least_recently_used() -> None:
+    cache = RowCache(3 * cost(10))
+    a, b, c, d = (row(10, value) for value in range(4))
+    cache.put(b"a", a)
+    cache.put(b"b", b)
+    cache.put(b"c", c)
+    assert cache.get(b"a") is a  # now b is the oldest
+    cache.put(b"d", d)
+    assert cache.get(b"b") is None
+    assert (cache.get(b"a"), cache.get(b"c"), cache.get(b"d")) == (a, c, d)
+    assert len(cache) == 3
+    assert cache.size == 3 * cost(10)
+
+
+def test_a_row_larger_than_the_cache_drops_no_other() -> None:
+    cache = RowCache(cost(10))
+    kept = row(10)
+    cache.put(b"a", kept)
+    cache.put(b"b", row(11))
+    assert cache.get(b"a") is kept
+    assert cache.get(b"b") is None
+
+
+def test_no_bytes_no_cache() -> None:
+    cache = RowCache(0)
+    cache.put(b"a", row(1))
+    assert cache.get(b"a") is None
+    assert cache.size == 0
+
+
+def test_clear() -> None:
+    cache = RowCache(1 << 20)
+    cache.put(b"a", row(10))
+    cache.clear()
+    assert (len(cache), cache.size, cache.get(b"a")) == (0, 0, None)
+    cache.put(b"a", row(10))
+    assert cache.size == cost(10)
+
+
+class CacheAgainstModel(RuleBasedStateMachine):
+    """The cache does what a list in order of use would do."""
+
+    BOUND = 3 * cost(20)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = RowCache(self.BOUND)
+        self.model: list[tuple[bytes, Row]] = []  # the least recently used first
+
+    @rule(digest=st.sampled_from([b"a", b"b", b"c", b"d", b"e"]), entries=st.integers(1, 250))
+    def put(self, digest: bytes, entries: int) -> None:
+        new = row(entries)
+        self.cache.put(digest, new)
+        if cost(entries) <= self.BOUND and digest not in dict(self.model):
+            self.model.append((digest, new))
+            while sum(cost(kept.size) for _, kept in self.model) > self.BOUND:
+                self.model.pop(0)
+
+    @rule(digest=st.sampled_from([b"a", b"b", b"c", b"d", b"e"]))
+    def get(self, digest: bytes) -> None:
+        expected = dict(self.model).get(digest)
+        assert self.cache.get(digest) is expected
+        if expected is not None:
+            self.model = [entry for entry in self.model if entry[0] != digest]
+            self.model.append((digest, expected))
+
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+        self.model = []
+
+    @invariant()
+    def bytes_are_counted_and_bounded(self) -> None:
+        assert self.cache.size == sum(cost(kept.size) for _, kept in self.model) <= self.BOUND
+        assert len(self.cache) == len(self.model)
+
+
+TestCacheAgainstModel = CacheAgainstModel.TestCase
+
+
+@given(seeds=st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=4))
+def test_threads_may_share_it(seeds: list[int]) -> None:
+    cache = RowCache(2 * cost(10))
+    rows = {bytes([i]): row(10, i) for i in range(5)}
+    wrong: list[bytes] = []
+
+    def use(seed: int) -> None:
+        for pick in np.random.default_rng(seed).integers(0, 5, 50):
+            digest = bytes([pick])
+            found = cache.get(digest)
+            if found is None:
+                cache.put(digest, rows[digest])
+            elif found is not rows[digest]:
+                wrong.append(digest)
+
+    threads = [threading.Thread(target=use, args=(seed,)) for seed in seeds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert cache.size == len(cache) * cost(10) <= cache.max_bytes
+
+
+def test_a_forked_child_gets_a_lock_of_its_own() -> None:
+    cache = RowCache(1 << 20)
+    cache.put(b"a", row(1))
+    cache._lock.acquire()  # as another thread of the parent may have
+    cache.unlock()
+    assert cache.get(b"a") is not None
