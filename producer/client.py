@@ -19,6 +19,7 @@ from typing import TypeVar
 from lmpool.commands import Server
 from lmpool.errors import ClientClosed, LmpoolError, UnknownPool
 from lmpool.keys import LaneKeys, PoolKeys
+from lmpool.liveness import any_alive
 from lmpool.model_info import ModelInfo
 from lmpool.producer.cache import RowCache
 from lmpool.producer.calls import Ask, Call, wake
@@ -97,6 +98,19 @@ class Client:
         if loading is None or loading.done():
             loading = self._loading = self.run(self._load_info)
         return loading
+
+    def any_worker(self) -> Future[bool]:
+        """Whether the pool is known and has a worker alive."""
+
+        def look(server: Server) -> bool:
+            try:
+                if self._session.info is None:
+                    self._load_info(server)
+            except UnknownPool:
+                return False
+            return any_alive(server, self._session.lanes[0])
+
+        return self.run(look)
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Take calls in. Rows in the local cache answer at once."""

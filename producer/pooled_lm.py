@@ -8,12 +8,11 @@ import weakref
 from collections.abc import Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from lmpool.commands import Fields, Server
 from lmpool.errors import PoolError, PoolTimeout
 from lmpool.keys import GROUP
-from lmpool.liveness import any_alive
 from lmpool.model_info import ModelInfo
 from lmpool.producer.adapters import KnownAdapters
 from lmpool.producer.asking import Asking
@@ -26,6 +25,8 @@ from lmpool.producer.tokens import byte_tokens, load_tokenizer, string_tokens
 from lmpool.producer.waiting import Waiting
 from lmpool.settings import ClientOptions, mask_url, refuse_unknown_variables
 from lmpool.vocabulary import Vocabulary
+
+WORKERS_POLL: Final = 0.1
 
 
 class PooledLM:
@@ -48,7 +49,9 @@ class PooledLM:
         self._adapters = KnownAdapters()
         self._asking: Asking | None = None
         # Whoever forgets to close still leaves nothing behind.
-        self._finalizer: weakref.finalize[..., PooledLM] = weakref.finalize(self, self._client.close)
+        self._finalizer: weakref.finalize[..., PooledLM] = weakref.finalize(
+            self, self._client.close
+        )
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -398,15 +401,27 @@ class PooledLM:
         return pool_statistics(server, self._client.lanes, GROUP)
 
     async def wait_for_workers(self, timeout: float = 60.0) -> None:
-        """Return once a worker is alive; `PoolTimeout` after `timeout` seconds."""
+        """Return once a worker is alive, also of a pool that nobody has served yet.
+
+        Raises `PoolTimeout` after `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
-        await self._info_async()
-        while not await asyncio.wrap_future(
-            self._client.run(lambda server: any_alive(server, self._client.lanes[0]))
-        ):
-            if time.monotonic() >= deadline:
-                raise PoolTimeout(f"no worker of pool {self.pool!r} within {timeout:g} s")
-            await asyncio.sleep(0.1)
+        while not await asyncio.wrap_future(self._client.any_worker()):
+            self._give_up_at(deadline, timeout)
+            await asyncio.sleep(WORKERS_POLL)
+
+    def wait_for_workers_sync(self, timeout: float = 60.0) -> None:
+        """`wait_for_workers`, blocking."""
+        deadline = time.monotonic() + timeout
+        while not self._client.any_worker().result():
+            self._give_up_at(deadline, timeout)
+            time.sleep(WORKERS_POLL)
+
+    def _give_up_at(self, deadline: float, timeout: float) -> None:
+        if time.monotonic() >= deadline:
+            raise PoolTimeout(
+                f"no worker of pool {self.pool!r} within {timeout:g} s: start one, lmpool worker"
+            )
 
 
 def connect(url: str | None = None, pool: str | None = None, **options: Any) -> PooledLM:
