@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 import threading
 import time
@@ -73,7 +74,7 @@ def test_a_partial_batch_leaves_a_timeout_after_its_first_job(server_url, pool_n
     # Each batch took what came meanwhile, and the next one began with the next job.
     assert 2 <= len(batches) <= 1 + count * every / timeout + 1
     assert batches[0].size >= 2
-    for before, batch in zip(batches, batches[1:], strict=False):
+    for before, batch in itertools.pairwise(batches):
         assert batch.start - before.start >= timeout - 0.1
 
 
@@ -126,7 +127,7 @@ def test_the_next_batch_fills_while_one_is_computed(server_url, pool_name, tmp_p
     np.testing.assert_array_equal(rows, rows_of(prompts))
     batches = read_batches(log)
     assert [batch.size for batch in batches] == [16] * 8
-    gaps = [b.start - a.end for a, b in zip(batches, batches[1:], strict=False)]
+    gaps = [b.start - a.end for a, b in itertools.pairwise(batches)]
     assert statistics.median(gaps) < delay / 10
     assert max(gaps) < delay
 
