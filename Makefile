@@ -10,7 +10,7 @@ READY  := .venv/.installed
 TORCH        := torch==2.13.0
 INSTALL      := bin/python -m pip install --quiet --disable-pip-version-check
 REQUIREMENTS := tests/engines/requirements
-APART        := $(patsubst $(REQUIREMENTS)/%.txt,%,$(wildcard $(REQUIREMENTS)/*.txt))
+IGNORE       := $(patsubst $(REQUIREMENTS)/%.txt,--ignore=tests/engines/test_%.py,$(wildcard $(REQUIREMENTS)/*.txt))
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-server chaos check format format-check lint types unit \
@@ -26,10 +26,10 @@ demo: $(READY) ## See lmpool work: a private server, two workers and a small mod
 	@$(BIN)/lmpool demo $(ARGS)
 
 test: $(READY) ## The tests
-	$(BIN)/python -m pytest -m "not chaos and not genlm" $(APART:%=--ignore=tests/engines/test_%.py) $(ARGS)
+	$(BIN)/python -m pytest -m "not chaos and not genlm" $(IGNORE) $(ARGS)
 
 test-server: $(READY) ## The tests of a server again, on LMPOOL_TEST_SERVER=/usr/bin/redis-server
-	$(BIN)/python -m pytest -m "server and not chaos and not genlm" $(ARGS)
+	$(BIN)/python -m pytest -m "server and not chaos and not genlm" $(IGNORE) $(ARGS)
 
 # An engine, or a library to be compatible with, whose packages would not live beside those of
 # .venv: its test module is tests/engines/test_NAME.py, what it needs tests/engines/requirements/NAME.txt
