@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import socket
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, Self
-from urllib.parse import SplitResult, urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, ByteSize, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -24,20 +25,14 @@ SCHEMES = ("redis", "rediss", "unix")
 
 
 def mask_url(url: str) -> str:
-    """`url` with its password as ``***``, fit for logs and messages."""
-    try:
-        parts: SplitResult = urlsplit(url)
-        if not parts.password and "password=" not in parts.query:
-            return url
-    except ValueError:
-        return "***"
-    user, _, host = parts.netloc.rpartition("@")
-    if user:
-        host = f"{user.partition(':')[0]}:***@{host}"
-    query = "&".join(
-        "password=***" if pair.startswith("password=") else pair for pair in parts.query.split("&")
-    )
-    return urlunsplit(parts._replace(netloc=host, query=query))
+    """`url` with its password as ``***``, fit for logs and messages, even where it is malformed."""
+    scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
+    rest = re.sub(r"([?&]password=)[^&#]*", r"\1***", rest)
+    # Up to the last @: a password may hold what should have been escaped.
+    login, at, address = rest.rpartition("@")
+    if at and ":" in login:
+        rest = f"{login.partition(':')[0]}:***@{address}"
+    return scheme + separator + rest
 
 
 def check_url(url: str) -> str:
@@ -92,14 +87,12 @@ class _Options(BaseSettings):
         try:
             super().__init__(**given)
         except ValidationError as error:
-            raise SettingsError(_explain(error, given)) from None
+            raise SettingsError(_explain(error, type(self), given)) from None
         except Exception as error:
             # pydantic-settings: a variable that should be JSON and is not.
             if type(error).__name__ != "SettingsError":
                 raise
-            raise SettingsError(
-                f'{error}: write JSON, for example {PREFIX}ENGINE_OPTS=\'{{"device": "cpu"}}\''
-            ) from None
+            raise SettingsError(_not_json(str(error), type(self).model_fields)) from None
 
     def __repr__(self) -> str:
         shown = {name: getattr(self, name) for name in type(self).model_fields}
@@ -211,27 +204,38 @@ def refuse_unknown_variables(environ: Iterable[str] | None = None) -> None:
 
 def _unknown(name: str, known: Iterable[str], what: str) -> str:
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, 1)
+    close = difflib.get_close_matches(name, names, 1, 0.75)
     hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
     return f"unknown {what} {name}: {hint}"
 
 
-def _explain(error: ValidationError, given: dict[str, Any]) -> str:
+def _not_json(message: str, names: Iterable[str]) -> str:
+    """What is wrong with a variable that should be JSON, from pydantic-settings' message."""
+    field = next((name for name in names if f'"{name}"' in message), "engine_opts")
+    example = '["/srv/adapters"]' if field == "adapter_dirs" else '{"device": "cpu"}'
+    variable = PREFIX + field.upper()
+    value = os.environ.get(variable)
+    return f"{variable}={value!r:.200} is not JSON: write for example {variable}='{example}'"
+
+
+def _explain(error: ValidationError, options: type[BaseSettings], given: dict[str, Any]) -> str:
     """pydantic's findings, each with the name as the user wrote it, the value and the remedy."""
     lines = []
     for found in error.errors(include_url=False, include_input=False):
         field = str(found["loc"][0]) if found["loc"] else ""
+        variable = PREFIX + field.upper()
         cause = found.get("ctx", {}).get("error")
         if isinstance(cause, SettingsError):
-            lines.append(str(cause))
+            text = str(cause)
+            lines.append(text if field in given else text.replace(field, variable, 1))
             continue
         if not field:
             lines.append(str(cause) if cause else found["msg"])
             continue
-        variable = PREFIX + field.upper()
         name, value = (
             (field, given[field]) if field in given else (variable, os.environ.get(variable))
         )
         shown = mask_url(str(value)) if field == "url" else repr(value)
-        lines.append(f"{name}={shown:.200}: {found['msg'][0].lower()}{found['msg'][1:]}")
+        what = f"{found['msg'][0].lower()}{found['msg'][1:]}"
+        lines.append(f"{name}={shown:.200}: {what} ({options.model_fields[field].description})")
     return "; ".join(lines)

@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from lmpool.errors import LmpoolError
+from lmpool.producer.calls import Ask, Call
+from lmpool.producer.flights import Flight, FlightTable
+from lmpool.wire import Row, pack_logprobs, unpack_row
+
+
+def row(value: float = 0.0) -> Row:
+    return unpack_row(pack_logprobs(np.full(2, value, np.float32)))
+
+
+def ask(name: str) -> Ask:
+    return Ask(name.encode().rjust(32, b"0"), "logprobs", b"\0" * 4, None, {})
+
+
+def call(names: str, deadline: float | None = None) -> Call:
+    """A call for the prompts of those one-letter names."""
+    return Call([ask(name) for name in names], deadline)
+
+
+def digest(name: str) -> bytes:
+    return ask(name).digest
+
+
+@pytest.fixture
+def table() -> FlightTable:
+    return FlightTable()
+
+
+def sent(table: FlightTable) -> str:
+    """The names of what is sent now."""
+    return "".join(flight.ask.digest[-1:].decode() for flight in table.take_unsent(1000, 1 << 20))
+
+
+def test_equal_prompts_share_a_flight(table: FlightTable) -> None:
+    first, second = call("aba"), call("b")
+    table.add(first, 0.0)
+    table.add(second, 0.0)
+    assert sent(table) == "ab"
+    assert table.statistics.joined == 2
+    a, b = row(1), row(2)
+    assert table.land(digest("a"), a) == []
+    assert set(table.land(digest("b"), b)) == {first, second}
+    assert first.rows == [a, b, a]
+    assert second.rows == [b]
+    assert not table.flights
+    assert table.land(digest("a"), a) == []  # a late notice
+
+
+def test_what_is_sent_is_sent_once_and_in_order(table: FlightTable) -> None:
+    table.add(call("abc"), 0.0)
+    assert [f.ask.digest for f in table.take_unsent(2, 1 << 20)] == [digest("a"), digest("b")]
+    table.add(call("ad"), 0.0)
+    assert sent(table) == "cd"
+    assert sent(table) == ""
+
+
+def test_a_request_holds_no_more_bytes_than_its_bound_and_one_prompt(table: FlightTable) -> None:
+    table.add(call("abcd"), 0.0)  # four bytes each
+    assert len(table.take_unsent(1000, 8)) == 2
+    assert len(table.take_unsent(1000, 1)) == 1
+    assert len(table.take_unsent(0, 100)) == 0
+    assert len(table.take_unsent(1000, 100)) == 1
+
+
+def test_rows_from_the_cache_need_no_flight(table: FlightTable) -> None:
+    waiting = call("ab")
+    waiting.rows[0] = row()
+    waiting.left = 1
+    table.add(waiting, 0.0)
+    assert sent(table) == "b"
+
+
+def test_a_flight_waits_as_long_as_its_longest_waiter(table: FlightTable) -> None:
+    table.add(call("a", deadline=10.0), 0.0)
+    assert table.flights[digest("a")].deadline == 10.0
+    assert sent(table) == "a"
+    table.add(call("a", deadline=5.0), 0.0)
+    assert sent(table) == ""  # no longer than the server knows
+    table.add(call("a", deadline=20.0), 0.0)
+    assert sent(table) == "a"  # the server must hear of it
+    table.add(call("a", deadline=None), 0.0)
+    assert table.flights[digest("a")].deadline is None
+    assert sent(table) == "a"
+    table.add(call("a", deadline=99.0), 0.0)
+    assert table.flights[digest("a")].deadline is None
+    assert sent(table) == ""
+
+
+def test_a_failed_prompt_ends_its_calls_and_withdraws_their_others(table: FlightTable) -> None:
+    first, second, third = call("ab"), call("bc"), call("c")
+    for waiting in (first, second, third):
+        table.add(waiting, 0.0)
+    sent(table)
+    error = LmpoolError("why")
+    assert set(table.fail(digest("b"), error)) == {first, second}
+    assert first.error is second.error is error
+    assert not third.done
+    assert table.withdrawn == [digest("a")]  # nobody else wants it
+    assert table.flights.keys() == {digest("c")}
+    assert table.land(digest("c"), row()) == [third]
+    assert table.fail(digest("b"), error) == []
+
+
+def test_only_what_was_sent_and_nobody_wants_is_withdrawn(table: FlightTable) -> None:
+    first, second = call("ab"), call("b")
+    table.add(first, 0.0)
+    sent(table)
+    table.add(second, 0.0)
+    unsent = call("c")
+    table.add(unsent, 0.0)
+    assert table.forget(first) == 1
+    assert table.forget(unsent) == 1
+    assert table.withdrawn == [digest("a")]
+    assert table.statistics.withdrawn == 2
+    assert sent(table) == ""  # c is not sent any more
+    assert table.land(digest("b"), row()) == [second]
+
+
+def test_a_call_with_a_prompt_twice_is_forgotten_whole(table: FlightTable) -> None:
+    waiting = call("aa")
+    table.add(waiting, 0.0)
+    sent(table)
+    assert table.forget(waiting) == 1
+    assert table.withdrawn == [digest("a")]
+    assert not table.flights
+
+
+def test_what_was_withdrawn_and_asked_again_is_a_new_flight(table: FlightTable) -> None:
+    first = call("a")
+    table.add(first, 0.0)
+    (old,) = table.take_unsent(10, 100)
+    table.forget(first)
+    table.add(call("a"), 0.0)
+    assert not table.is_waiting(old)
+    table.put_back([old])
+    table.resend(old)
+    assert sent(table) == "a"
+    assert table.statistics.resubmitted == 0
+
+
+def test_what_could_not_be_sent_goes_first_again(table: FlightTable) -> None:
+    table.add(call("ab"), 0.0)
+    taken = table.take_unsent(10, 100)
+    table.add(call("c"), 0.0)
+    table.put_back(taken)
+    assert sent(table) == "abc"
+
+
+def test_what_the_server_lost_is_sent_again_and_counted(table: FlightTable) -> None:
+    table.add(call("a"), 0.0)
+    (flight,) = table.take_unsent(10, 100)
+    table.resend(flight)
+    assert flight.tries == 1
+    assert sent(table) == "a"
+    assert table.statistics.resubmitted == 1
+
+
+def test_flights_that_nobody_looked_after_are_overdue_once(table: FlightTable) -> None:
+    table.add(call("ab"), 100.0)
+    assert table.overdue(200.0, 2.0, 10) == []  # not sent yet
+    sent(table)
+    assert table.overdue(101.0, 2.0, 10) == []
+    assert len(table.overdue(102.0, 2.0, 1)) == 1
+    assert len(table.overdue(102.0, 2.0, 10)) == 1
+    assert table.overdue(103.0, 2.0, 10) == []
+    assert len(table.overdue(104.0, 2.0, 10)) == 2
+
+
+def test_statistics_are_plain_numbers(table: FlightTable) -> None:
+    assert table.statistics.as_dict() == asdict(table.statistics)
+    assert table.statistics.as_dict().keys() == {
+        "requests",
+        "local_hits",
+        "cache_hits",
+        "joined",
+        "queued",
+        "failed",
+        "expired",
+        "withdrawn",
+        "resubmitted",
+    }
+
+
+NAMES = st.text("abcdef", min_size=1, max_size=4)
+DEADLINES = st.none() | st.floats(0, 100)
+
+
+class FlightsAgainstCallers(RuleBasedStateMachine):
+    """Whatever happens in whatever order, every call ends once, with its own prompts' rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = FlightTable()
+        self.waiting: list[Call] = []
+        self.ended: list[Call] = []
+        self.taken: list[Flight] = []
+        self.known: set[bytes] = set()  # what the server was told of
+        self.now = 0.0
+
+    def end(self, calls: list[Call]) -> None:
+        for ended in calls:
+            assert ended in self.waiting, "a call ended twice, or was never made"
+            assert ended.done
+            self.waiting.remove(ended)
+            self.ended.append(ended)
+
+    @rule(names=NAMES, deadline=DEADLINES)
+    def ask(self, names: str, deadline: float | None) -> None:
+        new = call(names, deadline)
+        self.waiting.append(new)
+        self.table.add(new, self.now)
+
+    @rule(most=st.integers(1, 4))
+    def send(self, most: int) -> None:
+        self.taken = self.table.take_unsent(most, 1 << 20)
+        for flight in self.taken:
+            assert flight.sent
+            self.known.add(flight.ask.digest)
+
+    @rule()
+    def lose_the_connection(self) -> None:
+        self.table.put_back(self.taken)
+        self.taken = []
+
+    @rule(name=st.sampled_from("abcdef"))
+    def forget_a_job(self, name: str) -> None:
+        flight = self.table.flights.get(digest(name))
+        if flight is not None and flight.sent:
+            self.table.resend(flight)
+
+    @rule(name=st.sampled_from("abcdef"))
+    def land(self, name: str) -> None:
+        flight = self.table.flights.get(digest(name))
+        waiters = [] if flight is None else list(flight.waiters)
+        found = row(float("abcdef".index(name)))
+        self.end(self.table.land(digest(name), found))
+        for waiter, place in waiters:
+            assert waiter.rows[place] is found
+            assert waiter.asks[place].digest == digest(name)
+
+    @rule(name=st.sampled_from("abcdef"))
+    def fail(self, name: str) -> None:
+        error = LmpoolError(name)
+        ended = self.table.fail(digest(name), error)
+        assert all(failed.error is error for failed in ended)
+        self.end(ended)
+
+    @rule(pick=st.integers(0, 100))
+    def cancel(self, pick: int) -> None:
+        if self.waiting:
+            chosen = self.waiting.pop(pick % len(self.waiting))
+            chosen.error = LmpoolError("withdrawn")
+            self.table.forget(chosen)
+            self.ended.append(chosen)
+
+    @rule()
+    def tell_of_withdrawals(self) -> None:
+        for withdrawn in self.table.withdrawn:
+            assert withdrawn in self.known, "withdrawn, but never sent"
+        self.table.withdrawn = []
+
+    @rule(step=st.floats(0, 5))
+    def look_after(self, step: float) -> None:
+        self.now += step
+        for flight in self.table.overdue(self.now, 2.0, 3):
+            assert flight.sent
+
+    @invariant()
+    def every_prompt_has_one_flight_and_no_flight_is_without_waiters(self) -> None:
+        wanted: dict[bytes, set[int]] = {}
+        for waiting in self.waiting:
+            assert not waiting.done
+            assert waiting.left == waiting.rows.count(None) > 0
+            for place, asked in enumerate(waiting.asks):
+                if waiting.rows[place] is None:
+                    wanted.setdefault(asked.digest, set()).add(id(waiting))
+        found = {d: {id(w) for w, _ in f.waiters} for d, f in self.table.flights.items()}
+        assert found == wanted
+
+    @invariant()
+    def whatever_was_not_sent_will_be(self) -> None:
+        unsent = {id(flight) for flight in self.table.unsent}
+        for flight in self.table.flights.values():
+            assert flight.sent or id(flight) in unsent
+
+    @invariant()
+    def a_flight_waits_for_all_of_its_waiters(self) -> None:
+        for flight in self.table.flights.values():
+            for waiter, _ in flight.waiters:
+                longest = flight.deadline
+                assert longest is None or (
+                    waiter.deadline is not None and waiter.deadline <= longest
+                )
+
+    @invariant()
+    def rows_are_the_prompts_own(self) -> None:
+        for some in (*self.waiting, *self.ended):
+            for place, found in enumerate(some.rows):
+                if found is not None:
+                    name = some.asks[place].digest[-1:].decode()
+                    assert found.logprobs()[0] == "abcdef".index(name)
+
+    def teardown(self) -> None:
+        for name in "abcdef":
+            self.end(self.table.land(digest(name), row(float("abcdef".index(name)))))
+        assert not self.waiting
+        assert not self.table.flights
+
+
+TestFlightsAgainstCallers = FlightsAgainstCallers.TestCase
+TestFlightsAgainstCallers.settings = settings(stateful_step_count=30, max_examples=60)

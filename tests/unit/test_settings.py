@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lmpool
+from lmpool.errors import SettingsError
+from lmpool.settings import (
+    ClientOptions,
+    WorkerOptions,
+    check_url,
+    mask_url,
+    refuse_unknown_variables,
+)
+
+Options = type[ClientOptions] | type[WorkerOptions]
+
+BAD: list[tuple[Options, str, Any, str]] = [
+    (ClientOptions, "pool", "a b", "write 1 to 64 letters"),
+    (ClientOptions, "url", "localhost:6379", "write redis://"),
+    (ClientOptions, "url", "http://localhost", "write redis://"),
+    (ClientOptions, "url", "redis://", "names no host"),
+    (ClientOptions, "url", "redis://host:0", "names no host"),
+    (ClientOptions, "url", "redis://host:99999", "from 0 to 65535"),
+    (ClientOptions, "url", "redis://host:port", "from 0 to 65535"),
+    (ClientOptions, "url", "redis://host/first", "'first' is no number"),
+    (ClientOptions, "url", "redis://[::1", "malformed"),
+    (ClientOptions, "url", "unix://", "names no socket"),
+    (ClientOptions, "cache_bytes", "much", "512MiB"),
+    (ClientOptions, "cache_bytes", -1, "0 for none"),
+    (ClientOptions, "encoding", "f64", "'f32', 'bf16' or 'f16'"),
+    (ClientOptions, "framework", "jax", "'torch' or 'numpy'"),
+    (ClientOptions, "request_timeout", 0, "greater than 0"),
+    (ClientOptions, "request_timeout", "soon", "valid number"),
+    (ClientOptions, "workers_timeout", -1, "greater than 0"),
+    (ClientOptions, "workers_timeout", math.inf, "finite"),
+    (ClientOptions, "reconnect_timeout", math.nan, "finite"),
+    (ClientOptions, "when_busy", "shrug", "'wait' or 'raise'"),
+    (WorkerOptions, "engine_opts", [1], "JSON"),
+    (WorkerOptions, "dtype", "int8", "'float32', 'bfloat16' or 'float16'"),
+    (WorkerOptions, "batch_size", 0, "greater than or equal to 1"),
+    (WorkerOptions, "batch_size", "many", "valid integer"),
+    (WorkerOptions, "batch_size", 1.5, "valid integer"),
+    (WorkerOptions, "batch_size", 10**9, "less than or equal to 65536"),
+    (WorkerOptions, "timeout", -0.1, "greater than or equal to 0"),
+    (WorkerOptions, "timeout", 61, "less than or equal to 60"),
+    (WorkerOptions, "max_batch_tokens", 0, "greater than or equal to 1"),
+    (WorkerOptions, "max_prompt_tokens", 0, "greater than or equal to 1"),
+    (WorkerOptions, "lanes", 0, "greater than or equal to 1"),
+    (WorkerOptions, "lanes", 65, "less than or equal to 64"),
+    (WorkerOptions, "max_backlog", 0, "greater than or equal to 1"),
+    (WorkerOptions, "result_ttl", 0, "greater than 0"),
+    (WorkerOptions, "replace", "perhaps", "boolean"),
+    (WorkerOptions, "worker_name", "a b", "pattern"),
+    (WorkerOptions, "drain_timeout", 0, "greater than 0"),
+    (WorkerOptions, "log_level", "loud", "'debug', 'info', 'warning' or 'error'"),
+]
+IDS = [f"{name}={value}" for _, name, value, _ in BAD]
+
+
+@pytest.mark.parametrize(("options", "name", "value", "remedy"), BAD, ids=IDS)
+def test_a_bad_argument_is_refused_by_name_value_and_remedy(
+    options: Options, name: str, value: Any, remedy: str
+) -> None:
+    with pytest.raises(SettingsError) as refused:
+        options(**{name: value})
+    message = str(refused.value)
+    assert message.startswith(f"{name}=")
+    assert str(value) in message
+    assert remedy in message
+
+
+@pytest.mark.parametrize(("options", "name", "value", "remedy"), BAD, ids=IDS)
+def test_a_bad_variable_is_refused_by_name_value_and_remedy(
+    options: Options, name: str, value: Any, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable = f"LMPOOL_{name.upper()}"
+    monkeypatch.setenv(variable, str(value))
+    with pytest.raises(SettingsError) as refused:
+        options()
+    message = str(refused.value)
+    assert message.startswith(f"{variable}=")
+    assert str(value) in message
+    assert remedy in message
+
+
+def test_several_mistakes_are_told_together() -> None:
+    with pytest.raises(SettingsError, match=r"batch_size=0.*; lanes=0"):
+        WorkerOptions(batch_size=0, lanes=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "example"),
+    [
+        ("engine_opts", "{bad", '\'{"device": "cpu"}\''),
+        ("adapter_dirs", "/a:/b", "'[\"/srv/adapters\"]'"),
+    ],
+)
+def test_a_variable_that_is_no_json_is_refused_with_an_example(
+    name: str, value: str, example: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable = f"LMPOOL_{name.upper()}"
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SettingsError) as refused:
+        WorkerOptions()
+    assert str(refused.value) == (
+        f"{variable}={value!r} is not JSON: write for example {variable}={example}"
+    )
+
+
+def test_a_budget_below_the_longest_prompt_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"max_batch_tokens=10 is below .*=20: raise it to 20"):
+        WorkerOptions(max_batch_tokens=10, max_prompt_tokens=20)
+    WorkerOptions(max_batch_tokens=20, max_prompt_tokens=20)
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest() -> None:
+    with pytest.raises(SettingsError, match="argument cache_byte: did you mean cache_bytes"):
+        ClientOptions(cache_byte=3)
+    with pytest.raises(SettingsError, match="did you mean batch_size"):
+        WorkerOptions(batchsize=3)
+    with pytest.raises(SettingsError, match=r"unknown argument zzz: there are .*pool"):
+        lmpool.connect(zzz=1)
+
+
+def test_an_unknown_variable_is_refused_with_the_nearest() -> None:
+    with pytest.raises(SettingsError, match="LMPOOL_BATCHSIZE: did you mean LMPOOL_BATCH_SIZE"):
+        refuse_unknown_variables(["HOME", "LMPOOL_BATCHSIZE"])
+    with pytest.raises(SettingsError, match=r"LMPOOL_XYZZY: there are .*LMPOOL_URL"):
+        refuse_unknown_variables(["LMPOOL_XYZZY"])
+    refuse_unknown_variables(["HOME", "LMPOOL_URL", "LMPOOL_BATCH_SIZE", "LMPOOL_CACHE_BYTES"])
+    refuse_unknown_variables(["LMPOOL_TEST_SERVER", "LMPOOL_REQUIRE_SERVERS"])
+
+
+def test_connect_refuses_a_mistyped_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMPOOL_REQUESTTIMEOUT", "3")
+    with pytest.raises(SettingsError, match="did you mean LMPOOL_REQUEST_TIMEOUT"):
+        lmpool.connect()
+
+
+def test_arguments_come_before_variables_and_those_before_defaults(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert ClientOptions().pool == "default"
+    monkeypatch.setenv("LMPOOL_POOL", "from-variable")
+    assert ClientOptions().pool == "from-variable"
+    assert ClientOptions(pool="argument").pool == "argument"
+    assert ClientOptions(pool=None).pool == "from-variable"  # not given
+    monkeypatch.setenv("LMPOOL_POOL", "")
+    assert ClientOptions().pool == "default"
+
+
+def test_values_as_a_shell_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "URL": "rediss://user:pass@[::1]:6380/2",
+        "CACHE_BYTES": "1.5MiB",
+        "BATCH_SIZE": "8",
+        "TIMEOUT": "0",
+        "REPLACE": "1",
+        "ENGINE_OPTS": '{"device": "cpu", "threads": 2}',
+        "ADAPTER_DIRS": '["/a", "/b c"]',
+    }.items():
+        monkeypatch.setenv(f"LMPOOL_{name}", value)
+    assert ClientOptions().cache_bytes == 3 << 19
+    worker = WorkerOptions()
+    assert (worker.batch_size, worker.timeout, worker.replace) == (8, 0.0, True)
+    assert worker.engine_opts == {"device": "cpu", "threads": 2}
+    assert worker.adapter_dirs == ("/a", "/b c")
+
+
+def test_options_do_not_change() -> None:
+    options = ClientOptions()
+    with pytest.raises(Exception, match="frozen"):
+        options.pool = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://localhost",
+        "redis://localhost:6379",
+        "redis://localhost:6379/15",
+        "redis://user:pass@host:1/0",
+        "rediss://[::1]:6380/0",
+        "unix:///run/redis.sock",
+        "unix://user:pass@/run/redis.sock?db=3",
+        "redis://host:6379/0?password=x",
+    ],
+)
+def test_addresses_of_servers(url: str) -> None:
+    assert check_url(url) == url
+
+
+# --- passwords ---------------------------------------------------------------------------------
+
+SECRET = "s3cret"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:s3cret@h:1/0", "redis://:***@h:1/0"),
+        ("redis://u:s3cret@h:1/0", "redis://u:***@h:1/0"),
+        ("redis://u:s3cret@[::1]:1/0", "redis://u:***@[::1]:1/0"),
+        ("redis://h:1/0?password=s3cret&x=1", "redis://h:1/0?password=***&x=1"),
+        ("redis://h:1/0?x=1&password=s3cret", "redis://h:1/0?x=1&password=***"),
+        ("unix://:s3cret@/run/s?db=1", "unix://:***@/run/s?db=1"),
+        ("redis://u@h", "redis://u@h"),
+        ("redis://h", "redis://h"),
+        ("unix:///run/s", "unix:///run/s"),
+        # What should have been escaped.
+        ("redis://u:s3cret/more@h:1/0", "redis://u:***@h:1/0"),
+        ("redis://u:s3cret#more@h:1/0", "redis://u:***@h:1/0"),
+        ("redis://u:s3cret?more@h:1/0", "redis://u:***@h:1/0"),
+        ("redis://u:x@s3cret@h:1/0", "redis://u:***@h:1/0"),
+        ("redis://:s3cret@[::1", "redis://:***@[::1"),
+        ("u:s3cret@h", "u:***@h"),
+    ],
+)
+def test_passwords_are_masked(url: str, shown: str) -> None:
+    assert mask_url(url) == shown
+
+
+@given(password=st.text(min_size=1, max_size=12))
+def test_whatever_the_password_it_is_masked(password: str) -> None:
+    secret = SECRET + password + SECRET
+    for url in (f"redis://u:{secret}@h:1/0", f"unix://:{secret}@/run/s"):
+        assert SECRET not in mask_url(url)
+        try:
+            options = ClientOptions(url=url)
+        except SettingsError as error:
+            told = str(error)
+        else:
+            told = repr(options) + str(options)
+        assert SECRET not in told
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://u:s3cret@h:port/0",
+        "redis://u:s3cret@",
+        "redis://u:s3cret/x@h/0",
+        "redis://u:s3cret@[::1/0",
+        "http://u:s3cret@h/0",
+        "u:s3cret@h/0",
+        "redis://h/zero?password=s3cret",
+        "redis://u:s3cret@h:1/zero",
+    ],
+)
+def test_no_message_tells_the_password(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for options in (ClientOptions, WorkerOptions):
+        with pytest.raises(SettingsError) as refused:
+            options(url=url)
+        assert SECRET not in str(refused.value)
+        assert refused.value.__cause__ is None
+    monkeypatch.setenv("LMPOOL_URL", url)
+    with pytest.raises(SettingsError) as refused:
+        ClientOptions()
+    assert SECRET not in str(refused.value)
+
+
+def test_no_repr_tells_the_password() -> None:
+    url = "redis://u:s3cret@h:1/0"
+    lm = lmpool.connect(url, "p")
+    try:
+        for shown in (repr(lm), str(lm), repr(lm.options), str(lm.options), f"{lm.options}"):
+            assert SECRET not in shown
+            assert "***" in shown
+        assert lm.url == url  # what another process needs to connect
+    finally:
+        lm.close()
