@@ -89,7 +89,7 @@ def explained(url: str) -> Iterator[None]:
     except redis.exceptions.NoPermissionError as error:
         raise ServerRefused(f"{shown} does not permit this user: {error}") from None
     except LOST as error:
-        reason = str(error).strip() or type(error).__name__
+        reason = str(error).strip().rstrip(".") or type(error).__name__
         raise ServerUnreachable(
             f"no answer from {shown}: {reason}. Is the server running, and is this its address?"
         ) from None

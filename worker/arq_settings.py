@@ -12,6 +12,7 @@ import logging.config
 import os
 import signal
 import threading
+import time
 from typing import Any, ClassVar, Final
 
 import msgpack
@@ -21,7 +22,8 @@ from redis.backoff import ExponentialBackoff
 from redis.connection import SSLConnection, parse_url
 from redis.exceptions import ConnectionError, TimeoutError
 
-from lmpool.errors import LmpoolError, SettingsError
+from lmpool.errors import LmpoolError, ServerUnreachable, SettingsError
+from lmpool.server import greet, open_server
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.worker.control import FUNCTIONS
 from lmpool.worker.logs import logging_config
@@ -29,6 +31,8 @@ from lmpool.worker.service import Service
 
 logger = logging.getLogger(__name__)
 
+SERVER_WAIT: Final = 5.0
+"""Seconds for which a worker that starts waits for a server that does not answer."""
 EXIT_REFUSED: Final = 78
 """Exit status when starting again cannot help: settings, another model in the pool."""
 EXIT_BROKEN: Final = 70
@@ -96,6 +100,27 @@ async def shutdown(ctx: dict[str, Any]) -> None:
     await asyncio.to_thread(service.stop)
     if service.state.failure is not None:
         raise SystemExit(EXIT_BROKEN)
+
+
+def wait_for_server(limit: float = SERVER_WAIT) -> None:
+    """Return once the server answers. For before arq connects: its failure is a traceback.
+
+    Raises `ServerUnreachable` after `limit` seconds, and at once what no waiting helps against.
+    """
+    server = open_server(_options.url, name="lmpool-worker")
+    deadline = time.monotonic() + limit
+    try:
+        while True:
+            try:
+                greet(server, _options.url)
+                return
+            except ServerUnreachable:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(0.25)
+    finally:
+        server.close()
+        server.connection_pool.disconnect()
 
 
 def _end() -> None:

@@ -16,7 +16,7 @@ from lmpool.backends import load_engine
 from lmpool.backends.engine import Engine
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
-from lmpool.errors import LmpoolError
+from lmpool.errors import SettingsError
 from lmpool.keys import PoolKeys
 from lmpool.scripts import script
 from lmpool.server import explained, greet, open_server
@@ -237,5 +237,8 @@ def _engine_options(options: WorkerOptions) -> dict[str, Any]:
     chosen = {name: value for name, value in given.items() if value is not None}
     double = sorted(chosen.keys() & options.engine_opts.keys())
     if double:
-        raise LmpoolError(f"{double[0]} is set twice: as a setting and in engine_opts")
+        name = double[0]
+        raise SettingsError(
+            f"{name} is set twice: write it as LMPOOL_{name.upper()} or in engine_opts, not in both"
+        )
     return {**chosen, **options.engine_opts}
