@@ -1,0 +1,107 @@
+"""One prompt at a time: how long each takes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import redis
+
+from tests.benchmarks.arq_peer import arq_peer
+from tests.benchmarks.machine import Bystanders, facts
+from tests.benchmarks.measure import Measured, Report, Scale, alternate, quantile, ratio
+from tests.benchmarks.pool import Pool, check_rows, make_prompts, must_be_computed, serving
+from tests.support.server import RealServer
+
+NAME = "latency"
+LINE = "milliseconds of one prompt alone, beside PING and an awaited no-op job of arq"
+
+VOCAB_SIZE = 256
+
+
+def measure(scale: Scale) -> Report:
+    """Alternate between the pool, bare round trips and arq."""
+    count, arq_jobs = scale.of(1_000, 200), scale.of(200, 50)
+    watch = Bystanders()
+    with ExitStack() as stack:
+        server = stack.enter_context(RealServer())
+        pool = stack.enter_context(serving(server, "one", VOCAB_SIZE))
+        peer = stack.enter_context(arq_peer(server, "one", poll_delay=0.001))
+        connection = stack.enter_context(server.client())
+        found = facts(server.url)
+        taken = alternate(
+            {
+                "pool, awaited": lambda run: _awaited(pool, count, run),
+                "PING": lambda run: _pings(connection, count),
+                "pool, blocking call": lambda run: _blocking(pool, count, run),
+                "arq": lambda run: peer.latencies(arq_jobs),
+            },
+            scale.runs,
+        )
+    report = Report(NAME, f"Rows of {VOCAB_SIZE} float32, one prompt in flight, default settings")
+    parts: dict[str, Callable[[list[float]], float]] = {
+        "median": lambda seconds: quantile(seconds, 0.5),
+        "p90": lambda seconds: quantile(seconds, 0.9),
+        "p99": lambda seconds: quantile(seconds, 0.99),
+    }
+    medians = {}
+    for name, samples in taken.items():
+        for part, of in parts.items():
+            values = tuple(of(seconds) * 1000 for seconds in samples)
+            goal = 2.0 if name.startswith("pool") and part == "median" else None
+            report.add("Time", Measured(f"{name}: {part}", "ms", values, at_most=goal))
+            if part == "median":
+                medians[name] = values
+    ours = medians["pool, awaited"]
+    for other in ("PING", "arq"):
+        report.add("Ratios of medians", ratio(f"pool, awaited / {other}", ours, medians[other]))
+    report.note(f"{count} distinct prompts a run; min, median and max are over the runs")
+    report.note(
+        "arq: enqueued and awaited, with a worker that polls 1 ms apart and a result that is "
+        "polled for 0.5 ms apart (by default both are 500 ms)"
+    )
+    report.facts = {**found, **watch.report()}
+    return report
+
+
+def _awaited(pool: Pool, count: int, run: int) -> list[float]:
+    prompts = make_prompts(count, VOCAB_SIZE, run, 1)
+    queued = pool.queued()
+    taken, rows = [], []
+
+    async def ask() -> None:
+        for prompt in prompts:
+            began = time.perf_counter()
+            row = await pool.lm.next_token_logprobs(prompt)
+            taken.append(time.perf_counter() - began)
+            rows.append(row)
+
+    asyncio.run(ask())
+    check_rows(rows, prompts, VOCAB_SIZE)
+    must_be_computed(pool, queued, count)
+    return taken
+
+
+def _blocking(pool: Pool, count: int, run: int) -> list[float]:
+    prompts = make_prompts(count, VOCAB_SIZE, run, 2)
+    queued = pool.queued()
+    taken, rows = [], []
+    for prompt in prompts:
+        began = time.perf_counter()
+        row = pool.lm.next_token_logprobs_sync(prompt)
+        taken.append(time.perf_counter() - began)
+        rows.append(row)
+    check_rows(rows, prompts, VOCAB_SIZE)
+    must_be_computed(pool, queued, count)
+    return taken
+
+
+def _pings(connection: redis.Redis, count: int) -> list[float]:
+    taken = []
+    for _ in range(count):
+        began = time.perf_counter()
+        connection.ping()
+        taken.append(time.perf_counter() - began)
+    return taken

@@ -1,0 +1,103 @@
+"""The pool under measurement: prompts for it, its processes, and whether its rows are right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NewType
+
+import numpy as np
+
+import lmpool
+from lmpool.backends.mock import mock_row
+from tests.benchmarks.machine import cpu_seconds
+from tests.support.clients import connected
+from tests.support.server import RealServer
+from tests.support.workers import WorkerProcess, worker_process
+
+Prompts = NewType("Prompts", list[list[int]])
+
+CHECKED = 64
+"""Rows of each run that are compared with the right ones."""
+
+
+class WrongRows(Exception):
+    """A run gave wrong rows, or did other work than it was to do: its time means nothing."""
+
+
+def make_prompts(count: int, vocab_size: int, *seed: int, length: int = 32) -> Prompts:
+    """Prompts of random tokens: distinct, and others for each seed."""
+    tokens = np.random.default_rng(seed).integers(0, vocab_size, (count, length))
+    return Prompts(tokens.tolist())
+
+
+def check_rows(rows: Sequence[Any], prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Raise `WrongRows` unless there is a row for each prompt and a sample of them is right."""
+    if len(rows) != len(prompts):
+        raise WrongRows(f"{len(rows)} rows for {len(prompts)} prompts")
+    step = max(1, len(prompts) // CHECKED)
+    for place in {*range(0, len(prompts), step), len(prompts) - 1}:
+        if not np.array_equal(rows[place], mock_row(prompts[place], vocab_size)):
+            raise WrongRows(f"row {place} of {len(rows)} is not that of its prompt")
+
+
+@dataclass(slots=True)
+class Cpu:
+    """Processor time of each side of some work, in seconds."""
+
+    client: float
+    worker: float
+    server: float
+
+    @property
+    def total(self) -> float:
+        """Of all three."""
+        return self.client + self.worker + self.server
+
+    def per_job(self, since: Cpu, jobs: int) -> Cpu:
+        """Microseconds for each of `jobs` done since then."""
+        scale = 1e6 / jobs
+        return Cpu(
+            (self.client - since.client) * scale,
+            (self.worker - since.worker) * scale,
+            (self.server - since.server) * scale,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """One pool: its worker's process, and a client in this one."""
+
+    lm: lmpool.PooledLM
+    worker: WorkerProcess
+    server: RealServer
+
+    def cpu(self) -> Cpu:
+        """Processor time used so far."""
+        return Cpu(cpu_seconds(), cpu_seconds(self.worker.pid), cpu_seconds(self.server.pid))
+
+    def queued(self) -> int:
+        """Jobs that the client has had computed."""
+        return self.lm.statistics()["queued"]
+
+
+@contextmanager
+def serving(server: RealServer, name: str, vocab_size: int, **settings: Any) -> Iterator[Pool]:
+    """A pool of one worker process with the mock engine, and a client with numpy rows."""
+    settings = {"engine_opts": {"vocab_size": vocab_size}, "log_level": "warning", **settings}
+    with (
+        worker_process(server.url, name, **settings) as worker,
+        connected(server.url, name) as lm,
+    ):
+        # Everything is imported, connected and allocated once.
+        warm_up = make_prompts(256, vocab_size, 2**31)
+        check_rows(lm.batch_next_token_logprobs_sync(warm_up), warm_up, vocab_size)
+        yield Pool(lm, worker, server)
+
+
+def must_be_computed(pool: Pool, before: int, asked: int) -> None:
+    """Raise `WrongRows` where answers came from a cache: then something else was measured."""
+    queued = pool.queued() - before
+    if queued != asked:
+        raise WrongRows(f"{queued} jobs were computed where {asked} were to be")

@@ -1,0 +1,233 @@
+"""The measurements' own code, and that each of them runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmpool.backends.mock import mock_row
+from tests.benchmarks import __main__ as command_line
+from tests.benchmarks import tables
+from tests.benchmarks.machine import Bystanders, facts
+from tests.benchmarks.measure import (
+    Measured,
+    Report,
+    Scale,
+    alternate,
+    number,
+    quantile,
+    ratio,
+    slope,
+)
+from tests.benchmarks.pool import Cpu, WrongRows, check_rows, make_prompts
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_sides_take_turns() -> None:
+    order: list[str] = []
+
+    def side(name: str, run: int) -> int:
+        order.append(f"{name}{run}")
+        return run
+
+    taken = alternate({"a": lambda run: side("a", run), "b": lambda run: side("b", run)}, 2)
+    assert order == ["a0", "b0", "a1", "b1"]
+    assert taken == {"a": [0, 1], "b": [0, 1]}
+
+
+def test_a_ratio_is_taken_run_by_run() -> None:
+    found = ratio("pool / peer", [10.0, 100.0, 30.0], [5.0, 10.0, 15.0], at_least=2.0)
+    assert found.values == (2.0, 10.0, 2.0)
+    assert found.median == 2.0
+    assert found.reached is True
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        ratio("of other runs", [1.0, 2.0], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("goal", "reached", "words"),
+    [
+        ({}, None, ""),
+        ({"at_least": 2.0}, True, ">= 2.00"),
+        ({"at_least": 2.5}, False, ">= 2.50"),
+        ({"at_most": 15_000.0}, True, "<= 15,000"),
+        ({"at_most": 1.0}, False, "<= 1.00"),
+    ],
+)
+def test_a_goal_is_for_the_median(goal: dict[str, float], reached: bool | None, words: str) -> None:
+    found = Measured("pace", "rows/s", (1.0, 2.0, 9.0), **goal)
+    assert found.reached is reached
+    assert found.goal == words
+
+
+def test_a_figure_needs_a_value() -> None:
+    with pytest.raises(ValueError, match="'pace' was never measured"):
+        Measured("pace", "rows/s", ())
+
+
+def test_quantiles_are_values_that_were_measured() -> None:
+    values = [float(i) for i in range(100, 0, -1)]
+    assert [quantile(values, part) for part in (0.0, 0.5, 0.9, 0.99, 1.0)] == [1, 50, 90, 99, 100]
+    assert quantile([3.0], 0.99) == 3.0
+
+
+def test_growth_is_a_slope() -> None:
+    assert slope([0.0, 1.0, 2.0], [5.0, 7.0, 9.0]) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(15_234.4, "15,234"), (12.34, "12.3"), (1.239, "1.24"), (0.04512, "0.0451"), (0.0, "0.00")],
+)
+def test_figures_have_the_digits_that_count(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_wrong_rows_fail_a_run() -> None:
+    prompts = make_prompts(100, 64, 1)
+    rows = np.stack([mock_row(prompt, 64) for prompt in prompts])
+    check_rows(rows, prompts, 64)
+    with pytest.raises(WrongRows, match="99 rows for 100 prompts"):
+        check_rows(rows[:-1], prompts, 64)
+    with pytest.raises(WrongRows, match="not that of its prompt"):
+        check_rows(rows[::-1], prompts, 64)
+
+
+def test_each_seed_gives_other_prompts_and_always_the_same() -> None:
+    prompts = make_prompts(50, 256, 1, 2)
+    assert prompts == make_prompts(50, 256, 1, 2)
+    others = make_prompts(50, 256, 2, 2)
+    assert len({tuple(prompt) for prompt in prompts + others}) == 100
+
+
+def test_processor_time_of_a_job() -> None:
+    used = Cpu(1.5, 2.0, 3.0).per_job(Cpu(1.0, 1.0, 1.0), 1_000_000)
+    assert used == Cpu(0.5, 1.0, 2.0)
+    assert used.total == 3.5
+
+
+def report() -> Report:
+    found = Report("jobs", "Rows of 256 float32", notes=["a note"], series={"MiB": [1.0, 2.0]})
+    found.add("Pace", Measured("pool", "jobs/s", (10.0, 30.0, 20.0), at_least=15.0))
+    found.add("Pace", Measured("peer", "jobs/s", (1.0,)))
+    found.facts = {"cpu": "one", "others": "somebody 0.50"}
+    return found
+
+
+def test_a_report_as_markdown() -> None:
+    text = tables.markdown(report(), "make bench")
+    assert "| Pace | unit | min | median | max | goal |  |" in text
+    assert "| pool | jobs/s | 10.0 | 20.0 | 30.0 | >= 15.0 | reached |" in text
+    assert "| peer | jobs/s | 1.00 | 1.00 | 1.00 |  |  |" in text
+    assert text.endswith("\n`make bench`\n")
+
+
+def test_a_report_drawn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "interactive", lambda: True)
+    tables.show(report())
+    printed = capsys.readouterr().out
+    assert "reached" in printed
+    assert "a note" in printed
+
+
+def test_saving_keeps_the_figures_and_not_who_else_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path / "results")
+    path = tables.save(report(), quick=True)
+    text = path.read_text()
+    assert path.name == "jobs.md"
+    assert "make bench ARGS='jobs --quick --save'" in text
+    assert "somebody" not in text
+    (saved,) = json.loads(path.with_suffix(".json").read_text())
+    assert saved["facts"] == {"cpu": "one"}
+    assert saved["figures"]["Pace"][0]["median"] == 20.0
+
+
+def test_facts_name_hardware_and_versions() -> None:
+    found = facts(packages=("no-such-package",))
+    assert found["no-such-package"] == "not installed"
+    assert {"cpu", "python", "redis", "arq", "lmpool"} <= found.keys()
+
+
+def test_bystanders_are_counted() -> None:
+    found = Bystanders().report()
+    assert found.keys() == {"load average", "others used", "others"}
+
+
+def test_what_there_is_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(command_line.NAMES)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [(["job"], "no benchmark 'job'"), (["jobs", "--runs", "0"], "at least one")],
+)
+def test_a_command_line_that_cannot_be_used(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(given)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_benchmark_that_fails_leaves_the_others_running(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Failing:
+        NAME = LINE = "fails"
+
+        @staticmethod
+        def measure(scale: Scale) -> Report:
+            raise WrongRows("row 3 is not that of its prompt")
+
+    class Working:
+        NAME = LINE = "works"
+
+        @staticmethod
+        def measure(scale: Scale) -> Report:
+            assert scale == Scale(2, quick=True)
+            return report()
+
+    modules = {"jobs": Failing, "rows": Working}
+    monkeypatch.setattr(command_line, "load", modules.__getitem__)
+    written = tmp_path / "all.json"
+    assert command_line.main(["jobs", "rows", "--quick", "--json", str(written)]) == 1
+    assert "jobs FAILED: WrongRows: row 3" in capsys.readouterr().err
+    assert len(json.loads(written.read_text())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.usefixtures("server_binary")
+@pytest.mark.parametrize("name", command_line.NAMES)
+def test_each_benchmark_runs_and_its_rows_are_right(name: str, tmp_path: Path) -> None:
+    written = tmp_path / "figures.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "tests.benchmarks", name),
+            *("--quick", "--runs", "1", "--json", str(written)),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=140,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"# {name}\n")
+    (figures,) = json.loads(written.read_text())
+    assert figures["figures"]
