@@ -9,7 +9,7 @@ from typing import Final
 
 from lmpool.backends.engine import Engine
 from lmpool.commands import Server
-from lmpool.errors import AdapterError
+from lmpool.errors import AdapterError, EngineBroken
 from lmpool.keys import LaneKeys
 
 CONFIG: Final = "adapter_config.json"
@@ -27,7 +27,10 @@ def adapter_folder(path: str, allowed: Sequence[str]) -> Path:
             "adapters are not allowed on this worker: the operator must list their folders in "
             "LMPOOL_ADAPTER_DIRS, as a JSON list"
         )
-    folder = Path(path).resolve()
+    try:
+        folder = Path(path).resolve()
+    except (OSError, RuntimeError, ValueError, TypeError) as error:
+        raise AdapterError(f"adapter folder {path!r:.200}: {error}") from None
     roots = [Path(root).resolve() for root in allowed]
     if not any(folder.is_relative_to(root) and folder != root for root in roots):
         raise AdapterError(
@@ -52,8 +55,11 @@ def adapter_fingerprint(folder: Path) -> str:
     """32 hex digits that change with the adapter's files."""
     digest = hashlib.blake2b(digest_size=16)
     for name in (CONFIG, WEIGHTS):
-        with (folder / name).open("rb") as file:
-            digest.update(hashlib.file_digest(file, "blake2b").digest())
+        try:
+            with (folder / name).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "blake2b").digest())
+        except OSError as error:
+            raise AdapterError(f"{name} of adapter folder {str(folder)!r}: {error}") from None
     return digest.hexdigest()
 
 
@@ -117,7 +123,15 @@ class Adapters:
         if reference not in self._loaded:
             while len(self._loaded) >= MAX_LOADED:
                 self._unload(next(iter(self._loaded)))
-            self._engine.add_adapter(reference, str(folder))
+            try:
+                self._engine.add_adapter(reference, str(folder))
+            except (AdapterError, EngineBroken):
+                raise
+            except Exception as error:  # files that are no adapter of this model
+                raise AdapterError(
+                    f"adapter folder {str(folder)!r} cannot be loaded: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
             self._loaded[reference] = None
 
     def _unload(self, reference: str) -> None:

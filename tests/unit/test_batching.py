@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lmpool.wire import Job
+from lmpool.worker.batching import Batcher, Claimed
+from tests.support.waiting import until
+
+
+class Clock:
+    """A clock that a test holds."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def claimed(number: int, tokens: int = 1, came: float = 1000.0) -> Claimed:
+    job = Job("logprobs", b"%016d" % number, b"\0" * 4 * tokens, None, {"encoding": "f32"})  # type: ignore[arg-type]
+    return Claimed(job, b"%d-0" % number, 0, came)
+
+
+def new(
+    batch_size: int = 4, timeout: float = 1.0, max_batch_tokens: int = 100
+) -> tuple[Batcher, Clock]:
+    clock = Clock()
+    return Batcher(batch_size, timeout, max_batch_tokens, clock), clock
+
+
+def test_without_a_job_there_is_nothing_due() -> None:
+    batcher, _ = new()
+    assert batcher.due_in() is None
+    assert batcher.take() == []
+    assert batcher.room() == 4
+
+
+def test_a_full_batch_is_due_at_once() -> None:
+    batcher, _ = new(batch_size=3)
+    batcher.add([claimed(0), claimed(1)])
+    assert batcher.due_in() == 1.0
+    batcher.add([claimed(2)])
+    assert batcher.due_in() == 0.0
+    assert batcher.room() == 0
+
+
+def test_a_batch_is_due_at_its_most_tokens() -> None:
+    batcher, _ = new(max_batch_tokens=10)
+    batcher.add([claimed(0, 4), claimed(1, 5)])
+    assert batcher.due_in() == 1.0
+    assert batcher.room() == 2
+    batcher.add([claimed(2, 1)])
+    assert batcher.due_in() == 0.0
+    assert batcher.room() == 0
+
+
+@given(timeout=st.floats(0, 60), age=st.floats(0, 100), later=st.floats(0, 100))
+def test_a_partial_batch_is_due_at_its_timeout_after_its_first_job(
+    timeout: float, age: float, later: float
+) -> None:
+    clock = Clock()
+    batcher = Batcher(10, timeout, 100, clock)
+    batcher.add([claimed(0, came=clock.now)])
+    clock.now += age
+    # Later jobs do not put it off.
+    batcher.add([claimed(1, came=clock.now)])
+    due = batcher.due_in()
+    assert due is not None
+    assert due == max(0.0, 1000.0 + timeout - clock.now)
+    clock.now += later
+    assert batcher.due_in() == max(0.0, 1000.0 + timeout - clock.now)
+
+
+def test_a_job_longer_than_the_budget_goes_alone() -> None:
+    batcher, _ = new(max_batch_tokens=10)
+    batcher.add([claimed(0, 3), claimed(1, 50), claimed(2, 3), claimed(3, 3)])
+    assert [[c.entry for c in batcher.take()] for _ in range(3)] == [
+        [b"0-0"],
+        [b"1-0"],
+        [b"2-0", b"3-0"],
+    ]
+    assert len(batcher) == 0
+
+
+def test_what_is_left_over_keeps_its_age() -> None:
+    batcher, clock = new(batch_size=2)
+    batcher.add([claimed(0), claimed(1), claimed(2, came=1000.5)])
+    batcher.take()
+    clock.now = 1001.0
+    assert batcher.due_in() == 0.5
+
+
+def test_a_taken_batch_is_running_until_it_is_done() -> None:
+    batcher, clock = new()
+    batcher.add([claimed(0)])
+    assert not batcher.busy
+    batcher.take()
+    assert batcher.busy
+    clock.now += 3
+    assert batcher.running_for() == 3
+    assert batcher.stepped() == 3
+    clock.now += 2
+    assert batcher.running_for() == 2
+    batcher.add([claimed(1)])
+    batcher.take()
+    assert batcher.running_for() == 2  # the engine was at it already
+    batcher.done()
+    assert not batcher.busy
+
+
+def test_an_empty_take_starts_nothing() -> None:
+    batcher, _ = new()
+    assert batcher.take() == []
+    assert not batcher.busy
+
+
+def test_jobs_are_given_up_only_while_a_batch_runs() -> None:
+    batcher, _ = new(batch_size=2)
+    batcher.add([claimed(0), claimed(1), claimed(2)])
+    assert batcher.give_up() == []
+    batcher.take()
+    assert [c.entry for c in batcher.give_up()] == [b"2-0"]
+    assert len(batcher) == 0
+    assert batcher.room() == 2
+    assert batcher.due_in() is None
+
+
+def test_closing_answers_what_waited() -> None:
+    batcher, _ = new()
+    batcher.add([claimed(0), claimed(1)])
+    assert [c.entry for c in batcher.close()] == [b"0-0", b"1-0"]
+    assert batcher.wait() == []
+    assert batcher.close() == []
+
+
+class BatchesAgainstModel(RuleBasedStateMachine):
+    """Jobs leave in the order they came, each once, in batches within the bounds."""
+
+    SIZE, TIMEOUT, TOKENS = 4, 2.0, 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batcher, self.clock = new(self.SIZE, self.TIMEOUT, self.TOKENS)
+        self.waiting: list[Claimed] = []
+        self.count = 0
+
+    @rule(sizes=st.lists(st.integers(1, 20), max_size=6))
+    def add(self, sizes: list[int]) -> None:
+        jobs = [claimed(self.count + i, size, self.clock.now) for i, size in enumerate(sizes)]
+        self.count += len(jobs)
+        self.waiting += jobs
+        self.batcher.add(jobs)
+
+    @rule(seconds=st.floats(0, 3))
+    def pass_time(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule(most=st.none() | st.integers(-1, 6))
+    def take(self, most: int | None) -> None:
+        batch = self.batcher.take(most)
+        limit = self.SIZE if most is None else max(0, min(most, self.SIZE))
+        assert batch == self.waiting[: len(batch)]  # in order, none skipped
+        assert len(batch) <= limit
+        tokens = sum(job.size for job in batch)
+        assert tokens <= self.TOKENS or len(batch) == 1
+        self.waiting = self.waiting[len(batch) :]
+        # No job stays behind that had room.
+        if self.waiting and len(batch) < limit:
+            assert batch
+            assert tokens + self.waiting[0].size > self.TOKENS
+
+    @precondition(lambda self: self.batcher.busy)
+    @rule()
+    def give_up(self) -> None:
+        assert self.batcher.give_up() == self.waiting
+        self.waiting = []
+
+    @rule()
+    def done(self) -> None:
+        self.batcher.done()
+
+    @invariant()
+    def it_is_due_when_the_model_says(self) -> None:
+        tokens = sum(job.size for job in self.waiting)
+        assert len(self.batcher) == len(self.waiting)
+        if not self.waiting:
+            expected = None
+        elif len(self.waiting) >= self.SIZE or tokens >= self.TOKENS:
+            expected = 0.0
+        else:
+            expected = max(0.0, self.waiting[0].came + self.TIMEOUT - self.clock.now)
+        assert self.batcher.due_in() == expected
+        room = 0 if tokens >= self.TOKENS else max(0, self.SIZE - len(self.waiting))
+        assert self.batcher.room() == room
+
+    def teardown(self) -> None:
+        assert self.batcher.close() == self.waiting
+
+
+TestBatchesAgainstModel = BatchesAgainstModel.TestCase
+
+
+# --- waiting -----------------------------------------------------------------------------------
+
+
+class Waiter:
+    """A thread in `Batcher.wait`."""
+
+    def __init__(self, batcher: Batcher, interrupted: Callable[[], bool] = lambda: False) -> None:
+        self.batch: list[Claimed] | None = None
+        self.took = 0.0
+
+        def wait() -> None:
+            began = time.monotonic()
+            self.batch = batcher.wait(interrupted)
+            self.took = time.monotonic() - began
+
+        self.thread = threading.Thread(target=wait)
+        self.thread.start()
+
+    def result(self) -> list[Claimed]:
+        self.thread.join(10)
+        assert self.batch is not None, "it still waits"
+        return self.batch
+
+
+def test_a_wait_ends_at_once_when_the_batch_is_full() -> None:
+    batcher = Batcher(2, 60.0, 100)
+    waiter = Waiter(batcher)
+    batcher.add([claimed(0, came=time.monotonic())])
+    batcher.add([claimed(1, came=time.monotonic())])
+    assert len(waiter.result()) == 2
+    assert waiter.took < 5
+
+
+def test_a_wait_ends_at_the_timeout_of_the_first_job() -> None:
+    batcher = Batcher(100, 0.1, 1000)
+    waiter = Waiter(batcher)
+    began = time.monotonic()
+    batcher.add([claimed(0, came=began)])
+    until(lambda: time.monotonic() - began > 0.05)
+    batcher.add([claimed(1, came=time.monotonic())])
+    assert len(waiter.result()) == 2
+    assert 0.09 < time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("how", ["close", "interrupt"])
+def test_a_wait_ends_without_a_batch(how: str) -> None:
+    stop = threading.Event()
+    batcher = Batcher(2, 60.0, 100)
+    waiter = Waiter(batcher, stop.is_set)
+    assert waiter.thread.is_alive()
+    if how == "close":
+        batcher.close()
+    else:
+        stop.set()
+        batcher.wake()
+    assert waiter.result() == []
+
+
+def test_nothing_is_lost_or_doubled_between_threads() -> None:
+    batcher = Batcher(7, 0.0005, 30)
+    taken: list[Claimed] = []
+    ended = threading.Event()
+
+    def take() -> None:
+        while not ended.is_set() or len(batcher):
+            taken.extend(batcher.wait(ended.is_set) or batcher.take())
+            batcher.done()
+
+    consumer = threading.Thread(target=take)
+    consumer.start()
+    jobs = [claimed(i, 1 + i % 5, time.monotonic()) for i in range(2000)]
+    for i in range(0, len(jobs), 13):
+        batcher.add(jobs[i : i + 13])
+    ended.set()
+    batcher.wake()
+    consumer.join(10)
+    assert not consumer.is_alive()
+    assert taken == jobs
