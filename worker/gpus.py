@@ -1,0 +1,59 @@
+"""Which GPUs a machine's workers get."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+from typing import Final
+
+from lmpool.errors import SettingsError
+
+_NAME: Final = re.compile(r"[0-9]{1,4}|(GPU|MIG)-[A-Za-z0-9/-]+")
+_EXAMPLE: Final = "write numbers such as 0,1,2,3, all, or 0+1,2+3 for two GPUs to each worker"
+
+
+def parse_gpus(text: str, environ: Mapping[str, str]) -> list[str]:
+    """What each worker's CUDA_VISIBLE_DEVICES is to be.
+
+    `text` lists GPUs as ``0,1,2,3``, or ``all`` of them; ``0+1,2+3`` gives each worker two.
+    """
+    allowed = environ.get("CUDA_VISIBLE_DEVICES")
+    if text.strip() == "all":
+        return _visible(allowed) if allowed is not None else _installed()
+    groups = [group.strip().split("+") for group in text.split(",")]
+    names = [name for group in groups for name in group]
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise SettingsError(f"gpus={text!r}: {name!r} is no GPU; {_EXAMPLE}")
+        if names.count(name) > 1:
+            raise SettingsError(f"gpus={text!r}: GPU {name} is there twice; {_EXAMPLE}")
+        if allowed is not None and name not in _visible(allowed):
+            raise SettingsError(
+                f"gpus={text!r}: GPU {name} is not among CUDA_VISIBLE_DEVICES={allowed}; name "
+                "those, or unset that variable"
+            )
+    return [",".join(group) for group in groups]
+
+
+def _visible(allowed: str) -> list[str]:
+    found = [name.strip() for name in allowed.split(",") if name.strip() not in ("", "-1")]
+    if not found:
+        raise SettingsError(f"CUDA_VISIBLE_DEVICES={allowed!r} hides every GPU")
+    return found
+
+
+def _installed() -> list[str]:
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        found = done.stdout.split()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SettingsError(
+            f"gpus='all': nvidia-smi could not list the GPUs ({error}); {_EXAMPLE}"
+        ) from None
+    if not found:
+        raise SettingsError("gpus='all': nvidia-smi lists none; start CPU workers with --workers")
+    return found
