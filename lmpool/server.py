@@ -93,6 +93,10 @@ def explained(url: str) -> Iterator[None]:
         raise ServerUnreachable(
             f"no answer from {shown}: {reason}. Is the server running, and is this its address?"
         ) from None
+    except redis.exceptions.InvalidResponse as error:
+        raise ServerUnreachable(
+            f"no Redis-compatible server answers at {shown}: {error}. Is this its address?"
+        ) from None
     except redis.exceptions.ResponseError as error:
         if "NOAUTH" in str(error) or "WRONGPASS" in str(error) or "AUTH" in str(error)[:40]:
             raise ServerRefused(
