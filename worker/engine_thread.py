@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 LONG_WAIT: Final = 0.05
 """Seconds after which a waiting job's callers may have left: ask before it is run."""
+LONG_BACKLOG_MS: Final = 5_000
+"""The same for the time since a job was sent: who leaves in order takes unread jobs along, and of
+whoever just died the server knows only after `REPLY_TTL`."""
 
 T = TypeVar("T")
 
@@ -113,6 +116,7 @@ class EngineLoop:
             claimed
             for claimed in batch
             if now - claimed.came > LONG_WAIT
+            or now_ms - claimed.job.sent > LONG_BACKLOG_MS
             or (claimed.job.deadline is not None and claimed.job.deadline <= now_ms)
         ]
         if not doubtful:

@@ -16,7 +16,7 @@ from lmpool.backends import load_engine
 from lmpool.backends.engine import Engine
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
-from lmpool.errors import SettingsError
+from lmpool.errors import LmpoolError, SettingsError
 from lmpool.keys import PoolKeys
 from lmpool.scripts import script
 from lmpool.server import explained, greet, open_server
@@ -62,6 +62,7 @@ class Service:
         self._threads: dict[str, threading.Thread] = {}
         self._servers: list[Server] = []
         self._heartbeat_ended = threading.Event()
+        self._joining = threading.Lock()
         self._batcher: Batcher | None = None
         self._publisher: Publisher | None = None
 
@@ -104,6 +105,15 @@ class Service:
             options.model,
             **_engine_options(options),
         )
+        with self._joining:
+            if self.state.stopping.is_set():
+                raise LmpoolError("told to stop while the engine was loading")
+            return self._join(engine, control, clock, version)
+
+    def _join(
+        self, engine: Engine, control: Server, clock: ServerClock, version: str
+    ) -> EngineLoop:
+        options, url = self.options, self.options.url
         with explained(url):
             info = model_info(engine.info, options)
             budget = batch_budget(options, info)
@@ -158,10 +168,13 @@ class Service:
     def stop(self) -> None:
         """Claim nothing more, finish what runs, give the rest back, leave. Blocks; idempotent."""
         self.state.stopping.set()
+        with self._joining:  # either it has joined, or it never will
+            serves = self.loop is not None
         if self._batcher is not None:
             self._batcher.wake()
         limit = self.options.drain_timeout
-        for name in ("intake", "engine"):
+        # An engine that is being loaded has nothing to finish: the process ends without it.
+        for name in ("intake", "engine") if serves else ():
             thread = self._threads.pop(name, None)
             if thread is not None:
                 thread.join(limit)
