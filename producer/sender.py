@@ -63,8 +63,8 @@ class Sender:
                         session.work.wait(self._until_check())
                     closing = session.closed
                     tasks, session.tasks = session.tasks, []
-                for task in tasks:
-                    self._run_task(server, task)
+                while tasks:  # one left in a variable would keep its PooledLM from being collected
+                    self._run_task(server, tasks.pop(0))
                 if closing:
                     break
                 try:
