@@ -61,13 +61,17 @@ class Intake:
     def run(self) -> None:
         """Read until the worker stops."""
         failures = 0
+        group_is_gone = False
         while not self._state.stopping.is_set():
             try:
+                if group_is_gone:
+                    create_groups(self._server, self._lanes, self._consumer)
+                    group_is_gone = False
                 self._turn()
                 failures = 0
             except (redis.exceptions.RedisError, OSError) as error:
                 if self._group_is_gone(error):
-                    create_groups(self._server, self._lanes, self._consumer)
+                    group_is_gone = True
                     continue
                 failures += 1
                 if not is_lost(error) or failures in (1, 10):
