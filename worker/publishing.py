@@ -15,6 +15,7 @@ import redis
 
 from lmpool.backends.engine import Outcome
 from lmpool.commands import Server, Value
+from lmpool.errors import ServerRefused
 from lmpool.keys import GROUP, LaneKeys
 from lmpool.scripts import script
 from lmpool.server import is_lost
@@ -135,7 +136,9 @@ class Publisher:
                 return
             except (redis.exceptions.RedisError, OSError) as error:
                 failures += 1
-                full = "OOM" in str(error)
+                full = isinstance(error, redis.exceptions.OutOfMemoryError)
+                # redis-py puts the command before the reason: with rows, megabytes.
+                reason = str(error).rpartition(" of pipeline caused error: ")[2]
                 if failures in (1, 10) or failures % 100 == 0:
                     logger.warning(
                         "%s (%d rows wait, %.0f s): %s",
@@ -144,13 +147,13 @@ class Publisher:
                         else "rows cannot be written",
                         len(chunk),
                         time.monotonic() - began,
-                        error,
+                        reason,
                     )
                 if self._state.stopping.is_set() and failures > 5:
                     logger.error("%d jobs were not written and stay with the pool", len(chunk))
                     return
                 if not (full or is_lost(error)) and failures > 5:
-                    self._state.fail(error)
+                    self._state.fail(ServerRefused(f"rows cannot be written: {reason}"))
                     return
                 self._state.stopping.wait(min(2.0, 0.05 * 2 ** min(failures, 6)))
 
