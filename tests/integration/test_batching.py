@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
-import threading
 import time
 
 import numpy as np
@@ -15,7 +14,7 @@ import lmpool
 from lmpool.backends.mock import mock_row
 from tests.support.clients import connected
 from tests.support.gate import Gate
-from tests.support.pools import pending, pool_lanes, read_batches, some_prompts
+from tests.support.pools import Asking, pending, pool_lanes, read_batches, some_prompts
 from tests.support.waiting import until
 from tests.support.workers import worker_process
 
@@ -154,23 +153,6 @@ def test_jobs_that_come_during_a_batch_are_the_next_one(
     with worker_process(server_url, pool_name, batch_size=16, timeout=0.05, **gate.settings()):
         asyncio.run(ask())
         assert [size for _, size in gate.batches()] == [1, 16, 16]
-
-
-class Asking(threading.Thread):
-    """A caller of its own: asks one client for rows and keeps them."""
-
-    def __init__(self, lm: lmpool.PooledLM, prompts: list[list[int]]) -> None:
-        super().__init__()
-        self._lm = lm
-        self._prompts = prompts
-        self.start()
-
-    def run(self) -> None:
-        self._rows = self._lm.batch_next_token_logprobs_sync(self._prompts, timeout=50)
-
-    def rows(self) -> np.ndarray:
-        self.join()
-        return self._rows
 
 
 def test_idle_workers_find_work_and_a_busy_one_hoards_nothing(
