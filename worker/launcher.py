@@ -18,7 +18,7 @@ import random
 import signal
 import sys
 import time
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +27,8 @@ from typing import Any, Final
 from lmpool.environment import as_variables
 from lmpool.errors import SettingsError
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
-from lmpool.worker.gpus import parse_gpus
 from lmpool.worker.logs import logging_config
+from lmpool.worker.places import Place, places
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ EXIT_REFUSED: Final = 78
 """Exit status when starting again cannot help: settings, another model in the pool."""
 MARGIN: Final = 10.0
 """Seconds longer than `drain_timeout` after which a worker that was told to stop is killed."""
+LONGEST_LINE: Final = 1 << 16
 PR_SET_PDEATHSIG: Final = 1
 
 
@@ -63,46 +64,6 @@ class Backoff:
         self._deaths = min(self._deaths + 1, 30)
         # Workers that die together, of the same cause, come back one after the other.
         return wait * (0.75 + 0.5 * self.jitter())
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one worker runs: what it is called, and its variables."""
-
-    name: str
-    environment: Mapping[str, str]
-
-
-def places(gpus: str | None, workers: int | None, environ: Mapping[str, str]) -> list[Place]:
-    """One place for each GPU, or `workers` places without one of their own."""
-    if gpus is not None:
-        if workers is not None:
-            raise SettingsError(f"gpus={gpus!r} and workers={workers}: write one of them")
-        return [
-            Place(
-                f"gpu {visible.replace(',', '+')}",
-                # Numbers as nvidia-smi shows them.
-                {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-            )
-            for visible in parse_gpus(gpus, environ)
-        ]
-    count = 1 if workers is None else workers
-    if count < 1:
-        raise SettingsError(f"workers={count}: write a positive number")
-    # Threads that spin while they wait for each other take the cores from those they wait for: on a
-    # busy machine a batch then takes ten times as long.
-    mine = {"OMP_WAIT_POLICY": "PASSIVE"}
-    if count > 1:
-        mine["OMP_NUM_THREADS"] = str(max(1, _cores() // count))
-    mine = {name: value for name, value in mine.items() if name not in environ}
-    return [Place(f"worker {number}", mine) for number in range(1, count + 1)]
-
-
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
 
 
 @dataclass
@@ -143,8 +104,8 @@ class Launcher:
         backoff = self.new_backoff()
         while True:
             started = time.monotonic()
-            process = await self._start(place)
-            status = await self._wait(place, process)
+            process, copying = await self._start(place)
+            status = await self._wait(place, process, copying)
             if self._stopping.is_set():
                 return status
             lived = time.monotonic() - started
@@ -163,34 +124,48 @@ class Launcher:
                 await asyncio.wait_for(self._stopping.wait(), wait)
                 return status
 
-    async def _start(self, place: Place) -> Process:
+    async def _start(self, place: Place) -> tuple[Process, asyncio.Task[None] | None]:
+        """The worker's process, and the task that copies what it says."""
         # Several workers' lines are told apart; a single one has the terminal to itself.
-        shared = len(self.places) > 1
-        process = await asyncio.create_subprocess_exec(
-            *self.command,
-            env={**os.environ, **self.environment, **place.environment},
-            stdin=DEVNULL,
-            stdout=PIPE if shared else None,
-            stderr=asyncio.subprocess.STDOUT if shared else None,
-            preexec_fn=self._die,
-            # A group of its own: Ctrl-C reaches it through us alone, and what it has started
-            # can be ended with it.
-            process_group=0,
-        )
+        reading, writing = os.pipe() if len(self.places) > 1 else (None, None)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self.command,
+                env={**os.environ, **self.environment, **place.environment},
+                stdin=DEVNULL,
+                # Not asyncio's own pipes: those would have us wait for whoever else holds them.
+                stdout=writing,
+                stderr=writing,
+                preexec_fn=self._die,
+                # A group of its own: Ctrl-C reaches it through us alone, and what it has started
+                # can be ended with it.
+                process_group=0,
+            )
+        except BaseException:
+            if reading is not None:
+                os.close(reading)
+            raise
+        finally:
+            if writing is not None:
+                os.close(writing)
         self._running.add(process)
         if self._stopping.is_set():
             process.terminate()  # told while it was being started
         self._report("worker started", place, process)
-        return process
+        if reading is None:
+            return process, None
+        return process, asyncio.create_task(_copy_lines(reading, f"[{place.name}] "))
 
-    async def _wait(self, place: Place, process: Process) -> int:
-        copying = asyncio.create_task(_copy_lines(process.stdout, f"[{place.name}] "))
+    async def _wait(
+        self, place: Place, process: Process, copying: asyncio.Task[None] | None
+    ) -> int:
         status = await process.wait()
         self._running.discard(process)
         # An engine's own processes would hold the GPU's memory against the next worker.
         _kill_group(process)
-        await asyncio.wait({copying}, timeout=2.0)
-        copying.cancel()
+        if copying is not None:
+            await asyncio.wait({copying}, timeout=2.0)
+            copying.cancel()
         self._report("worker ended", place, process, status=status)
         return status
 
@@ -224,20 +199,25 @@ class Launcher:
                 events.write(line.encode() + b"\n")
 
 
-async def _copy_lines(source: asyncio.StreamReader | None, prefix: str) -> None:
-    """Write what a worker says to our stderr, each line after `prefix`."""
-    if source is None:
-        return
+async def _copy_lines(reading: int, prefix: str) -> None:
+    """Write what comes through a pipe to our stderr, each line after `prefix`."""
+    source = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(source), os.fdopen(reading, "rb")
+    )
     kept = b""
-    while part := await source.read(1 << 16):
-        *lines, kept = (kept + part).split(b"\n")
-        for line in lines:
-            _say(prefix, line)
-        if len(kept) > 1 << 16:
+    try:
+        while part := await source.read(LONGEST_LINE):
+            *lines, kept = (kept + part).split(b"\n")
+            for line in lines:
+                _say(prefix, line)
+            if len(kept) >= LONGEST_LINE:
+                _say(prefix, kept)
+                kept = b""
+        if kept:
             _say(prefix, kept)
-            kept = b""
-    if kept:
-        _say(prefix, kept)
+    finally:
+        transport.close()
 
 
 def _say(prefix: str, line: bytes) -> None:
