@@ -160,7 +160,7 @@ class _Demo:
             (total["local_hits"], "from local caches", "never left the client"),
         ]
         for number, what, remark in lines:
-            self.say(f"  {number:>6,}  {what:<22}[dim]{remark}[/]")
+            self.say(f"  {number:>6,}  {what:<23}[dim]{remark}[/]")
 
     def show_checks(self, answers: Sequence[dict[str, Any]], prompts: list[list[int]]) -> None:
         mine = examine(np.asarray(self.lm.batch_next_token_logprobs_sync(prompts)))
@@ -234,6 +234,7 @@ def _clients(lm: EmbeddedLM, works: Sequence[Any]) -> Iterator[list[subprocess.P
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
+            process_group=0,  # Ctrl-C is for us, and we end them
         )
         for _ in works
     ]

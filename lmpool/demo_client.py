@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -41,11 +42,14 @@ def examine(rows: npt.NDArray[np.float32]) -> dict[str, Any]:
 
 def main() -> None:
     """Run once."""
-    work = json.loads(sys.stdin.readline())
+    line = sys.stdin.readline()
+    if not line:
+        return  # whoever was to say what is gone
+    work = json.loads(line)
     with connect(framework="numpy") as lm:
         print("ready", flush=True)
         if not sys.stdin.readline():
-            return  # whoever was to say go is gone
+            return
         started = time.perf_counter()
         rows = asyncio.run(ask(lm, work["rounds"]))
         seconds = time.perf_counter() - started
@@ -57,7 +61,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except BrokenPipeError:
+        os._exit(1)  # whoever was to hear is gone
     except LmpoolError as error:
         sys.exit(f"error: {error}")

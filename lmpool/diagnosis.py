@@ -42,7 +42,7 @@ class Facts:
     config: Mapping[str, str] | None
     latencies: Sequence[float]
     clock_offset: float
-    may_run_scripts: str = ""
+    refused: Sequence[str] = ()
     pool: str = "default"
     model: ModelInfo | None = None
     model_error: str = ""
@@ -70,12 +70,12 @@ def check_server(facts: Facts) -> Iterator[Finding]:
             "connect to its primary, "
             f"{facts.info.get('master_host')}:{facts.info.get('master_port')}",
         )
-    if facts.may_run_scripts:
+    for reason in facts.refused:
         yield Finding(
             "wrong",
-            f"this user may not run scripts: {facts.may_run_scripts}",
-            "allow it: ACL SETUSER <user> +@scripting, beside +@read +@write +@stream +@connection "
-            "on ~lmpool:* ~{lmpool:*",
+            f"this user is not allowed what clients and workers do: {reason}",
+            "ACL SETUSER <user> +@read +@write +@stream +@scripting +@connection +info +time "
+            "%RW~lmpool:* %RW~{lmpool:*",
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Any
 
@@ -46,16 +45,19 @@ def _read_server(server: Server, url: str) -> Facts:
         config: dict[str, str] | None = server.config_get("*")
     except redis.exceptions.ResponseError:  # forbidden, or renamed by who runs it
         config = None
-    refused = ""
+    refused = []
     try:
         server.eval("return 1", 0)
     except redis.exceptions.ResponseError as error:
-        refused = re.sub(r"\s+", " ", str(error))
-    latencies = measure_latency(server)
-    before = time.time()
-    seconds, microseconds = server.time()
-    offset = seconds + microseconds / 1e6 - (before + time.time()) / 2
-    return Facts(url, info, config, latencies, offset, refused)
+        refused.append(str(error))
+    offset = 0.0
+    try:
+        before = time.time()
+        seconds, microseconds = server.time()
+        offset = seconds + microseconds / 1e6 - (before + time.time()) / 2
+    except redis.exceptions.ResponseError as error:
+        refused.append(str(error))
+    return Facts(url, info, config, measure_latency(server), offset, refused)
 
 
 def _read_pool(server: Server, pool: str, facts: Facts) -> None:

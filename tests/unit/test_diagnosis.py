@@ -63,7 +63,7 @@ def test_nothing_is_wrong_with_a_healthy_pool() -> None:
     [
         ({"info": {"redis_version": "6.2.1"}}, "wrong", "6.2.1"),
         ({"info": {"role": "slave", "master_host": "h", "master_port": 1}}, "wrong", "replica"),
-        ({"may_run_scripts": "NOPERM"}, "wrong", "scripts"),
+        ({"refused": ["no 'eval'"]}, "wrong", "no 'eval'"),
         ({"info": {"maxmemory_policy": "allkeys-lru"}}, "wrong", "allkeys-lru"),
         ({"info": {"maxmemory_policy": "allkeys-lfu", "maxmemory": 0}}, "note", "once a maxmemory"),
         ({"info": {"maxmemory_policy": "volatile-ttl"}}, "wrong", "volatile-ttl"),
