@@ -37,9 +37,12 @@ def worker_processes(
         for worker in workers:
             worker.wait_until_alive()
         yield workers
-        for worker in workers:  # all at once, then each is waited for
-            if worker.process.poll() is None:
-                worker.terminate()
+        leaving = [worker for worker in workers if worker.process.poll() is None]
+        for worker in leaving:  # all at once
+            worker.terminate()
+        for worker in leaving:
+            status = worker.wait()
+            assert status == 0, f"a worker ended with {status}:\n{worker.log}"
 
 
 def pool_lanes(client: redis.Redis, pool: str) -> tuple[LaneKeys, ...]:
