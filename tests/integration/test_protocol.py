@@ -35,8 +35,8 @@ from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
 from lmpool.wire import pack_job
 from tests.support.clients import connected
-from tests.support.pools import pool_lanes as lanes_of
 from tests.support.pools import pending, until_at_rest
+from tests.support.pools import pool_lanes as lanes_of
 from tests.support.protocol import Caller, Consumer, entries_of, lane_of_pool, new_job
 from tests.support.server import RealServer
 from tests.support.waiting import until
