@@ -59,7 +59,8 @@ def run_demo(*, workers: int, engine: str, model: str, prompts: int) -> None:
     # A SIGTERM then ends it as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started = time.perf_counter()
-    with console.status("starting a server and workers"):
+    slow = ": importing torch takes some seconds" if engine == "hf" else ""
+    with console.status(f"starting a server and workers{slow}"):
         lm = embedded(model, engine, workers, pool="demo", framework="numpy")
     with lm:
         _Demo(lm, console).run(prompts, time.perf_counter() - started)
@@ -131,7 +132,7 @@ class _Demo:
             timeout=60.0,
         )
         for beginning, ids in zip(BEGINNINGS, texts, strict=True):
-            continued = decode(self.tokens, ids).replace("\n", " ")
+            continued = "".join(c if c.isprintable() else " " for c in decode(self.tokens, ids))
             self.say(f"  [cyan]{beginning}[/]{escape(continued)}")
 
     def show_load(self, prompts: int) -> None:

@@ -67,12 +67,12 @@ def embedded(
 ) -> EmbeddedLM:
     """Start a private server and `workers` worker processes, and connect to them.
 
-    Returns when all workers are ready, within `start_timeout` seconds: use the answer as a context
-    manager, sync or async, or call its `close`. `gpus` are the GPUs' numbers, one worker for each
-    (instead of `workers`); without, every worker sees what this process sees. `settings` are those
-    of workers and clients (`lmpool.settings`), by name, such as ``batch_size=16`` or
-    ``cache_bytes=0``. The workers log to a file, `worker_log`; `verbose` or a `log_level` shows it
-    on stderr as well.
+    Blocks until all workers are ready, for `start_timeout` seconds at most; in an event loop, run
+    it with `asyncio.to_thread`. Use the answer as a context manager, sync or async, or call its
+    `close`. `gpus` are the GPUs' numbers, one worker for each (instead of `workers`); without,
+    every worker sees what this process sees. `settings` are those of workers and clients
+    (`lmpool.settings`), by name, such as ``batch_size=16`` or ``cache_bytes=0``. The workers log to
+    a file, `worker_log`; `verbose` or a `log_level` shows it on stderr as well.
 
     Raises `SettingsError` for what cannot be used, also where a worker finds out (a model that is
     not there); `PoolError` with the last lines of a worker that died; `PoolTimeout`.

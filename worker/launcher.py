@@ -88,7 +88,8 @@ class Launcher:
         self._die = _die_with_parent()
         loop = asyncio.get_running_loop()
         for told in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.add_signal_handler(told, self._stop, told)
+            if signal.getsignal(told) is not signal.SIG_IGN:  # as nohup has it
+                loop.add_signal_handler(told, self._stop, told)
         async with asyncio.TaskGroup() as group:
             kept = [group.create_task(self._keep(place)) for place in self.places]
         statuses = [task.result() for task in kept]

@@ -30,13 +30,16 @@ LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a Linux
 class LauncherProcess:
     """``lmpool worker`` as an operator starts it."""
 
-    def __init__(self, url: str, pool: str, *options: str, **environment: str) -> None:
+    def __init__(
+        self, url: str, pool: str, *options: str, nohup: bool = False, **environment: str
+    ) -> None:
         self.url, self.pool = url, pool
         self.folder = tempfile.TemporaryDirectory(prefix="lmpool-launcher-")
         self._log = Path(self.folder.name) / "log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
+                    *(["nohup"] if nohup else []),
                     *(sys.executable, "-m", "lmpool", "worker"),
                     *("--url", url, "--pool", pool, "--engine", "mock", *options),
                 ],
@@ -184,6 +187,18 @@ def test_it_drains_on_other_signals_too(
         found.send(told)
         assert found.wait() == 0
         wait_until_gone(pids, timeout=1)
+
+
+def test_under_nohup_it_outlives_its_terminal(server_url: str, pool_name: str) -> None:
+    found = LauncherProcess(server_url, pool_name, nohup=True)
+    pids = found.wait_for_workers(1)
+    found.send(signal.SIGHUP)
+    found.send(signal.SIGTERM)
+    assert found.wait() == 0
+    wait_until_gone(pids, timeout=1)
+    assert "SIGHUP" not in found.log
+    assert "SIGTERM: the workers finish" in found.log
+    found.folder.cleanup()
 
 
 def test_a_second_signal_hastens(server_url: str, pool_name: str) -> None:
