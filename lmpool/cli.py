@@ -85,7 +85,7 @@ def demo(
     model: Annotated[str, typer.Option(help="tiny, a folder, or a hub id.")] = "tiny",
     prompts: Annotated[
         int, typer.Option(help="Prompts of the load, all clients together.", min=2)
-    ] = 6000,
+    ] = 4000,
 ) -> None:
     """See it work: a private server, workers, a small model, two clients at once."""
     from lmpool.demo import run_demo

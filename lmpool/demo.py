@@ -192,14 +192,15 @@ def make_work(prompts: int, vocab_size: int, longest: int) -> list[dict[str, Any
     chance = random.Random(5)
 
     def new(count: int) -> list[list[int]]:
-        lengths = (chance.randint(min(4, longest), min(24, longest)) for _ in range(count))
+        lengths = (chance.randint(min(4, longest), min(16, longest)) for _ in range(count))
         return [[chance.randrange(vocab_size) for _ in range(n)] for n in lengths]
 
-    width = max(1, prompts // CLIENTS // ROUNDS)
+    each = prompts // CLIENTS
     works: list[dict[str, Any]] = [{"rounds": []} for _ in range(CLIENTS)]
     mine: list[list[list[int]]] = [[] for _ in range(CLIENTS)]
     shared: list[list[int]] = []
     for number in range(ROUNDS):
+        width = max(1, each * (number + 1) // ROUNDS - each * number // ROUNDS)
         together = new(-(-width * 4 // 10))
         shared += together
         olds = [list(old) for old in mine]
@@ -255,8 +256,11 @@ def _clients(lm: EmbeddedLM, works: Sequence[Any]) -> Iterator[list[subprocess.P
 
 def _tell(client: subprocess.Popen[str], line: str) -> None:
     assert client.stdin is not None
-    client.stdin.write(line + "\n")
-    client.stdin.flush()
+    try:
+        client.stdin.write(line + "\n")
+        client.stdin.flush()
+    except BrokenPipeError:
+        raise LmpoolError(f"a client process ended with status {client.wait()}") from None
 
 
 def _hear(client: subprocess.Popen[str]) -> str:

@@ -289,7 +289,7 @@ def test_the_demo(demo_folder: Path) -> None:
     with demo(demo_folder, PYTHONIOENCODING="ascii") as running:
         output, errors = running.communicate(timeout=140)
     assert running.returncode == 0, errors
-    check_demo(output, errors, 6000)
+    check_demo(output, errors, 4000)
     assert output.isascii()
     assert output.count("hf engine") == 2
 
