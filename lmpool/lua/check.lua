@@ -19,10 +19,7 @@ for i = 5, #ARGV do
     local job = redis.call('HGET', flight, 'job')
     -- A flight whose job is gone from the stream will never land.
     if job and #redis.call('XRANGE', KEYS[1], job, job) == 1 then
-      -- A server whose memory is full takes no HSET, and need not: the client waits already.
-      if redis.call('HEXISTS', flight, 'c:' .. client) == 0 then
-        redis.call('HSET', flight, 'c:' .. client, '')
-      end
+      redis.call('HSET', flight, 'c:' .. client, '')
       redis.call('PEXPIRE', flight, ARGV[4])
       answer = 'j'
     else
