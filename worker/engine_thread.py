@@ -121,7 +121,7 @@ class EngineLoop:
         ]
         if not doubtful:
             return batch
-        dropped: dict[bytes, str] = {}
+        dropped: dict[Claimed, str] = {}  # not by entry: streams of two lanes may share an id
         try:
             for number, lane in enumerate(self._lanes):
                 mine = [claimed for claimed in doubtful if claimed.lane == number]
@@ -130,15 +130,14 @@ class EngineLoop:
                     answers = script("admit")(
                         self._server, [lane.jobs], [lane.prefix, GROUP, *pairs]
                     )
-                    for claimed, answer in zip(mine, answers.decode(), strict=True):
-                        if answer != "r":
-                            dropped[claimed.entry] = answer
+                    answered = zip(mine, answers.decode(), strict=True)
+                    dropped |= {claimed: answer for claimed, answer in answered if answer != "r"}
         except (redis.exceptions.RedisError, OSError) as error:
             logger.debug("running jobs without asking who waits: %s", error)
-        there = [Done(c, None) for c in batch if dropped.get(c.entry) == "x"]
+        there = [Done(c, None) for c in batch if dropped.get(c) == "x"]
         if there:
             self._publisher.put(there)
-        return [claimed for claimed in batch if claimed.entry not in dropped]
+        return [claimed for claimed in batch if claimed not in dropped]
 
     def _start(self, batch: list[Claimed]) -> None:
         requests = []

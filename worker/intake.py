@@ -11,7 +11,7 @@ import redis
 
 from lmpool.commands import Fields, Server, Value
 from lmpool.errors import JobFormatError
-from lmpool.keys import GROUP, LaneKeys
+from lmpool.keys import GROUP, LaneKeys, lane_of
 from lmpool.scripts import script
 from lmpool.server import is_lost
 from lmpool.wire import Digester, Job, RefusedJob, unpack_job
@@ -236,14 +236,17 @@ def release(
 ) -> int:
     """Give back at once everything this consumer holds; `known` are its jobs by entry."""
     released = 0
-    for lane in lanes:
+    for number, lane in enumerate(lanes):
         while True:
             held = server.xpending_range(lane.jobs, GROUP, "-", "+", 500, consumername=consumer)
             arguments: list[Value] = [lane.prefix, GROUP]
             for item in held:
                 entry = item["message_id"]
                 job = known.get(entry)
-                digest = job.digest.hex() if job else _digest_of(server, lane, entry)
+                if job is not None and lane_of(job.digest, len(lanes)) == number:
+                    digest = job.digest.hex()
+                else:  # not known, or known is one of the same id in another lane
+                    digest = _digest_of(server, lane, entry)
                 arguments += (digest, entry)
             if held:
                 released += script("release")(server, [lane.jobs], arguments)

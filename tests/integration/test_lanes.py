@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
+import itertools
+import time
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
+import redis
 
 import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.errors import PromptFailed, UnknownAdapter
+from lmpool.keys import LaneKeys, lane_of
+from lmpool.model_info import ModelInfo
+from lmpool.wire import Digester, Job, pack_job
 from tests.support.clients import connected
-from tests.support.gate import Gate
 from tests.support.pools import (
     Asking,
     assert_at_rest,
     in_processes,
+    pending,
     pool_lanes,
     some_prompts,
     until_at_rest,
@@ -81,35 +87,32 @@ def test_what_goes_wrong_and_who_leaves(server_url, redis_client, pool_name, tmp
     adapter.mkdir(parents=True)
     (adapter / "adapter_config.json").write_text("{}")
     (adapter / "adapter_model.safetensors").write_text("one")
-    gate = Gate(tmp_path)
     prompts = some_prompts(120, seed=2, vocab_size=255)
     options = {
         "lanes": LANES,
-        "batch_size": 8,
         "adapter_dirs": [str(adapter.parent)],
-        **gate.settings(fail_token=255),
+        "engine_opts": {"fail_token": 255},
     }
     with ExitStack() as stack:
-        with worker_process(server_url, pool_name, **options) as one:
+        # Its batch is never full: what it takes, it holds.
+        with worker_process(server_url, pool_name, batch_size=300, timeout=50, **options) as one:
             lm = stack.enter_context(connected(server_url, pool_name, workers_timeout=60))
             asking = Asking(lm, prompts)
-            gate.wait_for_batch()
             # Another number of lanes is another pool.
             other = {**options, "lanes": 2}
             with worker_process(server_url, pool_name, alive=False, **other) as refused:
                 assert refused.wait() == 78
                 assert "lanes 3 there, 2 here" in refused.log
+            lanes = pool_lanes(redis_client, pool_name)
             with connected(server_url, pool_name) as leaving:
-                withdrawn = Asking(leaving, [[7, 7, i] for i in range(60)])
-                lanes = pool_lanes(redis_client, pool_name)
+                Asking(leaving, [[7, 7, i] for i in range(60)])
                 until(
-                    lambda: sum(redis_client.xlen(lane.jobs) for lane in lanes) == 180,
-                    what="all jobs to be queued",
+                    lambda: sum(sum(pending(redis_client, lane).values()) for lane in lanes) == 180,
+                    what="all jobs to be taken",
                 )
-            assert withdrawn.join(10) is None
             one.terminate()
-            gate.open()
             assert one.wait() == 0
+            assert "left the pool; 120 jobs given back" in one.log
         # What it held in each of the lanes is run by another; what was withdrawn is not.
         with worker_process(server_url, pool_name, **options):
             np.testing.assert_array_equal(asking.rows(), rows_of(prompts))
@@ -131,3 +134,62 @@ def test_what_goes_wrong_and_who_leaves(server_url, redis_client, pool_name, tmp
             until_at_rest(redis_client, pool_name)
         for lane in lanes:
             assert redis_client.xinfo_consumers(lane.jobs, "workers") == []
+
+
+def test_entries_of_two_lanes_may_share_an_id(server_url, redis_client, pool_name):
+    """Ids are a stream's own: a job is known by its lane and its id, whatever becomes of it."""
+    never = {"lanes": LANES, "batch_size": 300, "timeout": 50}
+    with closing(lmpool.connect(server_url, pool_name)) as lm:
+        with worker_process(server_url, pool_name, lanes=LANES, timeout=0.5):
+            lanes = pool_lanes(redis_client, pool_name)
+            left, waited_for = (one_job_of(lm.info, lane, sent=1) for lane in (0, 1))
+            # Of two jobs of one batch and one id, nobody waits for the first any more.
+            put(redis_client, lanes[0], left, "9-9", waits=False)
+            put(redis_client, lanes[1], waited_for, "9-9", waits=True)
+            until(
+                lambda: redis_client.exists(lanes[1].result(waited_for.digest.hex())),
+                what="the job that is waited for",
+            )
+            assert not redis_client.exists(lanes[0].result(left.digest.hex()))
+            assert not any(redis_client.xlen(lane.jobs) for lane in lanes)
+        with worker_process(server_url, pool_name, **never) as worker:
+            jobs = [one_job_of(lm.info, lane) for lane in range(LANES)]
+            entry = f"{2**44}-7"
+            for lane, job in zip(lanes, jobs, strict=True):
+                put(redis_client, lane, job, entry, waits=True)
+            until(
+                lambda: sum(sum(pending(redis_client, lane).values()) for lane in lanes) == LANES,
+                what="all jobs to be taken",
+            )
+            worker.terminate()
+            assert worker.wait() == 0
+            assert "3 jobs given back" in worker.log
+        for lane, job in zip(lanes, jobs, strict=True):
+            ((now, _),) = redis_client.xrange(lane.jobs)
+            assert now.decode() != entry
+            assert redis_client.hget(lane.flight(job.digest.hex()), "job") == now
+
+
+def one_job_of(info: ModelInfo, lane: int, *, sent: int | None = None) -> Job:
+    """A job that belongs to that lane, as a client would send it (`sent` in ms)."""
+    digester = Digester(info.fingerprint)
+    for number in itertools.count():
+        tokens = np.array([lane, number % 256], "<u4").tobytes()
+        digest = digester.logprobs(tokens, "f32")
+        if lane_of(digest, LANES) == lane:
+            now = int(time.time() * 1000) if sent is None else sent
+            return Job("logprobs", digest, tokens, None, {"encoding": "f32"}, sent=now)
+    raise AssertionError
+
+
+def put(client: redis.Redis, lane: LaneKeys, job: Job, entry: str, *, waits: bool) -> None:
+    """Queue a job as that entry, for a client that waits for it or has left."""
+    flight = lane.flight(job.digest.hex())
+    with client.pipeline(transaction=True) as pipeline:
+        if waits:
+            pipeline.xadd(lane.reply("somebody"), {"hello": "1"})
+            pipeline.pexpire(lane.reply("somebody"), 60_000)
+            pipeline.hset(flight, mapping={"job": entry, "deadline": "", "c:somebody": ""})
+            pipeline.pexpire(flight, 60_000)
+        pipeline.xadd(lane.jobs, {"job": pack_job(job)}, id=entry)
+        pipeline.execute()

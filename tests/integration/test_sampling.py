@@ -121,12 +121,12 @@ def test_rows_do_not_wait_for_continuations(server_url, pool_name):
         connected(server_url, pool_name) as lm,
         connected(server_url, pool_name) as other,
     ):
-        lm.batch_sample_sync(PROMPTS[:2], 30, [])  # the worker has seen how long that takes
+        lm.batch_sample_sync(PROMPTS[:2], 4, [])  # the worker has seen how long that takes
         sampling = threading.Thread(
             target=lambda: lm.sample_sync(PROMPTS[3], 120, [], seed=1), daemon=True
         )
         sampling.start()  # for six seconds and more
-        for i in range(4):
+        for i in range(8):
             rows = Asking(other, [[i, 1], [i, 2]]).rows()
             np.testing.assert_array_equal(rows, [mock_row([i, j], 256) for j in (1, 2)])
         assert sampling.is_alive()
