@@ -27,6 +27,7 @@ from lmpool.errors import (
     PoolTimeout,
     PromptError,
     PromptFailed,
+    SettingsError,
     UnknownAdapter,
     UnknownPool,
 )
@@ -747,6 +748,20 @@ def test_a_wait_ends_at_its_timeout_and_is_withdrawn(
         until(lambda: lm.pool_statistics_sync()["backlog"] == 0)
         assert lm.pool_statistics_sync()["computed"] == 1
         assert lm.statistics()["withdrawn"] == 4
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), True, "5", [5]], ids=repr)
+def test_a_timeout_that_is_none_is_refused(timeout: Any, lm: lmpool.PooledLM) -> None:
+    with pytest.raises(SettingsError, match=r"timeout=.*: write a positive number of seconds"):
+        lm.next_token_logprobs_sync([1], timeout=timeout)
+    with pytest.raises(SettingsError):
+        asyncio.run(lm.next_token_logprobs([1], timeout=timeout))
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e18, 10**30, np.float32(9), 9], ids=repr)
+def test_a_timeout_may_be_as_long_as_one_likes(timeout: Any, lm: lmpool.PooledLM) -> None:
+    assert len(lm.next_token_logprobs_sync([1], timeout=timeout)) == VOCAB
+    assert len(asyncio.run(lm.next_token_logprobs([2], timeout=timeout))) == VOCAB
 
 
 def test_a_timeout_of_the_client_holds_for_calls_that_name_none(
