@@ -27,7 +27,7 @@ BAD: list[tuple[Options, str, Any, str]] = [
     (ClientOptions, "url", "redis://host:0", "names no host"),
     (ClientOptions, "url", "redis://host:99999", "from 0 to 65535"),
     (ClientOptions, "url", "redis://host:port", "from 0 to 65535"),
-    (ClientOptions, "url", "redis://host/first", "'first' is no number"),
+    (ClientOptions, "url", "redis://host/first", "is no number"),
     (ClientOptions, "url", "redis://[::1", "malformed"),
     (ClientOptions, "url", "unix://", "names no socket"),
     (ClientOptions, "cache_bytes", "much", "512MiB"),
