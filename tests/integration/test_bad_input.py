@@ -147,7 +147,7 @@ def test_options_of_a_call_that_cannot_be_used(shared):
             ({"temperature": -1.0}, r"temperature=-1\.0: write a number of 0 \(greedy\) or more"),
             ({"temperature": float("nan")}, "temperature=nan"),
             ({"seed": "one"}, "seed='one': write an integer"),
-            ({"eos_token_ids": [256]}, r"eos_token_ids=\[256\]: outside \[0, 256\)"),
+            ({"eos_token_ids": [256]}, r"eos_token_ids=\[256\]: .*\[0, 256\)"),
         ]:
             with pytest.raises(ValueError, match=message):
                 lm.sample_sync([1], **{"max_tokens": 3, "eos_token_ids": [], **options})
@@ -223,7 +223,10 @@ def test_wrong_address():
             {"url": "redis://:s3cret@host:port/0"},
             r"url=redis://:\*\*\*@host:port/0: its port is no",
         ),
-        ({"url": "redis://host:6379/zero"}, "database 'zero' is no number"),
+        (
+            {"url": "redis://host:6379/zero"},
+            r"url='redis://host:6379/zero': .*database.* no number; write redis://",
+        ),
         ({"pool": "a pool"}, "pool='a pool' is no pool name: write 1 to 64 letters"),
         ({"cache_bytes": "lots"}, "cache_bytes='lots'"),
         ({"encoding": "f64"}, r"encoding='f64': input should be 'auto', 'f32'"),
