@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from lmpool.errors import SettingsError
 from lmpool.keys import check_pool_name
+from lmpool.model_info import MAX_LANES
 
 PREFIX = "LMPOOL_"
 SCHEMES = ("redis", "rediss", "unix")
@@ -56,7 +57,7 @@ def check_url(url: str) -> str:
         raise SettingsError(f"url={shown!r} names no host and port; {remedy}")
     database = parts.path.lstrip("/")
     if database and not database.isdigit():
-        raise SettingsError(f"url={shown!r}: database {database!r} is no number; {remedy}")
+        raise SettingsError(f"url={shown!r}: its database is no number; {remedy}")
     return url
 
 
@@ -156,7 +157,7 @@ class WorkerOptions(_Options):
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="longest prompt served; at most what the model takes"
     )
-    lanes: int = Field(1, ge=1, le=64, description="shards of the pool's streams")
+    lanes: int = Field(1, ge=1, le=MAX_LANES, description="shards of the pool's streams")
     max_backlog: int = Field(100_000, ge=1, description="jobs that may wait in a lane")
     result_ttl: Seconds = Field(600.0, description="seconds a row stays in the result cache")
     adapter_dirs: tuple[str, ...] = Field(

@@ -108,7 +108,10 @@ def unpack_job(data: bytes) -> Job:
     digest = found.get("digest")
     if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
         raise JobFormatError("no digest of 16 bytes")
-    problem = _job_problem(found)
+    try:
+        problem = _job_problem(found)
+    except RecursionError:  # of a message about it
+        problem = "fields nested too deeply"
     if problem:
         raise RefusedJob(problem, Digest(digest))
     return Job(
@@ -129,11 +132,11 @@ def _refuse_extension(code: int, _data: bytes) -> Any:
 def _job_problem(found: dict[str, Any]) -> str | None:
     """Why this map is no job of ours, or None."""
     if found.get("v") != JOB_VERSION:
-        return f"job version {found.get('v')!r}: this worker reads version {JOB_VERSION}"
+        return f"job version {found.get('v')!r:.40}: this worker reads version {JOB_VERSION}"
     tokens, want, op = found.get("tokens"), found.get("want"), found.get("op")
     wanted = _WANTED.get(op) if isinstance(op, str) else None
     if wanted is None:
-        return f"unknown operation {op!r}"
+        return f"unknown operation {op!r:.40}"
     if not isinstance(tokens, bytes) or not tokens or len(tokens) % 4:
         return "tokens are not a positive number of uint32"
     if not isinstance(want, dict) or want.keys() != wanted.keys():

@@ -58,7 +58,8 @@ class Collector:
                     failures += 1
                     level = logging.DEBUG if is_lost(error) else logging.WARNING
                     logger.log(level, "the reply stream could not be read: %s", error)
-                    session.closing.wait(min(1.0, 0.05 * 2**failures) * random.uniform(0.5, 1.0))
+                    pause = min(1.0, 0.05 * 2 ** min(failures, 6))
+                    session.closing.wait(pause * random.uniform(0.5, 1.0))
                 except Exception as error:
                     if session.closing.is_set():
                         break  # cut off in the middle of a read
@@ -94,6 +95,9 @@ class Collector:
     def _take_notices(self, server: Server, notices: Sequence[Notice]) -> None:
         session = self._session
         ended: list[Call] = []
+        if any(notice.status == "expired" for notice in notices):
+            # Ours may be the clock that is wrong: it stands still while a machine sleeps.
+            session.clock.set(*server.time())
         with session.lock:
             flights = session.table.flights
             done = [n.digest for n in notices if n.status == "ok" and n.digest in flights]

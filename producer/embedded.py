@@ -49,7 +49,7 @@ class EmbeddedLM(PooledLM):
 
 def _end(client: Client, private: PrivatePool) -> None:
     try:
-        client.close()
+        client.close_soon()
     finally:
         private.stop()
 

@@ -50,6 +50,7 @@ class Sender:
         self._busy_pause = 0.0
         self._next_check = 0.0
         self._alone_since: float | None = None
+        self._looked = 0.0
 
     def run(self) -> None:
         """Serve until the client closes, then leave nothing behind on the server."""
@@ -61,6 +62,8 @@ class Sender:
                 with session.work:
                     while not self._has_work():
                         session.work.wait(self._until_check())
+                    while session.abandoned:
+                        session.forget(session.abandoned.popleft())
                     closing = session.closed
                     tasks, session.tasks = session.tasks, []
                 while tasks:  # one left in a variable would keep its PooledLM from being collected
@@ -82,7 +85,7 @@ class Sender:
 
     def _has_work(self) -> bool:
         session = self._session
-        if session.closed or session.tasks or session.table.withdrawn:
+        if session.closed or session.tasks or session.table.withdrawn or session.abandoned:
             return True
         if session.table.unsent and self._busy_pause <= time.monotonic():
             return True
@@ -146,15 +149,16 @@ class Sender:
     def _withdraw(self, server: Server) -> None:
         session = self._session
         with session.lock:
-            digests, session.table.withdrawn = session.table.withdrawn, []
+            digests = session.table.take_withdrawn()
         try:
             for lane, chosen in session.by_lane(digests).items():
                 for i in range(0, len(chosen), CLAIM_MOST):
                     part = chosen[i : i + CLAIM_MOST]
                     script("withdraw")(server, [lane.jobs], [lane.prefix, session.id, *part])
-        except Exception:
-            with session.lock:
-                session.table.withdrawn = digests + session.table.withdrawn
+        except Exception as error:
+            if is_lost(error):  # what is refused now would be refused again, at once
+                with session.lock:
+                    session.table.withdrawn = digests + session.table.withdrawn
             raise
 
     def _claim(self, server: Server) -> bool:
@@ -280,6 +284,9 @@ class Sender:
             if last is not None:
                 server.xtrim(lane.reply(session.id), minid=last, approximate=False)
         if session.table.flights:
+            if now - self._looked > 4 * every:
+                self._alone_since = None  # nobody waited meanwhile, or nobody could look
+            self._looked = now
             self._look_for_workers(server, now)
 
     def _check_in(self, server: Server, lane: LaneKeys, flights: list[Flight]) -> None:

@@ -78,13 +78,16 @@ class Waiting:
         try:
             self._client.submit(calls)
         except Exception as error:
-            ours = isinstance(error, LmpoolError)
-            failure = error if ours else LmpoolError(f"{type(error).__name__}: {error}")
+            failure = (
+                error
+                if isinstance(error, LmpoolError)
+                else LmpoolError(f"{type(error).__name__}: {error}")
+            )
             for call in calls:
                 if not call.done:
                     call.error = failure
                 call._wake()
-            if not ours:
+            if failure is not error:
                 raise
 
     def rows_sync(

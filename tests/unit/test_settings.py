@@ -274,3 +274,9 @@ def test_no_repr_tells_the_password() -> None:
         assert lm.url == url  # what another process needs to connect
     finally:
         lm.close()
+
+
+def test_no_part_of_a_password_with_a_slash_is_shown() -> None:
+    with pytest.raises(SettingsError) as refused:
+        ClientOptions(url="redis://user:12/secret@host/0")
+    assert "secret" not in str(refused.value)
