@@ -74,6 +74,15 @@ def encode(claimed: Claimed, outcome: Outcome) -> Done:
     return Done(claimed, pack_logprobs(values, "f16" if wanted == "f16" else "f32"))
 
 
+def _encode(claimed: Claimed, outcome: Outcome) -> Done:
+    # One outcome that makes no sense must not keep the others from being written.
+    try:
+        return encode(claimed, outcome)
+    except Exception as error:
+        logger.exception("an outcome of the engine cannot be stored")
+        return Done(claimed, None, "failed", f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
+
+
 _NOT_A_NUMBER = "the model computed NaN for this prompt; another dtype may help"
 
 
@@ -114,7 +123,7 @@ class Publisher:
         chunk: list[Done] = []
         size = 0
         for item in finished:
-            done = item if isinstance(item, Done) else encode(*item)
+            done = item if isinstance(item, Done) else _encode(*item)
             chunk.append(done)
             size += len(done.value or b"")
             if size >= CHUNK_BYTES or len(chunk) >= CHUNK_MOST:

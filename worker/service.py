@@ -129,6 +129,13 @@ class Service:
         publisher = self._publisher = Publisher(
             self._open(zero_copy=True), lanes, info.result_ttl_ms, self.state
         )
+
+        def restore(server: Server) -> None:
+            # A server that has lost everything: clients that come now need these, too.
+            join(server, self.keys, info, replace=False)
+            assert self.loop is not None
+            self.loop.call(lambda: publish_vocabulary(control, self.keys, info, engine))
+
         intake = Intake(
             self._open(blocks_for=IDLE_BLOCK_MS / 1000),
             lanes,
@@ -137,6 +144,7 @@ class Service:
             self.state,
             Digester(info.fingerprint),
             engine.continuous,
+            restore,
         )
         self.adapters = Adapters(engine, control, lanes, options.adapter_dirs)
         self.loop = EngineLoop(

@@ -78,6 +78,13 @@ class Reader:
             jobs += [claimed.job for claimed in self.batcher.take()]
         return jobs
 
+    def take_some(self, most: int) -> list[Job]:
+        """Take what is there, at most so many, and be done with them."""
+        until(lambda: len(self.batcher), what="a job")
+        jobs = [claimed.job for claimed in self.batcher.take(most)]
+        self.batcher.done()
+        return jobs
+
     def stop(self) -> None:
         self.state.stopping.set()
         self.batcher.wake()
@@ -393,3 +400,56 @@ def test_everything_that_is_held_is_given_back_at_once(
 def test_nothing_held_nothing_given_back(redis_client: redis.Redis, lane: LaneKeys) -> None:
     Consumer(redis_client, lane)
     assert release(redis_client, [lane], "worker", {}) == 0  # type: ignore[arg-type]
+
+
+def test_jobs_of_a_read_whose_answer_was_lost_are_read_again(
+    redis_client: redis.Redis, lane: LaneKeys, start: Callable[..., Reader]
+) -> None:
+    reader = start()
+    caller = Caller(redis_client, lane)
+    read, lost = reader._xreadgroup, []
+
+    def lose(*arguments: Any, **options: Any) -> Any:
+        answer = read(*arguments, **options)
+        if answer and answer[0][1] and not lost:
+            lost.append(answer)
+            raise redis.exceptions.ConnectionError("cut")
+        return answer
+
+    caller.enqueue(new_job(1))
+    reader.take_some(1)
+    reader._xreadgroup = lose
+    jobs = [new_job(2, i) for i in range(20)]
+    caller.enqueue(*jobs)
+    caller.withdraw(jobs[0])
+    found = [job.digest for _ in jobs[1:] for job in reader.take_some(1)]
+    assert sorted(found) == sorted(job.digest for job in jobs[1:])  # each once
+    assert lost
+    caller.enqueue(new_job(3))
+    assert reader.take_some(1)[0].digest == new_job(3).digest
+
+
+def test_a_refusal_that_cannot_be_told_loses_no_other_job(
+    redis_client: redis.Redis,
+    lane: LaneKeys,
+    start: Callable[..., Reader],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader = start()
+    refuse, failures = Intake._refuse, []
+
+    def fail_once(*arguments: Any) -> None:
+        if not failures:
+            failures.append(1)
+            raise redis.exceptions.ConnectionError("cut")
+        refuse(*arguments)
+
+    monkeypatch.setattr(Intake, "_refuse", fail_once)
+    with redis_client.pipeline() as pipeline:
+        pipeline.xadd(lane.jobs, {"job": b"garbage"})
+        for i in range(5):
+            pipeline.xadd(lane.jobs, {"job": pack_job(new_job(i + 1))})
+        pipeline.execute()
+    found = [job.digest for _ in range(5) for job in reader.take_some(1)]
+    assert sorted(found) == sorted(new_job(i + 1).digest for i in range(5))
+    assert len(entries_of(redis_client, lane.dead)) == 1
