@@ -215,8 +215,7 @@ class Sender:
                 pack_job(job),
             )
         answers, fresh = script("enqueue")(server, [lane.jobs], arguments)
-        if fresh:
-            session.fresh.set()
+        session.made[lane.reply(session.id)] += fresh
         self._take_answers(server, flights, answers)
 
     def _take_answers(self, server: Server, flights: list[Flight], answers: bytes) -> None:
@@ -297,8 +296,7 @@ class Sender:
             [lane.jobs],
             [lane.prefix, session.id, to_ms(REPLY_TTL), to_ms(FLIGHT_TTL), *digests],
         )
-        if fresh:
-            session.fresh.set()
+        session.made[lane.reply(session.id)] += fresh
         there = []
         with session.lock:
             for flight, answer in zip(flights, answers.decode(), strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
@@ -51,8 +51,8 @@ class Session:
         self.closing = threading.Event()
         self.joined = threading.Event()
         """The pool's lanes are known, or the client is closing."""
-        self.fresh = threading.Event()
-        """The reply stream was made anew."""
+        self.made: Counter[str] = Counter()
+        """How often each reply stream was made: again once it expired, or the server forgot it."""
         self.last_ids: dict[str, str] = {}
         """The last notice read, by reply stream."""
 

@@ -198,6 +198,19 @@ def test_one_bad_prompt_fails_alone(shared):
     assert after["failed"] - before["failed"] == 2
 
 
+def test_a_prompt_that_failed_is_tried_again_when_it_is_asked_again(shared):
+    """No error of before is given out again: every ask is one attempt."""
+    url, pool = shared
+    with connected(url, pool) as lm:
+        before = lm.pool_statistics_sync()["failed"]
+        for number in range(50):
+            with connected(url, pool) as new:
+                for _ in range(3):
+                    with pytest.raises(PromptFailed):
+                        new.next_token_logprobs_sync([number, 255])
+        assert lm.pool_statistics_sync()["failed"] == before + 150
+
+
 def test_unknown_pool(shared):
     url, _ = shared
     lm = lmpool.connect(url, "nobodys")
