@@ -92,7 +92,7 @@ def test_replacing_every_worker_under_load_loses_no_prompt(server_url, redis_cli
         names = [worker.wait_until_alive()["id"] for worker in workers]
         (lane,) = pool_lanes(redis_client, pool_name)
         with Load(server_url, pool_name) as load:
-            for _ in range(3):
+            for _ in range(2):
                 asked = load.asked
                 until(lambda asked=asked: load.asked > asked + 100, what="the load to go on")
                 leaving, name = workers.pop(0), names.pop(0)

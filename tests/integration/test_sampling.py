@@ -123,9 +123,9 @@ def test_rows_do_not_wait_for_continuations(server_url, pool_name):
     ):
         lm.batch_sample_sync(PROMPTS[:2], 4, [])  # the worker has seen how long that takes
         sampling = threading.Thread(
-            target=lambda: lm.sample_sync(PROMPTS[3], 120, [], seed=1), daemon=True
+            target=lambda: lm.sample_sync(PROMPTS[3], 100, [], seed=1), daemon=True
         )
-        sampling.start()  # for six seconds and more
+        sampling.start()  # for five seconds and more
         for i in range(8):
             rows = Asking(other, [[i, 1], [i, 2]]).rows()
             np.testing.assert_array_equal(rows, [mock_row([i, j], 256) for j in (1, 2)])
