@@ -79,11 +79,11 @@ class Collector:
 
     def _collect_once(self, server: Server) -> None:
         session = self._session
-        for name, made in list(session.made.items()):
-            if made > self._begun[name]:
+        for reply, made in list(session.made.items()):
+            if made > self._begun[reply]:
                 # A stream made anew, whose beginning was not read: its ids may be smaller. Reading
                 # another's again would give old errors to whoever asks the same prompt now.
-                session.last_ids.pop(name, None)
+                session.last_ids.pop(reply, None)
         streams = {
             lane.reply(session.id): session.last_ids.get(lane.reply(session.id), "0-0")
             for lane in session.lanes
