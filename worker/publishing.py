@@ -101,22 +101,35 @@ class Publisher:
         self._result_ttl_ms = result_ttl_ms
         self._state = state
         self._queue: queue.Queue[Sequence[Finished] | None] = queue.Queue(QUEUE_MOST)
+        self._ended = False
 
     def put(self, finished: Sequence[Finished]) -> None:
         """Hand over one batch; blocks while two are waiting to be written."""
-        self._queue.put(finished)
+        self._put(finished)
 
     def finish(self) -> None:
         """No more will come: `run` ends once all is written."""
-        self._queue.put(None)
+        self._put(None)
+
+    def _put(self, finished: Sequence[Finished] | None) -> None:
+        # Where nobody writes any more nobody must wait: the jobs stay with the pool.
+        while not self._ended:
+            try:
+                self._queue.put(finished, timeout=0.5)
+                break
+            except queue.Full:
+                pass
 
     def run(self) -> None:
         """Write until told to finish."""
-        while (finished := self._queue.get()) is not None:
-            batches = 1
-            for chunk in self._chunks(finished):
-                self._write(chunk, batches)
-                batches = 0
+        try:
+            while (finished := self._queue.get()) is not None:
+                batches = 1
+                for chunk in self._chunks(finished):
+                    self._write(chunk, batches)
+                    batches = 0
+        finally:
+            self._ended = True
 
     def _chunks(self, finished: Sequence[Finished]) -> Iterator[list[Done]]:
         """Few large rows or many small ones at a time: the first are read while others follow."""

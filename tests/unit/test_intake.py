@@ -364,6 +364,45 @@ def test_a_server_that_vanishes_while_its_group_is_made_again_is_waited_for(
     assert not failures
 
 
+def lose_an_answer(reader: Reader) -> list[int]:
+    """Let the next answer with jobs be lost on its way; one item is left until it was."""
+    original = reader._xreadgroup
+    left = [1]
+
+    def lose(*arguments: Any, **options: Any) -> Any:
+        answer = original(*arguments, **options)
+        if answer and left:
+            left.pop()
+            raise redis.exceptions.ConnectionError("the answer was lost")
+        return answer
+
+    seen = len(reader.blocks)
+    reader._xreadgroup = lose
+    until(lambda: len(reader.blocks) > seen)  # the read that was under way is over
+    return left
+
+
+def test_jobs_lost_on_their_way_and_withdrawn_are_let_go(
+    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    caller = Caller(redis_client, lane)
+    reader = start()
+    original = reader.server.xreadgroup
+    left = lose_an_answer(reader)
+    job, kept = new_job(1), new_job(2)
+
+    def withdraw_first(*arguments: Any, **options: Any) -> Any:
+        if not left:
+            caller.withdraw(job)
+        return original(*arguments, **options)
+
+    reader.server.xreadgroup = withdraw_first
+    caller.enqueue(job, kept)
+    assert reader.take(1) == [kept]
+    assert until(lambda: len(Consumer(redis_client, lane, "reader").held()) == 1)
+    assert not entries_of(redis_client, lane.dead)
+
+
 # --- giving back -------------------------------------------------------------------------------
 
 

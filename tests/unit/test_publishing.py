@@ -338,6 +338,38 @@ def test_batches_are_written_in_their_order_and_only_two_may_wait(
     publisher._server.close()
 
 
+@pytest.mark.parametrize("bad", [Outcome(b"", np.zeros((2, 2))), Outcome(b"", tokens="text")])  # type: ignore[arg-type]
+def test_an_outcome_that_is_none_fails_alone(
+    bad: Outcome,
+    start: Callable[..., Writer],
+    any_server: str,
+    redis_client: redis.Redis,
+    lane: LaneKeys,
+) -> None:
+    caller, consumer, ((first, _), second) = prepare(redis_client, lane, 2)  # type: ignore[misc]
+    writer = start(any_server, [lane])
+    writer.put([(first, bad), second])
+    writer.finish()
+    assert sorted(notice.status for notice in caller.notices()) == ["failed", "ok"]
+    assert consumer.held() == []
+
+
+def test_nobody_waits_for_a_publisher_that_has_ended(
+    any_server: str, redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    _, consumer, finished = prepare(redis_client, lane, 1)
+    publisher = Publisher(open_server(any_server), [lane], 1000, WorkerState({}, lambda: None))
+    publisher._write = None  # type: ignore[assignment, method-assign]
+    publisher.put(finished)
+    with pytest.raises(TypeError):
+        publisher.run()
+    for _ in range(publishing.QUEUE_MOST + 2):
+        publisher.put(finished)
+    publisher.finish()
+    assert len(consumer.held()) == 1
+    publisher._server.close()
+
+
 def until_or_not(condition: Callable[[], bool], timeout: float = 0.1) -> bool:
     try:
         return until(condition, timeout)
