@@ -390,10 +390,11 @@ def test_jobs_lost_on_their_way_and_withdrawn_are_let_go(
     original = reader.server.xreadgroup
     left = lose_an_answer(reader)
     job, kept = new_job(1), new_job(2)
+    unwanted = [job]
 
     def withdraw_first(*arguments: Any, **options: Any) -> Any:
-        if not left:
-            caller.withdraw(job)
+        if unwanted and not left:
+            caller.withdraw(unwanted.pop())
         return original(*arguments, **options)
 
     reader.server.xreadgroup = withdraw_first
