@@ -139,7 +139,9 @@ def ping(url: Url = None, pool: Pool = None) -> None:
 def stats(
     as_json: Annotated[bool, typer.Option("--json", help="As one line of JSON.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
-    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
+    every: Annotated[
+        float, typer.Option(help="Seconds between two looks.", min=0.1, max=86_400)
+    ] = 2.0,
     url: Url = None,
     pool: Pool = None,
 ) -> None:
@@ -159,9 +161,13 @@ def doctor(url: Url = None, pool: Pool = None) -> None:
 
 @app.command()
 def bench(
-    seconds: Annotated[float, typer.Option(help="How long the load lasts.", min=0.1)] = 5.0,
-    concurrency: Annotated[int, typer.Option(help="Prompts asked at a time.", min=1)] = 256,
-    length: Annotated[int, typer.Option(help="Tokens in each prompt.", min=1)] = 32,
+    seconds: Annotated[
+        float, typer.Option(help="How long the load lasts.", min=0.1, max=86_400)
+    ] = 5.0,
+    concurrency: Annotated[
+        int, typer.Option(help="Prompts asked at a time.", min=1, max=100_000)
+    ] = 256,
+    length: Annotated[int, typer.Option(help="Tokens in each prompt.", min=1, max=1_000_000)] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="As one line of JSON.")] = False,
     url: Url = None,
     pool: Pool = None,

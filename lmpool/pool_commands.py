@@ -14,6 +14,7 @@ from rich.table import Table
 
 from lmpool.bars import bar_lines, likeliest
 from lmpool.commands import Server
+from lmpool.errors import PromptError
 from lmpool.producer import PooledLM, connect
 from lmpool.producer.statistics import PoolStatistics
 from lmpool.prompt_text import encoder, read_vocabulary
@@ -33,6 +34,10 @@ def show_logprobs(
     pool: str | None,
 ) -> None:
     """Print the likeliest next tokens of `text`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PromptError("the prompt is no text in UTF-8") from None
     console = Console(highlight=False, soft_wrap=True)
     with connect(url, pool, framework="numpy") as lm:
         vocabulary = read_vocabulary(lm)

@@ -12,7 +12,7 @@ import re
 import socket
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, Self
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, ByteSize, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -23,6 +23,11 @@ from lmpool.model_info import MAX_LANES
 
 PREFIX = "LMPOOL_"
 SCHEMES = ("redis", "rediss", "unix")
+URL_OPTIONS = ("db", "username", "password", "health_check_interval")
+TLS_OPTIONS = (
+    "ssl_ca_certs", "ssl_ca_data", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname",
+    "ssl_keyfile",
+)  # fmt: skip
 
 
 def mask_url(url: str) -> str:
@@ -49,6 +54,15 @@ def check_url(url: str) -> str:
         raise SettingsError(f"url={shown}: {reason}; {remedy}") from None
     if parts.scheme not in SCHEMES:
         raise SettingsError(f"url={shown!r}: unknown scheme {parts.scheme!r}; {remedy}")
+    known = URL_OPTIONS + (TLS_OPTIONS if parts.scheme == "rediss" else ())
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in known:
+            raise SettingsError(
+                f"url={shown!r}: unknown option {name!r:.60}; there are {', '.join(known)}"
+            )
+        number = {"db": str.isdecimal, "health_check_interval": str.isdecimal}.get(name)
+        if number is not None and not number(value):
+            raise SettingsError(f"url={shown!r}: {name} is no number; {remedy}")
     if parts.scheme == "unix":
         if not parts.path:
             raise SettingsError(f"url={shown!r} names no socket; {remedy}")

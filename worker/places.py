@@ -11,6 +11,7 @@ from typing import Final
 
 from lmpool.errors import SettingsError
 
+MOST_WORKERS: Final = 1024
 _NAME: Final = re.compile(r"[0-9]{1,4}|(GPU|MIG)-[A-Za-z0-9/-]+")
 _EXAMPLE: Final = "write numbers such as 0,1,2,3, all, or 0+1,2+3 for two GPUs to each worker"
 
@@ -37,8 +38,8 @@ def places(gpus: str | None, workers: int | None, environ: Mapping[str, str]) ->
             for visible in parse_gpus(gpus, environ)
         ]
     count = 1 if workers is None else workers
-    if count < 1:
-        raise SettingsError(f"workers={count}: write a positive number")
+    if not 1 <= count <= MOST_WORKERS:
+        raise SettingsError(f"workers={count}: write a number from 1 to {MOST_WORKERS}")
     # Threads that spin while they wait for each other take the cores from those they wait for: on a
     # busy machine a batch then takes ten times as long.
     mine = {"OMP_WAIT_POLICY": "PASSIVE"}
