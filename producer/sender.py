@@ -20,6 +20,7 @@ from lmpool.errors import (
     ServerRefused,
     ServerUnreachable,
     UnknownAdapter,
+    WireError,
 )
 from lmpool.keys import LaneKeys
 from lmpool.liveness import any_alive
@@ -309,21 +310,19 @@ class Sender:
 
     def _look_for_workers(self, server: Server, now: float) -> None:
         session = self._session
-        if any_alive(server, session.lanes[0]):
+        # In every lane: a pool taken over in fewer lanes has nobody in the others.
+        if all(any_alive(server, lane) for lane in session.lanes):
             self._alone_since = None
             return
         if self._alone_since is None:
             self._alone_since = now
         current = server.get(session.keys.info)
         assert session.info is not None
-        if (
-            current is not None
-            and ModelInfo.unpack(current).fingerprint != session.info.fingerprint
-        ):
+        if current is not None and _differs(current, session.info):
             session.fail_everything(
                 PoolMismatch(
-                    f"pool {session.options.pool!r} now serves another model than the "
-                    f"{session.info.model!r} this client knows: connect again"
+                    f"pool {session.options.pool!r} now serves another model, or in another number "
+                    f"of lanes, than the {session.info.model!r} this client knows: connect again"
                 )
             )
         elif now - self._alone_since >= session.options.workers_timeout * 0.75:
@@ -351,3 +350,12 @@ class Sender:
                     server.delete(lane.reply(session.id))
         except (redis.exceptions.RedisError, OSError):
             logger.debug("the server was gone when the client closed", exc_info=True)
+
+
+def _differs(current: bytes, known: ModelInfo) -> bool:
+    """Whether a pool's model info means other keys than the one a client knows."""
+    try:
+        info = ModelInfo.unpack(current)
+    except WireError:
+        return True  # of another version of lmpool
+    return (info.fingerprint, info.lanes) != (known.fingerprint, known.lanes)

@@ -24,6 +24,7 @@ from lmpool.errors import (
     LmpoolError,
     NoWorkers,
     PoolBusy,
+    PoolMismatch,
     PoolTimeout,
     PromptError,
     PromptFailed,
@@ -847,6 +848,39 @@ def test_a_pool_without_workers_is_told_after_a_while(
         assert 0.2 < time.monotonic() - began < 3
         with in_process_worker(any_server, pool_name):
             assert np.array_equal(lm.next_token_logprobs_sync([1]), mock_row([1], VOCAB))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"lanes": 1}, {"lanes": 3, "engine_opts": {"vocab_size": 100}}],
+    ids=["fewer lanes", "another model"],
+)
+def test_a_client_of_what_the_pool_served_before_is_told(
+    other: dict[str, Any], any_server: str, pool_name: str
+) -> None:
+    with in_process_worker(any_server, pool_name, lanes=3):
+        pass
+    with (
+        connected(any_server, pool_name, workers_timeout=1) as lm,
+        in_process_worker(any_server, pool_name, **other),
+    ):
+        with pytest.raises(PoolMismatch, match="connect again"):
+            lm.batch_next_token_logprobs_sync(prompts_of(20), timeout=10)
+        with connected(any_server, pool_name) as again:
+            assert again.info.lanes == other["lanes"]
+            assert len(again.next_token_logprobs_sync([1])) == again.info.vocab_size
+
+
+def test_a_client_of_what_a_later_release_serves_is_told(
+    any_server: str, pool_name: str, redis_client: redis.Redis
+) -> None:
+    with in_process_worker(any_server, pool_name):
+        pass
+    with connected(any_server, pool_name, workers_timeout=1) as lm:
+        redis_client.set(PoolKeys(pool_name).info, b"\x81\xa1v\x63")
+        with pytest.raises(PoolMismatch, match="connect again"):
+            lm.next_token_logprobs_sync([1], timeout=10)
+        redis_client.delete(PoolKeys(pool_name).info)
 
 
 def test_a_worker_that_comes_in_time_is_waited_for(any_server: str, pool_name: str) -> None:
