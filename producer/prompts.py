@@ -36,13 +36,17 @@ def prompt_bytes(token_ids: TokenIds, vocab_size: int, max_prompt_tokens: int) -
         )
     kinds = set(map(type, token_ids))
     ids = token_ids if kinds == {int} else _as_integers(token_ids)
-    if max(ids) >= vocab_size or min(ids) < 0:
+    try:
+        packed = array("I", ids)
+        sound = max(packed) < vocab_size
+    except OverflowError:  # negative, or no uint32
+        sound = False
+    if not sound:
         place, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
         raise PromptError(
             f"token id {bad} at position {place} is outside [0, {vocab_size}): "
             "was the prompt tokenized with this pool's tokenizer?"
         )
-    packed = array("I", ids)
     if sys.byteorder != "little":
         packed.byteswap()
     return packed.tobytes()

@@ -23,6 +23,7 @@ from lmpool.wire import bf16_to_f32, pack_logprobs, pack_tokens, pack_values
 from lmpool.worker.batching import Claimed
 from lmpool.worker.intake import COUNTERS_TTL_MS
 from lmpool.worker.state import WorkerState
+from lmpool.worker.transaction import set_and_call
 
 logger = logging.getLogger(__name__)
 
@@ -61,16 +62,16 @@ def encode(claimed: Claimed, outcome: Outcome) -> Done:
         return Done(claimed, None, "failed", "the engine gave neither a row nor an error")
     wanted = claimed.job.want["encoding"]
     if row.dtype == np.uint16:
-        bits = cast(npt.NDArray[np.uint16], row)  # of bfloat16 logits
+        bits = cast("npt.NDArray[np.uint16]", row)  # of bfloat16 logits
         if np.isnan(outcome.logsumexp):
             return Done(claimed, None, "failed", _NOT_A_NUMBER)
         if wanted == "bf16":
             return Done(claimed, pack_values("bf16", bits, outcome.logsumexp))
         row = bf16_to_f32(bits) - np.float32(outcome.logsumexp)
     # Normalizing spreads one NaN to all entries: the first one tells.
-    if np.isnan(row[0]):
+    if row[0] != row[0]:
         return Done(claimed, None, "failed", _NOT_A_NUMBER)
-    values = cast(npt.NDArray[np.float32], row)
+    values = cast("npt.NDArray[np.float32]", row)
     return Done(claimed, pack_logprobs(values, "f16" if wanted == "f16" else "f32"))
 
 
@@ -159,8 +160,7 @@ class Publisher:
             except (redis.exceptions.RedisError, OSError) as error:
                 failures += 1
                 full = isinstance(error, redis.exceptions.OutOfMemoryError)
-                # redis-py puts the command before the reason: with rows, megabytes.
-                reason = str(error).rpartition(" of pipeline caused error: ")[2]
+                reason = str(error)[:MAX_ERROR_CHARS]
                 if failures in (1, 10) or failures % 100 == 0:
                     logger.warning(
                         "%s (%d rows wait, %.0f s): %s",
@@ -181,7 +181,6 @@ class Publisher:
 
     def _write_in(self, lane: LaneKeys, chunk: list[Done], batches: int) -> None:
         """One transaction: every row with its TTL, then the notices and acknowledgements."""
-        ttl = self._result_ttl_ms
         rows = sum(done.value is not None for done in chunk)
         failed = sum(done.status != "ok" for done in chunk)
         counters: list[Value] = []
@@ -195,15 +194,12 @@ class Publisher:
             len(counters) // 2,
             *counters,
         ]
-        with self._server.pipeline(transaction=True) as pipeline:
-            for done in chunk:
-                digest = done.claimed.job.digest.hex()
-                if done.value is not None:
-                    pipeline.execute_command("SET", lane.result(digest), done.value, "PX", ttl)
-                arguments += (digest, done.claimed.entry, done.status, done.error)
-            script("complete").queue(pipeline, [lane.jobs], arguments)
-            try:
-                pipeline.execute()
-            except redis.exceptions.NoScriptError:
-                # The rows are set; what is missing is the script's part.
-                script("complete")(self._server, [lane.jobs], arguments)
+        values: list[tuple[str, bytes]] = []
+        for done in chunk:
+            digest = done.claimed.job.digest.hex()
+            if done.value is not None:
+                values.append((lane.result(digest), done.value))
+            arguments += (digest, done.claimed.entry, done.status, done.error)
+        set_and_call(
+            self._server, values, self._result_ttl_ms, script("complete"), [lane.jobs], arguments
+        )

@@ -126,9 +126,7 @@ class Service:
             heartbeat.beat()
         self.lanes = lanes
         batcher = self._batcher = Batcher(options.batch_size, options.timeout, budget)
-        publisher = self._publisher = Publisher(
-            self._open(zero_copy=True), lanes, info.result_ttl_ms, self.state
-        )
+        publisher = self._publisher = Publisher(self._open(), lanes, info.result_ttl_ms, self.state)
 
         def restore(server: Server) -> None:
             # A server that has lost everything: clients that come now need these, too.
@@ -219,10 +217,8 @@ class Service:
         except (redis.exceptions.RedisError, OSError) as error:
             logger.warning("left without a word to the server: %s", error)
 
-    def _open(self, *, blocks_for: float = 0.0, zero_copy: bool = False) -> Server:
-        server = open_server(
-            self.options.url, blocks_for=blocks_for, zero_copy=zero_copy, name="lmpool-worker"
-        )
+    def _open(self, *, blocks_for: float = 0.0) -> Server:
+        server = open_server(self.options.url, blocks_for=blocks_for, name="lmpool-worker")
         self._servers.append(server)
         return server
 

@@ -86,35 +86,6 @@ def test_a_loaded_script_needs_no_second_try(
     redis_client.delete(key)
 
 
-def test_a_queued_script_runs_with_its_transaction(
-    any_server: str, redis_client: redis.Redis, pool_name: str
-) -> None:
-    replace = script("replace")
-    key = PoolKeys(pool_name).info
-    replace.load(redis_client)  # type: ignore[arg-type]
-    with redis_client.pipeline(transaction=True) as pipeline:
-        pipeline.set(key, "first")
-        replace.queue(pipeline, [key], ["first", "second"])  # type: ignore[arg-type]
-        replace.queue(pipeline, [key], ["first", "third"])  # type: ignore[arg-type]
-        assert pipeline.execute() == [True, 1, 0]
-    assert redis_client.get(key) == b"second"
-    redis_client.delete(key)
-
-
-def test_a_queued_script_that_was_forgotten_is_an_error_of_its_own(
-    any_server: str, redis_client: redis.Redis, pool_name: str
-) -> None:
-    key = PoolKeys(pool_name).info
-    redis_client.script_flush()
-    with redis_client.pipeline(transaction=True) as pipeline:
-        pipeline.set(key, "first")
-        script("replace").queue(pipeline, [key], ["first", "second"])  # type: ignore[arg-type]
-        with pytest.raises(redis.exceptions.NoScriptError):
-            pipeline.execute()
-    assert redis_client.get(key) == b"first"  # the rest of the transaction was done
-    redis_client.delete(key)
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "replace"])
 def test_scripts_touch_keys_of_one_slot_only(name: str) -> None:
     # Keys are KEYS[..] or begin with the lane's prefix, which carries the hash tag.

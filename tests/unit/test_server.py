@@ -287,11 +287,8 @@ def test_which_errors_are_worth_another_connection(error: Exception, lost: bool)
     assert is_lost(error) is lost
 
 
-@pytest.mark.parametrize("zero_copy", [False, True])
-def test_values_of_every_size_arrive_whole(
-    any_server: str, pool_name: str, zero_copy: bool
-) -> None:
-    server = open_server(any_server, zero_copy=zero_copy)
+def test_values_of_every_size_arrive_whole(any_server: str, pool_name: str) -> None:
+    server = open_server(any_server)
     try:
         for size in (0, 1, 5999, 6000, 6001, 100_000, 3_000_000):
             value = bytes(i % 251 for i in range(min(size, 1000))) * (size // 1000 or 1)
