@@ -159,7 +159,7 @@ class WorkerOptions(_Options):
     )
     batch_size: int = Field(64, ge=1, le=65_536, description="most prompts in a batch")
     timeout: float = Field(
-        0.001,
+        0.0005,
         ge=0,
         le=60,
         allow_inf_nan=False,

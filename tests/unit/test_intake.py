@@ -447,21 +447,22 @@ def test_jobs_of_a_read_whose_answer_was_lost_are_read_again(
 ) -> None:
     reader = start()
     caller = Caller(redis_client, lane)
-    read, lost = reader._xreadgroup, []
+    jobs = [new_job(2, i) for i in range(20)]
+    read, armed, lost = reader._xreadgroup, threading.Event(), []
 
     def lose(*arguments: Any, **options: Any) -> Any:
         answer = read(*arguments, **options)
-        if answer and answer[0][1] and not lost:
+        if armed.is_set() and answer and answer[0][1] and not lost:
             lost.append(answer)
+            caller.withdraw(jobs[0])
             raise redis.exceptions.ConnectionError("cut")
         return answer
 
-    caller.enqueue(new_job(1))
-    reader.take_some(1)
     reader._xreadgroup = lose
-    jobs = [new_job(2, i) for i in range(20)]
+    caller.enqueue(new_job(1))
+    reader.take_some(1)  # the read that ended with it was the last one that began without `lose`
+    armed.set()
     caller.enqueue(*jobs)
-    caller.withdraw(jobs[0])
     found = [job.digest for _ in jobs[1:] for job in reader.take_some(1)]
     assert sorted(found) == sorted(job.digest for job in jobs[1:])  # each once
     assert lost
