@@ -36,14 +36,25 @@ LOST = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
 """
 
 
+NOT_READY: Final = ("BUSY ", "CLUSTERDOWN", "MASTERDOWN", "MISCONF", "NOREPLICAS", "TRYAGAIN")
+"""How refusals begin that end by themselves: a long script, a failover, a disk that is full."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the server's memory is full: there is room again when rows have ended."""
+    return isinstance(error, redis.exceptions.OutOfMemoryError)
+
+
 def is_lost(error: BaseException) -> bool:
     """Whether the connection is lost or the server is not ready: a reason to try again later."""
     if isinstance(error, redis.exceptions.AuthenticationError):
         return False
     if isinstance(error, (redis.exceptions.AuthorizationError, redis.exceptions.NoPermissionError)):
         return False
-    # BusyLoading and ReadOnly: a server that restarts or fails over.
-    return isinstance(error, (*LOST, redis.exceptions.ReadOnlyError, OSError))
+    # BusyLoading, a ConnectionError, and ReadOnly: a server that restarts or fails over.
+    if isinstance(error, (*LOST, redis.exceptions.ReadOnlyError, OSError)):
+        return True
+    return isinstance(error, redis.exceptions.ResponseError) and str(error).startswith(NOT_READY)
 
 
 def open_server(url: str, *, blocks_for: float = 0.0, name: str = "lmpool") -> Server:

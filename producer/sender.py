@@ -29,7 +29,7 @@ from lmpool.producer.calls import Call, wake
 from lmpool.producer.flights import Flight
 from lmpool.producer.session import FLIGHT_TTL, REPLY_TTL, Session, Task
 from lmpool.scripts import script
-from lmpool.server import explained, is_lost, open_server
+from lmpool.server import explained, is_full, is_lost, open_server
 from lmpool.settings import mask_url
 from lmpool.wire import Job, pack_job
 
@@ -124,17 +124,22 @@ class Sender:
         """The connection is gone or the server refuses: wait, or give up. Answers since when."""
         session = self._session
         now, shown = time.monotonic(), mask_url(session.options.url)
-        if not is_lost(error):
+        if not (is_lost(error) or is_full(error)):
             session.fail_everything(ServerRefused(f"{shown}: {error}"))
             return now
         since = now if lost_since is None else lost_since
         if now - since >= session.options.reconnect_timeout:
-            session.fail_everything(
-                ServerUnreachable(f"no answer from {shown} for {now - since:.0f} s: {error}")
-            )
+            if isinstance(error, redis.exceptions.ResponseError):
+                session.fail_everything(
+                    ServerRefused(f"{shown} has refused for {now - since:.0f} s: {error}")
+                )
+            else:
+                session.fail_everything(
+                    ServerUnreachable(f"no answer from {shown} for {now - since:.0f} s: {error}")
+                )
             return since
         if lost_since is None:
-            logger.warning("lost %s (%s): reconnecting", shown, error)
+            logger.warning("%s is lost or not ready: trying again (%s)", shown, error)
         # The table keeps what was waited for; the next claim or check finds what became of it.
         session.closing.wait(min(1.0, 0.05 + (now - since) / 4) * random.uniform(0.5, 1.0))
         return since

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
+
+import redis
 
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
@@ -19,6 +22,8 @@ from lmpool.producer.calls import Call, wake
 from lmpool.producer.flights import Flight, FlightTable, Statistics
 from lmpool.settings import ClientOptions
 from lmpool.wire import unpack_row
+
+logger = logging.getLogger(__name__)
 
 REPLY_TTL: Final = 30.0
 FLIGHT_TTL: Final = 600.0
@@ -75,6 +80,7 @@ class Session:
         for digest in list(self.table.flights):
             flight = self.table.flights.get(digest)
             if flight is not None:
+                self.table.statistics.withdrawn += 1
                 if flight.sent:
                     self.table.withdrawn.append(digest)
                 ended += self.table.fail(digest, error)
@@ -118,11 +124,41 @@ class Session:
             for i in range(0, len(chosen), step):
                 part = chosen[i : i + step]
                 keys = [f"{lane.prefix}:result:{digest.decode()}" for digest in part]
-                self._hand_out(part, server.mget(keys))
+                spoiled = self._hand_out(part, server.mget(keys))
+                if spoiled:
+                    self._compute_again(server, lane, spoiled)
 
-    def _hand_out(self, digests: Sequence[bytes], values: Sequence[bytes | None]) -> None:
+    def _compute_again(
+        self, server: Server, lane: LaneKeys, spoiled: dict[bytes, RowFormatError]
+    ) -> None:
+        """Delete values that are no rows, and ask for the rows anew; not without end."""
+        reason = next(iter(spoiled.values()))
+        logger.warning("refused %d values that are no rows: %s", len(spoiled), reason)
+        try:
+            server.delete(*(lane.result(digest.decode()) for digest in spoiled))
+            deleted = True
+        except redis.exceptions.NoPermissionError:
+            deleted = False
+        ended: list[Call] = []
+        with self.lock:
+            for digest, error in spoiled.items():
+                flight = self.table.flights.get(digest)
+                if flight is None:
+                    continue
+                if deleted and flight.tries < MAX_TRIES:
+                    self.table.resend(flight)
+                else:
+                    ended += self.fail(flight, error)
+            self.work.notify()
+        wake(ended)
+
+    def _hand_out(
+        self, digests: Sequence[bytes], values: Sequence[bytes | None]
+    ) -> dict[bytes, RowFormatError]:
+        """Give rows to whoever waits. Answers what was refused, and why."""
         assert self.info is not None
         complete: list[Call] = []
+        spoiled: dict[bytes, RowFormatError] = {}
         size = self.info.vocab_size
         with self.lock:
             table = self.table
@@ -141,7 +177,7 @@ class Session:
                     if (row.encoding == "u32") != (flight.ask.op == "sample"):
                         raise RowFormatError(f"{row.encoding} numbers for {flight.ask.op}")
                 except RowFormatError as error:
-                    complete += self.fail(flight, error)
+                    spoiled[digest] = error
                     continue
                 if flight.ask.op == "logprobs":
                     self.cache.put(digest, row)
@@ -149,6 +185,7 @@ class Session:
             if table.unsent:
                 self.work.notify()
         wake(complete)
+        return spoiled
 
 
 def _vanished(flight: Flight) -> LmpoolError:

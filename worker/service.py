@@ -246,7 +246,12 @@ class Service:
             self._heartbeat_ended.set()
             released = release(server, self.lanes, self.consumer, known, keep)
             self._say_goodbye(server)
-            logger.info("%s left the pool; %d jobs given back", self.consumer, released)
+            logger.info(
+                "%s left the pool; %d jobs given back, %d left for others to try alone",
+                self.consumer,
+                released,
+                len(keep),
+            )
         except (redis.exceptions.RedisError, OSError) as error:
             logger.warning("left without a word to the server: %s", error)
 
