@@ -10,9 +10,9 @@ from typing import Any, Final, cast
 
 import redis
 from redis.backoff import NoBackoff
-from redis.connection import parse_url
 from redis.retry import Retry
 
+from lmpool.address import connection_pool
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
 from lmpool.errors import ServerRefused, ServerTooOld, ServerUnreachable
@@ -63,18 +63,15 @@ def open_server(url: str, *, blocks_for: float = 0.0, name: str = "lmpool") -> S
     `blocks_for` is how long, in seconds, its blocking reads may wait.
     """
     options: dict[str, Any] = {
-        **parse_url(url),
         "protocol": 2,
         "client_name": name,
         "socket_timeout": ANSWER_TIMEOUT + blocks_for,
         "socket_read_size": READ_BYTES,
         "retry": Retry(NoBackoff(), 0),
     }
-    connection = options.pop("connection_class", redis.Connection)
-    if not issubclass(connection, redis.UnixDomainSocketConnection):
-        options.setdefault("socket_connect_timeout", CONNECT_TIMEOUT)
-        options.setdefault("socket_keepalive", True)
-    pool = redis.ConnectionPool(connection_class=connection, max_connections=1, **options)
+    if not url.startswith("unix:"):
+        options |= {"socket_connect_timeout": CONNECT_TIMEOUT, "socket_keepalive": True}
+    pool = connection_pool(url, max_connections=1, **options)
     return cast(Server, redis.Redis(connection_pool=pool))
 
 

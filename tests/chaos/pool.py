@@ -113,22 +113,20 @@ class ChaosPool:
                 worker.close()
 
 
-def run_fault(pool: ChaosPool, fault: Any, *, before: float = 2.0, limit: float = 25.0) -> Result:
+def run_fault(pool: ChaosPool, fault: Any, *, before: float = 1.5, limit: float = 25.0) -> Result:
     """A load, the fault in its midst, and what became of every prompt."""
     with pool.load() as load:
         time.sleep(before)
         began = time.monotonic()
         fault(pool)
         over = time.monotonic()
-        settled = threading.Event()
 
         def goes_on() -> bool:
             calls = load.outcomes.calls
             return sum(begin > over for begin, _, _ in calls) > 20
 
         until(goes_on, limit, what="the load to go on after the fault")
-        time.sleep(2.0)
-        settled.set()
+        time.sleep(1.0)
     pool.check_nothing_left()
     return Result(load.outcomes, began, over)
 
