@@ -83,6 +83,12 @@ def is_sentinel(url: str) -> bool:
     return url.partition("://")[0] in SENTINEL_SCHEMES
 
 
+def username(url: str) -> str:
+    """The user that the URL names, or ''."""
+    options = Sentinels.parse(url).options if is_sentinel(url) else parse_url(url)
+    return str(options.get("username") or "")
+
+
 def connection_pool(url: str, **options: Any) -> redis.ConnectionPool:
     """Synchronous connections to the server, or to the primary of the moment."""
     if not is_sentinel(url):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import uuid
 from collections import Counter, deque
@@ -12,6 +13,7 @@ from typing import Any, Final
 
 import redis
 
+from lmpool.address import username
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
 from lmpool.errors import LmpoolError, PromptFailed, RowFormatError, ServerUnreachable
@@ -31,6 +33,8 @@ FETCH_BYTES: Final = 8 << 20
 """Rows read by one command."""
 MAX_TRIES: Final = 5
 
+_NAME: Final = re.compile(r"[A-Za-z0-9_.]{1,64}")
+
 Task = tuple[Callable[[Server], Any], "Future[Any]"]
 
 
@@ -42,7 +46,7 @@ class Session:
         self.keys = PoolKeys(options.pool)
         self.clock = ServerClock()
         self.cache = cache
-        self.id = uuid.uuid4().hex[:16]
+        self.id = client_id(options.url)
         self.info: ModelInfo | None = None
         self.lanes: tuple[LaneKeys, ...] = ()
         self.table = FlightTable(statistics)
@@ -186,6 +190,13 @@ class Session:
                 self.work.notify()
         wake(complete)
         return spoiled
+
+
+def client_id(url: str) -> str:
+    """A name no other client has. It begins with the server's user, so that users can be kept from
+    each other's notices."""
+    user = username(url)
+    return f"{user}-{uuid.uuid4().hex[:16]}" if _NAME.fullmatch(user) else uuid.uuid4().hex[:16]
 
 
 def _vanished(flight: Flight) -> LmpoolError:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 import redis
+from typer.testing import CliRunner
 
 import lmpool
 from lmpool.address import Sentinels
 from lmpool.backends.mock import mock_row
-from lmpool.errors import SettingsError
+from lmpool.cli import app
+from lmpool.errors import PoolTimeout, ServerError, ServerRefused, SettingsError
 from lmpool.settings import ClientOptions
+from lmpool.wire import Digester
 from tests.support.clients import connected
+from tests.support.pools import some_prompts
 from tests.support.server import RealServer, free_port
 from tests.support.waiting import until
 from tests.support.workers import living_workers, worker_process
@@ -115,3 +121,168 @@ def test_a_failover_of_sentinels_loses_nothing(server_binary, pool_name):
         assert time.monotonic() - began < 40
         with replica.client() as client:
             assert client.info("replication")["role"] == "master"
+
+
+# --- users -------------------------------------------------------------------------------------
+
+DEPLOY = Path(__file__).parents[2] / "deploy" / "redis"
+
+
+@pytest.fixture(scope="module")
+def guarded(server_binary: str, tmp_path_factory) -> Iterator[Callable[[str], str]]:
+    """A server with the configuration and the users of `deploy/redis`; answers a user's URL."""
+    folder = tmp_path_factory.mktemp("guarded")
+    port = free_port()
+    shutil.copy(DEPLOY / "users.acl", folder)
+    own = ["--port", str(port), "--dir", str(folder), "--aclfile", str(folder / "users.acl")]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [server_binary, str(DEPLOY / "redis.conf"), *own], stdout=log, stderr=log
+        )
+
+    def url(user: str) -> str:
+        return f"redis://{user}:change-this-{user}@127.0.0.1:{port}/0"
+
+    def answers() -> bool:
+        assert process.poll() is None, (folder / "log").read_text()
+        with redis.Redis.from_url(url("operator")) as client:
+            try:
+                return bool(client.ping())
+            except redis.exceptions.ConnectionError:
+                return False
+
+    try:
+        until(answers, what="the server to answer")
+        with worker_process(url("worker"), "guarded", engine_opts={"delay": 0.05}):
+            yield url
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def test_each_user_can_do_its_work(guarded: Callable[[str], str]) -> None:
+    prompts = some_prompts(50, seed=1)
+    with connected(guarded("producer"), "guarded", cache_bytes=0) as lm:
+        np.testing.assert_array_equal(
+            lm.batch_next_token_logprobs_sync(prompts, timeout=20),
+            [mock_row(prompt, 256) for prompt in prompts],
+        )
+        assert len(lm.sample_sync([1, 2], 5, [], seed=1, timeout=20)) == 5
+        assert len(lm.byte_vocab) == 256
+        assert lm.pool_statistics_sync()["computed"] >= 50
+        with pytest.raises(PoolTimeout):  # withdrawn
+            lm.batch_next_token_logprobs_sync(some_prompts(500, seed=2), timeout=0.05)
+        # What is no row is deleted and computed again, by the selector for that alone.
+        with redis.Redis.from_url(guarded("worker")) as worker:
+            digest = Digester(lm.info.fingerprint).logprobs(
+                np.array(prompts[0], "<u4").tobytes(), "f32"
+            )
+            worker.set(lm.lanes[0].result(digest.hex()), b"no row")
+        np.testing.assert_array_equal(
+            lm.next_token_logprobs_sync(prompts[0], timeout=20), mock_row(prompts[0], 256)
+        )
+    where = ["--url", guarded("operator"), "--pool", "guarded"]
+    for words in (["ping"], ["stats"], ["dead", "list"], ["doctor"]):
+        found = CliRunner().invoke(app, [*words, *where])
+        assert found.exit_code == 0, found.output
+
+
+def test_a_producer_can_neither_write_rows_nor_read_others_notices(
+    guarded: Callable[[str], str],
+) -> None:
+    with (
+        connected(guarded("producer"), "guarded") as lm,
+        redis.Redis.from_url(guarded("producer")) as thief,
+    ):
+        assert lm._client._session.id.startswith("producer-")
+        lane = lm.lanes[0]
+        result, other = lane.result("0" * 32), lane.reply("operator-0123")
+        set_it = "return redis.call('SET', KEYS[1], 'x')"
+        read_it = "return redis.call('XRANGE', KEYS[1], '-', '+')"
+        for command in (
+            ("SET", result, "x"),
+            ("EVAL", set_it, 1, result),
+            ("EVAL", f"return redis.call('SET', '{result}', 'x')", 0),
+            ("EVAL", "return redis.call('APPEND', KEYS[1], 'x')", 1, result),
+            ("RENAME", lane.jobs, result),
+            ("COPY", lane.jobs, result),
+            ("XREAD", "STREAMS", other, "0"),
+            ("XRANGE", other, "-", "+"),
+            ("EVAL", read_it, 1, other),
+            ("XADD", other, "*", "ok", "0" * 32),
+            ("SET", "lmpool:guarded", "x"),
+            ("SET", lane.alive("me"), "x"),
+            ("XREADGROUP", "GROUP", "workers", "me", "STREAMS", lane.jobs, ">"),
+            ("XADD", lane.dead, "*", "job", "x"),
+            ("HSET", lane.adapters, "a", "b"),
+            ("KEYS", "*"),
+            ("SCAN", "0"),
+            ("FLUSHALL",),
+            ("CONFIG", "GET", "*"),
+            ("CLIENT", "KILL", "TYPE", "normal"),
+            ("CLIENT", "LIST"),
+            ("ACL", "LIST"),
+            ("MONITOR",),
+            ("SHUTDOWN",),
+        ):
+            with pytest.raises(
+                redis.exceptions.ResponseError, match=r"(?i)no permission|can't run this"
+            ):
+                thief.execute_command(*command)
+
+
+def test_nobody_gets_in_without_a_user(guarded: Callable[[str], str]) -> None:
+    address = guarded("producer").rpartition("@")[2]
+    for login in ("", "default:@", "producer:wrong@"):
+        with pytest.raises(ServerRefused):
+            with connected(f"redis://{login}{address}", "guarded"):
+                pass
+
+
+# --- TLS ---------------------------------------------------------------------------------------
+
+
+def certificate(folder: Path) -> None:
+    """A certificate for 127.0.0.1 that vouches for itself."""
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")),
+            *("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+
+
+def test_tls(server_binary, pool_name, tmp_path):
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    certificate(tmp_path)
+    port = free_port()
+    server = RealServer(
+        binary=server_binary,
+        tls_port=str(port),
+        tls_cert_file=str(tmp_path / "cert.pem"),
+        tls_key_file=str(tmp_path / "key.pem"),
+        tls_ca_cert_file=str(tmp_path / "cert.pem"),
+        tls_auth_clients="no",
+    )
+    try:
+        try:
+            server.start()
+        except RuntimeError as error:
+            if "Bad directive" in str(error):
+                pytest.skip(f"{server_binary} was built without TLS")
+            raise
+        url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={tmp_path / 'cert.pem'}"
+        with worker_process(url, pool_name, alive=False):
+            until(lambda: living_workers(server.url, pool_name), 20, what="the worker to be alive")
+            with connected(url, pool_name) as lm:
+                row = lm.next_token_logprobs_sync([1, 2], timeout=20)
+                np.testing.assert_array_equal(row, mock_row([1, 2], 256))
+        with pytest.raises(ServerError, match=r"(?i)certificate"):
+            with connected(f"rediss://127.0.0.1:{port}/0", pool_name):
+                pass
+    finally:
+        server.stop()
