@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
-import redis
-from redis.asyncio.connection import ConnectionPool as AsyncConnectionPool
-from redis.asyncio.sentinel import Sentinel as AsyncSentinel
-from redis.asyncio.sentinel import SentinelConnectionPool as AsyncSentinelConnectionPool
-from redis.connection import parse_url
-from redis.sentinel import Sentinel, SentinelConnectionPool
+# redis-py is imported where it is used: settings are read by commands that start quickly.
+if TYPE_CHECKING:
+    from redis import ConnectionPool
+    from redis.asyncio.connection import ConnectionPool as AsyncConnectionPool
 
 SENTINEL_SCHEMES: Final = ("redis+sentinel", "rediss+sentinel")
 SENTINEL_PORT: Final = 26379
@@ -37,6 +35,8 @@ class Sentinels:
     @classmethod
     def parse(cls, url: str) -> Sentinels:
         """Read such a URL. Raises `ValueError` with the reason (and without the password)."""
+        from redis.connection import parse_url
+
         scheme, _, rest = url.partition("://")
         rest, _, query = rest.partition("?")
         netloc, _, path = rest.partition("/")
@@ -85,12 +85,18 @@ def is_sentinel(url: str) -> bool:
 
 def username(url: str) -> str:
     """The user that the URL names, or ''."""
+    from redis.connection import parse_url
+
     options = Sentinels.parse(url).options if is_sentinel(url) else parse_url(url)
     return str(options.get("username") or "")
 
 
-def connection_pool(url: str, **options: Any) -> redis.ConnectionPool:
+def connection_pool(url: str, **options: Any) -> ConnectionPool:
     """Synchronous connections to the server, or to the primary of the moment."""
+    import redis
+    from redis.connection import parse_url
+    from redis.sentinel import Sentinel, SentinelConnectionPool
+
     if not is_sentinel(url):
         found = {**parse_url(url), **options}
         return redis.ConnectionPool(
@@ -104,6 +110,10 @@ def connection_pool(url: str, **options: Any) -> redis.ConnectionPool:
 
 def async_connection_pool(url: str, **options: Any) -> AsyncConnectionPool:
     """The same for asyncio."""
+    from redis.asyncio.connection import ConnectionPool as AsyncConnectionPool
+    from redis.asyncio.sentinel import Sentinel as AsyncSentinel
+    from redis.asyncio.sentinel import SentinelConnectionPool as AsyncSentinelConnectionPool
+
     if not is_sentinel(url):
         return AsyncConnectionPool.from_url(url, **options)
     known = Sentinels.parse(url)

@@ -153,6 +153,9 @@ class ClientOptions(_Options):
     reconnect_timeout: Seconds = Field(
         60.0, description="seconds to keep trying to reach a lost server before giving up"
     )
+    priority: Literal["interactive", "batch"] = Field(
+        "interactive", description="batch lets other clients' jobs go before this one's"
+    )
     when_busy: Literal["wait", "raise"] = Field(
         "wait", description="at the backlog's bound: wait for room, or raise PoolBusy"
     )
@@ -187,7 +190,14 @@ class WorkerOptions(_Options):
         None, ge=1, description="longest prompt served; at most what the model takes"
     )
     lanes: int = Field(1, ge=1, le=MAX_LANES, description="shards of the pool's streams")
-    max_backlog: int = Field(100_000, ge=1, description="jobs that may wait in a lane")
+    max_backlog: int = Field(
+        100_000, ge=1, description="jobs that may wait in a lane, of each priority"
+    )
+    client_backlog: int = Field(
+        4096,
+        ge=1,
+        description="jobs of one client that may wait: the others of its jobs wait there",
+    )
     result_ttl: Seconds = Field(600.0, description="seconds a row stays in the result cache")
     max_deliveries: int = Field(
         3, ge=1, le=100, description="times a prompt is tried whose workers die of it"

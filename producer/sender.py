@@ -22,7 +22,7 @@ from lmpool.errors import (
     UnknownAdapter,
     WireError,
 )
-from lmpool.keys import LaneKeys
+from lmpool.keys import GROUP, LaneKeys
 from lmpool.liveness import any_alive
 from lmpool.model_info import ModelInfo
 from lmpool.producer.calls import Call, wake
@@ -88,7 +88,7 @@ class Sender:
         session = self._session
         if session.closed or session.tasks or session.table.withdrawn or session.abandoned:
             return True
-        if session.table.unsent and self._busy_pause <= time.monotonic():
+        if self._busy_pause <= time.monotonic() and session.may_send():
             return True
         return bool(session.table.flights) and self._next_check <= time.monotonic()
 
@@ -97,7 +97,7 @@ class Sender:
         if not session.table.flights:
             return None
         due = self._next_check
-        if session.table.unsent:
+        if session.may_send():
             due = min(due, self._busy_pause)
         return max(0.0, due - time.monotonic())
 
@@ -171,7 +171,7 @@ class Sender:
         """Send one request's worth of flights; False when there was nothing to send."""
         session = self._session
         with session.lock:
-            flights = session.table.take_unsent(CLAIM_MOST, CLAIM_BYTES)
+            flights = session.table.take_unsent(min(CLAIM_MOST, session.may_send()), CLAIM_BYTES)
         if not flights:
             return False
         try:
@@ -199,6 +199,8 @@ class Sender:
             to_ms(REPLY_TTL),
             to_ms(FLIGHT_TTL),
             session.info.max_backlog,
+            GROUP,
+            int(session.options.priority == "interactive"),
         ]
         for flight in flights:
             ask = flight.ask
@@ -220,7 +222,7 @@ class Sender:
                 ask.adapter or "",
                 pack_job(job),
             )
-        answers, fresh = script("enqueue")(server, [lane.jobs], arguments)
+        answers, fresh = script("enqueue")(server, [session.stream(lane).jobs], arguments)
         session.made[lane.reply(session.id)] += fresh
         self._take_answers(server, flights, answers)
 

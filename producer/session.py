@@ -104,6 +104,21 @@ class Session:
         self.table.statistics.failed += 1
         return self.table.fail(flight.ask.digest, error)
 
+    def stream(self, lane: LaneKeys) -> LaneKeys:
+        """The lane's keys with the stream that this client's jobs go to."""
+        return lane.batch if self.options.priority == "batch" else lane
+
+    def may_send(self) -> int:
+        """How many flights may be sent now: the client's jobs on the server have a bound.
+
+        It is 0 until there is room for a good part of a request. Under the lock.
+        """
+        if self.info is None or not self.table.unsent:
+            return len(self.table.unsent)
+        bound = self.info.client_backlog * len(self.lanes)
+        room = bound - self.table.under_way()
+        return room if room >= min(len(self.table.unsent), max(1, bound // 4)) else 0
+
     def lane(self, digest: bytes) -> LaneKeys:
         """The lane of a digest."""
         if len(self.lanes) == 1:

@@ -234,9 +234,8 @@ def test_a_producer_can_neither_write_rows_nor_read_others_notices(
 def test_nobody_gets_in_without_a_user(guarded: Callable[[str], str]) -> None:
     address = guarded("producer").rpartition("@")[2]
     for login in ("", "default:@", "producer:wrong@"):
-        with pytest.raises(ServerRefused):
-            with connected(f"redis://{login}{address}", "guarded"):
-                pass
+        with pytest.raises(ServerRefused), connected(f"redis://{login}{address}", "guarded"):
+            pass
 
 
 # --- TLS ---------------------------------------------------------------------------------------
@@ -281,8 +280,11 @@ def test_tls(server_binary, pool_name, tmp_path):
             with connected(url, pool_name) as lm:
                 row = lm.next_token_logprobs_sync([1, 2], timeout=20)
                 np.testing.assert_array_equal(row, mock_row([1, 2], 256))
-        with pytest.raises(ServerError, match=r"(?i)certificate"):
-            with connected(f"rediss://127.0.0.1:{port}/0", pool_name):
-                pass
+        untrusted = f"rediss://127.0.0.1:{port}/0"
+        with (
+            pytest.raises(ServerError, match=r"(?i)certificate"),
+            connected(untrusted, pool_name),
+        ):
+            pass
     finally:
         server.stop()

@@ -99,7 +99,7 @@ def test_prompts_that_end_their_workers_are_set_aside(
         (lane,) = pool_lanes(redis_client, pool_name)
         dead = [fields for _, fields in redis_client.xrange(lane.dead)]
         assert len(dead) == 3
-        names = {name for w in workers for name in re.findall(r"(\S+) serves mock as pool", w.log)}
+        names = {name for w in workers for name in re.findall(r"(\S+) serves tiny as pool", w.log)}
         for entry in dead:
             assert entry[b"deliveries"] == b"2"
             assert entry[b"worker"].decode() in names
@@ -164,7 +164,7 @@ def test_a_job_that_its_worker_forgot_is_run(server_url, redis_client, pool_name
         name = worker.wait_until_alive()["id"]
         (lane,) = pool_lanes(redis_client, pool_name)
         job = new_job(5, 6, fingerprint=lm.info.fingerprint)
-        enqueue = [lane.jobs, lane.prefix, "someone", 60_000, 60_000, 10]
+        enqueue = [lane.jobs, lane.prefix, "someone", 60_000, 60_000, 10, GROUP, 1]
         with redis_client.pipeline(transaction=True) as pipeline:  # before the worker can read it
             pipeline.eval(
                 script("enqueue").source, 1, *enqueue, job.digest.hex(), "", "", pack_job(job)
