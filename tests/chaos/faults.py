@@ -73,7 +73,7 @@ def block(pool: ChaosPool) -> None:
 def long_script(pool: ChaosPool) -> None:
     with pool.admin() as client, pool.admin() as other:
         client.config_set("busy-reply-threshold", 100)
-        connection = client.connection_pool.get_connection("EVAL")
+        connection = client.connection_pool.get_connection()
         connection.send_command("EVAL", "while true do end", 0)
         time.sleep(3.0)  # BUSY, says the server to everybody
         other.script_kill()

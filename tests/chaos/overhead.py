@@ -6,11 +6,15 @@ their own engine and what they hold. Runs alternate; the ratio is taken pair by 
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+
+import psutil
 
 import lmpool
 from tests.support.clients import connected
@@ -23,37 +27,47 @@ PROMPTS = 20_000
 PER_CALL = 5_000
 
 
-def pace(lm: lmpool.PooledLM, run: int) -> float:
-    """Rows a second of so many prompts, none of them asked before."""
+def work(lm: lmpool.PooledLM, processes: Sequence[psutil.Process], run: int) -> tuple[float, float]:
+    """Rows a second, and microseconds of processor time for each, of prompts never asked before."""
     prompts = [[run % 256, i % 256, i >> 8, 1, 2, 3, 4, 5] for i in range(PROMPTS)]
-    began = time.perf_counter()
+    spent, began = processor_time(processes), time.perf_counter()
     for i in range(0, PROMPTS, PER_CALL):
         lm.batch_next_token_logprobs_sync(prompts[i : i + PER_CALL])
-    return PROMPTS / (time.perf_counter() - began)
+    took = time.perf_counter() - began
+    return PROMPTS / took, 1e6 * (processor_time(processes) - spent) / PROMPTS
+
+
+def processor_time(processes: Sequence[psutil.Process]) -> float:
+    """Seconds that these have spent."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def main() -> None:
-    """Print the pace of both and the ratio."""
+    """Print pace and processor time of both, and the ratios."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lmpool-overhead-"))
         server = stack.enter_context(RealServer())
         faults = Faults(Path(folder))
-        clients = {}
+        pools = {}
         for name, unguarded in (("on", False), ("off", True)):
             settings = {"batch_size": 512, **faults.settings(unguarded=unguarded)}
-            stack.enter_context(worker_process(server.url, name, **settings))
-            clients[name] = stack.enter_context(connected(server.url, name, cache_bytes=0))
-            pace(clients[name], 255)  # warm
-        found: dict[str, list[float]] = {"on": [], "off": []}
+            worker = stack.enter_context(worker_process(server.url, name, **settings))
+            lm = stack.enter_context(connected(server.url, name, cache_bytes=0))
+            processes = [psutil.Process(pid) for pid in (os.getpid(), server.pid, worker.pid)]
+            pools[name] = (lm, processes)
+            work(lm, processes, 255)  # warm
+        found: dict[str, list[tuple[float, float]]] = {"on": [], "off": []}
         for run in range(RUNS):
             for name in ("on", "off") if run % 2 else ("off", "on"):
-                found[name].append(pace(clients[name], run))
-    ratios = [on / off for on, off in zip(found["on"], found["off"], strict=True)]
-    print(f"recovery on   {statistics.median(found['on']):,.0f} rows/s (median of {RUNS})")
-    print(f"recovery off  {statistics.median(found['off']):,.0f} rows/s")
-    low, high = min(ratios), max(ratios)
-    middle = statistics.median(ratios)
-    print(f"on / off      {middle:.3f} (from {low:.3f} to {high:.3f})")
+                found[name].append(work(*pools[name], run))
+    for place, what in enumerate(("rows/s", "us of processor time a row, of all three")):
+        on, off = ([sample[place] for sample in found[name]] for name in ("on", "off"))
+        ratios = [a / b for a, b in zip(on, off, strict=True)]
+        print(
+            f"{what}: recovery on {statistics.median(on):,.1f}, off {statistics.median(off):,.1f}, "
+            f"on / off {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}), "
+            f"medians of {RUNS}"
+        )
 
 
 if __name__ == "__main__":

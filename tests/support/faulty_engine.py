@@ -48,7 +48,8 @@ class FaultyEngine(MockEngine):
     `acts` maps a token to what a prompt that contains it does to the worker each time. `die_at` is
     a step at which the worker is killed, by one process of the pool: that which takes the file
     `once`.
-    `unguarded` switches recovery and watchdog off. `memory` is how many prompts fit into its memory.
+    `unguarded` switches recovery and watchdog off. `memory` is how many prompts fit into its
+    memory.
     """
 
     def __init__(
