@@ -132,7 +132,7 @@ class PackedForward:
         self._arena = Arena(shapes, slots + RESERVED_SLOTS, device)
         layers = [ArenaLayer(self._arena, layer) for layer in range(len(shapes))]
         self._cache = cache_utils.Cache(layers=layers)
-        self._prefixes: list[Lease] = []
+        self._prefixes: dict[bytes, Lease] = {}
 
     def run(self, prompts: Sequence[Tokens], take: Take) -> list[int]:
         """Give `take` the logits after each of several distinct prompts, in parts.
@@ -169,6 +169,9 @@ class PackedForward:
 
     def keep_prefix(self, prompt: Tokens) -> bool:
         """Compute a prefix and never evict it; False where there are too few slots for that."""
+        name = prompt.tobytes()
+        if name in self._prefixes:
+            return True
         pinned = self._trie.statistics().pinned
         if pinned + prompt.size > self.slots * _PINNED_SHARE:
             return False
@@ -177,7 +180,7 @@ class PackedForward:
         lease = self._trie.lease(prompt)
         assert lease is not None
         self._trie.narrow(lease)
-        self._prefixes.append(lease)
+        self._prefixes[name] = lease
         return True
 
     def clear(self) -> None:

@@ -29,7 +29,8 @@ _WINDOWS: Final = ("sliding_window", "attention_chunk_size")
 
 _TRIAL_TOKENS: Final = 48
 _FEWEST_SLOTS: Final = 16
-_MOST_SLOTS: Final = 1 << 24
+_MOST_SLOTS: Final = 1 << 20
+"""More positions than a worker's prompts have in common: a bound for very small models."""
 
 _GIB: Final = 1 << 30
 # On a CPU other processes, and other workers, want memory too; a GPU is the worker's own.

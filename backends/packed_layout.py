@@ -30,6 +30,9 @@ RESERVED_SLOTS: Final = 2
 _GATHER_COST: Final = 24
 _POSITION_COST: Final = 1_000
 
+_ALIGNMENT: Final = 8
+"""Attention kernels of a GPU would copy a mask whose rows are no multiple of this."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
@@ -199,7 +202,7 @@ def _width(layout: Layout, queries: Indices, bounds: Bounds) -> int:
     while rows <= count:
         width = -(-count // rows)
         rows = -(-count // width)
-        columns = int(_columns(layout, queries, width).max())
+        columns = _row_length(layout, queries, width)
         pairs, gathered = rows * width * columns, rows * columns
         if (pairs <= bounds.pairs and gathered <= bounds.columns) or count == 1:
             cost = pairs + _GATHER_COST * gathered + _POSITION_COST * rows * width
@@ -217,14 +220,20 @@ def _columns(layout: Layout, queries: Indices, width: int) -> Indices:
     return columns
 
 
+def _row_length(layout: Layout, queries: Indices, width: int) -> int:
+    """How many columns each row is given."""
+    most = int(_columns(layout, queries, width).max())
+    whole = width == queries.size == most
+    return most if whole else -(-most // _ALIGNMENT) * _ALIGNMENT
+
+
 def _pass(layout: Layout, queries: Indices, width: int, outputs: Indices, prompts: Indices) -> Pass:
     rows = -(-queries.size // width)
     filled = np.full(rows * width, queries[-1])
     filled[: queries.size] = queries
     placed = filled.reshape(rows, width)
-    counts = _columns(layout, queries, width)
     blank = layout.slots.size - 1
-    columns = np.full((rows, int(counts.max())), blank)
+    columns = np.full((rows, _row_length(layout, queries, width)), blank)
     for row, first, final in zip(
         columns, placed[:, 0].tolist(), placed[:, -1].tolist(), strict=True
     ):
