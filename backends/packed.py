@@ -210,13 +210,12 @@ class PackedForward:
         arena, queries = self._arena, part.queries
         arena.writes = self._place(part.writes)
         arena.columns = mask = None
-        count = queries.size
-        whole = queries.shape[0] == 1 and part.columns.size == count
-        whole = whole and bool(layout.fresh[queries].all())
-        if not whole:
+        # Rows of new beginnings need nothing that is kept, and a plainly causal mask where each of
+        # them is one prompt's.
+        begin = np.array_equal(part.columns, queries) and bool(layout.fresh[queries].all())
+        if not begin:
             arena.columns = self._place(layout.slots[part.columns])
-        # Where nothing but one prompt's beginning is computed, attention is plainly causal.
-        if not whole or layout.depths[queries[0, -1]] != count - 1:
+        if not begin or not (layout.depths[queries] == np.arange(queries.shape[1])).all():
             mask = self._mask(layout, part)
         outputs = part.outputs if part.outputs.size else np.zeros(1, np.int64)
         return self._head.logits(

@@ -157,10 +157,11 @@ def passes(layout: Layout, bounds: Bounds) -> Iterator[Pass]:
         lo = int(np.searchsorted(places, start))
         if lo + bounds.outputs < places.size:
             stop = min(stop, max(start + 1, int(places[lo + bounds.outputs])))
-        width = _width(layout, queries[start:stop], bounds)
+        first = int(places[lo]) - start + 1 if lo < places.size else 1
+        width = _width(layout, queries[start:stop], first, bounds)
         while width == 0:
             stop = start + (stop - start + 1) // 2
-            width = _width(layout, queries[start:stop], bounds)
+            width = _width(layout, queries[start:stop], first, bounds)
         hi = int(np.searchsorted(places, stop))
         yield _pass(layout, queries[start:stop], width, places[lo:hi] - start, by_place[lo:hi])
         start = stop
@@ -194,13 +195,17 @@ def _ends(leases: Sequence[Lease]) -> Iterator[tuple[Lease, Run]]:
         yield lease, lease.last_run()
 
 
-def _width(layout: Layout, queries: Indices, bounds: Bounds) -> int:
-    """The width of the cheapest rows, or 0 where none are within bounds."""
+def _width(layout: Layout, queries: Indices, first: int, bounds: Bounds) -> int:
+    """The width of the cheapest rows, or 0 where none are within bounds.
+
+    `first` is how many queries the first prompt has: prompts of one length suit rows of that width.
+    """
     count = queries.size
+    widths = [-(-count // (1 << halvings)) for halvings in range(count.bit_length())]
+    if first < count:
+        widths.append(first)
     best, least = 0, np.inf
-    rows = 1
-    while rows <= count:
-        width = -(-count // rows)
+    for width in widths:
         rows = -(-count // width)
         columns = _row_length(layout, queries, width)
         pairs, gathered = rows * width * columns, rows * columns
@@ -208,7 +213,6 @@ def _width(layout: Layout, queries: Indices, bounds: Bounds) -> int:
             cost = pairs + _GATHER_COST * gathered + _POSITION_COST * rows * width
             if cost < least:
                 best, least = width, cost
-        rows *= 2
     return best
 
 
@@ -223,8 +227,7 @@ def _columns(layout: Layout, queries: Indices, width: int) -> Indices:
 def _row_length(layout: Layout, queries: Indices, width: int) -> int:
     """How many columns each row is given."""
     most = int(_columns(layout, queries, width).max())
-    whole = width == queries.size == most
-    return most if whole else -(-most // _ALIGNMENT) * _ALIGNMENT
+    return most if most == width else -(-most // _ALIGNMENT) * _ALIGNMENT
 
 
 def _pass(layout: Layout, queries: Indices, width: int, outputs: Indices, prompts: Indices) -> Pass:
