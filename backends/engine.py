@@ -262,7 +262,7 @@ class BatchEngine(Engine):
 
     def _attempt(self, batch: Sequence[Request]) -> list[Outcome]:
         try:
-            return list(self.compute(batch))
+            computed = {outcome.id: outcome for outcome in self.compute(batch)}
         except EngineBroken:
             raise
         except Exception as error:
@@ -273,5 +273,11 @@ class BatchEngine(Engine):
             logger.warning(
                 "a batch of %d failed (%s: %s): halving it", len(batch), type(error).__name__, error
             )
+        else:
+            return [computed.get(r.id) or Outcome(r.id, error=_forgotten()) for r in batch]
         half = len(batch) // 2
         return self._attempt(batch[:half]) + self._attempt(batch[half:])
+
+
+def _forgotten() -> PromptFailed:
+    return PromptFailed("the engine gave no outcome for this prompt")

@@ -13,6 +13,7 @@ from lmpool.errors import WireError
 
 INFO_VERSION = 1
 MAX_INFO_BYTES = 1 << 16
+MAX_LANES = 64
 
 Encoding = Literal["f32", "bf16", "f16"]
 
@@ -81,6 +82,8 @@ class ModelInfo:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise WireError(f"model info has {name}={value!r}: a positive integer expected")
+        if self.lanes > MAX_LANES:
+            raise WireError(f"model info has lanes={self.lanes}: at most {MAX_LANES} expected")
         for name in ("model", "fingerprint", "dtype", "engine", "encoding"):
             if not isinstance(getattr(self, name), str):
                 raise WireError(f"model info has {name}={getattr(self, name)!r}: a string expected")

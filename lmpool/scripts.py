@@ -14,7 +14,7 @@ from typing import Any
 
 import redis
 
-from lmpool.commands import Pipeline, Server, Value
+from lmpool.commands import Server, Value
 
 
 class Script:
@@ -31,10 +31,6 @@ class Script:
             return server.evalsha(self.sha, len(keys), *keys, *arguments)
         except redis.exceptions.NoScriptError:
             return server.eval(self.source, len(keys), *keys, *arguments)
-
-    def queue(self, pipeline: Pipeline, keys: Sequence[str], arguments: Sequence[Value]) -> None:
-        """Add a call to a pipeline, whose ``execute`` may then raise ``NoScriptError``."""
-        pipeline.evalsha(self.sha, len(keys), *keys, *arguments)
 
     def load(self, server: Server) -> None:
         """Make the server know it."""

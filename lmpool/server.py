@@ -46,13 +46,10 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, (*LOST, redis.exceptions.ReadOnlyError, OSError))
 
 
-def open_server(
-    url: str, *, blocks_for: float = 0.0, zero_copy: bool = False, name: str = "lmpool"
-) -> Server:
+def open_server(url: str, *, blocks_for: float = 0.0, name: str = "lmpool") -> Server:
     """A synchronous connection of its own to the server at `url`; connects at its first command.
 
-    `blocks_for` is how long, in seconds, its blocking reads may wait. `zero_copy` sends large
-    values without joining them into the command (slower for small ones).
+    `blocks_for` is how long, in seconds, its blocking reads may wait.
     """
     options: dict[str, Any] = {
         **parse_url(url),
@@ -66,12 +63,6 @@ def open_server(
     if not issubclass(connection, redis.UnixDomainSocketConnection):
         options.setdefault("socket_connect_timeout", CONNECT_TIMEOUT)
         options.setdefault("socket_keepalive", True)
-    if zero_copy:
-        from redis._parsers.encoders import Encoder
-        from redis.connection import PythonRespSerializer
-
-        encoder = Encoder("utf-8", "strict", False)
-        options["command_packer"] = PythonRespSerializer(6000, encoder.encode)
     pool = redis.ConnectionPool(connection_class=connection, max_connections=1, **options)
     return cast(Server, redis.Redis(connection_pool=pool))
 
@@ -92,6 +83,10 @@ def explained(url: str) -> Iterator[None]:
         reason = str(error).strip().rstrip(".") or type(error).__name__
         raise ServerUnreachable(
             f"no answer from {shown}: {reason}. Is the server running, and is this its address?"
+        ) from None
+    except redis.exceptions.InvalidResponse as error:
+        raise ServerUnreachable(
+            f"no Redis-compatible server answers at {shown}: {error}. Is this its address?"
         ) from None
     except redis.exceptions.ResponseError as error:
         if "NOAUTH" in str(error) or "WRONGPASS" in str(error) or "AUTH" in str(error)[:40]:

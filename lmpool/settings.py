@@ -12,16 +12,22 @@ import re
 import socket
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, Self
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, ByteSize, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from lmpool.errors import SettingsError
 from lmpool.keys import check_pool_name
+from lmpool.model_info import MAX_LANES
 
 PREFIX = "LMPOOL_"
 SCHEMES = ("redis", "rediss", "unix")
+URL_OPTIONS = ("db", "username", "password", "health_check_interval")
+TLS_OPTIONS = (
+    "ssl_ca_certs", "ssl_ca_data", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname",
+    "ssl_keyfile",
+)  # fmt: skip
 
 
 def mask_url(url: str) -> str:
@@ -48,6 +54,15 @@ def check_url(url: str) -> str:
         raise SettingsError(f"url={shown}: {reason}; {remedy}") from None
     if parts.scheme not in SCHEMES:
         raise SettingsError(f"url={shown!r}: unknown scheme {parts.scheme!r}; {remedy}")
+    known = URL_OPTIONS + (TLS_OPTIONS if parts.scheme == "rediss" else ())
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in known:
+            raise SettingsError(
+                f"url={shown!r}: unknown option {name!r:.60}; there are {', '.join(known)}"
+            )
+        number = {"db": str.isdecimal, "health_check_interval": str.isdecimal}.get(name)
+        if number is not None and not number(value):
+            raise SettingsError(f"url={shown!r}: {name} is no number; {remedy}")
     if parts.scheme == "unix":
         if not parts.path:
             raise SettingsError(f"url={shown!r} names no socket; {remedy}")
@@ -56,7 +71,7 @@ def check_url(url: str) -> str:
         raise SettingsError(f"url={shown!r} names no host and port; {remedy}")
     database = parts.path.lstrip("/")
     if database and not database.isdigit():
-        raise SettingsError(f"url={shown!r}: database {database!r} is no number; {remedy}")
+        raise SettingsError(f"url={shown!r}: its database is no number; {remedy}")
     return url
 
 
@@ -144,7 +159,7 @@ class WorkerOptions(_Options):
     )
     batch_size: int = Field(64, ge=1, le=65_536, description="most prompts in a batch")
     timeout: float = Field(
-        0.001,
+        0.0005,
         ge=0,
         le=60,
         allow_inf_nan=False,
@@ -156,7 +171,7 @@ class WorkerOptions(_Options):
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="longest prompt served; at most what the model takes"
     )
-    lanes: int = Field(1, ge=1, le=64, description="shards of the pool's streams")
+    lanes: int = Field(1, ge=1, le=MAX_LANES, description="shards of the pool's streams")
     max_backlog: int = Field(100_000, ge=1, description="jobs that may wait in a lane")
     result_ttl: Seconds = Field(600.0, description="seconds a row stays in the result cache")
     adapter_dirs: tuple[str, ...] = Field(

@@ -12,6 +12,7 @@ import msgpack
 from lmpool.errors import WireError
 
 MAX_BYTES = 256 << 20
+MAX_TOKENS = 1 << 24
 
 TOKENIZER_FILES = frozenset(
     {
@@ -55,7 +56,7 @@ class Vocabulary:
                 raise WireError(f"a vocabulary of more than {MAX_BYTES} bytes")
             if not inflate.eof:
                 raise WireError("a vocabulary that was cut short")
-            found: Any = msgpack.unpackb(plain, strict_map_key=True)
+            found: Any = msgpack.unpackb(plain, strict_map_key=True, max_array_len=MAX_TOKENS)
             tokens, files = found["tokens"], found["files"]
             sound = (
                 found["v"] == 1

@@ -10,6 +10,7 @@ import hashlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final, Literal, NewType
 
 import msgpack
@@ -108,7 +109,10 @@ def unpack_job(data: bytes) -> Job:
     digest = found.get("digest")
     if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
         raise JobFormatError("no digest of 16 bytes")
-    problem = _job_problem(found)
+    try:
+        problem = _job_problem(found)
+    except RecursionError:  # of a message about it
+        problem = "fields nested too deeply"
     if problem:
         raise RefusedJob(problem, Digest(digest))
     return Job(
@@ -129,11 +133,11 @@ def _refuse_extension(code: int, _data: bytes) -> Any:
 def _job_problem(found: dict[str, Any]) -> str | None:
     """Why this map is no job of ours, or None."""
     if found.get("v") != JOB_VERSION:
-        return f"job version {found.get('v')!r}: this worker reads version {JOB_VERSION}"
+        return f"job version {found.get('v')!r:.40}: this worker reads version {JOB_VERSION}"
     tokens, want, op = found.get("tokens"), found.get("want"), found.get("op")
     wanted = _WANTED.get(op) if isinstance(op, str) else None
     if wanted is None:
-        return f"unknown operation {op!r}"
+        return f"unknown operation {op!r:.40}"
     if not isinstance(tokens, bytes) or not tokens or len(tokens) % 4:
         return "tokens are not a positive number of uint32"
     if not isinstance(want, dict) or want.keys() != wanted.keys():
@@ -254,6 +258,11 @@ _HEADERS: Final[dict[str, bytes]] = {
 _NUMBERS: Final = struct.Struct(">BIBfBI")  # uint32 size, float32 scale, bin32 length
 
 
+@cache
+def _f32_header(size: int) -> bytes:
+    return _HEADERS["f32"] + _NUMBERS.pack(0xCE, size, 0xCA, 0.0, 0xC6, 4 * size)
+
+
 def pack_values(encoding: RowEncoding, values: npt.NDArray[Any], scale: float = 0.0) -> bytes:
     """A row of raw numbers: `values` is [size], of the encoding's dtype, C-contiguous."""
     header = _HEADERS[encoding] + _NUMBERS.pack(0xCE, values.size, 0xCA, scale, 0xC6, values.nbytes)
@@ -263,7 +272,8 @@ def pack_values(encoding: RowEncoding, values: npt.NDArray[Any], scale: float = 
 def pack_logprobs(row: npt.NDArray[np.float32], encoding: Literal["f32", "f16"] = "f32") -> bytes:
     """Log-probabilities, float32 [vocab_size], as a row. ``f16`` loses precision."""
     if encoding == "f32":
-        return pack_values("f32", np.ascontiguousarray(row, dtype="<f4"))
+        values = np.ascontiguousarray(row, dtype="<f4")
+        return b"".join((_f32_header(values.size), values.data))
     with np.errstate(over="ignore"):  # what is below its range is impossible anyway: -inf
         narrow = np.ascontiguousarray(row, dtype="<f2")
     # Rounding moves the sum: the scale puts the row back on exp sums to 1.
@@ -281,6 +291,7 @@ def pack_tokens(tokens: npt.NDArray[np.uint32]) -> bytes:
 
 
 _DTYPES: Final[dict[str, str]] = {"f32": "<f4", "bf16": "<u2", "f16": "<f2", "u32": "<u4"}
+_F32: Final = np.dtype("<f4")
 
 
 def unpack_row(data: bytes, size: int | None = None) -> Row:
@@ -288,6 +299,10 @@ def unpack_row(data: bytes, size: int | None = None) -> Row:
 
     Raises `RowFormatError` for another version, a cut or overlong row, or one of another size.
     """
+    # Nearly every row has the header we write: one comparison instead of eight steps.
+    if size is not None and data[:ROW_HEADER_BYTES] == _f32_header(size):
+        _check_length(data, ROW_HEADER_BYTES, size, "f32", _F32)
+        return Row("f32", size, 0.0, np.frombuffer(data, _F32, size, ROW_HEADER_BYTES))
     unpacker = msgpack.Unpacker(max_buffer_size=_MAX_HEADER, ext_hook=_refuse_extension)
     unpacker.feed(data[:_MAX_HEADER])
     try:
@@ -311,13 +326,21 @@ def unpack_row(data: bytes, size: int | None = None) -> Row:
         raise RowFormatError(f"a row with scale {scale!r:.40}")
     start, length = _bin_header(data, unpacker.tell())
     dtype = np.dtype(_DTYPES[encoding])
-    if length != found * dtype.itemsize or len(data) != start + length:
-        raise RowFormatError(
-            f"a row cut short or overlong: {len(data) - start} bytes behind the header where "
-            f"{found} entries in {encoding} take {found * dtype.itemsize}"
-        )
+    _check_length(data, start, found, encoding, dtype)
+    if length != found * dtype.itemsize:
+        raise RowFormatError(f"a row of {found} entries that says to take {length} bytes")
     values = np.frombuffer(data, dtype=dtype, count=found, offset=start)
     return Row(encoding, found, float(scale), values)  # type: ignore[arg-type]
+
+
+def _check_length(
+    data: bytes, start: int, entries: int, encoding: str, dtype: np.dtype[Any]
+) -> None:
+    if len(data) != start + entries * dtype.itemsize:
+        raise RowFormatError(
+            f"a row cut short or overlong: {len(data) - start} bytes behind the header where "
+            f"{entries} entries in {encoding} take {entries * dtype.itemsize}"
+        )
 
 
 def _bin_header(data: bytes, at: int) -> tuple[int, int]:

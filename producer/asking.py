@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import operator
 import secrets
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from lmpool.errors import PromptError
 from lmpool.model_info import Encoding, ModelInfo
 from lmpool.producer.calls import Ask
-from lmpool.producer.prompts import TokenIds, prompt_bytes
-from lmpool.wire import Digester
+from lmpool.producer.prompts import TokenIds, is_number, prompt_bytes
+from lmpool.wire import MAX_EOS_IDS, Digester
 
 
 class Asking:
@@ -70,19 +73,37 @@ def _sampling(
     seed: int | None,
 ) -> dict[str, Any]:
     """What a sampling job wants, checked."""
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+    most = _integer(max_tokens)
+    if most is None or not 1 <= most < 2**31:
         raise PromptError(f"max_tokens={max_tokens!r}: write a positive integer")
-    number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-    if not number or not 0 <= temperature < math.inf:
+    if not is_number(temperature) or not 0 <= temperature < math.inf:
         raise PromptError(f"temperature={temperature!r}: write a number of 0 (greedy) or more")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+    chosen = 0 if seed is None else _integer(seed)
+    if chosen is None:
         raise PromptError(f"seed={seed!r}: write an integer, or None")
-    eos = sorted({int(token) for token in eos_token_ids})
-    if any(not 0 <= token < info.vocab_size for token in eos):
-        raise PromptError(f"eos_token_ids={eos}: outside [0, {info.vocab_size})")
+    try:
+        ids = {_integer(token) for token in eos_token_ids}
+    except TypeError:
+        ids = {None}
+    eos = sorted(token for token in ids if token is not None and 0 <= token < info.vocab_size)
+    if len(eos) < len(ids) or len(eos) > MAX_EOS_IDS:
+        raise PromptError(
+            f"eos_token_ids={eos_token_ids!r:.100}: write a list of at most {MAX_EOS_IDS} token "
+            f"ids, each in [0, {info.vocab_size})"
+        )
     return {
-        "max_tokens": max_tokens,
+        "max_tokens": most,
         "eos": eos,
         "temperature": float(temperature),
-        "seed": 0 if seed is None else seed & (2**63 - 1),
+        "seed": chosen & (2**63 - 1),
     }
+
+
+def _integer(value: object) -> int | None:
+    """An integer of any library as int; None for anything else, bools too."""
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from lmpool.commands import Server
 from lmpool.errors import ClientClosed, LmpoolError, UnknownPool
@@ -35,6 +35,8 @@ _CLIENTS: weakref.WeakSet[Client] = weakref.WeakSet()
 T = TypeVar("T")
 
 _CLOSED = "this PooledLM was closed"
+LOCK_MOST: Final = 1.0
+"""Seconds after which nobody but this very thread can be holding the lock."""
 
 
 class Client:
@@ -153,12 +155,13 @@ class Client:
         """`call` waits no longer: jobs that nobody else wants are withdrawn."""
         session = self._session
         with session.work:
-            if call.done:
-                return
-            call.error = LmpoolError("withdrawn")
-            session.table.forget(call)
+            session.forget(call)
             if session.table.withdrawn:
                 session.work.notify()
+
+    def abandon(self, call: Call) -> None:
+        """`forget` soon, without waiting for a lock: for what the garbage collector ends."""
+        self._session.abandoned.append(call)
 
     def withdraw_all(self) -> None:
         """Nobody waits any longer for anything asked so far."""
@@ -185,6 +188,15 @@ class Client:
             if thread is not threading.current_thread():
                 thread.join(timeout=10)
 
+    def close_soon(self) -> None:
+        """`close` for a finalizer, which may run in a thread that holds the lock."""
+        lock = self._session.lock
+        if lock.acquire(timeout=LOCK_MOST):
+            lock.release()
+            self.close()
+        else:
+            threading.Thread(target=self.close, name="lmpool-close", daemon=True).start()
+
     def _start(self) -> None:
         session = self._session
         if self._threads:
@@ -201,9 +213,9 @@ class Client:
                     collector.cut()
 
             sending = self._thread("sender", Sender(session, farewell).run)
+            collecting.start()
+            sending.start()
             self._threads = [sending, collecting]
-            for thread in self._threads:
-                thread.start()
 
     def _thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
         name = f"lmpool-{name}-{self._session.id[:6]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -37,6 +38,8 @@ class Collector:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._server: Server | None = None
+        self._begun: Counter[str] = Counter()
+        """How often each reply stream was made, as far as its beginnings were read."""
 
     def run(self) -> None:
         """Read until the client closes."""
@@ -58,7 +61,8 @@ class Collector:
                     failures += 1
                     level = logging.DEBUG if is_lost(error) else logging.WARNING
                     logger.log(level, "the reply stream could not be read: %s", error)
-                    session.closing.wait(min(1.0, 0.05 * 2**failures) * random.uniform(0.5, 1.0))
+                    pause = min(1.0, 0.05 * 2 ** min(failures, 6))
+                    session.closing.wait(pause * random.uniform(0.5, 1.0))
                 except Exception as error:
                     if session.closing.is_set():
                         break  # cut off in the middle of a read
@@ -75,10 +79,11 @@ class Collector:
 
     def _collect_once(self, server: Server) -> None:
         session = self._session
-        if session.fresh.is_set():
-            # A stream made anew holds only what is unread, under ids that may be smaller.
-            session.fresh.clear()
-            session.last_ids = {}
+        for reply, made in list(session.made.items()):
+            if made > self._begun[reply]:
+                # A stream made anew, whose beginning was not read: its ids may be smaller. Reading
+                # another's again would give old errors to whoever asks the same prompt now.
+                session.last_ids.pop(reply, None)
         streams = {
             lane.reply(session.id): session.last_ids.get(lane.reply(session.id), "0-0")
             for lane in session.lanes
@@ -89,11 +94,17 @@ class Collector:
             for entry_id, fields in entries:
                 notices += read_notices(fields)
                 session.last_ids[name.decode()] = entry_id.decode()
+                if b"hello" in fields:  # maybe before the sender knows that it made the stream
+                    begun, made = self._begun[name.decode()], session.made[name.decode()]
+                    self._begun[name.decode()] = max(begun + 1, made)
         self._take_notices(server, notices)
 
     def _take_notices(self, server: Server, notices: Sequence[Notice]) -> None:
         session = self._session
         ended: list[Call] = []
+        if any(notice.status == "expired" for notice in notices):
+            # Ours may be the clock that is wrong: it stands still while a machine sleeps.
+            session.clock.set(*server.time())
         with session.lock:
             flights = session.table.flights
             done = [n.digest for n in notices if n.status == "ok" and n.digest in flights]

@@ -5,6 +5,7 @@ Pure bookkeeping, guarded by the client's lock; it sends nothing and wakes nobod
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -99,6 +100,18 @@ class FlightTable:
                 size += len(flight.ask.tokens)
         return taken
 
+    def take_withdrawn(self) -> list[bytes]:
+        """What the server is to forget now, without what somebody here waits for again."""
+        withdrawn, self.withdrawn = self.withdrawn, []
+        left = []
+        for digest in withdrawn:
+            flight = self.flights.get(digest)
+            if flight is None:
+                left.append(digest)
+            else:
+                flight.sent = True  # under its predecessor's name
+        return left
+
     def put_back(self, flights: Iterable[Flight]) -> None:
         """Flights whose sending failed: they go first again."""
         for flight in reversed(list(flights)):
@@ -163,12 +176,10 @@ class FlightTable:
         return [digest for digest in wanted if digest in self.flights]
 
     def overdue(self, now: float, age: float, most: int) -> list[Flight]:
-        """Sent flights nobody has looked after for `age` seconds, as of `now`."""
-        found: list[Flight] = []
-        for flight in self.flights.values():
-            if flight.sent and now - flight.since >= age:
-                flight.since = now
-                found.append(flight)
-                if len(found) >= most:
-                    break
+        """Sent flights nobody has looked after for `age` seconds, as of `now`: longest first."""
+        found = [f for f in self.flights.values() if f.sent and now - f.since >= age]
+        if len(found) > most:
+            found = heapq.nsmallest(most, found, key=lambda flight: flight.since)
+        for flight in found:
+            flight.since = now
         return found

@@ -50,7 +50,7 @@ class PooledLM:
         self._asking: Asking | None = None
         # Whoever forgets to close still leaves nothing behind.
         self._finalizer: weakref.finalize[..., PooledLM] = weakref.finalize(
-            self, self._client.close
+            self, self._client.close_soon
         )
 
     # --- life ----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import operator
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,13 +36,17 @@ def prompt_bytes(token_ids: TokenIds, vocab_size: int, max_prompt_tokens: int) -
         )
     kinds = set(map(type, token_ids))
     ids = token_ids if kinds == {int} else _as_integers(token_ids)
-    if max(ids) >= vocab_size or min(ids) < 0:
+    try:
+        packed = array("I", ids)
+        sound = max(packed) < vocab_size
+    except OverflowError:  # negative, or no uint32
+        sound = False
+    if not sound:
         place, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
         raise PromptError(
             f"token id {bad} at position {place} is outside [0, {vocab_size}): "
             "was the prompt tokenized with this pool's tokenizer?"
         )
-    packed = array("I", ids)
     if sys.byteorder != "little":
         packed.byteswap()
     return packed.tobytes()
@@ -94,3 +99,8 @@ def _as_integers(token_ids: Sequence[Any]) -> list[int]:
                 "not an integer"
             ) from None
     return ids
+
+
+def is_number(value: object) -> bool:
+    """Whether this is a real number, of Python or numpy, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -20,6 +20,7 @@ from lmpool.errors import (
     ServerRefused,
     ServerUnreachable,
     UnknownAdapter,
+    WireError,
 )
 from lmpool.keys import LaneKeys
 from lmpool.liveness import any_alive
@@ -50,6 +51,7 @@ class Sender:
         self._busy_pause = 0.0
         self._next_check = 0.0
         self._alone_since: float | None = None
+        self._looked = 0.0
 
     def run(self) -> None:
         """Serve until the client closes, then leave nothing behind on the server."""
@@ -61,10 +63,12 @@ class Sender:
                 with session.work:
                     while not self._has_work():
                         session.work.wait(self._until_check())
+                    while session.abandoned:
+                        session.forget(session.abandoned.popleft())
                     closing = session.closed
                     tasks, session.tasks = session.tasks, []
-                for task in tasks:
-                    self._run_task(server, task)
+                while tasks:  # one left in a variable would keep its PooledLM from being collected
+                    self._run_task(server, tasks.pop(0))
                 if closing:
                     break
                 try:
@@ -82,7 +86,7 @@ class Sender:
 
     def _has_work(self) -> bool:
         session = self._session
-        if session.closed or session.tasks or session.table.withdrawn:
+        if session.closed or session.tasks or session.table.withdrawn or session.abandoned:
             return True
         if session.table.unsent and self._busy_pause <= time.monotonic():
             return True
@@ -146,15 +150,16 @@ class Sender:
     def _withdraw(self, server: Server) -> None:
         session = self._session
         with session.lock:
-            digests, session.table.withdrawn = session.table.withdrawn, []
+            digests = session.table.take_withdrawn()
         try:
             for lane, chosen in session.by_lane(digests).items():
                 for i in range(0, len(chosen), CLAIM_MOST):
                     part = chosen[i : i + CLAIM_MOST]
                     script("withdraw")(server, [lane.jobs], [lane.prefix, session.id, *part])
-        except Exception:
-            with session.lock:
-                session.table.withdrawn = digests + session.table.withdrawn
+        except Exception as error:
+            if is_lost(error):  # what is refused now would be refused again, at once
+                with session.lock:
+                    session.table.withdrawn = digests + session.table.withdrawn
             raise
 
     def _claim(self, server: Server) -> bool:
@@ -211,8 +216,7 @@ class Sender:
                 pack_job(job),
             )
         answers, fresh = script("enqueue")(server, [lane.jobs], arguments)
-        if fresh:
-            session.fresh.set()
+        session.made[lane.reply(session.id)] += fresh
         self._take_answers(server, flights, answers)
 
     def _take_answers(self, server: Server, flights: list[Flight], answers: bytes) -> None:
@@ -280,6 +284,9 @@ class Sender:
             if last is not None:
                 server.xtrim(lane.reply(session.id), minid=last, approximate=False)
         if session.table.flights:
+            if now - self._looked > 4 * every:
+                self._alone_since = None  # nobody waited meanwhile, or nobody could look
+            self._looked = now
             self._look_for_workers(server, now)
 
     def _check_in(self, server: Server, lane: LaneKeys, flights: list[Flight]) -> None:
@@ -290,8 +297,7 @@ class Sender:
             [lane.jobs],
             [lane.prefix, session.id, to_ms(REPLY_TTL), to_ms(FLIGHT_TTL), *digests],
         )
-        if fresh:
-            session.fresh.set()
+        session.made[lane.reply(session.id)] += fresh
         there = []
         with session.lock:
             for flight, answer in zip(flights, answers.decode(), strict=True):
@@ -304,21 +310,19 @@ class Sender:
 
     def _look_for_workers(self, server: Server, now: float) -> None:
         session = self._session
-        if any_alive(server, session.lanes[0]):
+        # In every lane: a pool taken over in fewer lanes has nobody in the others.
+        if all(any_alive(server, lane) for lane in session.lanes):
             self._alone_since = None
             return
         if self._alone_since is None:
             self._alone_since = now
         current = server.get(session.keys.info)
         assert session.info is not None
-        if (
-            current is not None
-            and ModelInfo.unpack(current).fingerprint != session.info.fingerprint
-        ):
+        if current is not None and _differs(current, session.info):
             session.fail_everything(
                 PoolMismatch(
-                    f"pool {session.options.pool!r} now serves another model than the "
-                    f"{session.info.model!r} this client knows: connect again"
+                    f"pool {session.options.pool!r} now serves another model, or in another number "
+                    f"of lanes, than the {session.info.model!r} this client knows: connect again"
                 )
             )
         elif now - self._alone_since >= session.options.workers_timeout * 0.75:
@@ -346,3 +350,12 @@ class Sender:
                     server.delete(lane.reply(session.id))
         except (redis.exceptions.RedisError, OSError):
             logger.debug("the server was gone when the client closed", exc_info=True)
+
+
+def _differs(current: bytes, known: ModelInfo) -> bool:
+    """Whether a pool's model info means other keys than the one a client knows."""
+    try:
+        info = ModelInfo.unpack(current)
+    except WireError:
+        return True  # of another version of lmpool
+    return (info.fingerprint, info.lanes) != (known.fingerprint, known.lanes)

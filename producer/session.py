@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
@@ -44,12 +45,14 @@ class Session:
         self.work = threading.Condition(self.lock)
         """Notified when the sender has something to do; nobody else waits on it."""
         self.tasks: list[Task] = []
+        self.abandoned: deque[Call] = deque()
+        """Calls that the garbage collector ended: it may do so in a thread that holds `lock`."""
         self.closed = False
         self.closing = threading.Event()
         self.joined = threading.Event()
         """The pool's lanes are known, or the client is closing."""
-        self.fresh = threading.Event()
-        """The reply stream was made anew."""
+        self.made: Counter[str] = Counter()
+        """How often each reply stream was made: again once it expired, or the server forgot it."""
         self.last_ids: dict[str, str] = {}
         """The last notice read, by reply stream."""
 
@@ -59,6 +62,12 @@ class Session:
             self.info = info
             self.lanes = self.keys.lanes(info.fingerprint8, info.lanes)
         self.joined.set()
+
+    def forget(self, call: Call) -> None:
+        """`call` waits no longer: what nobody else wants is withdrawn. Under the lock."""
+        if not call.done:
+            call.error = LmpoolError("withdrawn")
+            self.table.forget(call)
 
     def fail_all(self, error: LmpoolError) -> list[Call]:
         """Nothing that is waited for will come: the calls that this ends. Under the lock."""
@@ -129,6 +138,8 @@ class Session:
                     continue
                 try:
                     row = unpack_row(value, size)
+                    if (row.encoding == "u32") != (flight.ask.op == "sample"):
+                        raise RowFormatError(f"{row.encoding} numbers for {flight.ask.op}")
                 except RowFormatError as error:
                     complete += self.fail(flight, error)
                     continue

@@ -7,12 +7,16 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from lmpool.errors import LmpoolError, PoolTimeout, SettingsError
 from lmpool.producer.calls import Ask, Call
 from lmpool.producer.client import Client
+from lmpool.producer.prompts import is_number
 from lmpool.wire import Row
+
+LONGEST_WAIT: Final = 86_400.0 * 365
+"""Seconds beyond which a timeout is none."""
 
 
 class Waiting:
@@ -31,9 +35,12 @@ class Waiting:
             timeout = self._timeout
         if timeout is None:
             return None, None
-        if isinstance(timeout, bool) or not timeout > 0:
+        if not is_number(timeout) or not timeout > 0:
             raise SettingsError(f"timeout={timeout!r}: write a positive number of seconds, or None")
-        return timeout, time.monotonic() + timeout
+        if timeout > LONGEST_WAIT:
+            return None, None
+        limit = float(timeout)
+        return limit, time.monotonic() + limit
 
     async def rows_async(
         self, asks: Sequence[Ask], timeout: float | None, progress: bool = False
@@ -56,7 +63,11 @@ class Waiting:
                     await (self._watch_async(call) if progress else call.wait_async())
         except TimeoutError:
             self._client.forget(call)
-            raise self._timed_out(call, limit) from None
+            if call.left:  # else the last row came at the same moment
+                raise self._timed_out(call, limit) from None
+        except GeneratorExit:  # the garbage collector's doing, in whichever thread
+            self._client.abandon(call)
+            raise
         except BaseException:
             self._client.forget(call)
             raise
@@ -66,11 +77,18 @@ class Waiting:
         calls = self._turns.pop(loop, [])
         try:
             self._client.submit(calls)
-        except LmpoolError as error:
+        except Exception as error:
+            failure = (
+                error
+                if isinstance(error, LmpoolError)
+                else LmpoolError(f"{type(error).__name__}: {error}")
+            )
             for call in calls:
                 if not call.done:
-                    call.error = error
+                    call.error = failure
                 call._wake()
+            if failure is not error:
+                raise
 
     def rows_sync(
         self, asks: Sequence[Ask], timeout: float | None, progress: bool = False
@@ -95,7 +113,8 @@ class Waiting:
             raise
         if not done:
             self._client.forget(call)
-            raise self._timed_out(call, limit)
+            if call.left:
+                raise self._timed_out(call, limit)
         return _outcome(call)
 
     async def _watch_async(self, call: Call) -> None:

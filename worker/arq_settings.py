@@ -16,11 +16,10 @@ import time
 from typing import Any, ClassVar, Final
 
 import msgpack
-from arq.connections import RedisSettings
-from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff
+from arq.connections import ArqRedis, RedisSettings
+from redis.asyncio import ConnectionPool
 from redis.connection import SSLConnection, parse_url
-from redis.exceptions import ConnectionError, TimeoutError
+from redis.exceptions import RedisError
 
 from lmpool.errors import LmpoolError, ServerUnreachable, SettingsError
 from lmpool.server import greet, open_server
@@ -33,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 SERVER_WAIT: Final = 5.0
 """Seconds for which a worker that starts waits for a server that does not answer."""
+ARQ_TIMEOUT: Final = 5.0
+"""Seconds after which arq's connection gives a command up."""
 EXIT_REFUSED: Final = 78
 """Exit status when starting again cannot help: settings, another model in the pool."""
 EXIT_BROKEN: Final = 70
@@ -50,10 +51,39 @@ def redis_settings(url: str) -> RedisSettings:
         username=found.get("username"),
         password=found.get("password"),
         ssl=found.get("connection_class") is SSLConnection,
-        # The streams outlive a lost connection, and so must the process that reads them.
-        retry=Retry(ExponentialBackoff(cap=2.0, base=0.05), 60),
-        retry_on_error=[ConnectionError, TimeoutError],
     )
+
+
+class PatientRedis(ArqRedis):
+    """arq's connection, which a server that restarts, hangs or is full must not end.
+
+    The streams outlive that, and so must the process that reads them: what arq asks again and again
+    is answered as if there were nothing.
+    """
+
+    _NOTHING: ClassVar[dict[str, Any]] = {
+        "ZRANGEBYSCORE": [],
+        "ZCARD": 0,
+        "PSETEX": None,
+        "DEL": 0,
+    }
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """As redis-py's, less those failures."""
+        try:
+            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        except (RedisError, OSError) as error:
+            if args[0] not in self._NOTHING:
+                raise
+            logger.debug("arq's %s failed: %s", args[0], error)
+            return self._NOTHING[args[0]]
+
+
+def _new_redis(url: str, queue: str) -> PatientRedis:
+    pool = ConnectionPool.from_url(
+        url, protocol=2, socket_connect_timeout=ARQ_TIMEOUT, socket_timeout=ARQ_TIMEOUT
+    )
+    return PatientRedis(pool, msgpack.packb, msgpack.unpackb, default_queue_name=queue)
 
 
 async def startup(ctx: dict[str, Any]) -> None:
@@ -139,6 +169,7 @@ class WorkerSettings:
     functions: ClassVar = FUNCTIONS
     queue_name: ClassVar = _new_service.keys.control_queue(_new_service.consumer)
     redis_settings: ClassVar = redis_settings(_options.url)
+    redis_pool: ClassVar = _new_redis(_options.url, queue_name)
     on_startup: ClassVar = startup
     on_shutdown: ClassVar = shutdown
     job_serializer: ClassVar = msgpack.packb

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import redis
 
 from lmpool.backends.engine import Engine, Outcome, Request, Sampling
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
-from lmpool.errors import AdapterError, EngineBroken
+from lmpool.errors import EngineBroken, PromptFailed
 from lmpool.keys import GROUP, LaneKeys
 from lmpool.scripts import script
 from lmpool.wire import Job
@@ -28,6 +29,12 @@ logger = logging.getLogger(__name__)
 
 LONG_WAIT: Final = 0.05
 """Seconds after which a waiting job's callers may have left: ask before it is run."""
+LONG_BACKLOG_MS: Final = 5_000
+"""The same for the time since a job was sent: who leaves in order takes unread jobs along, and of
+whoever just died the server knows only after `REPLY_TTL`."""
+
+_ROW_TYPES: Final = (np.dtype(np.float32), np.dtype(np.uint16))
+_NO_OUTCOME: Final = "the engine gave no outcome for this prompt"
 
 T = TypeVar("T")
 
@@ -113,11 +120,12 @@ class EngineLoop:
             claimed
             for claimed in batch
             if now - claimed.came > LONG_WAIT
+            or now_ms - claimed.job.sent > LONG_BACKLOG_MS
             or (claimed.job.deadline is not None and claimed.job.deadline <= now_ms)
         ]
         if not doubtful:
             return batch
-        dropped: dict[bytes, str] = {}
+        dropped: dict[Claimed, str] = {}  # not by entry: streams of two lanes may share an id
         try:
             for number, lane in enumerate(self._lanes):
                 mine = [claimed for claimed in doubtful if claimed.lane == number]
@@ -126,15 +134,14 @@ class EngineLoop:
                     answers = script("admit")(
                         self._server, [lane.jobs], [lane.prefix, GROUP, *pairs]
                     )
-                    for claimed, answer in zip(mine, answers.decode(), strict=True):
-                        if answer != "r":
-                            dropped[claimed.entry] = answer
+                    answered = zip(mine, answers.decode(), strict=True)
+                    dropped |= {claimed: answer for claimed, answer in answered if answer != "r"}
         except (redis.exceptions.RedisError, OSError) as error:
             logger.debug("running jobs without asking who waits: %s", error)
-        there = [Done(c, None) for c in batch if dropped.get(c.entry) == "x"]
+        there = [Done(c, None) for c in batch if dropped.get(c) == "x"]
         if there:
             self._publisher.put(there)
-        return [claimed for claimed in batch if claimed.entry not in dropped]
+        return [claimed for claimed in batch if claimed not in dropped]
 
     def _start(self, batch: list[Claimed]) -> None:
         requests = []
@@ -163,8 +170,10 @@ class EngineLoop:
             try:
                 self._adapters.ensure(adapter)
                 unusable[adapter] = ""
-            except (AdapterError, redis.exceptions.RedisError) as error:
-                unusable[adapter] = str(error)
+            except EngineBroken:
+                raise
+            except Exception as error:  # a registry or a folder that holds nonsense
+                unusable[adapter] = str(error) or type(error).__name__
         return unusable[adapter]
 
     def _step(self) -> None:
@@ -176,6 +185,10 @@ class EngineLoop:
         finished: list[Finished] = []
         for outcome in outcomes:
             finished += self._finish(outcome)
+        if idle and self._held:
+            logger.error("the engine gave no outcome for %d requests", len(self._held))
+            for request in list(self._held):
+                finished += self._finish(Outcome(request, error=PromptFailed(_NO_OUTCOME)))
         if finished:
             self._publisher.put(finished)
         if idle:
@@ -186,12 +199,32 @@ class EngineLoop:
         if claimed is None:
             logger.error("the engine gave an outcome for an unknown request: dropped")
             return []
+        outcome = self._sound(claimed[0].job, outcome)
         first: list[Finished] = [(claimed[0], outcome)]
         # Other deliveries of the same job are announced with it.
         return first + [
             Done(other, None) if outcome.error is None else (other, outcome)
             for other in claimed[1:]
         ]
+
+    def _sound(self, job: Job, outcome: Outcome) -> Outcome:
+        """The outcome, or an error in place of what no client could read."""
+        row, tokens = outcome.row, outcome.tokens
+        if outcome.error is not None:
+            return outcome
+        if job.op == "sample":
+            if tokens is not None:
+                return outcome
+            text = "the engine gave no tokens for this prompt"
+        elif row is None or tokens is not None:
+            text = "the engine gave no row for this prompt"
+        else:
+            expected = (self._engine.info.vocab_size,)
+            if isinstance(row, np.ndarray) and row.shape == expected and row.dtype in _ROW_TYPES:
+                return outcome
+            shape, dtype = getattr(row, "shape", None), getattr(row, "dtype", type(row).__name__)
+            text = f"the engine gave a row of shape {shape}, {dtype}: {expected} was expected"
+        return Outcome(outcome.id, error=PromptFailed(text))
 
 
 def _request(job: Job) -> Request:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import redis
 
 from lmpool.commands import Fields, Server, Value
 from lmpool.errors import JobFormatError
-from lmpool.keys import GROUP, LaneKeys
+from lmpool.keys import GROUP, LaneKeys, lane_of
 from lmpool.scripts import script
 from lmpool.server import is_lost
 from lmpool.wire import Digester, Job, RefusedJob, unpack_job
@@ -49,6 +49,7 @@ class Intake:
         state: WorkerState,
         digester: Digester,
         continuous: bool,
+        restore: Callable[[Server], None] = lambda server: None,
     ) -> None:
         self._server = server
         self._lanes = lanes
@@ -57,17 +58,29 @@ class Intake:
         self._state = state
         self._digester = digester
         self._continuous = continuous
+        self._restore = restore
+        self._last: dict[str, str] = {}
+        """The last entry handed on, by stream: what is ours beyond it was never looked at."""
+        self._unsure = False
+        """Whether a read failed, so that entries may be ours that never arrived."""
 
     def run(self) -> None:
         """Read until the worker stops."""
         failures = 0
+        group_is_gone = False
         while not self._state.stopping.is_set():
             try:
+                if group_is_gone:
+                    create_groups(self._server, self._lanes, self._consumer)
+                    self._restore(self._server)
+                    self._last.clear()
+                    group_is_gone = False
                 self._turn()
                 failures = 0
             except (redis.exceptions.RedisError, OSError) as error:
+                self._unsure = True
                 if self._group_is_gone(error):
-                    create_groups(self._server, self._lanes, self._consumer)
+                    group_is_gone = True
                     continue
                 failures += 1
                 if not is_lost(error) or failures in (1, 10):
@@ -96,9 +109,12 @@ class Intake:
             else:
                 # Too short to block for: one look for company shortly before the batch leaves.
                 self._wait_while(busy, due * 0.7)
-        jobs = self._read(room, block)
+        jobs, last = self._read(room, block)
         if jobs:
             self._batcher.add(jobs)
+        self._last.update(last)
+        if self._unsure:
+            self._unsure = bool(last)
         elif block is None:
             self._wait_while(busy, self._poll_seconds())
 
@@ -146,27 +162,37 @@ class Intake:
         poll = min(0.02, max(0.0005, self._state.batch_seconds / 16))
         return poll if due is None else max(due, poll) if due < SHORT_WAIT else min(due, poll)
 
-    def _read(self, room: int, block: int | None) -> list[Claimed]:
+    def _read(self, room: int, block: int | None) -> tuple[list[Claimed], dict[str, str]]:
+        """Jobs, and the last entry of each stream."""
         # COUNT holds for each stream: with several lanes each gives its share.
         count = -(-room // len(self._lanes))
         answer = self._server.xreadgroup(
             GROUP,
             self._consumer,
-            {lane.jobs: ">" for lane in self._lanes},
+            {
+                lane.jobs: self._last.get(lane.jobs, "0-0") if self._unsure else ">"
+                for lane in self._lanes
+            },
             count=count,
             block=block,
         )
         came = time.monotonic()
         claimed: list[Claimed] = []
+        last: dict[str, str] = {}
         numbers = {lane.jobs.encode(): number for number, lane in enumerate(self._lanes)}
         for name, entries in answer or ():
             claimed += self._parse(numbers[name], entries, came)
-        return claimed
+            if entries:
+                last[name.decode()] = entries[-1][0].decode()
+        return claimed, last
 
     def _parse(self, lane: int, entries: Sequence[Entry], came: float) -> list[Claimed]:
         claimed = []
         for entry, fields in entries:
-            data = (fields or {}).get(b"job", b"")
+            if not fields:  # ours, and withdrawn since
+                self._server.xack(self._lanes[lane].jobs, GROUP, entry)
+                continue
+            data = fields.get(b"job", b"")
             try:
                 job = unpack_job(data)
                 self._check_digest(job)
@@ -232,14 +258,17 @@ def release(
 ) -> int:
     """Give back at once everything this consumer holds; `known` are its jobs by entry."""
     released = 0
-    for lane in lanes:
+    for number, lane in enumerate(lanes):
         while True:
             held = server.xpending_range(lane.jobs, GROUP, "-", "+", 500, consumername=consumer)
             arguments: list[Value] = [lane.prefix, GROUP]
             for item in held:
                 entry = item["message_id"]
                 job = known.get(entry)
-                digest = job.digest.hex() if job else _digest_of(server, lane, entry)
+                if job is not None and lane_of(job.digest, len(lanes)) == number:
+                    digest = job.digest.hex()
+                else:  # not known, or known is one of the same id in another lane
+                    digest = _digest_of(server, lane, entry)
                 arguments += (digest, entry)
             if held:
                 released += script("release")(server, [lane.jobs], arguments)

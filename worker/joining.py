@@ -109,8 +109,9 @@ def _check_same(
         f"{name} {getattr(other, name)!r} there, {getattr(info, name)!r} here" for name in different
     )
     raise PoolMismatch(
-        f"pool {keys.pool!r} serves {other.model!r} with living workers, and this worker differs: "
-        f"{text}. Use another LMPOOL_POOL, or set LMPOOL_REPLACE=1 to take the pool over"
+        f"pool {keys.pool!r} serves {other.model!r} with living workers, and this worker's "
+        f"{info.model!r} differs: {text}. Use another LMPOOL_POOL, or set LMPOOL_REPLACE=1 to take "
+        "the pool over"
     )
 
 

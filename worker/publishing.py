@@ -15,6 +15,7 @@ import redis
 
 from lmpool.backends.engine import Outcome
 from lmpool.commands import Server, Value
+from lmpool.errors import ServerRefused
 from lmpool.keys import GROUP, LaneKeys
 from lmpool.scripts import script
 from lmpool.server import is_lost
@@ -22,6 +23,7 @@ from lmpool.wire import bf16_to_f32, pack_logprobs, pack_tokens, pack_values
 from lmpool.worker.batching import Claimed
 from lmpool.worker.intake import COUNTERS_TTL_MS
 from lmpool.worker.state import WorkerState
+from lmpool.worker.transaction import set_and_call
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +62,26 @@ def encode(claimed: Claimed, outcome: Outcome) -> Done:
         return Done(claimed, None, "failed", "the engine gave neither a row nor an error")
     wanted = claimed.job.want["encoding"]
     if row.dtype == np.uint16:
-        bits = cast(npt.NDArray[np.uint16], row)  # of bfloat16 logits
+        bits = cast("npt.NDArray[np.uint16]", row)  # of bfloat16 logits
         if np.isnan(outcome.logsumexp):
             return Done(claimed, None, "failed", _NOT_A_NUMBER)
         if wanted == "bf16":
             return Done(claimed, pack_values("bf16", bits, outcome.logsumexp))
         row = bf16_to_f32(bits) - np.float32(outcome.logsumexp)
     # Normalizing spreads one NaN to all entries: the first one tells.
-    if np.isnan(row[0]):
+    if row[0] != row[0]:
         return Done(claimed, None, "failed", _NOT_A_NUMBER)
-    values = cast(npt.NDArray[np.float32], row)
+    values = cast("npt.NDArray[np.float32]", row)
     return Done(claimed, pack_logprobs(values, "f16" if wanted == "f16" else "f32"))
+
+
+def _encode(claimed: Claimed, outcome: Outcome) -> Done:
+    # One outcome that makes no sense must not keep the others from being written.
+    try:
+        return encode(claimed, outcome)
+    except Exception as error:
+        logger.exception("an outcome of the engine cannot be stored")
+        return Done(claimed, None, "failed", f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
 
 
 _NOT_A_NUMBER = "the model computed NaN for this prompt; another dtype may help"
@@ -91,29 +102,42 @@ class Publisher:
         self._result_ttl_ms = result_ttl_ms
         self._state = state
         self._queue: queue.Queue[Sequence[Finished] | None] = queue.Queue(QUEUE_MOST)
+        self._ended = False
 
     def put(self, finished: Sequence[Finished]) -> None:
         """Hand over one batch; blocks while two are waiting to be written."""
-        self._queue.put(finished)
+        self._put(finished)
 
     def finish(self) -> None:
         """No more will come: `run` ends once all is written."""
-        self._queue.put(None)
+        self._put(None)
+
+    def _put(self, finished: Sequence[Finished] | None) -> None:
+        # Where nobody writes any more nobody must wait: the jobs stay with the pool.
+        while not self._ended:
+            try:
+                self._queue.put(finished, timeout=0.5)
+                break
+            except queue.Full:
+                pass
 
     def run(self) -> None:
         """Write until told to finish."""
-        while (finished := self._queue.get()) is not None:
-            batches = 1
-            for chunk in self._chunks(finished):
-                self._write(chunk, batches)
-                batches = 0
+        try:
+            while (finished := self._queue.get()) is not None:
+                batches = 1
+                for chunk in self._chunks(finished):
+                    self._write(chunk, batches)
+                    batches = 0
+        finally:
+            self._ended = True
 
     def _chunks(self, finished: Sequence[Finished]) -> Iterator[list[Done]]:
         """Few large rows or many small ones at a time: the first are read while others follow."""
         chunk: list[Done] = []
         size = 0
         for item in finished:
-            done = item if isinstance(item, Done) else encode(*item)
+            done = item if isinstance(item, Done) else _encode(*item)
             chunk.append(done)
             size += len(done.value or b"")
             if size >= CHUNK_BYTES or len(chunk) >= CHUNK_MOST:
@@ -135,7 +159,8 @@ class Publisher:
                 return
             except (redis.exceptions.RedisError, OSError) as error:
                 failures += 1
-                full = "OOM" in str(error)
+                full = isinstance(error, redis.exceptions.OutOfMemoryError)
+                reason = str(error)[:MAX_ERROR_CHARS]
                 if failures in (1, 10) or failures % 100 == 0:
                     logger.warning(
                         "%s (%d rows wait, %.0f s): %s",
@@ -144,19 +169,18 @@ class Publisher:
                         else "rows cannot be written",
                         len(chunk),
                         time.monotonic() - began,
-                        error,
+                        reason,
                     )
                 if self._state.stopping.is_set() and failures > 5:
                     logger.error("%d jobs were not written and stay with the pool", len(chunk))
                     return
                 if not (full or is_lost(error)) and failures > 5:
-                    self._state.fail(error)
+                    self._state.fail(ServerRefused(f"rows cannot be written: {reason}"))
                     return
                 self._state.stopping.wait(min(2.0, 0.05 * 2 ** min(failures, 6)))
 
     def _write_in(self, lane: LaneKeys, chunk: list[Done], batches: int) -> None:
         """One transaction: every row with its TTL, then the notices and acknowledgements."""
-        ttl = self._result_ttl_ms
         rows = sum(done.value is not None for done in chunk)
         failed = sum(done.status != "ok" for done in chunk)
         counters: list[Value] = []
@@ -170,15 +194,12 @@ class Publisher:
             len(counters) // 2,
             *counters,
         ]
-        with self._server.pipeline(transaction=True) as pipeline:
-            for done in chunk:
-                digest = done.claimed.job.digest.hex()
-                if done.value is not None:
-                    pipeline.execute_command("SET", lane.result(digest), done.value, "PX", ttl)
-                arguments += (digest, done.claimed.entry, done.status, done.error)
-            script("complete").queue(pipeline, [lane.jobs], arguments)
-            try:
-                pipeline.execute()
-            except redis.exceptions.NoScriptError:
-                # The rows are set; what is missing is the script's part.
-                script("complete")(self._server, [lane.jobs], arguments)
+        values: list[tuple[str, bytes]] = []
+        for done in chunk:
+            digest = done.claimed.job.digest.hex()
+            if done.value is not None:
+                values.append((lane.result(digest), done.value))
+            arguments += (digest, done.claimed.entry, done.status, done.error)
+        set_and_call(
+            self._server, values, self._result_ttl_ms, script("complete"), [lane.jobs], arguments
+        )

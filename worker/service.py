@@ -16,7 +16,7 @@ from lmpool.backends import load_engine
 from lmpool.backends.engine import Engine
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
-from lmpool.errors import SettingsError
+from lmpool.errors import LmpoolError, SettingsError
 from lmpool.keys import PoolKeys
 from lmpool.scripts import script
 from lmpool.server import explained, greet, open_server
@@ -62,6 +62,7 @@ class Service:
         self._threads: dict[str, threading.Thread] = {}
         self._servers: list[Server] = []
         self._heartbeat_ended = threading.Event()
+        self._joining = threading.Lock()
         self._batcher: Batcher | None = None
         self._publisher: Publisher | None = None
 
@@ -104,6 +105,15 @@ class Service:
             options.model,
             **_engine_options(options),
         )
+        with self._joining:
+            if self.state.stopping.is_set():
+                raise LmpoolError("told to stop while the engine was loading")
+            return self._join(engine, control, clock, version)
+
+    def _join(
+        self, engine: Engine, control: Server, clock: ServerClock, version: str
+    ) -> EngineLoop:
+        options, url = self.options, self.options.url
         with explained(url):
             info = model_info(engine.info, options)
             budget = batch_budget(options, info)
@@ -116,9 +126,14 @@ class Service:
             heartbeat.beat()
         self.lanes = lanes
         batcher = self._batcher = Batcher(options.batch_size, options.timeout, budget)
-        publisher = self._publisher = Publisher(
-            self._open(zero_copy=True), lanes, info.result_ttl_ms, self.state
-        )
+        publisher = self._publisher = Publisher(self._open(), lanes, info.result_ttl_ms, self.state)
+
+        def restore(server: Server) -> None:
+            # A server that has lost everything: clients that come now need these, too.
+            join(server, self.keys, info, replace=False)
+            assert self.loop is not None
+            self.loop.call(lambda: publish_vocabulary(control, self.keys, info, engine))
+
         intake = Intake(
             self._open(blocks_for=IDLE_BLOCK_MS / 1000),
             lanes,
@@ -127,6 +142,7 @@ class Service:
             self.state,
             Digester(info.fingerprint),
             engine.continuous,
+            restore,
         )
         self.adapters = Adapters(engine, control, lanes, options.adapter_dirs)
         self.loop = EngineLoop(
@@ -158,10 +174,13 @@ class Service:
     def stop(self) -> None:
         """Claim nothing more, finish what runs, give the rest back, leave. Blocks; idempotent."""
         self.state.stopping.set()
+        with self._joining:  # either it has joined, or it never will
+            serves = self.loop is not None
         if self._batcher is not None:
             self._batcher.wake()
         limit = self.options.drain_timeout
-        for name in ("intake", "engine"):
+        # An engine that is being loaded has nothing to finish: the process ends without it.
+        for name in ("intake", "engine") if serves else ():
             thread = self._threads.pop(name, None)
             if thread is not None:
                 thread.join(limit)
@@ -198,10 +217,8 @@ class Service:
         except (redis.exceptions.RedisError, OSError) as error:
             logger.warning("left without a word to the server: %s", error)
 
-    def _open(self, *, blocks_for: float = 0.0, zero_copy: bool = False) -> Server:
-        server = open_server(
-            self.options.url, blocks_for=blocks_for, zero_copy=zero_copy, name="lmpool-worker"
-        )
+    def _open(self, *, blocks_for: float = 0.0) -> Server:
+        server = open_server(self.options.url, blocks_for=blocks_for, name="lmpool-worker")
         self._servers.append(server)
         return server
 

@@ -6,6 +6,14 @@ The text is the English prose of the running interpreter's standard library: the
 of `pydoc_data.topics`, the Zen of Python, docstrings, and comments of two lines and more. All of
 it is under the PSF License Version 2. Modules that carry somebody else's copyright notice, tests
 and site-packages are left out. Code, grammars and tables are dropped, paragraphs are unwrapped.
+
+The model in the repository was made with Python 3.11.7, torch 2.13.0 and `--threads 1` in 23
+minutes of one busy CPU core, from 4,748 documents (1.38 million characters, 402 thousand tokens,
+each seen 12 times), which reaches 2.26 nats a token on the text it learnt from and 3.46 on the 191
+documents held out; uniform is 7.60. It was then softened (`--threads 2`, 3 minutes): 3.57 held out
+(1.4 bits a character), and rows small enough for float32: computed in batches and one at a time
+they differ by at most 9e-6 instead of 1.5e-5. The seed is fixed; another Python has other text, and
+another machine or number of threads rounds otherwise. Needs torch 2.9 (Muon).
 """
 
 from __future__ import annotations
@@ -28,9 +36,9 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
-from pydoc_data.topics import topics
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -41,12 +49,19 @@ VOCAB_SIZE = 2_000
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 MAX_POSITIONS = 512
-BATCH_TOKENS = 4_096
-PEAK_LR = 3e-3
+BATCH_TOKENS = 2_048
+MUON_LR = 0.02
+ADAM_LR = 3e-3
 WEIGHT_DECAY = 0.1
 DROPOUT = 0.1
 PAGE_CHARS = 1_600
 HELD_OUT_PERCENT = 4
+SOFT_STEPS = 150
+SOFT_SEED = 1
+SOFT_LR = 1e-3
+LABEL_SMOOTHING = 0.1
+Z_LOSS = 0.002
+LOGIT_SCALE = 0.85
 
 ASCII = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "—": "-", "…": "..."})
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
@@ -266,39 +281,48 @@ def learning_rate(step: int, steps: int) -> float:
 def train_model(
     encoded: list[list[int]], held_out: list[list[int]], steps: int
 ) -> LlamaForCausalLM:
-    """AdamW over shuffled documents, with dropout on what each sub-layer adds."""
+    """Train on shuffled documents, with dropout on what each sub-layer adds.
+
+    Matrices learn by Muon (https://kellerjordan.github.io/posts/muon), which here needs a third
+    of AdamW's tokens; embeddings and norms by AdamW.
+    """
     torch.manual_seed(SEED)
     chance = random.Random(SEED)
     model = LlamaForCausalLM(configuration())
-    noisy = [model.model.embed_tokens]
-    for layer in model.model.layers:
-        noisy += [layer.self_attn.o_proj, layer.mlp.down_proj]
-
-    def drop(module: torch.nn.Module, _: object, output: Tensor) -> Tensor:
-        return torch.nn.functional.dropout(output, DROPOUT, module.training)
-
-    hooks = [module.register_forward_hook(drop) for module in noisy]
+    layers = model.model.layers
+    adders = [part for layer in layers for part in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+    hooks = [part.register_forward_hook(drop) for part in adders]
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
-            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-        ],
-        lr=PEAK_LR,
-        betas=(0.9, 0.95),
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: learning_rate(s, steps))
+    embedding = model.model.embed_tokens.weight
+    matrices = [p for p in parameters if p.dim() == 2 and p is not embedding]
+    norms = [p for p in parameters if p.dim() == 1]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=WEIGHT_DECAY),
+        torch.optim.AdamW(
+            [
+                {"params": [embedding], "weight_decay": WEIGHT_DECAY},
+                {"params": norms, "weight_decay": 0.0},
+            ],
+            lr=ADAM_LR,
+            betas=(0.9, 0.95),
+        ),
+    ]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, steps))
+        for optimizer in optimizers
+    ]
     start = time.monotonic()
     model.train()
     for step, batch in zip(range(1, steps + 1), batches(encoded, chance), strict=False):
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(input_ids=batch, use_cache=False).logits
         loss = next_token_loss(logits, batch)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         if step % 200 == 0 or step == steps:
             seconds = time.monotonic() - start
             measured = evaluate(model, held_out)
@@ -307,7 +331,48 @@ def train_model(
             )
     for hook in hooks:
         hook.remove()
-    return model.eval()
+    return model
+
+
+def soften(folder: Path, encoded: list[list[int]], held_out: list[list[int]]) -> None:
+    """Shrink the logits of the saved model: it tests engines, whose rows differ by rounding.
+
+    A row that spans 25 nats is off by 1e-5 in float32 however it is computed. Label smoothing and
+    a loss on the normalizer draw rare tokens up; the final norm's weights are scaled down.
+    """
+    torch.manual_seed(SOFT_SEED)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    for layer in model.model.layers:
+        for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            part.register_forward_hook(drop)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=SOFT_LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate(step, SOFT_STEPS)
+    )
+    stream = batches(encoded, random.Random(SOFT_SEED))
+    for _, batch in zip(range(SOFT_STEPS), stream, strict=False):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=batch, use_cache=False).logits
+        flat = logits[:, :-1].flatten(0, 1).float()
+        loss = torch.nn.functional.cross_entropy(
+            flat, batch[:, 1:].flatten(), label_smoothing=LABEL_SMOOTHING
+        )
+        loss = loss + Z_LOSS * torch.logsumexp(flat, -1).square().mean()
+        model.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    model.model.norm.weight.data *= LOGIT_SCALE
+    print(f"softened: held out {evaluate(model, held_out):.3f}", flush=True)
+    save_model(model, folder)
+
+
+def drop(module: torch.nn.Module, _: object, output: Tensor) -> Tensor:
+    """A forward hook: dropout while training."""
+    return torch.nn.functional.dropout(output, DROPOUT, module.training)
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -333,12 +398,13 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
 
     Each weight is then the same number whether an engine computes in float32 or bfloat16.
     """
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
+    special = GenerationConfig(pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=EOS_ID)
+    special.save_pretrained(folder)
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     write_json(folder / "config.json", settings | {"dtype": "float32"})
-    GenerationConfig(
-        pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=EOS_ID, max_length=MAX_POSITIONS
-    ).save_pretrained(folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)
 
 
 def main() -> None:
@@ -346,7 +412,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the tiny model.")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "model")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -363,6 +429,7 @@ def main() -> None:
         size, tokens = sum(map(len, texts_of)), sum(map(len, ids))
         print(f"{name}: {len(ids)} documents, {size} characters, {tokens} tokens")
     save_model(train_model(train_ids, held_out_ids, options.steps), options.out)
+    soften(options.out, train_ids, held_out_ids)
 
     model = LlamaForCausalLM.from_pretrained(options.out, dtype=torch.float32).eval()
     print(f"{sum(p.numel() for p in model.parameters())} parameters")

@@ -28,7 +28,7 @@ for i = 6, #ARGV, 4 do
   if adapter ~= '' then
     local name, fingerprint = string.match(adapter, '^(.*)@([^@]*)$')
     local entry = name and redis.call('HGET', prefix .. ':adapters', name)
-    known = entry and string.sub(entry, 1, #fingerprint) == fingerprint
+    known = entry and string.sub(entry, 1, #fingerprint + 1) == fingerprint .. '\n'
   end
   if not known then
     answer = 'a'

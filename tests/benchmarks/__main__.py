@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -86,4 +87,6 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # Told to end, it ends what it has started: servers, workers, clients.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

@@ -8,11 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgpack
 from arq.connections import ArqRedis, RedisSettings, create_pool
@@ -41,11 +42,13 @@ class ArqPeer:
         server: RealServer,
         queue: str,
         process: subprocess.Popen[bytes],
+        log: IO[bytes],
         serializers: dict[str, Any],
     ) -> None:
         self._server = server
         self._queue = queue
         self._process = process
+        self._log = log
         self._serializers = serializers
         self._numbers = itertools.count()
 
@@ -116,7 +119,9 @@ class ArqPeer:
     def _check(self) -> None:
         status = self._process.poll()
         if status is not None:
-            raise RuntimeError(f"the arq worker ended with {status}")
+            self._log.seek(0)
+            said = self._log.read().decode("utf-8", "replace")
+            raise RuntimeError(f"the arq worker ended with {status}:\n{said}")
 
     def _cpu(self) -> Cpu:
         return Cpu(cpu_seconds(), cpu_seconds(self._process.pid), cpu_seconds(self._server.pid))
@@ -143,16 +148,19 @@ def arq_peer(
     serializers = (
         {"job_serializer": msgpack.packb, "job_deserializer": msgpack.unpackb} if by_msgpack else {}
     )
-    process = subprocess.Popen(COMMAND, cwd=ROOT, env={**os.environ, **environment})
-    try:
-        peer = ArqPeer(server, queue, process, serializers)
-        peer.throughput(200)  # waits until it works, and warms it up
-        yield peer
-    finally:
-        process.terminate()
-        process.send_signal(signal.SIGCONT)
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            COMMAND, cwd=ROOT, env={**os.environ, **environment}, stdout=log, stderr=log
+        )
         try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(10)
+            peer = ArqPeer(server, queue, process, log, serializers)
+            peer.throughput(200)  # waits until it works, and warms it up
+            yield peer
+        finally:
+            process.terminate()
+            process.send_signal(signal.SIGCONT)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)

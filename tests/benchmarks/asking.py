@@ -8,25 +8,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
+import lmpool
 from tests.benchmarks.measure import Measured
 from tests.benchmarks.pool import Cpu, Pool, Prompts, check_rows, must_be_computed
 
-Ask = Callable[[Pool, Sequence[list[int]]], Sequence[Any]]
+Ask = Callable[[lmpool.PooledLM, Sequence[list[int]]], Sequence[Any]]
 
 
-def in_batches(pool: Pool, prompts: Sequence[list[int]]) -> Sequence[Any]:
+def in_batches(lm: lmpool.PooledLM, prompts: Sequence[list[int]]) -> Sequence[Any]:
     """One call for all prompts."""
-    rows: Sequence[Any] = pool.lm.batch_next_token_logprobs_sync(prompts)
+    rows: Sequence[Any] = lm.batch_next_token_logprobs_sync(prompts)
     return rows
 
 
-def gathered(pool: Pool, prompts: Sequence[list[int]]) -> Sequence[Any]:
+def gathered(lm: lmpool.PooledLM, prompts: Sequence[list[int]]) -> Sequence[Any]:
     """One call for each prompt, all awaited together."""
 
-    async def ask() -> Sequence[Any]:
-        return await asyncio.gather(*map(pool.lm.next_token_logprobs, prompts))
+    rows: list[Any] = []
 
-    return asyncio.run(ask())
+    async def ask() -> None:
+        rows.extend(await asyncio.gather(*map(lm.next_token_logprobs, prompts)))
+
+    # What the coroutine returned, Python 3.11's asyncio.run would write out as text, in vain.
+    asyncio.run(ask())
+    return rows
 
 
 def timed(
@@ -41,7 +46,7 @@ def timed(
     for i in range(0, len(prompts), per_call):
         part = prompts[i : i + per_call]
         before, began = pool.cpu(), time.perf_counter()
-        rows = ask(pool, part)
+        rows = ask(pool.lm, part)
         took += time.perf_counter() - began
         spent = pool.cpu().per_job(before, len(prompts))
         for side in fields(Cpu):

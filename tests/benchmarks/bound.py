@@ -21,7 +21,7 @@ class RawConnection:
         self._value = memoryview(bytes(size))
         self._head = f"${size}\r\n".encode()
         # The answer to GET: the head, the value, a line end.
-        self._answer = memoryview(bytearray(len(self._head) + size + 2))
+        self._answer = bytearray(len(self._head) + size + 2)
 
     def __enter__(self) -> Self:
         return self
@@ -53,12 +53,12 @@ class RawConnection:
             self._socket.sendall(memoryview(rest)[sent:])
 
     def _receive(self) -> None:
-        answer, got = self._answer, 0
+        answer, got = memoryview(self._answer), 0
         while got < len(answer):
             more = self._socket.recv_into(answer[got:])
             # A missing key's answer is short: without a look at the head this would wait for ever.
-            if more == 0 or (got == 0 and answer[:1] != b"$") or answer[:2] == b"$-":
-                raise WrongRows("GET found nothing")
+            if more == 0 or (got == 0 and not self._answer.startswith(self._head[:more])):
+                raise WrongRows("GET found no value of this size")
             got += more
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.benchmarks.asking import gathered, in_batches
 from tests.benchmarks.pool import WrongRows, check_rows, make_prompts
 from tests.support.clients import connected
 
@@ -134,15 +134,9 @@ def _ask(lm: Any, order: Order, vocab_size: int) -> Answer:
     began = time.monotonic()
     for number, i in enumerate(range(0, order.count, order.per_call)):
         part = prompts[i : i + order.per_call]
-        if order.alternately and number % 2:
-            rows = asyncio.run(_gather(lm, part))
-        else:
-            rows = lm.batch_next_token_logprobs_sync(part)
+        gather = order.alternately and number % 2
+        rows = (gathered if gather else in_batches)(lm, part)
         check_rows(rows, part, vocab_size)
     ended = time.monotonic()
     after = lm.statistics()
     return Answer(began, ended, {name: after[name] - before[name] for name in after})
-
-
-async def _gather(lm: Any, prompts: Sequence[list[int]]) -> Sequence[Any]:
-    return await asyncio.gather(*map(lm.next_token_logprobs, prompts))

@@ -26,6 +26,8 @@ LINE = "the hf engine on the tiny model, against genlm-backend and hand-batched 
 BY_HAND_BATCH = 32
 """Prompts in a forward pass by hand: 1,024 tokens, which a CPU does best."""
 TOLERANCE = 1e-3
+THREADS = 1
+"""Of torch on every side: threads that wait for each other suffer most from what else runs."""
 WARM_UP = 2**31
 """The number of a run that no measured run has."""
 
@@ -40,7 +42,14 @@ def measure(scale: Scale) -> Report:
     with ExitStack() as stack:
         server = stack.enter_context(RealServer())
         worker = stack.enter_context(
-            worker_process(server.url, "hf", alive=False, engine="hf", model="tiny")
+            worker_process(
+                server.url,
+                "hf",
+                alive=False,
+                engine="hf",
+                model="tiny",
+                engine_opts={"threads": THREADS},
+            )
         )
         worker.wait_until_alive(60)
         lm = stack.enter_context(connected(server.url, "hf"))
@@ -82,7 +91,10 @@ def measure(scale: Scale) -> Report:
         "the caller's process"
     )
     report.note("every side answers the same prompts; their rows are compared with those by hand")
-    report.note("every side computes in float32 with torch's own number of threads")
+    report.note(
+        f"every side computes in float32 with {THREADS} thread of torch; the pool's client and "
+        "server have the rest of the machine"
+    )
     if not has_genlm():
         report.note("genlm-backend is not installed here: left out")
     report.facts = {**found, **watch.report()}
@@ -101,6 +113,8 @@ def by_hand() -> Side:
     """What one would write without a library: batches of equal length, no cache."""
     import torch
     from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(THREADS)
 
     model = AutoModelForCausalLM.from_pretrained(tiny.path(), dtype=torch.float32).eval()
 

@@ -53,14 +53,14 @@ def measure(scale: Scale) -> Report:
     pace = {name: tuple(sample[0] for sample in samples) for name, samples in taken.items()}
     first, *_ = pace
     for name, values in pace.items():
-        goal = 15_000 if name == first else None
+        goal = 15_000.0 if name == first else None
         report.add("Pace", Measured(name, "jobs/s", values, at_least=goal))
     faster = tuple(map(max, zip(pace["arq"], pace["arq, msgpack"], strict=True)))
     for name, values in pace.items():
         if name.startswith("pool"):
             goal = 8.0 if name == first else None
             report.add("Ratios", ratio(f"{name} / the faster arq", values, faster, at_least=goal))
-    totals = {name: [cpu.total for _, cpu in samples] for name, samples in taken.items()}
+    totals = {name: tuple(cpu.total for _, cpu in samples) for name, samples in taken.items()}
     cheaper = tuple(map(min, zip(totals["arq"], totals["arq, msgpack"], strict=True)))
     for name, values in totals.items():
         if name.startswith("pool"):

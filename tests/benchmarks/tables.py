@@ -31,7 +31,7 @@ def show(report: Report) -> None:
     if not interactive():
         print(markdown(report))
         return
-    console = Console()
+    console = Console(highlight=False)
     console.rule(f"[bold]{report.name}[/]: {report.title}")
     for heading, figures in report.figures.items():
         console.print(_drawn(heading, figures))

@@ -19,7 +19,12 @@ control = pytest.importorskip("genlm.control")
 
 from lmpool.backends import tiny  # noqa: E402
 
-pytestmark = [pytest.mark.genlm, pytest.mark.server, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.genlm,
+    pytest.mark.server,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:Sparse:UserWarning"),  # genlm-bytes' own
+]
 
 PROMPT = "The function returns"
 
@@ -98,9 +103,7 @@ def test_smc_sampler_runs_unchanged(pool: lmpool.PooledLM) -> None:
         llm = control.PromptedLLM(pool)
         llm.set_prompt_from_str(PROMPT)
         letters = control.BoolFSA.from_regex(r" [a-z ]+")
-        sampler = control.direct_token_sampler(
-            llm * letters.coerce(llm, f=b"".join)
-        )
+        sampler = control.direct_token_sampler(llm * letters.coerce(llm, f=b"".join))
         return await sampler.smc(n_particles=8, ess_threshold=0.5, max_tokens=6)
 
     before = pool.statistics()

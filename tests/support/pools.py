@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import redis
 
+from lmpool import PooledLM
 from lmpool.keys import GROUP, LaneKeys, PoolKeys
 from lmpool.model_info import ModelInfo
 from tests.support.waiting import until
@@ -35,9 +37,12 @@ def worker_processes(
         for worker in workers:
             worker.wait_until_alive()
         yield workers
-        for worker in workers:  # all at once, then each is waited for
-            if worker.process.poll() is None:
-                worker.terminate()
+        leaving = [worker for worker in workers if worker.process.poll() is None]
+        for worker in leaving:  # all at once
+            worker.terminate()
+        for worker in leaving:
+            status = worker.wait()
+            assert status == 0, f"a worker ended with {status}:\n{worker.log}"
 
 
 def pool_lanes(client: redis.Redis, pool: str) -> tuple[LaneKeys, ...]:
@@ -79,6 +84,30 @@ def until_at_rest(client: redis.Redis, pool: str, timeout: float = 10.0) -> None
         until(at_rest, timeout)
     except AssertionError:
         assert_at_rest(client, pool)
+
+
+class Asking(threading.Thread):
+    """A caller who waits for rows while the test goes on; closing the client ends the wait."""
+
+    def __init__(self, lm: PooledLM, prompts: Sequence[Sequence[int]]) -> None:
+        super().__init__(daemon=True)
+        self._lm = lm
+        self._prompts = prompts
+        self._found: Any = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._found = self._lm.batch_next_token_logprobs_sync(self._prompts, timeout=50)
+        except BaseException as error:
+            self._found = error
+
+    def rows(self) -> Any:
+        """Its rows, or what it got instead of them is raised."""
+        self.join()
+        if isinstance(self._found, BaseException):
+            raise self._found
+        return self._found
 
 
 def some_prompts(

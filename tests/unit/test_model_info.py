@@ -84,6 +84,7 @@ def test_key_names_carry_eight_digits_of_the_fingerprint() -> None:
         (packed(max_prompt_tokens=-1), "max_prompt_tokens=-1"),
         (packed(lanes=0), "lanes=0"),
         (packed(lanes=1.0), "lanes=1.0"),
+        (packed(lanes=10**12), "lanes=1000000000000: at most 64"),
         (packed(max_backlog=0), "max_backlog=0"),
         (packed(result_ttl_ms=0), "result_ttl_ms=0"),
         (packed(model=None), "model=None: a string"),

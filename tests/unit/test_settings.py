@@ -27,7 +27,7 @@ BAD: list[tuple[Options, str, Any, str]] = [
     (ClientOptions, "url", "redis://host:0", "names no host"),
     (ClientOptions, "url", "redis://host:99999", "from 0 to 65535"),
     (ClientOptions, "url", "redis://host:port", "from 0 to 65535"),
-    (ClientOptions, "url", "redis://host/first", "'first' is no number"),
+    (ClientOptions, "url", "redis://host/first", "is no number"),
     (ClientOptions, "url", "redis://[::1", "malformed"),
     (ClientOptions, "url", "unix://", "names no socket"),
     (ClientOptions, "cache_bytes", "much", "512MiB"),
@@ -274,3 +274,38 @@ def test_no_repr_tells_the_password() -> None:
         assert lm.url == url  # what another process needs to connect
     finally:
         lm.close()
+
+
+def test_no_part_of_a_password_with_a_slash_is_shown() -> None:
+    with pytest.raises(SettingsError) as refused:
+        ClientOptions(url="redis://user:12/secret@host/0")
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("redis://host/0?foo=1", "unknown option 'foo'; there are db"),
+        ("redis://host/0?protocol=3", "unknown option 'protocol'"),
+        ("redis://host/0?decode_responses=1", "unknown option"),
+        ("redis://host/0?ssl_ca_certs=/ca", "unknown option"),
+        ("redis://host?db=x", "db is no number"),
+        ("unix:///s?db=", "db is no number"),
+        ("rediss://host?health_check_interval=soon", "health_check_interval is no number"),
+    ],
+)
+def test_options_of_a_url_that_cannot_be_used(url: str, reason: str) -> None:
+    with pytest.raises(SettingsError, match=reason):
+        ClientOptions(url=url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://host/0?health_check_interval=10",
+        "unix:///s?db=3&password=secret",
+        "rediss://host:1/0?ssl_ca_certs=/ca&ssl_cert_reqs=required",
+    ],
+)
+def test_options_of_a_url_that_can(url: str) -> None:
+    assert ClientOptions(url=url).url == url

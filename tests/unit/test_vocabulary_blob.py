@@ -68,6 +68,13 @@ def test_a_small_blob_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) 
         Vocabulary.unpack(blob(files={"vocab.txt": b"\0" * 100_000}))
 
 
+def test_a_small_blob_of_many_tokens_does_not_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "MAX_TOKENS", 100)
+    Vocabulary.unpack(blob(tokens=[b""] * 100))
+    with pytest.raises(WireError, match="no vocabulary"):
+        Vocabulary.unpack(blob(tokens=[b""] * 101))
+
+
 def test_no_file_that_a_client_takes_is_code_or_a_path() -> None:
     for name in TOKENIZER_FILES:
         assert "/" not in name

@@ -585,3 +585,16 @@ def test_a_notice_that_was_cut_gives_what_is_whole() -> None:
 def test_random_notices_do_no_harm(fields: dict[bytes, bytes]) -> None:
     for notice in read_notices(fields):
         assert len(notice.digest) == 32
+
+
+@pytest.mark.parametrize("depth", [10, 400, 1000, 5000])
+@pytest.mark.parametrize("field", ["v", "op", "want"])
+def test_nesting_and_size_of_a_job_do_no_harm(field: str, depth: int) -> None:
+    job = {"v": 1, "digest": b"0" * 16, "op": "logprobs", "want": {}}
+    packed = msgpack.packb({**job, field: "XX"}).replace(b"\xa2XX", b"\x91" * depth + b"\x01")
+    with pytest.raises(JobFormatError) as refused:
+        unpack_job(packed)
+    assert len(str(refused.value)) < 300
+    with pytest.raises(JobFormatError) as refused:
+        unpack_job(msgpack.packb({**job, field: "x" * 1_000_000}))
+    assert len(str(refused.value)) < 300

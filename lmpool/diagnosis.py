@@ -1,0 +1,260 @@
+"""What is wrong with a server and a pool, from what was read of them; see `lmpool.doctor`.
+
+Each check is a function of the facts, so that it can be tried without a server.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from lmpool.errors import LmpoolError
+from lmpool.model_info import ModelInfo
+from lmpool.server import check_version
+
+SLOW: Final = 0.005
+VERY_SLOW: Final = 0.050
+CLOCKS_APART: Final = 60.0
+FULL: Final = 0.85
+ROWS_ENOUGH: Final = 2_000
+CONNECTIONS_LEFT: Final = 50
+
+Level = Literal["ok", "note", "wrong"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at: how it is, and what to do if that is not well."""
+
+    level: Level
+    what: str
+    remedy: str = ""
+
+
+@dataclass
+class Facts:
+    """What the doctor reads. `config` is None where the server does not show it."""
+
+    url: str
+    info: Mapping[str, Any]
+    config: Mapping[str, str] | None
+    latencies: Sequence[float]
+    clock_offset: float
+    refused: Sequence[str] = ()
+    pool: str = "default"
+    model: ModelInfo | None = None
+    model_error: str = ""
+    workers: Mapping[str, bool] = field(default_factory=dict)
+    pending: Mapping[str, int] = field(default_factory=dict)
+    backlog: int = 0
+    dead: int = 0
+
+    def number(self, name: str) -> int:
+        """A number of INFO, 0 where it is not there."""
+        value = self.info.get(name, 0)
+        return value if isinstance(value, int) else 0
+
+
+def check_server(facts: Facts) -> Iterator[Finding]:
+    """Version, role, permissions."""
+    try:
+        yield Finding("ok", f"{check_version(dict(facts.info), facts.url)} answers")
+    except LmpoolError as error:
+        yield Finding("wrong", str(error))
+    if facts.info.get("role") == "slave":
+        yield Finding(
+            "wrong",
+            "this server is a replica: it refuses writes",
+            "connect to its primary, "
+            f"{facts.info.get('master_host')}:{facts.info.get('master_port')}",
+        )
+    for reason in facts.refused:
+        yield Finding(
+            "wrong",
+            f"this user is not allowed what clients and workers do: {reason}",
+            "ACL SETUSER <user> +@read +@write +@stream +@scripting +@connection +info +time "
+            "%RW~lmpool:* %RW~{lmpool:*",
+        )
+
+
+def check_eviction(facts: Facts) -> Iterator[Finding]:
+    """What happens when the memory is full."""
+    policy = str(facts.info.get("maxmemory_policy") or "unknown")
+    bound, used = facts.number("maxmemory"), facts.number("used_memory")
+    level: Level
+    if policy.startswith("allkeys-"):
+        level = "wrong" if bound else "note"
+        yield Finding(
+            level,
+            f"maxmemory-policy {policy} may drop job streams and workers' heartbeats"
+            + ("" if bound else ", once a maxmemory is set"),
+            "CONFIG SET maxmemory-policy noeviction (or volatile-lru, which drops old rows only)",
+        )
+    elif policy in ("volatile-ttl", "volatile-random"):
+        yield Finding(
+            "wrong" if bound else "note",
+            f"maxmemory-policy {policy} drops heartbeats and notices as readily as rows",
+            "CONFIG SET maxmemory-policy noeviction (or volatile-lru, which drops old rows first)",
+        )
+    elif not bound:
+        yield Finding(
+            "note",
+            f"there is no maxmemory: rows may fill the machine ({_size(used)} in use)",
+            "CONFIG SET maxmemory to what the server may use",
+        )
+    else:
+        yield Finding("ok", f"maxmemory {_size(bound)}, {policy}")
+    if bound:
+        yield from _check_headroom(facts, policy, bound, used)
+
+
+def _check_headroom(facts: Facts, policy: str, bound: int, used: int) -> Iterator[Finding]:
+    if policy == "noeviction" and used > FULL * bound:
+        yield Finding(
+            "wrong",
+            f"{_size(used)} of {_size(bound)} are in use, and with noeviction workers wait when "
+            "it is full",
+            "raise maxmemory, or shorten LMPOOL_RESULT_TTL",
+        )
+    if facts.model is None:
+        return
+    row = facts.model.vocab_size * (4 if facts.model.encoding == "f32" else 2)
+    room = bound // row
+    if room < ROWS_ENOUGH:
+        yield Finding(
+            "wrong",
+            f"a row takes {_size(row)}: the server's memory holds {room:,} of them",
+            f"raise maxmemory to {_size(ROWS_ENOUGH * row)} or more",
+        )
+    else:
+        yield Finding("ok", f"a row takes {_size(row)}: there is room for {room:,}")
+
+
+def check_persistence(facts: Facts) -> Iterator[Finding]:
+    """Saving to disk: rows are large, and worth little after a restart."""
+    if facts.info.get("rdb_last_bgsave_status", "ok") != "ok":
+        yield Finding(
+            "wrong",
+            "the last snapshot failed, and the server may refuse writes because of it",
+            "make room on its disk, or CONFIG SET save ''",
+        )
+    if facts.info.get("aof_enabled"):
+        yield Finding(
+            "note",
+            "the append-only file is on: every row is written to disk too",
+            "CONFIG SET appendonly no: clients ask again for what a restart forgets",
+        )
+    save = None if facts.config is None else facts.config.get("save", "")
+    if save:
+        yield Finding(
+            "note",
+            f"snapshots are on (save {save}): each one forks a server full of rows",
+            "CONFIG SET save '': clients ask again for what a restart forgets",
+        )
+    if save == "" and not facts.info.get("aof_enabled"):
+        yield Finding("ok", "nothing is saved to disk: clients ask again after a restart")
+
+
+def check_connection(facts: Facts) -> Iterator[Finding]:
+    """Latency, clock, connections, what is open to whom."""
+    middle = statistics.median(facts.latencies)
+    slowest = max(facts.latencies)
+    shown = f"the server answers in {1000 * middle:.2f} ms (slowest {1000 * slowest:.2f} ms)"
+    if middle >= SLOW:
+        yield Finding(
+            "wrong" if middle >= VERY_SLOW else "note",
+            shown,
+            "put it nearer to pipelines and workers: each call takes two or three round trips",
+        )
+    else:
+        yield Finding("ok", shown)
+    if abs(facts.clock_offset) >= CLOCKS_APART:
+        yield Finding(
+            "note",
+            f"this machine's clock and the server's are {abs(facts.clock_offset):.0f} s apart; "
+            "lmpool goes by the server's",
+            "set the clocks (NTP), or the times in logs will not fit",
+        )
+    limit, connected = facts.number("maxclients"), facts.number("connected_clients")
+    if limit and limit - connected < CONNECTIONS_LEFT:
+        yield Finding(
+            "wrong",
+            f"{connected:,} of {limit:,} connections are taken; a client has two, a worker six",
+            "CONFIG SET maxclients to more",
+        )
+    config = facts.config or {}
+    if config.get("timeout", "0") not in ("0", ""):
+        yield Finding(
+            "note",
+            f"the server closes connections idle for {config['timeout']} s",
+            "CONFIG SET timeout 0: lmpool reconnects, but not for nothing",
+        )
+    if config.get("protected-mode") == "no" and config.get("requirepass") == "":
+        yield Finding(
+            "note",
+            "protected-mode is off and there is no password: whoever reaches the port may do all",
+            "set a password or ACL users, unless only your machines reach it",
+        )
+
+
+def check_pool(facts: Facts) -> Iterator[Finding]:
+    """Is it served, by whom, is anything stuck."""
+    if facts.model_error:
+        yield Finding("wrong", facts.model_error)
+        return
+    if facts.model is None:
+        yield Finding(
+            "note",
+            f"there is no pool {facts.pool!r} yet",
+            f"start a worker: LMPOOL_POOL={facts.pool} lmpool worker; or check the name",
+        )
+        return
+    alive = sum(facts.workers.values())
+    shown = f"pool {facts.pool} serves {facts.model.model} ({facts.model.engine})"
+    if alive:
+        yield Finding("ok", f"{shown}: {alive} workers alive, backlog {facts.backlog:,}")
+    else:
+        yield Finding(
+            "wrong", f"{shown}, and none of its workers is alive", "start one: lmpool worker"
+        )
+    stuck = {n: facts.pending.get(n, 0) for n, lives in facts.workers.items() if not lives}
+    if sum(stuck.values()):
+        yield Finding(
+            "wrong" if alive == 0 else "note",
+            f"{sum(stuck.values()):,} jobs are held by {len(stuck)} workers without a heartbeat",
+            "a living worker takes them within ten seconds" if alive else "start a worker",
+        )
+    if facts.backlog >= facts.model.max_backlog * FULL:
+        yield Finding(
+            "wrong",
+            f"the backlog of {facts.backlog:,} jobs is near its bound of "
+            f"{facts.model.max_backlog:,}: callers wait or get PoolBusy",
+            "add workers, or raise LMPOOL_MAX_BACKLOG",
+        )
+    if facts.dead:
+        yield Finding("note", f"{facts.dead:,} jobs were given up", "see why in the workers' logs")
+
+
+CHECKS: Final[tuple[Callable[[Facts], Iterator[Finding]], ...]] = (
+    check_server,
+    check_eviction,
+    check_persistence,
+    check_connection,
+    check_pool,
+)
+
+
+def examine(facts: Facts) -> list[Finding]:
+    """All findings."""
+    return [finding for check in CHECKS for finding in check(facts)]
+
+
+def _size(count: int) -> str:
+    amount = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.4g} {unit}"
+        amount /= 1024
+    return f"{amount:.4g} GiB"

@@ -1,0 +1,55 @@
+"""Prompts from text, with what a pool has published: no copy of the model is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from lmpool.errors import PoolError
+from lmpool.keys import PoolKeys
+from lmpool.server import explained, open_server
+from lmpool.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from lmpool.producer import PooledLM
+
+Encode = Callable[[str], list[int]]
+
+
+def read_vocabulary(lm: PooledLM) -> Vocabulary:
+    """Tokens and tokenizer files of the pool's model, as its workers published them."""
+    key = PoolKeys(lm.pool).vocabulary(lm.info.fingerprint8)
+    server = open_server(lm.url)
+    try:
+        with explained(lm.url):
+            packed = server.get(key)
+    finally:
+        server.close()
+        server.connection_pool.disconnect()
+    if packed is None:
+        raise PoolError(f"pool {lm.pool!r} has published no vocabulary: ask by token ids")
+    return Vocabulary.unpack(packed)
+
+
+def encoder(lm: PooledLM, vocabulary: Vocabulary, *, quick: bool = False) -> Encode:
+    """Text to token ids: transformers' tokenizer where it is installed, else tokenizers'.
+
+    `quick` prefers tokenizers, which needs no seconds to import. A model whose tokens begin with
+    the 256 bytes takes bytes.
+    """
+    if not vocabulary.files and [*vocabulary.tokens[:256]] == [bytes([i]) for i in range(256)]:
+        return lambda text: [*text.encode()]
+    tokenizer = vocabulary.files.get("tokenizer.json")
+    have = importlib.util.find_spec
+    if tokenizer is not None and have("tokenizers") and (quick or not have("transformers")):
+        from tokenizers import Tokenizer
+
+        fast = Tokenizer.from_buffer(tokenizer)
+        return lambda text: [*fast.encode(text).ids]
+    return lambda text: [*lm.tokenizer.encode(text)]
+
+
+def decode(tokens: Sequence[bytes], ids: Sequence[int]) -> str:
+    """The text of token ids."""
+    return b"".join(tokens[i] for i in ids if i < len(tokens)).decode("utf-8", "replace")

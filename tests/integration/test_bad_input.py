@@ -1,0 +1,481 @@
+"""Whatever is wrong is told to whoever did it, in words, and troubles nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import re
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgpack
+import numpy as np
+import pytest
+import redis
+
+import lmpool
+from lmpool.backends.mock import mock_row
+from lmpool.errors import (
+    PromptError,
+    PromptFailed,
+    RowFormatError,
+    ServerRefused,
+    ServerTooOld,
+    ServerUnreachable,
+    SettingsError,
+    UnknownAdapter,
+    UnknownPool,
+)
+from lmpool.keys import GROUP
+from lmpool.wire import Digester, Job, pack_job, pack_logprobs
+from tests.support.clients import connected
+from tests.support.pools import assert_at_rest, pool_lanes, some_prompts
+from tests.support.server import RealServer, free_port
+from tests.support.waiting import until
+from tests.support.workers import WorkerProcess, worker_process
+
+pytestmark = pytest.mark.timeout(60)
+
+BAD_PROMPTS = [
+    # prompt, and what the message must say: the value and where, or what to write instead
+    ([], "empty prompt: at least one token id is needed"),
+    ((), "empty prompt"),
+    (np.array([], np.int64), "empty prompt"),
+    ([5, -1, 7], r"token id -1 at position 1 is outside \[0, 256\).*tokenizer"),
+    ([5, 256], r"token id 256 at position 1 is outside \[0, 256\)"),
+    ([2**40], r"token id 1099511627776 at position 0 is outside"),
+    (np.array([3, -7]), r"token id -7 at position 1"),
+    ([1, 2.0], r"token id 2\.0 at position 1 is a float, not an integer"),
+    ([1, "2"], r"token id '2' at position 1 is a str, not an integer"),
+    ([1, None], r"token id None at position 1 is a NoneType"),
+    ([True, 1], r"token id True at position 0 is a bool, not an integer"),
+    ([np.bool_(True)], r"position 0 is a bool"),
+    (np.array([1.0, 2.0]), r"dtype float64: integers are needed"),
+    (np.array([True]), r"dtype bool: integers are needed"),
+    (np.array([[1, 2]]), r"shape \(1, 2\): one dimension.*batch_next_token_logprobs"),
+    ("a text", r"type str: token ids are needed; write lm\.tokenizer\.encode\(text\)"),
+    (b"bytes", "type bytes"),
+    (7, "type int: a list of token ids is needed"),
+    (None, "type NoneType"),
+    ([1] * 41, r"a prompt of 41 tokens: this pool takes at most 40; shorten it"),
+]
+
+
+@pytest.fixture(scope="module")
+def shared(server_binary: str) -> Iterator[tuple[str, str]]:
+    """A server and a pool that many callers here share, as they would: none may disturb another."""
+    with RealServer(binary=server_binary) as server:
+        options = {"max_prompt_tokens": 40, "engine_opts": {"fail_token": 255}}
+        with worker_process(server.url, "shared", **options):
+            yield server.url, "shared"
+
+
+@contextmanager
+def undisturbed(shared: tuple[str, str], seed: int) -> Iterator[lmpool.PooledLM]:
+    """Another caller gets its rows meanwhile, and the pool has computed those alone."""
+    good = some_prompts(20, seed=seed, vocab_size=255)
+    url, pool = shared
+    with connected(url, pool) as lm, connected(url, pool) as other:
+        before = other.pool_statistics_sync()
+        rows: list[np.ndarray] = []
+        asking = threading.Thread(
+            target=lambda: rows.append(other.batch_next_token_logprobs_sync(good))
+        )
+        asking.start()
+        try:
+            yield lm
+        finally:
+            asking.join()
+        np.testing.assert_array_equal(rows[0], [mock_row(prompt, 256) for prompt in good])
+        after = other.pool_statistics_sync()
+        assert after["computed"] - before["computed"] == len(good)
+        assert after["failed"] == before["failed"]
+        assert after["backlog"] == 0
+        assert [w["pid"] for w in after["workers"]] == [w["pid"] for w in before["workers"]]
+
+
+def test_prompts_that_cannot_be_used(shared):
+    with undisturbed(shared, seed=1) as lm:
+        for prompt, message in BAD_PROMPTS:
+            with pytest.raises(PromptError, match=message):
+                lm.next_token_logprobs_sync(prompt)
+            with pytest.raises(ValueError, match=message):
+                asyncio.run(lm.next_token_logprobs(prompt))
+            with pytest.raises(PromptError, match=f"prompt 1: .*{message}"):
+                lm.batch_next_token_logprobs_sync([[1], prompt])
+            with pytest.raises(PromptError, match=message):
+                lm.sample_sync(prompt, 3, [])
+        assert lm.statistics()["requests"] == lm.statistics()["queued"] == 0
+
+
+def test_every_kind_of_integers_is_a_prompt(shared):
+    torch = pytest.importorskip("torch")
+    url, pool = shared
+    expected = mock_row([7, 8, 9], 256)
+    kinds = [
+        [7, 8, 9],
+        (7, 8, 9),
+        range(7, 10),
+        iter([7, 8, 9]),
+        np.array([7, 8, 9], np.uint8),
+        np.array([7, 8, 9], np.int64)[::1],
+        np.array([9, 8, 7])[::-1],
+        [np.int32(7), np.uint64(8), 9],
+        torch.tensor([7, 8, 9]),
+        torch.tensor([7, 8, 9], dtype=torch.int32),
+        list(torch.tensor([7, 8, 9])),
+    ]
+    with connected(url, pool) as lm:
+        before = lm.pool_statistics_sync()["computed"]
+        for prompt in kinds:
+            np.testing.assert_array_equal(lm.next_token_logprobs_sync(prompt), expected)
+        assert lm.pool_statistics_sync()["computed"] == before + 1
+        longest = lm.next_token_logprobs_sync([1] * 40)
+        np.testing.assert_array_equal(longest, mock_row([1] * 40, 256))
+
+
+def test_options_of_a_call_that_cannot_be_used(shared):
+    with undisturbed(shared, seed=2) as lm:
+        for options, message in [
+            ({"max_tokens": 0}, r"max_tokens=0: write a positive integer"),
+            ({"max_tokens": 2.5}, r"max_tokens=2\.5"),
+            ({"temperature": -1.0}, r"temperature=-1\.0: write a number of 0 \(greedy\) or more"),
+            ({"temperature": float("nan")}, "temperature=nan"),
+            ({"seed": "one"}, "seed='one': write an integer"),
+            ({"eos_token_ids": [256]}, r"eos_token_ids=\[256\]: .*\[0, 256\)"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                lm.sample_sync([1], **{"max_tokens": 3, "eos_token_ids": [], **options})
+        for timeout in (0, -1, True):
+            with pytest.raises(ValueError, match=f"timeout={timeout!r}: write a positive number"):
+                lm.next_token_logprobs_sync([1], timeout=timeout)
+
+
+def test_unknown_adapters(shared):
+    with undisturbed(shared, seed=3) as lm:
+        message = r"unknown LoRA adapter 'nobody': register it with add_new_lora\(\); known: none"
+        with pytest.raises(UnknownAdapter, match=message):
+            lm.next_token_logprobs_sync([1], lora_name="nobody")
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(lm.sample([1], 3, [], lora_name="nobody"))
+        with pytest.raises(UnknownAdapter, match=message):
+            lm.remove_lora("nobody")
+        assert lm.statistics()["queued"] == 0
+
+
+def test_one_bad_prompt_fails_alone(shared):
+    """Of a batch of 50, one fails in the engine: 49 rows and one error."""
+    prompts = some_prompts(50, seed=4, vocab_size=255)
+    prompts[23][-1] = 255
+    url, pool = shared
+
+    async def ask() -> list[object]:
+        async with lmpool.connect(url, pool, framework="numpy") as lm:
+            calls = [lm.next_token_logprobs(prompt) for prompt in prompts]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            # Its error was its own: it may be asked again, and fails again.
+            with pytest.raises(PromptFailed):
+                await lm.next_token_logprobs(prompts[23])
+            assert lm.statistics()["failed"] == 2
+            return answers
+
+    with connected(url, pool) as lm:
+        before = lm.pool_statistics_sync()
+        answers = asyncio.run(ask())
+        after = lm.pool_statistics_sync()
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        if i == 23:
+            assert isinstance(answer, PromptFailed)
+            assert "RuntimeError: a prompt contains the token 255" in str(answer)
+        else:
+            np.testing.assert_array_equal(answer, mock_row(prompt, 256))
+    assert after["computed"] - before["computed"] == 49
+    assert after["failed"] - before["failed"] == 2
+
+
+def test_a_prompt_that_failed_is_tried_again_when_it_is_asked_again(shared):
+    """No error of before is given out again: every ask is one attempt."""
+    url, pool = shared
+    with connected(url, pool) as lm:
+        before = lm.pool_statistics_sync()["failed"]
+        for number in range(50):
+            with connected(url, pool) as new:
+                for _ in range(3):
+                    with pytest.raises(PromptFailed):
+                        new.next_token_logprobs_sync([number, 255])
+        assert lm.pool_statistics_sync()["failed"] == before + 150
+
+
+def test_unknown_pool(shared):
+    url, _ = shared
+    lm = lmpool.connect(url, "nobodys")
+    with pytest.raises(UnknownPool, match=r"no pool 'nobodys' on unix://.*LMPOOL_POOL=nobodys"), lm:
+        pass
+
+
+def test_wrong_address():
+    port = free_port()
+    lm = lmpool.connect(f"redis://:s3cret@127.0.0.1:{port}/0", "p")
+    message = rf"no answer from redis://:\*\*\*@127\.0\.0\.1:{port}/0: .*refused.*Is the server"
+    with pytest.raises(ServerUnreachable, match=message), lm:
+        pass
+    with pytest.raises(ServerUnreachable, match="no answer from unix:///nowhere/s"):
+        lmpool.connect("unix:///nowhere/s", "p").__enter__()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "localhost:6379"}, r"url='localhost:6379': unknown scheme.*write redis://"),
+        (
+            {"url": "redis://:s3cret@host:port/0"},
+            r"url=redis://:\*\*\*@host:port/0: its port is no",
+        ),
+        (
+            {"url": "redis://host:6379/zero"},
+            r"url='redis://host:6379/zero': .*database.* no number; write redis://",
+        ),
+        ({"pool": "a pool"}, "pool='a pool' is no pool name: write 1 to 64 letters"),
+        ({"cache_bytes": "lots"}, "cache_bytes='lots'"),
+        ({"encoding": "f64"}, r"encoding='f64': input should be 'auto', 'f32'"),
+        ({"framework": "jax"}, r"framework='jax': input should be"),
+        ({"request_timeout": -1}, r"request_timeout=-1: input should be greater than 0"),
+        ({"when_busy": "explode"}, r"when_busy='explode'"),
+        ({"pol": "p"}, "unknown argument pol: did you mean pool?"),
+    ],
+)
+def test_connect_refuses_nonsense(options, message):
+    with pytest.raises(SettingsError, match=message) as error:
+        lmpool.connect(**{"url": "redis://localhost", "pool": "p", **options})
+    assert "s3cret" not in str(error.value)
+
+
+def test_a_wrong_password_is_shown_nowhere(server_binary, caplog, capfd):
+    with RealServer(binary=server_binary, tcp=True, requirepass="r1ght") as server:
+        url = server.url.replace("r1ght", "wr0ng")
+        refused = WorkerProcess(url, "p")
+        with (
+            worker_process(server.url, "p", log_level="debug") as worker,
+            caplog.at_level(logging.DEBUG),
+        ):
+            lm = lmpool.connect(url, "p")
+            assert "wr0ng" in lm.url
+            with pytest.raises(
+                ServerRefused, match=r"redis://:\*\*\*@.* refused the.*password"
+            ) as e:
+                lm.next_token_logprobs_sync([1])
+            shown = [str(e.value), repr(e.value), repr(lm), str(lm), repr(lm.options)]
+            lm.close()
+            with pytest.raises(ServerRefused, match="password"):
+                lmpool.connect(re.sub(":r1ght@", "", server.url), "p").__enter__()
+            with connected(server.url, "p") as right:
+                right.next_token_logprobs_sync([1])
+                shown += [repr(right), repr(right.options)]
+                lives = worker.log
+        assert refused.wait() == 78
+        shown += [lives, refused.log, caplog.text, *capfd.readouterr()]
+        refused.close()
+    assert "refused the user or password" in shown[0]
+    assert "***" in lives
+    for text in shown:
+        assert "wr0ng" not in text
+        assert "r1ght" not in text
+
+
+class _OldServer(socketserver.ThreadingTCPServer):
+    """Speaks enough of the protocol to say that it is Redis 6.2."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while line := self.rfile.readline():
+                arguments = []
+                for _ in range(int(line[1:])):
+                    length = int(self.rfile.readline()[1:])
+                    arguments.append(self.rfile.read(length + 2)[:-2].upper())
+                if arguments[0] == b"PING":
+                    self.wfile.write(b"+PONG\r\n")
+                elif arguments[0] == b"INFO":
+                    text = b"# Server\r\nredis_version:6.2.14\r\n"
+                    self.wfile.write(b"$%d\r\n%s\r\n" % (len(text), text))
+                else:
+                    self.wfile.write(b"+OK\r\n")
+
+
+def test_a_server_that_is_too_old():
+    with _OldServer(("127.0.0.1", 0), _OldServer.Handler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}).start()
+        url = f"redis://127.0.0.1:{server.server_address[1]}/0"
+        worker = WorkerProcess(url, "p")
+        try:
+            message = "runs Redis 6.2.14: lmpool needs Redis 7.0 or Valkey 8; upgrade the server"
+            with pytest.raises(ServerTooOld, match=re.escape(message)):
+                lmpool.connect(url, "p").__enter__()
+            assert worker.wait() == 78
+            assert message in worker.log
+            assert "Traceback" not in worker.log
+        finally:
+            worker.close()
+            server.shutdown()
+
+
+BAD_SETTINGS = [
+    # what a worker is told, and what it must say
+    ({"batch_size": 0}, "LMPOOL_BATCH_SIZE='0': input should be greater than or equal to 1"),
+    ({"timeout": -1}, "LMPOOL_TIMEOUT='-1': input should be greater than or equal to 0"),
+    ({"lanes": "three"}, "LMPOOL_LANES='three': input should be a valid integer"),
+    ({"worker_name": "a b"}, "LMPOOL_WORKER_NAME='a b'"),
+    ({"batchsize": 3}, "unknown variable LMPOOL_BATCHSIZE: did you mean LMPOOL_BATCH_SIZE?"),
+    ({"max_prompt_tokens": 9, "max_batch_tokens": 5}, "max_batch_tokens=5 is below max_prompt"),
+    ({"max_batch_tokens": 5}, "max_batch_tokens=5 is below the longest prompt, 4096 tokens"),
+    ({"engine_opts": "{nope"}, "LMPOOL_ENGINE_OPTS='{nope' is not JSON"),
+    (
+        {"engine_opts": {"dealy": 1}},
+        "the engine 'mock' has no option 'dealy'; did you mean 'delay'",
+    ),
+    ({"engine_opts": {"vocab_size": 1}}, "vocab_size=1: an integer from 2 to"),
+    ({"engine_opts": {"dtype": "a"}, "dtype": "float32"}, "dtype is set twice"),
+    ({"engine": "moc"}, "expected; did you mean 'mock'?"),
+    ({"pool": "a b"}, "LMPOOL_POOL='a b' is no pool name: write 1 to 64 letters"),
+    ({"url": "redis://:s3cret@host:port"}, "LMPOOL_URL=redis://:***@host:port: its port is no"),
+]
+
+
+@pytest.mark.timeout(90)
+def test_workers_refuse_nonsense(server_url, pool_name, redis_client):
+    for start in range(0, len(BAD_SETTINGS), 5):  # a few at a time: they share the cores
+        cases = BAD_SETTINGS[start : start + 5]
+        workers = [
+            WorkerProcess(
+                server_url,
+                pool_name,
+                environment={
+                    f"LMPOOL_{name.upper()}": value if isinstance(value, str) else json.dumps(value)
+                    for name, value in settings.items()
+                },
+            )
+            for settings, _ in cases
+        ]
+        try:
+            for worker, (settings, message) in zip(workers, cases, strict=True):
+                assert worker.wait() == 78, (settings, worker.log)
+                assert message in worker.log
+                assert "Traceback" not in worker.log
+                assert worker.log.count("\n") <= 2, worker.log
+                assert "s3cret" not in worker.log
+        finally:
+            for worker in workers:
+                worker.close()
+    assert not redis_client.exists(f"lmpool:{pool_name}")
+
+
+class _Bomb:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (self.path,)
+
+
+def test_garbage_in_the_job_stream(server_url, redis_client, pool_name, tmp_path):
+    """The worker lives, the garbage ends among the dead with a reason, and others are answered."""
+    good = some_prompts(30, seed=5)
+    tokens = np.array([1, 2, 3], "<u4").tobytes()
+    trap = tmp_path / "unpickled"
+    with worker_process(server_url, pool_name) as worker, connected(server_url, pool_name) as lm:
+        digester = Digester(lm.info.fingerprint)
+        want = {"encoding": "f32"}
+        others = digester.logprobs(np.array([9, 9], "<u4").tobytes(), "f32")
+        own = digester.logprobs(tokens, "f32")
+        sound = msgpack.unpackb(pack_job(Job("logprobs", own, tokens, None, want)))
+        garbage: list[tuple[dict[str, bytes], str]] = [
+            ({"job": os.urandom(100)}, ""),
+            ({"job": b""}, "not msgpack"),
+            ({"jobs": b"of another field"}, "not msgpack"),
+            ({"job": b"\xc1" * 10}, "not msgpack"),
+            ({"job": b"\x91" * 5000}, "not msgpack"),  # lists in lists in lists
+            ({"job": msgpack.packb([1, 2, 3])}, "a list instead of a map"),
+            ({"job": msgpack.packb({"v": 1})}, "no digest of 16 bytes"),
+            ({"job": pickle.dumps(_Bomb(str(trap)))}, ""),
+            ({"job": msgpack.packb(msgpack.ExtType(5, b"code"))}, "extension type 5"),
+            ({"job": msgpack.packb({**sound, "v": 2})}, "job version 2: this worker reads version"),
+            ({"job": msgpack.packb({**sound, "op": "exec"})}, "unknown operation 'exec'"),
+            ({"job": msgpack.packb({**sound, "tokens": b"123"})}, "tokens are not"),
+            ({"job": msgpack.packb({**sound, "digest": others})}, "digest is not the one of this"),
+            (
+                {"job": pack_job(Job("logprobs", others, tokens, None, want))},
+                "digest is not the one",
+            ),
+            ({"job": msgpack.packb({**sound, "want": {"encoding": "f64"}})}, "unknown encoding"),
+        ]
+        lane = pool_lanes(redis_client, pool_name)[0]
+        answers = []
+        for number, (fields, _) in enumerate(garbage):  # good prompts in between
+            redis_client.xadd(lane.jobs, fields)
+            answers.append(lm.batch_next_token_logprobs_sync(good[2 * number : 2 * number + 2]))
+        np.testing.assert_array_equal(np.concatenate(answers), [mock_row(p, 256) for p in good])
+        until(
+            lambda: redis_client.xlen(lane.dead) == len(garbage), what="all garbage to be refused"
+        )
+        dead = [fields for _, fields in redis_client.xrange(lane.dead)]
+        for (fields, reason), found in zip(garbage, dead, strict=True):
+            assert reason in found[b"reason"].decode()
+            assert found[b"reason"]
+            assert found[b"job"] == fields.get("job", b"")
+        assert redis_client.xpending(lane.jobs, GROUP)["pending"] == 0
+        statistics = lm.pool_statistics_sync()
+        assert (statistics["computed"], statistics["failed"]) == (len(good), len(garbage))
+        assert [found["pid"] for found in statistics["workers"]] == [worker.pid]
+        # Nothing was computed under another prompt's key, and nothing was run.
+        assert not redis_client.exists(lane.result(others.hex()), lane.result(own.hex()))
+        assert not trap.exists()
+        assert "Traceback" not in worker.log
+        lm.close()
+        assert_at_rest(redis_client, pool_name)
+
+
+def test_garbage_in_the_result_cache(shared):
+    url, pool = shared
+    row = pack_logprobs(mock_row([1], 256))
+    planted = [
+        (
+            row.replace(b"\xcc\x01", b"\xcc\x02", 1),
+            r"a row of version 2: this lmpool reads version 1",
+        ),
+        (row[:-4], r"cut short or overlong: 1020 bytes behind the header where 256 entries"),
+        (row + b"\0", "cut short or overlong"),
+        (row[:10], "not a row"),
+        (b"", "not a row"),
+        (pickle.dumps([0.0] * 256), "a row of|not a row"),
+        (pack_logprobs(mock_row([1], 128)), "a row of 128 entries where 256 were expected"),
+    ]
+    with connected(url, pool) as lm, redis.Redis.from_url(url, protocol=2) as client:
+        (lane,) = pool_lanes(client, pool)
+        digester = Digester(lm.info.fingerprint)
+        for number, (value, message) in enumerate(planted):
+            prompt, good = [200, number], [201, number]
+            key = lane.result(digester.logprobs(np.array(prompt, "<u4").tobytes(), "f32").hex())
+            client.set(key, value, px=60_000)
+
+            async def ask(prompt: list[int] = prompt, good: list[int] = good) -> list[object]:
+                calls = [lm.next_token_logprobs(prompt), lm.next_token_logprobs(good)]
+                return await asyncio.gather(*calls, return_exceptions=True)
+
+            bad, right = asyncio.run(ask())
+            assert isinstance(bad, RowFormatError), (number, bad)
+            assert re.search(message, str(bad)), (number, bad)
+            np.testing.assert_array_equal(right, mock_row(good, 256))
+            # It is not kept: once it is gone from the server, the prompt is computed.
+            client.delete(key)
+            np.testing.assert_array_equal(
+                lm.next_token_logprobs_sync(prompt), mock_row(prompt, 256)
+            )
+    with redis.Redis.from_url(url, protocol=2) as client:
+        assert_at_rest(client, pool)

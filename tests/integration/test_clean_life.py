@@ -1,0 +1,451 @@
+"""Workers and clients come and go without losing a prompt, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import psutil
+import pytest
+import redis
+
+import lmpool
+from lmpool.backends.mock import mock_row
+from lmpool.errors import ClientClosed, LmpoolError, PoolMismatch, PoolTimeout
+from lmpool.liveness import consumers
+from tests.support.clients import connected
+from tests.support.gate import Gate
+from tests.support.pools import (
+    Asking,
+    assert_at_rest,
+    pending,
+    pool_lanes,
+    some_prompts,
+    until_at_rest,
+    worker_processes,
+)
+from tests.support.server import RealServer
+from tests.support.waiting import until
+from tests.support.workers import (
+    clean_environment,
+    worker_process,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def rows_of(prompts: list[list[int]]) -> np.ndarray:
+    return np.stack([mock_row(prompt, 256) for prompt in prompts])
+
+
+class Load:
+    """A client that keeps asking, in several requests at once, until told to stop."""
+
+    def __init__(self, url: str, pool: str) -> None:
+        self.asked = 0
+        self._url, self._pool = url, pool
+        self._enough = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._enough.set()
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._ask())
+        except BaseException as error:
+            self._failure = error
+
+    async def _ask(self) -> None:
+        async with lmpool.connect(self._url, self._pool, framework="numpy") as lm:
+            await asyncio.gather(*(self._keep_asking(lm, number) for number in range(3)))
+
+    async def _keep_asking(self, lm: lmpool.PooledLM, number: int) -> None:
+        turn = 0
+        while not self._enough.is_set():
+            turn += 1
+            prompts = [[number, turn % 256, turn // 256, i] for i in range(24)]
+            rows = await lm.batch_next_token_logprobs(prompts, timeout=30)
+            np.testing.assert_array_equal(rows, rows_of(prompts))
+            self.asked += len(prompts)
+
+
+def test_replacing_every_worker_under_load_loses_no_prompt(server_url, redis_client, pool_name):
+    slow = {"batch_size": 8, "engine_opts": {"delay": 0.02}}
+    with ExitStack() as stack:
+        workers = list(stack.enter_context(worker_processes(server_url, pool_name, 2, **slow)))
+        names = [worker.wait_until_alive()["id"] for worker in workers]
+        (lane,) = pool_lanes(redis_client, pool_name)
+        with Load(server_url, pool_name) as load:
+            for _ in range(2):
+                asked = load.asked
+                until(lambda asked=asked: load.asked > asked + 100, what="the load to go on")
+                leaving, name = workers.pop(0), names.pop(0)
+                leaving.terminate()
+                assert leaving.wait() == 0, leaving.log
+                assert f"{name} left the pool" in leaving.log
+                assert "ERROR" not in leaving.log
+                assert name not in consumers(redis_client, lane)
+                assert not redis_client.exists(lane.alive(name))
+                workers.append(stack.enter_context(worker_process(server_url, pool_name, **slow)))
+                names.append(workers[-1].wait_until_alive()["id"])
+        with connected(server_url, pool_name) as lm:
+            statistics = lm.pool_statistics_sync()
+        assert sorted(consumers(redis_client, lane)) == sorted(names)
+        assert_at_rest(redis_client, pool_name)
+    # Nothing was asked twice, and nothing computed twice: what was given back had not been run.
+    assert statistics["computed"] == load.asked
+    assert statistics["failed"] == statistics["expired"] == 0
+
+
+def test_a_leaving_worker_finishes_its_batch_and_gives_the_rest_back(
+    server_url, redis_client, pool_name, tmp_path
+):
+    prompts = some_prompts(30, seed=1)
+    gate = Gate(tmp_path)
+    with (
+        worker_process(server_url, pool_name, batch_size=4, **gate.settings()) as one,
+        connected(server_url, pool_name, workers_timeout=60) as lm,
+    ):
+        asking = Asking(lm, prompts)
+        gate.wait_for_batch()
+        one.terminate()
+        with worker_process(server_url, pool_name, batch_size=4, **gate.settings()) as two:
+            gate.open(pid=two.pid)
+            (lane,) = pool_lanes(redis_client, pool_name)
+            # All but the batch that runs is done elsewhere, while it runs.
+            until(lambda: redis_client.xlen(lane.jobs) == 4, 20, what="26 jobs to be done")
+            assert one.process.poll() is None
+            gate.open(pid=one.pid)
+            assert one.wait() == 0
+            np.testing.assert_array_equal(asking.rows(), rows_of(prompts))
+            assert lm.pool_statistics_sync()["computed"] == 30
+    assert [size for pid, size in gate.batches() if pid == one.pid] == [4]
+
+
+def test_a_leaving_worker_does_not_wait_for_its_batch_to_fill(server_url, redis_client, pool_name):
+    with ExitStack() as stack:
+        with worker_process(server_url, pool_name, timeout=50, batch_size=4) as worker:
+            lm = stack.enter_context(connected(server_url, pool_name, workers_timeout=60))
+            asking = Asking(lm, [[1, 2, 3]])
+            (lane,) = pool_lanes(redis_client, pool_name)
+            until(
+                lambda: sum(pending(redis_client, lane).values()) == 1,
+                what="the worker to take the job",
+            )
+            began = time.monotonic()
+            worker.terminate()
+            assert worker.wait(25) == 0
+            assert time.monotonic() - began < 10
+            assert "1 jobs given back" in worker.log
+        with worker_process(server_url, pool_name):
+            np.testing.assert_array_equal(asking.rows(), rows_of([[1, 2, 3]]))
+
+
+def test_a_worker_told_to_stop_while_it_loads_ends_promptly(
+    server_url, redis_client, pool_name, tmp_path
+):
+    gate = Gate(tmp_path, hold_loading=True)
+    with worker_process(server_url, pool_name, alive=False, **gate.settings()) as worker:
+        gate.wait_for_loading()
+        worker.terminate()
+        assert worker.wait(20) == 0, worker.log
+        assert "Traceback" not in worker.log
+        assert not redis_client.exists(f"lmpool:{pool_name}")
+        assert not list(redis_client.scan_iter(f"*{pool_name}*"))
+
+
+# --- clients that leave ------------------------------------------------------------------------
+
+LEAVING_PROCESS = """
+import sys, threading, time
+import lmpool
+from lmpool.clock import ServerClock
+
+url, pool, prompts, ago = sys.argv[1], sys.argv[2], eval(sys.argv[3]), int(sys.argv[4])
+now_ms = ServerClock.now_ms
+ServerClock.now_ms = lambda clock: now_ms(clock) - 1000 * ago
+lm = lmpool.connect(url, pool, framework="numpy")
+threading.Thread(target=lm.batch_next_token_logprobs_sync, args=(prompts,), daemon=True).start()
+while lm.statistics()["queued"] < len(prompts):
+    time.sleep(0.005)
+print("asked", flush=True)
+sys.stdin.readline()
+"""
+
+
+class LeavingProcess:
+    """A client in a process of its own that asks (`ago` seconds), and ends without closing."""
+
+    def __init__(self, url: str, pool: str, prompts: list[list[int]], *, ago: int = 0) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", LEAVING_PROCESS, url, pool, repr(prompts), str(ago)],
+            env=clean_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "asked\n":
+            self.kill()
+            raise AssertionError("the client's process has ended")
+
+    def end(self) -> None:
+        """It comes to the end of its program."""
+        self._process.communicate("\n", timeout=20)
+        assert self._process.returncode == 0
+
+    def kill(self) -> None:
+        """It is killed."""
+        self._process.kill()
+        self._process.communicate(timeout=20)
+
+
+@pytest.fixture(scope="module")
+def held(server_binary: str, tmp_path_factory) -> Iterator[tuple[str, str, Gate]]:
+    """A pool whose one worker computes when it may."""
+    gate = Gate(tmp_path_factory.mktemp("held"))
+    with (
+        RealServer(binary=server_binary) as server,
+        worker_process(server.url, "held", batch_size=4, **gate.settings()),
+    ):
+        yield server.url, "held", gate
+        gate.open()
+
+
+WAYS = ("close", "cancel", "timeout", "reset", "a program's end", "kill -9")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_only_a_client_that_left_had_asked_is_not_computed(held, way):
+    url, pool, gate = held
+    first, *asked = some_prompts(31, seed=100 + WAYS.index(way))
+    shared = asked[:10]
+    client = redis.Redis.from_url(url, protocol=2)
+    gate.close()
+    begun = len(gate.batches())
+    with client, connected(url, pool) as staying, connected(url, pool) as leaving:
+        (lane,) = pool_lanes(client, pool)
+        before = staying.pool_statistics_sync()
+        try:
+            busy = Asking(staying, [first])
+            gate.wait_for_batch(begun + 1)
+            others = set(client.scan_iter(f"{lane.prefix}:reply:*"))
+            leave = start_to_leave(way, url, pool, leaving, asked)
+            until(lambda: client.xlen(lane.jobs) == 31, what="the jobs to be queued")
+            joined = Asking(staying, shared)
+            until(lambda: staying.statistics()["joined"] == 10, what="the other to join")
+            leave()
+            if way == "kill -9":
+                # The server finds out half a minute later, by itself.
+                assert client.delete(*set(client.scan_iter(f"{lane.prefix}:reply:*")) - others) == 1
+            else:
+                until(lambda: client.xlen(lane.jobs) == 11, what="what it had asked to be gone")
+        finally:
+            gate.open()
+        np.testing.assert_array_equal(busy.rows(), rows_of([first]))
+        np.testing.assert_array_equal(joined.rows(), rows_of(shared))
+        until(lambda: client.xlen(lane.jobs) == 0, what="the stream to be empty")
+        after = staying.pool_statistics_sync()
+        assert after["computed"] - before["computed"] == 11
+        assert after["failed"] == before["failed"]
+    with redis.Redis.from_url(url, protocol=2) as client:
+        until_at_rest(client, pool)
+
+
+def start_to_leave(
+    way: str, url: str, pool: str, leaving: lmpool.PooledLM, asked: list[list[int]]
+) -> Callable[[], None]:
+    """Have a client ask for rows. Answers what makes it leave, and waits until it has."""
+    if way in ("a program's end", "kill -9"):
+        process = LeavingProcess(url, pool, asked, ago=60 if way == "kill -9" else 0)
+        return process.end if way == "a program's end" else process.kill
+    task: asyncio.Task[object]
+    begun = threading.Event()
+    failures: list[BaseException] = []
+
+    async def ask() -> None:
+        nonlocal task
+        limit = 3 if way == "timeout" else None
+        task = asyncio.create_task(leaving.batch_next_token_logprobs(asked, timeout=limit))
+        begun.set()
+        try:
+            await task
+        except BaseException as error:
+            failures.append(error)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    thread = threading.Thread(target=lambda: asyncio.run(ask()), daemon=True)
+    thread.start()
+    assert begun.wait(10)
+
+    def leave() -> None:
+        if way == "close":
+            leaving.close()
+        elif way == "cancel":
+            task.get_loop().call_soon_threadsafe(task.cancel)
+        elif way == "reset":
+            leaving.reset_async_queries()
+        thread.join(20)
+        error = {"close": ClientClosed, "cancel": asyncio.CancelledError, "timeout": PoolTimeout}
+        assert [type(failure) for failure in failures] == [error.get(way, LmpoolError)]
+        if way in ("cancel", "timeout"):
+            assert leaving.statistics()["withdrawn"] == 30
+
+    return leave
+
+
+# --- what is left ------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_behind(server_binary, tmp_path):
+    """After all kinds of use: no task, thread, process, and no key that does not end by itself."""
+    adapter = tmp_path / "adapters" / "one"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.safetensors").write_text("one")
+    prompts = some_prompts(200, seed=3, vocab_size=255)
+    threads = set(threading.enumerate())
+    processes = set(psutil.Process().children(recursive=True))
+
+    async def use(url: str) -> None:
+        async with (
+            lmpool.connect(url, "p", framework="numpy") as lm,
+            lmpool.connect(url, "p", framework="numpy", cache_bytes=0) as other,
+        ):
+            await asyncio.gather(
+                *(lm.next_token_logprobs(prompt) for prompt in prompts),
+                other.batch_next_token_logprobs(prompts),
+                lm.batch_sample(prompts[:5], 10, [254], seed=1),
+                other.sample(prompts[5], 10, [254]),
+            )
+            await asyncio.to_thread(lm.add_new_lora, str(adapter), "one")
+            await lm.batch_next_token_logprobs(prompts[:20], lora_name="one")
+            await asyncio.to_thread(lm.cache_kv, prompts[0])
+            await asyncio.to_thread(lm.clear_kv_cache)
+            with pytest.raises(LmpoolError):
+                await lm.next_token_logprobs([255])  # fails in the engine
+            with pytest.raises(ValueError, match="empty"):
+                await lm.next_token_logprobs([])
+            with pytest.raises(TimeoutError):
+                await lm.batch_next_token_logprobs([[7, i] for i in range(200)], timeout=0.001)
+            cancelled = asyncio.create_task(
+                other.batch_next_token_logprobs([[8, i] for i in range(200)])
+            )
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            await lm.pool_statistics()
+            lm.clear_cache()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    with RealServer(binary=server_binary) as server, server.client() as client:
+        options = {"adapter_dirs": [str(tmp_path / "adapters")], "engine_opts": {"fail_token": 255}}
+        with worker_processes(server.url, "p", 2, **options):
+            (lane,) = pool_lanes(client, "p")
+            fingerprint8 = lane.prefix.split(":")[2]
+            lasting = {"lmpool:p", f"lmpool:p:{fingerprint8}:vocabulary", lane.jobs}
+            asyncio.run(use(server.url))
+            until_at_rest(client, "p")
+            assert _lasting_keys(client) == {*lasting, lane.adapters}
+            with connected(server.url, "p") as lm:
+                assert lm.pool_statistics_sync()["backlog"] == 0
+                lm.remove_lora("one")
+            assert not set(threading.enumerate()) - threads
+        assert_at_rest(client, "p")
+        assert _lasting_keys(client) == lasting
+        # The workers have left in order: no consumer, no heartbeat, no queue of theirs.
+        assert consumers(client, lane) == []
+        assert not list(client.scan_iter("*:alive:*"))
+        assert not list(client.scan_iter("*:control:*"))
+    assert set(psutil.Process().children(recursive=True)) == processes
+
+
+def _lasting_keys(client: redis.Redis) -> set[str]:
+    """The keys that stay until somebody deletes them."""
+    return {key.decode() for key in client.scan_iter(count=10_000) if client.ttl(key) == -1}
+
+
+# --- workers that cannot serve -----------------------------------------------------------------
+
+
+def test_a_worker_whose_engine_breaks_gives_its_jobs_back(server_url, redis_client, pool_name):
+    prompts = some_prompts(12, seed=4, vocab_size=255)
+    prompts[1][0] = 255
+    breaks = {"batch_size": 4, "engine_opts": {"break_token": 255}}
+    with ExitStack() as stack:
+        with worker_process(server_url, pool_name, **breaks) as broken:
+            lm = stack.enter_context(connected(server_url, pool_name, workers_timeout=60))
+            asking = Asking(lm, prompts)
+            assert broken.wait() == 70, broken.log
+            assert "the worker cannot go on: a prompt contains the token 255" in broken.log
+            (given_back,) = re.findall(r"left the pool; (\d+) jobs given back", broken.log)
+            assert 4 <= int(given_back) <= 12
+        with worker_process(server_url, pool_name, batch_size=4):
+            np.testing.assert_array_equal(asking.rows(), rows_of(prompts))
+            lm.close()
+            assert_at_rest(redis_client, pool_name)
+
+
+def test_one_pool_serves_one_model(server_url, redis_client, pool_name):
+    first = {"model": "model-one", "revision": "r1"}
+    second = {"model": "model-two", "revision": "r2"}
+    prompt = [1, 2, 3]
+    with (
+        worker_process(server_url, pool_name, **first) as one,
+        connected(server_url, pool_name, workers_timeout=4) as old_client,
+    ):
+        packed = redis_client.get(f"lmpool:{pool_name}")
+        with worker_process(server_url, pool_name, alive=False, **second) as refused:
+            assert refused.wait() == 78, refused.log
+            for part in (
+                "serves 'model-one' with living workers",
+                "fingerprint",
+                "LMPOOL_REPLACE=1",
+            ):
+                assert part in refused.log
+            assert "Traceback" not in refused.log
+        assert redis_client.get(f"lmpool:{pool_name}") == packed
+        old_client.next_token_logprobs_sync(prompt)
+
+        # Told to take over, it does so while the first lives.
+        with worker_process(server_url, pool_name, replace=True, **second) as new:
+            assert "now serves model-two instead of model-one" in new.log
+            with connected(server_url, pool_name) as lm:
+                assert lm.info.model == "model-two"
+                np.testing.assert_array_equal(
+                    lm.next_token_logprobs_sync(prompt), mock_row(prompt, 256)
+                )
+                assert lm.statistics()["queued"] == 1
+            # Clients of the old model are still served by its worker, and told once it left.
+            np.testing.assert_array_equal(
+                old_client.next_token_logprobs_sync([4, 5]), mock_row([4, 5], 256)
+            )
+            one.terminate()
+            assert one.wait() == 0
+            with pytest.raises(PoolMismatch, match=r"now serves another model.*'model-one'"):
+                old_client.next_token_logprobs_sync([5, 6], timeout=30)
+
+    # Nobody serves: whoever comes may.
+    with (
+        worker_process(server_url, pool_name, **first) as back,
+        connected(server_url, pool_name) as lm,
+    ):
+        assert "now serves model-one instead of model-two" in back.log
+        assert lm.info.model == "model-one"

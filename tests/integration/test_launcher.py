@@ -1,0 +1,351 @@
+"""``lmpool worker``: one process for each place, started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmpool.worker.launcher import Backoff, Launcher
+from lmpool.worker.places import Place
+from tests.support.clients import connected
+from tests.support.processes import runs, wait_until_gone
+from tests.support.waiting import until
+from tests.support.workers import clean_environment, living_workers, worker_process
+
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a Linux system call")
+
+
+class LauncherProcess:
+    """``lmpool worker`` as an operator starts it."""
+
+    def __init__(
+        self, url: str, pool: str, *options: str, nohup: bool = False, **environment: str
+    ) -> None:
+        self.url, self.pool = url, pool
+        self.folder = tempfile.TemporaryDirectory(prefix="lmpool-launcher-")
+        self._log = Path(self.folder.name) / "log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(["nohup"] if nohup else []),
+                    *(sys.executable, "-m", "lmpool", "worker"),
+                    *("--url", url, "--pool", pool, "--engine", "mock", *options),
+                ],
+                env={**clean_environment(), **environment},
+                cwd=self.folder.name,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,
+            )
+
+    @property
+    def log(self) -> str:
+        """What it and its workers have said so far."""
+        return self._log.read_text("utf-8", "replace")
+
+    def workers(self) -> dict[int, str]:
+        """Process id and GPU of each living worker."""
+        return {w["pid"]: w["gpu"] for w in living_workers(self.url, self.pool)}
+
+    def wait_for_workers(self, count: int, *, without: Sequence[int] = ()) -> dict[int, str]:
+        """So many living workers, none of which is one of those."""
+
+        def found() -> dict[int, str] | None:
+            assert self.process.poll() is None, self.log
+            alive = self.workers()
+            return alive if len(alive) == count and not set(without) & set(alive) else None
+
+        workers = until(found, 30, what=f"{count} workers", every=0.05)
+        assert workers is not None
+        return workers
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        self.process.send_signal(number)
+
+    def wait(self, timeout: float = 30.0) -> int:
+        """Its exit status."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it has not ended after {timeout:g} s:\n{self.log}") from None
+
+
+@contextmanager
+def launcher(url: str, pool: str, *options: str, **environment: str) -> Iterator[LauncherProcess]:
+    found = LauncherProcess(url, pool, *options, **environment)
+    workers: dict[int, str] = {}
+    try:
+        yield found
+        workers = found.workers()
+        if found.process.poll() is None:
+            found.send(signal.SIGTERM)
+            assert found.wait() == 0, found.log
+    finally:
+        if found.process.poll() is None:
+            found.process.kill()
+            found.process.wait()
+        if workers:
+            wait_until_gone(workers)
+        found.folder.cleanup()
+
+
+# --- real workers --------------------------------------------------------------------------------
+
+
+def test_workers_serve_and_leave_in_order(server_url: str, pool_name: str) -> None:
+    with launcher(server_url, pool_name, "--workers", "2", "--batch-size", "5") as found:
+        pids = found.wait_for_workers(2)
+        assert list(pids.values()) == ["", ""]
+        with connected(server_url, pool_name) as lm:
+            lm.batch_next_token_logprobs_sync([[1, i] for i in range(50)])
+            statistics = lm.pool_statistics_sync()
+            assert statistics["computed"] / statistics["batches"] <= 5
+        found.send(signal.SIGTERM)
+        assert found.wait() == 0
+        wait_until_gone(pids, timeout=1)  # it has waited for them
+        assert not living_workers(server_url, pool_name)
+        assert "[worker 1] " in found.log
+        assert "[worker 2] " in found.log
+
+
+def test_a_worker_that_dies_is_replaced(server_url: str, pool_name: str) -> None:
+    with launcher(server_url, pool_name, "--workers", "2") as found:
+        before = found.wait_for_workers(2)
+        victim, other = sorted(before)
+        os.kill(victim, signal.SIGKILL)
+        after = found.wait_for_workers(2, without=[victim])
+        assert other in after
+        assert f"(pid {victim}) was ended by SIGKILL" in found.log
+
+
+def test_each_gpu_has_a_worker(server_url: str, pool_name: str) -> None:
+    # The mock engine needs no GPU: these are the workers' variables.
+    with launcher(server_url, pool_name, "--gpus", "3,5+6") as found:
+        assert sorted(found.wait_for_workers(2).values()) == ["3", "5,6"]
+
+
+def test_settings_come_from_options_and_variables(server_url: str, pool_name: str) -> None:
+    options = ["--engine-opts", '{"vocab_size": 300}', "--worker-name", "anna"]
+    with launcher(server_url, pool_name, *options, LMPOOL_MAX_PROMPT_TOKENS="77") as found:
+        found.wait_for_workers(1)
+        with connected(server_url, pool_name) as lm:
+            assert (lm.info.vocab_size, lm.info.max_prompt_tokens) == (300, 77)
+            assert lm.pool_statistics_sync()["workers"][0]["id"].startswith("anna-")
+        assert "[worker 1]" not in found.log  # a single one has the terminal to itself
+
+
+def test_a_worker_that_was_told_to_leave_stays_away(server_url: str, pool_name: str) -> None:
+    with launcher(server_url, pool_name, "--workers", "2") as found:
+        first, second = found.wait_for_workers(2)
+        os.kill(first, signal.SIGTERM)
+        until(lambda: "was told to leave" in found.log, 20, what="it to be noticed")
+        assert runs(second)
+        os.kill(second, signal.SIGTERM)
+        assert found.wait() == 0
+
+
+def test_refused_workers_end_it_with_the_reason(server_url: str, pool_name: str) -> None:
+    with worker_process(server_url, pool_name, engine_opts={"vocab_size": 300}):
+        found = LauncherProcess(server_url, pool_name, "--workers", "2")
+        assert found.wait() == 78
+        assert "vocab_size 300 there, 256 here" in found.log
+        assert "Traceback" not in found.log
+        assert found.log.count("is not started again") == 2
+        found.folder.cleanup()
+
+
+def test_a_server_that_is_not_there_is_tried_again(pool_name: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="lmpool-") as folder:
+        found = LauncherProcess(f"unix://{folder}/nobody", pool_name)
+        until(lambda: found.log.count("another one starts in") >= 1, 30, what="it to be tried")
+        found.send(signal.SIGTERM)
+        assert found.wait() == 0
+        assert "Traceback" not in found.log
+        found.folder.cleanup()
+
+
+@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGHUP])
+def test_it_drains_on_other_signals_too(
+    server_url: str, pool_name: str, told: signal.Signals
+) -> None:
+    with launcher(server_url, pool_name) as found:
+        pids = found.wait_for_workers(1)
+        found.send(told)
+        assert found.wait() == 0
+        wait_until_gone(pids, timeout=1)
+
+
+def test_under_nohup_it_outlives_its_terminal(server_url: str, pool_name: str) -> None:
+    found = LauncherProcess(server_url, pool_name, nohup=True)
+    pids = found.wait_for_workers(1)
+    found.send(signal.SIGHUP)
+    found.send(signal.SIGTERM)
+    assert found.wait() == 0
+    wait_until_gone(pids, timeout=1)
+    assert "SIGHUP" not in found.log
+    assert "SIGTERM: the workers finish" in found.log
+    found.folder.cleanup()
+
+
+def test_a_second_signal_hastens(server_url: str, pool_name: str) -> None:
+    slow = ["--engine-opts", '{"delay": 60}']
+    with launcher(server_url, pool_name, *slow) as found:
+        pids = found.wait_for_workers(1)
+        with connected(server_url, pool_name) as lm, pytest.raises(TimeoutError):
+            lm.next_token_logprobs_sync([1], timeout=0.3)
+        started = time.monotonic()
+        found.send(signal.SIGINT)
+        until(lambda: "a second signal" in found.log, what="the first to be understood")
+        found.send(signal.SIGINT)
+        assert found.wait() == 1
+        assert time.monotonic() - started < 10
+        wait_until_gone(pids, timeout=1)
+
+
+def test_a_frozen_worker_is_killed_in_the_end(server_url: str, pool_name: str) -> None:
+    with launcher(server_url, pool_name, "--drain-timeout", "0.5") as found:
+        pids = found.wait_for_workers(1)
+        os.kill(next(iter(pids)), signal.SIGSTOP)
+        found.send(signal.SIGTERM)
+        assert found.wait() == 1
+        wait_until_gone(pids, timeout=1)
+
+
+@LINUX
+def test_workers_do_not_outlive_a_killed_launcher(server_url: str, pool_name: str) -> None:
+    with launcher(server_url, pool_name, "--workers", "2") as found:
+        pids = found.wait_for_workers(2)
+        found.send(signal.SIGKILL)
+        found.wait()
+        wait_until_gone(pids)
+        assert not living_workers(server_url, pool_name)  # they have left in order
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--batch-size", "0"], "batch_size='0'"),
+        (["--engine-opts", "{x"], "write JSON"),
+        (["--gpus", "0,x"], "'x' is no GPU"),
+        (["--gpus", "0", "--workers", "2"], "write one of them"),
+        (["--workers", "0"], "workers=0"),
+        (["--dtype", "int3"], "dtype='int3'"),
+        (["--timeout", "nan"], "timeout='nan'"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_is_started(
+    pool_name: str, tmp_path: Path, options: list[str], said: str
+) -> None:
+    events = tmp_path / "events"
+    found = LauncherProcess("redis://u:secret@h:1", pool_name, *options, "--events", str(events))
+    assert found.wait() == 78
+    lines = found.log.strip().splitlines()
+    assert len(lines) == 1, found.log
+    assert lines[0].startswith("error: ")
+    assert said in lines[0]
+    assert "secret" not in found.log
+    assert not events.exists()
+    found.folder.cleanup()
+
+
+def test_a_variable_that_nothing_reads_is_refused(pool_name: str) -> None:
+    found = LauncherProcess("redis://localhost", pool_name, LMPOOL_BATCHSIZE="3")
+    assert found.wait() == 78
+    assert "did you mean LMPOOL_BATCH_SIZE?" in found.log
+    found.folder.cleanup()
+
+
+# --- programs in place of workers ----------------------------------------------------------------
+
+
+def run_launcher(
+    code: str, tmp_path: Path, count: int = 1, drain_timeout: float = 5.0
+) -> tuple[int, list[dict[str, Any]]]:
+    """Run Python code in place of workers; the exit status, and what was reported."""
+    events = tmp_path / "events"
+    found = Launcher(
+        places=[Place(f"place {number}", {"PLACE": str(number)}) for number in range(count)],
+        environment={"FOLDER": str(tmp_path)},
+        drain_timeout=drain_timeout,
+        events=events,
+        command=[sys.executable, "-I", "-S", "-c", code],
+        new_backoff=lambda: Backoff(first=0.01, most=0.05),
+    )
+    status = asyncio.run(found.run())
+    reported = [json.loads(line) for line in events.read_text().splitlines()]
+    return status, reported
+
+
+DIES_TWICE = """
+import os, sys
+path = os.environ["FOLDER"] + "/lives" + os.environ["PLACE"]
+with open(path, "ab") as lives:
+    lives.write(b".")
+sys.exit(3 if os.path.getsize(path) < 3 else int(os.environ["PLACE"]) and 78)
+"""
+
+
+def test_it_is_tried_until_it_lives(tmp_path: Path) -> None:
+    status, reported = run_launcher(DIES_TWICE, tmp_path)
+    assert status == 0
+    assert [event.get("status") for event in reported] == [None, 3, None, 3, None, 0]
+
+
+def test_a_refusal_ends_one_place_and_not_the_others(tmp_path: Path) -> None:
+    status, reported = run_launcher(DIES_TWICE, tmp_path, count=2)
+    assert status == 78
+    for place, last in (("place 0", 0), ("place 1", 78)):
+        ends = [e["status"] for e in reported if e["place"] == place and "status" in e]
+        assert ends == [3, 3, last]
+
+
+LEAVES_A_CHILD = """
+import os, signal, time
+child = os.fork()
+if child == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+with open(os.environ["FOLDER"] + "/child", "w") as file:
+    file.write(str(child))
+os._exit(0)
+"""
+
+
+def test_what_a_worker_leaves_behind_is_killed(tmp_path: Path) -> None:
+    started = time.monotonic()
+    status, _ = run_launcher(LEAVES_A_CHILD, tmp_path, count=2)
+    assert status == 0
+    assert time.monotonic() - started < 10  # though the child holds the worker's stdout
+    wait_until_gone([int((tmp_path / "child").read_text())], timeout=5)
+
+
+def test_lines_are_told_apart_and_kept_whole(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = (
+        "import os, sys; n = os.environ['PLACE']; sys.stdout.write('out' + n + '\\n');"
+        "sys.stdout.flush(); sys.stderr.write('x' * 100_000 + n + '\\nno end of line' + n)"
+    )
+    status, _ = run_launcher(code, tmp_path, count=2)
+    assert status == 0
+    lines = capfd.readouterr().err.splitlines()
+    for number in "01":
+        prefix = f"[place {number}] "
+        mine = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+        assert mine[0] == f"out{number}"
+        assert mine[-1] == f"no end of line{number}"
+        assert "".join(mine[1:-1]) == "x" * 100_000 + number

@@ -1,0 +1,175 @@
+"""The protocol by hand: jobs, callers and workers that are nothing but calls of the scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import redis
+
+from lmpool.keys import GROUP, LaneKeys, PoolKeys
+from lmpool.scripts import script
+from lmpool.wire import Digester, Job, Notice, pack_job, read_notices
+
+FINGERPRINT = "0123456789abcdef" * 2
+COUNTERS_TTL = 60_000
+
+
+def lane_of_pool(pool: str, fingerprint: str = FINGERPRINT, lane: int = 0) -> LaneKeys:
+    """A lane's keys."""
+    return PoolKeys(pool).lane(fingerprint[:8], lane)
+
+
+def new_job(
+    *tokens: int,
+    fingerprint: str = FINGERPRINT,
+    encoding: Any = "f32",
+    adapter: str | None = None,
+    deadline: int | None = None,
+) -> Job:
+    """A job for the row of a prompt."""
+    packed = np.array(tokens, dtype="<u4").tobytes()
+    digest = Digester(fingerprint).logprobs(packed, encoding, adapter)
+    return Job("logprobs", digest, packed, adapter, {"encoding": encoding}, deadline, 0)
+
+
+class Caller:
+    """A client of one lane."""
+
+    def __init__(self, server: redis.Redis, lane: LaneKeys, id: str = "client") -> None:
+        self.server = server
+        self.lane = lane
+        self.id = id
+        self._last = "0-0"
+
+    def enqueue(
+        self,
+        *jobs: Job,
+        bound: int = 1000,
+        reply_ttl: int = 30_000,
+        flight_ttl: int = 60_000,
+    ) -> tuple[str, bool]:
+        """One answer for each job, and whether the reply stream was made anew."""
+        arguments: list[Any] = [self.lane.prefix, self.id, reply_ttl, flight_ttl, bound]
+        for job in jobs:
+            deadline = "" if job.deadline is None else job.deadline
+            arguments += (job.digest.hex(), deadline, job.adapter or "", pack_job(job))
+        answers, fresh = script("enqueue")(self.server, [self.lane.jobs], arguments)  # type: ignore[arg-type]
+        return answers.decode(), bool(fresh)
+
+    def check(
+        self, *jobs: Job, reply_ttl: int = 30_000, flight_ttl: int = 60_000
+    ) -> tuple[str, bool]:
+        """What became of each job, and whether the reply stream was made anew."""
+        digests = [job.digest.hex() for job in jobs]
+        answers, fresh = script("check")(
+            self.server,  # type: ignore[arg-type]
+            [self.lane.jobs],
+            [self.lane.prefix, self.id, reply_ttl, flight_ttl, *digests],
+        )
+        return answers.decode(), bool(fresh)
+
+    def withdraw(self, *jobs: Job) -> int:
+        """How many jobs are not run, as nobody else waits for them."""
+        digests = [job.digest.hex() for job in jobs]
+        dropped: int = script("withdraw")(
+            self.server,  # type: ignore[arg-type]
+            [self.lane.jobs],
+            [self.lane.prefix, self.id, *digests],
+        )
+        return dropped
+
+    def notices(self) -> list[Notice]:
+        """What this client was told since it last looked."""
+        entries: Any = self.server.xrange(self.lane.reply(self.id), f"({self._last}", "+")
+        found: list[Notice] = []
+        for entry, fields in entries:
+            self._last = entry.decode()
+            found += read_notices(fields)
+        return found
+
+    def vanish(self) -> None:
+        """As if its lease had ended."""
+        self.server.delete(self.lane.reply(self.id))
+
+    def flight(self, job: Job) -> dict[bytes, bytes]:
+        """The flight's fields."""
+        found: Any = self.server.hgetall(self.lane.flight(job.digest.hex()))
+        return dict(found)
+
+
+class Consumer:
+    """A worker of one lane."""
+
+    def __init__(self, server: redis.Redis, lane: LaneKeys, id: str = "worker") -> None:
+        self.server = server
+        self.lane = lane
+        self.id = id
+        try:
+            server.xgroup_create(lane.jobs, GROUP, id="0", mkstream=True)
+        except redis.exceptions.ResponseError:
+            pass  # there already
+        server.xgroup_createconsumer(lane.jobs, GROUP, id)
+
+    def read(self, count: int = 100) -> list[bytes]:
+        """Claim entries; their ids."""
+        answer: Any = self.server.xreadgroup(GROUP, self.id, {self.lane.jobs: ">"}, count=count)
+        return [entry for _, entries in answer or () for entry, _ in entries]
+
+    def held(self) -> list[bytes]:
+        """The ids of the entries it has not acknowledged."""
+        found: Any = self.server.xpending_range(
+            self.lane.jobs, GROUP, "-", "+", 1000, consumername=self.id
+        )
+        return [item["message_id"] for item in found]
+
+    def complete(
+        self,
+        done: Sequence[tuple[Job, bytes, str, str]],
+        counters: Sequence[tuple[str, int]] = (),
+    ) -> int:
+        """Tell of jobs as (job, entry, status, error text)."""
+        arguments: list[Any] = [self.lane.prefix, GROUP, COUNTERS_TTL, len(counters)]
+        for counter in counters:
+            arguments += counter
+        for job, entry, status, error in done:
+            arguments += (job.digest.hex(), entry, status, error)
+        acknowledged: int = script("complete")(self.server, [self.lane.jobs], arguments)  # type: ignore[arg-type]
+        return acknowledged
+
+    def admit(self, *pairs: tuple[Job, bytes]) -> str:
+        """Whether each job is still to be run."""
+        arguments: list[Any] = [self.lane.prefix, GROUP]
+        for job, entry in pairs:
+            arguments += (job.digest.hex(), entry)
+        answer: bytes = script("admit")(self.server, [self.lane.jobs], arguments)  # type: ignore[arg-type]
+        return answer.decode()
+
+    def release(self, *pairs: tuple[Job | None, bytes]) -> int:
+        """Give entries back."""
+        arguments: list[Any] = [self.lane.prefix, GROUP]
+        for job, entry in pairs:
+            arguments += ("" if job is None else job.digest.hex(), entry)
+        released: int = script("release")(self.server, [self.lane.jobs], arguments)  # type: ignore[arg-type]
+        return released
+
+    def leave(self) -> int:
+        """End the heartbeat, and the consumer if it holds nothing."""
+        gone: int = script("leave")(
+            self.server,  # type: ignore[arg-type]
+            [self.lane.jobs, self.lane.alive(self.id)],
+            [GROUP, self.id],
+        )
+        return gone
+
+    def is_there(self) -> bool:
+        """Whether the group knows it."""
+        found: Any = self.server.xinfo_consumers(self.lane.jobs, GROUP)
+        return self.id.encode() in {consumer["name"] for consumer in found}
+
+
+def entries_of(server: redis.Redis, stream: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """A stream's entries."""
+    found: Any = server.xrange(stream)
+    return list(found)

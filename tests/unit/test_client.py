@@ -1,0 +1,195 @@
+"""The client's own threads, where a real pool would need luck to show what can go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+
+import lmpool
+from lmpool.errors import LmpoolError, NoWorkers
+from lmpool.producer import client as client_module
+from lmpool.producer import sender as sender_module
+from lmpool.producer.cache import RowCache
+from lmpool.producer.calls import Ask, Call
+from lmpool.producer.collector import Collector
+from lmpool.producer.flights import Statistics
+from lmpool.producer.sender import Sender
+from lmpool.producer.session import Session
+from lmpool.settings import ClientOptions
+from tests.support.clients import connected
+from tests.support.server import RealServer
+from tests.support.waiting import until
+from tests.support.workers import InProcessWorker, in_process_worker
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def worker(any_server: str, pool_name: str) -> Iterator[InProcessWorker]:
+    with in_process_worker(any_server, pool_name) as worker:
+        yield worker
+
+
+def test_a_collector_outlives_a_long_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(ClientOptions(), RowCache(0), Statistics())
+    session.lanes = session.keys.lanes("0" * 8, 1)
+    pauses: list[float] = []
+
+    def refuse(*_: object) -> None:
+        raise redis.exceptions.ConnectionError("refused")
+
+    def wait(seconds: float) -> bool:
+        pauses.append(seconds)
+        if len(pauses) == 1500:
+            session.closing.set()
+        return False
+
+    monkeypatch.setattr(Collector, "_collect_once", refuse)
+    monkeypatch.setattr(session, "closing", _Flag(wait))
+    Collector(session).run()
+    assert len(pauses) == 1500
+    assert max(pauses) <= 1.0
+
+
+class _Flag:
+    """An event whose `wait` is the test's."""
+
+    def __init__(self, wait: Any) -> None:
+        self._set = False
+        self.wait = wait
+
+    def set(self) -> None:
+        self._set = True
+
+    def is_set(self) -> bool:
+        return self._set
+
+
+def test_a_refused_withdrawal_is_not_tried_again_and_again(
+    server_binary: str, pool_name: str
+) -> None:
+    with (
+        RealServer(binary=server_binary) as server,
+        in_process_worker(server.url, pool_name, engine_opts={"delay": 0.3}),
+        server.client() as admin,
+    ):
+        admin.execute_command("ACL", "SETUSER", "user", "on", ">pw", "~*", "+@all")
+        url = server.url.replace("unix://", "unix://user:pw@")
+        with connected(url, pool_name) as lm:
+            waiting = threading.Thread(target=_swallow, args=(lm, [1, 2]))
+            waiting.start()
+            until(lambda: lm.statistics()["queued"])
+            admin.execute_command("ACL", "SETUSER", "user", "-evalsha", "-eval")
+            lm.reset_async_queries()
+            waiting.join()
+            before = time.process_time()
+            time.sleep(0.5)
+            assert time.process_time() - before < 0.3
+            admin.execute_command("ACL", "SETUSER", "user", "+@all")
+            assert lm.next_token_logprobs_sync([3], timeout=10).shape == (256,)
+
+
+def _swallow(lm: lmpool.PooledLM, prompt: list[int]) -> None:
+    with pytest.raises(LmpoolError):
+        lm.next_token_logprobs_sync(prompt, timeout=20)
+
+
+def test_a_clock_that_is_wrong_by_hours_is_set_right(
+    any_server: str, pool_name: str, worker: InProcessWorker
+) -> None:
+    with connected(any_server, pool_name) as lm:
+        lm._client._session.clock._offset -= 3600
+        assert lm.next_token_logprobs_sync([1, 2], timeout=10).shape == (256,)
+        assert lm.statistics()["resubmitted"] < 10
+
+
+def test_workers_have_their_time_to_appear_however_long_ago_they_were_missed(
+    any_server: str, pool_name: str
+) -> None:
+    with in_process_worker(any_server, pool_name):
+        pass
+    with connected(any_server, pool_name, workers_timeout=1.5) as lm:
+        with pytest.raises(lmpool.errors.PoolTimeout):
+            lm.next_token_logprobs_sync([1], timeout=0.3)
+        time.sleep(2.0)
+        began = time.monotonic()
+        with pytest.raises(NoWorkers):
+            lm.next_token_logprobs_sync([2], timeout=10)
+        assert time.monotonic() - began > 0.9
+
+
+def test_what_is_asked_again_is_not_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(ClientOptions(), RowCache(0), Statistics())
+    session.lanes = session.keys.lanes("0" * 8, 1)
+    told: list[bytes] = []
+    monkeypatch.setattr(
+        sender_module, "script", lambda name: lambda server, keys, given: told.extend(given[2:])
+    )
+    sender = Sender(session, lambda: None)
+    first, again, other = (Call([ask(name)], None) for name in "aab")
+    for call in (first, other):
+        session.table.add(call, 0.0)
+    session.table.take_unsent(10, 1 << 20)
+    session.table.forget(first)
+    session.table.forget(other)
+    session.table.add(again, 0.0)
+    sender._withdraw(None)  # type: ignore[arg-type]
+    assert told == [ask("b").digest]
+    session.table.forget(again)  # never sent, but the server knows of its predecessor
+    sender._withdraw(None)  # type: ignore[arg-type]
+    assert told == [ask("b").digest, ask("a").digest]
+
+
+def ask(name: str) -> Ask:
+    return Ask(name.encode().rjust(32, b"0"), "logprobs", b"\0" * 4, None, {})
+
+
+def test_a_call_may_be_collected_in_a_thread_that_holds_the_lock(
+    any_server: str, pool_name: str
+) -> None:
+    with (
+        in_process_worker(any_server, pool_name, engine_opts={"delay": 0.5}),
+        connected(any_server, pool_name) as lm,
+    ):
+        loop = asyncio.new_event_loop()
+        waiting = lm.next_token_logprobs([1, 2])
+
+        async def begin() -> None:
+            waiting.send(None)
+            await asyncio.sleep(0)
+
+        loop.run_until_complete(begin())
+        loop.close()
+        with lm._client._session.lock:
+            waiting.close()  # as the garbage collector does
+        assert lm.next_token_logprobs_sync([3], timeout=20).shape == (256,)
+        until(lambda: lm.statistics()["withdrawn"] == 1)
+
+
+def test_a_client_may_be_collected_in_a_thread_that_holds_its_lock(
+    any_server: str, pool_name: str, worker: InProcessWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "LOCK_MOST", 0.05)
+    lm = lmpool.connect(any_server, pool_name, framework="numpy")
+    lm.next_token_logprobs_sync([1], timeout=20)
+    session = lm._client._session
+    with session.lock:
+        del lm
+        gc.collect()
+    until(lambda: session.closed)
+
+
+def test_many_flights_are_all_looked_after() -> None:
+    session = Session(ClientOptions(), RowCache(0), Statistics())
+    for name in "abcde":
+        session.table.add(Call([ask(name)], None), 0.0)
+    session.table.take_unsent(10, 1 << 20)
+    seen = [session.table.overdue(now, 2.0, 2) for now in (2.0, 4.0, 6.0)]
+    assert {f.ask.digest for found in seen for f in found} == {ask(n).digest for n in "abcde"}

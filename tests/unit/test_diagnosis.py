@@ -1,0 +1,109 @@
+"""What the doctor finds, in facts that no server has to produce."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmpool.diagnosis import Facts, Finding, examine
+from lmpool.model_info import ModelInfo
+
+MODEL = ModelInfo(
+    model="m",
+    revision=None,
+    fingerprint="0" * 32,
+    vocab_size=1024,
+    max_prompt_tokens=128,
+    dtype="float32",
+    engine="mock",
+    encoding="f32",
+    max_backlog=1000,
+)
+HEALTHY: dict[str, Any] = {
+    "redis_version": "7.2.4",
+    "role": "master",
+    "maxmemory": 1 << 30,
+    "maxmemory_policy": "noeviction",
+    "used_memory": 1 << 20,
+    "maxclients": 10_000,
+    "connected_clients": 5,
+    "rdb_last_bgsave_status": "ok",
+    "aof_enabled": 0,
+}
+
+
+def facts(**changes: Any) -> Facts:
+    """A healthy server and pool, but for the changes."""
+    info = {**HEALTHY, **changes.pop("info", {})}
+    given: dict[str, Any] = {
+        "url": "redis://localhost",
+        "info": info,
+        "config": {"save": "", "timeout": "0", "protected-mode": "yes", "requirepass": ""},
+        "latencies": [0.0001] * 5,
+        "clock_offset": 0.0,
+        "model": MODEL,
+        "workers": {"w1": True},
+        "pending": {"w1": 3},
+        **changes,
+    }
+    return Facts(**given)
+
+
+def worst(found: list[Finding]) -> list[Finding]:
+    return [finding for finding in found if finding.level != "ok"]
+
+
+def test_nothing_is_wrong_with_a_healthy_pool() -> None:
+    assert worst(examine(facts())) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "said"),
+    [
+        ({"info": {"redis_version": "6.2.1"}}, "wrong", "6.2.1"),
+        ({"info": {"role": "slave", "master_host": "h", "master_port": 1}}, "wrong", "replica"),
+        ({"refused": ["no 'eval'"]}, "wrong", "no 'eval'"),
+        ({"info": {"maxmemory_policy": "allkeys-lru"}}, "wrong", "allkeys-lru"),
+        ({"info": {"maxmemory_policy": "allkeys-lfu", "maxmemory": 0}}, "note", "once a maxmemory"),
+        ({"info": {"maxmemory_policy": "volatile-ttl"}}, "wrong", "volatile-ttl"),
+        ({"info": {"maxmemory": 0}}, "note", "no maxmemory"),
+        ({"info": {"used_memory": (1 << 30) - 1}}, "wrong", "noeviction"),
+        ({"info": {"maxmemory": 4 << 20, "used_memory": 0}}, "wrong", "holds 1,024"),
+        ({"info": {"rdb_last_bgsave_status": "err"}}, "wrong", "snapshot failed"),
+        ({"info": {"aof_enabled": 1}}, "note", "append-only"),
+        ({"config": {"save": "3600 1"}}, "note", "snapshots are on"),
+        ({"config": {"save": "", "timeout": "300"}}, "note", "idle for 300 s"),
+        (
+            {"config": {"save": "", "protected-mode": "no", "requirepass": ""}},
+            "note",
+            "no password",
+        ),
+        ({"latencies": [0.007] * 3}, "note", "7.00 ms"),
+        ({"latencies": [0.2] * 3}, "wrong", "200.00 ms"),
+        ({"clock_offset": -4000.0}, "note", "4000 s apart"),
+        ({"info": {"connected_clients": 9_990}}, "wrong", "connections are taken"),
+        ({"model": None}, "note", "no pool"),
+        ({"model_error": "not msgpack"}, "wrong", "not msgpack"),
+        ({"workers": {"w1": False}, "pending": {}}, "wrong", "none of its workers"),
+        ({"workers": {"w1": True, "w2": False}, "pending": {"w2": 9}}, "note", "9 jobs are held"),
+        ({"backlog": 999}, "wrong", "near its bound"),
+        ({"dead": 3}, "note", "3 jobs were given up"),
+    ],
+)  # fmt: skip
+def test_what_is_not_well_is_found_with_a_remedy(
+    changes: dict[str, Any], level: str, said: str
+) -> None:
+    found = worst(examine(facts(**changes)))
+    matching = [finding for finding in found if said in finding.what]
+    assert [finding.level for finding in matching] == [level], found
+    assert matching[0].remedy or "msgpack" in said or "6.2.1" in said
+
+
+def test_a_server_that_hides_its_configuration_is_examined_all_the_same() -> None:
+    assert worst(examine(facts(config=None))) == []
+
+
+def test_a_server_that_hides_everything_is_examined_all_the_same() -> None:
+    found = examine(Facts("redis://h", {}, None, [0.001], 0.0, model=MODEL, workers={"w": True}))
+    assert not [finding for finding in found if finding.level == "wrong"]

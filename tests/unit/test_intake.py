@@ -1,0 +1,496 @@
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgpack
+import pytest
+import redis
+
+from lmpool.keys import GROUP, LaneKeys
+from lmpool.server import open_server
+from lmpool.wire import Digester, Job, pack_job
+from lmpool.worker import intake as intake_module
+from lmpool.worker.batching import Batcher
+from lmpool.worker.intake import Intake, create_groups, release
+from lmpool.worker.state import WorkerState
+from tests.support.protocol import (
+    FINGERPRINT,
+    Caller,
+    Consumer,
+    entries_of,
+    lane_of_pool,
+    new_job,
+)
+from tests.support.waiting import until
+
+
+class Reader:
+    """An intake at work on a thread of its own, and what it reads into."""
+
+    def __init__(
+        self,
+        url: str,
+        lanes: list[LaneKeys],
+        consumer: str = "reader",
+        batch_size: int = 8,
+        timeout: float = 0.001,
+        continuous: bool = False,
+    ) -> None:
+        self.server: Any = open_server(url, blocks_for=1.0)
+        self.blocks: list[int | None] = []
+        self._xreadgroup = self.server.xreadgroup
+        self.server.xreadgroup = self._read
+        self.failures: list[BaseException] = []
+        self.state = WorkerState({}, lambda: None)
+        self.batcher = Batcher(batch_size, timeout, 10_000)
+        self.intake = Intake(
+            self.server,
+            lanes,
+            consumer,
+            self.batcher,
+            self.state,
+            Digester(FINGERPRINT),
+            continuous,
+        )
+        create_groups(self.server, lanes, consumer)
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _read(self, *arguments: Any, block: int | None, **options: Any) -> Any:
+        self.blocks.append(block)
+        return self._xreadgroup(*arguments, block=block, **options)
+
+    def _run(self) -> None:
+        try:
+            self.intake.run()
+        except BaseException as error:
+            self.failures.append(error)
+
+    def take(self, count: int) -> list[Job]:
+        """Wait until `count` jobs are there, and take them as the engine does."""
+        until(lambda: len(self.batcher) >= count, what=f"{count} jobs")
+        jobs: list[Job] = []
+        while len(jobs) < count:
+            jobs += [claimed.job for claimed in self.batcher.take()]
+        return jobs
+
+    def take_some(self, most: int) -> list[Job]:
+        """Take what is there, at most so many, and be done with them."""
+        until(lambda: len(self.batcher), what="a job")
+        jobs = [claimed.job for claimed in self.batcher.take(most)]
+        self.batcher.done()
+        return jobs
+
+    def stop(self) -> None:
+        self.state.stopping.set()
+        self.batcher.wake()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        self.server.close()
+        assert not self.failures, self.failures
+
+
+@pytest.fixture
+def lane(pool_name: str, any_server: str) -> LaneKeys:
+    return lane_of_pool(pool_name)
+
+
+@pytest.fixture
+def start(
+    any_server: str, lane: LaneKeys, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Reader]]:
+    monkeypatch.setattr(intake_module, "IDLE_BLOCK_MS", 50)
+    readers: list[Reader] = []
+
+    def start(**options: Any) -> Reader:
+        readers.append(Reader(any_server, options.pop("lanes", [lane]), **options))
+        return readers[-1]
+
+    yield start
+    for reader in readers:
+        reader.stop()
+
+
+def test_jobs_come_in_order(
+    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    jobs = [new_job(i, i + 1) for i in range(20)]
+    assert Caller(redis_client, lane).enqueue(*jobs) == ("q" * 20, True)
+    reader = start(batch_size=100)
+    assert reader.take(20) == jobs
+    assert len(Consumer(redis_client, lane, "reader").held()) == 20
+
+
+def test_jobs_that_were_there_before_the_first_worker_are_read(
+    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    job = new_job(1)
+    Caller(redis_client, lane).enqueue(job)  # no group yet
+    assert start().take(1) == [job]
+
+
+def good_fields(**changed: Any) -> bytes:
+    job = new_job(1, 2)
+    fields = {
+        "v": 1,
+        "op": job.op,
+        "digest": job.digest,
+        "tokens": job.tokens,
+        "adapter": None,
+        "want": {"encoding": "f32"},
+        "deadline": None,
+        "sent": 0,
+        **changed,
+    }
+    packed: bytes = msgpack.packb(fields)
+    return packed
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"job": b""}, "not msgpack"),
+        ({"job": b"garbage"}, "not msgpack|instead of a map"),
+        ({"job": b"\xc1\xff\x00\r\n"}, "not msgpack"),
+        ({"other": b"field"}, "not msgpack"),
+        ({"job": msgpack.packb([1, 2, 3])}, "a list instead of a map"),
+        ({"job": msgpack.packb({})}, "no digest"),
+        ({"job": good_fields(v=99)}, "job version 99: this worker reads version 1"),
+        ({"job": good_fields(op="rm -rf")}, "unknown operation"),
+        ({"job": good_fields(digest=b"x" * 16)}, "digest is not the one of this prompt"),
+        ({"job": good_fields(tokens=b"\x09\x00\x00\x00")}, "digest is not the one"),
+        ({"job": good_fields(want={"encoding": "f16"})}, "digest is not the one"),
+        ({"job": good_fields(adapter="a@1")}, "digest is not the one"),
+    ],
+    ids=range(12),
+)
+def test_garbage_is_put_aside_with_its_reason_and_does_not_stop_anything(
+    fields: dict[Any, Any],
+    reason: str,
+    start: Callable[..., Reader],
+    redis_client: redis.Redis,
+    lane: LaneKeys,
+) -> None:
+    good = new_job(7)
+    redis_client.xadd(lane.jobs, fields)
+    Caller(redis_client, lane).enqueue(good)
+    reader = start()
+    assert reader.take(1) == [good]
+    ((_, dead),) = until(lambda: entries_of(redis_client, lane.dead))
+    assert dead[b"job"] == fields.get("job", b"")
+    assert dead[b"worker"] == b"reader"
+    assert re.search(reason, dead[b"reason"].decode())
+    # Acknowledged and deleted: only the good one is still held.
+    held = until(lambda: Consumer(redis_client, lane, "reader").held())
+    assert [entry for entry, _ in entries_of(redis_client, lane.jobs)] == held
+    assert len(held) == 1
+    assert redis_client.hget(lane.counters, "failed") == b"1"
+
+
+def test_a_huge_entry_is_put_aside_cut(
+    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    redis_client.xadd(lane.jobs, {"job": b"\xc1" * 200_000})
+    start()
+    ((_, dead),) = until(lambda: entries_of(redis_client, lane.dead))
+    assert len(dead[b"job"]) == 65_536
+
+
+@pytest.mark.parametrize("what", ["version", "digest"])
+def test_the_caller_of_a_refused_job_is_told(
+    what: str, start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    caller = Caller(redis_client, lane)
+    job = new_job(1, 2) if what == "version" else new_job(1, 2, fingerprint="f" * 32)
+    caller.enqueue(job)
+    if what == "version":
+        ((entry, _),) = entries_of(redis_client, lane.jobs)
+        redis_client.delete(lane.jobs)
+        redis_client.xadd(lane.jobs, {"job": good_fields(v=2)}, id=entry)
+    start()
+    (notice,) = until(caller.notices)
+    assert notice.digest.decode() == job.digest.hex()
+    assert notice.status == "refused"
+    assert ("version 2" if what == "version" else "digest") in notice.error
+    assert not caller.flight(job)
+
+
+@pytest.mark.parametrize("how", ["group", "stream"])
+def test_a_group_that_vanished_is_made_again(
+    how: str, start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    reader = start()
+    until(lambda: reader.blocks)
+    if how == "group":
+        redis_client.xgroup_destroy(lane.jobs, GROUP)
+    else:
+        redis_client.delete(lane.jobs)
+    job = new_job(5)
+    Caller(redis_client, lane).enqueue(job)
+    assert reader.take(1) == [job]
+
+
+def test_an_idle_worker_blocks_and_a_busy_one_does_not(
+    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    caller = Caller(redis_client, lane)
+    reader = start()
+    until(lambda: len(reader.blocks) >= 3)
+    assert None not in reader.blocks
+    caller.enqueue(new_job(1))
+    reader.state.batch_seconds = 0.05
+    reader.take(1)  # the engine is at work
+    # One blocking read may have begun before.
+    until(lambda: reader.blocks[-1] is None)
+    seen = len(reader.blocks)
+    caller.enqueue(new_job(2))
+    until(lambda: len(reader.batcher) == 1)
+    assert set(reader.blocks[seen:]) <= {None}
+    reader.batcher.take()
+    reader.batcher.done()
+    until(lambda: reader.blocks[-1] is not None)
+
+
+def test_no_more_is_claimed_than_the_next_batch_takes(
+    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    Caller(redis_client, lane).enqueue(*(new_job(i) for i in range(50)))
+    reader = start(batch_size=4)
+    until(lambda: len(reader.batcher) == 4)
+    assert len(Consumer(redis_client, lane, "reader").held()) == 4
+    # What a busy worker left, an idle one takes.
+    other = Consumer(redis_client, lane, "other")
+    assert len(other.read(100)) == 46
+
+
+def test_what_waits_for_a_batch_that_takes_too_long_is_given_back(
+    start: Callable[..., Reader],
+    redis_client: redis.Redis,
+    lane: LaneKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intake_module, "GIVE_BACK_AFTER", 0.05)
+    caller = Caller(redis_client, lane)
+    reader = start(batch_size=1)
+    reader.state.batch_seconds = 0.01
+    first, second = new_job(1), new_job(2)
+    caller.enqueue(first)
+    assert reader.take(1) == [first]
+    caller.enqueue(second)
+    other = Consumer(redis_client, lane, "other")
+    assert until(other.read)
+    # It is the same job to its callers.
+    (entry,) = other.held()
+    assert caller.flight(second)[b"job"] == entry
+    assert len(Consumer(redis_client, lane, "reader").held()) == 1
+
+
+def test_several_lanes_are_read_together(
+    any_server: str, redis_client: redis.Redis, pool_name: str, start: Callable[..., Reader]
+) -> None:
+    lanes = [lane_of_pool(pool_name, lane=number) for number in range(3)]
+    jobs = [new_job(number) for number in range(3)]
+    for lane, job in zip(lanes, jobs, strict=True):
+        Caller(redis_client, lane).enqueue(job)
+    reader = start(lanes=lanes, batch_size=6)
+    until(lambda: len(reader.batcher) == 3)
+    claimed = reader.batcher.take()
+    assert {(c.lane, c.job.digest) for c in claimed} == {
+        (number, job.digest) for number, job in enumerate(jobs)
+    }
+
+
+def test_a_job_starts_its_batchs_clock_when_it_comes(
+    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    reader = start(timeout=30.0)
+    before = time.monotonic()
+    Caller(redis_client, lane).enqueue(new_job(1))
+    until(lambda: len(reader.batcher) == 1)
+    (claimed,) = reader.batcher.take()
+    assert before <= claimed.came <= time.monotonic()
+
+
+def test_it_stops_while_it_waits(start: Callable[..., Reader]) -> None:
+    reader = start()
+    until(lambda: reader.blocks)
+    began = time.monotonic()
+    reader.stop()
+    assert time.monotonic() - began < 2
+
+
+def test_a_lost_server_is_waited_for(
+    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    reader = start()
+    until(lambda: reader.blocks)
+    failures = [redis.exceptions.ConnectionError("gone"), redis.exceptions.TimeoutError()]
+    original = reader._xreadgroup
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return original(*arguments, **options)
+
+    reader._xreadgroup = fail
+    until(lambda: not failures)
+    job = new_job(3)
+    Caller(redis_client, lane).enqueue(job)
+    assert reader.take(1) == [job]
+
+
+def test_a_server_that_vanishes_while_its_group_is_made_again_is_waited_for(
+    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    reader = start()
+    until(lambda: reader.blocks)
+    create = reader.server.xgroup_create
+    failures: list[Exception] = [redis.exceptions.ConnectionError("gone again")]
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return create(*arguments, **options)
+
+    reader.server.xgroup_create = fail
+    redis_client.delete(lane.jobs)
+    job = new_job(3)
+    Caller(redis_client, lane).enqueue(job)
+    assert reader.take(1) == [job]
+    assert not failures
+
+
+def lose_an_answer(reader: Reader) -> list[int]:
+    """Let the next answer with jobs be lost on its way; one item is left until it was."""
+    original = reader._xreadgroup
+    left = [1]
+
+    def lose(*arguments: Any, **options: Any) -> Any:
+        answer = original(*arguments, **options)
+        if answer and left:
+            left.pop()
+            raise redis.exceptions.ConnectionError("the answer was lost")
+        return answer
+
+    seen = len(reader.blocks)
+    reader._xreadgroup = lose
+    until(lambda: len(reader.blocks) > seen)  # the read that was under way is over
+    return left
+
+
+def test_jobs_lost_on_their_way_and_withdrawn_are_let_go(
+    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    caller = Caller(redis_client, lane)
+    reader = start()
+    original = reader.server.xreadgroup
+    left = lose_an_answer(reader)
+    job, kept = new_job(1), new_job(2)
+    unwanted = [job]
+
+    def withdraw_first(*arguments: Any, **options: Any) -> Any:
+        if unwanted and not left:
+            caller.withdraw(unwanted.pop())
+        return original(*arguments, **options)
+
+    reader.server.xreadgroup = withdraw_first
+    caller.enqueue(job, kept)
+    assert reader.take(1) == [kept]
+    assert until(lambda: len(Consumer(redis_client, lane, "reader").held()) == 1)
+    assert not entries_of(redis_client, lane.dead)
+
+
+# --- giving back -------------------------------------------------------------------------------
+
+
+def test_a_group_is_made_once_and_joined(redis_client: redis.Redis, lane: LaneKeys) -> None:
+    create_groups(redis_client, [lane], "a")  # type: ignore[arg-type]
+    create_groups(redis_client, [lane], "a")  # type: ignore[arg-type]
+    create_groups(redis_client, [lane], "b")  # type: ignore[arg-type]
+    consumers: Any = redis_client.xinfo_consumers(lane.jobs, GROUP)
+    assert {c["name"] for c in consumers} == {b"a", b"b"}
+
+
+def test_everything_that_is_held_is_given_back_at_once(
+    redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    caller, consumer = Caller(redis_client, lane), Consumer(redis_client, lane)
+    jobs = [new_job(i, i // 256) for i in range(1203)]  # more than two portions
+    for i in range(0, len(jobs), 400):
+        caller.enqueue(*jobs[i : i + 400], bound=5000)
+    held = consumer.read(5000)
+    assert len(held) == len(jobs)
+    known = dict(zip(held[:600], jobs[:600], strict=True))  # the rest is looked up
+    redis_client.xadd(lane.jobs, {"job": b"garbage"})
+    consumer.read()
+    assert release(redis_client, [lane], "worker", known) == len(jobs) + 1  # type: ignore[arg-type]
+    assert consumer.held() == []
+    other = Consumer(redis_client, lane, "other")
+    entries = other.read(5000)
+    assert len(entries) == len(jobs) + 1
+    for job, entry in zip(jobs, entries, strict=False):
+        assert caller.flight(job)[b"job"] == entry
+        assert redis_client.xrange(lane.jobs, entry, entry)[0][1] == {b"job": pack_job(job)}  # type: ignore[index]
+
+
+def test_nothing_held_nothing_given_back(redis_client: redis.Redis, lane: LaneKeys) -> None:
+    Consumer(redis_client, lane)
+    assert release(redis_client, [lane], "worker", {}) == 0  # type: ignore[arg-type]
+
+
+def test_jobs_of_a_read_whose_answer_was_lost_are_read_again(
+    redis_client: redis.Redis, lane: LaneKeys, start: Callable[..., Reader]
+) -> None:
+    reader = start()
+    caller = Caller(redis_client, lane)
+    jobs = [new_job(2, i) for i in range(20)]
+    read, armed, lost = reader._xreadgroup, threading.Event(), []
+
+    def lose(*arguments: Any, **options: Any) -> Any:
+        answer = read(*arguments, **options)
+        if armed.is_set() and answer and answer[0][1] and not lost:
+            lost.append(answer)
+            caller.withdraw(jobs[0])
+            raise redis.exceptions.ConnectionError("cut")
+        return answer
+
+    reader._xreadgroup = lose
+    caller.enqueue(new_job(1))
+    reader.take_some(1)  # the read that ended with it was the last one that began without `lose`
+    armed.set()
+    caller.enqueue(*jobs)
+    found = [job.digest for _ in jobs[1:] for job in reader.take_some(1)]
+    assert sorted(found) == sorted(job.digest for job in jobs[1:])  # each once
+    assert lost
+    caller.enqueue(new_job(3))
+    assert reader.take_some(1)[0].digest == new_job(3).digest
+
+
+def test_a_refusal_that_cannot_be_told_loses_no_other_job(
+    redis_client: redis.Redis,
+    lane: LaneKeys,
+    start: Callable[..., Reader],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader = start()
+    refuse, failures = Intake._refuse, []
+
+    def fail_once(*arguments: Any) -> None:
+        if not failures:
+            failures.append(1)
+            raise redis.exceptions.ConnectionError("cut")
+        refuse(*arguments)
+
+    monkeypatch.setattr(Intake, "_refuse", fail_once)
+    with redis_client.pipeline() as pipeline:
+        pipeline.xadd(lane.jobs, {"job": b"garbage"})
+        for i in range(5):
+            pipeline.xadd(lane.jobs, {"job": pack_job(new_job(i + 1))})
+        pipeline.execute()
+    found = [job.digest for _ in range(5) for job in reader.take_some(1)]
+    assert sorted(found) == sorted(new_job(i + 1).digest for i in range(5))
+    assert len(entries_of(redis_client, lane.dead)) == 1

@@ -1,0 +1,491 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import redis
+
+from lmpool.backends.engine import Outcome
+from lmpool.errors import EngineBroken, PromptFailed, ServerRefused
+from lmpool.keys import LaneKeys
+from lmpool.server import open_server
+from lmpool.wire import Job, bf16_to_f32, unpack_row
+from lmpool.worker import publishing
+from lmpool.worker.batching import Claimed
+from lmpool.worker.publishing import Done, Finished, Publisher, encode
+from lmpool.worker.state import WorkerState
+from tests.support.protocol import Caller, Consumer, entries_of, lane_of_pool, new_job
+from tests.support.server import RealServer
+from tests.support.waiting import until
+
+VOCAB = 16
+
+
+def log_softmax(seed: int = 0) -> npt.NDArray[np.float32]:
+    values = np.random.default_rng(seed).normal(size=VOCAB)
+    result: npt.NDArray[np.float32] = (values - np.log(np.exp(values).sum())).astype(np.float32)
+    return result
+
+
+def bf16_logits(seed: int = 0) -> tuple[npt.NDArray[np.uint16], float]:
+    """The bits of bfloat16 logits, and their logsumexp."""
+    wide = np.random.default_rng(seed).normal(size=VOCAB).astype(np.float32)
+    bits = (wide.view(np.uint32) >> 16).astype(np.uint16)
+    return bits, float(np.log(np.exp(bf16_to_f32(bits).astype(np.float64)).sum()))
+
+
+def claimed(job: Job, entry: bytes = b"1-0", lane: int = 0) -> Claimed:
+    return Claimed(job, entry, lane, 0.0)
+
+
+# --- what is stored ----------------------------------------------------------------------------
+
+
+def test_f32_rows_are_stored_as_they_are() -> None:
+    job, row = new_job(1), log_softmax()
+    done = encode(claimed(job), Outcome(job.digest, row))
+    assert done.value is not None
+    assert done.status == "ok"
+    found = unpack_row(done.value, VOCAB)
+    assert found.encoding == "f32"
+    assert found.logprobs().tobytes() == row.tobytes()
+
+
+def test_a_view_of_a_batchs_block_is_stored_as_its_own_row() -> None:
+    block = np.stack([log_softmax(i) for i in range(4)], axis=1)  # rows are columns
+    job = new_job(1)
+    done = encode(claimed(job), Outcome(job.digest, block[:, 2]))
+    assert done.value is not None
+    assert unpack_row(done.value, VOCAB).logprobs().tobytes() == log_softmax(2).tobytes()
+
+
+def test_f16_rows_are_stored_where_they_are_wanted() -> None:
+    job, row = new_job(1, encoding="f16"), log_softmax()
+    done = encode(claimed(job), Outcome(job.digest, row))
+    assert done.value is not None
+    found = unpack_row(done.value, VOCAB)
+    assert found.encoding == "f16"
+    assert np.allclose(found.logprobs(), row, atol=5e-3)
+
+
+@pytest.mark.parametrize("wanted", ["bf16", "f32", "f16"])
+def test_bfloat16_logits_are_stored_as_is_wanted(wanted: str) -> None:
+    bits, logsumexp = bf16_logits()
+    job = new_job(1, encoding=wanted)
+    done = encode(claimed(job), Outcome(job.digest, bits, logsumexp))
+    assert done.value is not None
+    found = unpack_row(done.value, VOCAB)
+    assert found.encoding == wanted
+    exact = bf16_to_f32(bits) - np.float32(logsumexp)
+    assert np.allclose(found.logprobs(), exact, atol=5e-3 if wanted == "f16" else 0)
+
+
+def test_a_float32_row_cannot_be_stored_as_bfloat16() -> None:
+    job = new_job(1, encoding="bf16")
+    done = encode(claimed(job), Outcome(job.digest, log_softmax()))
+    assert done.value is not None
+    assert unpack_row(done.value).encoding == "f32"  # rather more than less
+
+
+def test_sampled_tokens_are_stored() -> None:
+    for ids in ([3, 1, 2], []):
+        done = encode(claimed(new_job(1)), Outcome(b"", tokens=np.array(ids, np.uint32)))
+        assert done.value is not None
+        assert unpack_row(done.value).token_ids() == ids
+
+
+def nan_row(*places: int) -> npt.NDArray[np.float32]:
+    row = log_softmax()
+    row[list(places)] = np.nan
+    return row
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Outcome(b"", nan_row(*range(VOCAB))),
+        Outcome(b"", nan_row(0)),
+        Outcome(b"", bf16_logits()[0], float("nan")),
+    ],
+    ids=["every entry", "the first entry", "bfloat16"],
+)
+@pytest.mark.parametrize("wanted", ["f32", "f16", "bf16"])
+def test_rows_that_are_no_numbers_fail_with_a_hint(outcome: Outcome, wanted: str) -> None:
+    done = encode(claimed(new_job(1, encoding=wanted)), outcome)
+    assert done.value is None
+    assert done.status == "failed"
+    assert "NaN" in done.error
+    assert "another dtype" in done.error
+
+
+def test_errors_are_told_and_cut() -> None:
+    done = encode(claimed(new_job(1)), Outcome(b"", error=PromptFailed("why " * 10_000)))
+    assert (done.value, done.status) == (None, "failed")
+    assert done.error.startswith("why why")
+    assert len(done.error) <= publishing.MAX_ERROR_CHARS
+    assert encode(claimed(new_job(1)), Outcome(b"", error=EngineBroken(""))).error == "EngineBroken"
+    assert "neither a row nor an error" in encode(claimed(new_job(1)), Outcome(b"")).error
+
+
+# --- writing -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lane(pool_name: str, any_server: str) -> LaneKeys:
+    return lane_of_pool(pool_name)
+
+
+class Writer:
+    """A publisher at work on a thread of its own."""
+
+    def __init__(self, url: str, lanes: Sequence[LaneKeys], ttl_ms: int = 60_000) -> None:
+        self.failed: list[int] = []
+        self.state = WorkerState({}, lambda: self.failed.append(1))
+        self.server: Any = open_server(url)
+        self.publisher = Publisher(self.server, lanes, ttl_ms, self.state)
+        self.thread = threading.Thread(target=self.publisher.run)
+        self.thread.start()
+
+    def put(self, finished: Sequence[Finished]) -> None:
+        self.publisher.put(finished)
+
+    def finish(self) -> None:
+        self.publisher.finish()
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+        self.server.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Writer]]:
+    writers: list[Writer] = []
+
+    def start(*arguments: Any) -> Writer:
+        writers.append(Writer(*arguments))
+        return writers[-1]
+
+    yield start
+    for writer in writers:
+        if writer.thread.is_alive():
+            writer.state.stopping.set()
+            writer.finish()
+
+
+def prepare(
+    server: redis.Redis, lane: LaneKeys, count: int, **options: Any
+) -> tuple[Caller, Consumer, list[Finished]]:
+    """A caller who waits for `count` rows, the worker that holds their jobs, and the rows."""
+    caller, consumer = Caller(server, lane), Consumer(server, lane)
+    jobs = [new_job(i, 7, **options) for i in range(count)]
+    caller.enqueue(*jobs, bound=10_000)
+    entries = consumer.read(10_000)
+    finished: list[Finished] = [
+        (claimed(job, entry), Outcome(job.digest, log_softmax(i)))
+        for i, (job, entry) in enumerate(zip(jobs, entries, strict=True))
+    ]
+    return caller, consumer, finished
+
+
+def value_of(server: redis.Redis, lane: LaneKeys, item: Finished) -> Any:
+    claimed = item.claimed if isinstance(item, Done) else item[0]
+    return server.get(lane.result(claimed.job.digest.hex()))
+
+
+def test_a_batch_is_written_told_and_acknowledged(
+    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    caller, consumer, finished = prepare(redis_client, lane, 5)
+    writer = start(any_server, [lane], 5000)
+    writer.put(finished)
+    writer.finish()
+    for i, item in enumerate(finished):
+        digest = item[0].job.digest.hex()  # type: ignore[index]
+        assert unpack_row(value_of(redis_client, lane, item)).logprobs().tolist() == (
+            log_softmax(i).tolist()
+        )
+        assert 0 < redis_client.pttl(lane.result(digest)) <= 5000  # type: ignore[operator]
+        assert not redis_client.exists(lane.flight(digest))
+    assert {n.digest.decode() for n in caller.notices() if n.status == "ok"} == {
+        item[0].job.digest.hex()  # type: ignore[index]
+        for item in finished
+    }
+    assert consumer.held() == []
+    assert entries_of(redis_client, lane.jobs) == []
+    assert redis_client.hgetall(lane.counters) == {b"computed": b"5", b"batches": b"1"}
+
+
+def test_an_error_is_told_and_no_row_written(
+    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    caller, consumer, ((first, _), second) = prepare(redis_client, lane, 2)  # type: ignore[misc]
+    writer = start(any_server, [lane])
+    writer.put([(first, Outcome(b"", error=PromptFailed("too odd"))), second])
+    writer.finish()
+    told = {n.digest.decode(): (n.status, n.error) for n in caller.notices()}
+    assert told[first.job.digest.hex()] == ("failed", "too odd")
+    assert sorted(status for status, _ in told.values()) == ["failed", "ok"]
+    assert not redis_client.exists(lane.result(first.job.digest.hex()))
+    assert consumer.held() == []
+    assert redis_client.hgetall(lane.counters) == {
+        b"computed": b"1",
+        b"failed": b"1",
+        b"batches": b"1",
+    }
+
+
+def test_what_is_there_already_is_only_announced(
+    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    caller, consumer, ((item, _),) = prepare(redis_client, lane, 1)  # type: ignore[misc]
+    redis_client.set(lane.result(item.job.digest.hex()), b"there")
+    writer = start(any_server, [lane])
+    writer.put([Done(item, None)])
+    writer.finish()
+    assert [notice.status for notice in caller.notices()] == ["ok"]
+    assert redis_client.get(lane.result(item.job.digest.hex())) == b"there"
+    assert redis_client.ttl(lane.result(item.job.digest.hex())) == -1
+    assert consumer.held() == []
+
+
+@pytest.mark.parametrize(("most", "most_bytes"), [(3, 1 << 20), (1000, 200)])
+def test_a_large_batch_is_written_in_portions(
+    most: int,
+    most_bytes: int,
+    start: Callable[..., Writer],
+    any_server: str,
+    redis_client: redis.Redis,
+    lane: LaneKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publishing, "CHUNK_MOST", most)
+    monkeypatch.setattr(publishing, "CHUNK_BYTES", most_bytes)
+    caller, consumer, finished = prepare(redis_client, lane, 10)
+    writer = start(any_server, [lane])
+    writer.put(finished)
+    writer.finish()
+    # Three rows of 88 bytes are the first to reach 200 bytes.
+    told = [
+        fields for _, fields in entries_of(redis_client, lane.reply(caller.id)) if b"ok" in fields
+    ]
+    assert [len(fields[b"ok"]) // 32 for fields in told] == [3, 3, 3, 1]
+    assert len(caller.notices()) == 10
+    assert consumer.held() == []
+    # It is one batch all the same.
+    assert redis_client.hgetall(lane.counters) == {b"computed": b"10", b"batches": b"1"}
+
+
+def test_jobs_of_several_lanes_go_where_they_came_from(
+    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, pool_name: str
+) -> None:
+    lanes = [lane_of_pool(pool_name, lane=number) for number in range(3)]
+    prepared = [prepare(redis_client, lane, 2) for lane in lanes]
+    finished = [
+        (Claimed(item[0].job, item[0].entry, number, 0.0), item[1])  # type: ignore[index]
+        for number, (_, _, items) in enumerate(prepared)
+        for item in items
+    ]
+    writer = start(any_server, lanes)
+    writer.put(finished[::2] + finished[1::2])
+    writer.finish()
+    for lane, (caller, consumer, items) in zip(lanes, prepared, strict=True):
+        assert len(caller.notices()) == 2
+        assert consumer.held() == []
+        assert all(value_of(redis_client, lane, item) for item in items)
+    batches = sum(int(redis_client.hget(lane.counters, "batches") or 0) for lane in lanes)  # type: ignore[arg-type]
+    assert batches == 1
+
+
+def test_a_forgotten_script_is_sent_again(
+    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    caller, consumer, finished = prepare(redis_client, lane, 3)
+    redis_client.script_flush()
+    writer = start(any_server, [lane])
+    writer.put(finished)
+    writer.finish()
+    assert len(caller.notices()) == 3
+    assert consumer.held() == []
+    assert redis_client.hget(lane.counters, "computed") == b"3"
+
+
+def test_batches_are_written_in_their_order_and_only_two_may_wait(
+    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    caller, _, finished = prepare(redis_client, lane, 6)
+    publisher = Publisher(open_server(any_server), [lane], 1000, WorkerState({}, lambda: None))
+    put: list[int] = []
+
+    def put_all() -> None:
+        for i, item in enumerate(finished):
+            publisher.put([item])
+            put.append(i)
+        publisher.finish()
+
+    thread = threading.Thread(target=put_all)
+    thread.start()
+    until(lambda: len(put) == publishing.QUEUE_MOST)
+    assert not until_or_not(lambda: len(put) > publishing.QUEUE_MOST)
+    publisher.run()
+    thread.join(10)
+    assert [n.digest.decode() for n in caller.notices()] == [
+        item[0].job.digest.hex()  # type: ignore[index]
+        for item in finished
+    ]
+    publisher._server.close()
+
+
+@pytest.mark.parametrize("bad", [Outcome(b"", np.zeros((2, 2))), Outcome(b"", tokens="text")])  # type: ignore[arg-type]
+def test_an_outcome_that_is_none_fails_alone(
+    bad: Outcome,
+    start: Callable[..., Writer],
+    any_server: str,
+    redis_client: redis.Redis,
+    lane: LaneKeys,
+) -> None:
+    caller, consumer, ((first, _), second) = prepare(redis_client, lane, 2)  # type: ignore[misc]
+    writer = start(any_server, [lane])
+    writer.put([(first, bad), second])
+    writer.finish()
+    assert sorted(notice.status for notice in caller.notices()) == ["failed", "ok"]
+    assert consumer.held() == []
+
+
+def test_nobody_waits_for_a_publisher_that_has_ended(
+    any_server: str, redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    _, consumer, finished = prepare(redis_client, lane, 1)
+    publisher = Publisher(open_server(any_server), [lane], 1000, WorkerState({}, lambda: None))
+    publisher._write = None  # type: ignore[assignment, method-assign]
+    publisher.put(finished)
+    with pytest.raises(TypeError):
+        publisher.run()
+    for _ in range(publishing.QUEUE_MOST + 2):
+        publisher.put(finished)
+    publisher.finish()
+    assert len(consumer.held()) == 1
+    publisher._server.close()
+
+
+def until_or_not(condition: Callable[[], bool], timeout: float = 0.1) -> bool:
+    try:
+        return until(condition, timeout)
+    except AssertionError:
+        return False
+
+
+# --- when the server does not take it ----------------------------------------------------------
+
+
+def fail_first(writer: Writer, errors: list[Exception]) -> None:
+    """Let the first writes fail with these errors."""
+    pool = writer.server.connection_pool
+    get_connection = pool.get_connection
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if errors:
+            raise errors.pop(0)
+        return get_connection(*arguments, **options)
+
+    pool.get_connection = failing
+
+
+def test_a_lost_server_is_tried_again_until_it_takes_the_rows(
+    start: Callable[..., Writer],
+    any_server: str,
+    redis_client: redis.Redis,
+    lane: LaneKeys,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caller, consumer, finished = prepare(redis_client, lane, 2)
+    writer = start(any_server, [lane])
+    errors: list[Exception] = [redis.exceptions.ConnectionError("gone")] * 3
+    fail_first(writer, errors)
+    writer.put(finished)
+    writer.finish()
+    assert not errors
+    assert len(caller.notices()) == 2
+    assert consumer.held() == []
+    assert not writer.failed
+    assert "rows cannot be written (2 rows wait" in caplog.text
+
+
+def test_a_write_that_was_done_but_not_answered_is_done_again_without_harm(
+    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    caller, consumer, finished = prepare(redis_client, lane, 2)
+    writer = start(any_server, [lane])
+    write_in = writer.publisher._write_in
+    lost: list[Exception] = [redis.exceptions.TimeoutError("no answer")]
+
+    def write_and_lose(*arguments: Any) -> None:
+        write_in(*arguments)
+        if lost:
+            raise lost.pop()
+
+    writer.publisher._write_in = write_and_lose  # type: ignore[method-assign]
+    writer.put(finished)
+    writer.finish()
+    assert not lost
+    assert len(caller.notices()) == 2  # told once
+    assert consumer.held() == []
+
+
+def test_a_server_that_refuses_for_good_ends_the_worker(
+    start: Callable[..., Writer],
+    any_server: str,
+    redis_client: redis.Redis,
+    lane: LaneKeys,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, consumer, finished = prepare(redis_client, lane, 1)
+    writer = start(any_server, [lane])
+    monkeypatch.setattr(writer.state.stopping, "wait", lambda _: False)  # no back-off here
+    fail_first(writer, [redis.exceptions.NoPermissionError("no permissions")] * 100)
+    writer.put(finished)
+    until(lambda: writer.failed)
+    assert isinstance(writer.state.failure, ServerRefused)
+    assert str(writer.state.failure) == "rows cannot be written: no permissions"
+    assert len(consumer.held()) == 1  # the job stays with the pool
+
+
+def test_a_worker_that_stops_does_not_wait_for_a_lost_server_for_ever(
+    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    _, consumer, finished = prepare(redis_client, lane, 1)
+    writer = start(any_server, [lane])
+    writer.state.stopping.set()
+    fail_first(writer, [redis.exceptions.ConnectionError("gone")] * 1000)
+    writer.put(finished)
+    writer.finish()
+    assert len(consumer.held()) == 1
+
+
+def test_a_full_server_gets_nothing_acknowledged_until_there_is_room(
+    server_binary: str,
+    start: Callable[..., Writer],
+    pool_name: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lane = lane_of_pool(pool_name)
+    with RealServer() as server, server.client() as client:
+        caller, consumer, finished = prepare(client, lane, 3)
+        writer = start(server.url, [lane])
+        client.config_set("maxmemory", 1)
+        writer.put(finished)
+        # More failures than an error for good would be given.
+        until(lambda: "memory is full" in caplog.text)
+        until(lambda: client.info("errorstats").get("errorstat_OOM", {}).get("count", 0) > 6)  # type: ignore[union-attr]
+        assert not writer.failed
+        assert len(consumer.held()) == 3
+        assert caller.notices() == []
+        client.config_set("maxmemory", 0)
+        writer.finish()
+        assert len(caller.notices()) == 3
+        assert consumer.held() == []
+        assert "raise maxmemory or lower result_ttl" in caplog.text
+        assert "f32" not in caplog.text  # no rows in the log

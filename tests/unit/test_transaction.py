@@ -1,0 +1,102 @@
+"""The worker's transaction, on fakeredis and on a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from lmpool.commands import Server
+from lmpool.keys import PoolKeys
+from lmpool.scripts import script
+from lmpool.server import open_server
+from lmpool.worker.transaction import LARGE, set_and_call
+from tests.support.server import RealServer
+
+
+@pytest.fixture
+def server(any_server: str) -> Iterator[Server]:
+    server = open_server(any_server)
+    yield server
+    server.close()
+    server.connection_pool.disconnect()
+
+
+def rows(pool_name: str) -> list[tuple[str, bytes]]:
+    """Small and large, in turn, with everything in them that could be taken for protocol."""
+    awkward = b"\r\n$3\r\n*1\r\n\x00"
+    sizes = (0, 1, 100, LARGE - 1, LARGE, 5 * LARGE)
+    return [
+        (f"{{{pool_name}}}:row:{i}", (awkward * (n // len(awkward) + 1))[:n])
+        for i, n in enumerate(sizes)
+    ]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["script known", "script forgotten"])
+def test_rows_and_script_are_done(
+    server: Server, redis_client: redis.Redis, pool_name: str, known: bool
+) -> None:
+    replace, key = script("replace"), PoolKeys(pool_name).info
+    if known:
+        server.script_load(replace.source)
+    else:
+        redis_client.script_flush()
+    for _ in range(2):  # the connection is fit for the next one
+        set_and_call(server, rows(pool_name), 60_000, replace, [key], ["", "v"])
+    for name, value in rows(pool_name):
+        assert redis_client.get(name) == value
+        assert 0 < redis_client.pttl(name) <= 60_000
+    assert redis_client.get(key) == b"v"
+    assert server.ping()
+    redis_client.delete(key, *(name for name, _ in rows(pool_name)))
+
+
+def test_nothing_is_done_where_something_is_refused(server_binary: str, pool_name: str) -> None:
+    with RealServer(maxmemory="3mb", maxmemory_policy="noeviction") as full:
+        server = open_server(full.url)
+        key = PoolKeys(pool_name).info
+        try:
+            with full.client() as admin:
+                while True:
+                    try:
+                        admin.rpush("filler", b"x" * 50_000)
+                    except redis.exceptions.OutOfMemoryError:
+                        break
+                with pytest.raises(redis.exceptions.OutOfMemoryError) as refused:
+                    set_and_call(
+                        server, rows(pool_name), 60_000, script("replace"), [key], ["", "v"]
+                    )
+                assert len(str(refused.value)) < 200  # no rows in it
+                assert admin.exists(key, *(name for name, _ in rows(pool_name))) == 0
+                admin.config_set("maxmemory", 0)
+            # Every answer was read: the next command gets its own.
+            assert server.ping() is True
+            set_and_call(server, rows(pool_name), 60_000, script("replace"), [key], ["", "v"])
+            assert server.get(key) == b"v"
+        finally:
+            server.close()
+            server.connection_pool.disconnect()
+
+
+def test_a_connection_cut_in_between_is_not_used_again(
+    server: Server, redis_client: redis.Redis, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection = server.connection_pool.get_connection()
+    server.connection_pool.release(connection)
+    read = connection.read_response
+    left = [2]
+
+    def cut(*arguments: object, **options: object) -> object:
+        left[0] -= 1
+        if left[0] < 0:
+            raise redis.exceptions.ConnectionError("cut")
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(connection, "read_response", cut)
+    key = PoolKeys(pool_name).info
+    with pytest.raises(redis.exceptions.ConnectionError):
+        set_and_call(server, rows(pool_name), 60_000, script("replace"), [key], ["", "v"])
+    monkeypatch.undo()
+    assert server.ping() is True
+    redis_client.delete(key, *(name for name, _ in rows(pool_name)))
