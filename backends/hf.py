@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 
 from lmpool.backends.engine import BatchEngine, EngineInfo, Outcome, Request, Tokens
 from lmpool.backends.grouping import group_by_length
+from lmpool.backends.hf_adapters import LoraAdapters
 from lmpool.backends.hf_forward import Forward
 from lmpool.backends.hf_model import load_model, longest_prompt, special_tokens
 from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
@@ -27,7 +29,7 @@ from lmpool.backends.packed_fit import packed_forward
 from lmpool.backends.packed_layout import Bounds
 from lmpool.backends.trie_runs import TrieStatistics
 from lmpool.backends.vocabulary import byte_vocabulary
-from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
+from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +122,7 @@ class HFEngine(BatchEngine):
             longest=longest,
             bounds=Bounds(self._forward_tokens, max(1, _MAX_LOGITS // vocab_size)),
         )
+        self._lora = LoraAdapters(loaded.model, (Path(model).name, self._folder.name))
         special = special_tokens(loaded, vocab_size)
         self.info = EngineInfo(
             engine="hf",
@@ -141,6 +144,18 @@ class HFEngine(BatchEngine):
         )
 
     def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
+        grouped: dict[str | None, list[Request]] = {}
+        for request in requests:
+            grouped.setdefault(request.adapter, []).append(request)
+        outcomes: list[Outcome] = []
+        # The adapter in use first: to take up another costs a walk through the model.
+        for adapter in sorted(grouped, key=lambda adapter: adapter != self._lora.in_use):
+            self._lora.use(adapter)
+            outcomes += self._compute(grouped[adapter], adapter)
+        return outcomes
+
+    def _compute(self, requests: Sequence[Request], adapter: str | None) -> list[Outcome]:
+        """Compute the rows of requests that all use `adapter`, which is in use."""
         forward = self._open()
         alike: dict[bytes, list[Request]] = {}
         for request in requests:
@@ -161,7 +176,7 @@ class HFEngine(BatchEngine):
             return again
 
         try:
-            left = self._run_packed(prompts, partial(take, last=False))
+            left = self._run_packed(prompts, adapter, partial(take, last=False))
             for group in self._groups([prompts[i].size for i in left], forward.may_pad):
                 numbers = [left[i] for i in group]
                 take(numbers, forward([prompts[i] for i in numbers]), last=True)
@@ -174,7 +189,10 @@ class HFEngine(BatchEngine):
         return outcomes
 
     def _run_packed(
-        self, prompts: Sequence[Tokens], take: Callable[[list[int], torch.Tensor], list[int]]
+        self,
+        prompts: Sequence[Tokens],
+        adapter: str | None,
+        take: Callable[[list[int], torch.Tensor], list[int]],
     ) -> list[int]:
         """Compute what the packed forward serves; return the numbers of the other prompts."""
         if self._packed is None:
@@ -186,7 +204,7 @@ class HFEngine(BatchEngine):
             refused = set(take([short[i] for i in numbers], logits))
             return [i for i in numbers if short[i] in refused]
 
-        left += [short[i] for i in self._packed.run([prompts[i] for i in short], renumber)]
+        left += [short[i] for i in self._packed.run([prompts[i] for i in short], renumber, adapter)]
         return left
 
     def _groups(self, lengths: Sequence[int], may_pad: bool) -> list[list[int]]:
@@ -219,7 +237,25 @@ class HFEngine(BatchEngine):
         return self._forward
 
     def add_adapter(self, name: str, path: str) -> None:
-        raise AdapterError(f"adapter {name!r}: the hf engine of this release has no adapters yet")
+        """Load the LoRA adapter that PEFT saved in folder `path`, replacing one of that name.
+
+        Raises `AdapterError` where it does not fit the model; the engine goes on as before.
+        """
+        forward = self._open()
+        try:
+            self._lora.add(name, Path(path))
+        finally:
+            forward.follow()
+        self.adapters[name] = path
+        if self._packed is not None:
+            self._packed.forget(name)
+
+    def remove_adapter(self, name: str) -> None:
+        """Unload an adapter, and forget the keys and values that it computed."""
+        if self.adapters.pop(name, None) is not None:
+            self._lora.remove(name)
+            if self._packed is not None:
+                self._packed.forget(name)
 
     def cache_prefix(self, tokens: Tokens) -> None:
         """Compute a prefix and keep it until `clear_cache`; such prefixes may fill half the memory.
@@ -232,6 +268,7 @@ class HFEngine(BatchEngine):
             reason = "this engine keeps nothing between batches"
         if reason is None and tokens.size > self._packed_longest:
             reason = f"a prefix of {tokens.size} tokens: {self._packed_longest} can be kept"
+        self._lora.use(None)
         if reason is None and self._packed is not None and not self._packed.keep_prefix(tokens):
             reason = (
                 f"a prefix of {tokens.size} tokens is more than there is room for: clear the cache "
@@ -266,6 +303,7 @@ class HFEngine(BatchEngine):
         if self._forward is not None:
             self._forward.close()
             self._forward = self._packed = None
+            self._lora = LoraAdapters(None)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 

@@ -29,8 +29,8 @@ class Head:
         self._model = model
         self._wanted: torch.Tensor | None = None
         self._narrowed = False
-        head = model.get_output_embeddings()
-        self._hook = None if head is None else head.register_forward_pre_hook(self._narrow)
+        self._hook: Any = None
+        self._attach()
 
     def logits(self, wanted: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """The logits [wanted, vocab] at places `wanted` of the flattened [rows, positions]."""
@@ -46,6 +46,16 @@ class Head:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+    def follow(self) -> None:
+        """Heed that an adapter may have put another module in the head's place."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._attach()
+
+    def _attach(self) -> None:
+        head = self._model.get_output_embeddings()
+        self._hook = None if head is None else head.register_forward_pre_hook(self._narrow)
 
     def _narrow(
         self, _: object, inputs: tuple[torch.Tensor, ...]
@@ -94,6 +104,11 @@ class Forward:
         if self.head is not None:
             self.head.close()
         self.head = self._model = None
+
+    def follow(self) -> None:
+        """Heed that an adapter may have put another module in the head's place."""
+        if self.head is not None:
+            self.head.follow()
 
     def alone(self, prompt: Tokens) -> torch.Tensor:
         """The logits after one prompt [vocab], by a forward pass without any device of ours."""

@@ -134,9 +134,10 @@ class PackedForward:
         self._cache = cache_utils.Cache(layers=layers)
         self._prefixes: dict[bytes, Lease] = {}
 
-    def run(self, prompts: Sequence[Tokens], take: Take) -> list[int]:
+    def run(self, prompts: Sequence[Tokens], take: Take, adapter: str | None = None) -> list[int]:
         """Give `take` the logits after each of several distinct prompts, in parts.
 
+        `adapter` is the one that the model uses now: it finds only what it computed itself.
         Returns the numbers of the prompts that could not be computed: those for which there are too
         few slots, and those that `take` refused.
         """
@@ -149,7 +150,7 @@ class PackedForward:
             leases: list[Lease] = []
             try:
                 for number in waiting:
-                    lease = self._trie.lease(prompts[number])
+                    lease = self._trie.lease(prompts[number], adapter)
                     if lease is None:
                         break
                     leases.append(lease)
@@ -182,6 +183,10 @@ class PackedForward:
         self._trie.narrow(lease)
         self._prefixes[name] = lease
         return True
+
+    def forget(self, adapter: str) -> None:
+        """Forget what was computed with an adapter."""
+        self._trie.forget(adapter)
 
     def clear(self) -> None:
         """Forget all that is kept, prefixes too."""

@@ -1,22 +1,24 @@
 """A radix trie of token runs, each position with a slot of its own, under a bound of slots.
 
 It knows which prefixes are kept and where, and no model: a slot is a number below `slots`, under
-which its owner keeps what it computed for that position (see `lmpool.backends.packed`).
+which its owner keeps what it computed for that position (see `lmpool.backends.packed`). What is
+computed depends on the tokens above and on the adapter, so each adapter has a root of its own.
 
 What holds between any two calls, and `check` verifies:
 
 1. Every slot is either free or belongs to exactly one position of one run.
-2. No run but the root is empty; runs below one run begin with different tokens.
+2. No run but a root is empty; runs below one run begin with different tokens.
 3. What is computed of a run is its first part, and nothing below a run that is not computed
    throughout is computed at all.
-4. A run was used at least as lately as those below it. Every run that has none below it waits in
+4. Runs below two roots have nothing in common.
+5. A run was used at least as lately as those below it. Every run that has none below it waits in
    the queue of what to evict next.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -42,7 +44,7 @@ class TokenTrie:
         self._reset()
 
     def _reset(self) -> None:
-        self._root = Run(None, 0, _NO_TOKENS, _NO_SLOTS)
+        self._roots: dict[Hashable, Run] = {}
         # Taken from the end: new runs get ascending slots.
         self._free: Slots = np.arange(self._slots - 1, -1, -1, dtype=np.int64)
         self._free_count = self._slots
@@ -50,12 +52,13 @@ class TokenTrie:
         self._serial = 0
         self._runs = 0
 
-    def lease(self, tokens: Tokens) -> Lease | None:
+    def lease(self, tokens: Tokens, root: Hashable = None) -> Lease | None:
         """Find a prompt, uint32 [length], at least one token; add what is missing of it.
 
-        None where that needs more slots than can be freed now.
+        Only what was leased under the same `root` is found. None where it needs more slots than can
+        be freed now.
         """
-        run, depth = self._find(tokens)
+        run, depth = self._find(tokens, root)
         found, missing = depth, tokens.size - depth
         if missing:
             if depth < run.end:
@@ -103,6 +106,16 @@ class TokenTrie:
         lease.run.pins -= 1
         lease.run = run
 
+    def forget(self, root: Hashable) -> None:
+        """Forget what was leased under `root`; nothing may hold a lease of it."""
+        above = self._roots.pop(root, None)
+        for run in [] if above is None else list(self._walk(above)):
+            assert not run.pins, "what is forgotten is leased"
+            self._give_back(run.slots)
+            run.parent = None  # the queue skips it
+            run.children = {}
+            self._runs -= 1
+
     def clear(self) -> None:
         """Forget everything, also what leases hold: there must be no use of them afterwards."""
         self._reset()
@@ -119,7 +132,7 @@ class TokenTrie:
     def statistics(self) -> TrieStatistics:
         """How full it is, and what it was used for."""
         pinned: set[Run] = set()
-        for run in self._walk():
+        for run in self._every_run():
             above: Run | None = run if run.pins else None
             while above is not None and above not in pinned:
                 pinned.add(above)
@@ -140,7 +153,7 @@ class TokenTrie:
         queued = [run for _, _, run in self._queue]
         assert len(queued) == len(set(queued)), "a run is queued twice"
         runs = 0
-        for run in self._walk():
+        for run in self._every_run():
             runs += 1
             parent = run.parent
             assert parent is not None
@@ -151,7 +164,7 @@ class TokenTrie:
             if parent.computed < parent.tokens.size:
                 assert run.computed == 0, "a run is computed and its parent is not"
             assert run.pins >= 0, "a run was released more often than leased"
-            assert run.used <= parent.used or parent is self._root, "a run outlives its parent"
+            assert run.used <= parent.used or parent.parent is None, "a run outlives its parent"
             assert run.queued == (run in queued), "a run is queued and does not know"
             assert run.queued or run.children, "a run without runs below is not queued"
             owned.append(run.slots)
@@ -159,9 +172,12 @@ class TokenTrie:
         every = np.sort(np.concatenate(owned))
         assert np.array_equal(every, np.arange(self._slots)), "a slot is lost or owned twice"
 
-    def _find(self, tokens: Tokens) -> tuple[Run, int]:
+    def _find(self, tokens: Tokens, root: Hashable = None) -> tuple[Run, int]:
         """The run in which these tokens end or leave the trie, and the depth where they do."""
-        run, depth, length = self._root, 0, tokens.size
+        run = self._roots.get(root)
+        if run is None:
+            run = self._roots[root] = Run(None, 0, _NO_TOKENS, _NO_SLOTS)
+        depth, length = 0, tokens.size
         tick = self._tick = self._tick + 1
         while depth < length:
             below = run.children.get(int(tokens[depth]))
@@ -238,9 +254,7 @@ class TokenTrie:
 
     def _cut(self, run: Run, kept: int) -> None:
         """Free all but the first `kept` slots of a run without runs below."""
-        freed = run.slots[kept:]
-        self._free[self._free_count : self._free_count + freed.size] = freed[::-1]
-        self._free_count += freed.size
+        self._give_back(run.slots[kept:])
         parent = run.parent
         assert parent is not None
         if kept:
@@ -252,6 +266,10 @@ class TokenTrie:
         self._runs -= 1
         if not parent.children and parent.parent is not None:
             self._enqueue(parent)
+
+    def _give_back(self, slots: Slots) -> None:
+        self._free[self._free_count : self._free_count + slots.size] = slots[::-1]
+        self._free_count += slots.size
 
     def _take(self, count: int) -> Slots:
         self._free_count -= count
@@ -267,8 +285,13 @@ class TokenTrie:
             self._queue = [entry for entry in self._queue if entry[2].parent is not None]
             heapq.heapify(self._queue)
 
-    def _walk(self) -> Iterator[Run]:
-        below: Sequence[Run] = list(self._root.children.values())
+    def _every_run(self) -> Iterator[Run]:
+        for root in self._roots.values():
+            yield from self._walk(root)
+
+    def _walk(self, root: Run) -> Iterator[Run]:
+        """The runs below a root."""
+        below: Sequence[Run] = list(root.children.values())
         while below:
             yield from below
             below = [child for run in below for child in run.children.values()]

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lmpool.backends.trie import TokenTrie
-from lmpool.backends.trie_runs import Lease, Tokens
+from lmpool.backends.trie_runs import Lease, Run, Tokens
 
 SLOTS = 24
 
-prompts = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
+roots = st.sampled_from(["", "other"])
+prompts = st.tuples(roots, st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple))
+Prompt = tuple[str, tuple[int, ...]]
 
 
 def ids(tokens: Sequence[int]) -> Tokens:
@@ -29,6 +31,11 @@ def add(trie: TokenTrie, *prompts: Sequence[int]) -> None:
     trie.commit(leases)
     trie.release(leases)
     trie.check()
+
+
+def beginnings(prompt: Prompt) -> list[Prompt]:
+    root, tokens = prompt
+    return [(root, tokens[: n + 1]) for n in range(len(tokens))]
 
 
 def found(trie: TokenTrie, prompt: Sequence[int]) -> int:
@@ -47,21 +54,21 @@ class Batches(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.trie = TokenTrie(SLOTS)
-        self.known: dict[tuple[int, ...], int] = {}  # the slot of each computed prefix
-        self.kept: list[tuple[tuple[int, ...], Lease]] = []
+        self.known: dict[Prompt, int] = {}  # the slot of each computed prefix
+        self.kept: list[tuple[Prompt, Lease]] = []
 
     @rule(batch=st.lists(prompts, min_size=1, max_size=5, unique=True), computed=st.booleans())
-    def compute(self, batch: list[tuple[int, ...]], computed: bool) -> None:
+    def compute(self, batch: list[Prompt], computed: bool) -> None:
         leases: list[Lease] = []
-        held: dict[tuple[int, ...], int] = {}
+        held: dict[Prompt, int] = {}
         for prompt in batch:
             evicted = self.trie.statistics().evicted
-            lease = self.trie.lease(ids(prompt))
+            lease = self.trie.lease(ids(prompt[1]), prompt[0])
             self.forget_evicted()
             if lease is None:
-                assert len(prompt) + self.trie.statistics().pinned > SLOTS
+                assert len(prompt[1]) + self.trie.statistics().pinned > SLOTS
                 break
-            prefixes = [prompt[: n + 1] for n in range(len(prompt))]
+            prefixes = beginnings(prompt)
             there = sum(p in self.known or p in held for p in prefixes)
             assert lease.found <= there
             if self.trie.statistics().evicted == evicted:
@@ -74,9 +81,9 @@ class Batches(RuleBasedStateMachine):
         assert len(set(held.values())) == len(held) <= SLOTS
         for prompt, lease in [*zip(batch, leases, strict=False), *self.kept]:
             slots = self.trie.path(lease).tolist()
-            assert len(slots) == len(prompt)
-            for n, slot in enumerate(slots):
-                assert held.get(prompt[: n + 1], self.known.get(prompt[: n + 1])) == slot
+            assert len(slots) == len(prompt[1])
+            for prefix, slot in zip(beginnings(prompt), slots, strict=True):
+                assert held.get(prefix, self.known.get(prefix)) == slot
         if computed:
             self.trie.commit(leases)
             self.known.update(held)
@@ -85,25 +92,30 @@ class Batches(RuleBasedStateMachine):
         self.trie.release(leases)
 
     @rule(prompt=prompts)
-    def keep(self, prompt: tuple[int, ...]) -> None:
+    def keep(self, prompt: Prompt) -> None:
         if len(self.kept) == 1:
             return
         self.compute([prompt], True)
-        lease = self.trie.lease(ids(prompt))
+        lease = self.trie.lease(ids(prompt[1]), prompt[0])
         self.forget_evicted()
         assert lease is not None
         self.trie.commit([lease])
         self.trie.narrow(lease)
-        self.known.update(
-            (prompt[: n + 1], slot) for n, slot in enumerate(self.trie.path(lease).tolist())
-        )
-        assert self.trie.statistics().pinned == len(prompt)
+        self.known.update(zip(beginnings(prompt), self.trie.path(lease).tolist(), strict=True))
+        assert self.trie.statistics().pinned == len(prompt[1])
         self.kept.append((prompt, lease))
 
     @rule()
     def let_go(self) -> None:
         while self.kept:
             self.trie.release([self.kept.pop()[1]])
+
+    @rule(root=roots)
+    def forget(self, root: str) -> None:
+        if any(prompt[0] == root for prompt, _ in self.kept):
+            return
+        self.trie.forget(root)
+        self.known = {prefix: slot for prefix, slot in self.known.items() if prefix[0] != root}
 
     @rule()
     def clear(self) -> None:
@@ -114,15 +126,18 @@ class Batches(RuleBasedStateMachine):
 
     def forget_evicted(self) -> None:
         """Leave only what the trie still has, by a walk of its own."""
-        there: dict[tuple[int, ...], int] = {}
-        waiting = [((), run) for run in self.trie._root.children.values()]
+        there: dict[Prompt, int] = {}
+        waiting: list[tuple[Prompt, Run]] = [
+            ((str(name), ()), run)
+            for name, root in self.trie._roots.items()
+            for run in root.children.values()
+        ]
         while waiting:
-            above, run = waiting.pop()
-            prefix: tuple[int, ...] = above
+            (root, tokens), run = waiting.pop()
             for token, slot in zip(run.tokens.tolist(), run.slots.tolist(), strict=True):
-                prefix = (*prefix, token)
-                there[prefix] = slot
-            waiting.extend((prefix, child) for child in run.children.values())
+                tokens = (*tokens, token)
+                there[root, tokens] = slot
+            waiting.extend(((root, tokens), child) for child in run.children.values())
         self.known = {p: slot for p, slot in self.known.items() if p in there}
         assert all(there[p] == slot for p, slot in self.known.items())
         for prompt, _ in self.kept:
@@ -153,6 +168,23 @@ def test_prompts_share_what_they_begin_with() -> None:
         0,
     ]
     assert trie.statistics().held == 6
+
+
+def test_roots_share_nothing() -> None:
+    trie = TokenTrie(10)
+    leases = [trie.lease(ids([1, 2, 3]), root) for root in (None, "one", "two")]
+    held = [lease for lease in leases if lease is not None]
+    assert [lease.found for lease in held] == [0, 0, 0]
+    assert len({slot for lease in held for slot in trie.path(lease).tolist()}) == 9
+    trie.commit(held)
+    trie.release(held)
+    trie.forget("one")
+    trie.forget("never seen")
+    trie.check()
+    assert trie.statistics().held == 6
+    again = trie.lease(ids([1, 2, 3]), "two")
+    assert again is not None
+    assert again.found == 3
 
 
 def test_a_continued_prompt_is_one_run() -> None:
