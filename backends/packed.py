@@ -9,7 +9,7 @@ are stock ones: they find the arena behind the cache interface of transformers.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -51,6 +51,17 @@ class LayerShape:
     @property
     def slot_bytes(self) -> int:
         return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Which of the positions before it a position attends to; by default all.
+
+    Those nearer than `window`, or those of its own chunk of `chunk` positions.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
 
 
 class Arena:
@@ -133,6 +144,8 @@ class PackedForward:
         layers = [ArenaLayer(self._arena, layer) for layer in range(len(shapes))]
         self._cache = cache_utils.Cache(layers=layers)
         self._prefixes: dict[bytes, Lease] = {}
+        self.reach: Reach | Mapping[str, Reach] = Reach()
+        """That of every layer, or that of each kind of layer, by its name in the model's config."""
 
     def run(self, prompts: Sequence[Tokens], take: Take, adapter: str | None = None) -> list[int]:
         """Give `take` the logits after each of several distinct prompts, in parts.
@@ -232,14 +245,31 @@ class PackedForward:
             use_cache=True,
         )
 
-    def _mask(self, layout: Layout, part: Pass) -> torch.Tensor:
-        """[rows, 1, width, columns]: 0 where a position sees a column, else the least number."""
+    def _mask(self, layout: Layout, part: Pass) -> torch.Tensor | dict[str, torch.Tensor]:
+        """[rows, 1, width, columns]: 0 where a position sees a column, else the least number.
+
+        Where layers differ in what they see, a mask for each kind of layer.
+        """
         queries = self._place(part.queries)[:, :, None]
         columns = self._place(part.columns)[:, None, :]
         ends = self._place(layout.ends[part.columns])[:, None, :]
-        hidden = (columns > queries) | (queries >= ends)
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
-        return mask.masked_fill_(hidden, torch.finfo(self._dtype).min)[:, None]
+        unrelated = (columns > queries) | (queries >= ends)
+
+        def mask(reach: Reach) -> torch.Tensor:
+            hidden = unrelated
+            if reach != Reach():
+                at = self._place(layout.depths[part.queries])[:, :, None]
+                seen = self._place(layout.depths[part.columns])[:, None, :]
+                if reach.window is not None:
+                    hidden = hidden | (at - seen >= reach.window)
+                if reach.chunk is not None:
+                    hidden = hidden | (at // reach.chunk != seen // reach.chunk)
+            made = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+            return made.masked_fill_(hidden, torch.finfo(self._dtype).min)[:, None]
+
+        if isinstance(self.reach, Reach):
+            return mask(self.reach)
+        return {kind: mask(reach) for kind, reach in self.reach.items()}
 
     def _place(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

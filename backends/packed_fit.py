@@ -6,8 +6,9 @@ a trial of a few prompts.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ import torch
 
 from lmpool.backends.engine import Tokens
 from lmpool.backends.hf_forward import Forward
-from lmpool.backends.packed import LayerShape, PackedForward, cache_utils
+from lmpool.backends.packed import LayerShape, PackedForward, Reach, cache_utils
 from lmpool.backends.packed_layout import RESERVED_SLOTS, Bounds
 from lmpool.errors import SettingsError
 
@@ -25,9 +26,15 @@ logger = logging.getLogger(__name__)
 _ATTENTION: Final = ("sdpa", "eager")
 """The implementations of attention that take a 4-dimensional mask."""
 
-_WINDOWS: Final = ("sliding_window", "attention_chunk_size")
+_WINDOWS: Final = {
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}
+"""What a config calls the kinds of layers that do not see all, and how far each of them sees."""
 
 _TRIAL_TOKENS: Final = 48
+_TRIAL_WINDOW: Final = 7
+"""A window for the trial, so that its prompts are longer than that and yet short."""
 _FEWEST_SLOTS: Final = 16
 _MOST_SLOTS: Final = 1 << 20
 """More positions than a worker's prompts have in common: a bound for very small models."""
@@ -64,6 +71,7 @@ def packed_forward(
     try:
         shapes, limit = _requirements(model, forward, device)
         limit = min(limit, longest)
+        windows = _windows(model.config.get_text_config())
         slot_bytes = sum(shape.slot_bytes for shape in shapes)
         automatic = kv_cache_bytes is None
         memory = default_kv_cache_bytes(device) if kv_cache_bytes is None else kv_cache_bytes
@@ -81,7 +89,16 @@ def packed_forward(
         packed = PackedForward(
             head, shapes, slots=slots, dtype=model.dtype, device=device, bounds=bounds
         )
-        _try(packed, forward, model, limit)
+        try:
+            packed.reach = _reach(model.config.get_text_config(), windows)
+            with _narrow_windows(model.config.get_text_config(), packed, windows):
+                _try(packed, forward, model, limit)
+        except _Unfit as reason:
+            if not windows:
+                raise
+            logger.info("%s is served within its window only: %s", name, reason)
+            packed.reach, limit = Reach(), min(limit, *windows.values())
+            _try(packed, forward, model, limit)
     except _Unfit as reason:
         logger.warning(
             "%s keeps nothing between batches, and computes shared prefixes for each prompt: %s",
@@ -132,7 +149,7 @@ def _available_memory() -> int:
 def _requirements(
     model: Any, forward: Forward, device: torch.device
 ) -> tuple[list[LayerShape], int]:
-    """What a position takes in each layer, and the longest prompt without any special attention."""
+    """What a position takes in each layer, and the longest prompt whose positions mean the same."""
     config = model.config.get_text_config()
     if not forward.may_pad:
         raise _Unfit("its rows depend on more than the prompt")
@@ -150,12 +167,9 @@ def _requirements(
         raise _Unfit(f"it makes no cache ({type(error).__name__}: {error})") from error
     if type(cache) is not cache_utils.DynamicCache:
         raise _Unfit(f"it keeps its state in a {type(cache).__name__}")
-    limits = [1 << 62]
     shapes = []
     for layer in cache.layers:
-        if type(layer) is cache_utils.DynamicSlidingWindowLayer:
-            limits.append(int(layer.sliding_window))
-        elif type(layer) is not cache_utils.DynamicLayer:
+        if type(layer) not in (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer):
             raise _Unfit(f"it keeps the state of a layer in a {type(layer).__name__}")
         keys, values = layer.keys, layer.values
         if keys is None or keys.dim() != 4 or keys.shape[2] != ids.shape[1]:
@@ -165,10 +179,52 @@ def _requirements(
         if (keys.device.index or 0) != (device.index or 0):
             raise _Unfit("its layers are on several devices")
         shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype))
-    windows = [getattr(config, name, None) for name in _WINDOWS]
-    limits.extend(window for window in windows if isinstance(window, int) and window > 0)
-    limits.extend(_rotary_limits(config))
-    return shapes, min(limits)
+    return shapes, min(_rotary_limits(config), default=1 << 62)
+
+
+def _windows(config: Any) -> dict[str, int]:
+    """How far those kinds of layers see that do not see all."""
+    found = {kind: getattr(config, name, None) for kind, name in _WINDOWS.items()}
+    return {kind: size for kind, size in found.items() if isinstance(size, int) and size > 0}
+
+
+def _reach(config: Any, windows: Mapping[str, int]) -> Reach | dict[str, Reach]:
+    """What the model's layers see: a model of several kinds of layers takes a mask for each."""
+    if not windows:
+        return Reach()
+    kinds = set(getattr(config, "layer_types", None) or windows)
+    if unknown := kinds - windows.keys() - {"full_attention"}:
+        raise _Unfit(f"what its layers of the kind {min(unknown)!r} see is not known")
+    reaches = {
+        kind: Reach(
+            window=windows.get(kind) if kind == "sliding_attention" else None,
+            chunk=windows.get(kind) if kind == "chunked_attention" else None,
+        )
+        for kind in sorted(kinds)
+    }
+    return reaches if len(reaches) > 1 else next(iter(reaches.values()))
+
+
+@contextlib.contextmanager
+def _narrow_windows(
+    config: Any, packed: PackedForward, windows: Mapping[str, int]
+) -> Iterator[None]:
+    """Have the model, and the packed forward, see less far: no prompt of a trial exceeds the real
+    windows, and it would say nothing about them.
+
+    A model that does not heed its config here differs from the packed forward, and fails the trial.
+    """
+    reach = packed.reach
+    narrow = dict.fromkeys(windows, _TRIAL_WINDOW)
+    try:
+        packed.reach = _reach(config, narrow)
+        for kind in windows:
+            setattr(config, _WINDOWS[kind], _TRIAL_WINDOW)
+        yield
+    finally:
+        packed.reach = reach
+        for kind, size in windows.items():
+            setattr(config, _WINDOWS[kind], size)
 
 
 def _rotary_limits(config: Any) -> list[int]:

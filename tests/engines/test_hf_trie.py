@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from lmpool.backends.hf import HFEngine  # noqa: E402
+from lmpool.backends.hf_forward import Forward  # noqa: E402
 from lmpool.backends.packed_fit import default_kv_cache_bytes  # noqa: E402
 
 VOCAB = 211
@@ -46,14 +47,36 @@ SERVED: dict[str, Callable[[], Any]] = {
 }
 WINDOWED: dict[str, Callable[[], Any]] = {
     "mistral": lambda: transformers.MistralConfig(**BASE, sliding_window=WINDOW),
+    # All layers but the first see no further than the window.
     "qwen2": lambda: transformers.Qwen2Config(
         **BASE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
     ),
-    "gemma2": lambda: transformers.Gemma2Config(**BASE, head_dim=16, sliding_window=WINDOW),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**BASE, head_dim=16, sliding_window=WINDOW),
-    "llama4": lambda: transformers.Llama4TextConfig(
-        **BASE, head_dim=16, num_local_experts=2, attention_chunk_size=WINDOW
+    "qwen3": lambda: transformers.Qwen3Config(
+        **BASE, head_dim=16, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
     ),
+    # Every second layer, and soft caps on attention and on logits.
+    "gemma2": lambda: transformers.Gemma2Config(
+        **BASE,
+        head_dim=16,
+        sliding_window=WINDOW,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    ),
+    # Five layers of six, with rotary positions of their own.
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **{**BASE, "num_hidden_layers": 7}, head_dim=16, sliding_window=WINDOW
+    ),
+    "phi3": lambda: transformers.Phi3Config(**BASE, sliding_window=WINDOW, pad_token_id=0),
+    "starcoder2": lambda: transformers.Starcoder2Config(**BASE, sliding_window=WINDOW),
+    # Three layers of four see the chunk that they are in.
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **{**BASE, "num_hidden_layers": 4},
+        head_dim=16,
+        num_local_experts=2,
+        attention_chunk_size=WINDOW,
+    ),
+}
+LIMITED: dict[str, Callable[[], Any]] = {
     "dynamic_rope": lambda: transformers.LlamaConfig(
         **{**BASE, "max_position_embeddings": WINDOW},
         rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10_000.0},
@@ -236,16 +259,57 @@ def test_models_that_are_served(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(WINDOWED))
-def test_prompts_beyond_a_window_are_computed_plainly(
+def test_layers_that_see_less_than_all(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(tmp_path, WINDOWED[name]())
+    engine = HFEngine(folder, forward_tokens=64)
+    assert "keep nothing" not in caplog.text
+    assert "keeps nothing" not in caplog.text
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a prompt was computed plainly")
+
+    config = engine._open()._model.config.get_text_config()
+    sizes = [getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size")]
+    assert WINDOW in sizes
+    monkeypatch.setattr(Forward, "__call__", refuse)
+    texts = Texts(folder, seed=3)
+    for _ in range(20):
+        texts.compare(engine, texts.batch(10))
+        check(engine)
+    statistics = engine.statistics()
+    assert statistics is not None
+    assert statistics.found > statistics.added
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_windows_that_cannot_be_told_a_model(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a model keeps prompts that no window cuts."""
+    from lmpool.backends import packed_fit
+
+    monkeypatch.setattr(packed_fit, "_reach", lambda *_: packed_fit.Reach())
+    folder = make(tmp_path, WINDOWED[name]())
+    engine = HFEngine(folder)
+    assert f"prompts of more than {WINDOW} tokens" in caplog.text
+    texts = Texts(folder, seed=3)
+    for _ in range(10):
+        texts.compare(engine, texts.batch(10))
+        check(engine)
+    statistics = engine.statistics()
+    assert statistics is not None
+    assert statistics.found > 0
+
+
+@pytest.mark.parametrize("name", sorted(LIMITED))
+def test_positions_that_depend_on_the_longest_prompt(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
-    folder = make(tmp_path, WINDOWED[name]())
-    longest = WINDOW if name == "dynamic_rope" else LONGEST
-    engine = HFEngine(folder, max_prompt_tokens=longest)
-    if name != "dynamic_rope":
-        assert f"prompts of more than {WINDOW} tokens" in caplog.text
-    texts = Texts(folder, seed=3, length=min(64, longest))
+    folder = make(tmp_path, LIMITED[name]())
+    engine = HFEngine(folder, max_prompt_tokens=WINDOW)
+    texts = Texts(folder, seed=3, length=WINDOW)
     for _ in range(10):
         texts.compare(engine, texts.batch(10))
         check(engine)
