@@ -20,8 +20,9 @@ ENTRY_POINTS: Final = "lmpool.engines"
 _BUILT_IN: Final = {
     "mock": ("lmpool.backends.mock", "MockEngine"),
     "hf": ("lmpool.backends.hf", "HFEngine"),
+    "mlx": ("lmpool.backends.mlx", "MLXEngine"),
 }
-_LATER: Final = ("vllm", "sglang", "mlx")
+_LATER: Final = ("vllm", "sglang")
 
 
 def engine_names() -> list[str]:
