@@ -14,6 +14,9 @@ from lmpool.errors import SettingsError
 GROUP = "workers"
 """The consumer group of every job stream, created at id 0."""
 
+COUNTERS_TTL_MS = 30 * 86_400_000
+"""How long a pool's counters are kept after they last changed."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -83,6 +86,11 @@ class PoolKeys:
     def info(self) -> str:
         """The pool's model info."""
         return f"lmpool:{self.pool}"
+
+    @property
+    def serving(self) -> str:
+        """What living workers serve, in the slot of the model info."""
+        return f"{{lmpool:{self.pool}}}:serving"
 
     def vocabulary(self, fingerprint8: str) -> str:
         """Tokenizer files and byte vocabulary of the pool's model."""

@@ -174,6 +174,12 @@ class WorkerOptions(_Options):
     lanes: int = Field(1, ge=1, le=MAX_LANES, description="shards of the pool's streams")
     max_backlog: int = Field(100_000, ge=1, description="jobs that may wait in a lane")
     result_ttl: Seconds = Field(600.0, description="seconds a row stays in the result cache")
+    max_deliveries: int = Field(
+        3, ge=1, le=100, description="times a prompt is tried whose workers die of it"
+    )
+    engine_timeout: Seconds = Field(
+        300.0, description="seconds a batch may take before the engine counts as hung"
+    )
     adapter_dirs: tuple[str, ...] = Field(
         (), description="folders that adapters may be loaded from, as a JSON list"
     )

@@ -13,12 +13,17 @@ from lmpool.wire import Job
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claimed:
-    """A job this worker holds: its entry in the stream, its lane, and when it came."""
+    """A job this worker holds: its entry in the stream, its lane, and when it came.
+
+    One that was delivered before, to a worker that died, has `settled`, which is set once it is
+    answered: it is run alone.
+    """
 
     job: Job
     entry: bytes
     lane: int
     came: float
+    settled: threading.Event | None = None
 
     @property
     def size(self) -> int:
@@ -44,6 +49,8 @@ class Batcher:
         self.max_batch_tokens = max_batch_tokens
         self._clock = clock
         self._jobs: deque[Claimed] = deque()
+        self._alone: deque[Claimed] = deque()
+        self._alone_was_last = False
         self._tokens = 0
         self._closed = False
         self.busy = False
@@ -68,8 +75,20 @@ class Batcher:
                 self._tokens += job.size
             self.changed.notify_all()
 
+    def add_alone(self, claimed: Claimed) -> None:
+        """Take in a job that is to be the only one of its batch."""
+        with self.changed:
+            self._alone.append(claimed)
+            self.changed.notify_all()
+
+    def alone_is_next(self) -> bool:
+        """Whether a job to be run alone has its turn: every other batch, at most, is such a job."""
+        return bool(self._alone) and not (self._alone_was_last and self._jobs)
+
     def due_in(self) -> float | None:
         """Seconds until a batch leaves: 0 when one is ready, None while there is no job."""
+        if self.alone_is_next():
+            return 0.0
         if not self._jobs:
             return None
         if len(self._jobs) >= self.batch_size or self._tokens >= self.max_batch_tokens:
@@ -82,6 +101,10 @@ class Batcher:
         batch: list[Claimed] = []
         tokens = 0
         with self.changed:
+            self._alone_was_last = self.alone_is_next()
+            if self._alone_was_last:
+                batch.append(self._alone.popleft())
+                limit = 1
             while self._jobs and len(batch) < limit:
                 size = self._jobs[0].size
                 if batch and tokens + size > self.max_batch_tokens:
@@ -145,7 +168,8 @@ class Batcher:
         """End every wait; answers the jobs that were still waiting."""
         with self.changed:
             self._closed = True
-            left = list(self._jobs)
+            left = [*self._alone, *self._jobs]
+            self._alone.clear()
             self._jobs.clear()
             self._tokens = 0
             self.changed.notify_all()

@@ -16,12 +16,11 @@ import redis
 from lmpool.backends.engine import Outcome
 from lmpool.commands import Server, Value
 from lmpool.errors import ServerRefused
-from lmpool.keys import GROUP, LaneKeys
+from lmpool.keys import COUNTERS_TTL_MS, GROUP, LaneKeys
 from lmpool.scripts import script
 from lmpool.server import is_lost
 from lmpool.wire import bf16_to_f32, pack_logprobs, pack_tokens, pack_values
 from lmpool.worker.batching import Claimed
-from lmpool.worker.intake import COUNTERS_TTL_MS
 from lmpool.worker.state import WorkerState
 from lmpool.worker.transaction import set_and_call
 
@@ -156,6 +155,7 @@ class Publisher:
                     mine = [done for done in chunk if done.claimed.lane == number]
                     if mine:
                         self._write_in(lane, mine, batches if mine[0] is chunk[0] else 0)
+                self._state.let_go(done.claimed for done in chunk)
                 return
             except (redis.exceptions.RedisError, OSError) as error:
                 failures += 1
