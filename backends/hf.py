@@ -222,14 +222,18 @@ class HFEngine(BatchEngine):
         """The rows [prompts, vocab] of these logits, and the logsumexp [prompts] of each."""
         with torch.inference_mode():
             wide = logits.float()
-            logsumexp = torch.logsumexp(wide, dim=-1).cpu().numpy()
             if self._bfloat16 and _fits_bfloat16(logits):
+                scales = torch.logsumexp(wide, dim=-1)
                 bits = logits.to(torch.bfloat16).view(torch.int16).cpu().numpy()
                 block: Any = bits.view(np.uint16)
             else:
-                block = torch.log_softmax(wide, dim=-1).cpu().numpy()
+                rows = torch.log_softmax(wide, dim=-1)
+                scales = wide[:, 0] - rows[:, 0]
+                if not bool(scales.isfinite().all()):  # one token's logit may be -inf
+                    scales = torch.logsumexp(wide, dim=-1)
+                block = rows.cpu().numpy()
         block.flags.writeable = False
-        return block, logsumexp
+        return block, scales.cpu().numpy()
 
     def _open(self) -> Forward:
         if self._forward is None:
@@ -281,6 +285,10 @@ class HFEngine(BatchEngine):
         """Forget the keys and values of all prompts and prefixes."""
         if self._packed is not None:
             self._packed.clear()
+
+    def kv_cache_bytes(self) -> int:
+        """The memory taken for keys and values that are kept between batches."""
+        return 0 if self._packed is None else self._packed.kv_cache_bytes
 
     def statistics(self) -> TrieStatistics | None:
         """What is kept between batches, in token positions; None where nothing is."""

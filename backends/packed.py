@@ -75,6 +75,7 @@ class Arena:
 
         self.keys = [block(shape, shape.key_dim) for shape in shapes]
         self.values = [block(shape, shape.value_dim) for shape in shapes]
+        self.nbytes = sum(block.nbytes for block in (*self.keys, *self.values))
         self.writes = torch.empty(0, dtype=torch.int64)
         self.columns: torch.Tensor | None = None
 
@@ -205,6 +206,11 @@ class PackedForward:
         """Forget all that is kept, prefixes too."""
         self._prefixes.clear()
         self._trie.clear()
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """The memory in which keys and values are kept; it is taken once and never grows."""
+        return self._arena.nbytes
 
     def statistics(self) -> TrieStatistics:
         """How full the slots are, and what they were used for."""

@@ -90,6 +90,9 @@ class Bounds:
 def lay_out(leases: Sequence[Lease]) -> Layout:
     """The positions of these leases' prompts, at least one, in preorder."""
     lengths, below = _used_runs(leases)
+    # Siblings stand in any order. Prompts that share nothing, those of one length together, make
+    # rows that are a prompt each: popped from the end, they come first.
+    below[None].sort(key=lambda run: (run not in below, lengths[run]))
     order: list[Run] = []
     numbers: dict[Run | None, int] = {}
     parents: list[int] = []
@@ -155,6 +158,12 @@ def passes(layout: Layout, bounds: Bounds) -> Iterator[Pass]:
     while start < queries.size:
         stop = min(start + bounds.positions, queries.size)
         lo = int(np.searchsorted(places, start))
+        if stop < queries.size:
+            # Better a little less than a prompt cut in two, whose rest would need a mask.
+            ends = int(np.searchsorted(places, stop))
+            whole = int(places[ends - 1]) + 1 if ends else 0
+            if stop - whole <= (stop - start) // 8:
+                stop = whole
         if lo + bounds.outputs < places.size:
             stop = min(stop, max(start + 1, int(places[lo + bounds.outputs])))
         first = int(places[lo]) - start + 1 if lo < places.size else 1

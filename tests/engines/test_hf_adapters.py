@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lmpool.backends import Outcome, Request, Sampling, tiny
+from lmpool.backends import Request, Sampling, tiny
 from lmpool.errors import AdapterError
 from tests.support.clients import connected
 from tests.support.pools import worker_processes
@@ -20,16 +19,22 @@ from tests.support.workers import worker_process
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+pytest.importorskip("peft")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from lmpool.backends.hf import HFEngine  # noqa: E402
+from tests.support.hf_texts import (  # noqa: E402
+    TOLERANCE,
+    VOCAB,
+    make,
+    reference_model,
+    run,
+    save_adapter,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
-VOCAB = 211
-TOLERANCE = 1e-5
 CONFIGS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(
         vocab_size=VOCAB,
@@ -64,56 +69,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def save_model(folder: Path, name: str) -> str:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
-    if name != "mamba":
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(3.0)
-    model.save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("llama"), "llama")
-
-
-def save_adapter(model: str, folder: Path, *, seed: int = 1, **options: Any) -> str:
-    """An adapter that moves rows by nats, as PEFT saves it."""
-    options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **options}
-    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
-    with warnings.catch_warnings(action="ignore"):  # PEFT's own, on its way to a new transformers
-        adapted = peft.get_peft_model(base, config)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.15)
-    adapted.save_pretrained(str(folder), save_embedding_layers=False)
-    return str(folder)
+    return make(tmp_path_factory.mktemp("llama"), CONFIGS["llama"]())
 
 
 def reference(model: str, adapter: str | None, prompts: Sequence[Sequence[int]]) -> Rows:
     """PEFT's own model, one forward pass a prompt."""
-    lm = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    if adapter is not None:
-        with warnings.catch_warnings(action="ignore"):
-            lm = peft.PeftModel.from_pretrained(lm, adapter).eval()
+    lm = reference_model(model, adapter)
     with torch.inference_mode():
         logits = [lm(torch.tensor([list(p)])).logits[0, -1].float() for p in prompts]
         rows: Rows = torch.log_softmax(torch.stack(logits), dim=-1).numpy()
     return rows
-
-
-def run(engine: HFEngine, requests: Sequence[Request]) -> list[Outcome]:
-    engine.submit(requests)
-    outcomes: dict[bytes, Outcome] = {}
-    while engine.in_flight():
-        outcomes.update((outcome.id, outcome) for outcome in engine.step())
-    return [outcomes[r.id] for r in requests]
 
 
 def rows_of(
@@ -140,7 +107,7 @@ def some_prompts(vocab: int, count: int = 20, seed: int = 0) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_each_adapter_has_its_own_rows_and_states(name: str, tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", name)
+    model = make(tmp_path / "model", CONFIGS[name]())
     targets = TARGETS[name]
     options = {"fan_in_fan_out": True} if name == "gpt2" else {}
     one = save_adapter(model, tmp_path / "one", target_modules=targets, **options)
@@ -333,7 +300,7 @@ def test_another_models_adapter_is_refused(llama: str, tmp_path: Path) -> None:
     other = save_adapter(tiny.path(), tmp_path / "tiny")
     with pytest.raises(AdapterError, match="another model's"):
         engine.add_adapter("tiny", other)
-    gpt2 = save_model(tmp_path / "gpt2", "gpt2")
+    gpt2 = make(tmp_path / "gpt2", CONFIGS["gpt2"]())
     path = save_adapter(gpt2, tmp_path / "two", target_modules=["c_attn"], fan_in_fan_out=True)
     with pytest.raises(AdapterError, match=r"c_attn.* not found"):
         engine.add_adapter("gpt2", path)

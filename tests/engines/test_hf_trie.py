@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from lmpool.backends import Outcome, Request, Sampling
+from lmpool.backends import Request, Sampling
 from lmpool.errors import PromptFailed, SettingsError
 
 torch = pytest.importorskip("torch")
@@ -20,8 +19,8 @@ transformers = pytest.importorskip("transformers")
 from lmpool.backends.hf import HFEngine  # noqa: E402
 from lmpool.backends.hf_forward import Forward  # noqa: E402
 from lmpool.backends.packed_fit import default_kv_cache_bytes  # noqa: E402
+from tests.support.hf_texts import VOCAB, Texts, make, requests_of, rows_of, run  # noqa: E402
 
-VOCAB = 211
 LONGEST = 96
 WINDOW = 12
 
@@ -111,92 +110,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make(folder: Path, config: Any) -> str:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    if config.model_type != "mamba":
-        with torch.no_grad():
-            for parameter in model.parameters():  # rows that differ by nats
-                parameter.mul_(3.0)
-    model.save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make(tmp_path_factory.mktemp("llama"), SERVED["llama"]())
-
-
-class Texts:
-    """Token sequences with much in common, and the row after each beginning of each of them."""
-
-    def __init__(self, folder: str, *, seed: int, sequences: int = 40, length: int = 64) -> None:
-        self.rng = np.random.default_rng(seed)
-        pieces = [self.rng.integers(0, VOCAB, n) for n in (1, 1, 2, 3, 5, 8, 13, 21)]
-        self.sequences = []
-        for _ in range(sequences):
-            parts = [pieces[i] for i in self.rng.integers(0, len(pieces), length)]
-            cut = int(self.rng.integers(0, length))
-            begun = (
-                self.sequences[self.rng.integers(len(self.sequences))][:cut]
-                if parts and (self.sequences and self.rng.random() < 0.7)
-                else parts[0]
-            )
-            whole = np.concatenate([begun, *parts])[:length]
-            self.sequences.append(whole.astype(np.uint32))
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        with torch.inference_mode():
-            self.rows = [
-                torch.log_softmax(model(torch.from_numpy(s.astype(np.int64))[None]).logits[0], -1)
-                for s in self.sequences
-            ]
-
-    def batch(self, most: int) -> list[tuple[int, int]]:
-        """Which sequence, and how much of it, for each prompt."""
-        few = self.rng.integers(0, len(self.sequences), 3)
-        return [
-            (
-                int(
-                    self.rng.choice(few)
-                    if self.rng.random() < 0.6
-                    else self.rng.integers(len(self.sequences))
-                ),
-                int(self.rng.integers(1, self.sequences[0].size + 1)),
-            )
-            for _ in range(self.rng.integers(1, most + 1))
-        ]
-
-    def compare(self, engine: HFEngine, batch: Sequence[tuple[int, int]]) -> None:
-        outcomes = run(engine, requests_of([self.sequences[i][:n] for i, n in batch]))
-        for (i, n), outcome in zip(batch, outcomes, strict=True):
-            error = np.abs(outcome.logprobs() - self.rows[i][n - 1].numpy()).max()
-            assert error < 1e-5, f"{n} tokens of sequence {i}: {error}"
-
-
-def requests_of(prompts: Sequence[Any], **options: Any) -> list[Request]:
-    return [
-        Request(i.to_bytes(2, "big"), np.array(p, dtype=np.uint32), **options)
-        for i, p in enumerate(prompts)
-    ]
-
-
-def run(engine: HFEngine, requests: Sequence[Request]) -> list[Outcome]:
-    engine.submit(requests)
-    outcomes: dict[bytes, Outcome] = {}
-    while engine.in_flight():
-        outcomes.update((outcome.id, outcome) for outcome in engine.step())
-    return [outcomes[r.id] for r in requests]
-
-
-def rows_of(engine: HFEngine, prompts: Sequence[Any]) -> npt.NDArray[np.float32]:
-    return np.stack([outcome.logprobs() for outcome in run(engine, requests_of(prompts))])
 
 
 def slot_bytes(folder: str) -> int:
     engine = HFEngine(folder)
     assert engine._packed is not None
     arena = engine._packed._arena
-    return sum(t[0].nbytes for t in (*arena.keys, *arena.values))
+    return arena.nbytes // arena.keys[0].shape[0]
 
 
 def check(engine: HFEngine, bound: int | None = None) -> None:
@@ -207,6 +130,7 @@ def check(engine: HFEngine, bound: int | None = None) -> None:
     assert statistics.held <= statistics.slots
     assert statistics.pinned == 0
     if bound is not None:
+        assert engine.kv_cache_bytes() <= bound
         assert sum(t.nbytes for t in (*packed._arena.keys, *packed._arena.values)) <= bound
 
 
@@ -214,7 +138,7 @@ def check(engine: HFEngine, bound: int | None = None) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("positions", "forward_tokens", "batches"),
-    [(40, 7, 400), (90, 16, 600), (400, 1_024, 600), (20_000, 50, 500)],
+    [(40, 7, 100), (90, 16, 150), (400, 1_024, 200), (20_000, 50, 200)],
 )
 def test_a_soak_of_small_batches(
     llama: str, positions: int, forward_tokens: int, batches: int
@@ -225,13 +149,13 @@ def test_a_soak_of_small_batches(
     for number in range(batches):
         texts.compare(engine, texts.batch(10))
         check(engine, bound)
-        if number % 150 == 149:
+        if number % 75 == 74:
             engine.clear_cache()
     statistics = engine.statistics()
     assert statistics is not None
     assert statistics.found > 0
     assert (statistics.evicted > 0) == (positions < 1_000)
-    assert (statistics.found > 5 * statistics.added) == (positions > 1_000)
+    assert (statistics.found > 3 * statistics.added) == (positions > 1_000)
 
 
 @pytest.mark.slow
@@ -241,7 +165,7 @@ def test_a_soak_of_other_models(name: str, tmp_path: Path) -> None:
     folder = make(tmp_path, SERVED[name]())
     engine = HFEngine(folder, kv_cache_bytes=150 * slot_bytes(folder), forward_tokens=24)
     texts = Texts(folder, seed=1)
-    for _ in range(300):
+    for _ in range(100):
         texts.compare(engine, texts.batch(10))
         check(engine)
 
