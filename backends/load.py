@@ -21,8 +21,9 @@ _BUILT_IN: Final = {
     "mock": ("lmpool.backends.mock", "MockEngine"),
     "hf": ("lmpool.backends.hf", "HFEngine"),
     "mlx": ("lmpool.backends.mlx", "MLXEngine"),
+    "sglang": ("lmpool.backends.sglang", "SGLangEngine"),
 }
-_LATER: Final = ("vllm", "sglang")
+_LATER: Final = ("vllm",)
 
 
 def engine_names() -> list[str]:

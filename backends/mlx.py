@@ -34,7 +34,7 @@ _FORWARD_TOKENS_GPU: Final = 8_192
 _CACHE_BYTES: Final = 1 << 30
 
 _SHARED_TOKENS: Final = 16
-"""A prefix of several prompts of a batch is computed once, first, if it has this many new tokens."""
+"""A prefix that prompts of a batch share is computed first if it has this many new tokens."""
 
 _TOLERANCE: Final = {"float32": 1e-3}
 _TOLERANCE_HALF_PRECISION: Final = 0.1
@@ -184,7 +184,7 @@ class MLXEngine(BatchEngine):
     def _compute_group(
         self, adapter: str | None, prompts: Sequence[Tokens], kept: Sequence[Any]
     ) -> Any:
-        """The logits after each prompt, whose `kept` positions are in the store; keep the others."""
+        """The logits after each prompt; `kept` are its positions in the store. Keep the others."""
         lengths = [slots.size for slots in kept]
         prefixes = None
         if longest := max(lengths):

@@ -1,4 +1,4 @@
-"""An MLX model's forward pass: from kept prefixes and new tokens to the logits after each prompt."""
+"""An MLX model's forward pass: from kept prefixes and new tokens to the logits after them."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ class KeyValueStore:
 
     def __init__(self, layers: Sequence[_LayerCache], cache_bytes: int) -> None:
         shapes = [(c.keys.shape, c.values.shape, c.keys.dtype, c.values.dtype) for c in layers]
-        self._shapes = [
-            ((k[1], k[3], kind), (v[1], v[3], other)) for k, v, kind, other in shapes
-        ]
+        self._shapes = [((k[1], k[3], kind), (v[1], v[3], other)) for k, v, kind, other in shapes]
         self.position_bytes = sum(
             heads * width * dtype.size for pair in self._shapes for heads, width, dtype in pair
         )

@@ -70,10 +70,10 @@ class PrefixTree:
         if root is None:
             root = self._roots[adapter] = _Node(None, tokens[:0], _NO_SLOTS, self._now)
         node, done = root, 0
-        for node, length in self._walk(root, tokens):  # noqa: B007 -- the last one
+        for node, length in self._walk(root, tokens):
             done += length
             if length < node.tokens.size:
-                node = self._split(node, length)  # noqa: PLW2901
+                node = self._split(node, length)
         new = tokens.size - done
         if new == 0 or not self._make_room(new):
             return _NO_SLOTS

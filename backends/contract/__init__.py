@@ -17,6 +17,6 @@ import pytest
 pytest.register_assert_rewrite("lmpool.backends.contract.suite")
 
 from lmpool.backends.contract.reference import Reference, write_adapter  # noqa: E402
-from lmpool.backends.contract.suite import Adapter, EngineContract, ask  # noqa: E402
+from lmpool.backends.contract.suite import Adapter, EngineContract, ask, request_for  # noqa: E402
 
-__all__ = ["Adapter", "EngineContract", "Reference", "ask", "write_adapter"]
+__all__ = ["Adapter", "EngineContract", "Reference", "ask", "request_for", "write_adapter"]
