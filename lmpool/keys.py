@@ -6,6 +6,7 @@ All keys of a lane carry its hash tag, so that a script touches one slot of a Re
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,14 +33,24 @@ def check_pool_name(pool: str) -> str:
 
 @dataclass(frozen=True)
 class LaneKeys:
-    """The keys of one lane: `prefix` is the hash tag, braces included."""
+    """The keys of one lane: `prefix` is the hash tag, braces included.
+
+    A lane has two streams of jobs. Its keys are the same for both but for `jobs`: see `batch`.
+    """
 
     prefix: str
+    later: bool = False
+    """Whether these keys name the stream of jobs that others go before."""
 
     @cached_property
     def jobs(self) -> str:
         """Stream of jobs."""
-        return f"{self.prefix}:jobs"
+        return f"{self.prefix}:batch" if self.later else f"{self.prefix}:jobs"
+
+    @cached_property
+    def batch(self) -> LaneKeys:
+        """The same lane with the stream of what was asked for with ``priority="batch"``."""
+        return LaneKeys(self.prefix, later=True)
 
     @cached_property
     def dead(self) -> str:
@@ -107,6 +118,11 @@ class PoolKeys:
     def lanes(self, fingerprint8: str, count: int) -> tuple[LaneKeys, ...]:
         """The keys of all lanes, by number."""
         return tuple(self.lane(fingerprint8, lane) for lane in range(count))
+
+
+def streams(lanes: Sequence[LaneKeys]) -> tuple[LaneKeys, ...]:
+    """Every stream of jobs of these lanes, as the keys of its lane."""
+    return tuple(keys for lane in lanes for keys in (lane, lane.batch))
 
 
 def lane_of(digest: bytes, lanes: int) -> int:

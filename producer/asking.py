@@ -14,7 +14,7 @@ from lmpool.errors import PromptError
 from lmpool.model_info import Encoding, ModelInfo
 from lmpool.producer.calls import Ask
 from lmpool.producer.prompts import TokenIds, is_number, prompt_bytes
-from lmpool.wire import MAX_EOS_IDS, Digester
+from lmpool.wire import MAX_EOS_IDS, Digester, Job
 
 
 class Asking:
@@ -63,6 +63,11 @@ class Asking:
             digest = self._digester.job("sample", tokens, mine, adapter)
             asks.append(Ask(digest.hex().encode(), "sample", tokens, adapter, mine))
         return asks
+
+
+def ask_of_job(job: Job) -> Ask:
+    """The ask that a job was made of."""
+    return Ask(job.digest.hex().encode(), job.op, job.tokens, job.adapter, dict(job.want))
 
 
 def _several(prompts: Sequence[TokenIds]) -> Sequence[TokenIds]:

@@ -53,6 +53,7 @@ class Intake:
     ) -> None:
         self._server = server
         self._lanes = lanes
+        self._first = [lane for lane in lanes if not lane.later]
         self._consumer = consumer
         self._batcher = batcher
         self._state = state
@@ -166,14 +167,15 @@ class Intake:
 
     def _read(self, room: int, block: int | None) -> tuple[list[Claimed], dict[str, str]]:
         """Jobs, and the last entry of each stream."""
+        lanes = self._lanes if self._batcher.room_for_later() else self._first
         # COUNT holds for each stream: with several lanes each gives its share.
-        count = -(-room // len(self._lanes))
+        count = -(-room // len(self._first))
         answer = self._server.xreadgroup(
             GROUP,
             self._consumer,
             {
                 lane.jobs: self._last.get(lane.jobs, "0-0") if self._unsure else ">"
-                for lane in self._lanes
+                for lane in lanes
             },
             count=count,
             block=block,
@@ -200,7 +202,7 @@ class Intake:
             except JobFormatError as error:
                 self._cemetery.refuse(lane, entry, data, error)
             else:
-                claimed.append(Claimed(job, entry, lane, came))
+                claimed.append(Claimed(job, entry, lane, came, later=self._lanes[lane].later))
         self._state.held.update((lane, job.entry) for job in claimed)
         return claimed
 

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 OLD_KEYS_MS: Final = 86_400_000
 """How long what another model left in the pool is kept."""
-_MAY_DIFFER = frozenset({"model", "revision", "max_backlog", "result_ttl_ms"})
+_MAY_DIFFER = frozenset({"model", "revision", "max_backlog", "client_backlog", "result_ttl_ms"})
 """Fields in which the workers of one pool may differ; the latest to join decides."""
 
 
@@ -55,6 +55,7 @@ def model_info(engine: EngineInfo, options: WorkerOptions) -> ModelInfo:
         pad_token_id=engine.pad_token_id,
         lanes=options.lanes,
         max_backlog=options.max_backlog,
+        client_backlog=options.client_backlog,
         result_ttl_ms=to_ms(options.result_ttl),
     )
 
@@ -105,7 +106,7 @@ def _kept_keys(keys: PoolKeys, info: ModelInfo) -> Iterator[str]:
     """The keys of one model in a pool that do not end by themselves."""
     yield keys.vocabulary(info.fingerprint8)
     for lane in keys.lanes(info.fingerprint8, info.lanes):
-        yield from (lane.jobs, lane.dead, lane.adapters)
+        yield from (lane.jobs, lane.batch.jobs, lane.dead, lane.adapters)
 
 
 def _check_same(

@@ -17,7 +17,7 @@ from lmpool.backends.engine import Engine
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
 from lmpool.errors import LmpoolError, SettingsError
-from lmpool.keys import GROUP, LaneKeys, PoolKeys
+from lmpool.keys import GROUP, LaneKeys, PoolKeys, streams
 from lmpool.liveness import any_alive
 from lmpool.scripts import script
 from lmpool.server import explained, greet, open_server
@@ -129,19 +129,21 @@ class Service:
             lanes = self.keys.lanes(info.fingerprint8, info.lanes)
             self.state.description["engine"] = info.engine
             join(control, self.keys, info, options.replace, LIFE_MS)
-            self.lanes = lanes
+            self.lanes = streams(lanes)
             heartbeat = Heartbeat(self._open(), lanes, self.consumer, self.state, self.keys, info)
             heartbeat.beat(
                 control
             )  # before the consumer is there, so that nobody takes it for dead
             try:
-                create_groups(control, lanes, self.consumer)
+                create_groups(control, self.lanes, self.consumer)
                 publish_vocabulary(control, self.keys, info, engine)
             except BaseException:
                 self._say_goodbye(control)
                 raise
         batcher = self._batcher = Batcher(options.batch_size, options.timeout, budget)
-        publisher = self._publisher = Publisher(self._open(), lanes, info.result_ttl_ms, self.state)
+        publisher = self._publisher = Publisher(
+            self._open(), self.lanes, info.result_ttl_ms, self.state
+        )
 
         def restore(server: Server) -> None:
             # A server that has lost everything: clients that come now need these, too.
@@ -153,30 +155,30 @@ class Service:
         intake_server = self._open(blocks_for=IDLE_BLOCK_MS / 1000)
         intake = Intake(
             intake_server,
-            lanes,
+            self.lanes,
             self.consumer,
             batcher,
             self.state,
             digester,
-            Cemetery(intake_server, lanes, self.consumer),
+            Cemetery(intake_server, self.lanes, self.consumer),
             engine.continuous,
             restore,
         )
         recovery_server = self._open()
         recovery = Recovery(
             recovery_server,
-            lanes,
+            self.lanes,
             self.consumer,
             batcher,
             self.state,
             digester,
             heartbeat,
-            Cemetery(recovery_server, lanes, self.consumer),
+            Cemetery(recovery_server, self.lanes, self.consumer),
             options.max_deliveries,
         )
         self.adapters = Adapters(engine, control, lanes, options.adapter_dirs)
         self.loop = EngineLoop(
-            engine, batcher, publisher, self.adapters, control, lanes, clock, self.state
+            engine, batcher, publisher, self.adapters, control, self.lanes, clock, self.state
         )
         for name, target in (
             ("heartbeat", lambda: heartbeat.run(self._heartbeat_ended)),
@@ -246,7 +248,12 @@ class Service:
             self._heartbeat_ended.set()
             released = release(server, self.lanes, self.consumer, known, keep)
             self._say_goodbye(server)
-            logger.info("%s left the pool; %d jobs given back", self.consumer, released)
+            logger.info(
+                "%s left the pool; %d jobs given back, %d left for others to try alone",
+                self.consumer,
+                released,
+                len(keep),
+            )
         except (redis.exceptions.RedisError, OSError) as error:
             logger.warning("left without a word to the server: %s", error)
 
