@@ -20,8 +20,9 @@ ENTRY_POINTS: Final = "lmpool.engines"
 _BUILT_IN: Final = {
     "mock": ("lmpool.backends.mock", "MockEngine"),
     "hf": ("lmpool.backends.hf", "HFEngine"),
+    "vllm": ("lmpool.backends.vllm", "VLLMEngine"),
 }
-_LATER: Final = ("vllm", "sglang", "mlx")
+_LATER: Final = ("sglang", "mlx")
 
 
 def engine_names() -> list[str]:
@@ -53,7 +54,7 @@ def load_engine(name: str, model: str, **options: Any) -> Engine:
 
 def _automatic() -> str:
     # Nothing else than a GPU makes vLLM the better choice, and asking torch for one is slow.
-    if "vllm" in _BUILT_IN and importlib.util.find_spec("vllm") is not None:
+    if importlib.util.find_spec("vllm") is not None:
         torch = _import("torch", "vllm")
         if torch.cuda.is_available():
             return "vllm"
