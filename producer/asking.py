@@ -6,7 +6,7 @@ import math
 import operator
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -70,11 +70,11 @@ def ask_of_job(job: Job) -> Ask:
     return Ask(job.digest.hex().encode(), job.op, job.tokens, job.adapter, dict(job.want))
 
 
-def _several(prompts: Sequence[TokenIds]) -> Sequence[TokenIds]:
+def _several(prompts: Any) -> Sequence[TokenIds]:
     if not isinstance(prompts, Iterable):
         kind = type(prompts).__name__
         raise PromptError(f"prompts of type {kind}: a list of prompts is needed")
-    return prompts
+    return cast(Sequence[TokenIds], prompts)
 
 
 def _sampling(
