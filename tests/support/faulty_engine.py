@@ -66,7 +66,7 @@ class FaultyEngine(MockEngine):
         if unguarded:
             for thread in (recovery.Recovery, watchdog.Watchdog):
                 thread.run = lambda self: None  # type: ignore[method-assign]
-            state.WorkerState.let_go = lambda self, jobs: None  # type: ignore[method-assign]
+            state.WorkerState.let_go = lambda self, jobs: self.held.clear()  # type: ignore[method-assign]
         super().__init__(model, **options)
         self._acts = {int(token): ACTS[act] for token, act in (acts or {}).items()}
         self._memory = memory
