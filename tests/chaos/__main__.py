@@ -22,7 +22,7 @@ def main() -> None:
             tempfile.TemporaryDirectory(prefix="lmpool-chaos-") as folder,
             ChaosPool(Path(folder), seed=number, **fault.pool) as pool,
         ):
-            result = run_fault(pool, fault.act, after=4.0)
+            result = run_fault(pool, fault.act, after=6.0)
         found = result.outcomes
         back = "-" if result.back_after is None else f"{result.back_after:.1f}"
         print(
