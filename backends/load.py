@@ -20,8 +20,10 @@ ENTRY_POINTS: Final = "lmpool.engines"
 _BUILT_IN: Final = {
     "mock": ("lmpool.backends.mock", "MockEngine"),
     "hf": ("lmpool.backends.hf", "HFEngine"),
+    "mlx": ("lmpool.backends.mlx", "MLXEngine"),
+    "sglang": ("lmpool.backends.sglang", "SGLangEngine"),
+    "vllm": ("lmpool.backends.vllm", "VLLMEngine"),
 }
-_LATER: Final = ("vllm", "sglang", "mlx")
 
 
 def engine_names() -> list[str]:
@@ -53,7 +55,7 @@ def load_engine(name: str, model: str, **options: Any) -> Engine:
 
 def _automatic() -> str:
     # Nothing else than a GPU makes vLLM the better choice, and asking torch for one is slow.
-    if "vllm" in _BUILT_IN and importlib.util.find_spec("vllm") is not None:
+    if importlib.util.find_spec("vllm") is not None:
         torch = _import("torch", "vllm")
         if torch.cuda.is_available():
             return "vllm"
@@ -74,11 +76,6 @@ def _find(name: str) -> Callable[..., object]:
                 f"engine={name!r}: {point.value} cannot be imported: {reason}"
             ) from error
         return loaded
-    if name in _LATER:
-        raise SettingsError(
-            f"engine={name!r} is not part of this release; write 'hf', which runs every causal "
-            "model of transformers"
-        )
     names = engine_names()
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
