@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -36,7 +36,7 @@ class Asking:
     def batch(self, prompts: Sequence[TokenIds], adapter: str | None) -> list[Ask]:
         """Ask for several rows. An error names the prompt by its place."""
         asks = []
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(_several(prompts)):
             try:
                 asks.append(self.logprobs(prompt, adapter))
             except PromptError as error:
@@ -56,13 +56,20 @@ class Asking:
         info = self._info
         want = _sampling(info, max_tokens, eos_token_ids, temperature, seed)
         asks = []
-        for prompt in prompts:
+        for prompt in _several(prompts):
             tokens = prompt_bytes(prompt, info.vocab_size, info.max_prompt_tokens)
             # Without a seed every continuation is its own: a fresh one keeps digests apart.
             mine = {**want, "seed": secrets.randbits(63) if seed is None else want["seed"]}
             digest = self._digester.job("sample", tokens, mine, adapter)
             asks.append(Ask(digest.hex().encode(), "sample", tokens, adapter, mine))
         return asks
+
+
+def _several(prompts: Sequence[TokenIds]) -> Sequence[TokenIds]:
+    if not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise PromptError(f"prompts of type {kind}: a list of prompts is needed")
+    return prompts
 
 
 def _sampling(
