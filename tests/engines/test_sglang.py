@@ -19,6 +19,7 @@ from lmpool.backends.engine import Sampling  # noqa: E402
 from lmpool.backends.sampling import sample_token  # noqa: E402
 from lmpool.backends.sglang import SGLangEngine  # noqa: E402
 from lmpool.errors import AdapterError, SettingsError  # noqa: E402
+from tests.support.engines import check_engines  # noqa: E402
 
 pytestmark = [
     pytest.mark.engine,
@@ -229,3 +230,8 @@ def test_a_qwen2_model(tmp_path: Path) -> None:
         assert engine.byte_vocabulary() is None
     finally:
         engine.close()
+
+
+@pytest.mark.usefixtures("server_binary")
+def test_a_pool_of_it_answers_as_one_of_transformers() -> None:
+    check_engines("sglang")
