@@ -246,6 +246,7 @@ def test_a_quantized_model_and_its_adapters(tmp_path: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=.*layers trained in full"),
         ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern"),
         ({"r": None}, "cannot be read"),
+        ({"r": 5}, "has rank 4 for .* and r=5"),
     ],
 )
 def test_adapters_that_mlx_does_not_have_are_refused(
@@ -274,6 +275,36 @@ def test_layers_that_an_adapter_cannot_change(tmp_path: Path, tensor: str, said:
     save_file({**load_file(weights), tensor: np.zeros((4, 256), np.float32)}, weights)
     with pytest.raises(AdapterError, match=said):
         MLXEngine("tiny").add_adapter("a", str(folder))
+
+
+def test_an_adapter_of_gpt2_whose_layers_mlx_calls_otherwise(tmp_path: Path) -> None:
+    """PEFT's transformer.h.0.attn.c_attn is model.h.0.attn.c_attn in mlx-lm."""
+    from safetensors.numpy import save_file
+
+    engine = MLXEngine(save(tmp_path / "model", "gpt2"))
+    random = np.random.default_rng(0)
+    a = random.normal(size=(2, 64)).astype(np.float32)
+    b = random.normal(size=(192, 2)).astype(np.float32)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    name = "base_model.model.transformer.h.1.attn.c_attn"
+    save_file(
+        {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b},
+        folder / "adapter_model.safetensors",
+    )
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 3}))
+    engine.add_adapter("a", str(folder))
+    prompts = some_prompts(6, count=5)
+    by_adapter = rows(engine, prompts, adapter="a")
+
+    reference = Reference(str(tmp_path / "model"))
+    assert np.abs(rows(engine, prompts) - reference.rows(prompts)).max() < 1e-4
+    layer = reference._model.transformer.h[1].attn.c_attn
+    with torch.no_grad():  # its weight is [inputs, outputs]
+        layer.weight += torch.from_numpy((1.5 * b @ a).T)
+    reference._known.clear()
+    assert np.abs(by_adapter - reference.rows(prompts)).max() < 1e-4
+    assert np.abs(by_adapter - rows(engine, prompts)).max() > 0.1
 
 
 @pytest.mark.parametrize(

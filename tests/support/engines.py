@@ -20,5 +20,5 @@ def check_engines(name: str) -> None:
     shown = done.stdout + done.stderr
     assert done.returncode == 0, shown
     for engine in ("hf", name):
-        assert re.search(rf"{engine}\W+[\d.e-]+\W+same\W+same\W+[\d,]+", shown), shown
+        assert re.search(rf"{engine}\W+[\d.e+-]+\W+same\W+same\W+[\d,]+", shown), shown
     assert "the same tokens, and rows within 0.0001" in shown
