@@ -164,7 +164,7 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
     """
 
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
-        self._states = runner[0] if len(runner) == 1 else None
+        self._states: Any = runner[0] if len(runner) == 1 else None
         self._ids: dict[int, CaptureId] = {}
         """By batch position (V1) or request slot (V2)."""
         self._bfloat16 = vllm_config.model_config.dtype == torch.bfloat16
