@@ -16,7 +16,7 @@ from tests.benchmarks.measure import Report, Scale, progress
 from tests.benchmarks.pool import WrongRows
 from tests.benchmarks.tables import save, show, write_json
 
-NAMES = ("jobs", "rows", "latency", "memory", "dedup", "hf")
+NAMES = ("jobs", "rows", "latency", "memory", "dedup", "hf", "vllm")
 
 
 class Benchmark(Protocol):
