@@ -85,7 +85,7 @@ bench: $(READY) ## The measurements
 	@echo "  $(REQUIREMENTS)/$*.txt"
 	@for file in $(wildcard $(REQUIREMENTS)/no-deps/$*.txt); do \
 	    .venv-$*/$(INSTALL) --no-deps --requirement $$file || exit 1; done
-	@PYTHONWARNINGS=ignore .venv-$*/$(INSTALL) --requirement $(REQUIREMENTS)/$*.txt
+	@PYTHONWARNINGS=ignore .venv-$*/$(INSTALL) --no-warn-conflicts --requirement $(REQUIREMENTS)/$*.txt
 	@touch $@
 
 define make_environment

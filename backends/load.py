@@ -20,9 +20,10 @@ ENTRY_POINTS: Final = "lmpool.engines"
 _BUILT_IN: Final = {
     "mock": ("lmpool.backends.mock", "MockEngine"),
     "hf": ("lmpool.backends.hf", "HFEngine"),
+    "mlx": ("lmpool.backends.mlx", "MLXEngine"),
+    "sglang": ("lmpool.backends.sglang", "SGLangEngine"),
     "vllm": ("lmpool.backends.vllm", "VLLMEngine"),
 }
-_LATER: Final = ("sglang", "mlx")
 
 
 def engine_names() -> list[str]:
@@ -75,11 +76,6 @@ def _find(name: str) -> Callable[..., object]:
                 f"engine={name!r}: {point.value} cannot be imported: {reason}"
             ) from error
         return loaded
-    if name in _LATER:
-        raise SettingsError(
-            f"engine={name!r} is not part of this release; write 'hf', which runs every causal "
-            "model of transformers"
-        )
     names = engine_names()
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""

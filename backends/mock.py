@@ -110,6 +110,7 @@ class MockEngine(BatchEngine):
         self._fail_token = fail_token
         self._break_token = break_token
         self._log = None if log is None else _log_path(log)
+        self._closed = False
         self.info = EngineInfo(
             engine="mock",
             model=model,
@@ -124,6 +125,8 @@ class MockEngine(BatchEngine):
         )
 
     def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
+        if self._closed:
+            raise EngineBroken("the engine was closed")
         started, clock = time.monotonic(), time.time()
         tokens = sum(request.tokens.size for request in requests)
         seconds = self._delay + self._delay_per_token * tokens
@@ -153,6 +156,10 @@ class MockEngine(BatchEngine):
 
     def remove_adapter(self, name: str) -> None:
         self.adapters.pop(name, None)
+
+    def close(self) -> None:
+        """Refuse what comes from now on."""
+        self._closed = True
 
     def byte_vocabulary(self) -> list[bytes]:
         """Ids below 256 are that byte; each further one is ``<id>``."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import secrets
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from lmpool.errors import PromptError
 from lmpool.model_info import Encoding, ModelInfo
 from lmpool.producer.calls import Ask
 from lmpool.producer.prompts import TokenIds, is_number, prompt_bytes
-from lmpool.wire import MAX_EOS_IDS, Digester
+from lmpool.wire import MAX_EOS_IDS, Digester, Job
 
 
 class Asking:
@@ -36,7 +36,7 @@ class Asking:
     def batch(self, prompts: Sequence[TokenIds], adapter: str | None) -> list[Ask]:
         """Ask for several rows. An error names the prompt by its place."""
         asks = []
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(_several(prompts)):
             try:
                 asks.append(self.logprobs(prompt, adapter))
             except PromptError as error:
@@ -56,13 +56,25 @@ class Asking:
         info = self._info
         want = _sampling(info, max_tokens, eos_token_ids, temperature, seed)
         asks = []
-        for prompt in prompts:
+        for prompt in _several(prompts):
             tokens = prompt_bytes(prompt, info.vocab_size, info.max_prompt_tokens)
             # Without a seed every continuation is its own: a fresh one keeps digests apart.
             mine = {**want, "seed": secrets.randbits(63) if seed is None else want["seed"]}
             digest = self._digester.job("sample", tokens, mine, adapter)
             asks.append(Ask(digest.hex().encode(), "sample", tokens, adapter, mine))
         return asks
+
+
+def ask_of_job(job: Job) -> Ask:
+    """The ask that a job was made of."""
+    return Ask(job.digest.hex().encode(), job.op, job.tokens, job.adapter, dict(job.want))
+
+
+def _several(prompts: Any) -> Sequence[TokenIds]:
+    if not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise PromptError(f"prompts of type {kind}: a list of prompts is needed")
+    return cast(Sequence[TokenIds], prompts)
 
 
 def _sampling(

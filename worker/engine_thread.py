@@ -66,6 +66,8 @@ class EngineLoop:
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._held: dict[bytes, list[Claimed]] = {}
         self._review_due = 0.0
+        self._alone = False
+        """Whether what is in flight is to have no company."""
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` on this thread, between two batches."""
@@ -97,9 +99,17 @@ class EngineLoop:
         running = self._engine.in_flight()
         if self._state.stopping.is_set():
             return []
-        if running:
-            return self._batcher.take(self._batcher.batch_size - running)
-        return self._batcher.wait(lambda: bool(self._calls) or self._state.stopping.is_set())
+        if not running:
+            batch = self._batcher.wait(lambda: bool(self._calls) or self._state.stopping.is_set())
+            self._alone = bool(batch) and batch[0].settled is not None
+            return batch
+        if self._alone or self._batcher.alone_is_next():
+            return []
+        return self._batcher.take(self._batcher.batch_size - running)
+
+    def running(self) -> list[Claimed]:
+        """The jobs that the engine has; for once it has ended."""
+        return [claimed for held in self._held.values() for claimed in held]
 
     def _run_calls(self) -> None:
         while self._calls:
@@ -145,6 +155,7 @@ class EngineLoop:
         there = [Done(c, None) for c in batch if dropped.get(c) == "x"]
         if there:
             self._publisher.put(there)
+        self._state.let_go(claimed for claimed, answer in dropped.items() if answer != "x")
         return [claimed for claimed in batch if claimed not in dropped]
 
     def _start(self, batch: list[Claimed]) -> None:
@@ -166,7 +177,8 @@ class EngineLoop:
         if refused:
             self._publisher.put(refused)
         if requests:
-            self._engine.submit(requests)
+            with self._state.step():
+                self._engine.submit(requests)
 
     def _why_not(self, adapter: str, unusable: dict[str, str]) -> str:
         """Why an adapter cannot be used ('' if it can), found out once a batch."""
@@ -181,7 +193,8 @@ class EngineLoop:
         return unusable[adapter]
 
     def _step(self) -> None:
-        outcomes = self._engine.step()
+        with self._state.step():
+            outcomes = self._engine.step()
         # A step, not all that is in flight: between two tokens of continuations there is room for
         # other prompts, and the intake must know when.
         self._state.end_batch(len(outcomes), self._batcher.stepped())
@@ -204,7 +217,7 @@ class EngineLoop:
         if not self._engine.continuous or now < self._review_due:
             return
         self._review_due = now + REVIEW_SECONDS
-        running = [claimed for held in self._held.values() for claimed in held]
+        running = self.running()
         dropped = set(running) - set(self._admit(running))
         if not dropped:
             return
@@ -217,7 +230,8 @@ class EngineLoop:
                 del self._held[digest]
                 ended.append(digest)
         logger.debug("ended %d requests that nobody waits for", len(ended))
-        self._engine.cancel(ended)
+        with self._state.step():
+            self._engine.cancel(ended)
         if not self._engine.in_flight():
             self._batcher.done()
 

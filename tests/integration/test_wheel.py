@@ -27,6 +27,8 @@ FROM_EXTRAS = {
     "genlm",
     "mlx",
     "mlx_lm",
+    "psutil",
+    "pytest",
     "safetensors",
     "sglang",
     "tokenizers",

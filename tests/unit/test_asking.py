@@ -73,6 +73,15 @@ def test_an_error_in_a_batch_names_the_prompt() -> None:
         asking().batch([[1], [2], [3, 300]], None)
 
 
+@pytest.mark.parametrize("prompts", [None, 5])
+def test_what_is_no_list_of_prompts_is_refused(prompts: Any) -> None:
+    asking = Asking(INFO, "auto")
+    with pytest.raises(PromptError, match=f"prompts of type {type(prompts).__name__}: a list"):
+        asking.batch(prompts, None)
+    with pytest.raises(PromptError, match="a list of prompts is needed"):
+        asking.samples(prompts, 1, [], 1.0, None, None)
+
+
 def test_a_seed_repeats_and_none_never_does() -> None:
     assert sample(seed=3).digest == sample(seed=3).digest
     assert sample(seed=3).digest != sample(seed=4).digest

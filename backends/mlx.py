@@ -1,0 +1,367 @@
+"""MLX as an engine: batches with kept prefixes, on Apple GPUs or any CPU."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from lmpool.backends.config_files import ConfigFiles, load_tokenizer
+from lmpool.backends.engine import BatchEngine, EngineInfo, Outcome, Request, Tokens
+from lmpool.backends.grouping import group_by_length
+from lmpool.backends.mlx_adapters import Adapters
+from lmpool.backends.mlx_model import Forward, KeyValueStore, Prefixes, load_model, mx, on_gpu
+from lmpool.backends.mlx_prefixes import PrefixTree
+from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
+from lmpool.backends.vocabulary import byte_vocabulary
+from lmpool.errors import EngineBroken, PromptFailed, SettingsError
+
+logger = logging.getLogger(__name__)
+
+_MAX_LOGITS: Final = 1 << 26
+"""Logits computed at once: 256 MiB in float32."""
+
+_MAX_WASTE: Final = 0.25
+"""The part of a forward pass that may be padding."""
+
+_FORWARD_TOKENS_CPU: Final = 1_024
+_FORWARD_TOKENS_GPU: Final = 8_192
+_CACHE_BYTES: Final = 1 << 30
+
+_SHARED_TOKENS: Final = 16
+"""A prefix that prompts of a batch share is computed first if it has this many new tokens."""
+
+_TOLERANCE: Final = {"float32": 1e-3}
+_TOLERANCE_HALF_PRECISION: Final = 0.1
+
+_Rows = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+
+
+class MLXEngine(BatchEngine):
+    """Computes rows with a language model of mlx-lm.
+
+    `model` is ``tiny``, a folder (also of a model that mlx-lm has quantized), or a hub id (then
+    with an optional `revision`). `dtype` is ``float32``, ``bfloat16``, ``float16``, or ``auto``:
+    the model's own on a GPU, float32 on a CPU. `max_prompt_tokens` lowers the model's own bound. A
+    forward pass takes at most `forward_tokens` new positions, padding included (by default 1,024
+    on a CPU, else 8,192); longer prompts are computed piece by piece. Keys and values of prompts
+    are kept in up to `cache_bytes` bytes (1 GiB), least recently used first out, and prompts that
+    begin alike share them; 0 keeps nothing.
+
+    Models that need more than the keys and values of every position (sliding windows, recurrent
+    states) are served without padding and without kept prefixes; a warning says so, and
+    `keeps_prefixes` is False.
+
+    Rows are float32 log-probabilities or, from a head that computes in bfloat16, the bits of its
+    logits. The thread that makes the engine is the only one that may use it: MLX evaluates an array
+    on the thread that it was made on. Raises `SettingsError` for a model or an option that cannot
+    be used.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        revision: str | None = None,
+        dtype: str = "auto",
+        max_prompt_tokens: int | None = None,
+        forward_tokens: int | None = None,
+        cache_bytes: int = _CACHE_BYTES,
+        trust_remote_code: bool = False,
+    ) -> None:
+        super().__init__()
+        if forward_tokens is not None and (type(forward_tokens) is not int or forward_tokens < 1):
+            raise SettingsError(f"forward_tokens={forward_tokens!r}: a positive integer expected")
+        if type(cache_bytes) is not int or cache_bytes < 0:
+            raise SettingsError(f"cache_bytes={cache_bytes!r}: 0 or more bytes expected")
+        self._thread = threading.get_ident()
+        self._folder = resolve_model(model, revision)
+        files = ConfigFiles(self._folder)
+        longest = files.longest_prompt(max_prompt_tokens)
+        loaded = load_model(
+            self._folder,
+            dtype=dtype,
+            own_dtype=files.dtype,
+            trust_remote_code=trust_remote_code,
+        )
+        self._tokenizer = load_tokenizer(self._folder, trust_remote_code=trust_remote_code)
+        self._forward_tokens = forward_tokens or (
+            _FORWARD_TOKENS_GPU if on_gpu() else _FORWARD_TOKENS_CPU
+        )
+        self._forward: Forward | None = Forward(loaded)
+        self._lora = Adapters(loaded)
+        self._store: KeyValueStore | None = None
+        self._tree = PrefixTree(0)
+        probe = self._forward.plainly([np.zeros(1, np.uint32)])
+        mx.eval(probe)
+        vocab_size = int(probe.shape[-1])
+        head_dtype = str(probe.dtype).removeprefix("mlx.core.")
+        self._bfloat16 = head_dtype == "bfloat16"
+        self.info = EngineInfo(
+            engine="mlx",
+            model=model,
+            revision=revision,
+            vocab_size=vocab_size,
+            max_prompt_tokens=longest,
+            dtype=head_dtype,
+            encoding="bf16" if self._bfloat16 else "f32",
+            identity={
+                "engine": "mlx",
+                "dtype": head_dtype,
+                "files": model_identity(self._folder, code=trust_remote_code),
+            },
+            bos_token_id=files.special_token("bos_token_id", vocab_size),
+            eos_token_ids=files.special_tokens("eos_token_id", vocab_size),
+            pad_token_id=files.special_token("pad_token_id", vocab_size),
+        )
+        self.keeps_prefixes = self._try_prefixes(cache_bytes)
+        """Whether prompts share a padded forward pass and kept prefixes."""
+
+    # --- rows ----------------------------------------------------------------------------------
+
+    def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
+        self._open()
+        self._tree.begin()
+        alike: dict[str | None, dict[bytes, list[Request]]] = {}
+        for request in requests:
+            prompts = alike.setdefault(request.adapter, {})
+            prompts.setdefault(request.tokens.tobytes(), []).append(request)
+        outcomes: list[Outcome] = []
+        for adapter, prompts in alike.items():
+            self._lora.activate(adapter)
+            distinct = list(prompts.values())
+            tokens = [same[0].tokens for same in distinct]
+            if self.keeps_prefixes:
+                shared = self._shared_prefixes(adapter, tokens)
+                for _ in self._run(adapter, shared):
+                    pass
+            for index, row, logsumexp in self._run(adapter, tokens):
+                outcomes.extend(_outcome(request, row, logsumexp) for request in distinct[index])
+        return outcomes
+
+    def _run(
+        self, adapter: str | None, prompts: Sequence[Tokens]
+    ) -> Iterator[tuple[int, Any, float]]:
+        """Each prompt's index, row and logsumexp; what they compute is kept on the way."""
+        if not self.keeps_prefixes:
+            for group in self._groups([prompt.size for prompt in prompts], may_pad=False):
+                logits = self._open().plainly([prompts[i] for i in group])
+                yield from zip(group, *self._rows(logits), strict=True)
+            return
+        for prompt in prompts:
+            self._run_pieces(adapter, prompt)
+        kept = [self._tree.find(adapter, prompt)[: prompt.size - 1] for prompt in prompts]
+        # Prompts whose prefixes are of about one length share a forward pass: the shorter ones
+        # are padded.
+        alike: dict[int, list[int]] = {}
+        for index, slots in enumerate(kept):
+            alike.setdefault(int(slots.size).bit_length(), []).append(index)
+        for members in alike.values():
+            sizes = [prompts[i].size - kept[i].size for i in members]
+            for group in self._groups(sizes, may_pad=True):
+                chosen = [members[i] for i in group]
+                logits = self._compute_group(
+                    adapter, [prompts[i] for i in chosen], [kept[i] for i in chosen]
+                )
+                yield from zip(chosen, *self._rows(logits), strict=True)
+
+    def _run_pieces(self, adapter: str | None, prompt: Tokens) -> None:
+        """Compute and keep the beginning of a prompt that is too long for one forward pass."""
+        while True:
+            kept = self._tree.find(adapter, prompt)
+            piece = prompt[: kept.size + self._forward_tokens]
+            if piece.size >= prompt.size:
+                return
+            mx.eval(self._compute_group(adapter, [piece], [kept]))
+            if self._tree.find(adapter, piece).size < piece.size:
+                return  # no room: the rest is computed at once
+
+    def _compute_group(
+        self, adapter: str | None, prompts: Sequence[Tokens], kept: Sequence[Any]
+    ) -> Any:
+        """The logits after each prompt; `kept` are its positions in the store. Keep the others."""
+        lengths = [slots.size for slots in kept]
+        prefixes = None
+        if longest := max(lengths):
+            padded = np.zeros((len(kept), longest), np.int32)
+            for row, slots in zip(padded, kept, strict=True):
+                row[: slots.size] = slots
+            prefixes = Prefixes(mx.array(padded), lengths)
+        rests = [prompt[n:] for prompt, n in zip(prompts, lengths, strict=True)]
+        logits, layers = self._open()(rests, prefixes, self._store)
+        # What is read of the store must be read before it is written.
+        mx.eval(logits, [(layer.keys, layer.values) for layer in layers])
+        try:
+            slots, rows, columns = [], [], []
+            for row, (prompt, rest) in enumerate(zip(prompts, rests, strict=True)):
+                new = self._tree.add(adapter, prompt)
+                slots.append(new)
+                rows.append(np.full(new.size, row))
+                columns.append(np.arange(rest.size - new.size, rest.size))
+            where = np.concatenate(slots)
+            if where.size and self._store is not None:
+                self._store.put(
+                    where,
+                    layers,
+                    mx.array(np.concatenate(rows)),
+                    mx.array(np.concatenate(columns)),
+                )
+        except BaseException:
+            self._tree.clear()  # it may promise what the store does not hold
+            raise
+        return logits
+
+    def _shared_prefixes(self, adapter: str | None, prompts: Sequence[Tokens]) -> list[Tokens]:
+        """What several of the prompts begin with and is not kept yet."""
+        alike: dict[bytes, list[Tokens]] = {}
+        for prompt in prompts:
+            beginning = self._tree.find(adapter, prompt).size + _SHARED_TOKENS
+            if beginning < prompt.size:
+                alike.setdefault(prompt[:beginning].tobytes(), []).append(prompt)
+        return [_common_prefix(group) for group in alike.values() if len(group) > 1]
+
+    def _groups(self, lengths: Sequence[int], *, may_pad: bool) -> list[list[int]]:
+        return group_by_length(
+            lengths,
+            max_positions=self._forward_tokens,
+            max_rows=max(1, _MAX_LOGITS // self.info.vocab_size),
+            max_waste=_MAX_WASTE if may_pad else 0.0,
+            free_padding=self._forward_tokens // 8 if may_pad else 0,
+        )
+
+    def _rows(self, logits: Any) -> tuple[_Rows, list[float]]:
+        """The rows [prompts, vocab] of logits, and the logsumexp of each one's logits."""
+        wide = logits.astype(mx.float32)
+        logsumexp = mx.logsumexp(wide, axis=-1)
+        bfloat16 = logits.dtype == mx.bfloat16
+        block = logits.view(mx.uint16) if bfloat16 else wide - logsumexp[:, None]
+        mx.eval(block, logsumexp)
+        rows = np.array(block)
+        rows.flags.writeable = False
+        return rows, logsumexp.tolist()
+
+    # --- kept prefixes -------------------------------------------------------------------------
+
+    def _try_prefixes(self, cache_bytes: int) -> bool:
+        """Try whether kept prefixes and padding give the rows of each prompt alone."""
+        forward = self._open()
+        name = type(forward.model).__module__
+        if not forward.has_plain_cache():
+            logger.warning(
+                "%s keeps more than keys and values: it is served without kept prefixes and "
+                "without padding, which is slower",
+                name,
+            )
+            return False
+        longest = self.info.max_prompt_tokens
+        ids = np.arange(12, dtype=np.uint32) % self.info.vocab_size
+        prompts = [ids[:7], ids[:3], np.concatenate([ids[:5], ids[8:]]), ids[4:8], ids]
+        prompts = [prompt[:longest] for prompt in prompts]
+        self.keeps_prefixes = True
+        try:
+            _, layers = forward([ids[:1]], None, None)
+            self._store = KeyValueStore(layers, cache_bytes)
+            self._tree = PrefixTree(self._store.capacity)
+            worst = 0.0
+            for some in (prompts[:2], prompts):
+                self._tree.begin()
+                for index, row, logsumexp in self._run(None, some):
+                    found = _outcome(Request(b"", ids), row, logsumexp).logprobs()
+                    right, scale = self._rows(forward.plainly([some[index]]))
+                    alone = _outcome(Request(b"", ids), right[0], scale[0]).logprobs()
+                    worst = max(worst, float(np.abs(found - alone).max()))
+            tolerance = _TOLERANCE.get(self.info.dtype, _TOLERANCE_HALF_PRECISION)
+            problem = "" if worst <= tolerance else f"its rows differ by {worst:.2g}"
+        except Exception as error:  # a model that uses its cache in a way of its own
+            problem = f"{type(error).__name__}: {error}"
+        self.clear_cache()
+        if problem:
+            logger.warning(
+                "%s cannot be served with kept prefixes (%s): each prompt is computed whole, "
+                "without padding, which is slower",
+                name,
+                problem,
+            )
+            self._store, self._tree = None, PrefixTree(0)
+        return not problem
+
+    def cache_prefix(self, tokens: Tokens) -> None:
+        """Compute and keep a prefix. Raises `PromptFailed` for one that is no prompt."""
+        self._open()
+        reason = self._reason_to_refuse(Request(b"", tokens))
+        if reason is not None:
+            raise PromptFailed(reason)
+        if self.keeps_prefixes:
+            self._tree.begin()
+            self._lora.activate(None)
+            for _ in self._run(None, [tokens]):
+                pass
+
+    def clear_cache(self) -> None:
+        """Drop all kept prefixes and free their memory."""
+        self._tree.clear()
+        if self._store is not None:
+            self._store.clear()
+        mx.clear_cache()
+
+    # --- adapters ------------------------------------------------------------------------------
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter of PEFT, of linear layers other than the head."""
+        self._open()
+        self._lora.add(name, Path(path))
+        self._tree.drop(name)
+        self.adapters[name] = path
+
+    def remove_adapter(self, name: str) -> None:
+        self._lora.remove(name)
+        self._tree.drop(name)
+        self.adapters.pop(name, None)
+
+    # --- the rest ------------------------------------------------------------------------------
+
+    def tokenizer_files(self) -> Mapping[str, bytes]:
+        return tokenizer_files(self._folder)
+
+    def byte_vocabulary(self) -> list[bytes] | None:
+        if self._tokenizer is None:
+            return None
+        try:
+            return byte_vocabulary(self._tokenizer)
+        except SettingsError as error:
+            logger.warning("this pool has no byte vocabulary: %s", error)
+            return None
+
+    def close(self) -> None:
+        """Free the model and all that is kept."""
+        if self._forward is not None:
+            self._forward = None
+            self._store, self._tree = None, PrefixTree(0)
+            self._lora = Adapters(None)
+            mx.clear_cache()
+
+    def _open(self) -> Forward:
+        if self._forward is None:
+            raise EngineBroken("the engine was closed")
+        if threading.get_ident() != self._thread:
+            raise EngineBroken("an MLX engine is used on the thread that made it, and on no other")
+        return self._forward
+
+
+def _common_prefix(prompts: Sequence[Tokens]) -> Tokens:
+    length = min(prompt.size for prompt in prompts)
+    block = np.stack([prompt[:length] for prompt in prompts])
+    differs = np.flatnonzero((block != block[0]).any(axis=0))
+    return prompts[0][: int(differs[0]) if differs.size else length]
+
+
+def _outcome(request: Request, row: Any, logsumexp: float) -> Outcome:
+    if not np.isfinite(logsumexp):
+        reason = f"the model's logits have the logsumexp {logsumexp}: it overflows in this dtype"
+        return Outcome(request.id, error=PromptFailed(reason))
+    return Outcome(request.id, row=row, logsumexp=logsumexp if row.dtype == np.uint16 else 0.0)

@@ -1,0 +1,247 @@
+"""An MLX model's forward pass: from kept prefixes and new tokens to the logits after them."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from lmpool.backends.engine import Tokens
+from lmpool.backends.mlx_prefixes import Slots
+from lmpool.errors import SettingsError
+
+logger = logging.getLogger(__name__)
+
+# mlx comes without types.
+mx: Any = importlib.import_module("mlx.core")
+nn: Any = importlib.import_module("mlx.nn")
+mlx_cache: Any = importlib.import_module("mlx_lm.models.cache")
+mlx_lm: Any = importlib.import_module("mlx_lm.utils")
+
+DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+
+
+def on_gpu() -> bool:
+    """Whether MLX computes on a GPU here."""
+    return bool(mx.default_device() == mx.Device(mx.gpu))
+
+
+def load_model(folder: Path, *, dtype: str, own_dtype: str | None, trust_remote_code: bool) -> Any:
+    """The model in `folder`, evaluated, in `dtype`: ``auto`` is float32 on a CPU, else its own.
+
+    Raises `SettingsError` for what cannot be loaded.
+    """
+    if dtype not in DTYPES:
+        raise SettingsError(f"dtype={dtype!r}: one of {', '.join(DTYPES)} expected")
+    if dtype == "auto":
+        dtype = (own_dtype or "") if on_gpu() else "float32"
+    try:
+        model, _ = mlx_lm.load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
+        if dtype in DTYPES:
+            model.set_dtype(getattr(mx, dtype))
+        mx.eval(model.parameters())
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise SettingsError(f"the model in {str(folder)!r} cannot be loaded: {reason}") from error
+    model.eval()
+    return model
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefixes:
+    """The kept positions before each prompt's new tokens.
+
+    `slots` is int32 [prompts, longest prefix], padded on the right; `lengths` the prefixes' own.
+    """
+
+    slots: Any
+    lengths: Sequence[int]
+
+
+class KeyValueStore:
+    """The keys and values of kept positions, one array [slots, heads, width] of each a layer.
+
+    `position_bytes` is what a position takes in all layers. The arrays grow up to `capacity` slots.
+    """
+
+    def __init__(self, layers: Sequence[_LayerCache], cache_bytes: int) -> None:
+        shapes = [(c.keys.shape, c.values.shape, c.keys.dtype, c.values.dtype) for c in layers]
+        self._shapes = [((k[1], k[3], kind), (v[1], v[3], other)) for k, v, kind, other in shapes]
+        self.position_bytes = sum(
+            heads * width * dtype.size for pair in self._shapes for heads, width, dtype in pair
+        )
+        self.capacity = cache_bytes // self.position_bytes
+        self.clear()
+
+    def clear(self) -> None:
+        """Free the arrays."""
+        self._size = 0
+        self._arrays: list[tuple[Any, Any]] = []
+
+    def take(self, layer: int, slots: Any) -> tuple[Any, Any]:
+        """A layer's keys and values in `slots` [prompts, positions], each [prompts, heads, ...]."""
+        keys, values = self._arrays[layer]
+        return (
+            mx.take(keys, slots, axis=0).transpose(0, 2, 1, 3),
+            mx.take(values, slots, axis=0).transpose(0, 2, 1, 3),
+        )
+
+    def put(self, slots: Slots, layers: Sequence[_LayerCache], rows: Any, columns: Any) -> None:
+        """Keep new tokens: that of prompt `rows[i]`, position `columns[i]`, in `slots[i]`."""
+        self._grow(int(slots.max()) + 1)
+        where = mx.array(slots)
+        for arrays, layer in zip(self._arrays, layers, strict=True):
+            for array, new in zip(arrays, (layer.keys, layer.values), strict=True):
+                array[where] = new[rows, :, columns]
+        mx.eval(self._arrays)
+
+    def _grow(self, needed: int) -> None:
+        if needed <= self._size:
+            return
+        size = min(self.capacity, max(needed, 2 * self._size, 1024))
+        added = size - self._size
+        grown = []
+        for number, shapes in enumerate(self._shapes):
+            pair = [mx.zeros((added, heads, width), dtype) for heads, width, dtype in shapes]
+            if self._size:
+                old = self._arrays[number]
+                pair = [mx.concatenate([a, b]) for a, b in zip(old, pair, strict=True)]
+            grown.append((pair[0], pair[1]))
+        mx.eval(grown)
+        self._arrays, self._size = grown, size
+
+
+class _LayerCache:
+    """What a layer of mlx-lm takes for its cache: kept positions first, then the new tokens.
+
+    It has the part of mlx-lm's `KVCache` that models use: `offset`, `make_mask` and
+    `update_and_fetch`.
+    """
+
+    def __init__(self, layer: int, batch: _Batch) -> None:
+        self._layer = layer
+        self._batch = batch
+        self.keys: Any = None
+        self.values: Any = None
+
+    @property
+    def offset(self) -> Any:
+        """Where the new tokens begin: one number, or one for each prompt."""
+        return self._batch.offset
+
+    def make_mask(self, length: int, return_array: bool = False, window_size: Any = None) -> Any:
+        if window_size is not None:
+            raise NotImplementedError("a sliding window")
+        return self._batch.mask(length, return_array)
+
+    def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        """Take the new tokens' keys and values [prompts, heads, positions, width]; all of them."""
+        self.keys, self.values = keys, values
+        prefixes, store = self._batch.prefixes, self._batch.store
+        if prefixes is None or store is None:
+            return keys, values
+        kept_keys, kept_values = store.take(self._layer, prefixes.slots)
+        return (
+            mx.concatenate([kept_keys, keys], axis=2),
+            mx.concatenate([kept_values, values], axis=2),
+        )
+
+
+class _Batch:
+    """What the layers of one forward pass share."""
+
+    def __init__(self, prefixes: Prefixes | None, store: KeyValueStore | None) -> None:
+        self.prefixes = prefixes
+        self.store = store
+        lengths = [0] if prefixes is None else prefixes.lengths
+        self._kept = 0 if prefixes is None else prefixes.slots.shape[1]
+        self._even = min(lengths) == self._kept
+        self.offset: Any = self._kept if self._even else mx.array(lengths)
+        self._lengths = lengths
+
+    def mask(self, length: int, return_array: bool) -> Any:
+        if self._even and not return_array:
+            return None if length == 1 else "causal"
+        lengths = mx.array(self._lengths)[:, None, None, None]
+        before = mx.arange(self._kept)[None, None, None] < lengths
+        before = mx.broadcast_to(before, (len(self._lengths), 1, length, self._kept))
+        positions = mx.arange(length)
+        causal = positions[:, None] >= positions[None]
+        causal = mx.broadcast_to(causal, (len(self._lengths), 1, length, length))
+        return mx.concatenate([before, causal], axis=3)
+
+
+class Forward:
+    """Runs a model of mlx-lm for the logits after each of several prompts.
+
+    The new tokens are padded on the right, where a causal model never looks from a prompt's own
+    tokens. The head sees one position of each prompt.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._last: Any = None
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] == "lm_head":
+                self._narrow(module, "__call__")
+            elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+                self._narrow(module, "as_linear")
+
+    def __call__(
+        self,
+        prompts: Sequence[Tokens],
+        prefixes: Prefixes | None,
+        store: KeyValueStore | None,
+    ) -> tuple[Any, list[_LayerCache]]:
+        """The logits after each prompt [prompts, vocab], and the layers' new keys and values."""
+        batch = _Batch(prefixes, store)
+        layers = [_LayerCache(number, batch) for number in range(len(self.model.layers))]
+        return self._logits(prompts, layers), layers
+
+    def plainly(self, prompts: Sequence[Tokens]) -> Any:
+        """The same logits for prompts of one length, by the model's own kind of cache."""
+        return self._logits(prompts, mlx_cache.make_prompt_cache(self.model))
+
+    def has_plain_cache(self) -> bool:
+        """Whether the model asks for nothing more than keys and values of every position."""
+        caches = mlx_cache.make_prompt_cache(self.model)
+        return all(type(cache) is mlx_cache.KVCache for cache in caches)
+
+    def _logits(self, prompts: Sequence[Tokens], cache: Sequence[Any]) -> Any:
+        padded = np.zeros((len(prompts), max(p.size for p in prompts)), dtype=np.int32)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: prompt.size] = prompt
+        last = mx.array([prompt.size - 1 for prompt in prompts])
+        self._last = last
+        try:
+            logits = self.model(mx.array(padded), cache=cache)
+        finally:
+            self._last = None
+        if logits.shape[1] != 1:
+            logits = _at(logits, last)
+        return logits[:, 0]
+
+    def _narrow(self, module: Any, method: str) -> None:
+        """Have the method see the last position of each prompt alone.
+
+        An own class for this one module keeps its parameters and its kind as they are.
+        """
+        kind = type(module)
+        compute = getattr(kind, method)
+
+        def narrow(own: Any, states: Any) -> Any:
+            if self._last is not None and states.ndim == 3 and states.shape[1] > 1:
+                states = _at(states, self._last)
+            return compute(own, states)
+
+        module.__class__ = type(kind.__name__, (kind,), {method: narrow})
+
+
+def _at(states: Any, positions: Any) -> Any:
+    """Of [prompts, positions, width], the given position of each prompt: [prompts, 1, width]."""
+    return mx.take_along_axis(states, positions[:, None, None], axis=1)

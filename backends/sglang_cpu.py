@@ -1,0 +1,102 @@
+"""SGLang on a machine without a GPU, which is how lmpool tests it.
+
+SGLang's release imports modules that only a GPU has a use for, and pins memory that no GPU reads.
+`prepare` stands in for the one and undoes the other; on a machine with a GPU it does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+_UNUSED: Final = ("sgl_kernel", "torchvision")
+_PINNED: Final = ("arange", "empty", "empty_like", "full", "tensor", "zeros")
+
+
+@functools.cache
+def prepare() -> bool:
+    """Make this process ready to import SGLang, once; whether it will compute on the CPU."""
+    if torch.cuda.is_available():
+        return False
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    # It tells of each model whose kernels are not here.
+    logging.getLogger("sglang").setLevel(logging.ERROR)
+    missing = [name for name in _UNUSED if importlib.util.find_spec(name) is None]
+    if missing:
+        # transformers asks for these packages by name, and remembers that they are not here.
+        available: Any = importlib.import_module("transformers.utils.import_utils")
+        available.is_torchvision_available()
+        sys.meta_path.append(_StandIns(missing))
+    for name in _PINNED:
+        setattr(torch, name, _without_pinning(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
+    return True
+
+
+def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(*arguments: Any, **options: Any) -> Any:
+        options.pop("pin_memory", None)
+        return make(*arguments, **options)
+
+    return made
+
+
+class _Anything(type):
+    """A class that has every class for an attribute."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _stand_in(name)
+
+
+def _stand_in(name: str) -> Any:
+    def call(_: object, *arguments: Any, **__: Any) -> Any:
+        # As a decorator it returns what it decorates.
+        return arguments[0] if len(arguments) == 1 and callable(arguments[0]) else None
+
+    return _Anything(name, (), {"__init__": lambda *_, **__: None, "__call__": call})
+
+
+class _Module(types.ModuleType):
+    """A module that has every name."""
+
+    __path__: list[str] = []  # noqa: RUF012 -- as modules have it
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = _stand_in(name)
+        setattr(self, name, value)
+        return value
+
+
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a stand-in for each module of some packages."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self._packages = frozenset(packages)
+
+    def find_spec(
+        self, name: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] not in self._packages:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass

@@ -1,0 +1,346 @@
+"""SGLang's scheduler, run in this process and on this thread: all that touches its internals.
+
+The rows never leave the process that computes them. Through SGLang's own engine, which is another
+process, each row of 128,256 tokens is pickled twice: a seventh of the rows per second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.metadata
+import inspect
+import itertools
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from lmpool.backends.sglang_cpu import prepare
+from lmpool.errors import EngineBroken, SettingsError
+
+VERSIONS: Final = ("0.5.23",)
+"""The releases whose scheduler this module knows."""
+
+_IDLE_STEPS: Final = 1_000
+"""Steps without a batch, while requests wait, after which the scheduler is taken for stuck."""
+
+_OWN: Final = frozenset(
+    {
+        "model_path",
+        "device",
+        "dtype",
+        "disable_overlap_schedule",
+        "skip_tokenizer_init",
+        "grammar_backend",
+        "tp_size",
+        "pp_size",
+        "dp_size",
+        "enable_lora",
+        "max_loras_per_batch",
+        "max_lora_rank",
+        "lora_target_modules",
+        "lora_paths",
+        "speculative_algorithm",
+        "disable_radix_cache",
+    }
+)
+
+Draw = Callable[[str, Sequence[int], torch.Tensor], int]
+"""Draws the next token: the request's id, the tokens drawn before, its logits [vocab]."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step finished.
+
+    `rows` are ids of requests for a row, and `logits` [rows, vocab] those after their prompts;
+    `drawn` the tokens of continuations by id; `failed` the reasons why requests ended otherwise.
+    """
+
+    rows: list[str] = field(default_factory=list)
+    logits: torch.Tensor | None = None
+    drawn: dict[str, list[int]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class SGLangScheduler:
+    """A scheduler of SGLang with one GPU, or the CPU.
+
+    Raises `SettingsError` for another release of SGLang than those of `VERSIONS`, for arguments
+    that it refuses, and where this process has one already.
+    """
+
+    _open: SGLangScheduler | None = None
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: str,
+        draw: Draw,
+        max_loras: int,
+        max_lora_rank: int,
+        lora_targets: Sequence[str],
+        server_args: Mapping[str, Any],
+    ) -> None:
+        _check_version()
+        if reserved := sorted(_OWN & server_args.keys()):
+            raise SettingsError(
+                f"server_args has {reserved[0]!r}, which is the engine's own affair, or one of its "
+                "options"
+            )
+        if SGLangScheduler._open is not None:
+            raise SettingsError("this process has an SGLang engine: close it before the next")
+        on_cpu = prepare()
+        self.device = "cpu" if on_cpu else "cuda"
+        self._draw = draw
+        self._numbers = itertools.count()
+        self._idle = 0
+        self._batch: Any = None
+        self._stop: dict[str, frozenset[int]] = {}
+        arguments: dict[str, Any] = {
+            "model_path": str(folder),
+            "device": self.device,
+            "dtype": dtype,
+            "grammar_backend": "none",
+            "sampling_backend": "pytorch",
+            "skip_tokenizer_init": True,
+            # A row is ready when its batch is: there is no next batch's work to hide behind it.
+            "disable_overlap_schedule": True,
+            "log_level": "error",
+            "random_seed": 0,
+        }
+        if on_cpu:
+            arguments |= {
+                "attention_backend": "torch_native",
+                "lora_backend": "torch_native",
+                "disable_cuda_graph": True,
+                "mem_fraction_static": 0.1,
+                "max_total_tokens": 32_768,
+                "max_running_requests": 256,
+            }
+        if max_loras:
+            arguments |= {
+                "enable_lora": True,
+                "max_loras_per_batch": max_loras,
+                "max_lora_rank": max_lora_rank,
+                "lora_target_modules": list(lora_targets),
+            }
+        SGLangScheduler._open = self
+        try:
+            self._start({**arguments, **server_args})
+        except SettingsError:
+            self.close()
+            raise
+        except Exception as error:
+            self.close()
+            raise SettingsError(
+                f"SGLang cannot serve {str(folder)!r}: {type(error).__name__}: {error}"
+            ) from error
+
+    def _start(self, arguments: Mapping[str, Any]) -> None:
+        server: Any = importlib.import_module("sglang.srt.server_args")
+        context: Any = importlib.import_module("sglang.srt.runtime_context")
+        scheduler: Any = importlib.import_module("sglang.srt.managers.scheduler")
+        self._io: Any = importlib.import_module("sglang.srt.managers.io_struct")
+        self._params: Any = importlib.import_module("sglang.srt.sampling.sampling_params")
+        self._ends: Any = importlib.import_module("sglang.srt.managers.schedule_batch")
+        unknown = sorted(set(arguments) - set(inspect.signature(server.ServerArgs).parameters))
+        if unknown:
+            raise SettingsError(f"server_args has {unknown[0]!r}, which SGLang does not know")
+        settings = server.ServerArgs(**arguments)
+        ports = server.PortArgs.init_new(settings)
+        context.publish(
+            settings,
+            role="scheduler",
+            ranks=context.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0),
+        )
+        self._scheduler: Any = scheduler.Scheduler(settings, ports)
+        # Nobody reads what it sends.
+        for name in ("send_to_tokenizer", "send_to_detokenizer"):
+            getattr(self._scheduler.ipc_channels, name).socket = None
+        if self.device == "cpu":
+            self._scheduler.schedule_stream.synchronize = lambda: None
+            self._scheduler._war_barrier_enabled = False
+        self._runner: Any = self._scheduler.tp_worker.model_runner
+        self._runner.sample = self._sample
+
+    # --- what it is ----------------------------------------------------------------------------
+
+    @property
+    def vocab_size(self) -> int:
+        """The length of a row."""
+        return int(self._scheduler.model_config.vocab_size)
+
+    @property
+    def longest_prompt(self) -> int:
+        """The longest prompt that it takes: a few tokens less than the model does."""
+        return int(self._scheduler.max_req_input_len) - 1
+
+    @property
+    def dtype(self) -> str:
+        """What the model computes in."""
+        return str(self._scheduler.model_config.dtype).removeprefix("torch.")
+
+    # --- requests ------------------------------------------------------------------------------
+
+    def add(
+        self,
+        tokens: Sequence[int],
+        *,
+        lora_id: str | None = None,
+        max_tokens: int = 0,
+        stop_token_ids: Sequence[int] = (),
+    ) -> str:
+        """Take a prompt in: for a row, or with `max_tokens` for a continuation; its id."""
+        request = f"{next(self._numbers):016x}"
+        params = self._params.SamplingParams(max_new_tokens=max_tokens, ignore_eos=True)
+        params.normalize(None)
+        if max_tokens:
+            self._stop[request] = frozenset(stop_token_ids)
+        self._scheduler.process_input_requests(
+            [
+                self._io.TokenizedGenerateReqInput(
+                    rid=request,
+                    input_text="",
+                    input_ids=array("q", tokens),
+                    input_embeds=None,
+                    mm_inputs=None,
+                    token_type_ids=None,
+                    sampling_params=params,
+                    return_logprob=False,
+                    logprob_start_len=-1,
+                    top_logprobs_num=0,
+                    token_ids_logprob=None,
+                    stream=False,
+                    lora_id=lora_id,
+                )
+            ]
+        )
+        return request
+
+    def step(self) -> Step:
+        """Run one batch. Raises `EngineBroken` where nothing runs although something waits."""
+        scheduler, finished = self._scheduler, Step()
+        with torch.inference_mode():
+            plan = scheduler.get_next_batch_to_run(
+                running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+            )
+            scheduler.running_batch = plan.running_batch
+            batch = scheduler.last_batch = plan.batch_to_run
+            if batch is None:
+                self._idle += 1
+                if self._idle > _IDLE_STEPS and scheduler.waiting_queue:
+                    raise EngineBroken("SGLang's scheduler runs none of the prompts that wait")
+                return finished
+            self._idle = 0
+            self._batch = list(batch.reqs)
+            result = scheduler.run_batch(batch)
+            requests, logits = list(batch.reqs), result.logits_output.next_token_logits
+            scheduler.process_batch_result(batch, result)
+            places = []
+            for place, request in enumerate(requests):
+                if not request.finished():
+                    continue
+                self._stop.pop(request.rid, None)
+                if isinstance(request.finished_reason, self._ends.FINISH_ABORT):
+                    finished.failed[request.rid] = str(request.finished_reason.message)
+                elif request.sampling_params.max_new_tokens == 0:
+                    finished.rows.append(request.rid)
+                    places.append(place)
+                else:
+                    finished.drawn[request.rid] = list(request.output_ids)
+            if places:
+                # A copy: the next batch may write where this one did.
+                finished.logits = logits[torch.tensor(places, device=logits.device)]
+        return finished
+
+    def _sample(self, logits_output: Any, forward_batch: Any) -> torch.Tensor:
+        """The next token of each request of the batch, in place of SGLang's `ModelRunner.sample`.
+
+        Raw logits stay as they are, for the rows.
+        """
+        logits = logits_output.next_token_logits
+        drawn = [0] * len(self._batch)
+        for place, request in enumerate(self._batch):
+            # Of a prompt whose beginning was computed, the logits are not wanted.
+            if request.sampling_params.max_new_tokens > 0 and request.inflight_middle_chunks <= 0:
+                token = self._draw(request.rid, request.output_ids, logits[place])
+                drawn[place] = token
+                # SGLang's own stop tokens would always count the model's among them.
+                if token in self._stop[request.rid] and request.to_finish is None:
+                    request.to_finish = self._ends.FINISH_MATCHED_TOKEN(matched=token)
+        return torch.tensor(drawn, dtype=torch.int64, device=logits.device)
+
+    def busy(self) -> bool:
+        """Whether there is a request that has not ended, cancelled ones among them."""
+        return not self._scheduler.is_fully_idle()
+
+    def abort(self, request: str) -> None:
+        """End a request; one that is running ends with the next step."""
+        self._scheduler.abort_request(self._io.AbortReq(rid=request, abort_all=False))
+        if all(request != waiting.rid for waiting in self._scheduler.collect_inflight_reqs()):
+            self._stop.pop(request, None)  # it was waiting, and is gone
+
+    def flush(self) -> bool:
+        """Drop the radix cache; False, and nothing is dropped, while requests run."""
+        return bool(self._scheduler.flush_cache())
+
+    # --- adapters ------------------------------------------------------------------------------
+
+    def load_lora(
+        self, lora_id: str, config: dict[str, Any], tensors: dict[str, torch.Tensor]
+    ) -> str:
+        """Load an adapter under an id that was never used; what is wrong with it, or ''."""
+        reference = self._io.LoadLoRAAdapterReqInput(
+            lora_name=lora_id, lora_path=lora_id, lora_id=lora_id
+        ).to_ref()
+        result = self._runner.load_lora_adapter_from_tensors(reference, tensors, config, None)
+        return "" if result.success else str(result.error_message)
+
+    def unload_lora(self, lora_id: str) -> None:
+        """Unload an adapter that no request in flight asks for."""
+        self._scheduler.unload_lora_adapter(
+            self._io.UnloadLoRAAdapterReqInput(lora_name=lora_id, lora_id=lora_id)
+        )
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the model and the process's place for another one."""
+        if SGLangScheduler._open is not self:
+            return
+        scheduler = getattr(self, "_scheduler", None)
+        if scheduler is not None:
+            scheduler.release_host_resources()
+            del self._runner.sample
+            del self._runner, self._scheduler
+        self._batch = None
+        parallel: Any = importlib.import_module("sglang.srt.distributed.parallel_state")
+        with contextlib.suppress(AssertionError):
+            parallel.destroy_model_parallel()
+        with contextlib.suppress(AssertionError):
+            parallel.destroy_distributed_environment()
+        gc.collect()
+        if self.device != "cpu":
+            torch.cuda.empty_cache()
+        SGLangScheduler._open = None
+
+
+def _check_version() -> None:
+    try:
+        found = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise SettingsError(
+            "engine='sglang' needs sglang, which is not installed: pip install 'lmpool[sglang]'"
+        ) from None
+    if found not in VERSIONS:
+        raise SettingsError(
+            f"engine='sglang' was made for sglang {', '.join(VERSIONS)}, and {found} is installed: "
+            f"pip install sglang=={VERSIONS[-1]}"
+        )

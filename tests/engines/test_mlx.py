@@ -1,0 +1,289 @@
+"""The MLX engine on mlx itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmpool.backends import tiny
+from lmpool.errors import AdapterError, EngineBroken, SettingsError
+
+pytest.importorskip("mlx.core")
+pytest.importorskip("mlx_lm")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from lmpool.backends.contract import EngineContract, Reference, ask, request_for, write_adapter  # noqa: E402
+from lmpool.backends.mlx import MLXEngine  # noqa: E402
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
+
+
+class TestContract(EngineContract):
+    engine = "mlx"
+    bounded = {"cache_bytes": 8 << 20}
+
+
+LONGEST = 96
+VOCAB = 211
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=LONGEST,
+        bos_token_id=1,
+        eos_token_id=[2, 7],
+    ),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=2, n_positions=LONGEST
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=LONGEST,
+    ),
+    # Sliding windows: keys and values alone do not tell where a prefix ends.
+    "gemma3_text": lambda: transformers.Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=LONGEST,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    # A recurrent state.
+    "mamba": lambda: transformers.MambaConfig(
+        vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2
+    ),
+}
+PLAIN = {"gemma3_text", "mamba"}
+
+
+@pytest.fixture(scope="session", params=sorted(CONFIGS))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def save(folder: Path, name: str) -> str:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+    if name != "mamba":  # whose state would overflow
+        with torch.no_grad():
+            for parameter in model.parameters():  # rows that differ by nats
+                parameter.mul_(2.0)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def rows(engine: MLXEngine, prompts: Sequence[Sequence[int]], **options: Any) -> Any:
+    outcomes = ask(engine, [request_for(prompt, **options) for prompt in prompts])
+    return np.stack([outcome.logprobs() for outcome in outcomes])
+
+
+def some_prompts(seed: int, count: int = 24, longest: int = LONGEST) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    prompts = [random.integers(0, VOCAB, n).tolist() for n in random.integers(1, longest, count)]
+    return [*prompts, prompts[0], [*prompts[1], 5], prompts[2][:1], [3] * longest]
+
+
+def test_models_that_batch_and_models_that_do_not(
+    folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = any(name in folder for name in PLAIN)
+    with caplog.at_level(logging.WARNING):
+        engine = MLXEngine(folder, max_prompt_tokens=LONGEST)
+    assert engine.keeps_prefixes == (not plain)
+    assert ("slower" in caplog.text) == plain
+    reference = Reference(folder)
+    for seed in (0, 1):
+        prompts = some_prompts(seed)
+        assert np.abs(rows(engine, prompts) - reference.rows(prompts)).max() < 1e-4
+    assert np.abs(rows(engine, prompts) - reference.rows(prompts)).max() < 1e-4
+    assert engine.info.vocab_size == VOCAB
+    engine.cache_prefix(np.array([1, 2, 3], np.uint32))
+
+
+def count_positions(engine: MLXEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The new positions of each forward pass from now on, without padding."""
+    counted: list[int] = []
+    compute = engine._forward.__call__
+
+    def forward(prompts: Any, prefixes: Any, store: Any) -> Any:
+        counted.append(sum(prompt.size for prompt in prompts))
+        return compute(prompts, prefixes, store)
+
+    monkeypatch.setattr(engine, "_forward", forward)
+    return counted
+
+
+def test_what_is_shared_is_computed_once(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = MLXEngine(llama)
+    counted = count_positions(engine, monkeypatch)
+    prefix = list(range(60))
+    rows(engine, [[*prefix, 100 + n] for n in range(32)])
+    assert sum(counted) == 60 + 32
+    counted.clear()
+    rows(engine, [[*prefix, 100 + n, n] for n in range(32)])
+    assert sum(counted) == 32
+    counted.clear()
+    rows(engine, [[*prefix, 100]] * 5)
+    assert sum(counted) == 1
+    counted.clear()
+    engine.clear_cache()
+    engine.cache_prefix(np.array(prefix, np.uint32))
+    assert sum(counted) == 60
+    rows(engine, [[*prefix, 7]])
+    assert sum(counted) == 61
+
+
+def test_kept_prefixes_stay_within_their_bytes(llama: str) -> None:
+    """In room for less than a batch, the rows are right all the same."""
+    reference = Reference(llama)
+    for cache_bytes in (0, 2_000, 40_000):
+        engine = MLXEngine(llama, cache_bytes=cache_bytes)
+        store = engine._store
+        assert store is not None
+        for seed in (3, 4, 3):
+            prompts = some_prompts(seed)
+            assert np.abs(rows(engine, prompts) - reference.rows(prompts)).max() < 1e-4
+            kept = sum(array.nbytes for pair in store._arrays for array in pair)
+            assert kept <= cache_bytes
+            assert len(engine._tree) * store.position_bytes <= cache_bytes
+
+
+@pytest.mark.parametrize("cache_bytes", [1 << 20, 0])
+def test_long_prompts_in_pieces(llama: str, cache_bytes: int) -> None:
+    engine = MLXEngine(llama, forward_tokens=20, cache_bytes=cache_bytes)
+    prompts = some_prompts(5)
+    assert np.abs(rows(engine, prompts) - Reference(llama).rows(prompts)).max() < 1e-4
+
+
+def test_another_thread_is_refused(llama: str) -> None:
+    engine = MLXEngine(llama)
+    engine.submit([request_for([1, 2])])
+    with ThreadPoolExecutor(1) as pool, pytest.raises(EngineBroken, match="thread that made it"):
+        pool.submit(engine.step).result()
+
+
+def test_rows_of_a_bfloat16_head_are_the_bits_of_its_logits(llama: str) -> None:
+    engine = MLXEngine(llama, dtype="bfloat16")
+    assert (engine.info.encoding, engine.info.dtype) == ("bf16", "bfloat16")
+    (outcome,) = ask(engine, [request_for([5, 6, 7])])
+    assert outcome.row is not None
+    assert outcome.row.dtype == np.uint16
+    assert abs(np.exp(outcome.logprobs().astype(np.float64)).sum() - 1) < 1e-4
+    right = Reference(llama).rows([[5, 6, 7]])[0]
+    assert np.abs(outcome.logprobs() - right).max() < 0.2
+
+
+def test_a_quantized_model_and_its_adapters(tmp_path: Path) -> None:
+    """A folder as mlx_lm.convert writes it."""
+    from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+
+    model, config = load_model(Path(tiny.path()))
+    model, config = quantize_model(model, config, group_size=32, bits=8)
+    quantized = tmp_path / "model"
+    quantized.mkdir()
+    save_model(quantized, model)
+    save_config(config, quantized / "config.json")
+    engine = MLXEngine(str(quantized))
+    assert engine.keeps_prefixes
+    prompts = [[1, 5, 9], [7] * 30, [1, 5, 9, 4]]
+    reference = Reference.of("tiny")
+    assert np.abs(rows(engine, prompts) - reference.rows(prompts)).max() < 0.5
+    adapter = write_adapter(tmp_path / "a", seed=1, targets=["q_proj", "down_proj"])
+    engine.add_adapter("a", adapter)
+    by_adapter = rows(engine, prompts, adapter="a")
+    assert np.abs(by_adapter - reference.rows(prompts, adapter)).max() < 0.5
+    assert np.abs(by_adapter - rows(engine, prompts)).max() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"use_dora": True}, "use_dora=True: the mlx engine has no DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=.*layers trained in full"),
+        ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern"),
+        ({"r": None}, "cannot be read"),
+    ],
+)
+def test_adapters_that_mlx_does_not_have_are_refused(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    folder = Path(write_adapter(tmp_path / "a", seed=1))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(AdapterError, match=said):
+        MLXEngine("tiny").add_adapter("a", str(folder))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        ("base_model.model.lm_head.lora_A.weight", "changes 'lm_head'"),
+        ("base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight", "layers.9"),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", "no LoRA weight"),
+    ],
+)
+def test_layers_that_an_adapter_cannot_change(tmp_path: Path, tensor: str, said: str) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    folder = Path(write_adapter(tmp_path / "a", seed=1))
+    weights = folder / "adapter_model.safetensors"
+    save_file({**load_file(weights), tensor: np.zeros((4, 256), np.float32)}, weights)
+    with pytest.raises(AdapterError, match=said):
+        MLXEngine("tiny").add_adapter("a", str(folder))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": "int3"}, "dtype='int3'"),
+        ({"forward_tokens": 0}, "forward_tokens=0"),
+        ({"cache_bytes": -1}, "cache_bytes=-1"),
+        ({"max_prompt_tokens": 97}, f"max_prompt_tokens=97: the model takes {LONGEST}"),
+        ({"max_prompt_tokens": "9"}, "max_prompt_tokens='9'"),
+        ({"revision": "main"}, "revision='main'"),
+    ],
+)
+def test_bad_options_are_refused(llama: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        MLXEngine(llama, **options)
+
+
+def test_special_tokens_vocabulary_and_identity(llama: str, tmp_path: Path) -> None:
+    info = MLXEngine(llama, max_prompt_tokens=50).info
+    assert (info.bos_token_id, info.eos_token_ids, info.max_prompt_tokens) == (1, (2, 7), 50)
+    assert info.identity != MLXEngine(llama, dtype="bfloat16").info.identity
+    assert MLXEngine(llama).byte_vocabulary() is None
+    vocabulary = MLXEngine("tiny").byte_vocabulary()
+    assert vocabulary is not None
+    assert len(vocabulary) == 2000
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SettingsError):
+        MLXEngine(str(tmp_path))

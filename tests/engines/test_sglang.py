@@ -1,0 +1,231 @@
+"""The SGLang engine on SGLang itself."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("sglang")
+
+from lmpool.backends.contract import EngineContract, Reference, ask, request_for, write_adapter  # noqa: E402
+from lmpool.backends.engine import Sampling  # noqa: E402
+from lmpool.backends.sampling import sample_token  # noqa: E402
+from lmpool.backends.sglang import SGLangEngine  # noqa: E402
+from lmpool.errors import AdapterError, SettingsError  # noqa: E402
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(180),
+    # Of SGLang's and its dependencies' own making.
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two threads on cores that are not theirs alone wait for each other most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    Reference.of("tiny").rows([[0]])  # SGLang changes how models are loaded
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tiny_engine() -> Iterator[Callable[..., SGLangEngine]]:
+    """Makes an engine of the tiny model, which is closed after the test."""
+    made: list[SGLangEngine] = []
+
+    def make(**options: Any) -> SGLangEngine:
+        made.append(SGLangEngine("tiny", **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+class TestContract(EngineContract):
+    engine = "sglang"
+    options = {"max_loras": 4}
+    bounded = {"server_args": {"max_total_tokens": 4096}}
+
+
+SMALL = {"server_args": {"chunked_prefill_size": 48, "max_total_tokens": 1200}}
+
+
+class TestInPieces(EngineContract):
+    """Prompts in pieces of 48 tokens, and room for two of the longest at most."""
+
+    engine = "sglang"
+    options = SMALL
+    bounded = SMALL
+    lacks = {"adapters": "opened without, which is the default"}
+
+
+def test_continuations_that_are_put_off(tiny_engine: Callable[..., SGLangEngine]) -> None:
+    """More continuations than there is room for: some give way, and draw the same in the end."""
+    engine = tiny_engine(**SMALL)
+    prompts = [[n, n + 1, n + 2] for n in range(1, 13)]
+    requests = [
+        request_for(prompt, sampling=Sampling(150, (), 1.0, seed))
+        for seed, prompt in enumerate(prompts)
+    ]
+    together = [outcome.tokens for outcome in ask(engine, requests)]
+    for request, tokens in zip(requests[::5], together[::5], strict=True):
+        (alone,) = ask(engine, [request])
+        assert tokens is not None
+        assert alone.tokens is not None
+        assert alone.tokens.tolist() == tokens.tolist()
+        assert tokens.size == 150
+
+
+def test_the_models_own_end_does_not_end_a_continuation(
+    tiny_engine: Callable[..., SGLangEngine],
+) -> None:
+    engine = tiny_engine()
+    (end,) = engine.info.eos_token_ids
+    rows = Reference.of("tiny").rows([[7, 8, 9]])
+    seed = next(s for s in range(100_000) if sample_token(rows[0], 5.0, s, 0) == end)
+    (outcome,) = ask(engine, [request_for([7, 8, 9], sampling=Sampling(4, (), 5.0, seed))])
+    assert outcome.tokens is not None
+    assert outcome.tokens.tolist()[0] == end
+    assert outcome.tokens.size == 4
+    (ended,) = ask(engine, [request_for([7, 8, 9], sampling=Sampling(4, (end,), 5.0, seed))])
+    assert ended.tokens is not None
+    assert ended.tokens.size == 0
+
+
+def test_requests_are_taken_in_while_others_run(tiny_engine: Callable[..., SGLangEngine]) -> None:
+    engine = tiny_engine()
+    long = request_for([1, 2], sampling=Sampling(40, (), 1.0, 3))
+    engine.submit([long])
+    seen: list[bytes] = [outcome.id for outcome in engine.step()]
+    row = request_for([3, 4])
+    engine.submit([row])
+    while engine.in_flight():
+        seen += [outcome.id for outcome in engine.step()]
+    assert seen == [row.id, long.id]
+
+
+def test_prefixes_are_kept_and_dropped(tiny_engine: Callable[..., SGLangEngine]) -> None:
+    engine = tiny_engine()
+    scheduler = engine._open()._scheduler
+    engine.cache_prefix(np.arange(100, dtype=np.uint32))
+    assert scheduler.tree_cache.evictable_size() >= 100
+    engine.clear_cache()
+    assert scheduler.tree_cache.evictable_size() == 0
+
+
+def test_rows_of_a_bfloat16_model(tiny_engine: Callable[..., SGLangEngine]) -> None:
+    engine = tiny_engine(dtype="bfloat16")
+    assert (engine.info.dtype, engine.info.encoding) == ("bfloat16", "bf16")
+    (outcome,) = ask(engine, [request_for([5, 6, 7])])
+    assert outcome.row is not None
+    assert outcome.row.dtype == np.uint16
+    assert np.abs(outcome.logprobs() - Reference.of("tiny").rows([[5, 6, 7]])[0]).max() < 0.3
+
+
+def test_one_engine_in_a_process(tiny_engine: Callable[..., SGLangEngine]) -> None:
+    tiny_engine()
+    with pytest.raises(SettingsError, match="this process has an SGLang engine"):
+        SGLangEngine("tiny")
+
+
+def test_an_engine_without_adapters_names_the_option(
+    tiny_engine: Callable[..., SGLangEngine],
+) -> None:
+    with pytest.raises(AdapterError, match=r"engine_opts=\{'max_loras': 4\}"):
+        tiny_engine().add_adapter("a", "/anywhere")
+
+
+@pytest.mark.parametrize(
+    ("how", "change", "said"),
+    [
+        ({"rank": 9}, {}, r"rank 9: write engine_opts=\{'max_lora_rank': 9\}"),
+        ({}, {"use_dora": True}, "use_dora=True: SGLang does not compute that"),
+        ({}, {"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({}, {"r": None}, "cannot be read"),
+    ],
+)
+def test_adapters_that_are_refused(
+    tiny_engine: Callable[..., SGLangEngine],
+    tmp_path: Path,
+    how: dict[str, Any],
+    change: dict[str, Any],
+    said: str,
+) -> None:
+    folder = Path(write_adapter(tmp_path / "a", seed=1, **how))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(AdapterError, match=said):
+        tiny_engine(max_loras=2, max_lora_rank=8).add_adapter("a", str(folder))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": "int3"}, "dtype='int3'"),
+        ({"max_loras": -1}, "max_loras=-1"),
+        ({"max_lora_rank": "8"}, "max_lora_rank='8'"),
+        ({"max_prompt_tokens": 513}, "max_prompt_tokens=513: the model takes 512"),
+        ({"server_args": {"tp_size": 2}}, "server_args has 'tp_size'"),
+        ({"server_args": {"chunked_prefil_size": 2}}, "'chunked_prefil_size', which SGLang"),
+        ({"server_args": {"attention_backend": "psychic"}}, "SGLang cannot serve.*psychic"),
+        ({"revision": "main"}, "revision='main'"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        SGLangEngine("tiny", **options)
+
+
+@pytest.mark.usefixtures("tiny_engine")
+def test_after_a_refusal_the_process_has_room_for_an_engine(
+    tiny_engine: Callable[..., SGLangEngine],
+) -> None:
+    with pytest.raises(SettingsError):
+        SGLangEngine("tiny", server_args={"attention_backend": "psychic"})
+    assert ask(tiny_engine(), [request_for([1])])[0].error is None
+
+
+def test_another_release_of_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.6.0")
+    with pytest.raises(SettingsError, match=r"made for sglang 0\.5\.23, and 0\.6\.0 is installed"):
+        SGLangEngine("tiny")
+
+
+def test_a_qwen2_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=211,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=96,
+        bos_token_id=1,
+        eos_token_id=[2, 7],
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, 211, n).tolist() for n in (1, 5, 40, 89, 5)]
+    expected = Reference(str(tmp_path)).rows(prompts)
+    engine = SGLangEngine(str(tmp_path), max_prompt_tokens=89)
+    try:
+        rows = [o.logprobs() for o in ask(engine, [request_for(prompt) for prompt in prompts])]
+        assert np.abs(np.stack(rows) - expected).max() < 1e-4
+        assert engine.info.eos_token_ids == (2, 7)
+        assert engine.byte_vocabulary() is None
+    finally:
+        engine.close()
