@@ -360,7 +360,8 @@ def test_nothing_is_left_behind(server_binary, tmp_path):
         with worker_processes(server.url, "p", 2, **options):
             (lane,) = pool_lanes(client, "p")
             fingerprint8 = lane.prefix.split(":")[2]
-            lasting = {"lmpool:p", f"lmpool:p:{fingerprint8}:vocabulary", lane.jobs}
+            streams = {lane.jobs, lane.batch.jobs}
+            lasting = {"lmpool:p", f"lmpool:p:{fingerprint8}:vocabulary", *streams}
             asyncio.run(use(server.url))
             until_at_rest(client, "p")
             assert _lasting_keys(client) == {*lasting, lane.adapters}
