@@ -71,6 +71,9 @@ def measure(scale: Scale) -> Report:
         for name in TITLES:
             _measure_one(report, name, sides, scale)
     report.note("by hand: for particles one DynamicCache with a row for each, else batches of 32")
+    report.note(
+        "rows/s of processor time: what one thread gives that it need not share, without waits"
+    )
     report.note("pool: Redis, one worker process, and a client in this one")
     report.note(
         "every side starts each workload with empty caches and answers the same prompts, the pool "
@@ -97,28 +100,33 @@ def _measure_one(report: Report, name: str, sides: dict[str, Side], scale: Scale
     }
     rows: dict[tuple[str, int], Rows] = {}
 
-    def timed(side: str) -> Callable[[int], float]:
-        def run(number: int) -> float:
+    def timed(side: str) -> Callable[[int], tuple[float, float]]:
+        def run(number: int) -> tuple[float, float]:
             work = workloads(scale, number)[name]
-            began = time.perf_counter()
+            began, spent = time.perf_counter(), time.process_time()
             rows[side, number] = here[side](work)
-            seconds = time.perf_counter() - began
+            seconds, spent = time.perf_counter() - began, time.process_time() - spent
             if side != HAND:
                 _compare(side, work, rows.pop((side, number)), rows[HAND, number])
-            return work.rows / seconds
+            return work.rows / seconds, work.rows / spent
 
         return run
 
     small = Scale(1, quick=True)
     for side, run in here.items():
         run(workloads(small, WARM_UP + list(here).index(side))[name])
-    taken = alternate({side: timed(side) for side in here}, scale.runs)
+    both = alternate({side: timed(side) for side in here}, scale.runs)
+    taken = {side: [pace for pace, _ in pairs] for side, pairs in both.items()}
     work = workloads(scale, 0)[name]
     heading = TITLES[name].format(
         count=len(work.batches[0]), steps=len(work.batches), shared=len(work.shared)
     )
     for side, values in taken.items():
         report.add(heading, Measured(side, "rows/s", tuple(values)))
+    for side, found in both.items():
+        if side != POOL:
+            spent = tuple(value for _, value in found)
+            report.add(heading, Measured(side, "rows/s of processor time", spent))
     goals = GOALS.get(name, {})
     pairs = [(over, under) for over in (ENGINE, POOL) for under in (GENLM, PREPARED, HAND)]
     for over, under in pairs:

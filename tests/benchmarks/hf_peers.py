@@ -115,7 +115,6 @@ def genlm(folder: str, *, prepared: bool) -> Side:
         return np.concatenate(parts)
 
     def run(work: Workload) -> Rows:
-        model.clear_kv_cache()
         model.clear_cache()
         if prepared and work.shared:
             model.cache_kv(work.shared)
