@@ -10,7 +10,8 @@ READY  := .venv/.installed
 TORCH        := torch==2.13.0
 INSTALL      := bin/python -m pip install --quiet --disable-pip-version-check
 REQUIREMENTS := tests/engines/requirements
-IGNORE       := $(patsubst $(REQUIREMENTS)/%.txt,--ignore=tests/engines/test_%.py,$(wildcard $(REQUIREMENTS)/*.txt))
+OTHERS       := $(patsubst $(REQUIREMENTS)/%.txt,%,$(wildcard $(REQUIREMENTS)/*.txt))
+IGNORE       := $(foreach name,$(OTHERS),--ignore-glob='*/engines/test_$(name).py' --ignore-glob='*/engines/test_$(name)_*.py')
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-server chaos check format format-check lint types unit \
@@ -32,12 +33,13 @@ test-server: $(READY) ## The tests of a server again, on LMPOOL_TEST_SERVER=/usr
 	$(BIN)/python -m pytest -m "server and not chaos and not genlm" $(IGNORE) $(ARGS)
 
 # An engine, or a library to be compatible with, whose packages would not live beside those of
-# .venv: its test module is tests/engines/test_NAME.py, what it needs tests/engines/requirements/NAME.txt
-# (and no-deps/NAME.txt, for packages that ask for more than the tests use).
+# .venv: its test modules are tests/engines/test_NAME.py and test_NAME_*.py, what it needs
+# tests/engines/requirements/NAME.txt (and no-deps/NAME.txt, for packages that ask for more than the
+# tests use).
 test-%: .venv-%/.installed ## One engine's tests in an environment of its own: make test-genlm
 	@test -f tests/engines/test_$*.py || { \
 	    echo "tests/engines/test_$*.py is missing: there is nothing to run" >&2; exit 1; }
-	.venv-$*/bin/python -m pytest -m "not chaos" tests/engines/test_$*.py $(ARGS)
+	.venv-$*/bin/python -m pytest -m "not chaos" $(wildcard tests/engines/test_$*.py tests/engines/test_$*_*.py) $(ARGS)
 
 chaos: $(READY) ## The long fault-injection tests
 	$(BIN)/python -m pytest -m chaos $(ARGS)

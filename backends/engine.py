@@ -13,6 +13,7 @@ that is fed while it runs sets `continuous` and implements the three methods its
 from __future__ import annotations
 
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -159,6 +160,8 @@ class BatchEngine(Engine):
 
     def __init__(self) -> None:
         self.adapters: dict[str, str] = {}
+        self._most_prompts = sys.maxsize
+        """What fits into memory, once a batch did not."""
         self._waiting: list[Request] = []
         self._continuations: dict[bytes, Continuation] = {}
 
@@ -261,22 +264,40 @@ class BatchEngine(Engine):
         return outcomes
 
     def _attempt(self, batch: Sequence[Request]) -> list[Outcome]:
+        """Outcomes of a batch, in as many portions as fit into memory."""
+        if len(batch) > self._most_prompts:
+            most = self._most_prompts
+            portions = [batch[i : i + most] for i in range(0, len(batch), most)]
+            return [outcome for portion in portions for outcome in self._attempt(portion)]
+        half = len(batch) // 2
         try:
             computed = {outcome.id: outcome for outcome in self.compute(batch)}
         except EngineBroken:
             raise
         except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
             if len(batch) == 1:
-                logger.warning("a prompt failed: %s: %s", type(error).__name__, error)
-                failure = PromptFailed(f"{type(error).__name__}: {error}")
-                return [Outcome(batch[0].id, error=failure)]
-            logger.warning(
-                "a batch of %d failed (%s: %s): halving it", len(batch), type(error).__name__, error
-            )
+                logger.warning("a prompt failed: %s", reason)
+                return [Outcome(batch[0].id, error=PromptFailed(reason))]
+            if _is_out_of_memory(error):
+                self._most_prompts = half
+                logger.warning(
+                    "out of memory at %d prompts, from now on %d at most: %s",
+                    len(batch),
+                    half,
+                    reason,
+                )
+            else:
+                logger.warning("a batch of %d failed (%s): halving it", len(batch), reason)
         else:
             return [computed.get(r.id) or Outcome(r.id, error=_forgotten()) for r in batch]
-        half = len(batch) // 2
         return self._attempt(batch[:half]) + self._attempt(batch[half:])
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # torch.OutOfMemoryError, and what libraries of a GPU say under names of their own.
+    text = f"{type(error).__name__} {error}".lower()
+    return isinstance(error, MemoryError) or "outofmemory" in text or "out of memory" in text
 
 
 def _forgotten() -> PromptFailed:

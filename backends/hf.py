@@ -1,13 +1,18 @@
-"""Hugging Face transformers as an engine: prompts of like length share a padded forward pass.
+"""Hugging Face transformers as an engine.
 
-It keeps nothing between batches: each row costs its whole prompt.
+Each distinct token position of a batch is computed once, and kept within a bound of memory: a
+prompt costs what is new in it. Models and prompts for which that would not be right are computed in
+padded forward passes of prompts of like length, and keep nothing.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -16,11 +21,15 @@ import torch
 
 from lmpool.backends.engine import BatchEngine, EngineInfo, Outcome, Request, Tokens
 from lmpool.backends.grouping import group_by_length
+from lmpool.backends.hf_adapters import LoraAdapters
 from lmpool.backends.hf_forward import Forward
 from lmpool.backends.hf_model import load_model, longest_prompt, special_tokens
 from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
+from lmpool.backends.packed_fit import packed_forward
+from lmpool.backends.packed_layout import Bounds
+from lmpool.backends.trie_runs import TrieStatistics
 from lmpool.backends.vocabulary import byte_vocabulary
-from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
+from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +51,10 @@ class HFEngine(BatchEngine):
     ``float32``, ``bfloat16``, ``float16``, or ``auto``: float32 on a CPU, the model's own
     elsewhere. `device` is a torch device, ``auto`` the first GPU or else the CPU.
     `max_prompt_tokens` lowers the model's own bound. A forward pass takes at most `forward_tokens`
-    positions, padding included (by default 1,024 on a CPU, else 16,384), or one prompt. `threads`
+    positions, padding included (by default 1,024 on a CPU, else 16,384), or one prompt.
+    `kv_cache_bytes` bounds the memory in which keys and values are kept between batches: by
+    default an eighth of what is available to a CPU, at most 4 GiB, or half of what is free on a
+    GPU, at most 32 GiB; 0 keeps nothing. `threads`
     are those that torch computes with on a CPU, in the whole process: where workers share a CPU,
     all their threads together should be no more than its cores.
     `model_kwargs` go to `from_pretrained`; bitsandbytes' options (``load_in_4bit``,
@@ -61,6 +73,7 @@ class HFEngine(BatchEngine):
         device: str = "auto",
         max_prompt_tokens: int | None = None,
         forward_tokens: int | None = None,
+        kv_cache_bytes: int | None = None,
         threads: int | None = None,
         trust_remote_code: bool = False,
         model_kwargs: Mapping[str, Any] | None = None,
@@ -69,6 +82,11 @@ class HFEngine(BatchEngine):
         for name, value in (("forward_tokens", forward_tokens), ("threads", threads)):
             if value is not None and (type(value) is not int or value < 1):
                 raise SettingsError(f"{name}={value!r}: a positive integer expected")
+        if kv_cache_bytes is not None and (type(kv_cache_bytes) is not int or kv_cache_bytes < 0):
+            raise SettingsError(
+                f"kv_cache_bytes={kv_cache_bytes!r}: a number of bytes expected, such as "
+                f"{1 << 30}, or 0 to keep nothing between batches"
+            )
         if threads is not None:
             torch.set_num_threads(threads)
         kwargs = dict(model_kwargs or {})
@@ -95,13 +113,23 @@ class HFEngine(BatchEngine):
                 f"the model {model!r} has rows of {vocab_size} tokens but embeds {embedded}: some "
                 "of the tokens that it predicts cannot continue a prompt"
             )
+        longest = longest_prompt(loaded, max_prompt_tokens)
+        self._packed, self._packed_longest = packed_forward(
+            loaded.model,
+            self._forward,
+            device=loaded.device,
+            kv_cache_bytes=kv_cache_bytes,
+            longest=longest,
+            bounds=Bounds(self._forward_tokens, max(1, _MAX_LOGITS // vocab_size)),
+        )
+        self._lora = LoraAdapters(loaded.model, (Path(model).name, self._folder.name))
         special = special_tokens(loaded, vocab_size)
         self.info = EngineInfo(
             engine="hf",
             model=model,
             revision=revision,
             vocab_size=vocab_size,
-            max_prompt_tokens=longest_prompt(loaded, max_prompt_tokens),
+            max_prompt_tokens=longest,
             dtype=loaded.dtype,
             encoding="bf16" if self._bfloat16 else "f32",
             identity={
@@ -116,6 +144,18 @@ class HFEngine(BatchEngine):
         )
 
     def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
+        grouped: dict[str | None, list[Request]] = {}
+        for request in requests:
+            grouped.setdefault(request.adapter, []).append(request)
+        outcomes: list[Outcome] = []
+        # The adapter in use first: to take up another costs a walk through the model.
+        for adapter in sorted(grouped, key=lambda adapter: adapter != self._lora.in_use):
+            self._lora.use(adapter)
+            outcomes += self._compute(grouped[adapter], adapter)
+        return outcomes
+
+    def _compute(self, requests: Sequence[Request], adapter: str | None) -> list[Outcome]:
+        """Compute the rows of requests that all use `adapter`, which is in use."""
         forward = self._open()
         alike: dict[bytes, list[Request]] = {}
         for request in requests:
@@ -123,18 +163,49 @@ class HFEngine(BatchEngine):
         distinct = list(alike.values())
         prompts = [requests[0].tokens for requests in distinct]
         outcomes: list[Outcome] = []
-        for group in self._groups([prompt.size for prompt in prompts], forward.may_pad):
-            try:
-                rows, logsumexp = self._rows(forward, [prompts[i] for i in group])
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
-                raise  # a smaller batch may fit
-            except torch.AcceleratorError as error:
-                # An asynchronous CUDA error leaves the process without a usable device.
-                raise EngineBroken(f"{type(error).__name__}: {error}") from error
-            for i, row, scale in zip(group, rows, logsumexp, strict=True):
-                outcomes.extend(_outcome(request, row, float(scale)) for request in distinct[i])
+
+        def take(numbers: Sequence[int], logits: torch.Tensor, *, last: bool) -> list[int]:
+            """Make outcomes of logits; return the numbers of those that are worth another try."""
+            again = []
+            rows, logsumexp = self._rows(logits)
+            for number, row, scale in zip(numbers, rows, logsumexp.tolist(), strict=True):
+                if last or math.isfinite(scale):
+                    outcomes.extend(_outcome(request, row, scale) for request in distinct[number])
+                else:
+                    again.append(number)
+            return again
+
+        try:
+            left = self._run_packed(prompts, adapter, partial(take, last=False))
+            for group in self._groups([prompts[i].size for i in left], forward.may_pad):
+                numbers = [left[i] for i in group]
+                take(numbers, forward([prompts[i] for i in numbers]), last=True)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            raise  # a smaller batch may fit
+        except torch.AcceleratorError as error:
+            # An asynchronous CUDA error leaves the process without a usable device.
+            raise EngineBroken(f"{type(error).__name__}: {error}") from error
         return outcomes
+
+    def _run_packed(
+        self,
+        prompts: Sequence[Tokens],
+        adapter: str | None,
+        take: Callable[[list[int], torch.Tensor], list[int]],
+    ) -> list[int]:
+        """Compute what the packed forward serves; return the numbers of the other prompts."""
+        if self._packed is None:
+            return list(range(len(prompts)))
+        short = [i for i, prompt in enumerate(prompts) if prompt.size <= self._packed_longest]
+        left = [i for i, prompt in enumerate(prompts) if prompt.size > self._packed_longest]
+
+        def renumber(numbers: list[int], logits: torch.Tensor) -> list[int]:
+            refused = set(take([short[i] for i in numbers], logits))
+            return [i for i in numbers if short[i] in refused]
+
+        left += [short[i] for i in self._packed.run([prompts[i] for i in short], renumber, adapter)]
+        return left
 
     def _groups(self, lengths: Sequence[int], may_pad: bool) -> list[list[int]]:
         return group_by_length(
@@ -146,20 +217,23 @@ class HFEngine(BatchEngine):
         )
 
     def _rows(
-        self, forward: Forward, prompts: Sequence[Tokens]
+        self, logits: torch.Tensor
     ) -> tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
-        """The prompts' rows [prompts, vocab], and the logsumexp [prompts] of each one's logits."""
+        """The rows [prompts, vocab] of these logits, and the logsumexp [prompts] of each."""
         with torch.inference_mode():
-            logits = forward(prompts)
             wide = logits.float()
-            logsumexp = torch.logsumexp(wide, dim=-1).cpu().numpy()
             if self._bfloat16 and _fits_bfloat16(logits):
+                scales = torch.logsumexp(wide, dim=-1)
                 bits = logits.to(torch.bfloat16).view(torch.int16).cpu().numpy()
                 block: Any = bits.view(np.uint16)
             else:
-                block = torch.log_softmax(wide, dim=-1).cpu().numpy()
+                rows = torch.log_softmax(wide, dim=-1)
+                scales = wide[:, 0] - rows[:, 0]
+                if not bool(scales.isfinite().all()):  # one token's logit may be -inf
+                    scales = torch.logsumexp(wide, dim=-1)
+                block = rows.cpu().numpy()
         block.flags.writeable = False
-        return block, logsumexp
+        return block, scales.cpu().numpy()
 
     def _open(self) -> Forward:
         if self._forward is None:
@@ -167,7 +241,58 @@ class HFEngine(BatchEngine):
         return self._forward
 
     def add_adapter(self, name: str, path: str) -> None:
-        raise AdapterError(f"adapter {name!r}: the hf engine of this release has no adapters yet")
+        """Load the LoRA adapter that PEFT saved in folder `path`, replacing one of that name.
+
+        Raises `AdapterError` where it does not fit the model; the engine goes on as before.
+        """
+        forward = self._open()
+        try:
+            self._lora.add(name, Path(path))
+        finally:
+            forward.follow()
+        self.adapters[name] = path
+        if self._packed is not None:
+            self._packed.forget(name)
+
+    def remove_adapter(self, name: str) -> None:
+        """Unload an adapter, and forget the keys and values that it computed."""
+        if self.adapters.pop(name, None) is not None:
+            self._lora.remove(name)
+            if self._packed is not None:
+                self._packed.forget(name)
+
+    def cache_prefix(self, tokens: Tokens) -> None:
+        """Compute a prefix and keep it until `clear_cache`; such prefixes may fill half the memory.
+
+        Raises `PromptFailed` for a prefix that cannot be kept.
+        """
+        self._open()
+        reason = self._reason_to_refuse(Request(b"prefix", tokens))
+        if reason is None and self._packed is None:
+            reason = "this engine keeps nothing between batches"
+        if reason is None and tokens.size > self._packed_longest:
+            reason = f"a prefix of {tokens.size} tokens: {self._packed_longest} can be kept"
+        self._lora.use(None)
+        if reason is None and self._packed is not None and not self._packed.keep_prefix(tokens):
+            reason = (
+                f"a prefix of {tokens.size} tokens is more than there is room for: clear the cache "
+                "of other prefixes, or start with more kv_cache_bytes"
+            )
+        if reason is not None:
+            raise PromptFailed(reason)
+
+    def clear_cache(self) -> None:
+        """Forget the keys and values of all prompts and prefixes."""
+        if self._packed is not None:
+            self._packed.clear()
+
+    def kv_cache_bytes(self) -> int:
+        """The memory taken for keys and values that are kept between batches."""
+        return 0 if self._packed is None else self._packed.kv_cache_bytes
+
+    def statistics(self) -> TrieStatistics | None:
+        """What is kept between batches, in token positions; None where nothing is."""
+        return None if self._packed is None else self._packed.statistics()
 
     def tokenizer_files(self) -> Mapping[str, bytes]:
         return tokenizer_files(self._folder)
@@ -185,7 +310,8 @@ class HFEngine(BatchEngine):
         """Free the model."""
         if self._forward is not None:
             self._forward.close()
-            self._forward = None
+            self._forward = self._packed = None
+            self._lora = LoraAdapters(None)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 

@@ -13,9 +13,59 @@ from lmpool.backends.engine import Tokens
 
 logger = logging.getLogger(__name__)
 
-# By how much of its largest logit a padded prompt may differ from the same prompt alone.
+# By how much of its largest logit a prompt in company may differ from the same prompt alone.
 _TOLERANCE: Final = 1e-3
 _TOLERANCE_HALF_PRECISION: Final = 0.1
+
+
+class Head:
+    """A model's forward pass whose head sees the wanted positions alone.
+
+    `logits_to_keep` would do the same, if it took other positions for each prompt in every release
+    and every model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._wanted: torch.Tensor | None = None
+        self._narrowed = False
+        self._hook: Any = None
+        self._attach()
+
+    def logits(self, wanted: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """The logits [wanted, vocab] at places `wanted` of the flattened [rows, positions]."""
+        self._wanted, self._narrowed = wanted, False
+        try:
+            logits: torch.Tensor = self._model(**inputs).logits
+        finally:
+            self._wanted = None
+        return logits[:, 0] if self._narrowed else logits.flatten(0, 1)[wanted.to(logits.device)]
+
+    def close(self) -> None:
+        """Let the head see all positions again; `logits` picks the wanted ones afterwards."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def follow(self) -> None:
+        """Heed that an adapter may have put another module in the head's place."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._attach()
+
+    def _attach(self) -> None:
+        head = self._model.get_output_embeddings()
+        self._hook = None if head is None else head.register_forward_pre_hook(self._narrow)
+
+    def _narrow(
+        self, _: object, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...] | None:
+        states = inputs[0]
+        if self._wanted is None or states.dim() != 3:
+            return None
+        self._narrowed = True
+        at = self._wanted.to(states.device)
+        return (states.flatten(0, 1)[at].unsqueeze(1), *inputs[1:])
 
 
 class Forward:
@@ -33,80 +83,68 @@ class Forward:
         self.may_pad = True
         self._model = model
         self._device = device
-        self._last: torch.Tensor | None = None
-        self._hook = self._keep_last_positions()
+        self.head: Head | None = Head(model)
         self._try()
 
     def __call__(self, prompts: Sequence[Tokens]) -> torch.Tensor:
         """The logits after each prompt [prompts, vocab], in the dtype that the head gives them."""
-        lengths = [prompt.size for prompt in prompts]
-        padded = np.zeros((len(prompts), max(lengths)), dtype=np.int64)
+        assert self.head is not None
+        lengths = np.array([prompt.size for prompt in prompts])
+        longest = int(lengths.max())
+        padded = np.zeros((len(prompts), longest), dtype=np.int64)
         for row, prompt in zip(padded, prompts, strict=True):
             row[: prompt.size] = prompt
-        last = torch.tensor(lengths, device=self._device) - 1
+        last = torch.from_numpy(np.arange(len(prompts)) * longest + lengths - 1)
         with torch.inference_mode():
-            self._last = last
-            try:
-                logits = self._logits(padded)
-            finally:
-                self._last = None
-            if logits.shape[1] != 1:
-                logits = _at(logits, last)
-            return logits[:, 0]
+            placed = torch.from_numpy(padded).to(self._device)
+            return self.head.logits(last.to(self._device), input_ids=placed, use_cache=False)
 
     def close(self) -> None:
         """Let go of the model."""
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = self._model = None
+        if self.head is not None:
+            self.head.close()
+        self.head = self._model = None
 
-    def _logits(self, ids: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> torch.Tensor:
-        """[prompts, positions, vocab], or of the last positions only while there is a hook."""
-        placed = torch.from_numpy(ids).to(self._device)
-        logits: torch.Tensor = self._model(input_ids=placed, use_cache=False).logits
-        return logits
+    def follow(self) -> None:
+        """Heed that an adapter may have put another module in the head's place."""
+        if self.head is not None:
+            self.head.follow()
 
-    def _keep_last_positions(self) -> Any:
-        """Have the head see the last position of each prompt alone.
-
-        `logits_to_keep` would do the same, if it took another position for each prompt in every
-        release and every model.
-        """
-        head = self._model.get_output_embeddings()
-        if head is None:
-            return None
-
-        def narrow(_: object, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-            if self._last is None or inputs[0].dim() != 3:
-                return None
-            return (_at(inputs[0], self._last), *inputs[1:])
-
-        return head.register_forward_pre_hook(narrow)
+    def alone(self, prompt: Tokens) -> torch.Tensor:
+        """The logits after one prompt [vocab], by a forward pass without any device of ours."""
+        placed = torch.from_numpy(prompt[None].astype(np.int64)).to(self._device)
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(input_ids=placed, use_cache=False).logits
+            return logits[0, -1]
 
     def _try(self) -> None:
         """Compare two prompts of unlike length in company with each of them alone."""
         tokens = int(self._model.get_input_embeddings().weight.shape[0])
         prompts = [np.arange(n, dtype=np.uint32) % tokens for n in (2, 7)]
-        with torch.inference_mode():
-            alone = torch.stack([self._logits(p[None].astype(np.int64))[0, -1] for p in prompts])
-            exact = self._model.dtype in (torch.float32, torch.float64)
-            tolerance = _TOLERANCE if exact else _TOLERANCE_HALF_PRECISION
-            error = (self(prompts).float() - alone.float()).abs().max()
-            if not error > tolerance * max(1.0, float(alone.float().abs().max())):
-                return
+        error = self.difference(self(prompts), prompts)
+        if error is None:
+            return
         logger.warning(
             "%s computes other rows for a padded prompt (by %.2g): it runs without padding, which "
             "is slower",
             type(self._model).__name__,
-            float(error),
+            error,
         )
         self.may_pad = False
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        assert self.head is not None
+        self.head.close()
 
+    def difference(self, logits: torch.Tensor, prompts: Sequence[Tokens]) -> float | None:
+        """By how much these logits [prompts, vocab] differ from those of each prompt alone.
 
-def _at(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Of [prompts, positions, width], the given position of each prompt: [prompts, 1, width]."""
-    index = torch.arange(states.shape[0], device=states.device)
-    return states[index, positions.to(states.device)].unsqueeze(1)
+        None where it is no more than rounding.
+        """
+        exact = self._model.dtype in (torch.float32, torch.float64)
+        tolerance = _TOLERANCE if exact else _TOLERANCE_HALF_PRECISION
+        alone = torch.stack([self.alone(prompt) for prompt in prompts]).float()
+        finite = alone.isfinite()
+        if not finite.any():
+            return None  # that is for the rows to show
+        difference = (logits.float() - alone)[finite].abs()
+        error = float(difference.nan_to_num(torch.inf, torch.inf).max())
+        return error if error > tolerance * max(1.0, float(alone[finite].abs().max())) else None

@@ -22,14 +22,15 @@ _BUILT_IN: Final = {
     "hf": ("lmpool.backends.hf", "HFEngine"),
     "mlx": ("lmpool.backends.mlx", "MLXEngine"),
     "sglang": ("lmpool.backends.sglang", "SGLangEngine"),
+    "vllm": ("lmpool.backends.vllm", "VLLMEngine"),
 }
 # What an engine with a model computes with, by the names that one imports.
 _NEEDS: Final = {
     "hf": ("torch", "transformers"),
+    "vllm": ("vllm",),
     "sglang": ("sglang",),
     "mlx": ("mlx", "mlx_lm"),
 }
-_LATER: Final = ("vllm",)
 
 
 def engine_names() -> list[str]:
@@ -73,7 +74,7 @@ def load_engine(name: str, model: str, **options: Any) -> Engine:
 
 def _automatic() -> str:
     # Nothing else than a GPU makes vLLM the better choice, and asking torch for one is slow.
-    if "vllm" in _BUILT_IN and importlib.util.find_spec("vllm") is not None:
+    if importlib.util.find_spec("vllm") is not None:
         torch = _import("torch", "vllm")
         if torch.cuda.is_available():
             return "vllm"
@@ -94,11 +95,6 @@ def _find(name: str) -> Callable[..., object]:
                 f"engine={name!r}: {point.value} cannot be imported: {reason}"
             ) from error
         return loaded
-    if name in _LATER:
-        raise SettingsError(
-            f"engine={name!r} is not part of this release; write 'hf', which runs every causal "
-            "model of transformers"
-        )
     names = engine_names()
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -172,6 +172,58 @@ def doctor(
     raise typer.Exit(run_doctor(url=url, pool=pool))
 
 
+dead = typer.Typer(
+    no_args_is_help=True, help="Jobs that were given up: look at them, try them again, drop them."
+)
+app.add_typer(dead, name="dead")
+
+Ids = Annotated[
+    list[str] | None, typer.Argument(help="Entries, named as lmpool dead list shows them.")
+]
+Every = Annotated[bool, typer.Option("--all", help="Every entry.")]
+
+
+@dead.command("list")
+def dead_list(url: Url = None, pool: Pool = None) -> None:
+    """List the jobs that were given up."""
+    from lmpool.dead import list_dead
+
+    list_dead(url=url, pool=pool)
+
+
+@dead.command("show")
+def dead_show(ids: Ids = None, every: Every = False, url: Url = None, pool: Pool = None) -> None:
+    """Show everything about entries: the whole prompt, and the reason."""
+    from lmpool.dead import show_dead
+
+    show_dead(ids or [], every, url=url, pool=pool)
+
+
+@dead.command("retry")
+def dead_retry(
+    ids: Ids = None,
+    every: Every = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for each.", min=0.001)] = 60.0,
+    url: Url = None,
+    pool: Pool = None,
+) -> None:
+    """Ask for entries again: whoever asks the same meanwhile gets the row, too.
+
+    What is answered is dropped. Status 1 if any was not.
+    """
+    from lmpool.dead import retry_dead
+
+    raise typer.Exit(retry_dead(ids or [], every, timeout, url=url, pool=pool))
+
+
+@dead.command("drop")
+def dead_drop(ids: Ids = None, every: Every = False, url: Url = None, pool: Pool = None) -> None:
+    """Forget entries."""
+    from lmpool.dead import drop_dead
+
+    drop_dead(ids or [], every, url=url, pool=pool)
+
+
 @app.command()
 def bench(
     seconds: Annotated[

@@ -234,7 +234,11 @@ def check_pool(facts: Facts) -> Iterator[Finding]:
             "add workers, or raise LMPOOL_MAX_BACKLOG",
         )
     if facts.dead:
-        yield Finding("note", f"{facts.dead:,} jobs were given up", "see why in the workers' logs")
+        yield Finding(
+            "note",
+            f"{facts.dead:,} jobs were given up",
+            "see which and why: lmpool dead list; try them again: lmpool dead retry",
+        )
 
 
 CHECKS: Final[tuple[Callable[[Facts], Iterator[Finding]], ...]] = (

@@ -76,9 +76,10 @@ def _read_pool(server: Server, pool: str, facts: Facts) -> None:
     for lane in keys.lanes(facts.model.fingerprint8, facts.model.lanes):
         with server.pipeline(transaction=False) as pipeline:
             pipeline.xlen(lane.jobs)
+            pipeline.xlen(lane.batch.jobs)
             pipeline.xlen(lane.dead)
-            jobs, dead = pipeline.execute(raise_on_error=False)
-        facts.backlog += jobs if isinstance(jobs, int) else 0
+            first, later, dead = pipeline.execute(raise_on_error=False)
+        facts.backlog += sum(jobs for jobs in (first, later) if isinstance(jobs, int))
         facts.dead += dead if isinstance(dead, int) else 0
         for name in consumers(server, lane):
             workers[name] = workers.get(name, False) or bool(server.exists(lane.alive(name)))

@@ -6,6 +6,7 @@ All keys of a lane carry its hash tag, so that a script touches one slot of a Re
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +14,9 @@ from lmpool.errors import SettingsError
 
 GROUP = "workers"
 """The consumer group of every job stream, created at id 0."""
+
+COUNTERS_TTL_MS = 30 * 86_400_000
+"""How long a pool's counters are kept after they last changed."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -29,14 +33,24 @@ def check_pool_name(pool: str) -> str:
 
 @dataclass(frozen=True)
 class LaneKeys:
-    """The keys of one lane: `prefix` is the hash tag, braces included."""
+    """The keys of one lane: `prefix` is the hash tag, braces included.
+
+    A lane has two streams of jobs. Its keys are the same for both but for `jobs`: see `batch`.
+    """
 
     prefix: str
+    later: bool = False
+    """Whether these keys name the stream of jobs that others go before."""
 
     @cached_property
     def jobs(self) -> str:
         """Stream of jobs."""
-        return f"{self.prefix}:jobs"
+        return f"{self.prefix}:batch" if self.later else f"{self.prefix}:jobs"
+
+    @cached_property
+    def batch(self) -> LaneKeys:
+        """The same lane with the stream of what was asked for with ``priority="batch"``."""
+        return LaneKeys(self.prefix, later=True)
 
     @cached_property
     def dead(self) -> str:
@@ -84,6 +98,11 @@ class PoolKeys:
         """The pool's model info."""
         return f"lmpool:{self.pool}"
 
+    @property
+    def serving(self) -> str:
+        """What living workers serve, in the slot of the model info."""
+        return f"{{lmpool:{self.pool}}}:serving"
+
     def vocabulary(self, fingerprint8: str) -> str:
         """Tokenizer files and byte vocabulary of the pool's model."""
         return f"lmpool:{self.pool}:{fingerprint8}:vocabulary"
@@ -99,6 +118,11 @@ class PoolKeys:
     def lanes(self, fingerprint8: str, count: int) -> tuple[LaneKeys, ...]:
         """The keys of all lanes, by number."""
         return tuple(self.lane(fingerprint8, lane) for lane in range(count))
+
+
+def streams(lanes: Sequence[LaneKeys]) -> tuple[LaneKeys, ...]:
+    """Every stream of jobs of these lanes, as the keys of its lane."""
+    return tuple(keys for lane in lanes for keys in (lane, lane.batch))
 
 
 def lane_of(digest: bytes, lanes: int) -> int:

@@ -24,8 +24,8 @@ class ModelInfo:
 
     `fingerprint` is 32 hex digits; its first eight are part of every key. `vocab_size` is the
     length of a row, `max_prompt_tokens` the longest prompt, `encoding` the smallest lossless row
-    encoding of this model, `max_backlog` the jobs that may wait in a lane, `result_ttl_ms` how
-    long a row stays.
+    encoding of this model, `max_backlog` the jobs that may wait in a stream, `client_backlog` those
+    of one client, `result_ttl_ms` how long a row stays.
     """
 
     model: str
@@ -41,6 +41,7 @@ class ModelInfo:
     pad_token_id: int | None = None
     lanes: int = 1
     max_backlog: int = 100_000
+    client_backlog: int = 4096
     result_ttl_ms: int = 600_000
 
     @property
@@ -78,7 +79,14 @@ class ModelInfo:
         return info
 
     def _check(self) -> None:
-        for name in ("vocab_size", "max_prompt_tokens", "lanes", "max_backlog", "result_ttl_ms"):
+        for name in (
+            "vocab_size",
+            "max_prompt_tokens",
+            "lanes",
+            "max_backlog",
+            "client_backlog",
+            "result_ttl_ms",
+        ):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise WireError(f"model info has {name}={value!r}: a positive integer expected")

@@ -10,9 +10,9 @@ from typing import Any, Final, cast
 
 import redis
 from redis.backoff import NoBackoff
-from redis.connection import parse_url
 from redis.retry import Retry
 
+from lmpool.address import connection_pool
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
 from lmpool.errors import ServerRefused, ServerTooOld, ServerUnreachable
@@ -36,14 +36,25 @@ LOST = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
 """
 
 
+NOT_READY: Final = ("BUSY ", "CLUSTERDOWN", "MASTERDOWN", "MISCONF", "NOREPLICAS", "TRYAGAIN")
+"""How refusals begin that end by themselves: a long script, a failover, a disk that is full."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the server's memory is full: there is room again when rows have ended."""
+    return isinstance(error, redis.exceptions.OutOfMemoryError)
+
+
 def is_lost(error: BaseException) -> bool:
     """Whether the connection is lost or the server is not ready: a reason to try again later."""
     if isinstance(error, redis.exceptions.AuthenticationError):
         return False
     if isinstance(error, (redis.exceptions.AuthorizationError, redis.exceptions.NoPermissionError)):
         return False
-    # BusyLoading and ReadOnly: a server that restarts or fails over.
-    return isinstance(error, (*LOST, redis.exceptions.ReadOnlyError, OSError))
+    # BusyLoading, a ConnectionError, and ReadOnly: a server that restarts or fails over.
+    if isinstance(error, (*LOST, redis.exceptions.ReadOnlyError, OSError)):
+        return True
+    return isinstance(error, redis.exceptions.ResponseError) and str(error).startswith(NOT_READY)
 
 
 def open_server(url: str, *, blocks_for: float = 0.0, name: str = "lmpool") -> Server:
@@ -52,18 +63,15 @@ def open_server(url: str, *, blocks_for: float = 0.0, name: str = "lmpool") -> S
     `blocks_for` is how long, in seconds, its blocking reads may wait.
     """
     options: dict[str, Any] = {
-        **parse_url(url),
         "protocol": 2,
         "client_name": name,
         "socket_timeout": ANSWER_TIMEOUT + blocks_for,
         "socket_read_size": READ_BYTES,
         "retry": Retry(NoBackoff(), 0),
     }
-    connection = options.pop("connection_class", redis.Connection)
-    if not issubclass(connection, redis.UnixDomainSocketConnection):
-        options.setdefault("socket_connect_timeout", CONNECT_TIMEOUT)
-        options.setdefault("socket_keepalive", True)
-    pool = redis.ConnectionPool(connection_class=connection, max_connections=1, **options)
+    if not url.startswith("unix:"):
+        options |= {"socket_connect_timeout": CONNECT_TIMEOUT, "socket_keepalive": True}
+    pool = connection_pool(url, max_connections=1, **options)
     return cast(Server, redis.Redis(connection_pool=pool))
 
 

@@ -17,12 +17,13 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import AfterValidator, ByteSize, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from lmpool.address import SENTINEL_SCHEMES, Sentinels
 from lmpool.errors import SettingsError
 from lmpool.keys import check_pool_name
 from lmpool.model_info import MAX_LANES
 
 PREFIX = "LMPOOL_"
-SCHEMES = ("redis", "rediss", "unix")
+SCHEMES = ("redis", "rediss", "unix", *SENTINEL_SCHEMES)
 URL_OPTIONS = ("db", "username", "password", "health_check_interval")
 TLS_OPTIONS = (
     "ssl_ca_certs", "ssl_ca_data", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname",
@@ -45,6 +46,16 @@ def check_url(url: str) -> str:
     """`url` itself, or `SettingsError` if it is no server's address."""
     shown = mask_url(url)
     remedy = "write redis://[user:password@]host:port/db, rediss://... (TLS) or unix:///path?db=0"
+    if url.startswith(tuple(f"{scheme}://" for scheme in SENTINEL_SCHEMES)):
+        try:
+            known = Sentinels.parse(url)
+        except ValueError as error:
+            raise SettingsError(
+                f"url={shown!r}: {error}; write "
+                "redis+sentinel://[user:password@]host:port[,host:port...]/service[/db]"
+            ) from None
+        _check_url_options(url, shown, known.tls, remedy)
+        return url
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -54,15 +65,7 @@ def check_url(url: str) -> str:
         raise SettingsError(f"url={shown}: {reason}; {remedy}") from None
     if parts.scheme not in SCHEMES:
         raise SettingsError(f"url={shown!r}: unknown scheme {parts.scheme!r}; {remedy}")
-    known = URL_OPTIONS + (TLS_OPTIONS if parts.scheme == "rediss" else ())
-    for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name not in known:
-            raise SettingsError(
-                f"url={shown!r}: unknown option {name!r:.60}; there are {', '.join(known)}"
-            )
-        number = {"db": str.isdecimal, "health_check_interval": str.isdecimal}.get(name)
-        if number is not None and not number(value):
-            raise SettingsError(f"url={shown!r}: {name} is no number; {remedy}")
+    _check_url_options(url, shown, parts.scheme == "rediss", remedy)
     if parts.scheme == "unix":
         if not parts.path:
             raise SettingsError(f"url={shown!r} names no socket; {remedy}")
@@ -73,6 +76,18 @@ def check_url(url: str) -> str:
     if database and not database.isdigit():
         raise SettingsError(f"url={shown!r}: its database is no number; {remedy}")
     return url
+
+
+def _check_url_options(url: str, shown: str, tls: bool, remedy: str) -> None:
+    known = URL_OPTIONS + (TLS_OPTIONS if tls else ())
+    query = url.partition("?")[2].partition("#")[0]
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name not in known:
+            raise SettingsError(
+                f"url={shown!r}: unknown option {name!r:.60}; there are {', '.join(known)}"
+            )
+        if name in ("db", "health_check_interval") and not value.isdecimal():
+            raise SettingsError(f"url={shown!r}: {name} is no number; {remedy}")
 
 
 Url = Annotated[str, AfterValidator(check_url), Field(repr=False)]
@@ -138,6 +153,9 @@ class ClientOptions(_Options):
     reconnect_timeout: Seconds = Field(
         60.0, description="seconds to keep trying to reach a lost server before giving up"
     )
+    priority: Literal["interactive", "batch"] = Field(
+        "interactive", description="batch lets other clients' jobs go before this one's"
+    )
     when_busy: Literal["wait", "raise"] = Field(
         "wait", description="at the backlog's bound: wait for room, or raise PoolBusy"
     )
@@ -172,8 +190,21 @@ class WorkerOptions(_Options):
         None, ge=1, description="longest prompt served; at most what the model takes"
     )
     lanes: int = Field(1, ge=1, le=MAX_LANES, description="shards of the pool's streams")
-    max_backlog: int = Field(100_000, ge=1, description="jobs that may wait in a lane")
+    max_backlog: int = Field(
+        100_000, ge=1, description="jobs that may wait in a lane, of each priority"
+    )
+    client_backlog: int = Field(
+        4096,
+        ge=1,
+        description="jobs of one client that may wait: the others of its jobs wait there",
+    )
     result_ttl: Seconds = Field(600.0, description="seconds a row stays in the result cache")
+    max_deliveries: int = Field(
+        3, ge=1, le=100, description="times a prompt is tried whose workers die of it"
+    )
+    engine_timeout: Seconds = Field(
+        300.0, description="seconds a batch may take before the engine counts as hung"
+    )
     adapter_dirs: tuple[str, ...] = Field(
         (), description="folders that adapters may be loaded from, as a JSON list"
     )

@@ -6,7 +6,7 @@ import math
 import operator
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from lmpool.errors import PromptError
 from lmpool.model_info import Encoding, ModelInfo
 from lmpool.producer.calls import Ask
 from lmpool.producer.prompts import TokenIds, is_number, prompt_bytes
-from lmpool.wire import MAX_EOS_IDS, Digester
+from lmpool.wire import MAX_EOS_IDS, Digester, Job
 
 
 class Asking:
@@ -65,11 +65,16 @@ class Asking:
         return asks
 
 
-def _several(prompts: Sequence[TokenIds]) -> Sequence[TokenIds]:
+def ask_of_job(job: Job) -> Ask:
+    """The ask that a job was made of."""
+    return Ask(job.digest.hex().encode(), job.op, job.tokens, job.adapter, dict(job.want))
+
+
+def _several(prompts: Any) -> Sequence[TokenIds]:
     if not isinstance(prompts, Iterable):
         kind = type(prompts).__name__
         raise PromptError(f"prompts of type {kind}: a list of prompts is needed")
-    return prompts
+    return cast(Sequence[TokenIds], prompts)
 
 
 def _sampling(

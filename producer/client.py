@@ -35,6 +35,8 @@ _CLIENTS: weakref.WeakSet[Client] = weakref.WeakSet()
 T = TypeVar("T")
 
 _CLOSED = "this PooledLM was closed"
+REPUBLISHED_IN: Final = 6.0
+"""Seconds within which living workers publish a model info that was lost."""
 LOCK_MOST: Final = 1.0
 """Seconds after which nobody but this very thread can be holding the lock."""
 
@@ -225,6 +227,13 @@ class Client:
         session, options = self._session, self.options
         greet(server, options.url, session.clock)
         found = server.get(session.keys.info)
+        deadline = time.monotonic() + REPUBLISHED_IN
+        # Living workers publish it again at their next heartbeat.
+        while found is None and server.exists(session.keys.serving):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.05)
+            found = server.get(session.keys.info)
         if found is None:
             raise UnknownPool(
                 f"no pool {options.pool!r} on {mask_url(options.url)}: start a worker "

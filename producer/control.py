@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgpack
 
+from lmpool.address import async_connection_pool
 from lmpool.errors import AdapterError, NoWorkers, PoolError, PoolTimeout
 from lmpool.keys import PoolKeys
 
@@ -67,11 +68,10 @@ async def _ask(
     timeout: float | None,
 ) -> dict[str, Any]:
     from arq.connections import ArqRedis
-    from redis.asyncio import ConnectionPool
 
     limit = CONTROL_TIMEOUT if timeout is None else timeout
     pool = ArqRedis(
-        ConnectionPool.from_url(url, protocol=2),
+        async_connection_pool(url, protocol=2),
         job_serializer=msgpack.packb,
         job_deserializer=msgpack.unpackb,
         expires_extra_ms=int(limit * 1000),

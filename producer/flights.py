@@ -112,6 +112,10 @@ class FlightTable:
                 flight.sent = True  # under its predecessor's name
         return left
 
+    def under_way(self) -> int:
+        """How many flights the server may know of and has not answered, about."""
+        return len(self.flights) - len(self.unsent)
+
     def put_back(self, flights: Iterable[Flight]) -> None:
         """Flights whose sending failed: they go first again."""
         for flight in reversed(list(flights)):

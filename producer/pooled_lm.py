@@ -12,10 +12,11 @@ from typing import Any, Final, Self
 
 from lmpool.commands import Fields, Server
 from lmpool.errors import PoolError, PoolTimeout
-from lmpool.keys import GROUP
+from lmpool.keys import GROUP, LaneKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.adapters import KnownAdapters
 from lmpool.producer.asking import Asking
+from lmpool.producer.calls import Ask
 from lmpool.producer.client import Client
 from lmpool.producer.control import ask_workers
 from lmpool.producer.frameworks import Framework
@@ -25,6 +26,7 @@ from lmpool.producer.tokens import byte_tokens, load_tokenizer, string_tokens
 from lmpool.producer.waiting import Waiting
 from lmpool.settings import ClientOptions, mask_url, refuse_unknown_variables
 from lmpool.vocabulary import Vocabulary
+from lmpool.wire import Row
 
 WORKERS_POLL: Final = 0.1
 
@@ -287,6 +289,18 @@ class PooledLM:
             prompt_token_ids_list, max_tokens, eos_token_ids, temperature, seed, adapter
         )
         return [row.token_ids() for row in self._waiting.rows_sync(asks, timeout, progress)]
+
+    def ask_again(self, ask: Ask, *, timeout: float | None = None) -> Row:
+        """The answer to an ask that was made before, as of a job among the dead; blocking."""
+        self._info_sync()
+        (row,) = self._waiting.rows_sync([ask], timeout)
+        return row
+
+    @property
+    def lanes(self) -> tuple[LaneKeys, ...]:
+        """The keys of the pool's lanes. Connects at the first call."""
+        self._info_sync()
+        return self._client.lanes
 
     # --- vocabulary ----------------------------------------------------------------------------
 

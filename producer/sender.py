@@ -22,14 +22,14 @@ from lmpool.errors import (
     UnknownAdapter,
     WireError,
 )
-from lmpool.keys import LaneKeys
+from lmpool.keys import GROUP, LaneKeys
 from lmpool.liveness import any_alive
 from lmpool.model_info import ModelInfo
 from lmpool.producer.calls import Call, wake
 from lmpool.producer.flights import Flight
 from lmpool.producer.session import FLIGHT_TTL, REPLY_TTL, Session, Task
 from lmpool.scripts import script
-from lmpool.server import explained, is_lost, open_server
+from lmpool.server import explained, is_full, is_lost, open_server
 from lmpool.settings import mask_url
 from lmpool.wire import Job, pack_job
 
@@ -88,7 +88,7 @@ class Sender:
         session = self._session
         if session.closed or session.tasks or session.table.withdrawn or session.abandoned:
             return True
-        if session.table.unsent and self._busy_pause <= time.monotonic():
+        if self._busy_pause <= time.monotonic() and session.may_send():
             return True
         return bool(session.table.flights) and self._next_check <= time.monotonic()
 
@@ -97,7 +97,7 @@ class Sender:
         if not session.table.flights:
             return None
         due = self._next_check
-        if session.table.unsent:
+        if session.may_send():
             due = min(due, self._busy_pause)
         return max(0.0, due - time.monotonic())
 
@@ -124,17 +124,22 @@ class Sender:
         """The connection is gone or the server refuses: wait, or give up. Answers since when."""
         session = self._session
         now, shown = time.monotonic(), mask_url(session.options.url)
-        if not is_lost(error):
+        if not (is_lost(error) or is_full(error)):
             session.fail_everything(ServerRefused(f"{shown}: {error}"))
             return now
         since = now if lost_since is None else lost_since
         if now - since >= session.options.reconnect_timeout:
-            session.fail_everything(
-                ServerUnreachable(f"no answer from {shown} for {now - since:.0f} s: {error}")
-            )
+            if isinstance(error, redis.exceptions.ResponseError):
+                session.fail_everything(
+                    ServerRefused(f"{shown} has refused for {now - since:.0f} s: {error}")
+                )
+            else:
+                session.fail_everything(
+                    ServerUnreachable(f"no answer from {shown} for {now - since:.0f} s: {error}")
+                )
             return since
         if lost_since is None:
-            logger.warning("lost %s (%s): reconnecting", shown, error)
+            logger.warning("%s is lost or not ready: trying again (%s)", shown, error)
         # The table keeps what was waited for; the next claim or check finds what became of it.
         session.closing.wait(min(1.0, 0.05 + (now - since) / 4) * random.uniform(0.5, 1.0))
         return since
@@ -166,7 +171,7 @@ class Sender:
         """Send one request's worth of flights; False when there was nothing to send."""
         session = self._session
         with session.lock:
-            flights = session.table.take_unsent(CLAIM_MOST, CLAIM_BYTES)
+            flights = session.table.take_unsent(min(CLAIM_MOST, session.may_send()), CLAIM_BYTES)
         if not flights:
             return False
         try:
@@ -194,6 +199,8 @@ class Sender:
             to_ms(REPLY_TTL),
             to_ms(FLIGHT_TTL),
             session.info.max_backlog,
+            GROUP,
+            int(session.options.priority == "interactive"),
         ]
         for flight in flights:
             ask = flight.ask
@@ -215,7 +222,7 @@ class Sender:
                 ask.adapter or "",
                 pack_job(job),
             )
-        answers, fresh = script("enqueue")(server, [lane.jobs], arguments)
+        answers, fresh = script("enqueue")(server, [session.stream(lane).jobs], arguments)
         session.made[lane.reply(session.id)] += fresh
         self._take_answers(server, flights, answers)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 import uuid
 from collections import Counter, deque
@@ -9,6 +11,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
+import redis
+
+from lmpool.address import username
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
 from lmpool.errors import LmpoolError, PromptFailed, RowFormatError, ServerUnreachable
@@ -20,11 +25,15 @@ from lmpool.producer.flights import Flight, FlightTable, Statistics
 from lmpool.settings import ClientOptions
 from lmpool.wire import unpack_row
 
+logger = logging.getLogger(__name__)
+
 REPLY_TTL: Final = 30.0
 FLIGHT_TTL: Final = 600.0
 FETCH_BYTES: Final = 8 << 20
 """Rows read by one command."""
 MAX_TRIES: Final = 5
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_.]{1,64}")
 
 Task = tuple[Callable[[Server], Any], "Future[Any]"]
 
@@ -37,7 +46,7 @@ class Session:
         self.keys = PoolKeys(options.pool)
         self.clock = ServerClock()
         self.cache = cache
-        self.id = uuid.uuid4().hex[:16]
+        self.id = client_id(options.url)
         self.info: ModelInfo | None = None
         self.lanes: tuple[LaneKeys, ...] = ()
         self.table = FlightTable(statistics)
@@ -75,6 +84,7 @@ class Session:
         for digest in list(self.table.flights):
             flight = self.table.flights.get(digest)
             if flight is not None:
+                self.table.statistics.withdrawn += 1
                 if flight.sent:
                     self.table.withdrawn.append(digest)
                 ended += self.table.fail(digest, error)
@@ -93,6 +103,21 @@ class Session:
         """One prompt failed: the calls that this ends. Under the lock."""
         self.table.statistics.failed += 1
         return self.table.fail(flight.ask.digest, error)
+
+    def stream(self, lane: LaneKeys) -> LaneKeys:
+        """The lane's keys with the stream that this client's jobs go to."""
+        return lane.batch if self.options.priority == "batch" else lane
+
+    def may_send(self) -> int:
+        """How many flights may be sent now: the client's jobs on the server have a bound.
+
+        It is 0 until there is room for a good part of a request. Under the lock.
+        """
+        if self.info is None or not self.table.unsent:
+            return len(self.table.unsent)
+        bound = self.info.client_backlog * len(self.lanes)
+        room = bound - self.table.under_way()
+        return room if room >= min(len(self.table.unsent), max(1, bound // 4)) else 0
 
     def lane(self, digest: bytes) -> LaneKeys:
         """The lane of a digest."""
@@ -118,11 +143,41 @@ class Session:
             for i in range(0, len(chosen), step):
                 part = chosen[i : i + step]
                 keys = [f"{lane.prefix}:result:{digest.decode()}" for digest in part]
-                self._hand_out(part, server.mget(keys))
+                spoiled = self._hand_out(part, server.mget(keys))
+                if spoiled:
+                    self._compute_again(server, lane, spoiled)
 
-    def _hand_out(self, digests: Sequence[bytes], values: Sequence[bytes | None]) -> None:
+    def _compute_again(
+        self, server: Server, lane: LaneKeys, spoiled: dict[bytes, RowFormatError]
+    ) -> None:
+        """Delete values that are no rows, and ask for the rows anew; not without end."""
+        reason = next(iter(spoiled.values()))
+        logger.warning("refused %d values that are no rows: %s", len(spoiled), reason)
+        try:
+            server.delete(*(lane.result(digest.decode()) for digest in spoiled))
+            deleted = True
+        except redis.exceptions.NoPermissionError:
+            deleted = False
+        ended: list[Call] = []
+        with self.lock:
+            for digest, error in spoiled.items():
+                flight = self.table.flights.get(digest)
+                if flight is None:
+                    continue
+                if deleted and flight.tries < MAX_TRIES:
+                    self.table.resend(flight)
+                else:
+                    ended += self.fail(flight, error)
+            self.work.notify()
+        wake(ended)
+
+    def _hand_out(
+        self, digests: Sequence[bytes], values: Sequence[bytes | None]
+    ) -> dict[bytes, RowFormatError]:
+        """Give rows to whoever waits. Answers what was refused, and why."""
         assert self.info is not None
         complete: list[Call] = []
+        spoiled: dict[bytes, RowFormatError] = {}
         size = self.info.vocab_size
         with self.lock:
             table = self.table
@@ -141,7 +196,7 @@ class Session:
                     if (row.encoding == "u32") != (flight.ask.op == "sample"):
                         raise RowFormatError(f"{row.encoding} numbers for {flight.ask.op}")
                 except RowFormatError as error:
-                    complete += self.fail(flight, error)
+                    spoiled[digest] = error
                     continue
                 if flight.ask.op == "logprobs":
                     self.cache.put(digest, row)
@@ -149,6 +204,14 @@ class Session:
             if table.unsent:
                 self.work.notify()
         wake(complete)
+        return spoiled
+
+
+def client_id(url: str) -> str:
+    """A name no other client has. It begins with the server's user, so that users can be kept from
+    each other's notices."""
+    user = username(url)
+    return f"{user}-{uuid.uuid4().hex[:16]}" if _NAME.fullmatch(user) else uuid.uuid4().hex[:16]
 
 
 def _vanished(flight: Flight) -> LmpoolError:

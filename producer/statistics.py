@@ -42,15 +42,16 @@ def pool_statistics(server: Server, lanes: Sequence[LaneKeys], group: str) -> Po
         with server.pipeline(transaction=False) as pipeline:
             pipeline.hgetall(lane.counters)
             pipeline.xlen(lane.jobs)
+            pipeline.xlen(lane.batch.jobs)
             if number == 0:
                 pipeline.xinfo_consumers(lane.jobs, group)
             answers = pipeline.execute(raise_on_error=False)
         for name, value in answers[0].items():
             if name.decode() in counted:
                 counted[name.decode()] += int(value)
-        backlog += int(answers[1])
-        if number == 0 and not isinstance(answers[2], Exception):
-            names = [consumer["name"].decode() for consumer in answers[2]]
+        backlog += int(answers[1]) + int(answers[2])
+        if number == 0 and not isinstance(answers[3], Exception):
+            names = [consumer["name"].decode() for consumer in answers[3]]
     beats = server.mget([lanes[0].alive(name) for name in names]) if names else []
     workers = [_worker(msgpack.unpackb(beat)) for beat in beats if beat is not None]
     workers.sort(key=lambda worker: worker["id"])

@@ -44,6 +44,16 @@ def need_server() -> str:
     return found
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--soak-batches",
+        type=int,
+        default=150,
+        metavar="N",
+        help="random batches of the soak on the hf engine (150)",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

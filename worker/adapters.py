@@ -89,7 +89,7 @@ class Adapters:
             raise AdapterError(f"adapter name {name!r}: write 1 to 256 characters without '@'")
         folder = adapter_folder(path, self._allowed)
         fingerprint = adapter_fingerprint(folder)
-        self._load(f"{name}@{fingerprint}", folder)
+        self._load(f"{name}@{fingerprint}", folder, fingerprint)
         for lane in self._lanes:
             self._server.hset(lane.adapters, name, f"{fingerprint}\n{folder}")
         return fingerprint
@@ -117,9 +117,9 @@ class Adapters:
                 f"the files of adapter {name!r} changed on disk: register it again with "
                 "add_new_lora()"
             )
-        self._load(reference, folder)
+        self._load(reference, folder, fingerprint)
 
-    def _load(self, reference: str, folder: Path) -> None:
+    def _load(self, reference: str, folder: Path, fingerprint: str) -> None:
         if reference not in self._loaded:
             while len(self._loaded) >= MAX_LOADED:
                 self._unload(next(iter(self._loaded)))
@@ -133,6 +133,12 @@ class Adapters:
                     f"{type(error).__name__}: {error}"
                 ) from error
             self._loaded[reference] = None
+            if adapter_fingerprint(folder) != fingerprint:
+                self._unload(reference)
+                raise AdapterError(
+                    f"the files of adapter folder {str(folder)!r} changed while they were read: "
+                    "register it again with add_new_lora()"
+                )
 
     def _unload(self, reference: str) -> None:
         self._engine.remove_adapter(reference)

@@ -17,10 +17,10 @@ from typing import Any, ClassVar, Final
 
 import msgpack
 from arq.connections import ArqRedis, RedisSettings
-from redis.asyncio import ConnectionPool
 from redis.connection import SSLConnection, parse_url
 from redis.exceptions import RedisError
 
+from lmpool.address import Sentinels, async_connection_pool, is_sentinel
 from lmpool.errors import LmpoolError, ServerUnreachable, SettingsError
 from lmpool.server import greet, open_server
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
@@ -42,6 +42,17 @@ EXIT_BROKEN: Final = 70
 
 def redis_settings(url: str) -> RedisSettings:
     """The server at `url` as arq takes it (its own reader leaves %-escapes in passwords)."""
+    if is_sentinel(url):
+        known = Sentinels.parse(url)
+        return RedisSettings(
+            host=list(known.hosts),
+            sentinel=True,
+            sentinel_master=known.service,
+            database=known.options.get("db", 0),
+            username=known.options.get("username"),
+            password=known.options.get("password"),
+            ssl=known.tls,
+        )
     found = parse_url(url)
     return RedisSettings(
         host=found.get("host", "localhost"),
@@ -80,7 +91,7 @@ class PatientRedis(ArqRedis):
 
 
 def _new_redis(url: str, queue: str) -> PatientRedis:
-    pool = ConnectionPool.from_url(
+    pool = async_connection_pool(
         url, protocol=2, socket_connect_timeout=ARQ_TIMEOUT, socket_timeout=ARQ_TIMEOUT
     )
     return PatientRedis(pool, msgpack.packb, msgpack.unpackb, default_queue_name=queue)

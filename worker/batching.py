@@ -7,23 +7,35 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from lmpool.wire import Job
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claimed:
-    """A job this worker holds: its entry in the stream, its lane, and when it came."""
+    """A job this worker holds: its entry in the stream, its lane, and when it came.
+
+    One that was delivered before, to a worker that died, has `settled`, which is set once it is
+    answered: it is run alone.
+    """
 
     job: Job
     entry: bytes
     lane: int
     came: float
+    settled: threading.Event | None = None
+    later: bool = False
+    """Whether others go before it."""
 
     @property
     def size(self) -> int:
         """Prompt length in tokens."""
         return len(self.job.tokens) // 4
+
+
+LATER_SHARE: Final = 8
+"""One in so many places of a batch belongs to jobs that others go before, while there are any."""
 
 
 class Batcher:
@@ -44,6 +56,10 @@ class Batcher:
         self.max_batch_tokens = max_batch_tokens
         self._clock = clock
         self._jobs: deque[Claimed] = deque()
+        self._later: deque[Claimed] = deque()
+        self._alone: deque[Claimed] = deque()
+        self._alone_was_last = False
+        self._turns = 0
         self._tokens = 0
         self._closed = False
         self.busy = False
@@ -52,29 +68,52 @@ class Batcher:
         self.changed = threading.Condition()  # reentrant: `wait` takes under it
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._jobs) + len(self._later)
 
     def room(self) -> int:
-        """How many more jobs the next batch takes, as far as can be told before they are seen."""
+        """How many more jobs the next batch takes, as far as can be told before they are seen.
+
+        Jobs that others go before take no room from those.
+        """
         if self._tokens >= self.max_batch_tokens:
             return 0
         return max(0, self.batch_size - len(self._jobs))
+
+    def room_for_later(self) -> int:
+        """The same of jobs that others go before."""
+        return max(0, min(self.room(), self.batch_size - len(self)))
 
     def add(self, jobs: Iterable[Claimed]) -> None:
         """Take jobs in. What is over the budget stays for the batch after."""
         with self.changed:
             for job in jobs:
-                self._jobs.append(job)
-                self._tokens += job.size
+                if job.later:
+                    self._later.append(job)
+                else:
+                    self._jobs.append(job)
+                    self._tokens += job.size
             self.changed.notify_all()
+
+    def add_alone(self, claimed: Claimed) -> None:
+        """Take in a job that is to be the only one of its batch."""
+        with self.changed:
+            self._alone.append(claimed)
+            self.changed.notify_all()
+
+    def alone_is_next(self) -> bool:
+        """Whether a job to be run alone has its turn: every other batch, at most, is such a job."""
+        return bool(self._alone) and not (self._alone_was_last and len(self))
 
     def due_in(self) -> float | None:
         """Seconds until a batch leaves: 0 when one is ready, None while there is no job."""
-        if not self._jobs:
-            return None
-        if len(self._jobs) >= self.batch_size or self._tokens >= self.max_batch_tokens:
+        if self.alone_is_next():
             return 0.0
-        return max(0.0, self._jobs[0].came + self.timeout - self._clock())
+        if not len(self):
+            return None
+        if len(self) >= self.batch_size or self._tokens >= self.max_batch_tokens:
+            return 0.0
+        came = min(jobs[0].came for jobs in (self._jobs, self._later) if jobs)
+        return max(0.0, came + self.timeout - self._clock())
 
     def take(self, most: int | None = None) -> list[Claimed]:
         """The next batch's jobs now, ready or not; `most` narrows `batch_size`."""
@@ -82,13 +121,30 @@ class Batcher:
         batch: list[Claimed] = []
         tokens = 0
         with self.changed:
-            while self._jobs and len(batch) < limit:
-                size = self._jobs[0].size
-                if batch and tokens + size > self.max_batch_tokens:
-                    break
-                tokens += size
-                batch.append(self._jobs.popleft())
-            self._tokens -= tokens
+            self._alone_was_last = self.alone_is_next()
+            if self._alone_was_last:
+                batch.append(self._alone.popleft())
+                limit = 1
+            # Those that others go before have a share of each batch all the same, and first what
+            # the others leave of it: neither kind starves.
+            share = limit - max(1, limit // LATER_SHARE) if self._later and limit > 1 else limit
+            if limit == 1 and self._later and self._jobs:
+                self._turns = (self._turns + 1) % LATER_SHARE
+                share = 0 if self._turns == 0 else 1
+            for jobs, most_of_it in (
+                (self._jobs, share),
+                (self._later, limit),
+                (self._jobs, limit),
+            ):
+                while jobs and len(batch) < most_of_it:
+                    size = jobs[0].size
+                    if batch and tokens + size > self.max_batch_tokens:
+                        break
+                    tokens += size
+                    claimed = jobs.popleft()
+                    batch.append(claimed)
+                    if not claimed.later:
+                        self._tokens -= size
             if batch:
                 # In the same step: a reader must not take the worker for idle in between.
                 if not self.busy:
@@ -130,8 +186,9 @@ class Batcher:
         with self.changed:
             if not self.busy:
                 return []  # the next batch is about to leave
-            left = list(self._jobs)
+            left = [*self._jobs, *self._later]
             self._jobs.clear()
+            self._later.clear()
             self._tokens = 0
             self.changed.notify_all()
         return left
@@ -145,7 +202,9 @@ class Batcher:
         """End every wait; answers the jobs that were still waiting."""
         with self.changed:
             self._closed = True
-            left = list(self._jobs)
+            left = [*self._alone, *self._jobs, *self._later]
+            self._alone.clear()
+            self._later.clear()
             self._jobs.clear()
             self._tokens = 0
             self.changed.notify_all()

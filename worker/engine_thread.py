@@ -63,6 +63,8 @@ class EngineLoop:
         self._state = state
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._held: dict[bytes, list[Claimed]] = {}
+        self._alone = False
+        """Whether what is in flight is to have no company."""
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` on this thread, between two batches."""
@@ -93,9 +95,17 @@ class EngineLoop:
         running = self._engine.in_flight()
         if self._state.stopping.is_set():
             return []
-        if running:
-            return self._batcher.take(self._batcher.batch_size - running)
-        return self._batcher.wait(lambda: bool(self._calls) or self._state.stopping.is_set())
+        if not running:
+            batch = self._batcher.wait(lambda: bool(self._calls) or self._state.stopping.is_set())
+            self._alone = bool(batch) and batch[0].settled is not None
+            return batch
+        if self._alone or self._batcher.alone_is_next():
+            return []
+        return self._batcher.take(self._batcher.batch_size - running)
+
+    def running(self) -> list[Claimed]:
+        """The jobs that the engine has; for once it has ended."""
+        return [claimed for held in self._held.values() for claimed in held]
 
     def _run_calls(self) -> None:
         while self._calls:
@@ -141,6 +151,7 @@ class EngineLoop:
         there = [Done(c, None) for c in batch if dropped.get(c) == "x"]
         if there:
             self._publisher.put(there)
+        self._state.let_go(claimed for claimed, answer in dropped.items() if answer != "x")
         return [claimed for claimed in batch if claimed not in dropped]
 
     def _start(self, batch: list[Claimed]) -> None:
@@ -162,7 +173,8 @@ class EngineLoop:
         if refused:
             self._publisher.put(refused)
         if requests:
-            self._engine.submit(requests)
+            with self._state.step():
+                self._engine.submit(requests)
 
     def _why_not(self, adapter: str, unusable: dict[str, str]) -> str:
         """Why an adapter cannot be used ('' if it can), found out once a batch."""
@@ -177,7 +189,8 @@ class EngineLoop:
         return unusable[adapter]
 
     def _step(self) -> None:
-        outcomes = self._engine.step()
+        with self._state.step():
+            outcomes = self._engine.step()
         # A step, not all that is in flight: between two tokens of continuations there is room for
         # other prompts, and the intake must know when.
         self._state.end_batch(len(outcomes), self._batcher.stepped())

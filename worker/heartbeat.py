@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Sequence
 from typing import Final
 
 import redis
 
-from lmpool.commands import Server
-from lmpool.keys import LaneKeys
+from lmpool.commands import Server, Value
+from lmpool.keys import GROUP, LaneKeys, PoolKeys
+from lmpool.model_info import ModelInfo
+from lmpool.scripts import script
+from lmpool.worker.joining import mark
 from lmpool.worker.state import WorkerState
 
 logger = logging.getLogger(__name__)
@@ -23,27 +28,51 @@ class Heartbeat:
     """Renews the heartbeat at a third of its life, whatever the engine and event loop do."""
 
     def __init__(
-        self, server: Server, lanes: Sequence[LaneKeys], consumer: str, state: WorkerState
+        self,
+        server: Server,
+        lanes: Sequence[LaneKeys],
+        consumer: str,
+        state: WorkerState,
+        keys: PoolKeys,
+        info: ModelInfo,
     ) -> None:
         self._server = server
         self._lanes = lanes
         self._consumer = consumer
         self._state = state
+        self._pool = [keys.info, keys.serving]
+        self._serves: list[Value] = [info.pack(), mark(info), LIFE_MS]
+        self._trouble = -math.inf
+        """When a beat last failed, or was late."""
 
-    def beat(self) -> None:
-        """Renew once."""
+    def beat(self, server: Server) -> None:
+        """Renew once, and publish the model info again where it was lost."""
         value = self._state.heartbeat()
         for lane in self._lanes:
-            self._server.set(lane.alive(self._consumer), value, px=LIFE_MS)
+            script("alive")(
+                server,
+                [lane.jobs, lane.alive(self._consumer)],
+                [GROUP, self._consumer, value, LIFE_MS],
+            )
+        script("serve")(server, self._pool, self._serves)
+
+    def steady(self) -> bool:
+        """Whether server and network have let every beat through for a heartbeat's life."""
+        return time.monotonic() - self._trouble > LIFE_MS / 1000
 
     def run(self, ended: threading.Event) -> None:
         """Renew until `ended` is set."""
         missed = False
+        last = time.monotonic()
         while not ended.wait(EVERY):
             try:
-                self.beat()
+                self.beat(self._server)
                 missed = False
             except (redis.exceptions.RedisError, OSError) as error:
                 if not missed:
                     logger.warning("the heartbeat could not be renewed: %s", error)
                 missed = True
+            now = time.monotonic()
+            if missed or now - last > 2 * EVERY:
+                self._trouble = now
+            last = now

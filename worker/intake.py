@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 import redis
 
 from lmpool.commands import Fields, Server, Value
 from lmpool.errors import JobFormatError
-from lmpool.keys import GROUP, LaneKeys, lane_of
+from lmpool.keys import GROUP, LaneKeys
 from lmpool.scripts import script
 from lmpool.server import is_lost
 from lmpool.wire import Digester, Job, RefusedJob, unpack_job
 from lmpool.worker.batching import Batcher, Claimed
+from lmpool.worker.dead import Cemetery
 from lmpool.worker.state import WorkerState
 
 logger = logging.getLogger(__name__)
@@ -25,8 +26,6 @@ IDLE_BLOCK_MS: Final = 1000
 SHORT_WAIT: Final = 0.002
 GIVE_BACK_AFTER: Final = 0.5
 """Seconds, at least, that a batch may take longer than expected before jobs are given back."""
-DEAD_MOST: Final = 10_000
-COUNTERS_TTL_MS: Final = 30 * 86_400_000
 
 Entry = tuple[bytes, Fields | None]
 
@@ -48,15 +47,18 @@ class Intake:
         batcher: Batcher,
         state: WorkerState,
         digester: Digester,
+        cemetery: Cemetery,
         continuous: bool,
         restore: Callable[[Server], None] = lambda server: None,
     ) -> None:
         self._server = server
         self._lanes = lanes
+        self._first = [lane for lane in lanes if not lane.later]
         self._consumer = consumer
         self._batcher = batcher
         self._state = state
         self._digester = digester
+        self._cemetery = cemetery
         self._continuous = continuous
         self._restore = restore
         self._last: dict[str, str] = {}
@@ -153,6 +155,7 @@ class Intake:
                 if mine:
                     pairs = [v for c in mine for v in (c.job.digest.hex(), c.entry)]
                     script("release")(self._server, [lane.jobs], [lane.prefix, GROUP, *pairs])
+                    self._state.let_go(mine)
         except (redis.exceptions.RedisError, OSError):
             self._batcher.add(left)  # running one that was given back does no harm
             raise
@@ -164,14 +167,15 @@ class Intake:
 
     def _read(self, room: int, block: int | None) -> tuple[list[Claimed], dict[str, str]]:
         """Jobs, and the last entry of each stream."""
+        lanes = self._lanes if self._batcher.room_for_later() else self._first
         # COUNT holds for each stream: with several lanes each gives its share.
-        count = -(-room // len(self._lanes))
+        count = -(-room // len(self._first))
         answer = self._server.xreadgroup(
             GROUP,
             self._consumer,
             {
                 lane.jobs: self._last.get(lane.jobs, "0-0") if self._unsure else ">"
-                for lane in self._lanes
+                for lane in lanes
             },
             count=count,
             block=block,
@@ -194,52 +198,28 @@ class Intake:
                 continue
             data = fields.get(b"job", b"")
             try:
-                job = unpack_job(data)
-                self._check_digest(job)
+                job = read_job(data, self._digester)
             except JobFormatError as error:
-                self._refuse(lane, entry, data, error)
+                self._cemetery.refuse(lane, entry, data, error)
             else:
-                claimed.append(Claimed(job, entry, lane, came))
+                claimed.append(Claimed(job, entry, lane, came, later=self._lanes[lane].later))
+        self._state.held.update((lane, job.entry) for job in claimed)
         return claimed
-
-    def _check_digest(self, job: Job) -> None:
-        # A digest that is not its prompt's would put a row under another prompt's key.
-        if self._digester.job(job.op, job.tokens, job.want, job.adapter) != job.digest:
-            raise RefusedJob(
-                "the digest is not the one of this prompt for this pool's model", job.digest
-            )
-
-    def _refuse(self, lane: int, entry: bytes, data: bytes, error: JobFormatError) -> None:
-        """Garbage in the stream: keep it among the dead, tell whoever can be told."""
-        logger.warning("refused an entry of the job stream: %s", error)
-        keys = self._lanes[lane]
-        digest = error.digest.hex() if isinstance(error, RefusedJob) else ""
-        self._server.xadd(
-            keys.dead,
-            {"job": data[:65_536], "reason": str(error), "worker": self._consumer},
-            maxlen=DEAD_MOST,
-            approximate=True,
-        )
-        script("complete")(
-            self._server,
-            [keys.jobs],
-            [
-                keys.prefix,
-                GROUP,
-                COUNTERS_TTL_MS,
-                1,
-                "failed",
-                1,
-                digest,
-                entry,
-                "refused",
-                str(error),
-            ],
-        )
 
     @staticmethod
     def _group_is_gone(error: BaseException) -> bool:
         return isinstance(error, redis.exceptions.ResponseError) and "NOGROUP" in str(error)
+
+
+def read_job(data: bytes, digester: Digester) -> Job:
+    """A job of this pool from an entry of its stream. Raises `JobFormatError`."""
+    job = unpack_job(data)
+    # A digest that is not its prompt's would put a row under another prompt's key.
+    if digester.job(job.op, job.tokens, job.want, job.adapter) != job.digest:
+        raise RefusedJob(
+            "the digest is not the one of this prompt for this pool's model", job.digest
+        )
+    return job
 
 
 def create_groups(server: Server, lanes: Sequence[LaneKeys], consumer: str) -> None:
@@ -254,26 +234,34 @@ def create_groups(server: Server, lanes: Sequence[LaneKeys], consumer: str) -> N
 
 
 def release(
-    server: Server, lanes: Sequence[LaneKeys], consumer: str, known: dict[bytes, Job]
+    server: Server,
+    lanes: Sequence[LaneKeys],
+    consumer: str,
+    known: dict[tuple[int, bytes], Job],
+    keep: Collection[tuple[int, bytes]] = (),
 ) -> int:
-    """Give back at once everything this consumer holds; `known` are its jobs by entry."""
+    """Give back at once what this consumer holds, except the entries to `keep`, by lane and id.
+
+    `known` are its jobs.
+    """
     released = 0
     for number, lane in enumerate(lanes):
+        start = "-"
         while True:
-            held = server.xpending_range(lane.jobs, GROUP, "-", "+", 500, consumername=consumer)
+            held = server.xpending_range(lane.jobs, GROUP, start, "+", 500, consumername=consumer)
             arguments: list[Value] = [lane.prefix, GROUP]
             for item in held:
                 entry = item["message_id"]
-                job = known.get(entry)
-                if job is not None and lane_of(job.digest, len(lanes)) == number:
-                    digest = job.digest.hex()
-                else:  # not known, or known is one of the same id in another lane
-                    digest = _digest_of(server, lane, entry)
+                if (number, entry) in keep:
+                    continue
+                job = known.get((number, entry))
+                digest = _digest_of(server, lane, entry) if job is None else job.digest.hex()
                 arguments += (digest, entry)
-            if held:
+            if len(arguments) > 2:
                 released += script("release")(server, [lane.jobs], arguments)
             if len(held) < 500:
                 break
+            start = f"({held[-1]['message_id'].decode()}"
     return released
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import fields
+from typing import Final
 
 from lmpool.backends.engine import Engine, EngineInfo
 from lmpool.clock import to_ms
 from lmpool.commands import Server
 from lmpool.errors import PoolMismatch, SettingsError, WireError
 from lmpool.keys import PoolKeys
-from lmpool.liveness import any_alive
 from lmpool.model_info import ModelInfo, fingerprint
 from lmpool.scripts import script
 from lmpool.settings import WorkerOptions
@@ -18,7 +19,9 @@ from lmpool.vocabulary import TOKENIZER_FILES, Vocabulary
 
 logger = logging.getLogger(__name__)
 
-_MAY_DIFFER = frozenset({"model", "revision", "max_backlog", "result_ttl_ms"})
+OLD_KEYS_MS: Final = 86_400_000
+"""How long what another model left in the pool is kept."""
+_MAY_DIFFER = frozenset({"model", "revision", "max_backlog", "client_backlog", "result_ttl_ms"})
 """Fields in which the workers of one pool may differ; the latest to join decides."""
 
 
@@ -52,6 +55,7 @@ def model_info(engine: EngineInfo, options: WorkerOptions) -> ModelInfo:
         pad_token_id=engine.pad_token_id,
         lanes=options.lanes,
         max_backlog=options.max_backlog,
+        client_backlog=options.client_backlog,
         result_ttl_ms=to_ms(options.result_ttl),
     )
 
@@ -69,28 +73,51 @@ def batch_budget(options: WorkerOptions, info: ModelInfo) -> int:
     return options.max_batch_tokens
 
 
-def join(server: Server, keys: PoolKeys, info: ModelInfo, replace: bool) -> None:
-    """Publish `info` as what the pool serves.
+def mark(info: ModelInfo) -> bytes:
+    """What a living worker says that it serves: equal for those that may share a pool."""
+    must_agree = {
+        f.name: getattr(info, f.name) for f in fields(ModelInfo) if f.name not in _MAY_DIFFER
+    }
+    return fingerprint(must_agree).encode()
 
-    Raises `PoolMismatch` while living workers serve something else, unless `replace`.
+
+def join(server: Server, keys: PoolKeys, info: ModelInfo, replace: bool, life_ms: int) -> None:
+    """Publish `info` as what the pool serves, and for `life_ms` that a worker lives who does.
+
+    Raises `PoolMismatch` while living workers serve something else, unless `replace`. Of two
+    workers that join at the same time the second sees the first.
     """
-    packed = info.pack()
+    packed, mine = info.pack(), mark(info)
     while True:
-        held = server.get(keys.info)
-        if held is not None:
-            _check_same(server, keys, held, info, replace)
-        if script("replace")(server, [keys.info], [held or b"", packed]):
-            return
+        held, serving = server.get(keys.info) or b"", server.get(keys.serving) or b""
+        other = _check_same(keys, held, info, replace, serving not in (b"", mine)) if held else None
+        if script("replace")(
+            server, [keys.info, keys.serving], [held, packed, serving, mine, life_ms]
+        ):
+            break
+    if other is not None and other.fingerprint8 != info.fingerprint8:
+        for key in _kept_keys(keys, other):
+            server.pexpire(key, OLD_KEYS_MS)
+    for key in _kept_keys(keys, info):  # it may have been served, replaced, and now served again
+        server.persist(key)
+
+
+def _kept_keys(keys: PoolKeys, info: ModelInfo) -> Iterator[str]:
+    """The keys of one model in a pool that do not end by themselves."""
+    yield keys.vocabulary(info.fingerprint8)
+    for lane in keys.lanes(info.fingerprint8, info.lanes):
+        yield from (lane.jobs, lane.batch.jobs, lane.dead, lane.adapters)
 
 
 def _check_same(
-    server: Server, keys: PoolKeys, held: bytes, info: ModelInfo, replace: bool
-) -> None:
+    keys: PoolKeys, held: bytes, info: ModelInfo, replace: bool, others_live: bool
+) -> ModelInfo | None:
+    """What the pool served until now. Raises `PoolMismatch` where it must not be replaced."""
     try:
         other = ModelInfo.unpack(held)
     except WireError as error:
         if replace:
-            return
+            return None
         raise PoolMismatch(
             f"pool {keys.pool!r} holds a model info this lmpool cannot read ({error}): "
             "set LMPOOL_REPLACE=1 to overwrite it, or use another pool name"
@@ -101,10 +128,10 @@ def _check_same(
         if f.name not in _MAY_DIFFER and getattr(other, f.name) != getattr(info, f.name)
     ]
     if not different:
-        return
-    if replace or not any_alive(server, keys.lane(other.fingerprint8, 0)):
+        return other
+    if replace or not others_live:
         logger.info("pool %s now serves %s instead of %s", keys.pool, info.model, other.model)
-        return
+        return other
     text = ", ".join(
         f"{name} {getattr(other, name)!r} there, {getattr(info, name)!r} here" for name in different
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,11 @@ import redis
 from lmpool.backends.engine import Outcome
 from lmpool.commands import Server, Value
 from lmpool.errors import ServerRefused
-from lmpool.keys import GROUP, LaneKeys
+from lmpool.keys import COUNTERS_TTL_MS, GROUP, LaneKeys
 from lmpool.scripts import script
-from lmpool.server import is_lost
+from lmpool.server import is_full, is_lost
 from lmpool.wire import bf16_to_f32, pack_logprobs, pack_tokens, pack_values
 from lmpool.worker.batching import Claimed
-from lmpool.worker.intake import COUNTERS_TTL_MS
 from lmpool.worker.state import WorkerState
 from lmpool.worker.transaction import set_and_call
 
@@ -156,10 +156,11 @@ class Publisher:
                     mine = [done for done in chunk if done.claimed.lane == number]
                     if mine:
                         self._write_in(lane, mine, batches if mine[0] is chunk[0] else 0)
+                self._state.let_go(done.claimed for done in chunk)
                 return
             except (redis.exceptions.RedisError, OSError) as error:
                 failures += 1
-                full = isinstance(error, redis.exceptions.OutOfMemoryError)
+                full = is_full(error)
                 reason = str(error)[:MAX_ERROR_CHARS]
                 if failures in (1, 10) or failures % 100 == 0:
                     logger.warning(
@@ -177,7 +178,8 @@ class Publisher:
                 if not (full or is_lost(error)) and failures > 5:
                     self._state.fail(ServerRefused(f"rows cannot be written: {reason}"))
                     return
-                self._state.stopping.wait(min(2.0, 0.05 * 2 ** min(failures, 6)))
+                pause = min(2.0, 0.05 * 2 ** min(failures, 6))
+                self._state.stopping.wait(pause * random.uniform(0.5, 1.0))
 
     def _write_in(self, lane: LaneKeys, chunk: list[Done], batches: int) -> None:
         """One transaction: every row with its TTL, then the notices and acknowledgements."""

@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import redis
 
@@ -17,29 +17,37 @@ from lmpool.backends.engine import Engine
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
 from lmpool.errors import LmpoolError, SettingsError
-from lmpool.keys import PoolKeys
+from lmpool.keys import GROUP, LaneKeys, PoolKeys, streams
+from lmpool.liveness import any_alive
 from lmpool.scripts import script
 from lmpool.server import explained, greet, open_server
 from lmpool.settings import WorkerOptions, mask_url
-from lmpool.wire import Digester, Job
+from lmpool.wire import Digester
 from lmpool.worker.adapters import Adapters
 from lmpool.worker.batching import Batcher
+from lmpool.worker.dead import Cemetery
 from lmpool.worker.engine_thread import EngineLoop, spawn
-from lmpool.worker.heartbeat import Heartbeat
+from lmpool.worker.heartbeat import LIFE_MS, Heartbeat
 from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups, release
 from lmpool.worker.joining import batch_budget, join, model_info, publish_vocabulary
 from lmpool.worker.publishing import Publisher
+from lmpool.worker.recovery import Recovery
 from lmpool.worker.state import WorkerState
+from lmpool.worker.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+
+HUNG_WAIT: Final = 2.0
+"""Seconds for which a worker that failed waits for its threads."""
 
 
 class Service:
     """One worker of one pool.
 
-    Four threads, each with a connection of its own: the intake reads jobs, the engine's thread
-    computes, the publisher writes, the heartbeat beats. `on_failure` is called once, from any of
-    them, when the worker cannot go on.
+    Threads with a connection of their own each: the intake reads jobs, the engine's thread
+    computes, the publisher writes, the heartbeat beats, the recovery takes over the jobs of the
+    dead; and the watchdog looks at the engine. `on_failure` is called once, from any of them, when
+    the worker cannot go on.
     """
 
     def __init__(self, options: WorkerOptions, on_failure: Callable[[], None]) -> None:
@@ -63,6 +71,7 @@ class Service:
         self._servers: list[Server] = []
         self._heartbeat_ended = threading.Event()
         self._joining = threading.Lock()
+        self.lanes: tuple[LaneKeys, ...] = ()
         self._batcher: Batcher | None = None
         self._publisher: Publisher | None = None
 
@@ -119,39 +128,64 @@ class Service:
             budget = batch_budget(options, info)
             lanes = self.keys.lanes(info.fingerprint8, info.lanes)
             self.state.description["engine"] = info.engine
-            join(control, self.keys, info, options.replace)
-            create_groups(control, lanes, self.consumer)
-            publish_vocabulary(control, self.keys, info, engine)
-            heartbeat = Heartbeat(self._open(), lanes, self.consumer, self.state)
-            heartbeat.beat()
-        self.lanes = lanes
+            join(control, self.keys, info, options.replace, LIFE_MS)
+            self.lanes = streams(lanes)
+            heartbeat = Heartbeat(self._open(), lanes, self.consumer, self.state, self.keys, info)
+            heartbeat.beat(
+                control
+            )  # before the consumer is there, so that nobody takes it for dead
+            try:
+                create_groups(control, self.lanes, self.consumer)
+                publish_vocabulary(control, self.keys, info, engine)
+            except BaseException:
+                self._say_goodbye(control)
+                raise
         batcher = self._batcher = Batcher(options.batch_size, options.timeout, budget)
-        publisher = self._publisher = Publisher(self._open(), lanes, info.result_ttl_ms, self.state)
+        publisher = self._publisher = Publisher(
+            self._open(), self.lanes, info.result_ttl_ms, self.state
+        )
 
         def restore(server: Server) -> None:
             # A server that has lost everything: clients that come now need these, too.
-            join(server, self.keys, info, replace=False)
+            heartbeat.beat(server)
             assert self.loop is not None
             self.loop.call(lambda: publish_vocabulary(control, self.keys, info, engine))
 
+        digester = Digester(info.fingerprint)
+        intake_server = self._open(blocks_for=IDLE_BLOCK_MS / 1000)
         intake = Intake(
-            self._open(blocks_for=IDLE_BLOCK_MS / 1000),
-            lanes,
+            intake_server,
+            self.lanes,
             self.consumer,
             batcher,
             self.state,
-            Digester(info.fingerprint),
+            digester,
+            Cemetery(intake_server, self.lanes, self.consumer),
             engine.continuous,
             restore,
         )
+        recovery_server = self._open()
+        recovery = Recovery(
+            recovery_server,
+            self.lanes,
+            self.consumer,
+            batcher,
+            self.state,
+            digester,
+            heartbeat,
+            Cemetery(recovery_server, self.lanes, self.consumer),
+            options.max_deliveries,
+        )
         self.adapters = Adapters(engine, control, lanes, options.adapter_dirs)
         self.loop = EngineLoop(
-            engine, batcher, publisher, self.adapters, control, lanes, clock, self.state
+            engine, batcher, publisher, self.adapters, control, self.lanes, clock, self.state
         )
         for name, target in (
             ("heartbeat", lambda: heartbeat.run(self._heartbeat_ended)),
             ("publisher", publisher.run),
             ("intake", intake.run),
+            ("recovery", recovery.run),
+            ("watchdog", Watchdog(self.state, options.engine_timeout).run),
         ):
             self._threads[name] = spawn(name, target, self.state)
         logger.info(
@@ -178,9 +212,10 @@ class Service:
             serves = self.loop is not None
         if self._batcher is not None:
             self._batcher.wake()
-        limit = self.options.drain_timeout
+        # An engine that is broken or hangs will not finish.
+        limit = HUNG_WAIT if self.state.failure is not None else self.options.drain_timeout
         # An engine that is being loaded has nothing to finish: the process ends without it.
-        for name in ("intake", "engine") if serves else ():
+        for name in ("intake", "recovery", "watchdog", "engine") if serves else ():
             thread = self._threads.pop(name, None)
             if thread is not None:
                 thread.join(limit)
@@ -200,22 +235,34 @@ class Service:
         self._close_servers()
 
     def _leave(self) -> None:
-        held: dict[bytes, Job] = {}
-        if self._batcher is not None:
-            held = {claimed.entry: claimed.job for claimed in self._batcher.close()}
+        left = self._batcher.close() if self._batcher is not None else []
+        known = {(claimed.lane, claimed.entry): claimed.job for claimed in left}
+        # What the engine could not finish is not given back as if it were new: others try it alone,
+        # and what was tried alone before keeps its deliveries.
+        suspects = [claimed for claimed in left if claimed.settled is not None]
+        if self.loop is not None:
+            suspects += self.loop.running()
+        keep = {(claimed.lane, claimed.entry) for claimed in suspects}
         server = self._open()
         try:
             self._heartbeat_ended.set()
-            released = release(server, self.lanes, self.consumer, held)
-            for lane in self.lanes:
-                script("leave")(
-                    server,
-                    [lane.jobs, lane.alive(self.consumer)],
-                    ["workers", self.consumer],
-                )
-            logger.info("%s left the pool; %d jobs given back", self.consumer, released)
+            released = release(server, self.lanes, self.consumer, known, keep)
+            self._say_goodbye(server)
+            logger.info(
+                "%s left the pool; %d jobs given back, %d left for others to try alone",
+                self.consumer,
+                released,
+                len(keep),
+            )
         except (redis.exceptions.RedisError, OSError) as error:
             logger.warning("left without a word to the server: %s", error)
+
+    def _say_goodbye(self, server: Server) -> None:
+        """End the heartbeat, and with the last worker what the pool is known to serve."""
+        for lane in self.lanes:
+            script("leave")(server, [lane.jobs, lane.alive(self.consumer)], [GROUP, self.consumer])
+        if not any_alive(server, self.lanes[0]):
+            server.delete(self.keys.serving)
 
     def _open(self, *, blocks_for: float = 0.0) -> Server:
         server = open_server(self.options.url, blocks_for=blocks_for, name="lmpool-worker")

@@ -6,10 +6,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import msgpack
+
+from lmpool.worker.batching import Claimed
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +29,10 @@ class WorkerState:
         self.failure: BaseException | None = None
         self.batch_seconds = 0.0
         """How long a batch takes, averaged over the last ones."""
+        self.step_since: float | None = None
+        """Since when the engine has been at what it is doing, on the monotonic clock."""
+        self.held: set[tuple[int, bytes]] = set()
+        """Entries, by lane and id, that this worker took and has not acknowledged."""
         self._on_failure = on_failure
         self._recent: deque[tuple[float, int]] = deque()
         self._lock = threading.Lock()
@@ -38,6 +45,22 @@ class WorkerState:
             self.failure = error
         logger.error("the worker cannot go on: %s", error, exc_info=error)
         self._on_failure()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """While the engine works: the watchdog looks how long."""
+        self.step_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.step_since = None
+
+    def let_go(self, jobs: Iterable[Claimed]) -> None:
+        """These are acknowledged, or given back."""
+        for claimed in jobs:
+            self.held.discard((claimed.lane, claimed.entry))
+            if claimed.settled is not None:
+                claimed.settled.set()
 
     def end_batch(self, rows: int, took: float) -> None:
         """The engine is done with a batch, or a step of one, in `took` seconds; it gave `rows`."""

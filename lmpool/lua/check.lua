@@ -1,6 +1,6 @@
 -- A client looks after what it waits for: one answer each, and leases renewed.
 --   h  the result is there    j  it is still being computed    u  nobody knows of it
--- KEYS[1] job stream. ARGV: prefix, client, reply TTL, flight TTL, digests
+-- KEYS[1] a key of the lane. ARGV: prefix, client, reply TTL, flight TTL, digests
 local prefix, client = ARGV[1], ARGV[2]
 local reply = prefix .. ':reply:' .. client
 local fresh = 0
@@ -16,9 +16,10 @@ for i = 5, #ARGV do
   if redis.call('EXISTS', prefix .. ':result:' .. ARGV[i]) == 1 then
     answer = 'h'
   else
-    local job = redis.call('HGET', flight, 'job')
-    -- A flight whose job is gone from the stream will never land.
-    if job and #redis.call('XRANGE', KEYS[1], job, job) == 1 then
+    local held = redis.call('HMGET', flight, 'job', 'stream')
+    local job, stream = held[1], held[2]
+    -- A flight whose job is gone from its stream will never land.
+    if job and stream and #redis.call('XRANGE', stream, job, job) == 1 then
       redis.call('HSET', flight, 'c:' .. client, '')
       redis.call('PEXPIRE', flight, ARGV[4])
       answer = 'j'

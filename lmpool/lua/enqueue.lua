@@ -2,11 +2,13 @@
 --   h  a result is there          j  another asked already: wait with it
 --   q  the job is queued          f  the backlog is at its bound: nothing was done
 --   a  the adapter is not the registered one any more
+-- A job that waits in the other stream comes into this one if `promote` is 1 and nobody has it yet.
 -- KEYS[1] job stream. The other keys are derived from the lane's prefix: they share its slot.
--- ARGV: prefix, client, reply TTL, flight TTL, backlog bound, then per job:
+-- ARGV: prefix, client, reply TTL, flight TTL, backlog bound, group, promote, then per job:
 --       digest, deadline or '', adapter or '', job
 local jobs, prefix, client = KEYS[1], ARGV[1], ARGV[2]
 local reply_ttl, flight_ttl, bound = ARGV[3], ARGV[4], tonumber(ARGV[5])
+local group, promote = ARGV[6], ARGV[7] == '1'
 local waiter = 'c:' .. client
 
 -- The reply stream is the client's sign of life: workers drop what only the dead wait for.
@@ -20,7 +22,7 @@ end
 
 local backlog = redis.call('XLEN', jobs)
 local answers = {}
-for i = 6, #ARGV, 4 do
+for i = 8, #ARGV, 4 do
   local digest, deadline, adapter = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local flight = prefix .. ':flight:' .. digest
   local answer
@@ -44,12 +46,21 @@ for i = 6, #ARGV, 4 do
         redis.call('HSET', flight, waiter, '')
       end
       redis.call('PEXPIRE', flight, flight_ttl)
+      if promote then
+        local held = redis.call('HMGET', flight, 'job', 'stream')
+        if held[2] and held[2] ~= jobs and redis.call('EXISTS', held[2]) == 1
+            and #redis.pcall('XPENDING', held[2], group, held[1], held[1], 1) == 0
+            and redis.call('XDEL', held[2], held[1]) == 1 then
+          local id = redis.call('XADD', jobs, '*', 'job', ARGV[i + 3])
+          redis.call('HSET', flight, 'job', id, 'stream', jobs)
+        end
+      end
       answer = 'j'
     elseif backlog >= bound then
       answer = 'f'
     else
       local id = redis.call('XADD', jobs, '*', 'job', ARGV[i + 3])
-      redis.call('HSET', flight, 'job', id, 'deadline', deadline, waiter, '')
+      redis.call('HSET', flight, 'job', id, 'stream', jobs, 'deadline', deadline, waiter, '')
       redis.call('PEXPIRE', flight, flight_ttl)
       backlog = backlog + 1
       answer = 'q'

@@ -51,7 +51,7 @@ class Caller:
         flight_ttl: int = 60_000,
     ) -> tuple[str, bool]:
         """One answer for each job, and whether the reply stream was made anew."""
-        arguments: list[Any] = [self.lane.prefix, self.id, reply_ttl, flight_ttl, bound]
+        arguments: list[Any] = [self.lane.prefix, self.id, reply_ttl, flight_ttl, bound, GROUP, 1]
         for job in jobs:
             deadline = "" if job.deadline is None else job.deadline
             arguments += (job.digest.hex(), deadline, job.adapter or "", pack_job(job))

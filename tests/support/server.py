@@ -110,6 +110,8 @@ class RealServer:
         try:
             with self.client() as client:
                 return bool(client.ping())
+        except redis.exceptions.AuthenticationError:
+            return True
         except (redis.exceptions.BusyLoadingError, redis.exceptions.ConnectionError):
             return False
 

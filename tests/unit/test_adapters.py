@@ -224,6 +224,27 @@ def test_files_that_changed_on_disk_are_another_adapter(
         other.ensure(f"mine@{fingerprint}")
 
 
+def test_files_that_change_while_they_are_loaded_are_not_used(
+    adapters: Adapters,
+    engine: MockEngine,
+    server: fakeredis.FakeRedis,
+    allowed: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = save_adapter(allowed / "a")
+    load = engine.add_adapter
+
+    def load_what_is_being_written(name: str, path: str) -> None:
+        (folder / "adapter_model.safetensors").write_bytes(b"half of the new ones")
+        load(name, path)
+
+    monkeypatch.setattr(engine, "add_adapter", load_what_is_being_written)
+    with pytest.raises(AdapterError, match="changed while they were read: register it again"):
+        adapters.add("mine", str(folder))
+    assert not engine.adapters
+    assert not server.exists(LANES[0].adapters)
+
+
 def test_a_worker_that_does_not_allow_the_folder_does_not_load_it(
     adapters: Adapters, server: fakeredis.FakeRedis, allowed: Path, tmp_path: Path
 ) -> None:

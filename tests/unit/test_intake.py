@@ -15,6 +15,7 @@ from lmpool.server import open_server
 from lmpool.wire import Digester, Job, pack_job
 from lmpool.worker import intake as intake_module
 from lmpool.worker.batching import Batcher
+from lmpool.worker.dead import Cemetery
 from lmpool.worker.intake import Intake, create_groups, release
 from lmpool.worker.state import WorkerState
 from tests.support.protocol import (
@@ -54,6 +55,7 @@ class Reader:
             self.batcher,
             self.state,
             Digester(FINGERPRINT),
+            Cemetery(self.server, lanes, consumer),
             continuous,
         )
         create_groups(self.server, lanes, consumer)
@@ -477,7 +479,7 @@ def test_a_refusal_that_cannot_be_told_loses_no_other_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reader = start()
-    refuse, failures = Intake._refuse, []
+    refuse, failures = Cemetery.refuse, []
 
     def fail_once(*arguments: Any) -> None:
         if not failures:
@@ -485,7 +487,7 @@ def test_a_refusal_that_cannot_be_told_loses_no_other_job(
             raise redis.exceptions.ConnectionError("cut")
         refuse(*arguments)
 
-    monkeypatch.setattr(Intake, "_refuse", fail_once)
+    monkeypatch.setattr(Cemetery, "refuse", fail_once)
     with redis_client.pipeline() as pipeline:
         pipeline.xadd(lane.jobs, {"job": b"garbage"})
         for i in range(5):

@@ -14,7 +14,7 @@ from lmpool.model_info import ModelInfo
 from lmpool.settings import WorkerOptions
 from lmpool.vocabulary import Vocabulary
 from lmpool.worker.intake import create_groups
-from lmpool.worker.joining import batch_budget, join, model_info, publish_vocabulary
+from lmpool.worker.joining import batch_budget, join, mark, model_info, publish_vocabulary
 
 ENGINE = EngineInfo(
     engine="hf",
@@ -110,19 +110,20 @@ def appear(server: redis.Redis, keys: PoolKeys, info: ModelInfo, consumer: str =
     lanes = keys.lanes(info.fingerprint8, info.lanes)
     create_groups(server, lanes, consumer)  # type: ignore[arg-type]
     server.set(lanes[0].alive(consumer), b"", px=60_000)
+    server.set(keys.serving, mark(info), px=60_000)
 
 
 def test_the_first_worker_makes_the_pool(redis_client: redis.Redis, keys: PoolKeys) -> None:
-    join(redis_client, keys, INFO, False)  # type: ignore[arg-type]
+    join(redis_client, keys, INFO, False, 5000)  # type: ignore[arg-type]
     assert served(redis_client, keys) == INFO
 
 
 def test_the_same_model_joins(redis_client: redis.Redis, keys: PoolKeys) -> None:
-    join(redis_client, keys, INFO, False)  # type: ignore[arg-type]
+    join(redis_client, keys, INFO, False, 5000)  # type: ignore[arg-type]
     appear(redis_client, keys, INFO)
     # Where workers may differ, the latest decides.
     latest = replace(INFO, model="local/copy", revision=None, max_backlog=5, result_ttl_ms=7)
-    join(redis_client, keys, latest, False)  # type: ignore[arg-type]
+    join(redis_client, keys, latest, False, 5000)  # type: ignore[arg-type]
     assert served(redis_client, keys) == latest
 
 
@@ -145,11 +146,11 @@ def test_the_same_model_joins(redis_client: redis.Redis, keys: PoolKeys) -> None
 def test_another_model_is_refused_while_workers_live(
     changed: dict[str, Any], redis_client: redis.Redis, keys: PoolKeys
 ) -> None:
-    join(redis_client, keys, INFO, False)  # type: ignore[arg-type]
+    join(redis_client, keys, INFO, False, 5000)  # type: ignore[arg-type]
     appear(redis_client, keys, INFO)
     (name,) = changed
     with pytest.raises(PoolMismatch) as refused:
-        join(redis_client, keys, replace(INFO, **changed), False)  # type: ignore[arg-type]
+        join(redis_client, keys, replace(INFO, **changed), False, 5000)  # type: ignore[arg-type]
     message = str(refused.value)
     assert f"{name} {getattr(INFO, name)!r} there, {changed[name]!r} here" in message
     assert "LMPOOL_REPLACE=1" in message
@@ -157,19 +158,19 @@ def test_another_model_is_refused_while_workers_live(
 
 
 def test_another_model_takes_over_from_the_dead(redis_client: redis.Redis, keys: PoolKeys) -> None:
-    join(redis_client, keys, INFO, False)  # type: ignore[arg-type]
+    join(redis_client, keys, INFO, False, 5000)  # type: ignore[arg-type]
     appear(redis_client, keys, INFO)
-    redis_client.delete(keys.lane(INFO.fingerprint8, 0).alive("w"))
-    join(redis_client, keys, OTHER, False)  # type: ignore[arg-type]
+    redis_client.delete(keys.serving)
+    join(redis_client, keys, OTHER, False, 5000)  # type: ignore[arg-type]
     assert served(redis_client, keys) == OTHER
 
 
 def test_another_model_takes_over_when_it_is_told_to(
     redis_client: redis.Redis, keys: PoolKeys
 ) -> None:
-    join(redis_client, keys, INFO, False)  # type: ignore[arg-type]
+    join(redis_client, keys, INFO, False, 5000)  # type: ignore[arg-type]
     appear(redis_client, keys, INFO)
-    join(redis_client, keys, OTHER, True)  # type: ignore[arg-type]
+    join(redis_client, keys, OTHER, True, 5000)  # type: ignore[arg-type]
     assert served(redis_client, keys) == OTHER
 
 
@@ -178,9 +179,9 @@ def test_what_cannot_be_read_is_not_overwritten_unasked(
 ) -> None:
     redis_client.set(keys.info, b"from the future")
     with pytest.raises(PoolMismatch, match=r"cannot read .*LMPOOL_REPLACE=1"):
-        join(redis_client, keys, INFO, False)  # type: ignore[arg-type]
+        join(redis_client, keys, INFO, False, 5000)  # type: ignore[arg-type]
     assert redis_client.get(keys.info) == b"from the future"
-    join(redis_client, keys, INFO, True)  # type: ignore[arg-type]
+    join(redis_client, keys, INFO, True, 5000)  # type: ignore[arg-type]
     assert served(redis_client, keys) == INFO
 
 
@@ -200,7 +201,7 @@ def test_two_that_join_at_once_see_each_other(
 
     monkeypatch.setattr(redis_client, "get", get_and_be_overtaken)
     with pytest.raises(PoolMismatch, match="org/other"):
-        join(redis_client, keys, INFO, False)  # type: ignore[arg-type]
+        join(redis_client, keys, INFO, False, 5000)  # type: ignore[arg-type]
     assert served(redis_client, keys) == OTHER
 
 

@@ -35,7 +35,6 @@ def test_transformers_by_name_and_where_there_is_nothing_better(name: str) -> No
     [
         ("mok", {}, r"one of auto, .*hf, .*mock.* expected; did you mean 'mock'\?"),
         ("", {}, "engine='': one of auto"),
-        ("vllm", {}, "'vllm' is not part of this release; write 'hf'"),
         ("mock", {"dely": 1.0}, r"no option 'dely'; did you mean 'delay'\? It has revision, dtype"),
         ("mock", {"model_kwargs": {}}, r"no option 'model_kwargs'; It has"),
         ("mock", {"delay": "1"}, "delay='1'"),
@@ -45,6 +44,16 @@ def test_transformers_by_name_and_where_there_is_nothing_better(name: str) -> No
 def test_what_is_unknown_is_refused(name: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         load_engine(name, "tiny", **options)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "mlx"])
+def test_an_engine_that_is_not_installed_names_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.delitem(sys.modules, f"lmpool.backends.{engine}", raising=False)
+    monkeypatch.setitem(sys.modules, engine, None)
+    with pytest.raises(SettingsError, match=rf"needs {engine}.*pip install 'lmpool\[{engine}\]'"):
+        load_engine(engine, "tiny")
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])

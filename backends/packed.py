@@ -1,0 +1,281 @@
+"""Forward passes that compute each distinct token position of a batch once, and keep what they did.
+
+The prompts' positions are packed into a few rows with a 4-dimensional attention mask, by which a
+position sees its own ancestors in the trie of all prompts and nothing else; its `position_ids` are
+its depth. Keys and values live in an arena with a slot for each position of the trie. The models
+are stock ones: they find the arena behind the cache interface of transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from lmpool.backends.engine import Tokens
+from lmpool.backends.hf_forward import Head
+from lmpool.backends.packed_layout import (
+    RESERVED_SLOTS,
+    Bounds,
+    Layout,
+    Pass,
+    lay_out,
+    passes,
+)
+from lmpool.backends.trie import TokenTrie
+from lmpool.backends.trie_runs import Lease, TrieStatistics
+
+# Untyped on purpose: its annotations differ from release to release.
+cache_utils: Any = importlib.import_module("transformers.cache_utils")
+
+Take = Callable[[list[int], torch.Tensor], list[int]]
+"""Takes prompts' numbers and their logits [prompts, vocab]; returns those that are no numbers."""
+
+_PINNED_SHARE: Final = 0.5
+"""The part of the slots that kept prefixes may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps of a position: `heads` keys of `key_dim`, values of `value_dim`."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Which of the positions before it a position attends to; by default all.
+
+    Those nearer than `window`, or those of its own chunk of `chunk` positions.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+class Arena:
+    """The keys and values of every slot: a pair of tensors [slots, heads, dim] for each layer."""
+
+    def __init__(self, shapes: Sequence[LayerShape], slots: int, device: torch.device) -> None:
+        def block(shape: LayerShape, dim: int) -> torch.Tensor:
+            made = torch.empty((slots, shape.heads, dim), dtype=shape.dtype, device=device)
+            made[:RESERVED_SLOTS] = 0
+            return made
+
+        self.keys = [block(shape, shape.key_dim) for shape in shapes]
+        self.values = [block(shape, shape.value_dim) for shape in shapes]
+        self.nbytes = sum(block.nbytes for block in (*self.keys, *self.values))
+        self.writes = torch.empty(0, dtype=torch.int64)
+        self.columns: torch.Tensor | None = None
+
+
+class ArenaLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
+    """One layer's part of the arena, as transformers wants to see it."""
+
+    is_sliding = False
+
+    def __init__(self, arena: Arena, layer: int) -> None:
+        super().__init__()
+        self._arena = arena
+        self._layer = layer
+        self.is_initialized = True
+
+    def lazy_initialization(self, *_: object) -> None: ...
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the new positions' states; return those of all the columns that the rows see."""
+        arena, layer = self._arena, self._layer
+        columns = arena.columns
+        found = []
+        for kept, new in ((arena.keys[layer], keys), (arena.values[layer], values)):
+            kept.index_copy_(0, arena.writes, new.transpose(1, 2).flatten(0, 1))
+            if columns is None:
+                found.append(new)
+            else:
+                seen = kept.index_select(0, columns.flatten())
+                found.append(seen.unflatten(0, columns.shape).transpose(1, 2))
+        return found[0], found[1]
+
+    # What models ask of a cache to place new tokens and to mask them: here they say both.
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None: ...
+
+
+class PackedForward:
+    """Computes the logits after prompts, and keeps their keys and values in `slots` slots."""
+
+    def __init__(
+        self,
+        head: Head,
+        shapes: Sequence[LayerShape],
+        *,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        bounds: Bounds,
+    ) -> None:
+        self._head = head
+        self._device = device
+        self._dtype = dtype
+        self._bounds = bounds
+        self.slots = slots
+        self._trie = TokenTrie(slots)
+        self._arena = Arena(shapes, slots + RESERVED_SLOTS, device)
+        layers = [ArenaLayer(self._arena, layer) for layer in range(len(shapes))]
+        self._cache = cache_utils.Cache(layers=layers)
+        self._prefixes: dict[bytes, Lease] = {}
+        self.reach: Reach | Mapping[str, Reach] = Reach()
+        """That of every layer, or that of each kind of layer, by its name in the model's config."""
+
+    def run(self, prompts: Sequence[Tokens], take: Take, adapter: str | None = None) -> list[int]:
+        """Give `take` the logits after each of several distinct prompts, in parts.
+
+        `adapter` is the one that the model uses now: it finds only what it computed itself.
+        Returns the numbers of the prompts that could not be computed: those for which there are too
+        few slots, and those that `take` refused.
+        """
+        waiting = list(range(len(prompts)))
+        if sum(prompt.size for prompt in prompts) > self.slots // 2:
+            # What shares a prefix should be in the slots at the same time.
+            waiting.sort(key=lambda i: prompts[i].astype(">u4").tobytes())
+        left: list[int] = []
+        while waiting:
+            leases: list[Lease] = []
+            try:
+                for number in waiting:
+                    lease = self._trie.lease(prompts[number], adapter)
+                    if lease is None:
+                        break
+                    leases.append(lease)
+                batch, waiting = waiting[: len(leases)], waiting[len(leases) :]
+                if leases:
+                    refused = self._compute(leases, batch, take)
+                    left.extend(refused)
+                    # A state that is no number is in all that shared a row with it.
+                    if not refused:
+                        self._trie.commit(leases)
+                else:
+                    left.append(waiting.pop(0))
+            finally:
+                self._trie.discard(leases)
+                self._trie.release(leases)
+        return left
+
+    def keep_prefix(self, prompt: Tokens) -> bool:
+        """Compute a prefix and never evict it; False where there are too few slots for that."""
+        name = prompt.tobytes()
+        if name in self._prefixes:
+            return True
+        pinned = self._trie.statistics().pinned
+        if pinned + prompt.size > self.slots * _PINNED_SHARE:
+            return False
+        if self.run([prompt], lambda *_: []):
+            return False
+        lease = self._trie.lease(prompt)
+        assert lease is not None
+        self._trie.narrow(lease)
+        self._prefixes[name] = lease
+        return True
+
+    def forget(self, adapter: str) -> None:
+        """Forget what was computed with an adapter."""
+        self._trie.forget(adapter)
+
+    def clear(self) -> None:
+        """Forget all that is kept, prefixes too."""
+        self._prefixes.clear()
+        self._trie.clear()
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """The memory in which keys and values are kept; it is taken once and never grows."""
+        return self._arena.nbytes
+
+    def statistics(self) -> TrieStatistics:
+        """How full the slots are, and what they were used for."""
+        return self._trie.statistics()
+
+    def check(self) -> None:
+        """Raise `AssertionError` where an invariant of the trie is broken."""
+        self._trie.check()
+
+    def _compute(self, leases: Sequence[Lease], numbers: Sequence[int], take: Take) -> list[int]:
+        layout = lay_out(leases)
+        refused: list[int] = []
+        with torch.inference_mode():
+            for part in passes(layout, self._bounds):
+                logits = self._forward(layout, part)
+                if part.prompts.size:
+                    refused += take([numbers[i] for i in part.prompts], logits)
+        return refused
+
+    def _forward(self, layout: Layout, part: Pass) -> torch.Tensor:
+        arena, queries = self._arena, part.queries
+        arena.writes = self._place(part.writes)
+        arena.columns = mask = None
+        # Rows of new beginnings need nothing that is kept, and a plainly causal mask where each of
+        # them is one prompt's.
+        begin = np.array_equal(part.columns, queries) and bool(layout.fresh[queries].all())
+        if not begin:
+            arena.columns = self._place(layout.slots[part.columns])
+        if not begin or not (layout.depths[queries] == np.arange(queries.shape[1])).all():
+            mask = self._mask(layout, part)
+        outputs = part.outputs if part.outputs.size else np.zeros(1, np.int64)
+        return self._head.logits(
+            self._place(outputs),
+            input_ids=self._place(layout.tokens[queries]),
+            position_ids=self._place(layout.depths[queries]),
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+
+    def _mask(self, layout: Layout, part: Pass) -> torch.Tensor | dict[str, torch.Tensor]:
+        """[rows, 1, width, columns]: 0 where a position sees a column, else the least number.
+
+        Where layers differ in what they see, a mask for each kind of layer.
+        """
+        queries = self._place(part.queries)[:, :, None]
+        columns = self._place(part.columns)[:, None, :]
+        ends = self._place(layout.ends[part.columns])[:, None, :]
+        unrelated = (columns > queries) | (queries >= ends)
+
+        def mask(reach: Reach) -> torch.Tensor:
+            hidden = unrelated
+            if reach != Reach():
+                at = self._place(layout.depths[part.queries])[:, :, None]
+                seen = self._place(layout.depths[part.columns])[:, None, :]
+                if reach.window is not None:
+                    hidden = hidden | (at - seen >= reach.window)
+                if reach.chunk is not None:
+                    hidden = hidden | (at // reach.chunk != seen // reach.chunk)
+            made = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+            return made.masked_fill_(hidden, torch.finfo(self._dtype).min)[:, None]
+
+        if isinstance(self.reach, Reach):
+            return mask(self.reach)
+        return {kind: mask(reach) for kind, reach in self.reach.items()}
+
+    def _place(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

@@ -1,0 +1,277 @@
+"""Which models the packed forward serves, and how much memory it gets.
+
+A model that it does not serve right is told by its configuration, by the cache that it makes, or by
+a trial of a few prompts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from lmpool.backends.engine import Tokens
+from lmpool.backends.hf_forward import Forward
+from lmpool.backends.packed import LayerShape, PackedForward, Reach, cache_utils
+from lmpool.backends.packed_layout import RESERVED_SLOTS, Bounds
+from lmpool.errors import SettingsError
+
+logger = logging.getLogger(__name__)
+
+_ATTENTION: Final = ("sdpa", "eager")
+"""The implementations of attention that take a 4-dimensional mask."""
+
+_WINDOWS: Final = {
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}
+"""What a config calls the kinds of layers that do not see all, and how far each of them sees."""
+
+_TRIAL_TOKENS: Final = 48
+_TRIAL_WINDOW: Final = 7
+"""A window for the trial, so that its prompts are longer than that and yet short."""
+_FEWEST_SLOTS: Final = 16
+_MOST_SLOTS: Final = 1 << 20
+"""More positions than a worker's prompts have in common: a bound for very small models."""
+
+_GIB: Final = 1 << 30
+# On a CPU other processes, and other workers, want memory too; a GPU is the worker's own.
+_SHARE_CPU: Final = 1 / 8
+_MOST_BYTES_CPU: Final = 4 * _GIB
+_SHARE_GPU: Final = 1 / 2
+_MOST_BYTES_GPU: Final = 32 * _GIB
+
+
+class _Unfit(Exception):
+    """Why a model is not served."""
+
+
+def packed_forward(
+    model: Any,
+    forward: Forward,
+    *,
+    device: torch.device,
+    kv_cache_bytes: int | None,
+    longest: int,
+    bounds: Bounds,
+) -> tuple[PackedForward | None, int]:
+    """A packed forward for `model`, and the longest prompt that it serves right.
+
+    None and 0 where `kv_cache_bytes` is 0, and for a model that it cannot serve; the log says why.
+    Raises `SettingsError` where `kv_cache_bytes` is too little for a few positions.
+    """
+    if kv_cache_bytes == 0:
+        return None, 0
+    name = type(model).__name__
+    try:
+        shapes, limit = _requirements(model, forward, device)
+        limit = min(limit, longest)
+        windows = _windows(model.config.get_text_config())
+        slot_bytes = sum(shape.slot_bytes for shape in shapes)
+        automatic = kv_cache_bytes is None
+        memory = default_kv_cache_bytes(device) if kv_cache_bytes is None else kv_cache_bytes
+        slots = min(memory // slot_bytes, _MOST_SLOTS) - RESERVED_SLOTS
+        if slots < _FEWEST_SLOTS:
+            least = (_FEWEST_SLOTS + RESERVED_SLOTS) * slot_bytes
+            if automatic:
+                raise _Unfit(f"there is no memory for {least:,} bytes of keys and values")
+            raise SettingsError(
+                f"kv_cache_bytes={kv_cache_bytes}: a position of this model takes {slot_bytes:,} "
+                f"bytes; write {least} or more, or 0 to keep nothing between batches"
+            )
+        head = forward.head
+        assert head is not None
+        packed = PackedForward(
+            head, shapes, slots=slots, dtype=model.dtype, device=device, bounds=bounds
+        )
+        try:
+            packed.reach = _reach(model.config.get_text_config(), windows)
+            with _narrow_windows(model.config.get_text_config(), packed, windows):
+                _try(packed, forward, model, limit)
+        except _Unfit as reason:
+            if not windows:
+                raise
+            logger.info("%s is served within its window only: %s", name, reason)
+            packed.reach, limit = Reach(), min(limit, *windows.values())
+            _try(packed, forward, model, limit)
+    except _Unfit as reason:
+        logger.warning(
+            "%s keeps nothing between batches, and computes shared prefixes for each prompt: %s",
+            name,
+            reason,
+        )
+        return None, 0
+    logger.info(
+        "%s keeps the keys and values of %s positions in %s bytes%s",
+        name,
+        f"{slots:,}",
+        f"{(slots + RESERVED_SLOTS) * slot_bytes:,}",
+        " (kv_cache_bytes sets another bound)" if automatic else "",
+    )
+    if limit < longest:
+        logger.warning(
+            "prompts of more than %d tokens, from where %s attends otherwise, keep nothing between "
+            "batches",
+            limit,
+            name,
+        )
+    return packed, limit
+
+
+def default_kv_cache_bytes(device: torch.device) -> int:
+    """A share of the memory that is free on `device`, capped."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return min(int(free * _SHARE_GPU), _MOST_BYTES_GPU)
+    return min(int(_available_memory() * _SHARE_CPU), _MOST_BYTES_CPU)
+
+
+def _available_memory() -> int:
+    """Bytes that this process may still use, as far as the system says."""
+    known = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        known += [int(e.split()[1]) << 10 for e in lines if e.startswith("MemAvailable:")]
+        group = Path("/sys/fs/cgroup")
+        most = (group / "memory.max").read_text().strip()
+        if most != "max":
+            known.append(max(0, int(most) - int((group / "memory.current").read_text())))
+    except (OSError, ValueError, IndexError):  # another system, or none of its files
+        pass
+    return min(known, default=16 * _GIB)
+
+
+def _requirements(
+    model: Any, forward: Forward, device: torch.device
+) -> tuple[list[LayerShape], int]:
+    """What a position takes in each layer, and the longest prompt whose positions mean the same."""
+    config = model.config.get_text_config()
+    if not forward.may_pad:
+        raise _Unfit("its rows depend on more than the prompt")
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation not in _ATTENTION:
+        raise _Unfit(
+            f"its attention is {implementation!r}, which takes no mask of ours; "
+            f"{' and '.join(_ATTENTION)} do"
+        )
+    ids = torch.arange(5, device=device)[None] % int(model.get_input_embeddings().weight.shape[0])
+    try:
+        with torch.inference_mode():
+            cache = model(input_ids=ids, use_cache=True).past_key_values
+    except Exception as error:
+        raise _Unfit(f"it makes no cache ({type(error).__name__}: {error})") from error
+    if type(cache) is not cache_utils.DynamicCache:
+        raise _Unfit(f"it keeps its state in a {type(cache).__name__}")
+    shapes = []
+    for layer in cache.layers:
+        if type(layer) not in (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer):
+            raise _Unfit(f"it keeps the state of a layer in a {type(layer).__name__}")
+        keys, values = layer.keys, layer.values
+        if keys is None or keys.dim() != 4 or keys.shape[2] != ids.shape[1]:
+            raise _Unfit("some of its layers keep no keys of their own")
+        if keys.device != values.device or keys.device.type != device.type:
+            raise _Unfit("its layers are on several devices")
+        if (keys.device.index or 0) != (device.index or 0):
+            raise _Unfit("its layers are on several devices")
+        shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype))
+    return shapes, min(_rotary_limits(config), default=1 << 62)
+
+
+def _windows(config: Any) -> dict[str, int]:
+    """How far those kinds of layers see that do not see all."""
+    found = {kind: getattr(config, name, None) for kind, name in _WINDOWS.items()}
+    return {kind: size for kind, size in found.items() if isinstance(size, int) and size > 0}
+
+
+def _reach(config: Any, windows: Mapping[str, int]) -> Reach | dict[str, Reach]:
+    """What the model's layers see: a model of several kinds of layers takes a mask for each."""
+    if not windows:
+        return Reach()
+    kinds = set(getattr(config, "layer_types", None) or windows)
+    if unknown := kinds - windows.keys() - {"full_attention"}:
+        raise _Unfit(f"what its layers of the kind {min(unknown)!r} see is not known")
+    reaches = {
+        kind: Reach(
+            window=windows.get(kind) if kind == "sliding_attention" else None,
+            chunk=windows.get(kind) if kind == "chunked_attention" else None,
+        )
+        for kind in sorted(kinds)
+    }
+    return reaches if len(reaches) > 1 else next(iter(reaches.values()))
+
+
+@contextlib.contextmanager
+def _narrow_windows(
+    config: Any, packed: PackedForward, windows: Mapping[str, int]
+) -> Iterator[None]:
+    """Have the model, and the packed forward, see less far: no prompt of a trial exceeds the real
+    windows, and it would say nothing about them.
+
+    A model that does not heed its config here differs from the packed forward, and fails the trial.
+    """
+    reach = packed.reach
+    narrow = dict.fromkeys(windows, _TRIAL_WINDOW)
+    try:
+        packed.reach = _reach(config, narrow)
+        for kind in windows:
+            setattr(config, _WINDOWS[kind], _TRIAL_WINDOW)
+        yield
+    finally:
+        packed.reach = reach
+        for kind, size in windows.items():
+            setattr(config, _WINDOWS[kind], size)
+
+
+def _rotary_limits(config: Any) -> list[int]:
+    """From what length on rotary positions depend on the longest prompt of a forward pass."""
+    found = getattr(config, "rope_parameters", None)
+    if not isinstance(found, Mapping):
+        return []
+    limits = []
+    for parameters in (found, *(v for v in found.values() if isinstance(v, Mapping))):
+        kind = parameters.get("rope_type")
+        if kind in ("dynamic", "longrope"):
+            name = "original_max_position_embeddings"
+            bound = parameters.get(name) or getattr(config, name, None)
+            limits.append(int(bound or config.max_position_embeddings))
+    return limits
+
+
+def _try(packed: PackedForward, forward: Forward, model: Any, limit: int) -> None:
+    """Compare prompts that share prefixes, are kept, and are computed in parts with each alone."""
+    vocab = int(model.get_input_embeddings().weight.shape[0])
+    rng = np.random.default_rng(0)
+
+    def random(length: int) -> Tokens:
+        return rng.integers(0, vocab, length).astype(np.uint32)
+
+    long = random(min(_TRIAL_TOKENS, limit, packed.slots // 2))
+    head, length = long[: (long.size + 1) // 2], long.size
+    branches = [np.concatenate((head, random(n)))[:length] for n in (1, 3, 9)]
+    batches = [[long], [head, *branches, random(3)], [long, branches[2], random(1)]]
+    try:
+        for batch in batches:
+            distinct = list({prompt.tobytes(): prompt for prompt in batch}.values())
+            rows: dict[int, torch.Tensor] = {}
+
+            def take(numbers: list[int], logits: torch.Tensor) -> list[int]:
+                rows.update(zip(numbers, logits, strict=True))  # noqa: B023
+                return []
+
+            for left in packed.run(distinct, take):
+                rows[left] = forward.alone(distinct[left])
+            logits = torch.stack([rows[i] for i in range(len(distinct))])
+            error = forward.difference(logits, distinct)
+            if error is not None:
+                raise _Unfit(f"a trial gave other rows than one prompt at a time, by {error:.2g}")
+    except _Unfit:
+        raise
+    except Exception as error:
+        raise _Unfit(f"a trial failed ({type(error).__name__}: {error})") from error
+    finally:
+        packed.clear()

@@ -1,0 +1,262 @@
+"""Laying prompts out for packed forward passes: which position attends to which, and in what rows.
+
+The positions of a batch's prompts, each once, are put in preorder of the trie that the prompts
+span. Then a position sees exactly those before it whose subtree has not ended yet, and any stretch
+of preorder can be cut into rows of one width: a row needs the ancestors of its first position, and
+what lies between its first and its last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from lmpool.backends.trie_runs import Lease, Run
+
+Indices = npt.NDArray[np.int64]
+
+BLANK: Final = 0
+"""The slot that fills up short rows; it holds zeros and no position sees it."""
+SPARE: Final = 1
+"""The slot into which goes what is computed a second time, or only to fill up a row."""
+RESERVED_SLOTS: Final = 2
+
+# What it costs to gather the keys and values of a position, and to compute one, in pairs of
+# positions that attend to each other.
+_GATHER_COST: Final = 24
+_POSITION_COST: Final = 1_000
+
+_ALIGNMENT: Final = 8
+"""Attention kernels of a GPU would copy a mask whose rows are no multiple of this."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """A batch's positions in preorder. All arrays but the last three are int64 [positions + 1].
+
+    The last entry of each is the blank position. `ends` is where the subtree of a position ends,
+    `begins` where its run begins, and `above` the last position of the run above (-1: none).
+    `fresh`, bool, tells what has to be computed for the first time. `queries` are the positions to
+    compute: the fresh ones and the last of every prompt, in preorder. `last` is that last position
+    of each prompt.
+    """
+
+    tokens: Indices
+    slots: Indices
+    depths: Indices
+    ends: Indices
+    begins: Indices
+    above: Indices
+    fresh: npt.NDArray[np.bool_]
+    queries: Indices
+    last: Indices
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pass:
+    """One forward pass: `rows` by `width` positions to compute, `columns` seen by each row.
+
+    `queries` is int64 [rows, width], `columns` int64 [rows, columns], both positions of the
+    layout; rows are filled up with the last query and with the blank position. `writes` are the
+    slots that get what is computed, int64 [rows * width]. `outputs` are the places in the
+    flattened `queries` whose logits are wanted, and `prompts` whose they are.
+    """
+
+    queries: Indices
+    columns: Indices
+    writes: Indices
+    outputs: Indices
+    prompts: Indices
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a forward pass may hold at most, where one position does not need more.
+
+    `positions` to compute; `outputs` with logits; `pairs` of positions in the attention mask;
+    `columns` of all rows, whose keys and values are gathered.
+    """
+
+    positions: int
+    outputs: int
+    pairs: int = 1 << 25
+    columns: int = 1 << 16
+
+
+def lay_out(leases: Sequence[Lease]) -> Layout:
+    """The positions of these leases' prompts, at least one, in preorder."""
+    lengths, below = _used_runs(leases)
+    # Siblings stand in any order. Prompts that share nothing, those of one length together, make
+    # rows that are a prompt each: popped from the end, they come first.
+    below[None].sort(key=lambda run: (run not in below, lengths[run]))
+    order: list[Run] = []
+    numbers: dict[Run | None, int] = {}
+    parents: list[int] = []
+    waiting = below[None]
+    while waiting:
+        run = waiting.pop()
+        numbers[run] = len(order)
+        order.append(run)
+        parents.append(numbers.get(run.parent, -1))
+        waiting.extend(below.get(run, ()))
+
+    sizes = np.array([lengths[run] for run in order], dtype=np.int64)
+    stops = sizes.cumsum()
+    begins = stops - sizes
+    ends = stops.tolist()
+    for number in range(len(order) - 1, 0, -1):
+        parent = parents[number]
+        if parent >= 0 and ends[number] > ends[parent]:
+            ends[parent] = ends[number]
+    total = int(stops[-1])
+    tokens = np.empty(total + 1, np.int64)
+    slots = np.empty(total + 1, np.int64)
+    np.concatenate([run.tokens[: lengths[run]] for run in order], out=tokens[:-1])
+    np.concatenate([run.slots[: lengths[run]] for run in order], out=slots[:-1])
+    slots += RESERVED_SLOTS
+    tokens[-1], slots[-1] = 0, BLANK
+
+    # One repeat for the five that differ from run to run only.
+    above = np.array(parents, dtype=np.int64)
+    above = np.where(above < 0, -1, stops[above] - 1)
+    starts = np.array([run.start for run in order], dtype=np.int64)
+    computed = np.array([run.computed for run in order], dtype=np.int64)
+    each = np.stack([np.array(ends, np.int64), begins, above, starts - begins, begins + computed])
+    spread = np.repeat(each, sizes, axis=1)
+    at = np.arange(total + 1)
+    fresh = np.zeros(total + 1, dtype=np.bool_)
+    fresh[:-1] = at[:-1] >= spread[4]
+    last = np.array(
+        [int(begins[numbers[run]]) + lease.end - 1 - run.start for lease, run in _ends(leases)],
+        dtype=np.int64,
+    )
+    wanted = fresh.copy()
+    wanted[last] = True
+    return Layout(
+        tokens=tokens,
+        slots=slots,
+        depths=np.append(at[:-1] + spread[3], 0),
+        ends=np.append(spread[0], -1),
+        begins=np.append(spread[1], total),
+        above=np.append(spread[2], -1),
+        fresh=fresh,
+        queries=np.flatnonzero(wanted),
+        last=last,
+    )
+
+
+def passes(layout: Layout, bounds: Bounds) -> Iterator[Pass]:
+    """Cut a layout into forward passes, each to be run after those before it."""
+    queries = layout.queries
+    by_place = np.argsort(layout.last, kind="stable")
+    places = np.searchsorted(queries, layout.last[by_place])
+    start = 0
+    while start < queries.size:
+        stop = min(start + bounds.positions, queries.size)
+        lo = int(np.searchsorted(places, start))
+        if stop < queries.size:
+            # Better a little less than a prompt cut in two, whose rest would need a mask.
+            ends = int(np.searchsorted(places, stop))
+            whole = int(places[ends - 1]) + 1 if ends else 0
+            if stop - whole <= (stop - start) // 8:
+                stop = whole
+        if lo + bounds.outputs < places.size:
+            stop = min(stop, max(start + 1, int(places[lo + bounds.outputs])))
+        first = int(places[lo]) - start + 1 if lo < places.size else 1
+        width = _width(layout, queries[start:stop], first, bounds)
+        while width == 0:
+            stop = start + (stop - start + 1) // 2
+            width = _width(layout, queries[start:stop], first, bounds)
+        hi = int(np.searchsorted(places, stop))
+        yield _pass(layout, queries[start:stop], width, places[lo:hi] - start, by_place[lo:hi])
+        start = stop
+
+
+def _used_runs(
+    leases: Sequence[Lease],
+) -> tuple[dict[Run, int], dict[Run | None, list[Run]]]:
+    """How much of each run the prompts need, and the needed runs below each; None: the first."""
+    lengths: dict[Run, int] = {}
+    below: dict[Run | None, list[Run]] = {None: []}
+    for lease, run in _ends(leases):
+        reach = lease.end - run.start
+        new = run not in lengths
+        lengths[run] = max(reach, lengths.get(run, 0))
+        while new:
+            parent = run.parent
+            assert parent is not None
+            if parent.parent is None:
+                below[None].append(run)
+                break
+            below.setdefault(parent, []).append(run)
+            new = parent not in lengths
+            lengths[parent] = parent.tokens.size
+            run = parent
+    return lengths, below
+
+
+def _ends(leases: Sequence[Lease]) -> Iterator[tuple[Lease, Run]]:
+    for lease in leases:
+        yield lease, lease.last_run()
+
+
+def _width(layout: Layout, queries: Indices, first: int, bounds: Bounds) -> int:
+    """The width of the cheapest rows, or 0 where none are within bounds.
+
+    `first` is how many queries the first prompt has: prompts of one length suit rows of that width.
+    """
+    count = queries.size
+    widths = [-(-count // (1 << halvings)) for halvings in range(count.bit_length())]
+    if first < count:
+        widths.append(first)
+    best, least = 0, np.inf
+    for width in widths:
+        rows = -(-count // width)
+        columns = _row_length(layout, queries, width)
+        pairs, gathered = rows * width * columns, rows * columns
+        if (pairs <= bounds.pairs and gathered <= bounds.columns) or count == 1:
+            cost = pairs + _GATHER_COST * gathered + _POSITION_COST * rows * width
+            if cost < least:
+                best, least = width, cost
+    return best
+
+
+def _columns(layout: Layout, queries: Indices, width: int) -> Indices:
+    """How many positions each row of `width` queries sees."""
+    first = queries[::width]
+    final = np.append(queries[width - 1 : -1 : width], queries[-1])[: first.size]
+    columns: Indices = layout.depths[first] + 1 + final - first
+    return columns
+
+
+def _row_length(layout: Layout, queries: Indices, width: int) -> int:
+    """How many columns each row is given."""
+    most = int(_columns(layout, queries, width).max())
+    return most if most == width else -(-most // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pass(layout: Layout, queries: Indices, width: int, outputs: Indices, prompts: Indices) -> Pass:
+    rows = -(-queries.size // width)
+    filled = np.full(rows * width, queries[-1])
+    filled[: queries.size] = queries
+    placed = filled.reshape(rows, width)
+    blank = layout.slots.size - 1
+    columns = np.full((rows, _row_length(layout, queries, width)), blank)
+    for row, first, final in zip(
+        columns, placed[:, 0].tolist(), placed[:, -1].tolist(), strict=True
+    ):
+        at, stop = first, final + 1
+        filled_to = 0
+        while at >= 0:
+            begin = int(layout.begins[at])
+            row[filled_to : filled_to + stop - begin] = np.arange(begin, stop)
+            filled_to += stop - begin
+            at = int(layout.above[at])
+            stop = at + 1
+    writes = np.full(filled.size, SPARE)
+    writes[: queries.size] = np.where(layout.fresh[queries], layout.slots[queries], SPARE)
+    return Pass(placed, columns, writes, outputs, prompts)

@@ -1,0 +1,477 @@
+"""vLLM as an engine: prompts join while others run, and every row is captured at the sampler.
+
+Rows come from a logits processor inside vLLM's model runner (`vllm_capture`), which copies them in
+one piece a step. An answered prompt stays live in vLLM for a while, so that the one which extends
+it costs a decode step (`vllm_live`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from vllm import EngineArgs, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+
+from lmpool.backends import vllm_internals
+from lmpool.backends.engine import Engine, EngineInfo, Outcome, Request, Tokens
+from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
+from lmpool.backends.vllm_live import LivePrompt, LivePrompts
+from lmpool.backends.vllm_options import (
+    CAPTURED_ROWS,
+    NUMERIC,
+    capture_processors,
+    check_options,
+)
+from lmpool.backends.vllm_rows import Row, row_source
+from lmpool.backends.vocabulary import byte_vocabulary
+from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
+
+logger = logging.getLogger(__name__)
+
+WAIT_SECONDS: Final = 0.02
+"""How long a step waits for an engine in another process before new requests may join."""
+
+MAX_SEED: Final = (1 << 63) - 1
+
+MOST_ADAPTERS: Final = 33
+"""As many as a worker keeps loaded, and one that it is loading."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request inside vLLM."""
+
+    id: str
+    request: Request
+    capture: int
+    live: LivePrompt | None
+    began: float
+    drawn: list[int] = field(default_factory=list)
+
+
+class VLLMEngine(Engine):
+    """Computes rows with vLLM.
+
+    `model` is ``tiny``, a folder, or a hub id (then with an optional `revision`). `dtype` is
+    ``float32``, ``bfloat16``, ``float16``, or ``auto``: float32 on a CPU, the model's own
+    elsewhere. `max_prompt_tokens` lowers the model's own bound, which is one less than its longest
+    sequence: vLLM wants room for a token more.
+
+    `live_prompts` bounds the answered prompts that stay live (0: none; by default half of
+    `max_num_seqs`). `own_process` puts vLLM's engine in a process of its own, as
+    `tensor_parallel_size` above 1 does with its workers; by default it runs on the calling thread.
+    `capture=False` reads rows through vLLM's own ``logprobs=-1``, many times slower. `engine_opts`
+    are vLLM's `EngineArgs`: ``tensor_parallel_size``, ``gpu_memory_utilization``,
+    ``enable_lora``, ``max_loras``, ``quantization`` and so on.
+
+    Rows are float32 log-probabilities or, of a bfloat16 model, the bits of its logits. Raises
+    `SettingsError` for a model or an option that cannot be used.
+    """
+
+    continuous: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        revision: str | None = None,
+        dtype: str = "auto",
+        max_prompt_tokens: int | None = None,
+        trust_remote_code: bool = False,
+        live_prompts: int | None = None,
+        own_process: bool = False,
+        capture: bool = True,
+        **engine_opts: Any,
+    ) -> None:
+        if live_prompts is not None and (type(live_prompts) is not int or live_prompts < 0):
+            raise SettingsError(f"live_prompts={live_prompts!r}: 0 or a positive integer expected")
+        check_options(engine_opts, EngineArgs)
+        self._engine: Any = None
+        self._folder = resolve_model(model, revision)
+        self._on_cpu = current_platform.is_cpu()
+        if dtype == "auto" and self._on_cpu:
+            dtype = "float32"
+        arguments = _arguments(
+            str(self._folder),
+            dtype=dtype,
+            max_prompt_tokens=max_prompt_tokens,
+            trust_remote_code=trust_remote_code,
+            given=engine_opts,
+        )
+        try:
+            self._engine = vllm_internals.make_engine(arguments, own_process=own_process)
+        except Exception as error:
+            vllm_internals.free_process_groups()
+            raise SettingsError(
+                f"vLLM cannot serve {model!r}: {vllm_internals.root_cause(error)}"
+            ) from error
+        self._core = self._engine.engine_core
+        config = self._engine.vllm_config
+        self._lora = bool(engine_opts.get("enable_lora"))
+        self._adapters: dict[str, LoRARequest] = {}
+        self._adapter_numbers = 0
+        self._numbers = 0
+        self._waiting: deque[Request] = deque()
+        self._running: dict[str, _Running] = {}
+        self._by_request: dict[bytes, str] = {}
+        self._outcomes: list[Outcome] = []
+        self._most_running = int(config.scheduler_config.max_num_seqs)
+        self._live = LivePrompts(
+            self._most_running // 2 if live_prompts is None else live_prompts,
+            # So that one prompt of any length always finds room.
+            vllm_internals.kv_tokens(self._engine) - int(config.model_config.max_model_len),
+            int(config.cache_config.block_size),
+        )
+        try:
+            self._rows = row_source(self._engine, capture=capture)
+            self.info = self._describe(model, revision, trust_remote_code, engine_opts)
+        except BaseException:
+            self.close()
+            raise
+
+    def _describe(
+        self, model: str, revision: str | None, code: bool, given: Mapping[str, Any]
+    ) -> EngineInfo:
+        config = self._engine.vllm_config.model_config
+        dtype = str(config.dtype).removeprefix("torch.")
+        identity: dict[str, object] = {
+            "engine": "vllm",
+            "dtype": dtype,
+            "files": model_identity(self._folder, code=code),
+        }
+        identity.update({name: str(given[name]) for name in NUMERIC if given.get(name) is not None})
+        info = EngineInfo(
+            engine="vllm",
+            model=model,
+            revision=revision,
+            vocab_size=int(config.get_vocab_size()),
+            max_prompt_tokens=int(config.max_model_len) - 1,
+            dtype=dtype,
+            encoding="f32",
+            identity=identity,
+        )
+        self.info = info
+        probe = self._answer_one(Request(b"probe", np.zeros(1, np.uint32)))
+        self.clear_cache()
+        if probe.row is None:
+            raise SettingsError(f"vLLM cannot serve {model!r}: its first prompt: {probe.error}")
+        return _with_special_tokens(info, probe, config)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            reason = self._reason_to_refuse(request)
+            if reason is None:
+                self._waiting.append(request)
+            else:
+                self._outcomes.append(Outcome(request.id, error=PromptFailed(reason)))
+        self._feed()
+
+    def _reason_to_refuse(self, request: Request) -> str | None:
+        tokens, longest = request.tokens, self.info.max_prompt_tokens
+        if not 0 < tokens.size <= longest:
+            return f"a prompt of {tokens.size} tokens: 1 to {longest} expected"
+        if int(tokens.max()) >= self.info.vocab_size:
+            return f"token id {int(tokens.max())}: below {self.info.vocab_size} expected"
+        if request.adapter is not None and request.adapter not in self._adapters:
+            return f"no adapter named {request.adapter!r} is loaded"
+        sampling = request.sampling
+        if sampling is not None and not 0.0 <= sampling.temperature < np.inf:
+            return f"temperature={sampling.temperature!r}: a finite number, 0 or more, expected"
+        return None
+
+    def _feed(self) -> None:
+        """Put into vLLM what may run beside what runs there."""
+        while self._waiting and self._may_join(self._waiting[0]):
+            self._begin(self._waiting.popleft())
+        self._end_live()
+
+    def _may_join(self, request: Request) -> bool:
+        # vLLM's LoRA kernels for CPUs give base prompts the last slot's adapter when all slots are
+        # taken: there, prompts with and without an adapter take turns.
+        if not (self._lora and self._on_cpu) or not self._running:
+            return True
+        running = next(iter(self._running.values())).request
+        return (running.adapter is None) == (request.adapter is None)
+
+    def _begin(self, request: Request) -> None:
+        sampling, tokens = request.sampling, request.tokens
+        self._numbers += 1
+        live: LivePrompt | None = None
+        new = tokens
+        if sampling is None:
+            params = self._rows.params(self._numbers)
+            live = self._live.extended_by(request.adapter, tokens)
+            if live is not None:
+                new = tokens[live.answered :]
+            else:
+                live = self._live.begin(request.adapter, tokens)
+        else:
+            limit = min(sampling.max_tokens, self.info.max_prompt_tokens + 1 - tokens.size)
+            if limit <= 0:
+                self._outcomes.append(Outcome(request.id, tokens=np.empty(0, np.uint32)))
+                return
+            params = SamplingParams(
+                max_tokens=limit,
+                temperature=sampling.temperature,
+                seed=sampling.seed & MAX_SEED,
+                stop_token_ids=list(sampling.eos_token_ids),
+                ignore_eos=True,
+                detokenize=False,
+                skip_clone=True,
+            )
+        name = f"once-{self._numbers}" if live is None else live.id
+        running = _Running(name, request, self._numbers, live, time.time())
+        self._live.shrink(self._most_running - len(self._running) - 1)
+        self._end_live()
+        try:
+            self._core.add_request(
+                vllm_internals.make_request(
+                    name,
+                    new.tolist(),
+                    params,
+                    arrival=running.began,
+                    lora=None if request.adapter is None else self._adapters[request.adapter],
+                    resumable=live is not None,
+                )
+            )
+        except Exception as error:
+            raise vllm_internals.dead_core(error) from error
+        self._running[name] = running
+        self._by_request[request.id] = name
+
+    def step(self) -> Sequence[Outcome]:
+        if self._running:
+            try:
+                self._advance()
+            except EngineBroken:
+                raise
+            except Exception as error:
+                raise vllm_internals.dead_core(error) from error
+            if self._waiting:
+                self._feed()
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def _advance(self) -> None:
+        answered: list[_Running] = []
+        for output in vllm_internals.step(self._core, WAIT_SECONDS):
+            running = self._running.get(output.request_id)
+            if running is None:
+                continue
+            running.drawn.extend(output.new_token_ids)
+            self._rows.see(running.capture, output)
+            if output.finish_reason is not None:
+                self._finish(running, str(output.finish_reason), answered)
+        if answered:
+            rows = self._rows.take([running.capture for running in answered])
+            for running in answered:
+                self._outcomes.append(_outcome(running.request, rows.get(running.capture)))
+        self._end_live()
+
+    def _finish(self, running: _Running, reason: str, answered: list[_Running]) -> None:
+        del self._running[running.id]
+        del self._by_request[running.request.id]
+        request, live = running.request, running.live
+        if reason not in ("stop", "length"):
+            if live is not None:
+                self._live.forget(live)
+            error = PromptFailed(f"vLLM gave this prompt up ({reason})")
+            self._outcomes.append(Outcome(request.id, error=error))
+        elif request.sampling is None:
+            answered.append(running)
+            if live is not None:
+                self._live.keep(live)
+        else:
+            drawn = running.drawn
+            if drawn and drawn[-1] in request.sampling.eos_token_ids:
+                drawn = drawn[:-1]
+            self._outcomes.append(Outcome(request.id, tokens=np.array(drawn, np.uint32)))
+
+    def _end_live(self) -> None:
+        ended = self._live.take_ended()
+        if ended:
+            self._core.abort_requests(ended)
+
+    def in_flight(self) -> int:
+        return len(self._waiting) + len(self._running) + len(self._outcomes)
+
+    def cancel(self, ids: Collection[bytes]) -> None:
+        wanted = set(ids)
+        self._waiting = deque(r for r in self._waiting if r.id not in wanted)
+        aborted: list[_Running] = []
+        for cancelled in wanted & self._by_request.keys():
+            running = self._running.pop(self._by_request.pop(cancelled))
+            if running.live is not None:
+                self._live.forget(running.live)
+            aborted.append(running)
+        if not aborted:
+            return
+        try:
+            self._core.abort_requests([running.id for running in aborted])
+            self._rows.forget([running.capture for running in aborted])
+        except Exception as error:
+            raise vllm_internals.dead_core(error) from error
+        self._feed()
+
+    def _answer_one(self, request: Request) -> Outcome:
+        """Run one request to its end; what else ends meanwhile is given out by the next step."""
+        self.submit([request])
+        found: Outcome | None = None
+        others: list[Outcome] = []
+        while found is None:
+            for outcome in self.step():
+                if outcome.id == request.id:
+                    found = outcome
+                else:
+                    others.append(outcome)
+        self._outcomes.extend(others)
+        return found
+
+    def add_adapter(self, name: str, path: str) -> None:
+        if not self._lora:
+            raise AdapterError(
+                f"adapter {name!r}: this worker's vLLM takes none; start it with engine_opts "
+                '{"enable_lora": true, "max_loras": 4, "max_lora_rank": 64}'
+            )
+        self.remove_adapter(name)
+        self._adapter_numbers += 1
+        number = self._adapter_numbers
+        # vLLM keys its prefix cache by this name: one for each time that files are loaded.
+        adapter = LoRARequest(lora_name=f"{name}#{number}", lora_int_id=number, lora_path=path)
+        try:
+            added = self._core.add_lora(adapter)
+        except Exception as error:
+            cause = vllm_internals.root_cause(error)
+            raise AdapterError(f"adapter folder {path!r} cannot be loaded: {cause}") from error
+        if not added:
+            raise AdapterError(f"adapter folder {path!r} cannot be loaded: vLLM refused it")
+        self._adapters[name] = adapter
+
+    def remove_adapter(self, name: str) -> None:
+        adapter = self._adapters.pop(name, None)
+        if adapter is not None:
+            self._live.forget_adapter(name)
+            self._end_live()
+            self._core.remove_lora(adapter.lora_int_id)
+
+    def cache_prefix(self, tokens: Tokens) -> None:
+        outcome = self._answer_one(Request(b"lmpool-prefix", tokens))
+        if outcome.error is not None:
+            raise outcome.error
+
+    def clear_cache(self) -> None:
+        self._live.shrink(0)
+        self._end_live()
+        self._core.reset_prefix_cache()
+
+    def tokenizer_files(self) -> Mapping[str, bytes]:
+        return tokenizer_files(self._folder)
+
+    def byte_vocabulary(self) -> list[bytes] | None:
+        from lmpool.backends.hf_model import load_tokenizer
+
+        tokenizer = load_tokenizer(self._folder, trust_remote_code=False)
+        if tokenizer is None:
+            return None
+        try:
+            return byte_vocabulary(tokenizer)
+        except SettingsError as error:
+            logger.warning("this pool has no byte vocabulary: %s", error)
+            return None
+
+    @property
+    def underlying_model(self) -> Any:
+        """The torch module, for those who know what they do. Raises `EngineBroken` without one."""
+        if self._engine is None or not hasattr(self._engine, "model_executor"):
+            raise EngineBroken("the model is in another process, or the engine was closed")
+        return vllm_internals.model(self._engine)
+
+    def close(self) -> None:
+        """End vLLM, and free what it holds."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        with suppress(Exception):  # a core that died has nothing left to end
+            engine.engine_core.shutdown()
+        self._core = None
+        self._rows.close()
+        del engine
+        vllm_internals.free_process_groups()
+
+
+def _arguments(
+    folder: str,
+    *,
+    dtype: str,
+    max_prompt_tokens: int | None,
+    trust_remote_code: bool,
+    given: Mapping[str, Any],
+) -> EngineArgs:
+    longest = max_prompt_tokens
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise SettingsError(f"max_prompt_tokens={longest!r}: a positive integer expected")
+    options = {"enable_prefix_caching": True, **given}
+    if options.get("enable_lora"):
+        # What is loaded stays loaded: vLLM would read a file again that may be another by then.
+        options.setdefault("max_cpu_loras", max(MOST_ADAPTERS, options.get("max_loras", 1)))
+    try:
+        return EngineArgs(
+            model=folder,
+            dtype=dtype,
+            max_model_len=None if longest is None else longest + 1,
+            trust_remote_code=trust_remote_code,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            max_logprobs=-1,
+            disable_log_stats=True,
+            logits_processors=capture_processors(),
+            worker_extension_cls=CAPTURED_ROWS,
+            **options,
+        )
+    except Exception as error:
+        raise SettingsError(f"engine_opts: {vllm_internals.root_cause(error)}") from error
+
+
+def _with_special_tokens(info: EngineInfo, probe: Outcome, config: Any) -> EngineInfo:
+    """The same with what the first row tells, and the special tokens of the model's files."""
+    assert probe.row is not None
+    sources = (config.try_get_generation_config(), config.hf_text_config.to_dict())
+
+    def first(name: str) -> tuple[int, ...]:
+        for source in sources:
+            value = source.get(name)
+            found = value if isinstance(value, list | tuple) else [value]
+            ids = [
+                token for token in found if isinstance(token, int) and 0 <= token < info.vocab_size
+            ]
+            if ids:
+                return tuple(dict.fromkeys(ids))
+        return ()
+
+    bos, pad = first("bos_token_id"), first("pad_token_id")
+    return replace(
+        info,
+        vocab_size=probe.row.size,
+        encoding="bf16" if probe.row.dtype == np.uint16 else "f32",
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=first("eos_token_id"),
+        pad_token_id=pad[0] if pad else None,
+    )
+
+
+def _outcome(request: Request, row: Row | None) -> Outcome:
+    if row is None:
+        return Outcome(request.id, error=PromptFailed("vLLM gave no row for this prompt"))
+    values, scale = row
+    if not np.isfinite(scale):
+        reason = f"the model's logits are not finite in this dtype ({scale})"
+        return Outcome(request.id, error=PromptFailed(reason))
+    return Outcome(request.id, row=values, logsumexp=scale if values.dtype == np.uint16 else 0.0)

@@ -1,0 +1,77 @@
+"""What of vLLM's own options passes through, and what cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any, Final
+
+from lmpool.errors import SettingsError
+
+CAPTURED_ROWS: Final = "lmpool.backends.vllm_capture.CapturedRows"
+
+CAPTURE_PROCESSOR: Final = "lmpool.backends.vllm_capture:CaptureProcessor"
+
+REFUSED: Final[Mapping[str, str]] = {
+    "model": "the worker's setting `model` names it",
+    "model_weights": "the worker's setting `model` names the weights",
+    "tokenizer": "the model's folder has it; prompts arrive as token ids",
+    "skip_tokenizer_init": "lmpool never lets vLLM tokenize",
+    "tokenizer_revision": "the tokenizer is the model's",
+    "served_model_name": "a pool has a name of its own: set `pool`",
+    "max_model_len": "write max_prompt_tokens, which is one less",
+    "trust_remote_code": "it is an option of the engine: write it as such",
+    "logits_processors": "rows are captured by one, and another would change them",
+    "worker_extension_cls": "rows are read by way of it",
+    "speculative_config": "vLLM runs no logits processors with it, so that no row can be captured",
+    "logprobs_mode": "rows are the model's own log-probabilities",
+    "max_logprobs": "rows are whole vocabularies",
+    "runner": "only generating models have next-token log-probabilities",
+    "convert": "only generating models have next-token log-probabilities",
+    "pooler_config": "only generating models have next-token log-probabilities",
+    "enable_prompt_embeds": "prompts are token ids",
+    "data_parallel_size": "start that many workers instead: they share one pool",
+    "scheduling_policy": "jobs run in the order of their stream",
+    "stream_interval": "answers have one token",
+    "disable_log_stats": "the pool has statistics of its own: lmpool stats",
+    "hf_overrides": "the model's fingerprint would not show them: edit a copy of its config.json",
+    "override_generation_config": "sampling is what the caller says, nothing else",
+    "generation_config": "sampling is what the caller says, nothing else",
+}
+"""Options of vLLM that would break what the engine promises, and why or what to write instead."""
+
+NUMERIC: Final = (
+    "quantization",
+    "quantization_config",
+    "kv_cache_dtype",
+    "load_format",
+    "config_format",
+    "hf_config_path",
+    "code_revision",
+)
+"""Options that change the model's numbers, and so belong to its fingerprint."""
+
+
+def check_options(given: Mapping[str, Any], arguments: type) -> None:
+    """Refuse what `arguments`, vLLM's `EngineArgs`, does not know or lmpool cannot let through.
+
+    Raises `SettingsError` with the reason, or with what to write instead.
+    """
+    known = {field.name for field in dataclasses.fields(arguments)}
+    for name in given:
+        if name in REFUSED:
+            raise SettingsError(f"engine_opts has {name!r}: {REFUSED[name]}")
+        if name not in known:
+            close = difflib.get_close_matches(name, known - REFUSED.keys(), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise SettingsError(
+                f"the engine 'vllm' has no option {name!r}, and vLLM's EngineArgs has none{hint}"
+            )
+
+
+def capture_processors() -> list[str]:
+    """The processors that vLLM must be told of: none where it finds the entry point by itself."""
+    points = importlib.metadata.entry_points(group="vllm.logits_processors")
+    return [] if any(p.value == CAPTURE_PROCESSOR for p in points) else [CAPTURE_PROCESSOR]

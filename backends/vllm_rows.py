@@ -1,0 +1,214 @@
+"""Where rows come from: captured in vLLM's workers, or vLLM's own log-probabilities."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from vllm import SamplingParams
+
+from lmpool.backends import vllm_internals
+from lmpool.backends.vllm_capture import CAPTURE, Copied, Taken
+from lmpool.errors import EngineBroken, SettingsError
+
+logger = logging.getLogger(__name__)
+
+SHARED_BYTES: Final = 64 << 20
+"""Of the memory that rows of another process come through: what is larger comes in pieces."""
+
+Row = tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint16], float]
+"""float32 [vocab] log-probabilities and their largest, or uint16 [vocab], the bits of bfloat16
+logits, and their logsumexp. The float is not finite where the row is none."""
+
+
+class RowSource(Protocol):
+    """Gets the rows of requests, which it knows by number."""
+
+    def params(self, number: int) -> SamplingParams:
+        """How to ask vLLM for the row of request `number`."""
+
+    def see(self, number: int, output: Any) -> None:
+        """Look at what vLLM put out for a request."""
+
+    def take(self, numbers: Sequence[int]) -> dict[int, Row]:
+        """The rows of requests that have ended; those that have none are left out."""
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """These requests were aborted."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+def row_source(engine: Any, *, capture: bool) -> RowSource:
+    """Capture where vLLM's model runner lets us, else its log-probabilities, said in the log."""
+    core = engine.engine_core
+    runners = core.collective_rpc("lmpool_attach")
+    if not capture:
+        logger.warning("rows come through vLLM's logprobs=-1, as told: many times slower")
+        return FullLogprobs()
+    if not any(runners):
+        logger.warning(
+            "rows come through vLLM's logprobs=-1, many times slower: its model runner has no "
+            "place for lmpool's logits processor"
+        )
+        return FullLogprobs()
+    runner = next(filter(None, runners))
+    if vllm_internals.is_local(engine):
+        logger.info("rows are captured in vLLM's %s model runner, in this process", runner)
+        return LocalRows(core)
+    logger.info("rows are captured in vLLM's %s model runner, in another process", runner)
+    return SharedRows(core, engine.vllm_config.model_config.get_vocab_size())
+
+
+class _CapturedRows:
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def params(self, number: int) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            skip_clone=True,
+            extra_args={CAPTURE: number},
+        )
+
+    def see(self, number: int, output: Any) -> None:
+        pass
+
+    def _of_publisher(self, answers: Sequence[Any]) -> Any:
+        found = [answer for answer in answers if answer is not None]
+        if len(found) != 1:
+            raise EngineBroken(f"{len(found)} of vLLM's workers publish rows: one expected")
+        return found[0]
+
+
+class LocalRows(_CapturedRows):
+    """Rows captured in this process: handed over as they are."""
+
+    def take(self, numbers: Sequence[int]) -> dict[int, Row]:
+        return self._call(numbers, ())
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        self._call((), numbers)
+
+    def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, Row]:
+        answers = self._core.collective_rpc("lmpool_take_rows", args=(numbers, forgotten))
+        taken: list[Taken] = self._of_publisher(answers)
+        found: dict[int, Row] = {}
+        for ids, rows, scale in taken:
+            rows.flags.writeable = False
+            found.update(zip(map(int, ids), zip(rows, scale.tolist(), strict=True), strict=True))
+        return found
+
+    def close(self) -> None:
+        pass
+
+
+class SharedRows(_CapturedRows):
+    """Rows captured in another process, copied through memory that both have mapped.
+
+    The memory has a name only until the other process has mapped it, so that none is left behind
+    however the two end.
+    """
+
+    def __init__(self, core: Any, vocab_size: int) -> None:
+        super().__init__(core)
+        row = 4 * vocab_size
+        with tempfile.NamedTemporaryFile(
+            prefix="lmpool-rows-", dir=_memory_folder(), delete=False
+        ) as file:
+            self._path = file.name
+            try:
+                # Reserved now: a page that cannot be had later would end the process.
+                size = _reserve(file.fileno(), max(row, SHARED_BYTES // row * row), row)
+                self._memory = np.memmap(file, np.uint8, mode="r+", shape=(size,))
+                self._of_publisher(core.collective_rpc("lmpool_copy_rows", args=(self._path, [])))
+            finally:
+                Path(self._path).unlink()
+        self._most = size // row
+
+    def take(self, numbers: Sequence[int]) -> dict[int, Row]:
+        found: dict[int, Row] = {}
+        for start in range(0, len(numbers), self._most):
+            found.update(self._call(numbers[start : start + self._most], ()))
+        return found
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        self._call((), numbers)
+
+    def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, Row]:
+        answers = self._core.collective_rpc(
+            "lmpool_copy_rows", args=(self._path, list(numbers), list(forgotten))
+        )
+        copied: list[Copied] = self._of_publisher(answers)
+        found: dict[int, Row] = {}
+        for ids, offset, dtype, vocab_size, scale in copied:
+            size = len(ids) * vocab_size * np.dtype(dtype).itemsize
+            # Our own copy: the next call writes there again.
+            rows = self._memory[offset : offset + size].copy().view(dtype).reshape(len(ids), -1)
+            rows.flags.writeable = False
+            found.update(zip(map(int, ids), zip(rows, scale, strict=True), strict=True))
+        return found
+
+    def close(self) -> None:
+        del self._memory
+
+
+def _memory_folder() -> str | None:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def _reserve(file: int, size: int, least: int) -> int:
+    while True:
+        try:
+            os.posix_fallocate(file, 0, size)
+        except OSError as error:
+            if size // 2 < least:
+                raise SettingsError(
+                    f"no {size} bytes of shared memory for rows: {error}; enlarge /dev/shm "
+                    "(docker run --shm-size=1g)"
+                ) from None
+            size = size // 2 // least * least
+        else:
+            return size
+
+
+class FullLogprobs:
+    """Rows from vLLM's own log-probabilities of the whole vocabulary."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, Row] = {}
+
+    def params(self, number: int) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            skip_clone=True,
+            logprobs=-1,
+        )
+
+    def see(self, number: int, output: Any) -> None:
+        if output.new_logprobs is not None:
+            row = vllm_internals.full_logprobs(output)
+            self._rows[number] = (row, float(row.max()))
+
+    def take(self, numbers: Sequence[int]) -> dict[int, Row]:
+        return {number: self._rows.pop(number) for number in numbers if number in self._rows}
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._rows.pop(number, None)
+
+    def close(self) -> None:
+        self._rows.clear()

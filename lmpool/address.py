@@ -1,0 +1,131 @@
+"""Where the server is: connection pools from the URL forms that lmpool takes.
+
+``redis://``, ``rediss://`` (TLS) and ``unix://`` as redis-py reads them, and
+``redis+sentinel://[user:password@]host[:port][,host[:port]...]/service[/db]`` for a primary that
+Sentinels know (``rediss+sentinel://`` speaks TLS to both).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote
+
+# redis-py is imported where it is used: settings are read by commands that start quickly.
+if TYPE_CHECKING:
+    from redis import ConnectionPool
+    from redis.asyncio.connection import ConnectionPool as AsyncConnectionPool
+
+SENTINEL_SCHEMES: Final = ("redis+sentinel", "rediss+sentinel")
+SENTINEL_PORT: Final = 26379
+SENTINEL_TIMEOUT: Final = 2.0
+"""Seconds that one Sentinel may take before the next is asked."""
+
+
+@dataclass(frozen=True)
+class Sentinels:
+    """Who knows the primary, what the service is called, and how the primary is spoken to."""
+
+    hosts: tuple[tuple[str, int], ...]
+    service: str
+    options: dict[str, Any]
+    tls: bool
+
+    @classmethod
+    def parse(cls, url: str) -> Sentinels:
+        """Read such a URL. Raises `ValueError` with the reason (and without the password)."""
+        from redis.connection import parse_url
+
+        scheme, _, rest = url.partition("://")
+        rest, _, query = rest.partition("?")
+        netloc, _, path = rest.partition("/")
+        login, _, hosts = netloc.rpartition("@")
+        service, _, database = path.strip("/").partition("/")
+        if not service:
+            raise ValueError("it names no service")
+        if database and not database.isdecimal():
+            raise ValueError("its database is no number")
+        # What a URL of one server would say is read as redis-py reads it.
+        plain = "rediss" if scheme.startswith("rediss") else "redis"
+        options = parse_url(f"{plain}://{login}@h/{database or 0}" + (f"?{query}" if query else ""))
+        for name in ("host", "port", "connection_class"):
+            options.pop(name, None)
+        return cls(
+            tuple(_host(host) for host in hosts.split(",")),
+            unquote(service),
+            options,
+            plain == "rediss",
+        )
+
+    @property
+    def tls_options(self) -> dict[str, Any]:
+        """What both the Sentinels and the primary are told about TLS."""
+        if not self.tls:
+            return {}
+        return {"ssl": True, **{k: v for k, v in self.options.items() if k.startswith("ssl_")}}
+
+
+def _host(text: str) -> tuple[str, int]:
+    host, separator, port = text.rpartition(":")
+    if not separator or text.endswith("]"):
+        host, port = text, str(SENTINEL_PORT)
+    host = host.strip("[]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+        raise ValueError(f"{text!r:.60} is no host and port")
+    if ":" in host:
+        ipaddress.IPv6Address(host)  # a ValueError says what is wrong with it
+    return host, int(port)
+
+
+def is_sentinel(url: str) -> bool:
+    """Whether the URL names Sentinels instead of a server."""
+    return url.partition("://")[0] in SENTINEL_SCHEMES
+
+
+def username(url: str) -> str:
+    """The user that the URL names, or ''."""
+    from redis.connection import parse_url
+
+    options = Sentinels.parse(url).options if is_sentinel(url) else parse_url(url)
+    return str(options.get("username") or "")
+
+
+def connection_pool(url: str, **options: Any) -> ConnectionPool:
+    """Synchronous connections to the server, or to the primary of the moment."""
+    import redis
+    from redis.connection import parse_url
+    from redis.sentinel import Sentinel, SentinelConnectionPool
+
+    if not is_sentinel(url):
+        found = {**parse_url(url), **options}
+        return redis.ConnectionPool(
+            connection_class=found.pop("connection_class", redis.Connection), **found
+        )
+    known = Sentinels.parse(url)
+    sentinel = Sentinel(known.hosts, sentinel_kwargs=_to_sentinels(known))
+    given = {**known.options, **known.tls_options, **options}
+    return SentinelConnectionPool(known.service, sentinel, **given)
+
+
+def async_connection_pool(url: str, **options: Any) -> AsyncConnectionPool:
+    """The same for asyncio."""
+    from redis.asyncio.connection import ConnectionPool as AsyncConnectionPool
+    from redis.asyncio.sentinel import Sentinel as AsyncSentinel
+    from redis.asyncio.sentinel import SentinelConnectionPool as AsyncSentinelConnectionPool
+
+    if not is_sentinel(url):
+        return AsyncConnectionPool.from_url(url, **options)
+    known = Sentinels.parse(url)
+    sentinel = AsyncSentinel(known.hosts, sentinel_kwargs=_to_sentinels(known))
+    given = {**known.options, **known.tls_options, **options}
+    return AsyncSentinelConnectionPool(known.service, sentinel, **given)
+
+
+def _to_sentinels(known: Sentinels) -> dict[str, Any]:
+    """The URL's user and password are the primary's: Sentinels are asked without."""
+    return {
+        "socket_timeout": SENTINEL_TIMEOUT,
+        "socket_connect_timeout": SENTINEL_TIMEOUT,
+        **known.tls_options,
+    }

@@ -1,0 +1,5 @@
+-- A worker's sign of life. Its consumer is made again if others removed it as a dead one's.
+-- KEYS[1] job stream, KEYS[2] heartbeat. ARGV: group, consumer, what the heartbeat holds, its life
+redis.call('SET', KEYS[2], ARGV[3], 'PX', ARGV[4])
+redis.pcall('XGROUP', 'CREATECONSUMER', KEYS[1], ARGV[1], ARGV[2]) -- there may be no group yet
+return 1

@@ -1,0 +1,36 @@
+-- A job is given up: kept among the dead with the reason, told to whoever waits, taken off the stream.
+-- KEYS[1] job stream, KEYS[2] stream of the dead.
+-- ARGV: prefix, group, counter TTL, most dead kept, digest or '', stream id, status, error text for
+--       the callers, then fields and values of the entry among the dead
+local jobs, dead, prefix, group = KEYS[1], KEYS[2], ARGV[1], ARGV[2]
+local digest, id, status, text = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
+
+-- A stream of the dead that cannot be written must not keep the callers from being told.
+local kept = redis.pcall('XADD', dead, 'MAXLEN', '~', ARGV[4], '*', unpack(ARGV, 9))
+if digest ~= '' then
+  local flight = prefix .. ':flight:' .. digest
+  local fields = redis.call('HGETALL', flight)
+  local job
+  for f = 1, #fields, 2 do
+    if fields[f] == 'job' then job = fields[f + 1] end
+  end
+  -- What happened to an old delivery says nothing about the job that is queued now.
+  if job == id then
+    for f = 1, #fields, 2 do
+      if string.sub(fields[f], 1, 2) == 'c:' then
+        local reply = prefix .. ':reply:' .. string.sub(fields[f], 3)
+        if redis.call('EXISTS', reply) == 1 then
+          redis.call('XADD', reply, '*', 'digest', digest, 'status', status, 'error', text)
+        end
+      end
+    end
+    redis.call('DEL', flight)
+  end
+end
+redis.call('XACK', jobs, group, id)
+redis.call('XDEL', jobs, id)
+local counters = prefix .. ':counters'
+redis.call('HINCRBY', counters, 'failed', 1)
+redis.call('PEXPIRE', counters, ARGV[3])
+if type(kept) == 'table' and kept['err'] then return kept['err'] end
+return ''

@@ -1,0 +1,44 @@
+-- A worker looks after the jobs of workers that have no heartbeat: it takes over one of them, and
+-- consumers that hold nothing are removed (deleting one that holds entries would drop them).
+-- Owner and heartbeat are looked at in the same step as the claim: a living worker loses nothing.
+-- KEYS[1] job stream. ARGV: prefix, group, who asks, then ids of its own that it has forgotten
+-- Answers {owner, id, deliveries, field, value...} or nothing.
+local jobs, prefix, group, me = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
+
+local function claim(owner, id, deliveries)
+  local entries = redis.call('XCLAIM', jobs, group, me, 0, id)
+  if not entries[1] then
+    redis.call('XACK', jobs, group, id) -- it was withdrawn
+    return nil
+  end
+  local answer = {owner, id, deliveries + 1}
+  for _, value in ipairs(entries[1][2]) do answer[#answer + 1] = value end
+  return answer
+end
+
+for i = 4, #ARGV do
+  local held = redis.call('XPENDING', jobs, group, ARGV[i], ARGV[i], 1, me)[1]
+  local answer = held and claim(me, held[1], held[4])
+  if answer then return answer end
+end
+
+local found = redis.pcall('XINFO', 'CONSUMERS', jobs, group)
+if found['err'] then return nil end -- no stream or no group: nobody holds anything
+for _, consumer in ipairs(found) do
+  local name, pending
+  for f = 1, #consumer, 2 do
+    if consumer[f] == 'name' then name = consumer[f + 1] end
+    if consumer[f] == 'pending' then pending = tonumber(consumer[f + 1]) end
+  end
+  if name ~= me and redis.call('EXISTS', prefix .. ':alive:' .. name) == 0 then
+    while pending > 0 do
+      local held = redis.call('XPENDING', jobs, group, '-', '+', 1, name)[1]
+      if not held then break end
+      local answer = claim(name, held[1], held[4])
+      if answer then return answer end
+      pending = pending - 1
+    end
+    redis.call('XGROUP', 'DELCONSUMER', jobs, group, name)
+  end
+end
+return nil

@@ -1,0 +1,11 @@
+-- A living worker says what the pool serves, and publishes the model info again where it was lost.
+-- One whose pool was taken over says nothing.
+-- KEYS[1] model info, KEYS[2] what living workers serve. ARGV: model info, what this one serves, life
+local held = redis.call('GET', KEYS[1])
+if not held then
+  redis.call('SET', KEYS[1], ARGV[1])
+elseif held ~= ARGV[1] and redis.call('GET', KEYS[2]) ~= ARGV[2] then
+  return 0
+end
+redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
+return 1

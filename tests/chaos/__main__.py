@@ -1,0 +1,37 @@
+"""``python -m tests.chaos``: every fault in turn, as the README's table."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.chaos.faults import FAULTS
+from tests.chaos.pool import ChaosPool, run_fault
+
+
+def main() -> None:
+    """Print a row for each fault whose name contains the argument, if one is given."""
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    print("| fault | prompts | lost | wrong | longest wait, s | after its end, s |")
+    print("|---|---|---|---|---|---|")
+    for number, fault in enumerate(FAULTS):
+        if wanted not in fault.name:
+            continue
+        with (
+            tempfile.TemporaryDirectory(prefix="lmpool-chaos-") as folder,
+            ChaosPool(Path(folder), seed=number, **fault.pool) as pool,
+        ):
+            result = run_fault(pool, fault.act)
+        found = result.outcomes
+        print(
+            f"| {fault.name} | {found.asked:,} | {found.asked - found.right - found.wrong} | "
+            f"{found.wrong} | {result.longest_wait:.1f} | {result.recovered_in:.1f} |",
+            flush=True,
+        )
+        for reason in sorted(set(found.failed)):
+            print(f"  failed: {reason}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Callers who keep asking for prompts with known answers, and what became of every one."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+import lmpool
+from lmpool.backends.mock import mock_row
+from lmpool.errors import LmpoolError
+
+VOCAB = 256
+
+
+@dataclass
+class Outcomes:
+    """What became of the prompts: each is in exactly one of these numbers."""
+
+    asked: int = 0
+    right: int = 0
+    wrong: int = 0
+    failed: list[str] = field(default_factory=list)
+    calls: list[tuple[float, float, int]] = field(default_factory=list)
+    """When each call began and ended, and how many rows it brought."""
+
+    def longest_wait(self, since: float) -> float:
+        """Seconds that the slowest call took of those that were not over at `since`."""
+        return max(
+            (end - max(begin, since) for begin, end, _ in self.calls if end > since), default=0.0
+        )
+
+    def rate(self, since: float, until: float) -> float:
+        """Rows a second, between two times."""
+        rows = sum(rows for _, end, rows in self.calls if since <= end < until)
+        return rows / max(1e-9, until - since)
+
+    def back_after(self, fault: float, share: float = 0.9, window: float = 1.0) -> float | None:
+        """Seconds after the fault from which on the rate was `share` of that before it."""
+        before = self.rate(fault - 2.0, fault)
+        last = max((end for _, end, _ in self.calls), default=fault)
+        times = np.arange(fault, last - window, 0.1)
+        for start in times:
+            if self.rate(start, start + window) >= share * before:
+                later = [self.rate(t, t + window) for t in times if t >= start]
+                if statistics.median(later) >= share * before:
+                    return float(start - fault)
+        return None
+
+
+class Load:
+    """Callers, each in a thread with a client of its own, who ask again once they are answered."""
+
+    def __init__(
+        self,
+        url: str,
+        pool: str,
+        *,
+        seed: int,
+        callers: int = 2,
+        size: int = 32,
+        timeout: float = 60.0,
+        most: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.outcomes = Outcomes()
+        self._url, self._pool, self._size, self._timeout = url, pool, size, timeout
+        self._options = options
+        self._most = most
+        self._enough = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._run, args=(random.Random(f"{seed} {number}"),))
+            for number in range(callers)
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._enough.set()
+        self.wait()
+
+    def wait(self) -> None:
+        """Until every caller has what it asked for."""
+        for thread in self._threads:
+            thread.join()
+
+    def answered(self) -> int:
+        """Rows that were brought."""
+        with self._lock:
+            return self.outcomes.right
+
+    def _run(self, random: random.Random) -> None:
+        options = {"framework": "numpy", "cache_bytes": 0, "workers_timeout": 60, **self._options}
+        with lmpool.connect(self._url, self._pool, **options) as lm:
+            while not self._enough.is_set():
+                with self._lock:
+                    if self._most is not None and self.outcomes.asked >= self._most:
+                        return
+                    self.outcomes.asked += self._size
+                self._ask(lm, random)
+
+    def _ask(self, lm: lmpool.PooledLM, random: random.Random) -> None:
+        prompts = [
+            [random.randrange(16, VOCAB) for _ in range(random.randint(2, 8))]
+            for _ in range(self._size)
+        ]
+        begin = time.monotonic()
+        try:
+            rows = lm.batch_next_token_logprobs_sync(prompts, timeout=self._timeout)
+        except LmpoolError as error:
+            with self._lock:
+                self.outcomes.failed += [f"{type(error).__name__}: {error}"] * self._size
+            return
+        end = time.monotonic()
+        right = sum(
+            bool((row == mock_row(prompt, VOCAB)).all())
+            for row, prompt in zip(rows, prompts, strict=True)
+        )
+        with self._lock:
+            self.outcomes.right += right
+            self.outcomes.wrong += len(rows) - right
+            self.outcomes.calls.append((begin, end, len(rows)))

@@ -1,0 +1,151 @@
+"""A pool to be broken: a server, workers that are started again when they die, and a load."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import redis
+
+from tests.chaos.load import Load, Outcomes
+from tests.support.faults import Faults
+from tests.support.pools import until_at_rest
+from tests.support.proxy import Proxy
+from tests.support.server import RealServer
+from tests.support.waiting import until
+from tests.support.workers import WorkerProcess
+
+
+class ChaosPool:
+    """`workers` workers on a server of their own; callers reach it through `proxy`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seed: int,
+        workers: int = 2,
+        server: dict[str, str] | None = None,
+        load: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.server = RealServer(tcp=True, **(server or {}))
+        self.workers: list[WorkerProcess] = []
+        self.kills = 0
+        self._seed = seed
+        self._count = workers
+        self._load = load or {}
+        self._settings = {
+            "batch_size": 16,
+            **Faults(folder).settings(delay=0.004),
+            **settings,
+        }
+        self._ended = threading.Event()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(self.server)
+            self.proxy = stack.enter_context(Proxy(self.server.port))
+            stack.callback(self._stop_workers)
+            self.workers = [self._start() for _ in range(self._count)]
+            for worker in self.workers:
+                worker.wait_until_alive()
+            supervisor = threading.Thread(target=self._supervise)
+            supervisor.start()
+            stack.callback(supervisor.join)
+            stack.callback(self._ended.set)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self._stack.__exit__(*details)
+
+    def load(self, **options: Any) -> Load:
+        """Callers of this pool."""
+        return Load(self.proxy.url, "chaos", seed=self._seed, **{**self._load, **options})
+
+    def admin(self) -> redis.Redis:
+        """A connection to the server; close it."""
+        return self.server.client()
+
+    def command(self, *words: Any) -> Any:
+        """Have the server do something."""
+        with self.admin() as client:
+            return client.execute_command(*words)
+
+    def kill_worker(self) -> None:
+        """SIGKILL for one of them."""
+        victims = [worker for worker in self.workers if worker.process.poll() is None]
+        if victims:
+            self.random.choice(victims).kill()
+            self.kills += 1
+
+    def check_nothing_left(self) -> None:
+        """No job, flight, or reply, and no consumer of a worker that is gone."""
+        with self.admin() as client:
+            until_at_rest(client, "chaos", 20)
+
+    def _start(self) -> WorkerProcess:
+        return WorkerProcess(self.server.url, "chaos", **self._settings)
+
+    def _supervise(self) -> None:
+        while not self._ended.wait(0.1):
+            for place, worker in enumerate(self.workers):
+                if worker.process.poll() is not None:
+                    worker.close()
+                    self.workers[place] = self._start()
+
+    def _stop_workers(self) -> None:
+        for worker in self.workers:
+            if worker.process.poll() is None:
+                worker.resume()
+                worker.terminate()
+        for worker in self.workers:
+            try:
+                worker.wait(20)
+            finally:
+                worker.close()
+
+
+def run_fault(pool: ChaosPool, fault: Any, *, before: float = 1.5, limit: float = 25.0) -> Result:
+    """A load, the fault in its midst, and what became of every prompt."""
+    with pool.load() as load:
+        time.sleep(before)
+        began = time.monotonic()
+        fault(pool)
+        over = time.monotonic()
+
+        def goes_on() -> bool:
+            calls = load.outcomes.calls
+            return sum(begin > over for begin, _, _ in calls) > 20
+
+        until(goes_on, limit, what="the load to go on after the fault")
+        time.sleep(1.0)
+    pool.check_nothing_left()
+    return Result(load.outcomes, began, over)
+
+
+class Result:
+    """What a fault did to a load."""
+
+    def __init__(self, outcomes: Outcomes, began: float, over: float) -> None:
+        self.outcomes = outcomes
+        self.lasted = over - began
+        self.longest_wait = outcomes.longest_wait(began)
+        """Seconds that a prompt waited after the fault had begun."""
+        self.recovered_in = outcomes.longest_wait(over)
+        """Seconds that a prompt waited after the fault was over."""
+        self.back_after = outcomes.back_after(over) if over - began < 1 else None
+
+    def check(self) -> None:
+        """Each prompt has one outcome, and that is its row."""
+        found = self.outcomes
+        assert found.wrong == 0
+        assert found.failed == [], found.failed[:3]
+        assert found.right == found.asked > 0

@@ -1,0 +1,26 @@
+"""Every fault by itself: no prompt is lost, no row wrong, nothing left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.faults import FAULTS, Fault
+from tests.chaos.pool import ChaosPool, run_fault
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.server]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=[] if fault.short else [pytest.mark.chaos], id=fault.name)
+        for fault in FAULTS
+    ],
+)
+def test_a_fault_loses_nothing(fault: Fault, server_binary: str, tmp_path: Path) -> None:
+    with ChaosPool(tmp_path, seed=1, **fault.pool) as pool:
+        result = run_fault(pool, fault.act)
+    result.check()
+    assert result.recovered_in < fault.within

@@ -1,0 +1,439 @@
+"""What the Hugging Face engine keeps between batches, against one forward pass a prompt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmpool.backends import Request, Sampling
+from lmpool.errors import PromptFailed, SettingsError
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from lmpool.backends.hf import HFEngine  # noqa: E402
+from lmpool.backends.hf_forward import Forward  # noqa: E402
+from lmpool.backends.packed_fit import default_kv_cache_bytes  # noqa: E402
+from tests.support.hf_texts import VOCAB, Texts, make, requests_of, rows_of, run  # noqa: E402
+
+LONGEST = 96
+WINDOW = 12
+
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": LONGEST,
+}
+SERVED: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**BASE),
+    "qwen2": lambda: transformers.Qwen2Config(**BASE),
+    "qwen3": lambda: transformers.Qwen3Config(**BASE, head_dim=16),
+    "mistral": lambda: transformers.MistralConfig(**BASE, sliding_window=None),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=LONGEST
+    ),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**{**BASE, "num_key_value_heads": 2}),
+    "phi": lambda: transformers.PhiConfig(**{**BASE, "num_key_value_heads": 2}),
+}
+WINDOWED: dict[str, Callable[[], Any]] = {
+    "mistral": lambda: transformers.MistralConfig(**BASE, sliding_window=WINDOW),
+    # All layers but the first see no further than the window.
+    "qwen2": lambda: transformers.Qwen2Config(
+        **BASE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(
+        **BASE, head_dim=16, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    # Every second layer, and soft caps on attention and on logits.
+    "gemma2": lambda: transformers.Gemma2Config(
+        **BASE,
+        head_dim=16,
+        sliding_window=WINDOW,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    ),
+    # Five layers of six, with rotary positions of their own.
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **{**BASE, "num_hidden_layers": 7}, head_dim=16, sliding_window=WINDOW
+    ),
+    "phi3": lambda: transformers.Phi3Config(**BASE, sliding_window=WINDOW, pad_token_id=0),
+    "starcoder2": lambda: transformers.Starcoder2Config(**BASE, sliding_window=WINDOW),
+    # Three layers of four see the chunk that they are in.
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **{**BASE, "num_hidden_layers": 4},
+        head_dim=16,
+        num_local_experts=2,
+        attention_chunk_size=WINDOW,
+    ),
+}
+LIMITED: dict[str, Callable[[], Any]] = {
+    "dynamic_rope": lambda: transformers.LlamaConfig(
+        **{**BASE, "max_position_embeddings": WINDOW},
+        rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10_000.0},
+    ),
+}
+UNFIT: dict[str, Callable[[], Any]] = {
+    "mamba": lambda: transformers.MambaConfig(
+        vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2
+    ),
+    # A causal mask of its own, by the places of keys in the cache.
+    "gpt_neo": lambda: transformers.GPTNeoConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        attention_types=[[["global", "local"], 1]],
+        window_size=WINDOW,
+        max_position_embeddings=LONGEST,
+    ),
+    # Positions by the attention mask.
+    "bloom": lambda: transformers.BloomConfig(
+        vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=2
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make(tmp_path_factory.mktemp("llama"), SERVED["llama"]())
+
+
+def slot_bytes(folder: str) -> int:
+    engine = HFEngine(folder)
+    assert engine._packed is not None
+    arena = engine._packed._arena
+    return arena.nbytes // arena.keys[0].shape[0]
+
+
+def check(engine: HFEngine, bound: int | None = None) -> None:
+    packed = engine._packed
+    assert packed is not None
+    packed.check()
+    statistics = packed.statistics()
+    assert statistics.held <= statistics.slots
+    assert statistics.pinned == 0
+    if bound is not None:
+        assert engine.kv_cache_bytes() <= bound
+        assert sum(t.nbytes for t in (*packed._arena.keys, *packed._arena.values)) <= bound
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("positions", "forward_tokens", "batches"),
+    [(40, 7, 100), (90, 16, 150), (400, 1_024, 200), (20_000, 50, 200)],
+)
+def test_a_soak_of_small_batches(
+    llama: str, positions: int, forward_tokens: int, batches: int
+) -> None:
+    bound = positions * slot_bytes(llama)
+    engine = HFEngine(llama, kv_cache_bytes=bound, forward_tokens=forward_tokens)
+    texts = Texts(llama, seed=positions)
+    for number in range(batches):
+        texts.compare(engine, texts.batch(10))
+        check(engine, bound)
+        if number % 75 == 74:
+            engine.clear_cache()
+    statistics = engine.statistics()
+    assert statistics is not None
+    assert statistics.found > 0
+    assert (statistics.evicted > 0) == (positions < 1_000)
+    assert (statistics.found > 3 * statistics.added) == (positions > 1_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+def test_a_soak_of_other_models(name: str, tmp_path: Path) -> None:
+    folder = make(tmp_path, SERVED[name]())
+    engine = HFEngine(folder, kv_cache_bytes=150 * slot_bytes(folder), forward_tokens=24)
+    texts = Texts(folder, seed=1)
+    for _ in range(100):
+        texts.compare(engine, texts.batch(10))
+        check(engine)
+
+
+@pytest.mark.parametrize("name", sorted(SERVED))
+def test_models_that_are_served(name: str, tmp_path: Path) -> None:
+    engine = HFEngine(make(tmp_path, SERVED[name]()))
+    texts = Texts(str(tmp_path), seed=2)
+    for _ in range(10):
+        texts.compare(engine, texts.batch(30))
+        check(engine)
+    statistics = engine.statistics()
+    assert statistics is not None
+    assert statistics.found > 0
+
+
+@pytest.mark.parametrize("name", sorted(WINDOWED))
+def test_layers_that_see_less_than_all(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(tmp_path, WINDOWED[name]())
+    engine = HFEngine(folder, forward_tokens=64)
+    assert "keep nothing" not in caplog.text
+    assert "keeps nothing" not in caplog.text
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a prompt was computed plainly")
+
+    config = engine._open()._model.config.get_text_config()
+    sizes = [getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size")]
+    assert WINDOW in sizes
+    monkeypatch.setattr(Forward, "__call__", refuse)
+    texts = Texts(folder, seed=3)
+    for _ in range(20):
+        texts.compare(engine, texts.batch(10))
+        check(engine)
+    statistics = engine.statistics()
+    assert statistics is not None
+    assert statistics.found > statistics.added
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_windows_that_cannot_be_told_a_model(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a model keeps prompts that no window cuts."""
+    from lmpool.backends import packed_fit
+
+    monkeypatch.setattr(packed_fit, "_reach", lambda *_: packed_fit.Reach())
+    folder = make(tmp_path, WINDOWED[name]())
+    engine = HFEngine(folder)
+    assert f"prompts of more than {WINDOW} tokens" in caplog.text
+    texts = Texts(folder, seed=3)
+    for _ in range(10):
+        texts.compare(engine, texts.batch(10))
+        check(engine)
+    statistics = engine.statistics()
+    assert statistics is not None
+    assert statistics.found > 0
+
+
+@pytest.mark.parametrize("name", sorted(LIMITED))
+def test_positions_that_depend_on_the_longest_prompt(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make(tmp_path, LIMITED[name]())
+    engine = HFEngine(folder, max_prompt_tokens=WINDOW)
+    texts = Texts(folder, seed=3, length=WINDOW)
+    for _ in range(10):
+        texts.compare(engine, texts.batch(10))
+        check(engine)
+    statistics = engine.statistics()
+    assert statistics is not None
+    assert statistics.found > 0
+
+
+@pytest.mark.parametrize("name", sorted(UNFIT))
+def test_models_that_are_computed_plainly(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    folder = make(tmp_path, UNFIT[name]())
+    engine = HFEngine(folder, max_prompt_tokens=LONGEST)
+    assert "keeps nothing between batches" in caplog.text
+    assert engine.statistics() is None
+    engine.clear_cache()
+    with pytest.raises(PromptFailed, match="keeps nothing"):
+        engine.cache_prefix(np.arange(3, dtype=np.uint32))
+    texts = Texts(folder, seed=4)
+    texts.compare(engine, texts.batch(20))
+
+
+def test_a_model_that_fails_the_trial_is_computed_plainly(
+    llama: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from lmpool.backends import packed
+
+    def blind(self: Any, layout: Any, part: Any) -> Any:
+        return mask(self, layout, part) * 0
+
+    mask = packed.PackedForward._mask
+    monkeypatch.setattr(packed.PackedForward, "_mask", blind)
+    engine = HFEngine(llama)
+    assert "a trial gave other rows than one prompt at a time" in caplog.text
+    assert engine.statistics() is None
+    texts = Texts(llama, seed=5)
+    texts.compare(engine, texts.batch(20))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.3), ("float16", 0.05)])
+def test_half_precision(llama: str, dtype: str, tolerance: float, attention: str) -> None:
+    options = {"dtype": dtype, "model_kwargs": {"attn_implementation": attention}}
+    engine = HFEngine(llama, **options)
+    texts = Texts(llama, seed=6)
+    prompts = [texts.sequences[i][:n] for i, n in texts.batch(30)]
+    plain = rows_of(HFEngine(llama, kv_cache_bytes=0, **options), prompts)
+    for _ in range(2):
+        assert np.abs(rows_of(engine, prompts) - plain).max() < tolerance
+        check(engine)
+
+
+def test_eager_attention(llama: str) -> None:
+    engine = HFEngine(llama, model_kwargs={"attn_implementation": "eager"})
+    texts = Texts(llama, seed=7)
+    for _ in range(10):
+        texts.compare(engine, texts.batch(20))
+        check(engine)
+
+
+def test_what_is_known_is_not_computed_again(llama: str) -> None:
+    engine = HFEngine(llama)
+    computed: list[int] = []
+    model = engine._open()._model
+    model.register_forward_pre_hook(
+        lambda _module, _inputs, kwargs: computed.append(kwargs["input_ids"].numel()),
+        with_kwargs=True,
+    )
+    prompt = np.random.default_rng(0).integers(0, VOCAB, 60)
+    run(engine, requests_of([prompt]))
+    assert computed == [60]
+    run(engine, requests_of([prompt]))
+    assert computed == [60, 1]
+    run(engine, requests_of([[*prompt, n] for n in range(20)] + [prompt[:30]]))
+    assert sum(computed[2:]) < 30
+    engine.clear_cache()
+    run(engine, requests_of([prompt, prompt]))
+    assert computed[-1] == 60
+
+
+def test_a_continuation_costs_a_position_a_token(llama: str) -> None:
+    engine = HFEngine(llama)
+    positions: list[int] = []
+    engine._open()._model.register_forward_pre_hook(
+        lambda _module, _inputs, kwargs: positions.append(kwargs["input_ids"].numel()),
+        with_kwargs=True,
+    )
+    prompt = list(range(40))
+    requests = [
+        Request(bytes([seed]), np.array(prompt, np.uint32), sampling=Sampling(16, (), 1.0, seed))
+        for seed in range(8)
+    ]
+    kept = run(engine, requests)
+    assert sum(positions) <= 40 + 16 * 8 + 16
+    plain = run(HFEngine(llama, kv_cache_bytes=0), requests)
+    for one, other in zip(kept, plain, strict=True):
+        assert one.tokens is not None
+        assert other.tokens is not None
+        assert one.tokens.tolist() == other.tokens.tolist()
+    check(engine)
+
+
+def test_a_row_that_is_not_a_number_spoils_no_other(llama: str) -> None:
+    engine = HFEngine(llama)
+    texts = Texts(llama, seed=8)
+    spoiled = 13
+    assert all(spoiled not in s for s in texts.sequences)
+    with torch.no_grad():
+        engine._open()._model.get_input_embeddings().weight[spoiled] = float("nan")
+    batch = texts.batch(12)
+    prompts = [texts.sequences[i][:n] for i, n in batch]
+    bad = [[*prompts[0], spoiled], [spoiled], [*prompts[1], spoiled, 4]]
+    outcomes = run(engine, requests_of([*prompts, *bad]))
+    for (i, n), outcome in zip(batch, outcomes, strict=False):
+        assert np.abs(outcome.logprobs() - texts.rows[i][n - 1].numpy()).max() < 1e-5
+    assert all("logsumexp nan" in str(o.error) for o in outcomes[-3:])
+    check(engine)
+    texts.compare(engine, batch)
+    outcomes = run(engine, requests_of([bad[0], prompts[0]]))
+    assert outcomes[0].error is not None
+    texts.compare(engine, batch)
+
+
+def test_a_failed_forward_pass_leaves_nothing_behind(llama: str) -> None:
+    engine = HFEngine(llama, forward_tokens=10)
+    texts = Texts(llama, seed=9)
+    calls = 0
+
+    def fail(_module: object, _inputs: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            raise RuntimeError("out of memory, say")
+
+    hook = engine._open()._model.model.layers[1].register_forward_pre_hook(fail)
+    for _ in range(20):
+        batch = texts.batch(6)
+        outcomes = run(engine, requests_of([texts.sequences[i][:n] for i, n in batch]))
+        for (i, n), outcome in zip(batch, outcomes, strict=True):
+            if outcome.error is None:
+                assert np.abs(outcome.logprobs() - texts.rows[i][n - 1].numpy()).max() < 1e-5
+        check(engine)
+    hook.remove()
+    for _ in range(10):
+        texts.compare(engine, texts.batch(6))
+
+
+def test_kept_prefixes_stay(llama: str) -> None:
+    engine = HFEngine(llama, kv_cache_bytes=100 * slot_bytes(llama))
+    texts = Texts(llama, seed=10)
+    prefix = texts.sequences[0][:30]
+    engine.cache_prefix(prefix)
+    engine.cache_prefix(prefix)
+    for _ in range(30):
+        texts.compare(engine, texts.batch(6))
+    statistics = engine.statistics()
+    assert statistics is not None
+    assert statistics.pinned == 30
+    assert statistics.evicted > 0
+    before = statistics.found
+    texts.compare(engine, [(0, 30)])
+    after = engine.statistics()
+    assert after is not None
+    assert after.found - before == 30
+    with pytest.raises(PromptFailed, match="a prefix of 40 tokens is more than there is room for"):
+        engine.cache_prefix(np.arange(40, dtype=np.uint32))
+    with pytest.raises(PromptFailed, match="token id 211"):
+        engine.cache_prefix(np.array([VOCAB], np.uint32))
+    engine.clear_cache()
+    check(engine)
+    engine.cache_prefix(np.arange(40, dtype=np.uint32))
+
+
+def test_a_prompt_longer_than_the_bound_is_computed_plainly(llama: str) -> None:
+    engine = HFEngine(llama, kv_cache_bytes=20 * slot_bytes(llama))
+    texts = Texts(llama, seed=11)
+    for _ in range(5):
+        texts.compare(engine, [(0, 64), (1, 5), (2, 40), (0, 3)])
+        check(engine, 20 * slot_bytes(llama))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (-1, "kv_cache_bytes=-1: a number of bytes expected"),
+        ("1GB", "kv_cache_bytes='1GB': a number of bytes expected"),
+        (1.5, "kv_cache_bytes=1.5"),
+        (100, "kv_cache_bytes=100: a position of this model takes 256 bytes; write 4608 or more"),
+    ],
+)
+def test_bad_bounds_are_refused(llama: str, value: Any, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        HFEngine(llama, kv_cache_bytes=value)
+
+
+def test_the_bound_is_said(llama: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    HFEngine(llama, kv_cache_bytes=256_000)
+    assert "keeps the keys and values of 998 positions in 256,000 bytes" in caplog.text
+    assert HFEngine(llama, kv_cache_bytes=0).statistics() is None
+    assert 0 < default_kv_cache_bytes(torch.device("cpu")) <= 4 << 30

@@ -1,0 +1,199 @@
+"""The vLLM engine on the real vLLM: every row is its prompt's, however vLLM schedules."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmpool.backends import Request, Sampling
+from lmpool.errors import PromptFailed
+from tests.support.vllm_engine import (
+    Reference,
+    Watched,
+    answer,
+    assert_nothing_left,
+    assert_rows,
+    drain,
+    prompts,
+    requests_of,
+    vllm_engine,
+)
+
+if not os.environ.get("LMPOOL_REQUIRE_SERVERS"):
+    pytest.importorskip("vllm")
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own, many
+]
+
+TIGHT = {
+    "few at once": {"max_num_seqs": 16},
+    "in chunks": {"max_num_batched_tokens": 48, "max_num_seqs": 32},
+    "asynchronously": {"async_scheduling": True},
+    "without a cache": {"enable_prefix_caching": False, "live_prompts": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference()
+
+
+@pytest.fixture(scope="class")  # two engines at a time do not get along in one process
+def engine() -> Iterator[Any]:
+    with vllm_engine(block_size=32) as made:
+        yield made
+
+
+class TestRows:
+    @pytest.mark.parametrize(
+        ("count", "longest"), [(1, 40), (7, 400), (64, 200), (300, 60), (2000, 20)]
+    )
+    def test_of_prompts_of_mixed_lengths(self, engine, reference, count, longest):
+        given = prompts(count, longest, seed=count)
+        assert_rows(answer(engine, given), reference.rows(given))
+        assert_nothing_left(engine)
+
+    def test_with_a_shared_prefix_that_is_computed_once(self, engine, reference):
+        given = prompts(40, 20, shared=300)
+        answer(engine, given[:1])
+        with Watched(engine) as seen:
+            outcomes = answer(engine, given)
+        assert_rows(outcomes, reference.rows(given))
+        assert sum(seen.tokens) < 40 * (20 + 32)  # not 40 * 300
+        assert_nothing_left(engine)
+
+    def test_repeats(self, engine, reference):
+        some = prompts(5, 50, seed=9)
+        given = [some[i % 5] for i in range(60)]
+        assert_rows(answer(engine, given), reference.rows(given))
+        assert_rows(answer(engine, given), reference.rows(given))
+        assert_nothing_left(engine)
+
+    def test_beside_requests_that_sample(self, engine, reference):
+        from vllm import SamplingParams
+
+        from lmpool.backends import vllm_internals
+
+        given = prompts(60, 80, seed=3)
+        foreign = prompts(24, 60, seed=4)
+        sampled = Sampling(max_tokens=9, eos_token_ids=(), temperature=0.8, seed=1)
+        greedy = Sampling(max_tokens=9, eos_token_ids=(), temperature=0.0, seed=1)
+        for i, prompt in enumerate(foreign):
+            # As another user of the same vLLM: biased, penalized, several tokens, never captured.
+            params = SamplingParams(
+                max_tokens=12,
+                temperature=0.8,
+                seed=i,
+                logit_bias={5: 50.0, 9: -50.0},
+                repetition_penalty=1.3,
+                detokenize=False,
+            )
+            engine._core.add_request(
+                vllm_internals.make_request(
+                    f"foreign-{i}", prompt.tolist(), params, arrival=0.0, lora=None, resumable=False
+                )
+            )
+        engine.submit(requests_of(given[:20]))
+        engine.submit(requests_of(foreign[:12], 100, sampling=sampled))
+        outcomes = {o.id: o for o in engine.step()}
+        engine.submit(requests_of(foreign[12:], 112, sampling=greedy))
+        engine.submit(requests_of(given[20:], 20))
+        outcomes.update(drain(engine))
+        rows = [outcomes[b"%d" % i] for i in range(60)]
+        assert_rows(rows, reference.rows(given))
+        assert all(outcomes[b"%d" % i].tokens.size == 9 for i in range(100, 124))
+        engine._core.abort_requests([f"foreign-{i}" for i in range(24)])
+        assert_nothing_left(engine)
+
+    def test_with_aborts_in_between(self, engine, reference):
+        given = prompts(300, 60, seed=5)
+        outcomes = {}
+        engine.submit(requests_of(given))
+        gone = {b"%d" % i for i in range(0, 300, 3)}
+        for third in range(3):
+            outcomes.update({o.id: o for o in engine.step()})
+            engine.cancel([name for name in gone if int(name) % 9 == 3 * third])
+        outcomes.update(drain(engine))
+        kept = [i for i in range(300) if b"%d" % i not in gone]
+        assert {b"%d" % i for i in kept} <= outcomes.keys()
+        assert len(outcomes) < 300
+        assert_rows([outcomes[b"%d" % i] for i in kept], reference.rows([given[i] for i in kept]))
+        assert_nothing_left(engine)
+
+    def test_that_join_while_others_run(self, engine, reference):
+        given = prompts(200, 60, seed=6)
+        outcomes = {}
+        joined = 0
+        for i, request in enumerate(requests_of(given)):
+            joined += engine.in_flight() > 0
+            engine.submit([request])
+            if i % 3:
+                outcomes.update({o.id: o for o in engine.step()})
+            if i == 5:
+                long = Sampling(max_tokens=150, eos_token_ids=(), temperature=1.0, seed=2)
+                engine.submit([Request(b"long", given[0], sampling=long)])
+        outcomes.update(drain(engine))
+        assert joined > 150
+        assert outcomes.pop(b"long").tokens.size == 150
+        assert_rows([outcomes[b"%d" % i] for i in range(200)], reference.rows(given))
+        assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize("options", TIGHT.values(), ids=TIGHT.keys())
+def test_rows_however_vllm_schedules(reference, options):
+    given = prompts(64, 200, seed=7) + prompts(30, 9, seed=8, shared=150)
+    expected = reference.rows(given)
+    sampled = Sampling(max_tokens=5, eos_token_ids=(), temperature=0.8, seed=1)
+    with vllm_engine(**options) as engine:
+        engine.submit(requests_of(prompts(10, 50), 1000, sampling=sampled))
+        engine.submit(requests_of(given))
+        outcomes = drain(engine)
+        assert_rows([outcomes[b"%d" % i] for i in range(len(given))], expected)
+        assert_nothing_left(engine)
+
+
+def test_rows_with_preemptions(reference):
+    # Twelve blocks of 32 tokens: three of these prompts at once, and what is sampled grows.
+    with vllm_engine(
+        block_size=32, kv_cache_memory_bytes=22 * 32 * 3072, max_prompt_tokens=255
+    ) as engine:
+        given = prompts(40, 120, seed=11)
+        growing = prompts(12, 60, seed=12)
+        long = Sampling(max_tokens=120, eos_token_ids=(), temperature=0.8, seed=3)
+        with Watched(engine) as seen:
+            engine.submit(requests_of(growing, 1000, sampling=long))
+            engine.submit(requests_of(given))
+            outcomes = drain(engine)
+        assert seen.preempted > 0
+        assert_rows([outcomes[b"%d" % i] for i in range(40)], reference.rows(given))
+        assert all(outcomes[b"%d" % i].tokens.size == 120 for i in range(1000, 1012))
+        assert_nothing_left(engine)
+
+
+class TestBadPrompts:
+    @pytest.mark.parametrize(
+        ("tokens", "words"),
+        [([5, 2000], "token id 2000: below 2000"), ([3] * 512, "a prompt of 512 tokens: 1 to 511")],
+    )
+    def test_fail_alone(self, engine, reference, tokens, words):
+        good = prompts(8, 30, seed=13)
+        engine.submit(requests_of(good[:4]))
+        engine.submit([Request(b"bad", np.array(tokens, np.uint32))])
+        engine.submit(requests_of(good[4:], 4))
+        outcomes = drain(engine)
+        error = outcomes.pop(b"bad").error
+        assert isinstance(error, PromptFailed)
+        assert words in str(error)
+        assert_rows([outcomes[b"%d" % i] for i in range(8)], reference.rows(good))
+        assert_nothing_left(engine)
+
+    def test_the_longest_prompt_is_answered(self, engine, reference):
+        given = [np.full(511, 7, np.uint32), np.full(510, 8, np.uint32)]
+        assert_rows(answer(engine, given), reference.rows(given))

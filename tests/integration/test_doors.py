@@ -1,0 +1,290 @@
+"""The ways to a server: Sentinels that fail over, TLS, users with narrow permissions."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+from typer.testing import CliRunner
+
+import lmpool
+from lmpool.address import Sentinels
+from lmpool.backends.mock import mock_row
+from lmpool.cli import app
+from lmpool.errors import PoolTimeout, ServerError, ServerRefused, SettingsError
+from lmpool.settings import ClientOptions
+from lmpool.wire import Digester
+from tests.support.clients import connected
+from tests.support.pools import some_prompts
+from tests.support.server import RealServer, free_port
+from tests.support.waiting import until
+from tests.support.workers import living_workers, worker_process
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_sentinel_urls_are_read() -> None:
+    url = "redis+sentinel://me:p%40ss@one:26380,two,[::1]:5/my%2Dservice/3"
+    known = Sentinels.parse(url)
+    assert known.hosts == (("one", 26380), ("two", 26379), ("::1", 5))
+    assert known.service == "my-service"
+    assert known.options == {"username": "me", "password": "p@ss", "db": 3}
+    assert not known.tls
+    assert "p%40ss" not in repr(ClientOptions(url=url))
+    assert Sentinels.parse("rediss+sentinel://h/s?ssl_cert_reqs=none").tls
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("redis+sentinel://host", "names no service"),
+        ("redis+sentinel://host/s/x", "database is no number"),
+        ("redis+sentinel://host:0/s", "no host and port"),
+        ("redis+sentinel://:secret@one,:5/s", "no host and port"),
+        ("redis+sentinel://host/s?nonsense=1", "unknown option 'nonsense'"),
+    ],
+)
+def test_sentinel_urls_that_cannot_be_used(url: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message) as refused:
+        lmpool.connect(url)
+    assert "redis" in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+@contextmanager
+def sentinels(primary: RealServer, count: int = 3) -> Iterator[list[int]]:
+    """Sentinels that watch `primary` as the service ``main``; their ports."""
+    ports = [free_port() for _ in range(count)]
+    running = []
+    try:
+        for port in ports:
+            file = primary.folder / f"sentinel-{port}.conf"
+            file.write_text(
+                f"port {port}\nbind 127.0.0.1\ndir {primary.folder}\n"
+                f"sentinel monitor main 127.0.0.1 {primary.port} 2\n"
+                "sentinel down-after-milliseconds main 1000\n"
+                "sentinel failover-timeout main 5000\n"
+            )
+            with (primary.folder / f"sentinel-{port}.log").open("wb") as log:
+                running.append(
+                    subprocess.Popen(
+                        [primary.binary, str(file), "--sentinel"], stdout=log, stderr=log
+                    )
+                )
+        for port in ports:
+            with redis.Redis(port=port, socket_connect_timeout=1) as client:
+
+                def ready(client: redis.Redis = client) -> bool:
+                    try:
+                        state = client.sentinel_master("main")
+                    except redis.exceptions.RedisError:
+                        return False
+                    return state["num-other-sentinels"] == count - 1 and state["num-slaves"] == 1
+
+                until(ready, 20, what="the sentinels to know each other and the replica", every=0.1)
+        yield ports
+    finally:
+        for process in running:
+            process.kill()
+            process.wait(10)
+
+
+def test_a_failover_of_sentinels_loses_nothing(server_binary, pool_name):
+    with ExitStack() as stack:
+        primary = stack.enter_context(RealServer(binary=server_binary, tcp=True))
+        replica = stack.enter_context(
+            RealServer(binary=server_binary, tcp=True, replicaof=f"127.0.0.1 {primary.port}")
+        )
+        ports = stack.enter_context(sentinels(primary))
+        hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
+        url = f"redis+sentinel://{hosts}/main/0"
+        stack.enter_context(worker_process(url, pool_name, alive=False))
+        until(lambda: living_workers(primary.url, pool_name), 20, what="the worker to be alive")
+        lm = stack.enter_context(
+            connected(url, pool_name, cache_bytes=0, workers_timeout=40, reconnect_timeout=40)
+        )
+        row = lm.next_token_logprobs_sync([1, 2], timeout=20)
+        np.testing.assert_array_equal(row, mock_row([1, 2], 256))
+        primary.kill()
+        began = time.monotonic()
+        for number in range(5):
+            prompt = [3, number]
+            row = lm.next_token_logprobs_sync(prompt, timeout=45)
+            np.testing.assert_array_equal(row, mock_row(prompt, 256))
+        assert time.monotonic() - began < 40
+        with replica.client() as client:
+            assert client.info("replication")["role"] == "master"
+
+
+# --- users -------------------------------------------------------------------------------------
+
+DEPLOY = Path(__file__).parents[2] / "deploy" / "redis"
+
+
+@pytest.fixture(scope="module")
+def guarded(server_binary: str, tmp_path_factory) -> Iterator[Callable[[str], str]]:
+    """A server with the configuration and the users of `deploy/redis`; answers a user's URL."""
+    folder = tmp_path_factory.mktemp("guarded")
+    port = free_port()
+    shutil.copy(DEPLOY / "users.acl", folder)
+    own = ["--port", str(port), "--dir", str(folder), "--aclfile", str(folder / "users.acl")]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [server_binary, str(DEPLOY / "redis.conf"), *own], stdout=log, stderr=log
+        )
+
+    def url(user: str) -> str:
+        return f"redis://{user}:change-this-{user}@127.0.0.1:{port}/0"
+
+    def answers() -> bool:
+        assert process.poll() is None, (folder / "log").read_text()
+        with redis.Redis.from_url(url("operator")) as client:
+            try:
+                return bool(client.ping())
+            except redis.exceptions.ConnectionError:
+                return False
+
+    try:
+        until(answers, what="the server to answer")
+        with worker_process(url("worker"), "guarded", engine_opts={"delay": 0.05}):
+            yield url
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def test_each_user_can_do_its_work(guarded: Callable[[str], str]) -> None:
+    prompts = some_prompts(50, seed=1)
+    with connected(guarded("producer"), "guarded", cache_bytes=0) as lm:
+        np.testing.assert_array_equal(
+            lm.batch_next_token_logprobs_sync(prompts, timeout=20),
+            [mock_row(prompt, 256) for prompt in prompts],
+        )
+        assert len(lm.sample_sync([1, 2], 5, [], seed=1, timeout=20)) == 5
+        assert len(lm.byte_vocab) == 256
+        assert lm.pool_statistics_sync()["computed"] >= 50
+        with pytest.raises(PoolTimeout):  # withdrawn
+            lm.batch_next_token_logprobs_sync(some_prompts(500, seed=2), timeout=0.05)
+        # What is no row is deleted and computed again, by the selector for that alone.
+        with redis.Redis.from_url(guarded("worker")) as worker:
+            digest = Digester(lm.info.fingerprint).logprobs(
+                np.array(prompts[0], "<u4").tobytes(), "f32"
+            )
+            worker.set(lm.lanes[0].result(digest.hex()), b"no row")
+        np.testing.assert_array_equal(
+            lm.next_token_logprobs_sync(prompts[0], timeout=20), mock_row(prompts[0], 256)
+        )
+    where = ["--url", guarded("operator"), "--pool", "guarded"]
+    for words in (["ping"], ["stats"], ["dead", "list"], ["doctor"]):
+        found = CliRunner().invoke(app, [*words, *where])
+        assert found.exit_code == 0, found.output
+
+
+def test_a_producer_can_neither_write_rows_nor_read_others_notices(
+    guarded: Callable[[str], str],
+) -> None:
+    with (
+        connected(guarded("producer"), "guarded") as lm,
+        redis.Redis.from_url(guarded("producer")) as thief,
+    ):
+        assert lm._client._session.id.startswith("producer-")
+        lane = lm.lanes[0]
+        result, other = lane.result("0" * 32), lane.reply("operator-0123")
+        set_it = "return redis.call('SET', KEYS[1], 'x')"
+        read_it = "return redis.call('XRANGE', KEYS[1], '-', '+')"
+        for command in (
+            ("SET", result, "x"),
+            ("EVAL", set_it, 1, result),
+            ("EVAL", f"return redis.call('SET', '{result}', 'x')", 0),
+            ("EVAL", "return redis.call('APPEND', KEYS[1], 'x')", 1, result),
+            ("RENAME", lane.jobs, result),
+            ("COPY", lane.jobs, result),
+            ("XREAD", "STREAMS", other, "0"),
+            ("XRANGE", other, "-", "+"),
+            ("EVAL", read_it, 1, other),
+            ("XADD", other, "*", "ok", "0" * 32),
+            ("SET", "lmpool:guarded", "x"),
+            ("SET", lane.alive("me"), "x"),
+            ("XREADGROUP", "GROUP", "workers", "me", "STREAMS", lane.jobs, ">"),
+            ("XADD", lane.dead, "*", "job", "x"),
+            ("HSET", lane.adapters, "a", "b"),
+            ("KEYS", "*"),
+            ("SCAN", "0"),
+            ("FLUSHALL",),
+            ("CONFIG", "GET", "*"),
+            ("CLIENT", "KILL", "TYPE", "normal"),
+            ("CLIENT", "LIST"),
+            ("ACL", "LIST"),
+            ("MONITOR",),
+            ("SHUTDOWN",),
+        ):
+            with pytest.raises(
+                redis.exceptions.ResponseError, match=r"(?i)no permission|can't run this"
+            ):
+                thief.execute_command(*command)
+
+
+def test_nobody_gets_in_without_a_user(guarded: Callable[[str], str]) -> None:
+    address = guarded("producer").rpartition("@")[2]
+    for login in ("", "default:@", "producer:wrong@"):
+        with pytest.raises(ServerRefused), connected(f"redis://{login}{address}", "guarded"):
+            pass
+
+
+# --- TLS ---------------------------------------------------------------------------------------
+
+
+def certificate(folder: Path) -> None:
+    """A certificate for 127.0.0.1 that vouches for itself."""
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")),
+            *("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+
+
+def test_tls(server_binary, pool_name, tmp_path):
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    certificate(tmp_path)
+    port = free_port()
+    server = RealServer(
+        binary=server_binary,
+        tls_port=str(port),
+        tls_cert_file=str(tmp_path / "cert.pem"),
+        tls_key_file=str(tmp_path / "key.pem"),
+        tls_ca_cert_file=str(tmp_path / "cert.pem"),
+        tls_auth_clients="no",
+    )
+    try:
+        try:
+            server.start()
+        except RuntimeError as error:
+            if "Bad directive" in str(error):
+                pytest.skip(f"{server_binary} was built without TLS")
+            raise
+        url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={tmp_path / 'cert.pem'}"
+        with worker_process(url, pool_name, alive=False):
+            until(lambda: living_workers(server.url, pool_name), 20, what="the worker to be alive")
+            with connected(url, pool_name) as lm:
+                row = lm.next_token_logprobs_sync([1, 2], timeout=20)
+                np.testing.assert_array_equal(row, mock_row([1, 2], 256))
+        untrusted = f"rediss://127.0.0.1:{port}/0"
+        with (
+            pytest.raises(ServerError, match=r"(?i)certificate"),
+            connected(untrusted, pool_name),
+        ):
+            pass
+    finally:
+        server.stop()

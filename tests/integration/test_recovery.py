@@ -1,0 +1,195 @@
+"""Workers that die, freeze, hang and break: every prompt has one outcome all the same."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from lmpool.backends.mock import mock_row
+from lmpool.errors import PromptFailed
+from lmpool.keys import GROUP
+from lmpool.liveness import consumers
+from lmpool.scripts import script
+from lmpool.wire import pack_job
+from tests.support.clients import connected
+from tests.support.faults import STEPS, Faults
+from tests.support.gate import Gate
+from tests.support.pools import Asking, pending, pool_lanes, some_prompts, until_at_rest
+from tests.support.protocol import new_job
+from tests.support.waiting import until
+from tests.support.workers import worker_process
+
+pytestmark = pytest.mark.timeout(60)
+
+RECOVERED_IN = 10.0
+"""Seconds within which the jobs of a killed worker are answered."""
+
+
+def rows_of(prompts: list[list[int]]) -> np.ndarray:
+    return np.stack([mock_row(prompt, 256) for prompt in prompts])
+
+
+def test_workers_killed_at_every_step_lose_nothing(server_url, redis_client, pool_name, tmp_path):
+    prompts = some_prompts(400, seed=1)
+    faults = Faults(tmp_path)
+    with ExitStack() as stack:
+        dying = [
+            stack.enter_context(
+                worker_process(
+                    server_url,
+                    pool_name,
+                    alive=False,
+                    batch_size=16,
+                    **faults.settings(die_at=step, delay=0.05),
+                )
+            )
+            for step in STEPS
+        ]
+        last = stack.enter_context(
+            worker_process(server_url, pool_name, batch_size=16, **faults.settings(delay=0.005))
+        )
+        for worker in dying:
+            worker.wait_until_alive()
+        with connected(server_url, pool_name) as lm:
+            began = time.monotonic()
+            np.testing.assert_array_equal(
+                lm.batch_next_token_logprobs_sync(prompts, timeout=40), rows_of(prompts)
+            )
+            assert time.monotonic() - began < RECOVERED_IN
+        assert [worker.wait() for worker in dying] == [-9] * len(STEPS)
+        assert last.process.poll() is None
+        until_at_rest(redis_client, pool_name)
+        (lane,) = pool_lanes(redis_client, pool_name)
+        until(lambda: len(consumers(redis_client, lane)) == 1, what="the dead to be forgotten")
+
+
+def test_prompts_that_end_their_workers_are_set_aside(
+    server_url, redis_client, pool_name, tmp_path
+):
+    """They alone fail, each after as many workers as there are deliveries."""
+    acts = {"7": "segfault", "8": "break", "9": "hang"}
+    prompts = [p for p in some_prompts(80, seed=5) if not {7, 8, 9} & set(p)]
+    settings = {
+        "batch_size": 4,
+        "engine_timeout": 4,
+        "max_deliveries": 2,
+        **Faults(tmp_path).settings(acts=acts, delay=0.005),
+    }
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(worker_process(server_url, pool_name, alive=False, **settings))
+            for _ in range(7)
+        ]
+        for worker in workers:
+            worker.wait_until_alive()
+        lm = stack.enter_context(connected(server_url, pool_name))
+        good, bad = Asking(lm, prompts), [Asking(lm, [[int(token), 1]]) for token in acts]
+        for asking in bad:
+            with pytest.raises(PromptFailed, match="given up after 2 deliveries"):
+                asking.rows()
+        np.testing.assert_array_equal(good.rows(), rows_of(prompts))
+        # Two of them may have been in one batch, and ended one worker together.
+        ended = [worker.process.poll() for worker in workers]
+        assert set(ended) == {-11, 70, None}
+        assert 3 <= sum(status is not None for status in ended) <= 6
+        (lane,) = pool_lanes(redis_client, pool_name)
+        dead = [fields for _, fields in redis_client.xrange(lane.dead)]
+        assert len(dead) == 3
+        names = {name for w in workers for name in re.findall(r"(\S+) serves tiny as pool", w.log)}
+        for entry in dead:
+            assert entry[b"deliveries"] == b"2"
+            assert entry[b"worker"].decode() in names
+            assert b"given up" in entry[b"reason"]
+        lm.close()
+        until_at_rest(redis_client, pool_name)
+
+
+def test_a_frozen_worker_that_wakes_finishes_what_it_held(
+    server_url, redis_client, pool_name, tmp_path
+):
+    prompts = some_prompts(12, seed=9)
+    gate = Gate(tmp_path)
+    slow = {"batch_size": 4, **gate.settings()}
+    with (
+        worker_process(server_url, pool_name, **slow) as frozen,
+        connected(server_url, pool_name, workers_timeout=60) as lm,
+    ):
+        asking = Asking(lm, prompts)
+        gate.wait_for_batch()
+        frozen.pause()
+        with worker_process(server_url, pool_name, **slow) as other:
+            gate.open(pid=other.pid)
+            np.testing.assert_array_equal(asking.rows(), rows_of(prompts))
+            frozen.resume()
+            gate.open()
+            # It goes on as a worker of the pool, with what it held and with what comes.
+            frozen.wait_until_alive()
+            more = some_prompts(20, seed=10)
+            rows = lm.batch_next_token_logprobs_sync(more, timeout=20)
+            np.testing.assert_array_equal(rows, rows_of(more))
+            lm.close()
+            until_at_rest(redis_client, pool_name)
+
+
+def test_a_long_batch_is_not_a_dead_worker(server_url, redis_client, pool_name, tmp_path):
+    """Idle time alone says nothing: a worker with a heartbeat keeps what it computes."""
+    gate = Gate(tmp_path)
+    settings = {"batch_size": 4, **gate.settings()}
+    with (
+        worker_process(server_url, pool_name, **settings) as busy,
+        connected(server_url, pool_name, workers_timeout=60) as lm,
+    ):
+        asking = Asking(lm, [[1, 2]])
+        gate.wait_for_batch()
+        with worker_process(server_url, pool_name, **settings) as idle:
+            (lane,) = pool_lanes(redis_client, pool_name)
+            time.sleep(8)  # more than a heartbeat and two looks
+            held = pending(redis_client, lane)
+            assert sorted(held.values()) == [0, 1]
+            gate.open()
+            np.testing.assert_array_equal(asking.rows(), rows_of([[1, 2]]))
+            assert {pid for pid, _ in gate.batches()} == {busy.pid} != {idle.pid}
+
+
+def test_a_job_that_its_worker_forgot_is_run(server_url, redis_client, pool_name):
+    """As when a server comes back as it was a moment ago: an entry is held, and nobody knows it."""
+    with (
+        worker_process(server_url, pool_name) as worker,
+        connected(server_url, pool_name) as lm,
+    ):
+        name = worker.wait_until_alive()["id"]
+        (lane,) = pool_lanes(redis_client, pool_name)
+        job = new_job(5, 6, fingerprint=lm.info.fingerprint)
+        enqueue = [lane.jobs, lane.prefix, "someone", 60_000, 60_000, 10, GROUP, 1]
+        with redis_client.pipeline(transaction=True) as pipeline:  # before the worker can read it
+            pipeline.eval(
+                script("enqueue").source, 1, *enqueue, job.digest.hex(), "", "", pack_job(job)
+            )
+            pipeline.xreadgroup(GROUP, name, {lane.jobs: ">"})
+            _, read = pipeline.execute()
+        assert len(read[0][1]) == 1
+        until(lambda: redis_client.exists(lane.result(job.digest.hex())), 20)
+        lm.close()
+        redis_client.delete(lane.reply("someone"))
+        until_at_rest(redis_client, pool_name)
+
+
+def test_out_of_memory_halves_the_batch_and_is_remembered(
+    server_url, redis_client, pool_name, tmp_path
+):
+    log = tmp_path / "batches"
+    settings = Faults(tmp_path).settings(memory=10, log=str(log))
+    with (
+        worker_process(server_url, pool_name, batch_size=64, timeout=0.05, **settings) as worker,
+        connected(server_url, pool_name) as lm,
+    ):
+        for seed in range(3):
+            prompts = some_prompts(64, seed=seed)
+            rows = lm.batch_next_token_logprobs_sync(prompts, timeout=20)
+            np.testing.assert_array_equal(rows, rows_of(prompts))
+        assert lm.pool_statistics_sync()["failed"] == 0
+        assert worker.log.count("out of memory") <= 3  # 64, 32, 16: it is not tried again

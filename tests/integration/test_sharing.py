@@ -1,0 +1,154 @@
+"""Who goes first: interactive before batch, neither starved, and no client before all others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from statistics import median
+
+import numpy as np
+import pytest
+
+import lmpool
+from lmpool.backends.mock import mock_row
+from lmpool.errors import LmpoolError, SettingsError
+from tests.support.clients import connected
+from tests.support.pools import pool_lanes, some_prompts, until_at_rest
+from tests.support.waiting import until
+from tests.support.workers import in_process_worker
+
+pytestmark = pytest.mark.timeout(60)
+
+SLOW = {"batch_size": 8, "engine_opts": {"delay": 0.02}}  # 400 rows a second
+
+
+class Flood:
+    """A client that has very many prompts waiting while the block runs."""
+
+    def __init__(self, url: str, pool: str, seed: int, count: int = 20_000, **options: object):
+        self._lm = lmpool.connect(url, pool, framework="numpy", cache_bytes=0, **options)
+        self._prompts = some_prompts(count, seed=seed)
+        self.rows = 0
+
+    def __enter__(self) -> Flood:
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        until(lambda: self._lm.statistics()["queued"] > 0, what="the flood to begin")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lm.reset_async_queries()
+        self._thread.join()
+        self._lm.close()
+
+    def _run(self) -> None:
+        with pytest.raises(LmpoolError, match="reset"):
+            self._lm.batch_next_token_logprobs_sync(self._prompts)
+
+    def answered(self) -> int:
+        """Prompts that were answered so far."""
+        table = self._lm._client._session.table
+        return len(self._prompts) - len(table.flights)
+
+
+def waits(lm: lmpool.PooledLM, count: int, seed: int) -> list[float]:
+    """Seconds that each of some prompts took, asked one after another."""
+    took = []
+    for prompt in some_prompts(count, seed=seed):
+        began = time.monotonic()
+        row = lm.next_token_logprobs_sync(prompt, timeout=30)
+        took.append(time.monotonic() - began)
+        np.testing.assert_array_equal(row, mock_row(prompt, 256))
+    return took
+
+
+def test_an_unknown_priority_is_refused() -> None:
+    with pytest.raises(SettingsError, match="priority='urgent'"):
+        lmpool.connect(priority="urgent")
+
+
+def test_batch_lets_interactive_go_first(server_url, redis_client, pool_name):
+    with (
+        in_process_worker(server_url, pool_name, **SLOW),
+        connected(server_url, pool_name, cache_bytes=0) as lm,
+    ):
+        with Flood(server_url, pool_name, 1, priority="batch") as flood:
+            (lane,) = pool_lanes(redis_client, pool_name)
+            until(lambda: redis_client.xlen(lane.batch.jobs) > 1000, what="the backlog")
+            # Ten seconds of jobs are waiting; these wait for the batches under way.
+            assert median(waits(lm, 10, seed=2)) < 1.0
+            assert flood.answered() > 0
+        until_at_rest_of(lm, redis_client, pool_name)
+
+
+def until_at_rest_of(lm: lmpool.PooledLM, client: object, pool: str) -> None:
+    lm.close()
+    until_at_rest(client, pool)  # type: ignore[arg-type]
+
+
+def test_interactive_does_not_starve_batch(server_url, pool_name):
+    with (
+        in_process_worker(server_url, pool_name, **SLOW),
+        connected(server_url, pool_name, cache_bytes=0, priority="batch") as lm,
+        Flood(server_url, pool_name, 3) as flood,
+    ):
+        began, before = time.monotonic(), flood.answered()
+        prompts = some_prompts(40, seed=4)
+        rows = lm.batch_next_token_logprobs_sync(prompts, timeout=30)
+        np.testing.assert_array_equal(rows, [mock_row(prompt, 256) for prompt in prompts])
+        # One place in eight is theirs, not less and hardly more.
+        share = 40 / (40 + flood.answered() - before)
+        assert share > 0.06, share
+        assert time.monotonic() - began < 15
+
+
+def test_batch_of_one_does_not_starve_either(server_url, pool_name):
+    settings = {"batch_size": 1, "engine_opts": {"delay": 0.005}}
+    with (
+        in_process_worker(server_url, pool_name, **settings),
+        connected(server_url, pool_name, cache_bytes=0, priority="batch") as lm,
+        Flood(server_url, pool_name, 5),
+    ):
+        assert max(waits(lm, 5, seed=6)) < 10
+
+
+def test_an_interactive_caller_takes_a_batch_job_along(server_url, redis_client, pool_name):
+    """A prompt that waits among the last goes first once somebody asks it who does."""
+    with (
+        in_process_worker(server_url, pool_name, **SLOW),
+        Flood(server_url, pool_name, 7, count=3000, priority="batch") as flood,
+        connected(server_url, pool_name, cache_bytes=0) as lm,
+    ):
+        last = flood._prompts[2999]
+        until(lambda: flood._lm.statistics()["queued"] == 3000, what="all to be queued")
+        began = time.monotonic()
+        row = lm.next_token_logprobs_sync(last, timeout=30)
+        np.testing.assert_array_equal(row, mock_row(last, 256))
+        assert lm.statistics()["joined"] == 1
+        assert time.monotonic() - began < 2.0  # it would be its turn after seven seconds
+
+
+def test_a_greedy_client_starves_nobody(server_url, redis_client, pool_name):
+    """The jobs of one client that may wait have a bound: others wait behind those at most."""
+    with (
+        in_process_worker(server_url, pool_name, client_backlog=64, **SLOW),
+        connected(server_url, pool_name, cache_bytes=0) as lm,
+        Flood(server_url, pool_name, 8) as flood,
+    ):
+        (lane,) = pool_lanes(redis_client, pool_name)
+        found = waits(lm, 5, seed=9)
+        assert redis_client.xlen(lane.jobs) <= 64 + 16
+        assert median(found) < 1.5  # 64 jobs take 160 ms; all 20,000 would take 50 s
+        assert flood.answered() > 100
+
+
+def test_greedy_clients_share_evenly(server_url, pool_name):
+    with in_process_worker(server_url, pool_name, client_backlog=64, **SLOW):
+        with (
+            Flood(server_url, pool_name, 10) as one,
+            Flood(server_url, pool_name, 11, count=5000) as two,
+        ):
+            before = one.answered(), two.answered()
+            time.sleep(4)
+            shares = one.answered() - before[0], two.answered() - before[1]
+        assert min(shares) > 0.6 * max(shares), shares

@@ -1,0 +1,119 @@
+"""A mock engine whose process dies, hangs or breaks where a test wants it; loaded as a plug-in.
+
+`tests.support.faults` is the test's side.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lmpool.backends.engine import Outcome, Request
+from lmpool.backends.mock import MockEngine
+from lmpool.errors import EngineBroken
+from lmpool.worker import intake, publishing
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _segfault() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _hang() -> None:
+    time.sleep(10_000)
+
+
+def _break() -> None:
+    raise EngineBroken("a test broke the engine")
+
+
+ACTS: dict[str, Callable[[], None]] = {
+    "kill": _die,
+    "segfault": _segfault,
+    "hang": _hang,
+    "break": _break,
+}
+
+
+class FaultyEngine(MockEngine):
+    """As the mock engine.
+
+    `acts` maps a token to what a prompt that contains it does to the worker each time. `die_at` is
+    a step at which the worker is killed, by one process of the pool: that which takes the file
+    `once`.
+    `memory` is how many prompts fit into its memory.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        acts: dict[str, str] | None = None,
+        die_at: str | None = None,
+        once: str | None = None,
+        memory: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, **options)
+        self._acts = {int(token): ACTS[act] for token, act in (acts or {}).items()}
+        self._memory = memory
+        self._die_at = die_at
+        self._once = Path(once) if once else None
+        if die_at in ("read", "publishing", "published"):
+            self._patch(die_at)
+
+    def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
+        if self._die_at == "computing":
+            self._die_once()
+        for request in requests:
+            for token, act in self._acts.items():
+                if (request.tokens == token).any():
+                    act()
+        if self._memory is not None and len(requests) > self._memory:
+            raise MemoryError(f"{len(requests)} prompts")
+        outcomes = super().compute(requests)
+        if self._die_at == "computed":
+            self._die_once()
+        return outcomes
+
+    def _die_once(self) -> None:
+        assert self._once is not None
+        try:
+            self._once.unlink()
+        except FileNotFoundError:
+            return
+        _die()
+
+    def _patch(self, step: str) -> None:
+        if step == "read":
+            read = intake.Intake._parse
+
+            def parse(*arguments: Any) -> Any:
+                claimed = read(*arguments)
+                if claimed:
+                    self._die_once()
+                return claimed
+
+            intake.Intake._parse = parse  # type: ignore[method-assign]
+            return
+        write = publishing.set_and_call
+        written = 0
+
+        def set_and_call(*arguments: Any) -> None:
+            nonlocal written
+            written += 1
+            if step == "publishing" and written == 2:
+                self._die_once()  # the first chunk of a batch is written, the second is not
+            write(*arguments)
+            if step == "published":
+                self._die_once()  # all is written, and the worker knows of nothing
+
+        publishing.CHUNK_MOST = 4  # type: ignore[misc]
+        publishing.set_and_call = set_and_call

@@ -1,0 +1,219 @@
+"""A vLLM engine under test: small, quick to start, and watched by its scheduler."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lmpool.backends import Outcome, Request, load_engine, tiny
+
+Prompts = list[npt.NDArray[np.uint32]]
+
+TOLERANCE = 5e-5
+VOCAB = 2000
+QUICK = {"enforce_eager": True, "kv_cache_memory_bytes": 96 << 20}
+"""What every test's vLLM is told: compile nothing, and take little memory."""
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "CRITICAL"}
+"""Several engines on two cores wait for each other least with a thread each."""
+
+
+@contextmanager
+def vllm_engine(**options: Any) -> Iterator[Any]:
+    """A `VLLMEngine` of the tiny model, closed at the end."""
+    os.environ.update(ENVIRONMENT)
+    engine = load_engine("vllm", "tiny", **{**QUICK, **options})
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def prompts(count: int, longest: int, seed: int = 0, shared: int = 0) -> Prompts:
+    """Random prompts of 1 to `longest` tokens, after `shared` tokens that all have."""
+    rng = np.random.default_rng(seed)
+    head = rng.integers(3, VOCAB, shared)
+    return [
+        np.concatenate([head, rng.integers(3, VOCAB, rng.integers(1, longest + 1))]).astype(
+            np.uint32
+        )
+        for _ in range(count)
+    ]
+
+
+def requests_of(
+    given: Iterable[npt.NDArray[np.uint32]], start: int = 0, **more: Any
+) -> list[Request]:
+    """A request for each prompt, with their numbers as ids."""
+    return [Request(b"%d" % i, p, **more) for i, p in enumerate(given, start)]
+
+
+def drain(engine: Any) -> dict[bytes, Outcome]:
+    """Every outcome until nothing is in flight."""
+    outcomes: dict[bytes, Outcome] = {}
+    while engine.in_flight():
+        for outcome in engine.step():
+            assert outcome.id not in outcomes
+            outcomes[outcome.id] = outcome
+    return outcomes
+
+
+def answer(engine: Any, given: Sequence[npt.NDArray[np.uint32]], **more: Any) -> list[Outcome]:
+    """The prompts' outcomes in their order."""
+    engine.submit(requests_of(given, **more))
+    outcomes = drain(engine)
+    assert len(outcomes) == len(given)
+    return [outcomes[b"%d" % i] for i in range(len(given))]
+
+
+def scheduler(engine: Any) -> Any:
+    """The scheduler of an engine in this process."""
+    return engine._core.engine_core.scheduler
+
+
+class Reference:
+    """Hugging Face's float32 rows, each prompt alone or among others of its length."""
+
+    def __init__(self, folder: str | None = None, adapter: str | None = None) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self._torch = torch
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder or tiny.path(), dtype=torch.float32
+        ).eval()
+        if adapter is not None:
+            _merge(self._model, adapter)
+
+    def rows(self, given: Sequence[npt.NDArray[np.uint32]]) -> npt.NDArray[np.float32]:
+        """float32 [prompts, vocab]."""
+        torch = self._torch
+        found = np.empty((len(given), VOCAB), np.float32)
+        by_length: dict[int, list[int]] = {}
+        for i, prompt in enumerate(given):
+            by_length.setdefault(prompt.size, []).append(i)
+        with torch.inference_mode():
+            for group in by_length.values():
+                for start in range(0, len(group), 64):
+                    part = group[start : start + 64]
+                    ids = torch.tensor(np.stack([given[i] for i in part]).astype(np.int64))
+                    logits = self._model(ids, use_cache=False, logits_to_keep=1).logits[:, -1]
+                    found[part] = torch.log_softmax(logits, dim=-1).numpy()
+        return found
+
+
+def assert_rows(outcomes: Sequence[Outcome], expected: npt.NDArray[np.float32]) -> None:
+    """Every outcome is its own prompt's row."""
+    failed = [outcome.error for outcome in outcomes if outcome.error is not None]
+    assert not failed, failed[:3]
+    rows = np.stack([outcome.logprobs() for outcome in outcomes])
+    worst = np.abs(rows - expected).max(axis=1)
+    assert worst.max() <= TOLERANCE, (int((worst > TOLERANCE).sum()), float(worst.max()))
+
+
+def assert_nothing_left(engine: Any) -> None:
+    """vLLM holds no request but the live ones, and no row; when those have ended, no block."""
+    core = scheduler(engine)
+    assert engine.in_flight() == 0
+    assert len(core.requests) == len(engine._live)
+    assert len(core.running) == 0
+    assert len(_store(engine)) == 0
+    engine.clear_cache()
+    assert len(core.requests) == 0
+    assert engine._live.reserved_tokens == 0
+    pool = core.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is a placeholder
+    engine._core.get_output()  # the worker hears of what has ended
+    runner = engine._engine.model_executor.driver_worker.worker.model_runner
+    assert not runner.requests
+
+
+def _store(engine: Any) -> Any:
+    from lmpool.backends import vllm_internals
+
+    runner = engine._engine.model_executor.driver_worker.worker.model_runner
+    capture = vllm_internals.find_capture(runner)
+    assert capture is not None
+    return capture.rows
+
+
+class Watched:
+    """Counts what vLLM's scheduler does while the block runs."""
+
+    def __init__(self, engine: Any) -> None:
+        self.tokens: list[int] = []
+        self.preempted = 0
+        self._scheduler = scheduler(engine)
+
+    def __enter__(self) -> Watched:
+        schedule, preempt = self._scheduler.schedule, self._scheduler._preempt_request
+
+        def counted(*given: Any, **named: Any) -> Any:
+            output = schedule(*given, **named)
+            self.tokens.append(output.total_num_scheduled_tokens)
+            return output
+
+        def preempting(*given: Any, **named: Any) -> Any:
+            self.preempted += 1
+            return preempt(*given, **named)
+
+        self._scheduler.schedule, self._scheduler._preempt_request = counted, preempting
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._scheduler.schedule, self._scheduler._preempt_request
+
+
+def write_adapter(folder: Path, seed: int, rank: int = 4) -> str:
+    """A LoRA adapter of the tiny model that moves its rows by nats, as PEFT writes them."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((Path(tiny.path()) / "config.json").read_text())
+    generator = torch.Generator().manual_seed(seed)
+    hidden, heads, size = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    kv = config["num_key_value_heads"]
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, out in (("q_proj", heads * size), ("v_proj", kv * size)):
+            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{stem}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator) / 4
+            tensors[f"{stem}.lora_B.weight"] = torch.randn(out, rank, generator=generator) / 4
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, str(folder / "adapter_model.safetensors"))
+    (folder / "adapter_config.json").write_text(
+        json.dumps(
+            {
+                "peft_type": "LORA",
+                "task_type": "CAUSAL_LM",
+                "r": rank,
+                "lora_alpha": 2 * rank,
+                "target_modules": ["q_proj", "v_proj"],
+                "bias": "none",
+                "lora_dropout": 0.0,
+            }
+        )
+    )
+    return str(folder)
+
+
+def _merge(model: Any, adapter: str) -> None:
+    """Add an adapter's product to the weights that it changes: what LoRA means, without PEFT."""
+    from safetensors.torch import load_file
+
+    config = json.loads((Path(adapter) / "adapter_config.json").read_text())
+    scale = config["lora_alpha"] / config["r"]
+    tensors = load_file(str(Path(adapter) / "adapter_model.safetensors"))
+    parameters = dict(model.named_parameters())
+    for name, a in tensors.items():
+        if ".lora_A." in name:
+            b = tensors[name.replace(".lora_A.", ".lora_B.")]
+            target = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            parameters[target].data += scale * (b @ a)
