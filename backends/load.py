@@ -30,6 +30,7 @@ _NEEDS: Final = {
     "vllm": ("vllm",),
     "sglang": ("sglang",),
     "mlx": ("mlx", "mlx_lm"),
+    "vllm": ("vllm",),
 }
 
 

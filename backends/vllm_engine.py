@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 WAIT_SECONDS: Final = 0.02
 """How long a step waits for an engine in another process before new requests may join."""
 
+STARVED_SECONDS: Final = 2.0
+"""How long nothing may come out of vLLM before live prompts give up what they hold."""
+
 MAX_SEED: Final = (1 << 63) - 1
 
 MOST_ADAPTERS: Final = 33
@@ -123,6 +126,7 @@ class VLLMEngine(Engine):
         self._running: dict[str, _Running] = {}
         self._by_request: dict[bytes, str] = {}
         self._outcomes: list[Outcome] = []
+        self._last_output = 0.0
         self._most_running = int(config.scheduler_config.max_num_seqs)
         self._live = LivePrompts(
             self._most_running // 2 if live_prompts is None else live_prompts,
@@ -189,17 +193,30 @@ class VLLMEngine(Engine):
 
     def _feed(self) -> None:
         """Put into vLLM what may run beside what runs there."""
-        while self._waiting and self._may_join(self._waiting[0]):
-            self._begin(self._waiting.popleft())
+        if self._lora and self._on_cpu:
+            joining = self._take_turn()
+        else:
+            joining, self._waiting = self._waiting, deque()
+        for request in joining:
+            self._begin(request)
         self._end_live()
 
-    def _may_join(self, request: Request) -> bool:
-        # vLLM's LoRA kernels for CPUs give base prompts the last slot's adapter when all slots are
-        # taken: there, prompts with and without an adapter take turns.
-        if not (self._lora and self._on_cpu) or not self._running:
-            return True
-        running = next(iter(self._running.values())).request
-        return (running.adapter is None) == (request.adapter is None)
+    def _take_turn(self) -> deque[Request]:
+        """The waiting requests that may join: all with an adapter, or all without.
+
+        vLLM's LoRA kernels for CPUs give base prompts the last slot's adapter when all slots are
+        taken. So the two kinds take turns, and a turn takes nobody in once the others wait.
+        """
+        waiting = self._waiting
+        if not waiting:
+            return waiting
+        running = next(iter(self._running.values()), None)
+        first = waiting[0] if running is None else running.request
+        joining = deque(r for r in waiting if (r.adapter is None) == (first.adapter is None))
+        if running is not None and len(joining) < len(waiting):
+            return deque()
+        self._waiting = deque(r for r in waiting if (r.adapter is None) != (first.adapter is None))
+        return joining
 
     def _begin(self, request: Request) -> None:
         sampling, tokens = request.sampling, request.tokens
@@ -231,6 +248,8 @@ class VLLMEngine(Engine):
         running = _Running(name, request, self._numbers, live, time.time())
         self._live.shrink(self._most_running - len(self._running) - 1)
         self._end_live()
+        if not self._running:
+            self._last_output = time.monotonic()
         try:
             self._core.add_request(
                 vllm_internals.make_request(
@@ -262,7 +281,15 @@ class VLLMEngine(Engine):
 
     def _advance(self) -> None:
         answered: list[_Running] = []
-        for output in vllm_internals.step(self._core, WAIT_SECONDS):
+        outputs = vllm_internals.step(self._core, WAIT_SECONDS)
+        now = time.monotonic()
+        if outputs:
+            self._last_output = now
+        elif now - self._last_output > STARVED_SECONDS:
+            # A long prefill, or a cache divided in ways that its size does not tell: to end what is
+            # idle costs little, and a prompt that waits for room without end much.
+            self._live.shrink(0)
+        for output in outputs:
             running = self._running.get(output.request_id)
             if running is None:
                 continue
@@ -306,6 +333,7 @@ class VLLMEngine(Engine):
     def cancel(self, ids: Collection[bytes]) -> None:
         wanted = set(ids)
         self._waiting = deque(r for r in self._waiting if r.id not in wanted)
+        self._outcomes = [outcome for outcome in self._outcomes if outcome.id not in wanted]
         aborted: list[_Running] = []
         for cancelled in wanted & self._by_request.keys():
             running = self._running.pop(self._by_request.pop(cancelled))

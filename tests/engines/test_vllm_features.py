@@ -1,0 +1,356 @@
+"""What else the vLLM engine does: live prompts, adapters, sampling, options, other processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from lmpool.backends import Request, Sampling, load_engine, tiny, vllm_internals
+from lmpool.errors import AdapterError, EngineBroken, SettingsError
+from tests.support.vllm_engine import (
+    QUICK,
+    VOCAB,
+    Reference,
+    Watched,
+    answer,
+    assert_nothing_left,
+    assert_rows,
+    drain,
+    need_vllm,
+    prompts,
+    requests_of,
+    scheduler,
+    vllm_engine,
+    write_adapter,
+)
+
+need_vllm()
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference()
+
+
+def extended(prompt: np.ndarray, *tokens: int) -> np.ndarray:
+    return np.append(prompt, np.array(tokens, np.uint32)).astype(np.uint32)
+
+
+class TestLivePrompts:
+    @pytest.fixture(scope="class")
+    def engine(self) -> Iterator[Any]:
+        with vllm_engine(max_num_seqs=16) as made:
+            yield made
+
+    def test_particles_cost_a_token_a_step(self, engine, reference):
+        random = np.random.default_rng(0)
+        particles = [prompts(1, 1, seed=1, shared=200)[0]] * 8
+        for step in range(12):
+            distinct = list({p.tobytes(): p for p in particles}.values())
+            with Watched(engine) as seen:
+                outcomes = answer(engine, distinct)
+            assert_rows(outcomes, reference.rows(distinct))
+            if step > 1:  # before, the particles part from the prompt they have in common
+                assert sum(seen.tokens) == len(distinct)
+            particles = [extended(p, random.integers(3, VOCAB)) for p in particles]
+        assert_nothing_left(engine)
+
+    def test_prompts_that_fork_are_each_others_prefix_no_more(self, engine, reference):
+        start = prompts(1, 1, seed=2, shared=140)[0]
+        answer(engine, [start])
+        forks = [extended(start, i) for i in range(10, 18)]
+        deeper = [extended(fork, 5, 6, 7) for fork in forks]
+        assert_rows(answer(engine, forks), reference.rows(forks))
+        with Watched(engine) as seen:
+            outcomes = answer(engine, deeper)
+        assert_rows(outcomes, reference.rows(deeper))
+        assert sum(seen.tokens) == 3 * 8
+        # What was extended is gone, and is answered anew.
+        assert_rows(answer(engine, forks), reference.rows(forks))
+        assert_rows(answer(engine, [start]), reference.rows([start]))
+        assert_nothing_left(engine)
+
+    def test_are_bounded_and_the_oldest_goes_first(self, engine):
+        given = prompts(30, 20, seed=3)
+        answer(engine, given)
+        assert len(engine._live) == 8  # half of max_num_seqs
+        assert len(scheduler(engine).requests) == 8
+        with Watched(engine) as seen:
+            answer(engine, [extended(p, 9) for p in given[-8:]])
+        assert sum(seen.tokens) == 8
+        assert_nothing_left(engine)
+
+    def test_leave_room_for_everything_else(self, engine, reference):
+        answer(engine, prompts(16, 20, seed=4))
+        given = prompts(40, 300, seed=5)
+        assert_rows(answer(engine, given), reference.rows(given))
+        assert_nothing_left(engine)
+
+    def test_an_aborted_extension_is_forgotten(self, engine, reference):
+        start = prompts(1, 1, seed=6, shared=40)[0]
+        answer(engine, [start])
+        engine.submit([Request(b"gone", extended(start, 4))])
+        engine.cancel([b"gone"])
+        assert engine.in_flight() == 0
+        given = [extended(start, 4), start]
+        assert_rows(answer(engine, given), reference.rows(given))
+        assert_nothing_left(engine)
+
+    def test_a_prefix_is_computed_ahead(self, engine, reference):
+        prefix = prompts(1, 1, seed=7, shared=300)[0]
+        engine.cache_prefix(prefix)
+        with Watched(engine) as seen:
+            outcomes = answer(engine, [extended(prefix, 8)])
+        assert_rows(outcomes, reference.rows([extended(prefix, 8)]))
+        assert sum(seen.tokens) == 1
+        assert_nothing_left(engine)
+
+
+def test_live_prompts_never_take_the_room_a_prompt_needs(reference):
+    # Room for one prompt of the longest, and for eight blocks of live ones.
+    with vllm_engine(
+        block_size=32, kv_cache_memory_bytes=25 * 32 * 3072, max_prompt_tokens=511
+    ) as engine:
+        for seed in range(6):
+            given = prompts(6, 100, seed=seed)
+            assert_rows(answer(engine, given), reference.rows(given))
+            more = [extended(p, 3) for p in given] + [np.full(511, seed + 3, np.uint32)]
+            assert_rows(answer(engine, more), reference.rows(more))
+        assert_nothing_left(engine)
+
+
+class TestAdapters:
+    @pytest.fixture(scope="class")
+    def engine(self) -> Iterator[Any]:
+        # One slot: the CPU kernel would give base prompts whatever adapter is in it.
+        with vllm_engine(enable_lora=True, max_loras=1, max_lora_rank=8) as made:
+            yield made
+
+    def test_rows_of_base_and_adapters_asked_together(self, engine, reference, tmp_path):
+        folders = {name: write_adapter(tmp_path / name, i) for i, name in enumerate("ab")}
+        for name, folder in folders.items():
+            engine.add_adapter(name, folder)
+        given = prompts(12, 60, seed=8)
+        expected = {None: reference.rows(given)}
+        expected |= {n: Reference(adapter=f).rows(given) for n, f in folders.items()}
+        assert np.abs(expected["a"] - expected["b"]).max() > 0.1
+        assert np.abs(expected["a"] - expected[None]).max() > 0.1
+        for _ in range(2):  # and again, from what is live and cached
+            for i, prompt in enumerate(given):
+                engine.submit([Request(f"{i} {a}".encode(), prompt, a) for a in (None, "a", "b")])
+            outcomes = drain(engine)
+            for adapter, rows in expected.items():
+                assert_rows([outcomes[f"{i} {adapter}".encode()] for i in range(12)], rows)
+        assert_nothing_left(engine)
+
+    def test_replaced_files_are_another_adapter(self, engine, tmp_path):
+        given = prompts(5, 300, seed=9)
+        for seed in (5, 6):
+            folder = write_adapter(tmp_path / "one", seed)
+            engine.add_adapter("one", folder)
+            expected = Reference(adapter=folder).rows(given)
+            assert_rows(answer(engine, given, adapter="one"), expected)
+        engine.remove_adapter("one")
+        engine.remove_adapter("one")
+        (outcome,) = answer(engine, given[:1], adapter="one")
+        assert "no adapter named 'one'" in str(outcome.error)
+
+    def test_files_that_are_no_adapter_are_refused(self, engine, reference, tmp_path):
+        large = write_adapter(tmp_path / "large", 1, rank=64)
+        with pytest.raises(AdapterError, match="rank"):
+            engine.add_adapter("large", large)
+        (Path(write_adapter(tmp_path / "bad", 1)) / "adapter_model.safetensors").write_text("no")
+        with pytest.raises(AdapterError, match="cannot be loaded"):
+            engine.add_adapter("bad", str(tmp_path / "bad"))
+        given = prompts(3, 20)
+        assert_rows(answer(engine, given), reference.rows(given))
+
+
+class TestOneEngine:
+    """What needs no engine of its own."""
+
+    @pytest.fixture(scope="class")
+    def engine(self) -> Iterator[Any]:
+        with vllm_engine() as made:
+            yield made
+
+    def test_says_what_it_serves(self, engine):
+        info = engine.info
+        assert (info.engine, info.model, info.vocab_size) == ("vllm", "tiny", VOCAB)
+        assert (info.max_prompt_tokens, info.dtype, info.encoding) == (511, "float32", "f32")
+        assert (info.bos_token_id, info.eos_token_ids, info.pad_token_id) == (1, (2,), 0)
+        assert "tokenizer.json" in engine.tokenizer_files()
+        assert len(engine.byte_vocabulary()) == VOCAB
+        assert engine.underlying_model.config.vocab_size == VOCAB
+
+    def test_sampling_is_vllms_and_reproducible(self, engine, reference):
+        prompt = np.array([1, 5, 9], np.uint32)
+
+        def sample(company: int = 0, **options: Any) -> list[int]:
+            chosen = {"max_tokens": 12, "eos_token_ids": (), "temperature": 0.8, "seed": 7}
+            sampling = Sampling(**{**chosen, **options})
+            engine.submit(requests_of(prompts(company, 40, seed=1), sampling=sampling))
+            engine.submit([Request(b"s", prompt, sampling=sampling)])
+            return drain(engine)[b"s"].tokens.tolist()
+
+        drawn = sample()
+        assert len(drawn) == 12
+        assert sample() == sample(company=9) == drawn
+        assert sample(seed=8) != drawn
+        assert sample(seed=-7) != sample(seed=2**64 - 1)
+        assert sample(eos_token_ids=(drawn[4],)) == drawn[: drawn.index(drawn[4])]
+        assert sample(max_tokens=0) == []
+        greedy = sample(temperature=0.0)
+        for i, token in enumerate(greedy):
+            row = reference.rows([extended(prompt, *greedy[:i])])[0]
+            assert row[token] >= row.max() - 1e-4
+        long = np.full(500, 9, np.uint32)
+        (outcome,) = answer(engine, [long], sampling=Sampling(10_000, (), 0.8, 1))
+        assert outcome.tokens.size == 12  # as many as vLLM has positions for
+        assert_nothing_left(engine)
+
+    def test_adapters_need_an_option(self, engine, tmp_path):
+        with pytest.raises(AdapterError, match="enable_lora"):
+            engine.add_adapter("a", str(tmp_path))
+
+
+def test_rows_of_a_bfloat16_model_are_the_bits_of_its_logits(reference):
+    given = prompts(30, 60, seed=10)
+    with vllm_engine(dtype="bfloat16") as engine:
+        assert engine.info.encoding == "bf16"
+        outcomes = answer(engine, given)
+        assert all(o.row.dtype == np.uint16 for o in outcomes)
+        rows = np.stack([o.logprobs() for o in outcomes])
+        assert np.abs(np.logaddexp.reduce(rows.astype(np.float64), axis=1)).max() < 1e-4
+        assert np.abs(rows - reference.rows(given)).max() < 0.3
+        assert_nothing_left(engine)
+
+
+def test_without_capture_rows_come_through_logprobs(reference, caplog):
+    given = prompts(40, 60, seed=11)
+    with caplog.at_level(logging.WARNING, logger="lmpool"), vllm_engine(capture=False) as engine:
+        assert "logprobs=-1" in caplog.text
+        assert_rows(answer(engine, given), reference.rows(given))
+        engine.submit(requests_of(given))
+        engine.cancel([b"%d" % i for i in range(0, 40, 2)])
+        assert len(drain(engine)) == 20
+        assert_nothing_left(engine)
+
+
+def test_a_runner_without_a_place_for_capture_is_used_through_logprobs(
+    reference, caplog, monkeypatch
+):
+    monkeypatch.setattr(vllm_internals, "find_capture", lambda runner: None)
+    given = prompts(10, 30, seed=12)
+    with caplog.at_level(logging.WARNING, logger="lmpool"), vllm_engine() as engine:
+        assert "has no place" in caplog.text
+        assert_rows(answer(engine, given), reference.rows(given))
+
+
+def test_an_engine_in_another_process(reference):
+    given = prompts(300, 60, seed=13)
+    particles = [extended(p, 4) for p in given[-20:]]
+    sampling = Sampling(max_tokens=5, eos_token_ids=(), temperature=0.8, seed=1)
+    with vllm_engine(own_process=True) as engine:
+        assert_rows(answer(engine, given), reference.rows(given))
+        assert_rows(answer(engine, particles), reference.rows(particles))
+        engine.submit(requests_of(given, sampling=sampling))
+        engine.cancel([b"%d" % i for i in range(0, 300, 2)])
+        assert {len(o.tokens) for o in drain(engine).values()} == {5}
+        with pytest.raises(EngineBroken, match="another process"):
+            engine.underlying_model  # noqa: B018
+
+        engine.submit(requests_of(given))
+        engine.step()
+        cores = [p for p in psutil.Process().children() if "EngineCore" in " ".join(p.cmdline())]
+        assert cores, [p.cmdline() for p in psutil.Process().children()]
+        for core in cores:
+            core.kill()
+        with pytest.raises(EngineBroken, match="vLLM's engine failed"):
+            drain(engine)
+        with pytest.raises(EngineBroken):
+            engine.submit(requests_of(given[:1], 1000))
+
+
+def test_others_vllm_captures_rows_by_the_entry_point(reference, monkeypatch):
+    from vllm import LLM, SamplingParams
+
+    from lmpool.backends.vllm_capture import CAPTURE, CapturedRows
+
+    given = prompts(20, 40, seed=14)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    try:
+        llm = LLM(
+            tiny.path(),
+            dtype="float32",
+            skip_tokenizer_init=True,
+            worker_extension_cls=f"{CapturedRows.__module__}.CapturedRows",
+            **QUICK,
+        )
+        params = [
+            SamplingParams(
+                max_tokens=1,
+                temperature=0.7,
+                detokenize=False,
+                extra_args={CAPTURE: f"row {i}"} if i % 2 else None,
+            )
+            for i in range(20)
+        ]
+        llm.generate([{"prompt_token_ids": p.tolist()} for p in given], params, use_tqdm=False)
+        (taken,) = llm.collective_rpc("lmpool_take_rows", args=([f"row {i}" for i in range(20)],))
+        found = {
+            name: row for names, rows, _ in taken for name, row in zip(names, rows, strict=True)
+        }
+        assert sorted(found) == sorted(f"row {i}" for i in range(1, 20, 2))
+        rows = np.stack([found[f"row {i}"] for i in range(1, 20, 2)])
+        assert np.abs(rows - reference.rows(given[1::2])).max() <= 5e-5
+        llm.llm_engine.engine_core.shutdown()
+    finally:
+        vllm_internals.free_process_groups()
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"max_model_len": 100}, "max_prompt_tokens"),
+            ({"speculative_config": {}}, "no row can be captured"),
+            ({"logits_processors": ["x:Y"]}, "another would change them"),
+            ({"data_parallel_size": 2}, "start that many workers"),
+            ({"max_num_seq": 3}, "did you mean 'max_num_seqs'"),
+            ({"live_prompts": -1}, "live_prompts=-1"),
+            ({"max_prompt_tokens": 0}, "max_prompt_tokens=0"),
+            ({"max_prompt_tokens": 4000}, "max_model_len"),
+            ({"dtype": "int3"}, "dtype"),
+            ({"kv_cache_memory_bytes": 3072 * 64}, "cache blocks"),
+        ],
+    )
+    def test_that_cannot_be_used_are_refused_with_the_reason(self, options, words):
+        with pytest.raises(SettingsError, match=words):
+            load_engine("vllm", "tiny", **{**QUICK, **options})
+
+    @pytest.mark.parametrize("found", ["0.31.4", "0.33.0", "1.0"])
+    def test_a_version_that_is_not_known_is_refused(self, found, monkeypatch):
+        monkeypatch.setattr(vllm_internals, "version", lambda name: found)
+        with pytest.raises(SettingsError, match=rf"vLLM {found} is installed.*0\.32"):
+            vllm_internals.check_version()
+
+    def test_what_changes_the_numbers_is_in_the_fingerprint(self):
+        with vllm_engine() as one:
+            plain = dict(one.info.identity)
+        with vllm_engine(dtype="bfloat16", max_num_seqs=8) as other:
+            narrow = dict(other.info.identity)
+        assert plain != narrow
+        assert {**plain, "dtype": "bfloat16"} == narrow
