@@ -38,6 +38,19 @@ class ConfigFiles:
         found = self.config.get("dtype", self.config.get("torch_dtype"))
         return found if isinstance(found, str) else None
 
+    def rope_of_before(self) -> dict[str, Any]:
+        """``rope_theta`` and ``rope_scaling``, where config.json has ``rope_parameters`` instead.
+
+        transformers 5 writes those; who reads the old names only would take a default for them.
+        """
+        found = self.config.get("rope_parameters")
+        if not isinstance(found, dict) or "rope_theta" not in found or "rope_theta" in self.config:
+            return {}
+        rope: dict[str, Any] = {"rope_theta": found["rope_theta"]}
+        if found.get("rope_type", "default") != "default":
+            rope["rope_scaling"] = {k: v for k, v in found.items() if k != "rope_theta"}
+        return rope
+
     def longest_prompt(self, wanted: int | None) -> int:
         """The longest prompt to serve: the model's own bound, or fewer tokens where `wanted`."""
         if wanted is not None and (type(wanted) is not int or wanted < 1):

@@ -22,9 +22,11 @@ import torch
 from lmpool.backends.engine import BatchEngine, EngineInfo, Outcome, Request, Tokens
 from lmpool.backends.grouping import group_by_length
 from lmpool.backends.hf_adapters import LoraAdapters
+from lmpool.backends.hf_device import HostCopies
 from lmpool.backends.hf_forward import Forward
 from lmpool.backends.hf_model import load_model, longest_prompt, special_tokens
 from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
+from lmpool.backends.packed import Take
 from lmpool.backends.packed_fit import packed_forward
 from lmpool.backends.packed_layout import Bounds
 from lmpool.backends.trie_runs import TrieStatistics
@@ -32,6 +34,8 @@ from lmpool.backends.vocabulary import byte_vocabulary
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 
 logger = logging.getLogger(__name__)
+
+Scales = npt.NDArray[np.float32]
 
 _MAX_LOGITS: Final = 1 << 26
 """Logits computed at once: 256 MiB in float32."""
@@ -122,6 +126,7 @@ class HFEngine(BatchEngine):
             longest=longest,
             bounds=Bounds(self._forward_tokens, max(1, _MAX_LOGITS // vocab_size)),
         )
+        self._copies = HostCopies(loaded.device)
         self._lora = LoraAdapters(loaded.model, (Path(model).name, self._folder.name))
         special = special_tokens(loaded, vocab_size)
         self.info = EngineInfo(
@@ -164,22 +169,32 @@ class HFEngine(BatchEngine):
         prompts = [requests[0].tokens for requests in distinct]
         outcomes: list[Outcome] = []
 
-        def take(numbers: Sequence[int], logits: torch.Tensor, *, last: bool) -> list[int]:
-            """Make outcomes of logits; return the numbers of those that are worth another try."""
-            again = []
-            rows, logsumexp = self._rows(logits)
-            for number, row, scale in zip(numbers, rows, logsumexp.tolist(), strict=True):
-                if last or math.isfinite(scale):
-                    outcomes.extend(_outcome(request, row, scale) for request in distinct[number])
-                else:
-                    again.append(number)
-            return again
+        def take(
+            numbers: Sequence[int], logits: torch.Tensor, *, last: bool
+        ) -> Callable[[], list[int]]:
+            """Begin to make outcomes of logits; the end returns whose are worth another try."""
+            copied = self._rows(logits)
+
+            def finish() -> list[int]:
+                again = []
+                rows, logsumexp = copied()
+                for number, row, scale in zip(numbers, rows, logsumexp.tolist(), strict=True):
+                    if last or math.isfinite(scale):
+                        outcomes.extend(_outcome(r, row, scale) for r in distinct[number])
+                    else:
+                        again.append(number)
+                return again
+
+            return finish
 
         try:
             left = self._run_packed(prompts, adapter, partial(take, last=False))
+            taken = []
             for group in self._groups([prompts[i].size for i in left], forward.may_pad):
                 numbers = [left[i] for i in group]
-                take(numbers, forward([prompts[i] for i in numbers]), last=True)
+                taken.append(take(numbers, forward([prompts[i] for i in numbers]), last=True))
+            for finish in taken:
+                finish()
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             raise  # a smaller batch may fit
@@ -192,7 +207,7 @@ class HFEngine(BatchEngine):
         self,
         prompts: Sequence[Tokens],
         adapter: str | None,
-        take: Callable[[list[int], torch.Tensor], list[int]],
+        take: Take,
     ) -> list[int]:
         """Compute what the packed forward serves; return the numbers of the other prompts."""
         if self._packed is None:
@@ -200,9 +215,14 @@ class HFEngine(BatchEngine):
         short = [i for i, prompt in enumerate(prompts) if prompt.size <= self._packed_longest]
         left = [i for i, prompt in enumerate(prompts) if prompt.size > self._packed_longest]
 
-        def renumber(numbers: list[int], logits: torch.Tensor) -> list[int]:
-            refused = set(take([short[i] for i in numbers], logits))
-            return [i for i in numbers if short[i] in refused]
+        def renumber(numbers: list[int], logits: torch.Tensor) -> Callable[[], list[int]]:
+            finish = take([short[i] for i in numbers], logits)
+
+            def finish_renumbered() -> list[int]:
+                refused = set(finish())
+                return [i for i in numbers if short[i] in refused]
+
+            return finish_renumbered
 
         left += [short[i] for i in self._packed.run([prompts[i] for i in short], renumber, adapter)]
         return left
@@ -218,22 +238,31 @@ class HFEngine(BatchEngine):
 
     def _rows(
         self, logits: torch.Tensor
-    ) -> tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint16], npt.NDArray[np.float32]]:
-        """The rows [prompts, vocab] of these logits, and the logsumexp [prompts] of each."""
+    ) -> Callable[[], tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint16], Scales]]:
+        """Begin to bring rows [prompts, vocab] of these logits, and the logsumexp of each, home."""
         with torch.inference_mode():
             wide = logits.float()
-            if self._bfloat16 and _fits_bfloat16(logits):
+            as_bits = self._bfloat16 and _fits_bfloat16(logits)
+            if as_bits:
+                rows = logits.to(torch.bfloat16).view(torch.int16)
                 scales = torch.logsumexp(wide, dim=-1)
-                bits = logits.to(torch.bfloat16).view(torch.int16).cpu().numpy()
-                block: Any = bits.view(np.uint16)
             else:
                 rows = torch.log_softmax(wide, dim=-1)
                 scales = wide[:, 0] - rows[:, 0]
-                if not bool(scales.isfinite().all()):  # one token's logit may be -inf
-                    scales = torch.logsumexp(wide, dim=-1)
-                block = rows.cpu().numpy()
-        block.flags.writeable = False
-        return block, scales.cpu().numpy()
+            copied = self._copies.start(rows, scales)
+
+        def finish() -> tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint16], Scales]:
+            block, logsumexp = (tensor.numpy() for tensor in copied())
+            if as_bits:
+                block = block.view(np.uint16)
+            elif not np.isfinite(logsumexp).all():
+                # A row is one where a single token, the first, is impossible.
+                sound = np.isfinite(block.max(axis=1))
+                logsumexp = np.where(sound & ~np.isfinite(logsumexp), np.float32(0), logsumexp)
+            block.flags.writeable = False
+            return block, logsumexp
+
+        return finish
 
     def _open(self) -> Forward:
         if self._forward is None:

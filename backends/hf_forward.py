@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from lmpool.backends.engine import Tokens
+from lmpool.backends.hf_device import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -94,10 +95,13 @@ class Forward:
         padded = np.zeros((len(prompts), longest), dtype=np.int64)
         for row, prompt in zip(padded, prompts, strict=True):
             row[: prompt.size] = prompt
-        last = torch.from_numpy(np.arange(len(prompts)) * longest + lengths - 1)
+        last = np.arange(len(prompts)) * longest + lengths - 1
         with torch.inference_mode():
-            placed = torch.from_numpy(padded).to(self._device)
-            return self.head.logits(last.to(self._device), input_ids=placed, use_cache=False)
+            return self.head.logits(
+                to_device(last, self._device),
+                input_ids=to_device(padded, self._device),
+                use_cache=False,
+            )
 
     def close(self) -> None:
         """Let go of the model."""

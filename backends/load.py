@@ -24,11 +24,30 @@ _BUILT_IN: Final = {
     "sglang": ("lmpool.backends.sglang", "SGLangEngine"),
     "vllm": ("lmpool.backends.vllm", "VLLMEngine"),
 }
+# What an engine with a model computes with, by the names that one imports.
+_NEEDS: Final = {
+    "hf": ("torch", "transformers"),
+    "sglang": ("sglang",),
+    "mlx": ("mlx", "mlx_lm"),
+    "vllm": ("vllm",),
+}
 
 
 def engine_names() -> list[str]:
     """The engines that `load_engine` knows here, ``auto`` among them."""
     return sorted({*_BUILT_IN, "auto", *importlib.metadata.entry_points(group=ENTRY_POINTS).names})
+
+
+def installed_engines() -> list[str]:
+    """The engines that can serve a model here: those of lmpool whose packages are installed, ``hf``
+    first, and those that other packages bring."""
+    own = [
+        name
+        for name, packages in _NEEDS.items()
+        if all(importlib.util.find_spec(package) is not None for package in packages)
+    ]
+    brought = importlib.metadata.entry_points(group=ENTRY_POINTS).names
+    return [*own, *sorted(set(brought) - set(own))]
 
 
 def load_engine(name: str, model: str, **options: Any) -> Engine:

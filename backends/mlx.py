@@ -85,8 +85,8 @@ class MLXEngine(BatchEngine):
         longest = files.longest_prompt(max_prompt_tokens)
         loaded = load_model(
             self._folder,
+            files,
             dtype=dtype,
-            own_dtype=files.dtype,
             trust_remote_code=trust_remote_code,
         )
         self._tokenizer = load_tokenizer(self._folder, trust_remote_code=trust_remote_code)

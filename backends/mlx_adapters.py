@@ -103,45 +103,61 @@ class Adapters:
                     "weight of a linear layer"
                 )
             halves.setdefault(found[1], {})[found[2]] = tensor
+        layers = self._linear_layers()
         deltas: dict[str, _Delta] = {}
         for module, pair in halves.items():
-            path = self._path(module)
+            path = _find(module, layers)
             if pair.keys() != {"A", "B"}:
                 raise AdapterError(f"adapter folder {str(folder)!r} has half of {module!r} only")
-            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-            if config.get("rank_pattern"):
-                own = pair["A"].shape[0]
-                scale = alpha / (math.sqrt(own) if config.get("use_rslora") else own)
-            deltas[path] = self._delta(folder, path, pair["A"], pair["B"], scale)
+            a, b = pair["A"], pair["B"]
+            _check_shapes(folder, path, layers[path], a, b)
+            own = a.shape[0]
+            if own != rank and not config.get("rank_pattern"):
+                raise AdapterError(
+                    f"adapter folder {str(folder)!r} has rank {own} for {module!r} and r={rank}"
+                )
+            scale = alpha / (math.sqrt(own) if config.get("use_rslora") else own)
+            dtype = a.dtype if a.dtype in (mx.float32, mx.bfloat16, mx.float16) else mx.float32
+            deltas[path] = _Delta(a.T.astype(dtype), (b.T * scale).astype(dtype))
         mx.eval([(delta.a, delta.b) for delta in deltas.values()])
         return deltas
 
-    def _path(self, module: str) -> str:
-        """Where in the model the layer is that PEFT calls `module`."""
-        ends = ".".join(module.rpartition("layers.")[1:]) if "layers." in module else module
-        paths = [path.removesuffix(".linear") for path, layer in self._linear_layers()]
-        exact = [path for path in paths if path == module]
-        found = exact or [p for p in paths if p == ends or p.endswith("." + ends)]
-        if len(found) != 1 or found[0].rpartition(".")[2] == "lm_head":
-            raise AdapterError(
-                f"the adapter changes {module!r}: the mlx engine has no linear layer of that name "
-                "that an adapter could change"
-            )
-        return found[0]
-
-    def _linear_layers(self) -> list[tuple[str, Any]]:
+    def _linear_layers(self) -> dict[str, Any]:
+        """The model's linear layers by their place; a wrapped one is where it was."""
         kinds = nn.Linear | nn.QuantizedLinear
-        return [(p, m) for p, m in self._model.named_modules() if isinstance(m, kinds)]
+        found = {p: m for p, m in self._model.named_modules() if isinstance(m, kinds)}
+        for path, (wrapper, _) in self._wrapped.items():
+            found.pop(f"{path}.linear")
+            found[path] = wrapper.linear
+        return found
 
-    def _delta(self, folder: Path, path: str, a: Any, b: Any, scale: float) -> _Delta:
-        layers = {p.removesuffix(".linear"): layer for p, layer in self._linear_layers()}
-        outputs, inputs = layers[path].weight.shape
-        if isinstance(layers[path], nn.QuantizedLinear):
-            inputs = inputs * 32 // layers[path].bits
-        if a.shape[1:] != (inputs,) or b.shape != (outputs, a.shape[0]):
-            raise AdapterError(
-                f"adapter folder {str(folder)!r} has A {a.shape} and B {b.shape} for {path!r}, "
-                f"which takes {inputs} numbers and gives {outputs}: it is another model's"
-            )
-        dtype = a.dtype if a.dtype in (mx.float32, mx.bfloat16, mx.float16) else mx.float32
-        return _Delta(a.T.astype(dtype), (b.T * scale).astype(dtype))
+
+def _find(module: str, layers: Mapping[str, Any]) -> str:
+    """Where in the model the layer is that PEFT calls `module`.
+
+    mlx-lm calls what holds a model's layers otherwise at times; the rest of the name, from the
+    layer's number on, is the same.
+    """
+    parts = module.split(".")
+    for start in range(len(parts)):
+        ending = ".".join(parts[start:])
+        found = [path for path in layers if path == ending or path.endswith(f".{ending}")]
+        if len(found) == 1 and found[0].rpartition(".")[2] != "lm_head":
+            return found[0]
+        if parts[start].isdigit() or found:
+            break
+    raise AdapterError(
+        f"the adapter changes {module!r}: the mlx engine has no linear layer of that name that an "
+        "adapter could change"
+    )
+
+
+def _check_shapes(folder: Path, path: str, layer: Any, a: Any, b: Any) -> None:
+    outputs, inputs = layer.weight.shape
+    if isinstance(layer, nn.QuantizedLinear):
+        inputs = inputs * 32 // layer.bits
+    if a.shape[1:] != (inputs,) or b.shape != (outputs, a.shape[0]):
+        raise AdapterError(
+            f"adapter folder {str(folder)!r} has A {a.shape} and B {b.shape} for {path!r}, which "
+            f"takes {inputs} numbers and gives {outputs}: it is another model's"
+        )

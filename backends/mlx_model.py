@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from lmpool.backends.config_files import ConfigFiles
 from lmpool.backends.engine import Tokens
 from lmpool.backends.mlx_prefixes import Slots
 from lmpool.errors import SettingsError
@@ -31,7 +32,7 @@ def on_gpu() -> bool:
     return bool(mx.default_device() == mx.Device(mx.gpu))
 
 
-def load_model(folder: Path, *, dtype: str, own_dtype: str | None, trust_remote_code: bool) -> Any:
+def load_model(folder: Path, files: ConfigFiles, *, dtype: str, trust_remote_code: bool) -> Any:
     """The model in `folder`, evaluated, in `dtype`: ``auto`` is float32 on a CPU, else its own.
 
     Raises `SettingsError` for what cannot be loaded.
@@ -39,9 +40,14 @@ def load_model(folder: Path, *, dtype: str, own_dtype: str | None, trust_remote_
     if dtype not in DTYPES:
         raise SettingsError(f"dtype={dtype!r}: one of {', '.join(DTYPES)} expected")
     if dtype == "auto":
-        dtype = (own_dtype or "") if on_gpu() else "float32"
+        dtype = (files.dtype or "") if on_gpu() else "float32"
     try:
-        model, _ = mlx_lm.load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
+        model, _ = mlx_lm.load_model(
+            folder,
+            lazy=True,
+            model_config=files.rope_of_before(),
+            trust_remote_code=trust_remote_code,
+        )
         if dtype in DTYPES:
             model.set_dtype(getattr(mx, dtype))
         mx.eval(model.parameters())

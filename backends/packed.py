@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from lmpool.backends.engine import Tokens
+from lmpool.backends.hf_device import to_device
 from lmpool.backends.hf_forward import Head
 from lmpool.backends.packed_layout import (
     RESERVED_SLOTS,
@@ -32,8 +33,11 @@ from lmpool.backends.trie_runs import Lease, TrieStatistics
 # Untyped on purpose: its annotations differ from release to release.
 cache_utils: Any = importlib.import_module("transformers.cache_utils")
 
-Take = Callable[[list[int], torch.Tensor], list[int]]
-"""Takes prompts' numbers and their logits [prompts, vocab]; returns those that are no numbers."""
+Take = Callable[[list[int], torch.Tensor], Callable[[], list[int]]]
+"""Takes prompts' numbers and their logits [prompts, vocab].
+
+What it returns is called after the last forward pass, and tells which of these logits are unusable.
+"""
 
 _PINNED_SHARE: Final = 0.5
 """The part of the slots that kept prefixes may take."""
@@ -190,7 +194,7 @@ class PackedForward:
         pinned = self._trie.statistics().pinned
         if pinned + prompt.size > self.slots * _PINNED_SHARE:
             return False
-        if self.run([prompt], lambda *_: []):
+        if self.run([prompt], lambda *_: list):
             return False
         lease = self._trie.lease(prompt)
         assert lease is not None
@@ -222,13 +226,13 @@ class PackedForward:
 
     def _compute(self, leases: Sequence[Lease], numbers: Sequence[int], take: Take) -> list[int]:
         layout = lay_out(leases)
-        refused: list[int] = []
+        taken: list[Callable[[], list[int]]] = []
         with torch.inference_mode():
             for part in passes(layout, self._bounds):
                 logits = self._forward(layout, part)
                 if part.prompts.size:
-                    refused += take([numbers[i] for i in part.prompts], logits)
-        return refused
+                    taken.append(take([numbers[i] for i in part.prompts], logits))
+        return [number for finish in taken for number in finish()]
 
     def _forward(self, layout: Layout, part: Pass) -> torch.Tensor:
         arena, queries = self._arena, part.queries
@@ -278,4 +282,4 @@ class PackedForward:
         return {kind: mask(reach) for kind, reach in self.reach.items()}
 
     def _place(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return to_device(array, self._device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -259,9 +259,9 @@ def _try(packed: PackedForward, forward: Forward, model: Any, limit: int) -> Non
             distinct = list({prompt.tobytes(): prompt for prompt in batch}.values())
             rows: dict[int, torch.Tensor] = {}
 
-            def take(numbers: list[int], logits: torch.Tensor) -> list[int]:
+            def take(numbers: list[int], logits: torch.Tensor) -> Callable[[], list[int]]:
                 rows.update(zip(numbers, logits, strict=True))  # noqa: B023
-                return []
+                return list
 
             for left in packed.run(distinct, take):
                 rows[left] = forward.alone(distinct[left])

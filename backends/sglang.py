@@ -94,7 +94,6 @@ class SGLangEngine(Engine):
         self._running: dict[str, _Running] = {}
         self._places: dict[bytes, str] = {}
         self._refused: list[Outcome] = []
-        self._drawing_failed: dict[str, str] = {}
         self._adapters: dict[str, str] = {}
         self._leaving: set[str] = set()
         self._loaded = 0
@@ -166,7 +165,12 @@ class SGLangEngine(Engine):
         scheduler = self._open()
         outcomes, self._refused = self._refused, []
         if self._running:
-            done = scheduler.step()
+            try:
+                done = scheduler.step()
+            except EngineBroken:
+                raise
+            except Exception as error:  # it may have lost count of what it holds
+                raise EngineBroken(f"SGLang failed: {type(error).__name__}: {error}") from error
             outcomes.extend(self._rows(done))
             outcomes.extend(self._continuations(done))
             for name, reason in done.failed.items():
@@ -239,11 +243,8 @@ class SGLangEngine(Engine):
     def _continuations(self, done: Step) -> list[Outcome]:
         outcomes = []
         for name, tokens in done.drawn.items():
-            running, failed = self._end(name), self._drawing_failed.pop(name, None)
+            running = self._end(name)
             if running is None:
-                continue
-            if failed is not None:
-                outcomes.append(Outcome(running.request.id, error=PromptFailed(failed)))
                 continue
             sampling = running.request.sampling
             assert sampling is not None
@@ -259,11 +260,7 @@ class SGLangEngine(Engine):
         sampling: Sampling = running.request.sampling
         row = logits[: self.info.vocab_size].float()
         logprobs = torch.log_softmax(row, dim=-1).cpu().numpy()
-        try:
-            return sample_token(logprobs, sampling.temperature, sampling.seed, len(drawn))
-        except ValueError as error:
-            self._drawing_failed[name] = str(error)
-            return 0
+        return sample_token(logprobs, sampling.temperature, sampling.seed, len(drawn))
 
     # --- kept prefixes -------------------------------------------------------------------------
 

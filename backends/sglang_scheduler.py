@@ -51,7 +51,8 @@ _OWN: Final = frozenset(
 )
 
 Draw = Callable[[str, Sequence[int], torch.Tensor], int]
-"""Draws the next token: the request's id, the tokens drawn before, its logits [vocab]."""
+"""Draws the next token: of the request's id, the tokens drawn before, its logits [vocab]. Raises
+`ValueError` where there is none to draw, which ends the request."""
 
 
 @dataclass(slots=True)
@@ -160,6 +161,8 @@ class SGLangScheduler:
             role="scheduler",
             ranks=context.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0),
         )
+        # It would hold the scheduler for ever, and send SIGQUIT to the parent of this process.
+        scheduler.create_scheduler_watchdog = lambda *_, **__: None
         self._scheduler: Any = scheduler.Scheduler(settings, ports)
         # Nobody reads what it sends.
         for name in ("send_to_tokenizer", "send_to_detokenizer"):
@@ -270,7 +273,11 @@ class SGLangScheduler:
         for place, request in enumerate(self._batch):
             # Of a prompt whose beginning was computed, the logits are not wanted.
             if request.sampling_params.max_new_tokens > 0 and request.inflight_middle_chunks <= 0:
-                token = self._draw(request.rid, request.output_ids, logits[place])
+                try:
+                    token = self._draw(request.rid, request.output_ids, logits[place])
+                except ValueError as error:  # a row with NaN has no token to draw
+                    request.to_finish = self._ends.FINISH_ABORT(str(error))
+                    continue
                 drawn[place] = token
                 # SGLang's own stop tokens would always count the model's among them.
                 if token in self._stop[request.rid] and request.to_finish is None:

@@ -152,8 +152,21 @@ def stats(
 
 
 @app.command()
-def doctor(url: Url = None, pool: Pool = None) -> None:
+def doctor(
+    engines: Annotated[
+        bool, typer.Option("--engines", help="Compare the engines that are installed here instead.")
+    ] = False,
+    model: Annotated[
+        str, typer.Option(help="With --engines: tiny, a folder, or a hub id.")
+    ] = "tiny",
+    url: Url = None,
+    pool: Pool = None,
+) -> None:
     """Find out what is wrong with this server and pool. Status 1 if something is."""
+    if engines:
+        from lmpool.engine_check import run_engine_check
+
+        raise typer.Exit(run_engine_check(model=model))
     from lmpool.doctor import run_doctor
 
     raise typer.Exit(run_doctor(url=url, pool=pool))

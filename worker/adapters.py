@@ -82,6 +82,8 @@ class Adapters:
         self._lanes = lanes
         self._allowed = allowed
         self._loaded: dict[str, None] = {}
+        self._entries: dict[str, str] = {}
+        """What is registered under the pool, as far as this worker has seen."""
 
     def add(self, name: str, path: str) -> str:
         """Load an adapter and register it under the pool; its fingerprint."""
@@ -90,12 +92,20 @@ class Adapters:
         folder = adapter_folder(path, self._allowed)
         fingerprint = adapter_fingerprint(folder)
         self._load(f"{name}@{fingerprint}", folder, fingerprint)
+        entry = self._entries[name] = f"{fingerprint}\n{folder}"
         for lane in self._lanes:
-            self._server.hset(lane.adapters, name, f"{fingerprint}\n{folder}")
+            self._server.hset(lane.adapters, name, entry)
         return fingerprint
+
+    def restore(self) -> None:
+        """Register again what a server that lost everything has forgotten."""
+        for lane in self._lanes:
+            for name, entry in self._entries.items():
+                self._server.hset(lane.adapters, name, entry)
 
     def remove(self, name: str) -> None:
         """Unregister and unload an adapter."""
+        self._entries.pop(name, None)
         for lane in self._lanes:
             self._server.hdel(lane.adapters, name)
         for reference in [r for r in self._loaded if r.rpartition("@")[0] == name]:
@@ -118,6 +128,7 @@ class Adapters:
                 "add_new_lora()"
             )
         self._load(reference, folder, fingerprint)
+        self._entries[name] = f"{fingerprint}\n{folder}"
 
     def _load(self, reference: str, folder: Path, fingerprint: str) -> None:
         if reference not in self._loaded:

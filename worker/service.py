@@ -16,6 +16,7 @@ from lmpool.backends import load_engine
 from lmpool.backends.engine import Engine
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
+from lmpool.diagnosis import Facts, check_eviction, check_persistence
 from lmpool.errors import LmpoolError, SettingsError
 from lmpool.keys import GROUP, LaneKeys, PoolKeys, streams
 from lmpool.liveness import any_alive
@@ -114,6 +115,7 @@ class Service:
             options.model,
             **_engine_options(options),
         )
+        warn_about(control, url)
         with self._joining:
             if self.state.stopping.is_set():
                 raise LmpoolError("told to stop while the engine was loading")
@@ -149,7 +151,9 @@ class Service:
             # A server that has lost everything: clients that come now need these, too.
             heartbeat.beat(server)
             assert self.loop is not None
+            assert self.adapters is not None
             self.loop.call(lambda: publish_vocabulary(control, self.keys, info, engine))
+            self.loop.call(self.adapters.restore)
 
         digester = Digester(info.fingerprint)
         intake_server = self._open(blocks_for=IDLE_BLOCK_MS / 1000)
@@ -282,6 +286,20 @@ class Service:
                 engine.close()
             except Exception:
                 logger.warning("the engine could not be closed", exc_info=True)
+
+
+def warn_about(server: Server, url: str) -> None:
+    """Say what of the server's settings may hurt, where it shows them, as `lmpool doctor` does."""
+    try:
+        info = {**server.info("memory"), **server.info("persistence")}
+        facts = Facts(url, info, server.config_get("save"), (), 0.0)
+    except redis.exceptions.ResponseError as error:
+        logger.debug("the server does not show its settings: %s", error)
+        return
+    for finding in (*check_eviction(facts), *check_persistence(facts)):
+        level = logging.WARNING if finding.level == "wrong" else logging.INFO
+        remedy = f"; {finding.remedy}" if finding.remedy else ""
+        logger.log(level, "the server: %s%s", finding.what, remedy)
 
 
 def consumer_name(options: WorkerOptions) -> str:

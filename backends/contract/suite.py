@@ -29,7 +29,7 @@ ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP: Final = ("gate_proj", "up_proj", "down_proj")
 
 MEMORY_PROMPTS: Final = 5_000
-MEMORY_LENGTH: Final = 6
+MEMORY_LENGTH: Final = 4
 MEMORY_WARM_UP: Final = 1_500
 MEMORY_GROWTH: Final = 16 << 20
 
@@ -82,7 +82,7 @@ class EngineContract:
     The rows must be within `tolerance` (nats, float32 [vocab]) of `reference`: transformers in
     float32, unless you override it. The engine is opened with `options` by `open_engine`, and with
     `bounded` on top where a test looks at memory: options under which all that the engine keeps
-    between batches is there after 1,500 prompts of 6 tokens. `lacks` maps a name of `FEATURES` to
+    between batches is there after 1,500 prompts of 4 tokens. `lacks` maps a name of `FEATURES` to
     the reason why the engine does not have it: its tests are then reported as skipped with that
     reason, and another test sees to it that the engine refuses.
 

@@ -1,5 +1,8 @@
 -- A worker's sign of life. Its consumer is made again if others removed it as a dead one's.
 -- KEYS[1] job stream, KEYS[2] heartbeat. ARGV: group, consumer, what the heartbeat holds, its life
+-- A full memory must not look like a death. Redis lets a script go on that has begun to write, and
+-- this write takes no memory.
+redis.call('PEXPIRE', KEYS[2], ARGV[4])
 redis.call('SET', KEYS[2], ARGV[3], 'PX', ARGV[4])
 redis.pcall('XGROUP', 'CREATECONSUMER', KEYS[1], ARGV[1], ARGV[2]) -- there may be no group yet
 return 1

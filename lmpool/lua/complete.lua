@@ -18,9 +18,10 @@ for i = at, #ARGV, 4 do
   ids[#ids + 1] = id
   local flight = prefix .. ':flight:' .. digest
   local fields = redis.call('HGETALL', flight)
-  local job
+  local job, stream
   for f = 1, #fields, 2 do
     if fields[f] == 'job' then job = fields[f + 1] end
+    if fields[f] == 'stream' then stream = fields[f + 1] end
   end
   -- An error of an old delivery says nothing about the job that is queued now.
   if job and (status == 'ok' or job == id) then
@@ -39,7 +40,12 @@ for i = at, #ARGV, 4 do
       end
     end
     redis.call('DEL', flight)
-    if job ~= id then ids[#ids + 1] = job end
+    if stream and stream ~= jobs then
+      redis.pcall('XACK', stream, group, job) -- its group may be gone
+      redis.call('XDEL', stream, job)
+    elseif job ~= id then
+      ids[#ids + 1] = job
+    end
   end
 end
 for client, list in pairs(done) do

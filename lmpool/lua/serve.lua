@@ -1,6 +1,7 @@
 -- A living worker says what the pool serves, and publishes the model info again where it was lost.
 -- One whose pool was taken over says nothing.
 -- KEYS[1] model info, KEYS[2] what living workers serve. ARGV: model info, what this one serves, life
+redis.call('PEXPIRE', KEYS[2], ARGV[3]) -- lets the script write where the memory is full
 local held = redis.call('GET', KEYS[1])
 if not held then
   redis.call('SET', KEYS[1], ARGV[1])

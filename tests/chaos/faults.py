@@ -73,7 +73,7 @@ def block(pool: ChaosPool) -> None:
 def long_script(pool: ChaosPool) -> None:
     with pool.admin() as client, pool.admin() as other:
         client.config_set("busy-reply-threshold", 100)
-        connection = client.connection_pool.get_connection("EVAL")
+        connection = client.connection_pool.get_connection()
         connection.send_command("EVAL", "while true do end", 0)
         time.sleep(3.0)  # BUSY, says the server to everybody
         other.script_kill()
@@ -157,7 +157,7 @@ def become_replica(pool: ChaosPool) -> None:
 AOF = {"appendonly": "yes", "appendfsync": "everysec"}
 
 FAULTS = [
-    Fault("SIGKILL of a worker", kill, short=True),
+    Fault("SIGKILL of a worker", kill),
     Fault("SIGSTOP of a worker for 8 s", freeze),
     Fault("SIGKILL of the server, back empty", restart_server, short=True),
     Fault("SIGKILL of the server, back from its AOF", restart_server, {"server": AOF}, short=True),
@@ -171,7 +171,7 @@ FAULTS = [
     Fault("100 ms on every packet for 3 s", delay),
     Fault("64 bytes at a time for 3 s", trickle),
     Fault("no connection for 3 s", unreachable),
-    Fault("memory full, noeviction, for 5 s", fill_memory, short=True),
+    Fault("memory full, noeviction, for 5 s", fill_memory),
     Fault("memory full, allkeys-lru, for 5 s", evict),
     Fault("snapshots fail for 3 s (MISCONF)", broken_disk),
     Fault("the server a replica for 3 s (READONLY)", become_replica),

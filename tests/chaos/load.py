@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import statistics
 import threading
 import time
 from dataclasses import dataclass, field
@@ -40,16 +39,16 @@ class Outcomes:
         rows = sum(rows for _, end, rows in self.calls if since <= end < until)
         return rows / max(1e-9, until - since)
 
-    def back_after(self, fault: float, share: float = 0.9, window: float = 1.0) -> float | None:
-        """Seconds after the fault from which on the rate was `share` of that before it."""
-        before = self.rate(fault - 2.0, fault)
-        last = max((end for _, end, _ in self.calls), default=fault)
-        times = np.arange(fault, last - window, 0.1)
-        for start in times:
-            if self.rate(start, start + window) >= share * before:
-                later = [self.rate(t, t + window) for t in times if t >= start]
-                if statistics.median(later) >= share * before:
-                    return float(start - fault)
+    def back_after(self, began: float, over: float, window: float = 1.0) -> float | None:
+        """Seconds after a fault until the pace was 90 % of that before it; None if it never was.
+
+        The pace is taken over `window` seconds, which the answer includes.
+        """
+        before = self.rate(began - window, began)
+        last = max((end for _, end, _ in self.calls), default=over)
+        for start in np.arange(over, last - window, 0.1):
+            if self.rate(start, start + window) >= 0.9 * before:
+                return float(start + window - over)
         return None
 
 

@@ -113,7 +113,7 @@ class ChaosPool:
                 worker.close()
 
 
-def run_fault(pool: ChaosPool, fault: Any, *, before: float = 1.5, limit: float = 25.0) -> Result:
+def run_fault(pool: ChaosPool, fault: Any, *, before: float = 1.5, after: float = 1.0) -> Result:
     """A load, the fault in its midst, and what became of every prompt."""
     with pool.load() as load:
         time.sleep(before)
@@ -125,8 +125,8 @@ def run_fault(pool: ChaosPool, fault: Any, *, before: float = 1.5, limit: float 
             calls = load.outcomes.calls
             return sum(begin > over for begin, _, _ in calls) > 20
 
-        until(goes_on, limit, what="the load to go on after the fault")
-        time.sleep(1.0)
+        until(goes_on, 25.0, what="the load to go on after the fault")
+        time.sleep(after)
     pool.check_nothing_left()
     return Result(load.outcomes, began, over)
 
@@ -141,7 +141,8 @@ class Result:
         """Seconds that a prompt waited after the fault had begun."""
         self.recovered_in = outcomes.longest_wait(over)
         """Seconds that a prompt waited after the fault was over."""
-        self.back_after = outcomes.back_after(over) if over - began < 1 else None
+        self.back_after = outcomes.back_after(began, over)
+        """Seconds after its end until the pace was nearly what it had been."""
 
     def check(self) -> None:
         """Each prompt has one outcome, and that is its row."""

@@ -271,6 +271,19 @@ def test_a_row_that_is_not_a_number_fails_alone(llama: str) -> None:
     assert outcomes[2].error is None
 
 
+def test_a_token_that_is_impossible_spoils_no_row(llama: str) -> None:
+    engine = HFEngine(llama)
+
+    def forbid(_module: object, _inputs: object, output: Any) -> Any:
+        return output.index_fill(-1, torch.tensor([0, 5]), -torch.inf)
+
+    engine._open()._model.get_output_embeddings().register_forward_hook(forbid)
+    for outcome in run(engine, requests_of([[1, 2], [3]])):
+        row = outcome.logprobs()
+        assert row[0] == row[5] == -np.inf
+        assert abs(np.exp(row.astype(np.float64)).sum() - 1) < 1e-5
+
+
 def test_a_prompt_that_raises_is_found_and_fails_alone(llama: str) -> None:
     engine = HFEngine(llama)
     model = engine._open()._model

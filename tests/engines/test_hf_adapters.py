@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import lmpool
 from lmpool.backends import Request, Sampling, tiny
-from lmpool.errors import AdapterError
+from lmpool.errors import AdapterError, PoolError
 from tests.support.clients import connected
-from tests.support.pools import worker_processes
 from tests.support.workers import worker_process
 
 torch = pytest.importorskip("torch")
@@ -59,6 +60,8 @@ TARGETS = {
     "mamba": ["in_proj"],
 }
 Rows = npt.NDArray[np.float32]
+STARTING = 90.0
+"""Seconds that a worker may take to import torch and load a model on a busy machine."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -309,10 +312,18 @@ def test_another_models_adapter_is_refused(llama: str, tmp_path: Path) -> None:
     assert np.abs(rows[:, 0] - reference(llama, None, prompts)).max() < TOLERANCE
 
 
+def keep_prefixes(lm: lmpool.PooledLM, count: int) -> None:
+    for number in range(count):
+        lm.cache_kv(np.random.default_rng(number).integers(0, 2_000, 500).tolist())
+
+
 @pytest.mark.slow
 @pytest.mark.server
-def test_adapters_of_a_pool_of_two_workers(server_url: str, pool_name: str, tmp_path: Path) -> None:
-    """Loaded on every worker, mixed in a batch, replaced, refused, removed; known to who joins."""
+@pytest.mark.timeout(300)
+def test_a_pool_of_two_workers(server_url: str, pool_name: str, tmp_path: Path) -> None:
+    """Adapters loaded on every worker, replaced, refused, removed, and known to who joins later;
+    continuations in company equal to those alone; prefixes kept.
+    """
     allowed = tmp_path / "allowed"
     one = save_adapter(tiny.path(), allowed / "one", seed=1)
     two = save_adapter(tiny.path(), allowed / "two", seed=2)
@@ -326,7 +337,7 @@ def test_adapters_of_a_pool_of_two_workers(server_url: str, pool_name: str, tmp_
     options: dict[str, Any] = {
         "engine": "hf",
         "model": "tiny",
-        "engine_opts": {"threads": 1, "kv_cache_bytes": 32 << 20},
+        "engine_opts": {"threads": 1, "kv_cache_bytes": 4 << 20},
         "adapter_dirs": [str(allowed)],
         "batch_size": 8,
     }
@@ -334,10 +345,14 @@ def test_adapters_of_a_pool_of_two_workers(server_url: str, pool_name: str, tmp_
     def close(rows: Any, expected: Rows) -> bool:
         return bool(np.abs(rows - expected).max() < TOLERANCE)
 
-    with (
-        worker_processes(server_url, pool_name, 2, **options) as workers,
-        connected(server_url, pool_name) as lm,
-    ):
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(worker_process(server_url, pool_name, alive=False, **options))
+            for _ in range(2)
+        ]
+        for worker in workers:
+            worker.wait_until_alive(STARTING)
+        lm = stack.enter_context(connected(server_url, pool_name))
         lm.add_new_lora(one, "one")
         lm.add_new_lora(two, "two")
         for name, expected in ((None, base), ("one", with_one), ("two", with_two)):
@@ -358,9 +373,21 @@ def test_adapters_of_a_pool_of_two_workers(server_url: str, pool_name: str, tmp_
         replaced = reference(tiny.path(), one, prompts)
         assert np.abs(replaced - with_one).max() > 0.01
         assert close(lm.batch_next_token_logprobs_sync(prompts, lora_name="one"), replaced)
+        sampled = lm.batch_sample_sync(prompts, 6, [2], temperature=0.9, seed=5)
+        alone = HFEngine("tiny", threads=1)
+        for prompt, tokens in zip(prompts[:4], sampled, strict=False):
+            sampling = Sampling(6, (2,), 0.9, 5)
+            request = Request(b"alone", np.array(prompt, np.uint32), sampling=sampling)
+            (outcome,) = run(alone, [request])
+            assert outcome.tokens is not None
+            assert outcome.tokens.tolist() == list(tokens)
         # Prefixes are kept on every worker, within bounds that the caller hears of.
         lm.cache_kv(prompts[0])
-        with worker_process(server_url, pool_name, **options) as later:
+        with pytest.raises(PoolError, match="more than there is room for") as full:
+            keep_prefixes(lm, 4)  # of 500 positions, where there are slots for 1,364
+        assert str(full.value).count("clear the cache of other prefixes") == 2
+        with worker_process(server_url, pool_name, alive=False, **options) as later:
+            later.wait_until_alive(STARTING)
             for worker in workers:
                 worker.terminate()
                 worker.wait()

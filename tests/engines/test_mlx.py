@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,18 @@ transformers = pytest.importorskip("transformers")
 
 from lmpool.backends.contract import EngineContract, Reference, ask, request_for, write_adapter  # noqa: E402
 from lmpool.backends.mlx import MLXEngine  # noqa: E402
+from tests.support.engines import check_engines  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of torch, for the reference: two threads on busy cores wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class TestContract(EngineContract):
@@ -47,7 +57,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         eos_token_id=[2, 7],
     ),
     "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=2, n_positions=LONGEST
+        vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=2, n_positions=LONGEST, n_ctx=LONGEST
     ),
     "qwen2": lambda: transformers.Qwen2Config(
         vocab_size=VOCAB,
@@ -57,19 +67,19 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=LONGEST,
+        rope_parameters={"rope_type": "linear", "rope_theta": 3000.0, "factor": 2.0},
     ),
     # Sliding windows: keys and values alone do not tell where a prefix ends.
     "gemma3_text": lambda: transformers.Gemma3TextConfig(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=6,  # five with a sliding window, one without
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=LONGEST,
         sliding_window=16,
-        layer_types=["sliding_attention", "full_attention"],
     ),
     # A recurrent state.
     "mamba": lambda: transformers.MambaConfig(
@@ -97,6 +107,12 @@ def save(folder: Path, name: str) -> str:
             for parameter in model.parameters():  # rows that differ by nats
                 parameter.mul_(2.0)
     model.save_pretrained(folder)
+    if name == "gpt2":  # mlx-lm knows it as it is on the hub: without this prefix
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(folder / "model.safetensors")
+        plain = {key.removeprefix("transformer."): value for key, value in weights.items()}
+        save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 
 
@@ -121,7 +137,7 @@ def test_models_that_batch_and_models_that_do_not(
     assert ("slower" in caplog.text) == plain
     reference = Reference(folder)
     for seed in (0, 1):
-        prompts = some_prompts(seed)
+        prompts = some_prompts(seed, count=10)
         assert np.abs(rows(engine, prompts) - reference.rows(prompts)).max() < 1e-4
     assert np.abs(rows(engine, prompts) - reference.rows(prompts)).max() < 1e-4
     assert engine.info.vocab_size == VOCAB
@@ -230,6 +246,7 @@ def test_a_quantized_model_and_its_adapters(tmp_path: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=.*layers trained in full"),
         ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern"),
         ({"r": None}, "cannot be read"),
+        ({"r": 5}, "has rank 4 for .* and r=5"),
     ],
 )
 def test_adapters_that_mlx_does_not_have_are_refused(
@@ -260,6 +277,36 @@ def test_layers_that_an_adapter_cannot_change(tmp_path: Path, tensor: str, said:
         MLXEngine("tiny").add_adapter("a", str(folder))
 
 
+def test_an_adapter_of_gpt2_whose_layers_mlx_calls_otherwise(tmp_path: Path) -> None:
+    """PEFT's transformer.h.0.attn.c_attn is model.h.0.attn.c_attn in mlx-lm."""
+    from safetensors.numpy import save_file
+
+    engine = MLXEngine(save(tmp_path / "model", "gpt2"))
+    random = np.random.default_rng(0)
+    a = random.normal(size=(2, 64)).astype(np.float32)
+    b = random.normal(size=(192, 2)).astype(np.float32)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    name = "base_model.model.transformer.h.1.attn.c_attn"
+    save_file(
+        {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b},
+        folder / "adapter_model.safetensors",
+    )
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 3}))
+    engine.add_adapter("a", str(folder))
+    prompts = some_prompts(6, count=5)
+    by_adapter = rows(engine, prompts, adapter="a")
+
+    reference = Reference(str(tmp_path / "model"))
+    assert np.abs(rows(engine, prompts) - reference.rows(prompts)).max() < 1e-4
+    layer = reference._model.transformer.h[1].attn.c_attn
+    with torch.no_grad():  # its weight is [inputs, outputs]
+        layer.weight += torch.from_numpy((1.5 * b @ a).T)
+    reference._known.clear()
+    assert np.abs(by_adapter - reference.rows(prompts)).max() < 1e-4
+    assert np.abs(by_adapter - rows(engine, prompts)).max() > 0.1
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -287,3 +334,8 @@ def test_special_tokens_vocabulary_and_identity(llama: str, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SettingsError):
         MLXEngine(str(tmp_path))
+
+
+@pytest.mark.usefixtures("server_binary")
+def test_a_pool_of_it_answers_as_one_of_transformers() -> None:
+    check_engines("mlx")

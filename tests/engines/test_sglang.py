@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from lmpool.backends.contract import EngineContract, Reference, ask, request_for
 from lmpool.backends.engine import Sampling  # noqa: E402
 from lmpool.backends.sampling import sample_token  # noqa: E402
 from lmpool.backends.sglang import SGLangEngine  # noqa: E402
-from lmpool.errors import AdapterError, SettingsError  # noqa: E402
+from lmpool.errors import AdapterError, EngineBroken, SettingsError  # noqa: E402
+from tests.support.engines import check_engines  # noqa: E402
 
 pytestmark = [
     pytest.mark.engine,
@@ -134,6 +137,15 @@ def test_rows_of_a_bfloat16_model(tiny_engine: Callable[..., SGLangEngine]) -> N
     assert np.abs(outcome.logprobs() - Reference.of("tiny").rows([[5, 6, 7]])[0]).max() < 0.3
 
 
+def test_closing_frees_the_model(tiny_engine: Callable[..., SGLangEngine]) -> None:
+    engine = tiny_engine()
+    model = weakref.ref(engine._open()._runner.model)
+    assert model() is not None
+    engine.close()
+    gc.collect()
+    assert model() is None
+
+
 def test_one_engine_in_a_process(tiny_engine: Callable[..., SGLangEngine]) -> None:
     tiny_engine()
     with pytest.raises(SettingsError, match="this process has an SGLang engine"):
@@ -229,3 +241,36 @@ def test_a_qwen2_model(tmp_path: Path) -> None:
         assert engine.byte_vocabulary() is None
     finally:
         engine.close()
+
+
+@pytest.mark.usefixtures("server_binary")
+def test_a_pool_of_it_answers_as_one_of_transformers() -> None:
+    check_engines("sglang")
+
+
+def test_a_row_that_is_not_a_number_fails_alone(tiny_engine: Callable[..., SGLangEngine]) -> None:
+    engine = tiny_engine()
+    embedding = engine._open()._runner.model.model.embed_tokens
+    embedding.register_forward_hook(
+        lambda _, inputs, states: states.masked_fill((inputs[0] == 13)[:, None], float("nan"))
+    )
+    row, bad, other = ask(engine, [request_for([1, 2]), request_for([1, 13]), request_for([5])])
+    assert "logsumexp nan" in str(bad.error)
+    assert row.error is None
+    assert other.error is None
+    (drawn,) = ask(engine, [request_for([4, 13], sampling=Sampling(5, (), 1.0, 0))])
+    assert "has no token to draw" in str(drawn.error)
+
+
+def test_a_batch_that_raises_breaks_the_engine(
+    tiny_engine: Callable[..., SGLangEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny_engine()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(engine._open()._scheduler, "run_batch", fail)
+    engine.submit([request_for([1])])
+    with pytest.raises(EngineBroken, match="SGLang failed: RuntimeError: CUDA error"):
+        engine.step()

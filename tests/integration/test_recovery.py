@@ -135,6 +135,7 @@ def test_a_frozen_worker_that_wakes_finishes_what_it_held(
             until_at_rest(redis_client, pool_name)
 
 
+@pytest.mark.chaos
 def test_a_long_batch_is_not_a_dead_worker(server_url, redis_client, pool_name, tmp_path):
     """Idle time alone says nothing: a worker with a heartbeat keeps what it computes."""
     gate = Gate(tmp_path)

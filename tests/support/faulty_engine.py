@@ -15,7 +15,7 @@ from typing import Any
 from lmpool.backends.engine import Outcome, Request
 from lmpool.backends.mock import MockEngine
 from lmpool.errors import EngineBroken
-from lmpool.worker import intake, publishing
+from lmpool.worker import intake, publishing, recovery, state, watchdog
 
 
 def _die() -> None:
@@ -48,7 +48,8 @@ class FaultyEngine(MockEngine):
     `acts` maps a token to what a prompt that contains it does to the worker each time. `die_at` is
     a step at which the worker is killed, by one process of the pool: that which takes the file
     `once`.
-    `memory` is how many prompts fit into its memory.
+    `unguarded` switches recovery and watchdog off. `memory` is how many prompts fit into its
+    memory.
     """
 
     def __init__(
@@ -59,8 +60,13 @@ class FaultyEngine(MockEngine):
         die_at: str | None = None,
         once: str | None = None,
         memory: int | None = None,
+        unguarded: bool = False,
         **options: Any,
     ) -> None:
+        if unguarded:
+            for thread in (recovery.Recovery, watchdog.Watchdog):
+                thread.run = lambda self: None  # type: ignore[method-assign]
+            state.WorkerState.let_go = lambda self, jobs: None  # type: ignore[method-assign]
         super().__init__(model, **options)
         self._acts = {int(token): ACTS[act] for token, act in (acts or {}).items()}
         self._memory = memory

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lmpool.wire import Job
 from lmpool.worker.batching import Batcher, Claimed
+from tests.support.protocol import new_job
 from tests.support.waiting import until
 
 
@@ -286,3 +287,42 @@ def test_nothing_is_lost_or_doubled_between_threads() -> None:
     consumer.join(10)
     assert not consumer.is_alive()
     assert taken == jobs
+
+
+# --- who goes first ----------------------------------------------------------------------------
+
+
+def of_kind(number: int, *, later: bool = False, alone: bool = False) -> Claimed:
+    settled = threading.Event() if alone else None
+    return Claimed(new_job(number), str(number).encode(), 0, 0.0, settled, later)
+
+
+def kinds(batch: list[Claimed]) -> str:
+    return "".join("a" if c.settled else "l" if c.later else "f" for c in batch)
+
+
+def test_jobs_that_others_go_before_have_a_place_in_eight() -> None:
+    batcher = Batcher(8, 0.0, 10_000)
+    batcher.add([of_kind(i, later=True) for i in range(20)])
+    assert batcher.room() == 8  # they take no room from those that go first
+    assert batcher.room_for_later() == 0
+    batcher.add([of_kind(100 + i) for i in range(8)])
+    assert kinds(batcher.take()) == "fffffffl"
+    assert kinds(batcher.take()) == "flllllll"
+    assert kinds(batcher.take()) == "llllllll"
+
+
+def test_batches_of_one_take_turns() -> None:
+    batcher = Batcher(1, 0.0, 10_000)
+    batcher.add([of_kind(i, later=True) for i in range(2)] + [of_kind(9 + i) for i in range(20)])
+    assert "".join(kinds(batcher.take()) for _ in range(16)) == "fffffffl" * 2
+
+
+def test_a_second_delivery_runs_alone_and_every_other_batch_is_of_others() -> None:
+    batcher = Batcher(4, 0.0, 10_000)
+    for number in range(2):
+        batcher.add_alone(of_kind(number, alone=True))
+    batcher.add([of_kind(10 + i) for i in range(6)])
+    assert [kinds(batcher.take()) for _ in range(4)] == ["a", "ffff", "a", "ff"]
+    batcher.add_alone(of_kind(3, alone=True))
+    assert [kinds([claimed]) for claimed in batcher.close()] == ["a"]

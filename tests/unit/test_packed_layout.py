@@ -112,3 +112,17 @@ def test_strangers_do_not_share_a_row() -> None:
     parts = list(passes(layout, Bounds(1_024, 1_024)))
     assert [part.queries.size for part in parts] == [1_024] * 4
     assert all(part.columns.shape[1] <= 128 for part in parts)
+
+
+def test_prompts_of_one_length_fill_rows_of_their_own() -> None:
+    """So that they need no mask, though some of them share their beginning."""
+    trie = TokenTrie(10_000)
+    rng = np.random.default_rng(0)
+    batch = [(n, *rng.integers(1_000, 9_999, 30).tolist()) for n in range(200)]
+    batch[3:3] = [(*batch[70][:5], 1), (*batch[90][:2], *range(40))]
+    layout = lay_out(leases_of(trie, batch))
+    parts = list(passes(layout, Bounds(1_024, 1_024)))
+    plain = [part for part in parts if np.array_equal(part.columns, part.queries)]
+    assert [part.queries.shape for part in plain] == [(33, 31)] * 6
+    assert len(parts) == 7
+    assert sorted(int(n) for part in parts for n in part.prompts) == list(range(202))

@@ -1,0 +1,171 @@
+"""``lmpool doctor --engines``: the same prompts through a pool of each engine that is installed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lmpool.backends.load import installed_engines
+from lmpool.errors import LmpoolError
+from lmpool.producer import EmbeddedLM, embedded
+
+TOLERANCE: Final = 1e-4
+"""Nats by which two engines' rows of one prompt may differ, in float32."""
+
+CHECKED: Final = 48
+SAMPLED: Final = 6
+MAX_TOKENS: Final = 12
+MEASURED: Final = 256
+LENGTH: Final = 32
+TIMEOUT: Final = 300.0
+
+
+@dataclass(slots=True)
+class Answers:
+    """What one engine answered."""
+
+    engine: str
+    rows: npt.NDArray[np.float32]
+    greedy: list[list[int]]
+    drawn: list[list[int]]
+    rows_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How far an engine is from the first one: nats, and whether it takes the same tokens."""
+
+    engine: str
+    distance: float
+    same_greedy: bool
+    same_drawn: bool
+    rows_per_second: float
+
+    @property
+    def good(self) -> bool:
+        """Whether users of the two would see the same."""
+        return self.distance <= TOLERANCE and self.same_greedy and self.same_drawn
+
+
+def make_prompts(vocab_size: int, longest: int) -> list[list[int]]:
+    """Prompts of many lengths, some of them prefixes of others, the same in every run."""
+    random = np.random.default_rng(0)
+    bound = min(longest, 100)
+    prompts = [
+        random.integers(0, vocab_size, int(n)).tolist()
+        for n in random.integers(1, bound + 1, CHECKED // 2)
+    ]
+    for prompt in list(prompts):
+        kept = prompt[: int(random.integers(1, len(prompt) + 1))]
+        prompts.append([*kept, int(random.integers(0, vocab_size))][:bound])
+    return prompts
+
+
+def ask_engine(engine: str, model: str) -> Answers:
+    """Start a pool of one worker, ask it, and end it."""
+    with embedded(
+        model, engine, 1, pool="engine-check", dtype="float32", framework="numpy", cache_bytes=0
+    ) as lm:
+        info = lm.info
+        # Engines differ by a few tokens in the longest prompt that they take.
+        prompts = make_prompts(info.vocab_size, max(1, info.max_prompt_tokens - 64))
+        rows: Any = lm.batch_next_token_logprobs_sync(prompts, timeout=TIMEOUT)
+
+        def sample(temperature: float) -> list[list[int]]:
+            return lm.batch_sample_sync(
+                prompts[:SAMPLED], MAX_TOKENS, (), temperature, 1, timeout=TIMEOUT
+            )
+
+        return Answers(engine, rows, sample(0.0), sample(1.0), _rows_per_second(lm))
+
+
+def _rows_per_second(lm: EmbeddedLM) -> float:
+    random = np.random.default_rng(1)
+    length = min(LENGTH, lm.info.max_prompt_tokens)
+    paces = []
+    for _ in range(3):
+        prompts = random.integers(0, lm.info.vocab_size, (MEASURED, length)).tolist()
+        began = time.perf_counter()
+        lm.batch_next_token_logprobs_sync(prompts, timeout=TIMEOUT)
+        paces.append(MEASURED / (time.perf_counter() - began))
+    return sorted(paces)[1]
+
+
+def compare(answers: Sequence[Answers]) -> list[Comparison]:
+    """Each engine against the first."""
+    first = answers[0]
+    found = []
+    for other in answers:
+        alike = other.rows.shape == first.rows.shape
+        distance = float(np.abs(other.rows - first.rows).max()) if alike else float("inf")
+        found.append(
+            Comparison(
+                other.engine,
+                distance,
+                other.greedy == first.greedy,
+                other.drawn == first.drawn,
+                other.rows_per_second,
+            )
+        )
+    return found
+
+
+def run_engine_check(*, model: str) -> int:
+    """Print how the installed engines compare; 1 if two of them differ or one fails, else 0."""
+    console = Console(highlight=False, soft_wrap=True)
+    names = installed_engines()
+    if not names:
+        console.print("no engine is installed here: pip install 'lmpool\\[hf]'")
+        return 1
+    answers: list[Answers] = []
+    failed = False
+    for name in names:
+        try:
+            with console.status(f"asking a pool of {name}"):
+                answers.append(ask_engine(name, model))
+        except LmpoolError as error:
+            failed = True
+            console.print(f"[bold red]wrong[/]  {name}: {escape(str(error))}")
+    if not answers:
+        return 1
+    found = compare(answers)
+    console.print(_table(found, model))
+    console.print(
+        f"{CHECKED} prompts in float32, {SAMPLED} continuations of {MAX_TOKENS} tokens at "
+        f"temperature 0 and 1; rows a second of one worker, {MEASURED} prompts of {LENGTH} tokens."
+    )
+    different = [each.engine for each in found if not each.good]
+    if different:
+        console.print(
+            f"[bold red]wrong[/]  {', '.join(different)}: not the same tokens and rows within "
+            f"{TOLERANCE:g} as {found[0].engine}"
+        )
+    elif len(found) > 1:
+        console.print(f"the same tokens, and rows within {TOLERANCE:g}")
+    else:
+        console.print(f"{found[0].engine} alone is installed here: nothing to compare it with")
+    return 1 if failed or different else 0
+
+
+def _table(found: Sequence[Comparison], model: str) -> Table:
+    table = Table(title=f"engines, model {escape(model)}", title_justify="left")
+    table.add_column("engine")
+    for heading in (f"from {found[0].engine}", "greedy", "drawn", "rows/s"):
+        table.add_column(heading, justify="right")
+    for each in found:
+        table.add_row(
+            each.engine,
+            f"{each.distance:.1e}",
+            "same" if each.same_greedy else "different",
+            "same" if each.same_drawn else "different",
+            f"{each.rows_per_second:,.0f}",
+        )
+    return table

@@ -1,0 +1,97 @@
+"""The README's engine, installed as a package of its own: a pool runs it, and the suite passes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.readme import README, section
+from tests.support.workers import clean_environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+ASK = """
+import numpy as np
+import lmpool
+from bigram_engine import bigrams
+
+if __name__ == "__main__":
+    with lmpool.embedded("any", engine="bigram", framework="numpy") as lm:
+        assert (lm.info.engine, lm.info.vocab_size) == ("bigram", 64)
+        rows = lm.batch_next_token_logprobs_sync([[1, 2], [63], [5, 2]])
+        assert np.array_equal(rows, bigrams(64)[[2, 63, 2]])
+        drawn = lm.sample_sync([7], max_tokens=3, eos_token_ids=[], temperature=0.0)
+        assert drawn[0] == bigrams(64)[7].argmax()
+    print("asked")
+"""
+
+
+def example(name: str) -> str:
+    """One of the README's files."""
+    found = re.fullmatch(
+        r"```(?:python|toml)\n(.*)```", section(README.read_text("utf-8"), name), re.DOTALL
+    )
+    assert found is not None, f"the README's {name} is no code"
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the README's package, as pip installs it, beside lmpool's own."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("bigram_engine.py", "pyproject.toml"):
+        (source / name).write_text(example(name))
+    target = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run(
+        [*pip, "--no-deps", "--no-build-isolation", "--target", str(target), str(source)],
+        check=True,
+        capture_output=True,
+    )
+    return target
+
+
+def run(installed: Path, folder: Path, *command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**clean_environment(), "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.usefixtures("server_binary")
+def test_a_pool_of_it_answers(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "ask.py").write_text(ASK)
+    assert run(installed, tmp_path, "ask.py").strip() == "asked"
+
+
+def test_it_passes_the_suite_that_lmpool_brings(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "test_bigram_engine.py").write_text(example("test_bigram_engine.py"))
+    shown = run(installed, tmp_path, "-m", "pytest", "-rs", "-p", "no:cacheprovider")
+    passed = re.search(r"(\d+) passed", shown)
+    assert passed is not None
+    assert int(passed[1]) >= 30
+    assert "lacks adapters: a table of bigrams has no layers to adapt" in shown
+
+
+def test_the_suite_finds_what_is_wrong_with_it(installed: Path, tmp_path: Path) -> None:
+    """The same test of an engine that mistakes the token before the last one for the last."""
+    test = example("test_bigram_engine.py")
+    (tmp_path / "test_bigram_engine.py").write_text(test.replace("prompt[-1]", "prompt[-2:][0]"))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "mixed_prompts"],
+        cwd=tmp_path,
+        env={**clean_environment(), "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert re.search(r"off by [\d.]+ nats, after a prompt of \d+ tokens", done.stdout)

@@ -1,0 +1,163 @@
+"""What a server forgets, refuses or loses does not reach the callers."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lmpool
+from lmpool.backends.mock import mock_row
+from lmpool.errors import ServerRefused, UnknownPool
+from tests.support.clients import connected
+from tests.support.pools import Asking, pool_lanes, some_prompts, until_at_rest
+from tests.support.server import RealServer
+from tests.support.waiting import until
+from tests.support.workers import in_process_worker, worker_process
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def right(lm: lmpool.PooledLM, prompt: list[int]) -> None:
+    row = lm.next_token_logprobs_sync(prompt, timeout=30)
+    np.testing.assert_array_equal(row, mock_row(prompt, 256))
+
+
+def test_a_pool_whose_model_info_is_lost_is_not_unknown(server_url, redis_client, pool_name):
+    with in_process_worker(server_url, pool_name):
+        for number in range(3):
+            redis_client.delete(f"lmpool:{pool_name}")
+            with connected(server_url, pool_name) as lm:
+                right(lm, [number])
+        # Another's, that appeared on its own, is left alone by whoever does not serve it.
+    with pytest.raises(UnknownPool):
+        lmpool.connect(server_url, f"{pool_name}-never").__enter__()
+
+
+def test_two_models_that_join_at_once_are_one(server_url, redis_client, pool_name):
+    """Of workers with different models that start at the same moment, one kind serves."""
+    models = [{"engine_opts": {"vocab_size": size}} for size in (256, 300, 256, 300)]
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(worker_process(server_url, pool_name, alive=False, **model))
+            for model in models
+        ]
+        until(
+            lambda: sum(worker.process.poll() is not None for worker in workers) >= 2,
+            30,
+            what="the others to be refused",
+        )
+        time.sleep(1.0)
+        ended = [worker.process.poll() for worker in workers]
+        assert sorted(ended, key=str) == [78, 78, None, None]
+        assert ended[:2] == ended[2:]
+        for worker in workers:
+            if worker.process.poll() == 78:
+                assert "with living workers" in worker.log
+
+
+def test_what_another_model_left_ends(server_url, redis_client, pool_name):
+    with in_process_worker(server_url, pool_name):
+        (old,) = pool_lanes(redis_client, pool_name)
+    vocabularies = set(redis_client.scan_iter(f"lmpool:{pool_name}:*:vocabulary"))
+    assert {redis_client.ttl(key) for key in (*vocabularies, old.jobs)} == {-1}
+    with in_process_worker(server_url, pool_name, engine_opts={"vocab_size": 300}):
+        assert all(0 < redis_client.ttl(key) <= 86_400 for key in (*vocabularies, old.jobs))
+    with in_process_worker(server_url, pool_name):  # and back: nothing of it may end
+        assert {redis_client.ttl(key) for key in (*vocabularies, old.jobs)} == {-1}
+
+
+def test_a_stream_of_the_dead_that_cannot_be_written_stops_nobody(
+    server_url, redis_client, pool_name
+):
+    with in_process_worker(server_url, pool_name), connected(server_url, pool_name) as lm:
+        (lane,) = pool_lanes(redis_client, pool_name)
+        redis_client.set(lane.dead, "in the way")
+        for _ in range(3):
+            redis_client.xadd(lane.jobs, {"job": b"garbage"})
+        right(lm, [1, 2])
+        lm.close()
+        until_at_rest(redis_client, pool_name)
+
+
+def test_a_start_that_fails_leaves_nothing(server_url, redis_client, pool_name, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise ServerRefused("a test refuses")
+
+    monkeypatch.setattr("lmpool.worker.service.publish_vocabulary", refuse)
+    with pytest.raises(ServerRefused), in_process_worker(server_url, pool_name):
+        pass
+    (lane,) = pool_lanes(redis_client, pool_name)
+    assert redis_client.xinfo_consumers(lane.jobs, "workers") == []
+    assert not list(redis_client.scan_iter(f"{lane.prefix}:alive:*"))
+    assert not redis_client.exists(f"{{lmpool:{pool_name}}}:serving")
+
+
+def test_withdrawn_is_counted_to_the_last(server_url, pool_name):
+    slow = {"batch_size": 1, "engine_opts": {"delay": 0.5}}
+    with (
+        in_process_worker(server_url, pool_name, **slow),
+        connected(server_url, pool_name) as lm,
+    ):
+        asking = Asking(lm, some_prompts(20, seed=1))
+        until(lambda: lm.statistics()["queued"] == 20)
+        lm.close()
+        with pytest.raises(lmpool.errors.ClientClosed):
+            asking.rows()
+        assert lm.statistics()["withdrawn"] == 20
+
+
+def test_a_full_server_is_waited_for_and_named(server_binary, pool_name, caplog):
+    with (
+        RealServer(binary=server_binary) as server,
+        in_process_worker(server.url, pool_name),
+        connected(server.url, pool_name, cache_bytes=0) as lm,
+        server.client() as admin,
+    ):
+        right(lm, [1])
+        admin.config_set("maxmemory", 1)
+        asking = Asking(lm, [[3, 4]])
+        time.sleep(12)  # longer than a heartbeat lives and than a pool may be without workers
+        assert asking.is_alive()
+        admin.config_set("maxmemory", 0)
+        np.testing.assert_array_equal(asking.rows(), [mock_row([3, 4], 256)])
+    assert "the server's memory is full: raise maxmemory or lower result_ttl" in caplog.text
+
+
+def test_adapters_are_registered_again(server_binary, pool_name, tmp_path: Path):
+    adapter = tmp_path / "adapters" / "one"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.safetensors").write_text("one")
+    with (
+        RealServer(binary=server_binary) as server,
+        worker_process(server.url, pool_name, adapter_dirs=[str(tmp_path / "adapters")]),
+        connected(server.url, pool_name, cache_bytes=0) as lm,
+        server.client() as admin,
+    ):
+        lm.add_new_lora(str(adapter), "one")
+        before = lm.next_token_logprobs_sync([1, 2], "one", timeout=20)
+        admin.flushall()
+        (lane,) = lm.lanes
+        until(lambda: admin.hget(lane.adapters, "one"), 10, what="the adapter to be registered")
+        after = lm.next_token_logprobs_sync([1, 2], "one", timeout=20)
+        np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"maxmemory": "100mb", "maxmemory-policy": "allkeys-lru"}, "may drop job streams"),
+        ({"maxmemory": "1mb", "maxmemory-policy": "noeviction"}, "are in use, and with noeviction"),
+        ({}, "nothing is saved to disk"),
+    ],
+)
+def test_a_worker_says_what_of_the_server_may_hurt(server_binary, options, said):
+    server = RealServer(binary=server_binary, **options)
+    with server, worker_process(server.url, "p", alive=False) as worker:
+        until(lambda: said in worker.log, 20, what=said)
+        assert ("WARNING" in worker.log) == ("maxmemory" in options)
+        worker.kill()
