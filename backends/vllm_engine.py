@@ -11,8 +11,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -23,6 +23,7 @@ from vllm.platforms import current_platform
 from lmpool.backends import vllm_internals
 from lmpool.backends.engine import Engine, EngineInfo, Outcome, Request, Tokens
 from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
+from lmpool.backends.vllm_adapters import check_adapter, weight_shapes
 from lmpool.backends.vllm_live import LivePrompt, LivePrompts
 from lmpool.backends.vllm_options import (
     CAPTURED_ROWS,
@@ -30,7 +31,7 @@ from lmpool.backends.vllm_options import (
     capture_processors,
     check_options,
 )
-from lmpool.backends.vllm_rows import Row, row_source
+from lmpool.backends.vllm_rows import FullLogprobs, Row, RowSource, row_source
 from lmpool.backends.vocabulary import byte_vocabulary
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
 
@@ -112,7 +113,6 @@ class VLLMEngine(Engine):
         try:
             self._engine = vllm_internals.make_engine(arguments, own_process=own_process)
         except Exception as error:
-            vllm_internals.free_process_groups()
             raise SettingsError(
                 f"vLLM cannot serve {model!r}: {vllm_internals.root_cause(error)}"
             ) from error
@@ -134,6 +134,7 @@ class VLLMEngine(Engine):
             vllm_internals.kv_tokens(self._engine) - int(config.model_config.max_model_len),
             int(config.cache_config.block_size),
         )
+        self._rows: RowSource = FullLogprobs()
         try:
             self._rows = row_source(self._engine, capture=capture)
             self.info = self._describe(model, revision, trust_remote_code, engine_opts)
@@ -369,13 +370,14 @@ class VLLMEngine(Engine):
                 f"adapter {name!r}: this worker's vLLM takes none; start it with engine_opts "
                 '{"enable_lora": true, "max_loras": 4, "max_lora_rank": 64}'
             )
+        check_adapter(Path(path), weight_shapes(self._folder))
         self.remove_adapter(name)
         self._adapter_numbers += 1
         number = self._adapter_numbers
         # vLLM keys its prefix cache by this name: one for each time that files are loaded.
         adapter = LoRARequest(lora_name=f"{name}#{number}", lora_int_id=number, lora_path=path)
         try:
-            added = self._core.add_lora(adapter)
+            added = vllm_internals.call(self._core, "add_lora", adapter)
         except Exception as error:
             cause = vllm_internals.root_cause(error)
             raise AdapterError(f"adapter folder {path!r} cannot be loaded: {cause}") from error
@@ -388,7 +390,7 @@ class VLLMEngine(Engine):
         if adapter is not None:
             self._live.forget_adapter(name)
             self._end_live()
-            self._core.remove_lora(adapter.lora_int_id)
+            vllm_internals.call(self._core, "remove_lora", adapter.lora_int_id)
 
     def cache_prefix(self, tokens: Tokens) -> None:
         outcome = self._answer_one(Request(b"lmpool-prefix", tokens))
@@ -398,7 +400,7 @@ class VLLMEngine(Engine):
     def clear_cache(self) -> None:
         self._live.shrink(0)
         self._end_live()
-        self._core.reset_prefix_cache()
+        vllm_internals.call(self._core, "reset_prefix_cache")
 
     def tokenizer_files(self) -> Mapping[str, bytes]:
         return tokenizer_files(self._folder)
@@ -427,12 +429,9 @@ class VLLMEngine(Engine):
         engine, self._engine = self._engine, None
         if engine is None:
             return
-        with suppress(Exception):  # a core that died has nothing left to end
-            engine.engine_core.shutdown()
         self._core = None
         self._rows.close()
-        del engine
-        vllm_internals.free_process_groups()
+        vllm_internals.shut_down(engine)
 
 
 def _arguments(

