@@ -27,7 +27,6 @@ _BUILT_IN: Final = {
 # What an engine with a model computes with, by the names that one imports.
 _NEEDS: Final = {
     "hf": ("torch", "transformers"),
-    "vllm": ("vllm",),
     "sglang": ("sglang",),
     "mlx": ("mlx", "mlx_lm"),
     "vllm": ("vllm",),
