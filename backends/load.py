@@ -30,7 +30,6 @@ _NEEDS: Final = {
     "vllm": ("vllm",),
     "sglang": ("sglang",),
     "mlx": ("mlx", "mlx_lm"),
-    "vllm": ("vllm",),
 }
 
 
