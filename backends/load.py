@@ -29,7 +29,6 @@ _NEEDS: Final = {
     "hf": ("torch", "transformers"),
     "sglang": ("sglang",),
     "mlx": ("mlx", "mlx_lm"),
-    "vllm": ("vllm",),
 }
 
 
