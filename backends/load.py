@@ -29,6 +29,7 @@ _NEEDS: Final = {
     "hf": ("torch", "transformers"),
     "sglang": ("sglang",),
     "mlx": ("mlx", "mlx_lm"),
+    "vllm": ("vllm",),
 }
 
 
