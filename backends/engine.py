@@ -191,7 +191,11 @@ class BatchEngine(Engine):
         rows = [request for request in accepted if request.sampling is None]
         if len(rows) < len(accepted):
             self._begin(accepted, outcomes)
-        rows.extend(c.next_request() for c in self._continuations.values())
+        going_on, refused = self._check([c.next_request() for c in self._continuations.values()])
+        for outcome in refused:  # its adapter was removed
+            del self._continuations[outcome.id]
+        outcomes.extend(refused)
+        rows.extend(going_on)
         if rows:
             computed = self._attempt(rows)
             outcomes.extend(self._continue(computed) if self._continuations else computed)

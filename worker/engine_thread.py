@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 LONG_WAIT: Final = 0.05
 """Seconds after which a waiting job's callers may have left: ask before it is run."""
 REVIEW_SECONDS: Final = 0.25
-"""How often an engine that is fed while it runs is told of callers that have left."""
+"""How often an engine is told, between two steps, of callers that have left."""
 LONG_BACKLOG_MS: Final = 5_000
 """The same for the time since a job was sent: who leaves in order takes unread jobs along, and of
 whoever just died the server knows only after `REPLY_TTL`."""
@@ -212,9 +212,9 @@ class EngineLoop:
             self._batcher.done()
 
     def _review(self) -> None:
-        """End what nobody waits for any more, in an engine that can end it while others run."""
+        """End what nobody waits for any more, between two steps of what the engine has."""
         now = time.monotonic()
-        if not self._engine.continuous or now < self._review_due:
+        if now < self._review_due or not self._held:
             return
         self._review_due = now + REVIEW_SECONDS
         running = self.running()

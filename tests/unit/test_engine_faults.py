@@ -11,7 +11,7 @@ import redis
 
 from lmpool.backends.engine import Outcome, Request
 from lmpool.backends.mock import MockEngine, mock_row
-from lmpool.errors import PromptFailed
+from lmpool.errors import PoolTimeout, PromptFailed
 from tests.support.clients import connected
 from tests.support.server import RealServer
 from tests.support.waiting import until
@@ -80,6 +80,21 @@ def test_outcomes_given_several_times_count_once(
         assert (lm.next_token_logprobs_sync(GOOD, timeout=10) == mock_row(GOOD, 256)).all()
         ids = lm.sample_sync(GOOD, 5, [], seed=1, timeout=10)
         assert len(ids) == 5
+
+
+def test_a_continuation_that_nobody_waits_for_is_ended(any_server: str, pool_name: str) -> None:
+    options = {"delay": 0.01, "max_prompt_tokens": 100_000}
+    with (
+        in_process_worker(any_server, pool_name, engine_opts=options) as worker,
+        connected(any_server, pool_name) as lm,
+    ):
+        with pytest.raises(PoolTimeout):
+            lm.sample_sync(GOOD, 90_000, [], seed=1, timeout=0.5)
+        until(lambda: not worker.service.state.held, 20)  # it would take 15 minutes
+        engine = worker.service.engine
+        assert engine is not None
+        until(lambda: engine.in_flight() == 0)
+        assert (lm.next_token_logprobs_sync(GOOD, timeout=10) == mock_row(GOOD, 256)).all()
 
 
 def test_new_clients_find_the_pool_on_a_server_that_has_lost_all(

@@ -176,6 +176,25 @@ def test_rows_do_not_wait_for_continuations() -> None:
     assert engine.step() == []
 
 
+def test_a_continuation_whose_adapter_was_removed_fails_alone() -> None:
+    engine = MockEngine()
+    engine.add_adapter("french", "/anywhere")
+    sampling = Sampling(max_tokens=5, eos_token_ids=(), temperature=1.0, seed=1)
+    engine.submit(
+        [
+            Request(b"french", np.array([1], np.uint32), "french", sampling),
+            Request(b"plain", np.array([1], np.uint32), None, sampling),
+        ]
+    )
+    engine.step()
+    engine.remove_adapter("french")
+    outcomes: dict[bytes, Outcome] = {}
+    while engine.in_flight():
+        outcomes |= {outcome.id: outcome for outcome in engine.step()}
+    assert "no adapter named 'french' is loaded" in str(outcomes[b"french"].error)
+    assert outcomes[b"plain"].tokens is not None
+
+
 def test_cancelled_requests_are_not_run(tmp_path: Path) -> None:
     engine = MockEngine(log=tmp_path / "log")
     engine.submit(numbered([[1], [2], [3]]))
