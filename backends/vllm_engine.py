@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 from lmpool.backends import vllm_internals
 from lmpool.backends.engine import Engine, EngineInfo, Outcome, Request, Tokens
 from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
-from lmpool.backends.vllm_adapters import check_adapter, weight_shapes
+from lmpool.backends.vllm_adapters import Shapes, check_adapter, weight_shapes
 from lmpool.backends.vllm_live import LivePrompt, LivePrompts
 from lmpool.backends.vllm_options import (
     CAPTURED_ROWS,
@@ -45,16 +45,25 @@ STARVED_SECONDS: Final = 2.0
 
 MAX_SEED: Final = (1 << 63) - 1
 
-MOST_ADAPTERS: Final = 33
-"""As many as a worker keeps loaded, and one that it is loading."""
+MOST_ADAPTERS: Final = 64
+"""As many as a worker keeps loaded, one that it is loading, and removed ones that are in use."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A request that is to join, and the adapter that it was submitted with."""
+
+    request: Request
+    adapter: LoRARequest | None
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A request inside vLLM."""
+    """A request inside vLLM, and the adapter that it was submitted with."""
 
     id: str
     request: Request
+    adapter: LoRARequest | None
     capture: int
     live: LivePrompt | None
     began: float
@@ -121,8 +130,11 @@ class VLLMEngine(Engine):
         self._lora = bool(engine_opts.get("enable_lora"))
         self._adapters: dict[str, LoRARequest] = {}
         self._adapter_numbers = 0
+        self._shapes: Shapes | None = None
         self._numbers = 0
-        self._waiting: deque[Request] = deque()
+        self._leaving: list[LoRARequest] = []
+        """Removed adapters of requests that have not ended yet."""
+        self._waiting: deque[_Waiting] = deque()
         self._running: dict[str, _Running] = {}
         self._by_request: dict[bytes, str] = {}
         self._outcomes: list[Outcome] = []
@@ -174,7 +186,8 @@ class VLLMEngine(Engine):
         for request in requests:
             reason = self._reason_to_refuse(request)
             if reason is None:
-                self._waiting.append(request)
+                adapter = None if request.adapter is None else self._adapters[request.adapter]
+                self._waiting.append(_Waiting(request, adapter))
             else:
                 self._outcomes.append(Outcome(request.id, error=PromptFailed(reason)))
         self._feed()
@@ -194,15 +207,18 @@ class VLLMEngine(Engine):
 
     def _feed(self) -> None:
         """Put into vLLM what may run beside what runs there."""
-        if self._lora and self._on_cpu:
-            joining = self._take_turn()
-        else:
-            joining, self._waiting = self._waiting, deque()
-        for request in joining:
-            self._begin(request)
+        while joining := self._next_to_join():
+            for waiting in joining:
+                self._begin(waiting.request, waiting.adapter)
         self._end_live()
 
-    def _take_turn(self) -> deque[Request]:
+    def _next_to_join(self) -> deque[_Waiting]:
+        if self._lora and self._on_cpu:
+            return self._take_turn()
+        joining, self._waiting = self._waiting, deque()
+        return joining
+
+    def _take_turn(self) -> deque[_Waiting]:
         """The waiting requests that may join: all with an adapter, or all without.
 
         vLLM's LoRA kernels for CPUs give base prompts the last slot's adapter when all slots are
@@ -212,25 +228,27 @@ class VLLMEngine(Engine):
         if not waiting:
             return waiting
         running = next(iter(self._running.values()), None)
-        first = waiting[0] if running is None else running.request
-        joining = deque(r for r in waiting if (r.adapter is None) == (first.adapter is None))
+        first = waiting[0] if running is None else running
+        joining = deque(w for w in waiting if (w.adapter is None) == (first.adapter is None))
         if running is not None and len(joining) < len(waiting):
             return deque()
-        self._waiting = deque(r for r in waiting if (r.adapter is None) != (first.adapter is None))
+        self._waiting = deque(w for w in waiting if (w.adapter is None) != (first.adapter is None))
         return joining
 
-    def _begin(self, request: Request) -> None:
+    def _begin(self, request: Request, adapter: LoRARequest | None) -> None:
         sampling, tokens = request.sampling, request.tokens
         self._numbers += 1
         live: LivePrompt | None = None
         new = tokens
         if sampling is None:
             params = self._rows.params(self._numbers)
-            live = self._live.extended_by(request.adapter, tokens)
+            # By the name that no other loading of an adapter has.
+            kept_for = None if adapter is None else adapter.lora_name
+            live = self._live.extended_by(kept_for, tokens)
             if live is not None:
                 new = tokens[live.answered :]
             else:
-                live = self._live.begin(request.adapter, tokens)
+                live = self._live.begin(kept_for, tokens)
         else:
             limit = min(sampling.max_tokens, self.info.max_prompt_tokens + 1 - tokens.size)
             if limit <= 0:
@@ -246,7 +264,7 @@ class VLLMEngine(Engine):
                 skip_clone=True,
             )
         name = f"once-{self._numbers}" if live is None else live.id
-        running = _Running(name, request, self._numbers, live, time.time())
+        running = _Running(name, request, adapter, self._numbers, live, time.time())
         self._live.shrink(self._most_running - len(self._running) - 1)
         self._end_live()
         if not self._running:
@@ -258,7 +276,7 @@ class VLLMEngine(Engine):
                     new.tolist(),
                     params,
                     arrival=running.began,
-                    lora=None if request.adapter is None else self._adapters[request.adapter],
+                    lora=adapter,
                     resumable=live is not None,
                 )
             )
@@ -277,6 +295,7 @@ class VLLMEngine(Engine):
                 raise vllm_internals.dead_core(error) from error
             if self._waiting:
                 self._feed()
+            self._unload_unused()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
@@ -311,6 +330,7 @@ class VLLMEngine(Engine):
         if reason not in ("stop", "length"):
             if live is not None:
                 self._live.forget(live)
+            self._rows.forget([running.capture])
             error = PromptFailed(f"vLLM gave this prompt up ({reason})")
             self._outcomes.append(Outcome(request.id, error=error))
         elif request.sampling is None:
@@ -333,7 +353,7 @@ class VLLMEngine(Engine):
 
     def cancel(self, ids: Collection[bytes]) -> None:
         wanted = set(ids)
-        self._waiting = deque(r for r in self._waiting if r.id not in wanted)
+        self._waiting = deque(w for w in self._waiting if w.request.id not in wanted)
         self._outcomes = [outcome for outcome in self._outcomes if outcome.id not in wanted]
         aborted: list[_Running] = []
         for cancelled in wanted & self._by_request.keys():
@@ -341,14 +361,14 @@ class VLLMEngine(Engine):
             if running.live is not None:
                 self._live.forget(running.live)
             aborted.append(running)
-        if not aborted:
-            return
-        try:
-            self._core.abort_requests([running.id for running in aborted])
-            self._rows.forget([running.capture for running in aborted])
-        except Exception as error:
-            raise vllm_internals.dead_core(error) from error
-        self._feed()
+        if aborted:
+            try:
+                self._core.abort_requests([running.id for running in aborted])
+                self._rows.forget([running.capture for running in aborted])
+            except Exception as error:
+                raise vllm_internals.dead_core(error) from error
+            self._feed()
+        self._unload_unused()
 
     def _answer_one(self, request: Request) -> Outcome:
         """Run one request to its end; what else ends meanwhile is given out by the next step."""
@@ -370,7 +390,9 @@ class VLLMEngine(Engine):
                 f"adapter {name!r}: this worker's vLLM takes none; start it with engine_opts "
                 '{"enable_lora": true, "max_loras": 4, "max_lora_rank": 64}'
             )
-        check_adapter(Path(path), weight_shapes(self._folder))
+        if self._shapes is None:
+            self._shapes = weight_shapes(self._folder)
+        check_adapter(Path(path), self._shapes)
         self.remove_adapter(name)
         self._adapter_numbers += 1
         number = self._adapter_numbers
@@ -386,9 +408,24 @@ class VLLMEngine(Engine):
         self._adapters[name] = adapter
 
     def remove_adapter(self, name: str) -> None:
+        """Forget an adapter; its requests in flight are answered before it is unloaded."""
         adapter = self._adapters.pop(name, None)
         if adapter is not None:
-            self._live.forget_adapter(name)
+            self._leaving.append(adapter)
+            self._unload_unused()
+
+    def _unload_unused(self) -> None:
+        # vLLM would read the files of an adapter again that is unloaded too early.
+        if not self._leaving:
+            return
+        used = [waiting.adapter for waiting in self._waiting]
+        used += [running.adapter for running in self._running.values()]
+        leaving, self._leaving = self._leaving, []
+        for adapter in leaving:
+            if adapter in used:
+                self._leaving.append(adapter)
+                continue
+            self._live.forget_adapter(adapter.lora_name)
             self._end_live()
             vllm_internals.call(self._core, "remove_lora", adapter.lora_int_id)
 

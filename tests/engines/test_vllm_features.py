@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ from tests.support.vllm_engine import (
 )
 
 need_vllm()
+
+from lmpool.backends import vllm_engine as vllm_engine_module  # noqa: E402
+from lmpool.backends.vllm_adapters import weight_shapes  # noqa: E402
 
 pytestmark = [
     pytest.mark.engine,
@@ -131,6 +135,11 @@ def test_live_prompts_never_take_the_room_a_prompt_needs(reference):
         assert_nothing_left(engine)
 
 
+def loaded(engine: Any) -> set[int]:
+    """The adapters that vLLM has, by its numbers."""
+    return set(engine._core.engine_core.list_loras())
+
+
 class TestAdapters:
     @pytest.fixture(scope="class")
     def engine(self) -> Iterator[Any]:
@@ -166,6 +175,85 @@ class TestAdapters:
         engine.remove_adapter("one")
         (outcome,) = answer(engine, given[:1], adapter="one")
         assert "no adapter named 'one'" in str(outcome.error)
+
+    @pytest.mark.parametrize("first", [None, "leaving"])
+    def test_removed_ones_answer_what_is_in_flight(self, engine, reference, tmp_path, first):
+        folder = Path(write_adapter(tmp_path / "leaving", 5))
+        before = loaded(engine)
+        engine.add_adapter("leaving", str(folder))
+        given = prompts(6, 60, seed=30)
+        expected = {None: reference.rows(given), "leaving": Reference(adapter=folder).rows(given)}
+        # On a CPU the others wait for their turn.
+        for adapter in (first, "leaving" if first is None else None):
+            engine.submit(
+                [Request(f"{i} {adapter}".encode(), p, adapter) for i, p in enumerate(given)]
+            )
+        engine.remove_adapter("leaving")
+        shutil.rmtree(folder)
+        outcomes = drain(engine)
+        for adapter, rows in expected.items():
+            assert_rows([outcomes[f"{i} {adapter}".encode()] for i in range(6)], rows)
+        (refused,) = answer(engine, given[:1], adapter="leaving")
+        assert "no adapter named 'leaving'" in str(refused.error)
+        assert loaded(engine) == before
+        assert_nothing_left(engine)
+
+    def test_replaced_ones_leave_no_live_prompt_to_their_successors(self, engine, tmp_path):
+        given = prompts(4, 60, seed=31)
+        more = [extended(p, 7) for p in given]
+        before = loaded(engine)
+        old, new = (write_adapter(tmp_path / str(seed), seed) for seed in (5, 6))
+        engine.add_adapter("style", old)
+        engine.submit(requests_of(given, adapter="style"))
+        engine.add_adapter("style", new)
+        outcomes = drain(engine)
+        assert_rows([outcomes[b"%d" % i] for i in range(4)], Reference(adapter=old).rows(given))
+        assert_rows(answer(engine, more, adapter="style"), Reference(adapter=new).rows(more))
+        engine.remove_adapter("style")
+        assert loaded(engine) == before
+        assert_nothing_left(engine)
+
+    def test_cancelled_requests_hold_no_adapter(self, engine, tmp_path):
+        before = loaded(engine)
+        engine.add_adapter("style", write_adapter(tmp_path / "style", 14))
+        engine.submit(requests_of(prompts(4, 60, seed=32), adapter="style"))
+        engine.remove_adapter("style")
+        engine.cancel([b"0", b"1", b"2", b"3"])
+        assert engine.in_flight() == 0
+        assert loaded(engine) == before
+        assert_nothing_left(engine)
+
+    def test_a_turn_that_nobody_runs_in_is_no_turn(self, engine, reference, tmp_path):
+        folder = write_adapter(tmp_path / "style", 5)
+        engine.add_adapter("style", folder)
+        (prompt,) = given = prompts(1, 20, seed=33)
+        engine.submit(
+            [
+                Request(b"nothing", prompt, sampling=Sampling(0, (), 1.0, 0)),
+                Request(b"row", prompt, "style"),
+            ]
+        )
+        outcomes: dict[bytes, Any] = {}
+        for _ in range(50):
+            outcomes |= {outcome.id: outcome for outcome in engine.step()}
+        assert engine.in_flight() == 0
+        assert outcomes[b"nothing"].tokens.size == 0
+        assert_rows([outcomes[b"row"]], Reference(adapter=folder).rows(given))
+        engine.remove_adapter("style")
+
+    def test_the_models_files_are_read_once(self, engine, tmp_path, monkeypatch):
+        read: list[Path] = []
+
+        def counted(folder: Path) -> Any:
+            read.append(folder)
+            return weight_shapes(folder)
+
+        monkeypatch.setattr(vllm_engine_module, "weight_shapes", counted)
+        monkeypatch.setattr(engine, "_shapes", None)
+        for seed in (16, 17):
+            engine.add_adapter("style", write_adapter(tmp_path / str(seed), seed))
+        engine.remove_adapter("style")
+        assert len(read) == 1
 
     def test_files_that_are_no_adapter_are_refused(self, engine, reference, tmp_path):
         large = write_adapter(tmp_path / "large", 1, rank=64)

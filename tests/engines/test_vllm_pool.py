@@ -6,15 +6,20 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import psutil
 import pytest
 
 from lmpool.errors import PoolTimeout, PromptError
+from lmpool.keys import PoolKeys
+from lmpool.model_info import ModelInfo
 from lmpool.producer.statistics import PoolStatistics
+from lmpool.wire import Digester, Job
 from tests.support.clients import connected
 from tests.support.pools import Asking, assert_at_rest, until_at_rest
+from tests.support.protocol import Caller, new_job
 from tests.support.server import RealServer
 from tests.support.vllm_engine import (
     ENVIRONMENT,
@@ -157,6 +162,37 @@ class TestPool:
             assert len(lm.next_token_logprobs_sync([8, 9], timeout=60)) == 2000
         until(lambda: sum(w.log.count("that nobody waits for") for w in started) > ended)
         until_at_rest(redis_free(url), POOL)
+
+    def test_a_job_that_expires_while_vllm_runs_it_is_ended_there(self, workers, redis_free):
+        url, started = workers
+        ended = sum(w.log.count("that nobody waits for") for w in started)
+        server = redis_free(url)
+        packed = server.get(PoolKeys(POOL).info)
+        fingerprint = ModelInfo.unpack(packed).fingerprint
+        caller = Caller(server, PoolKeys(POOL).lane(fingerprint[:8], 0))
+        want = {"max_tokens": 500, "eos": [], "temperature": 1.0, "seed": 0}
+        seconds, microseconds = server.time()
+        now = seconds * 1000 + microseconds // 1000
+
+        def job(number: int, deadline: int | None) -> Job:
+            plain = new_job(9, 9, number, deadline=deadline)
+            digest = Digester(fingerprint).job("sample", plain.tokens, want, None)
+            return replace(plain, op="sample", digest=digest, want=want, sent=now)
+
+        # In this company it takes several seconds.
+        company = [job(10 + number, None) for number in range(60)]
+        late = job(5, now + 1000)
+        try:
+            caller.enqueue(late, *company)
+            notices = until(caller.notices, 30)
+            told = [(notice.digest.decode(), notice.status) for notice in notices]
+            assert told == [(late.digest.hex(), "expired")]
+            until(lambda: sum(w.log.count("that nobody waits for") for w in started) > ended)
+        finally:
+            caller.withdraw(*company)
+            caller.vanish()
+        until_at_rest(server, POOL)
+        assert not server.exists(caller.lane.result(late.digest.hex()))
 
     def test_adapters(self, workers, folder, reference):
         url, _ = workers
