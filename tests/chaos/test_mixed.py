@@ -87,7 +87,7 @@ def test_faults_one_after_another_lose_nothing(
     with ChaosPool(tmp_path, seed=seed, workers=3, max_deliveries=5, **options) as pool:
         with pool.load() as running:
             time.sleep(1)
-            for fault in random.Random(seed).sample(FAULTS, 8):
+            for fault in random.Random(seed).sample([f for f in FAULTS if not f.alone], 8):
                 fault.act(pool)
                 time.sleep(pool.random.uniform(0, 2))
             time.sleep(3)
