@@ -220,7 +220,7 @@ FAULTS = [
         alone=True,
     ),
     Fault("SIGSTOP of a worker for 8 s", freeze),
-    Fault("SIGKILL of the server, back empty", restart_server, short=True),
+    Fault("SIGKILL of the server, back empty", restart_server),
     Fault("SIGKILL of the server, back from its AOF", restart_server, {"server": AOF}, short=True),
     Fault("failover by three Sentinels", fail_over, {"replicated": True}, alone=True),
     Fault("SCRIPT FLUSH, XGROUP DESTROY, CLIENT KILL, FLUSHALL", commands, short=True),

@@ -151,7 +151,7 @@ def test_fuzzed_entries_of_the_job_stream_stop_nobody(
         until_at_rest(client, pool_name)
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(st.binary(max_size=300) | mutations(SEEDS[0]))
 def test_a_job_is_read_or_refused(data: bytes) -> None:
     try:
@@ -165,7 +165,7 @@ def test_a_job_is_read_or_refused(data: bytes) -> None:
 ROW = pack_logprobs(mock_row([1], 256))
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(st.binary(max_size=300) | mutations(ROW))
 def test_a_row_is_read_or_refused(data: bytes) -> None:
     try:
@@ -175,7 +175,7 @@ def test_a_row_is_read_or_refused(data: bytes) -> None:
     assert row.encoding == "u32" or row.logprobs().shape == (256,)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     st.dictionaries(
         st.sampled_from([b"ok", b"digest", b"status", b"error"]) | st.binary(max_size=8),
