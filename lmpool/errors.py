@@ -67,7 +67,7 @@ class PoolBusy(PoolError):
 
 
 class PoolMismatch(PoolError):
-    """A worker tried to join a pool that serves something else."""
+    """The pool serves something else than a client knows, or than a worker wants to serve."""
 
 
 class PoolTimeout(LmpoolError, TimeoutError):

@@ -93,6 +93,7 @@ def _check_url_options(url: str, shown: str, tls: bool, remedy: str) -> None:
 Url = Annotated[str, AfterValidator(check_url), Field(repr=False)]
 Pool = Annotated[str, AfterValidator(check_pool_name)]
 Seconds = Annotated[float, Field(gt=0, le=86_400 * 30, allow_inf_nan=False)]
+Priority = Literal["interactive", "batch"]
 
 
 class _Options(BaseSettings):
@@ -153,11 +154,15 @@ class ClientOptions(_Options):
     reconnect_timeout: Seconds = Field(
         60.0, description="seconds to keep trying to reach a lost server before giving up"
     )
-    priority: Literal["interactive", "batch"] = Field(
-        "interactive", description="batch lets other clients' jobs go before this one's"
+    priority: Priority = Field(
+        "interactive", description="of calls that name none; batch lets interactive jobs go first"
     )
     when_busy: Literal["wait", "raise"] = Field(
         "wait", description="at the backlog's bound: wait for room, or raise PoolBusy"
+    )
+    when_replaced: Literal["raise", "follow"] = Field(
+        "raise",
+        description="when the pool serves another model: raise PoolMismatch, or ask the new one",
     )
 
 
@@ -196,7 +201,7 @@ class WorkerOptions(_Options):
     client_backlog: int = Field(
         4096,
         ge=1,
-        description="jobs of one client that may wait: the others of its jobs wait there",
+        description="jobs of one client and priority that may wait: the others wait at the client",
     )
     result_ttl: Seconds = Field(600.0, description="seconds a row stays in the result cache")
     max_deliveries: int = Field(

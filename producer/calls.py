@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmpool.errors import LmpoolError
+from lmpool.model_info import ModelInfo
 from lmpool.wire import Row
 
 
@@ -26,13 +27,25 @@ class Ask:
 class Call:
     """One caller's wait for the rows of its prompts.
 
-    Filled by the client's threads under the client's lock. `deadline` is on the monotonic clock.
+    Filled by the client's threads under the client's lock. `deadline` is on the monotonic clock;
+    `later` lets interactive jobs go first; `info` is the model that the asks were made for.
     """
 
-    __slots__ = ("_event", "_future", "_loop", "asks", "deadline", "error", "left", "rows")
+    __slots__ = (
+        "_event", "_future", "_loop", "asks", "deadline", "error", "info", "later", "left", "rows",
+    )  # fmt: skip
 
-    def __init__(self, asks: Sequence[Ask], deadline: float | None) -> None:
+    def __init__(
+        self,
+        asks: Sequence[Ask],
+        deadline: float | None,
+        *,
+        later: bool = False,
+        info: ModelInfo | None = None,
+    ) -> None:
         self.asks = asks
+        self.later = later
+        self.info = info
         self.rows: list[Row | None] = [None] * len(asks)
         self.left = len(asks)
         self.deadline = deadline

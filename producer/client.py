@@ -25,6 +25,7 @@ from lmpool.producer.cache import RowCache
 from lmpool.producer.calls import Ask, Call, wake
 from lmpool.producer.collector import Collector
 from lmpool.producer.flights import Statistics
+from lmpool.producer.moving import look_at, replaced
 from lmpool.producer.sender import Sender
 from lmpool.producer.session import Session
 from lmpool.server import greet
@@ -108,13 +109,23 @@ class Client:
 
         def look(server: Server) -> bool:
             try:
-                if self._session.info is None:
-                    self._load_info(server)
+                self._load_info(server)
             except UnknownPool:
                 return False
+            self._follow(server)
             return any_alive(server, self._session.lanes[0])
 
         return self.run(look)
+
+    def follow(self) -> Future[None]:
+        """Look whether the pool was replaced, and move to the new one if that is asked for."""
+        return self.run(self._follow)
+
+    def _follow(self, server: Server) -> None:
+        if self._session.info is not None and self.options.when_replaced == "follow":
+            current = server.get(self._session.keys.info)
+            if current is not None:
+                look_at(self._session, server, current)
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Take calls in. Rows in the local cache answer at once."""
@@ -129,6 +140,10 @@ class Client:
             for call in calls:
                 if call.done:
                     continue  # cancelled in the turn it was made
+                if call.info is not None and call.info is not session.info:
+                    call.error = replaced(self.options, call.info)  # since it was made
+                    answered.append(call)
+                    continue
                 table.statistics.requests += len(call.asks)
                 for place, ask in enumerate(call.asks):
                     row = self.cache.get(ask.digest)
@@ -140,7 +155,7 @@ class Client:
                     table.add(call, now)
                 else:
                     answered.append(call)
-            if table.unsent:
+            if any(table.unsent):
                 session.work.notify()
         wake(answered)
 
@@ -225,6 +240,8 @@ class Client:
 
     def _load_info(self, server: Server) -> ModelInfo:
         session, options = self._session, self.options
+        if session.info is not None:  # two asked
+            return session.info
         greet(server, options.url, session.clock)
         found = server.get(session.keys.info)
         deadline = time.monotonic() + REPUBLISHED_IN

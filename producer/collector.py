@@ -121,7 +121,7 @@ class Collector:
                     ended += session.table.fail(notice.digest, error)
                 else:
                     ended += session.fail(flight, error)
-            if session.table.unsent or session.table.withdrawn:
+            if any(session.table.unsent) or session.table.withdrawn:
                 session.work.notify()
         wake(ended)
         if done:

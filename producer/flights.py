@@ -41,10 +41,11 @@ class Statistics:
 class Flight:
     """A digest that somebody here waits for."""
 
-    __slots__ = ("ask", "counted", "deadline", "sent", "since", "tries", "waiters")
+    __slots__ = ("ask", "counted", "deadline", "later", "sent", "since", "tries", "waiters")
 
-    def __init__(self, ask: Ask, now: float) -> None:
+    def __init__(self, ask: Ask, now: float, later: bool = False) -> None:
         self.ask = ask
+        self.later = later  # whether interactive jobs go first: all who wait must agree
         self.waiters: list[tuple[Call, int]] = []
         self.deadline: float | None = 0.0  # monotonic; None waits without end
         self.sent = False  # whether the server may know of it
@@ -65,7 +66,9 @@ class FlightTable:
 
     def __init__(self, statistics: Statistics | None = None) -> None:
         self.flights: dict[bytes, Flight] = {}
-        self.unsent: deque[Flight] = deque()
+        self.unsent: tuple[deque[Flight], deque[Flight]] = (deque(), deque())
+        """What goes first, and what goes later."""
+        self._counts = [0, 0]
         self.withdrawn: list[bytes] = []
         self.statistics = Statistics() if statistics is None else statistics
 
@@ -78,23 +81,31 @@ class FlightTable:
                 continue
             flight = flights.get(ask.digest)
             if flight is None:
-                flight = flights[ask.digest] = Flight(ask, now)
+                flight = flights[ask.digest] = Flight(ask, now, call.later)
                 flight.deadline = deadline
-                unsent.append(flight)
+                self._counts[call.later] += 1
+                unsent[call.later].append(flight)
             else:
                 self.statistics.joined += 1
                 # The server's deadline must follow the longest wait.
-                if flight.extend(deadline) and flight.sent:
-                    unsent.append(flight)
+                resend = flight.extend(deadline) and flight.sent
+                if flight.later and not call.later:
+                    # Where it was among those that go later, it is passed over.
+                    flight.later, resend = False, True
+                    self._counts[True] -= 1
+                    self._counts[False] += 1
+                if resend:
+                    unsent[flight.later].append(flight)
             flight.waiters.append((call, place))
 
-    def take_unsent(self, most: int, most_bytes: int) -> list[Flight]:
+    def take_unsent(self, most: int, most_bytes: int, later: bool = False) -> list[Flight]:
         """Flights to be sent now, oldest first, as one request's worth."""
         taken: list[Flight] = []
         size = 0
-        while self.unsent and len(taken) < most and size < most_bytes:
-            flight = self.unsent.popleft()
-            if self.flights.get(flight.ask.digest) is flight:
+        unsent = self.unsent[later]
+        while unsent and len(taken) < most and size < most_bytes:
+            flight = unsent.popleft()
+            if flight.later == later and self.is_waiting(flight):
                 flight.sent = True
                 taken.append(flight)
                 size += len(flight.ask.tokens)
@@ -112,22 +123,22 @@ class FlightTable:
                 flight.sent = True  # under its predecessor's name
         return left
 
-    def under_way(self) -> int:
+    def under_way(self, later: bool) -> int:
         """How many flights the server may know of and has not answered, about."""
-        return len(self.flights) - len(self.unsent)
+        return max(0, self._counts[later] - len(self.unsent[later]))
 
     def put_back(self, flights: Iterable[Flight]) -> None:
         """Flights whose sending failed: they go first again."""
         for flight in reversed(list(flights)):
             if self.is_waiting(flight):
-                self.unsent.appendleft(flight)
+                self.unsent[flight.later].appendleft(flight)
 
     def resend(self, flight: Flight) -> None:
         """The server lost this one: send it again."""
         if self.is_waiting(flight):
             flight.tries += 1
             self.statistics.resubmitted += 1
-            self.unsent.append(flight)
+            self.unsent[flight.later].append(flight)
 
     def is_waiting(self, flight: Flight) -> bool:
         """Whether anybody still waits for it."""
@@ -135,7 +146,7 @@ class FlightTable:
 
     def land(self, digest: bytes, row: Row) -> list[Call]:
         """A row is there: the calls that this completes."""
-        flight = self.flights.pop(digest, None)
+        flight = self._pop(digest)
         complete = []
         if flight is not None:
             for call, place in flight.waiters:
@@ -148,7 +159,7 @@ class FlightTable:
 
     def fail(self, digest: bytes, error: LmpoolError) -> list[Call]:
         """A prompt failed: the calls that this ends. Their other prompts are withdrawn."""
-        flight = self.flights.pop(digest, None)
+        flight = self._pop(digest)
         ended: dict[int, Call] = {}
         if flight is not None:
             for call, _ in flight.waiters:
@@ -168,12 +179,18 @@ class FlightTable:
             flight = self.flights[digest]
             flight.waiters = [waiter for waiter in flight.waiters if waiter[0] is not call]
             if not flight.waiters:
-                del self.flights[digest]
+                self._pop(digest)
                 withdrawn += 1
                 if flight.sent:
                     self.withdrawn.append(digest)
         self.statistics.withdrawn += withdrawn
         return withdrawn
+
+    def _pop(self, digest: bytes) -> Flight | None:
+        flight = self.flights.pop(digest, None)
+        if flight is not None:
+            self._counts[flight.later] -= 1
+        return flight
 
     def _digests_of(self, call: Call) -> list[bytes]:
         wanted = {call.asks[i].digest for i, row in enumerate(call.rows) if row is None}

@@ -5,28 +5,29 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
 from lmpool.commands import Fields, Server
-from lmpool.errors import PoolError, PoolTimeout
+from lmpool.errors import PoolMismatch, PoolTimeout, UnknownAdapter
 from lmpool.keys import GROUP, LaneKeys
 from lmpool.model_info import ModelInfo
-from lmpool.producer.adapters import KnownAdapters
 from lmpool.producer.asking import Asking
 from lmpool.producer.calls import Ask
 from lmpool.producer.client import Client
 from lmpool.producer.control import ask_workers
 from lmpool.producer.frameworks import Framework
 from lmpool.producer.prompts import TokenIds, prompt_bytes
+from lmpool.producer.served import Served
 from lmpool.producer.statistics import PoolStatistics, pool_statistics
-from lmpool.producer.tokens import byte_tokens, load_tokenizer, string_tokens
-from lmpool.producer.waiting import Waiting
-from lmpool.settings import ClientOptions, mask_url, refuse_unknown_variables
-from lmpool.vocabulary import Vocabulary
+from lmpool.producer.waiting import Terms, Waiting
+from lmpool.settings import ClientOptions, Priority, mask_url, refuse_unknown_variables
 from lmpool.wire import Row
+
+Make = Callable[[Asking, str | None], list[Ask]]
+"""Makes the asks of a call, given how a model is asked and the adapter that is meant."""
+Answer = tuple[Served, list[Row]]
 
 WORKERS_POLL: Final = 0.1
 
@@ -39,17 +40,17 @@ class PooledLM:
     (and then blocks it). Rows are float32 [vocab_size], natural log, normalized: torch tensors
     that the caller owns, or read-only numpy arrays.
 
-    Waiting calls take `timeout` in seconds and then raise `PoolTimeout`. Cancelling a call
-    withdraws it: what nobody waits for is not computed.
+    Waiting calls take `timeout` in seconds and then raise `PoolTimeout`, and `priority`, which is
+    ``"interactive"`` or ``"batch"`` (lets interactive jobs go first). Cancelling a call withdraws
+    it: what nobody waits for is not computed.
     """
 
     def __init__(self, options: ClientOptions | None = None) -> None:
         self.options = ClientOptions() if options is None else options
         self._client = Client(self.options)
         self._framework = Framework(self.options.framework)
-        self._waiting = Waiting(self._client, self.options.request_timeout)
-        self._adapters = KnownAdapters()
-        self._asking: Asking | None = None
+        self._waiting = Waiting(self._client)
+        self._last_served: Served | None = None
         # Whoever forgets to close still leaves nothing behind.
         self._finalizer: weakref.finalize[..., PooledLM] = weakref.finalize(
             self, self._client.close_soon
@@ -124,15 +125,88 @@ class PooledLM:
     def _info_sync(self) -> ModelInfo:
         return self._client.info or self._client.load_info().result()
 
-    def _asks(self, info: ModelInfo) -> Asking:
-        if self._asking is None:
-            self._asking = Asking(info, self.options.encoding)
-        return self._asking
+    def _served(self, info: ModelInfo) -> Served:
+        served = self._last_served
+        if served is None or served.info is not info:
+            served = self._last_served = Served(self._client, info)
+        return served
+
+    def _served_sync(self) -> Served:
+        return self._served(self._info_sync())
+
+    def _follow_sync(self) -> None:
+        self._info_sync()
+        self._client.follow().result()
+
+    # --- asking --------------------------------------------------------------------------------
+
+    async def _rows_async(self, make: Make, lora_name: str | None, terms: Terms) -> Answer:
+        """The rows of what `make` asks for, and of whom.
+
+        Asked anew of a pool that was replaced, if the client follows, and once of an adapter that
+        was replaced: all rows of a call are of one model and one adapter.
+        """
+        asked_again = False
+        while True:
+            served = self._served(self._client.info or await self._info_async())
+            adapter = None
+            if lora_name is not None:
+                if not served.adapters.knows(lora_name):
+                    found = self._client.run(self._read_adapters)
+                    served.adapters.keep(await asyncio.wrap_future(found))
+                adapter = served.adapters.reference(lora_name)
+            asks = make(served.asking, adapter)
+            row = self._client.lookup(asks[0]) if len(asks) == 1 else None
+            if row is not None:
+                return served, [row]
+            try:
+                return served, await self._waiting.rows_async(served.info, asks, terms)
+            except PoolMismatch:
+                if self._client.info is served.info:
+                    raise
+            except UnknownAdapter:
+                if asked_again:
+                    raise
+                asked_again = True
+                served.adapters.forget()
+
+    def _rows_sync(self, make: Make, lora_name: str | None, terms: Terms) -> Answer:
+        """`_rows_async`, blocking."""
+        asked_again = False
+        while True:
+            served = self._served_sync()
+            adapter = None
+            if lora_name is not None:
+                if not served.adapters.knows(lora_name):
+                    served.adapters.keep(self._client.run(self._read_adapters).result())
+                adapter = served.adapters.reference(lora_name)
+            asks = make(served.asking, adapter)
+            row = self._client.lookup(asks[0]) if len(asks) == 1 else None
+            if row is not None:
+                return served, [row]
+            try:
+                return served, self._waiting.rows_sync(served.info, asks, terms)
+            except PoolMismatch:
+                if self._client.info is served.info:
+                    raise
+            except UnknownAdapter:
+                if asked_again:
+                    raise
+                asked_again = True
+                served.adapters.forget()
+
+    def _read_adapters(self, server: Server) -> Fields:
+        return server.hgetall(self._client.lanes[0].adapters)
 
     # --- log-probabilities ---------------------------------------------------------------------
 
     async def next_token_logprobs(
-        self, token_ids: TokenIds, lora_name: str | None = None, *, timeout: float | None = None
+        self,
+        token_ids: TokenIds,
+        lora_name: str | None = None,
+        *,
+        timeout: float | None = None,
+        priority: Priority | None = None,
     ) -> Any:
         """Log-probabilities of the token after a prompt, float32 [vocab_size].
 
@@ -143,24 +217,25 @@ class PooledLM:
             UnknownAdapter: (a ValueError) no adapter `lora_name`.
             PoolTimeout, NoWorkers, PoolBusy, PromptFailed, ServerError: see `lmpool.errors`.
         """
-        info = self._client.info or await self._info_async()
-        adapter = await self._adapter_async(lora_name)
-        ask = self._asks(info).logprobs(token_ids, adapter)
-        row = self._client.lookup(ask)
-        if row is None:
-            (row,) = await self._waiting.rows_async([ask], timeout)
+        terms = self._waiting.terms(timeout, priority)
+        _, (row,) = await self._rows_async(
+            lambda asking, adapter: [asking.logprobs(token_ids, adapter)], lora_name, terms
+        )
         return self._framework.one(row)
 
     def next_token_logprobs_sync(
-        self, token_ids: TokenIds, lora_name: str | None = None, *, timeout: float | None = None
+        self,
+        token_ids: TokenIds,
+        lora_name: str | None = None,
+        *,
+        timeout: float | None = None,
+        priority: Priority | None = None,
     ) -> Any:
         """`next_token_logprobs`, blocking."""
-        info = self._client.info or self._info_sync()
-        adapter = self._adapter_sync(lora_name)
-        ask = self._asks(info).logprobs(token_ids, adapter)
-        row = self._client.lookup(ask)
-        if row is None:
-            (row,) = self._waiting.rows_sync([ask], timeout)
+        terms = self._waiting.terms(timeout, priority)
+        _, (row,) = self._rows_sync(
+            lambda asking, adapter: [asking.logprobs(token_ids, adapter)], lora_name, terms
+        )
         return self._framework.one(row)
 
     async def batch_next_token_logprobs(
@@ -169,6 +244,7 @@ class PooledLM:
         lora_name: str | None = None,
         *,
         timeout: float | None = None,
+        priority: Priority | None = None,
         progress: bool = False,
     ) -> Any:
         """Rows of several prompts, float32 [number of prompts, vocab_size], in their order.
@@ -176,12 +252,11 @@ class PooledLM:
         Every prompt is checked before any is sent. Equal prompts are computed once.
         `progress=True` shows a bar.
         """
-        info = self._client.info or await self._info_async()
-        adapter = await self._adapter_async(lora_name)
-        asks = self._asks(info).batch(token_ids_list, adapter)
-        return self._framework.stack(
-            await self._waiting.rows_async(asks, timeout, progress), info.vocab_size
+        terms = self._waiting.terms(timeout, priority, progress)
+        served, rows = await self._rows_async(
+            lambda asking, adapter: asking.batch(token_ids_list, adapter), lora_name, terms
         )
+        return self._framework.stack(rows, served.info.vocab_size)
 
     def batch_next_token_logprobs_sync(
         self,
@@ -189,15 +264,15 @@ class PooledLM:
         lora_name: str | None = None,
         *,
         timeout: float | None = None,
+        priority: Priority | None = None,
         progress: bool = False,
     ) -> Any:
         """`batch_next_token_logprobs`, blocking."""
-        info = self._client.info or self._info_sync()
-        adapter = self._adapter_sync(lora_name)
-        asks = self._asks(info).batch(token_ids_list, adapter)
-        return self._framework.stack(
-            self._waiting.rows_sync(asks, timeout, progress), info.vocab_size
+        terms = self._waiting.terms(timeout, priority, progress)
+        served, rows = self._rows_sync(
+            lambda asking, adapter: asking.batch(token_ids_list, adapter), lora_name, terms
         )
+        return self._framework.stack(rows, served.info.vocab_size)
 
     # --- sampling ------------------------------------------------------------------------------
 
@@ -211,6 +286,7 @@ class PooledLM:
         lora_name: str | None = None,
         *,
         timeout: float | None = None,
+        priority: Priority | None = None,
     ) -> list[int]:
         """Continue a prompt on the worker, as one job: the sampled ids, without the EOS token.
 
@@ -224,6 +300,7 @@ class PooledLM:
             seed,
             lora_name,
             timeout=timeout,
+            priority=priority,
         )
         return ids
 
@@ -237,6 +314,7 @@ class PooledLM:
         lora_name: str | None = None,
         *,
         timeout: float | None = None,
+        priority: Priority | None = None,
     ) -> list[int]:
         """`sample`, blocking."""
         (ids,) = self.batch_sample_sync(
@@ -247,6 +325,7 @@ class PooledLM:
             seed,
             lora_name,
             timeout=timeout,
+            priority=priority,
         )
         return ids
 
@@ -260,15 +339,19 @@ class PooledLM:
         lora_name: str | None = None,
         *,
         timeout: float | None = None,
+        priority: Priority | None = None,
         progress: bool = False,
     ) -> list[list[int]]:
         """Continue several prompts; see `sample`."""
-        info = self._client.info or await self._info_async()
-        adapter = await self._adapter_async(lora_name)
-        asks = self._asks(info).samples(
-            prompt_token_ids_list, max_tokens, eos_token_ids, temperature, seed, adapter
+        terms = self._waiting.terms(timeout, priority, progress)
+        _, rows = await self._rows_async(
+            lambda asking, adapter: asking.samples(
+                prompt_token_ids_list, max_tokens, eos_token_ids, temperature, seed, adapter
+            ),
+            lora_name,
+            terms,
         )
-        return [row.token_ids() for row in await self._waiting.rows_async(asks, timeout, progress)]
+        return [row.token_ids() for row in rows]
 
     def batch_sample_sync(
         self,
@@ -280,20 +363,24 @@ class PooledLM:
         lora_name: str | None = None,
         *,
         timeout: float | None = None,
+        priority: Priority | None = None,
         progress: bool = False,
     ) -> list[list[int]]:
         """`batch_sample`, blocking."""
-        info = self._client.info or self._info_sync()
-        adapter = self._adapter_sync(lora_name)
-        asks = self._asks(info).samples(
-            prompt_token_ids_list, max_tokens, eos_token_ids, temperature, seed, adapter
+        terms = self._waiting.terms(timeout, priority, progress)
+        _, rows = self._rows_sync(
+            lambda asking, adapter: asking.samples(
+                prompt_token_ids_list, max_tokens, eos_token_ids, temperature, seed, adapter
+            ),
+            lora_name,
+            terms,
         )
-        return [row.token_ids() for row in self._waiting.rows_sync(asks, timeout, progress)]
+        return [row.token_ids() for row in rows]
 
     def ask_again(self, ask: Ask, *, timeout: float | None = None) -> Row:
         """The answer to an ask that was made before, as of a job among the dead; blocking."""
-        self._info_sync()
-        (row,) = self._waiting.rows_sync([ask], timeout)
+        terms = self._waiting.terms(timeout, None)
+        (row,) = self._waiting.rows_sync(self._info_sync(), [ask], terms)
         return row
 
     @property
@@ -304,29 +391,20 @@ class PooledLM:
 
     # --- vocabulary ----------------------------------------------------------------------------
 
-    @cached_property
-    def _vocabulary(self) -> Vocabulary:
-        info = self.info
-        key = self._client.keys.vocabulary(info.fingerprint8)
-        found = self._client.run(lambda server: server.get(key)).result()
-        if found is None:
-            raise PoolError(f"pool {self.pool!r} has published no vocabulary")
-        return Vocabulary.unpack(found)
-
-    @cached_property
+    @property
     def tokenizer(self) -> Any:
         """The model's tokenizer (transformers), as the pool published it."""
-        return load_tokenizer(self._vocabulary, self.info)
+        return self._served_sync().tokenizer
 
-    @cached_property
+    @property
     def byte_vocab(self) -> list[Any]:
         """Every token: its bytes, with its `token_id`; genlm's ``Token`` where installed."""
-        return byte_tokens(self._vocabulary.tokens)
+        return self._served_sync().byte_vocab
 
-    @cached_property
+    @property
     def str_vocab(self) -> list[str]:
         """Every token as text; what is no UTF-8 as the tokenizer spells it."""
-        return string_tokens(self._vocabulary.tokens, self.tokenizer)
+        return self._served_sync().str_vocab
 
     # --- adapters and caches -------------------------------------------------------------------
 
@@ -337,14 +415,16 @@ class PooledLM:
         of that name. Raises `AdapterError` with each worker's reason.
         """
         self._control("add_lora", lora_name, lora_path)
-        self._adapters.forget()
+        self._served_sync().adapters.forget()
 
     def remove_lora(self, lora_name: str) -> None:
         """Unregister an adapter on every worker; unknown names raise `UnknownAdapter`."""
-        self._adapters.forget()
-        self._adapter_sync(lora_name)
+        self._follow_sync()
+        adapters = self._served_sync().adapters
+        adapters.keep(self._client.run(self._read_adapters).result())
+        adapters.reference(lora_name)
         self._control("remove_lora", lora_name)
-        self._adapters.forget()
+        adapters.forget()
 
     def set_lora(self, lora_path: str, lora_name: str) -> None:
         """Not offered: an adapter is chosen per call, with `lora_name=`."""
@@ -373,27 +453,9 @@ class PooledLM:
         self._client.withdraw_all()
 
     def _control(self, function: str, *arguments: Any) -> None:
+        self._follow_sync()
         workers = [worker["id"] for worker in self.pool_statistics_sync()["workers"]]
         ask_workers(self.url, self._client.keys, workers, function, *arguments)
-
-    async def _adapter_async(self, name: str | None) -> str | None:
-        if name is None:
-            return None
-        if not self._adapters.knows(name):
-            await self._info_async()
-            self._adapters.keep(await asyncio.wrap_future(self._client.run(self._read_adapters)))
-        return self._adapters.reference(name)
-
-    def _adapter_sync(self, name: str | None) -> str | None:
-        if name is None:
-            return None
-        if not self._adapters.knows(name):
-            self._info_sync()
-            self._adapters.keep(self._client.run(self._read_adapters).result())
-        return self._adapters.reference(name)
-
-    def _read_adapters(self, server: Server) -> Fields:
-        return server.hgetall(self._client.lanes[0].adapters)
 
     # --- numbers -------------------------------------------------------------------------------
 

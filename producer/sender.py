@@ -16,18 +16,16 @@ from lmpool.errors import (
     LmpoolError,
     NoWorkers,
     PoolBusy,
-    PoolMismatch,
     ServerRefused,
     ServerUnreachable,
     UnknownAdapter,
-    WireError,
 )
 from lmpool.keys import GROUP, LaneKeys
 from lmpool.liveness import any_alive
-from lmpool.model_info import ModelInfo
 from lmpool.producer.calls import Call, wake
 from lmpool.producer.flights import Flight
-from lmpool.producer.session import FLIGHT_TTL, REPLY_TTL, Session, Task
+from lmpool.producer.moving import look_at, say_goodbye
+from lmpool.producer.session import CLAIM_MOST, FLIGHT_TTL, REPLY_TTL, Session, Task
 from lmpool.scripts import script
 from lmpool.server import explained, is_full, is_lost, open_server
 from lmpool.settings import mask_url
@@ -36,8 +34,6 @@ from lmpool.wire import Job, pack_job
 logger = logging.getLogger(__name__)
 
 CHECK_EVERY: Final = 2.0
-CLAIM_MOST: Final = 512
-"""Jobs in one claim: about 3 ms of the server's time, which is everybody's."""
 CLAIM_BYTES: Final = 1 << 20
 CHECK_MOST: Final = 500
 
@@ -48,7 +44,7 @@ class Sender:
     def __init__(self, session: Session, farewell: Callable[[], None]) -> None:
         self._session = session
         self._farewell = farewell
-        self._busy_pause = 0.0
+        self._busy_until = [0.0, 0.0]  # of what goes first, and of what goes later
         self._next_check = 0.0
         self._alone_since: float | None = None
         self._looked = 0.0
@@ -88,7 +84,7 @@ class Sender:
         session = self._session
         if session.closed or session.tasks or session.table.withdrawn or session.abandoned:
             return True
-        if self._busy_pause <= time.monotonic() and session.may_send():
+        if self._what_may_go() is not None:
             return True
         return bool(session.table.flights) and self._next_check <= time.monotonic()
 
@@ -97,9 +93,18 @@ class Sender:
         if not session.table.flights:
             return None
         due = self._next_check
-        if session.may_send():
-            due = min(due, self._busy_pause)
+        for later in (False, True):
+            if session.may_send(later):
+                due = min(due, self._busy_until[later])
         return max(0.0, due - time.monotonic())
+
+    def _what_may_go(self) -> bool | None:
+        """Whether it is what goes later that can be sent now; None if nothing can. Locked."""
+        for later in (False, True):
+            busy = self._busy_until[later] > time.monotonic()
+            if not busy and self._session.may_send(later):
+                return later
+        return None
 
     def _run_task(self, server: Server, task: Task) -> None:
         session = self._session
@@ -146,34 +151,21 @@ class Sender:
 
     def _serve(self, server: Server) -> None:
         session = self._session
-        self._withdraw(server)
-        while self._busy_pause <= time.monotonic() and self._claim(server):
+        session.withdraw(server)
+        while self._claim(server):
             pass
         if session.table.flights and self._next_check <= time.monotonic():
             self._check(server)
-
-    def _withdraw(self, server: Server) -> None:
-        session = self._session
-        with session.lock:
-            digests = session.table.take_withdrawn()
-        try:
-            for lane, chosen in session.by_lane(digests).items():
-                for i in range(0, len(chosen), CLAIM_MOST):
-                    part = chosen[i : i + CLAIM_MOST]
-                    script("withdraw")(server, [lane.jobs], [lane.prefix, session.id, *part])
-        except Exception as error:
-            if is_lost(error):  # what is refused now would be refused again, at once
-                with session.lock:
-                    session.table.withdrawn = digests + session.table.withdrawn
-            raise
 
     def _claim(self, server: Server) -> bool:
         """Send one request's worth of flights; False when there was nothing to send."""
         session = self._session
         with session.lock:
-            flights = session.table.take_unsent(min(CLAIM_MOST, session.may_send()), CLAIM_BYTES)
-        if not flights:
-            return False
+            later = self._what_may_go()
+            if later is None:
+                return False
+            most = min(CLAIM_MOST, session.may_send(later))
+            flights = session.table.take_unsent(most, CLAIM_BYTES, later)
         try:
             for lane in session.lanes:
                 mine = (
@@ -182,14 +174,14 @@ class Sender:
                     else [f for f in flights if session.lane(f.ask.digest) is lane]
                 )
                 if mine:
-                    self._claim_in(server, lane, mine)
+                    self._claim_in(server, lane, mine, later)
         except Exception:
             with session.lock:
                 session.table.put_back(flights)
             raise
         return True
 
-    def _claim_in(self, server: Server, lane: LaneKeys, flights: list[Flight]) -> None:
+    def _claim_in(self, server: Server, lane: LaneKeys, flights: list[Flight], later: bool) -> None:
         session = self._session
         assert session.info is not None
         now_ms, now = session.clock.now_ms(), time.monotonic()
@@ -200,7 +192,7 @@ class Sender:
             to_ms(FLIGHT_TTL),
             session.info.max_backlog,
             GROUP,
-            int(session.options.priority == "interactive"),
+            int(not later),
         ]
         for flight in flights:
             ask = flight.ask
@@ -222,11 +214,14 @@ class Sender:
                 ask.adapter or "",
                 pack_job(job),
             )
-        answers, fresh = script("enqueue")(server, [session.stream(lane).jobs], arguments)
+        stream = lane.batch if later else lane
+        answers, fresh = script("enqueue")(server, [stream.jobs], arguments)
         session.made[lane.reply(session.id)] += fresh
-        self._take_answers(server, flights, answers)
+        self._take_answers(server, flights, answers, later)
 
-    def _take_answers(self, server: Server, flights: list[Flight], answers: bytes) -> None:
+    def _take_answers(
+        self, server: Server, flights: list[Flight], answers: bytes, later: bool
+    ) -> None:
         session = self._session
         there: list[bytes] = []
         ended: list[Call] = []
@@ -263,7 +258,7 @@ class Sender:
             elif full:
                 table.put_back(full)
                 # The backlog drains at the workers' pace: ask again in a while, not at once.
-                self._busy_pause = now + random.uniform(0.01, 0.03)
+                self._busy_until[later] = now + random.uniform(0.01, 0.03)
         wake(ended)
         if there:
             session.fetch(server, there)
@@ -324,14 +319,8 @@ class Sender:
         if self._alone_since is None:
             self._alone_since = now
         current = server.get(session.keys.info)
-        assert session.info is not None
-        if current is not None and _differs(current, session.info):
-            session.fail_everything(
-                PoolMismatch(
-                    f"pool {session.options.pool!r} now serves another model, or in another number "
-                    f"of lanes, than the {session.info.model!r} this client knows: connect again"
-                )
-            )
+        if current is not None and look_at(session, server, current):
+            self._alone_since = None
         elif now - self._alone_since >= session.options.workers_timeout * 0.75:
             self._alone_since = None
             session.fail_everything(
@@ -346,23 +335,10 @@ class Sender:
         session = self._session
         try:
             if session.lanes:
-                self._withdraw(server)
-                reply = session.lanes[0].reply(session.id)
-                with server.pipeline(transaction=True) as pipeline:
-                    pipeline.execute_command("XADD", reply, "*", "bye", "1")
-                    pipeline.execute_command("PEXPIRE", reply, to_ms(REPLY_TTL))
-                    pipeline.execute()
+                session.withdraw(server)
+                say_goodbye(session, server, session.lanes[0].reply(session.id))
                 self._farewell()
                 for lane in session.lanes:
                     server.delete(lane.reply(session.id))
         except (redis.exceptions.RedisError, OSError):
             logger.debug("the server was gone when the client closed", exc_info=True)
-
-
-def _differs(current: bytes, known: ModelInfo) -> bool:
-    """Whether a pool's model info means other keys than the one a client knows."""
-    try:
-        info = ModelInfo.unpack(current)
-    except WireError:
-        return True  # of another version of lmpool
-    return (info.fingerprint, info.lanes) != (known.fingerprint, known.lanes)

@@ -22,6 +22,8 @@ from lmpool.model_info import ModelInfo
 from lmpool.producer.cache import RowCache
 from lmpool.producer.calls import Call, wake
 from lmpool.producer.flights import Flight, FlightTable, Statistics
+from lmpool.scripts import script
+from lmpool.server import is_lost
 from lmpool.settings import ClientOptions
 from lmpool.wire import unpack_row
 
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 REPLY_TTL: Final = 30.0
 FLIGHT_TTL: Final = 600.0
+CLAIM_MOST: Final = 512
+"""Jobs in one claim: about 3 ms of the server's time, which is everybody's."""
 FETCH_BYTES: Final = 8 << 20
 """Rows read by one command."""
 MAX_TRIES: Final = 5
@@ -72,6 +76,17 @@ class Session:
             self.lanes = self.keys.lanes(info.fingerprint8, info.lanes)
         self.joined.set()
 
+    def move(self, info: ModelInfo, error: LmpoolError) -> list[Call]:
+        """Take over what the pool serves instead of what it did: the calls that this ends."""
+        with self.lock:
+            ended = self.end_all(error)
+            self.table.withdrawn.clear()  # the new pool knows nothing of it
+            if self.info is None or info.fingerprint != self.info.fingerprint:
+                self.cache.clear()
+            self.info = info
+            self.lanes = self.keys.lanes(info.fingerprint8, info.lanes)
+        return ended
+
     def forget(self, call: Call) -> None:
         """`call` waits no longer: what nobody else wants is withdrawn. Under the lock."""
         if not call.done:
@@ -80,6 +95,12 @@ class Session:
 
     def fail_all(self, error: LmpoolError) -> list[Call]:
         """Nothing that is waited for will come: the calls that this ends. Under the lock."""
+        ended = self.end_all(error)
+        self.table.statistics.failed += len(ended)
+        return ended
+
+    def end_all(self, error: LmpoolError) -> list[Call]:
+        """Withdraw all that is waited for: the calls that this ends. Under the lock."""
         ended = []
         for digest in list(self.table.flights):
             flight = self.table.flights.get(digest)
@@ -88,7 +109,6 @@ class Session:
                 if flight.sent:
                     self.table.withdrawn.append(digest)
                 ended += self.table.fail(digest, error)
-        self.table.statistics.failed += len(ended)
         return ended
 
     def fail_everything(self, error: LmpoolError) -> None:
@@ -104,20 +124,17 @@ class Session:
         self.table.statistics.failed += 1
         return self.table.fail(flight.ask.digest, error)
 
-    def stream(self, lane: LaneKeys) -> LaneKeys:
-        """The lane's keys with the stream that this client's jobs go to."""
-        return lane.batch if self.options.priority == "batch" else lane
-
-    def may_send(self) -> int:
+    def may_send(self, later: bool) -> int:
         """How many flights may be sent now: the client's jobs on the server have a bound.
 
         It is 0 until there is room for a good part of a request. Under the lock.
         """
-        if self.info is None or not self.table.unsent:
-            return len(self.table.unsent)
+        unsent = len(self.table.unsent[later])
+        if self.info is None or not unsent:
+            return unsent
         bound = self.info.client_backlog * len(self.lanes)
-        room = bound - self.table.under_way()
-        return room if room >= min(len(self.table.unsent), max(1, bound // 4)) else 0
+        room = bound - self.table.under_way(later)
+        return room if room >= min(unsent, max(1, bound // 4)) else 0
 
     def lane(self, digest: bytes) -> LaneKeys:
         """The lane of a digest."""
@@ -133,6 +150,21 @@ class Session:
         for digest in digests:
             lanes.setdefault(self.lane(digest), []).append(digest)
         return lanes
+
+    def withdraw(self, server: Server) -> None:
+        """Tell the server what nobody here waits for any longer."""
+        with self.lock:
+            digests = self.table.take_withdrawn()
+        try:
+            for lane, chosen in self.by_lane(digests).items():
+                for i in range(0, len(chosen), CLAIM_MOST):
+                    part = chosen[i : i + CLAIM_MOST]
+                    script("withdraw")(server, [lane.jobs], [lane.prefix, self.id, *part])
+        except Exception as error:
+            if is_lost(error):  # what is refused now would be refused again, at once
+                with self.lock:
+                    self.table.withdrawn = digests + self.table.withdrawn
+            raise
 
     def fetch(self, server: Server, digests: Sequence[bytes]) -> None:
         """Read rows that are there and hand them out; ask again for those that are gone."""
@@ -201,7 +233,7 @@ class Session:
                 if flight.ask.op == "logprobs":
                     self.cache.put(digest, row)
                 complete += table.land(digest, row)
-            if table.unsent:
+            if any(table.unsent):
                 self.work.notify()
         wake(complete)
         return spoiled

@@ -7,28 +7,56 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from lmpool.errors import LmpoolError, PoolTimeout, SettingsError
+from lmpool.model_info import ModelInfo
 from lmpool.producer.calls import Ask, Call
 from lmpool.producer.client import Client
 from lmpool.producer.prompts import is_number
+from lmpool.settings import Priority
 from lmpool.wire import Row
 
 LONGEST_WAIT: Final = 86_400.0 * 365
 """Seconds beyond which a timeout is none."""
 
 
-class Waiting:
-    """Hands asks to the client and waits. `timeout` holds for calls that name none."""
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a call waits: for how long, until when (monotonic), whether interactive jobs go first."""
 
-    def __init__(self, client: Client, timeout: float | None) -> None:
+    limit: float | None
+    deadline: float | None
+    later: bool
+    progress: bool
+
+    def left(self) -> float | None:
+        """Seconds until the deadline; None waits without end."""
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+
+class Waiting:
+    """Hands asks to the client and waits."""
+
+    def __init__(self, client: Client) -> None:
         self._client = client
-        self._timeout = timeout
+        self._timeout = client.options.request_timeout
+        self._priority = client.options.priority
         self._pool = client.options.pool
         self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[Call]] = (
             weakref.WeakKeyDictionary()
         )
+
+    def terms(
+        self, timeout: float | None, priority: Priority | None, progress: bool = False
+    ) -> Terms:
+        """Checked; what a call leaves out is as the client's options say."""
+        if priority is None:
+            priority = self._priority
+        elif priority not in ("interactive", "batch"):
+            raise SettingsError(f"priority={priority!r:.60}: write 'interactive' or 'batch'")
+        return Terms(*self._deadline(timeout), priority == "batch", progress)
 
     def _deadline(self, timeout: float | None) -> tuple[float | None, float | None]:
         if timeout is None:
@@ -42,13 +70,10 @@ class Waiting:
         limit = float(timeout)
         return limit, time.monotonic() + limit
 
-    async def rows_async(
-        self, asks: Sequence[Ask], timeout: float | None, progress: bool = False
-    ) -> list[Row]:
-        """The rows of these asks, awaited in the running loop."""
-        limit, deadline = self._deadline(timeout)
+    async def rows_async(self, info: ModelInfo, asks: Sequence[Ask], terms: Terms) -> list[Row]:
+        """The rows of these asks, made for the model `info`, awaited in the running loop."""
         loop = asyncio.get_running_loop()
-        call = Call(asks, deadline).for_loop(loop)
+        call = Call(asks, terms.deadline, later=terms.later, info=info).for_loop(loop)
         # All that this turn of the loop asks for leaves together, at its end.
         turn = self._turns.get(loop)
         if turn is None:
@@ -56,15 +81,15 @@ class Waiting:
             loop.call_soon(self._end_turn, loop)
         turn.append(call)
         try:
-            if limit is None and not progress:
+            if terms.limit is None and not terms.progress:
                 await call.wait_async()
             else:
-                async with asyncio.timeout(limit):
-                    await (self._watch_async(call) if progress else call.wait_async())
+                async with asyncio.timeout(terms.left()):
+                    await (self._watch_async(call) if terms.progress else call.wait_async())
         except TimeoutError:
             self._client.forget(call)
             if call.left:  # else the last row came at the same moment
-                raise self._timed_out(call, limit) from None
+                raise self._timed_out(call, terms) from None
         except GeneratorExit:  # the garbage collector's doing, in whichever thread
             self._client.abandon(call)
             raise
@@ -90,15 +115,13 @@ class Waiting:
             if failure is not error:
                 raise
 
-    def rows_sync(
-        self, asks: Sequence[Ask], timeout: float | None, progress: bool = False
-    ) -> list[Row]:
-        """The rows of these asks, blocking."""
-        limit, deadline = self._deadline(timeout)
-        call = Call(asks, deadline).for_thread()
+    def rows_sync(self, info: ModelInfo, asks: Sequence[Ask], terms: Terms) -> list[Row]:
+        """The rows of these asks, made for the model `info`, blocking."""
+        deadline = terms.deadline
+        call = Call(asks, deadline, later=terms.later, info=info).for_thread()
         self._client.submit([call])
         try:
-            if progress:
+            if terms.progress:
                 with _bar(len(asks)) as update:
                     while not call.wait(_tick(deadline)):
                         update(len(asks) - call.left)
@@ -107,14 +130,14 @@ class Waiting:
                     update(len(asks) - call.left)
                 done = call.done
             else:
-                done = call.wait(limit)
+                done = call.wait(terms.left())
         except BaseException:
             self._client.forget(call)
             raise
         if not done:
             self._client.forget(call)
             if call.left:
-                raise self._timed_out(call, limit)
+                raise self._timed_out(call, terms)
         return _outcome(call)
 
     async def _watch_async(self, call: Call) -> None:
@@ -123,9 +146,9 @@ class Waiting:
                 await asyncio.wait({call.future}, timeout=0.1)
                 update(len(call.asks) - call.left)
 
-    def _timed_out(self, call: Call, limit: float | None) -> PoolTimeout:
+    def _timed_out(self, call: Call, terms: Terms) -> PoolTimeout:
         return PoolTimeout(
-            f"{call.left} of {len(call.asks)} rows were not there after {limit:g} s; "
+            f"{call.left} of {len(call.asks)} rows were not there after {terms.limit:g} s; "
             f"they were withdrawn (pool {self._pool!r})"
         )
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import redis
 
+import lmpool
+from lmpool.errors import PromptFailed
 from lmpool.keys import GROUP
 from tests.chaos.pool import ChaosPool
 from tests.support.pools import pool_lanes
+from tests.support.waiting import until
 
 
 @dataclass(frozen=True)
@@ -24,12 +30,41 @@ class Fault:
     pool: dict[str, Any] = field(default_factory=dict)
     short: bool = False
     """Whether it is part of the short form."""
+    alone: bool = False
+    """Whether it needs a pool that is made for it."""
     within: float = 10.0
     """Seconds after its end within which every prompt that waited is answered."""
 
 
 def kill(pool: ChaosPool) -> None:
     pool.kill_worker()
+
+
+def kill_client(pool: ChaosPool) -> None:
+    """What only it waited for is not run to the end, and nothing of it stays."""
+    program = (
+        "import lmpool, sys\n"
+        "lm = lmpool.connect(sys.argv[1], 'chaos', framework='numpy')\n"
+        "lm.batch_next_token_logprobs_sync([[1, i % 256, i >> 8] for i in range(60_000)])\n"
+    )
+    client = subprocess.Popen([sys.executable, "-c", program, pool.proxy.url])
+    try:
+        with pool.admin() as admin:
+            (lane,) = pool_lanes(admin, "chaos")
+            until(lambda: admin.xlen(lane.jobs) > 1000, 20, what="its jobs to be queued")
+    finally:
+        client.kill()
+        client.wait(10)
+    pool.at_rest_in = 60.0  # it counts as living for 30 s
+
+
+def fatal_prompt(pool: ChaosPool) -> None:
+    """One of `acts`: whoever asks it gets the error, and nobody else."""
+    with (
+        lmpool.connect(pool.proxy.url, "chaos", workers_timeout=60) as lm,
+        pytest.raises(PromptFailed, match="given up after 2 deliveries"),
+    ):
+        lm.next_token_logprobs_sync([7, 1], timeout=60)
 
 
 def freeze(pool: ChaosPool) -> None:
@@ -43,6 +78,18 @@ def restart_server(pool: ChaosPool) -> None:
     pool.server.kill()
     time.sleep(1.0)
     pool.server.start()
+
+
+def fail_over(pool: ChaosPool) -> None:
+    pool.server.kill()
+    assert pool.replica is not None
+    pool.server = pool.replica
+
+    def is_primary() -> bool:
+        with pool.admin() as client:
+            return client.info("replication")["role"] == "master"
+
+    until(is_primary, 30, what="the sentinels to make the replica the primary")
 
 
 def commands(pool: ChaosPool) -> None:
@@ -158,9 +205,24 @@ AOF = {"appendonly": "yes", "appendfsync": "everysec"}
 
 FAULTS = [
     Fault("SIGKILL of a worker", kill),
+    Fault("the same, workers' clocks two hours apart", kill, {"clocks": 3600.0}, alone=True),
+    Fault("SIGKILL of a client with 60,000 prompts", kill_client, alone=True),
+    Fault(
+        "a prompt that segfaults its workers",
+        fatal_prompt,
+        {"acts": {"7": "segfault"}, "max_deliveries": 2},
+        alone=True,
+    ),
+    Fault(
+        "a prompt that its engine hangs on",
+        fatal_prompt,
+        {"acts": {"7": "hang"}, "max_deliveries": 2, "engine_timeout": 4},
+        alone=True,
+    ),
     Fault("SIGSTOP of a worker for 8 s", freeze),
-    Fault("SIGKILL of the server, back empty", restart_server, short=True),
+    Fault("SIGKILL of the server, back empty", restart_server),
     Fault("SIGKILL of the server, back from its AOF", restart_server, {"server": AOF}, short=True),
+    Fault("failover by three Sentinels", fail_over, {"replicated": True}, alone=True),
     Fault("SCRIPT FLUSH, XGROUP DESTROY, CLIENT KILL, FLUSHALL", commands, short=True),
     Fault("CLIENT PAUSE of 7 s", pause),
     Fault("DEBUG SLEEP of 6 s", block, {"server": {"enable-debug-command": "yes"}}),

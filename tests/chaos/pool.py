@@ -15,13 +15,19 @@ from tests.chaos.load import Load, Outcomes
 from tests.support.faults import Faults
 from tests.support.pools import until_at_rest
 from tests.support.proxy import Proxy
+from tests.support.sentinels import sentinels
 from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import WorkerProcess
 
 
 class ChaosPool:
-    """`workers` workers on a server of their own; callers reach it through `proxy`."""
+    """`workers` workers on a server of their own; callers reach it through `proxy`.
+
+    `acts` is what prompts do to a worker (see `FaultyEngine`); those of the load have tokens from
+    16 on. The workers' clocks are `clocks` seconds ahead and behind, in turn. A `replicated` server
+    has a replica and three Sentinels, through which everybody reaches it.
+    """
 
     def __init__(
         self,
@@ -31,18 +37,28 @@ class ChaosPool:
         workers: int = 2,
         server: dict[str, str] | None = None,
         load: dict[str, Any] | None = None,
+        acts: dict[str, str] | None = None,
+        clocks: float = 0.0,
+        replicated: bool = False,
         **settings: Any,
     ) -> None:
         self.random = random.Random(seed)
         self.server = RealServer(tcp=True, **(server or {}))
         self.workers: list[WorkerProcess] = []
         self.kills = 0
+        self.at_rest_in = 20.0
+        """Seconds after which nothing may be left."""
         self._seed = seed
         self._count = workers
         self._load = load or {}
+        self._clocks = clocks
+        self.replica = (
+            RealServer(tcp=True, replicaof=f"127.0.0.1 {self.server.port}") if replicated else None
+        )
+        self._url = self._workers_url = self.server.url
         self._settings = {
             "batch_size": 16,
-            **Faults(folder).settings(delay=0.004),
+            **Faults(folder).settings(delay=0.004, acts=acts or {}),
             **settings,
         }
         self._ended = threading.Event()
@@ -52,6 +68,10 @@ class ChaosPool:
         with ExitStack() as stack:
             stack.enter_context(self.server)
             self.proxy = stack.enter_context(Proxy(self.server.port))
+            self._url = self.proxy.url
+            if self.replica is not None:
+                stack.enter_context(self.replica)
+                self._url = self._workers_url = stack.enter_context(sentinels(self.server))
             stack.callback(self._stop_workers)
             self.workers = [self._start() for _ in range(self._count)]
             for worker in self.workers:
@@ -68,7 +88,7 @@ class ChaosPool:
 
     def load(self, **options: Any) -> Load:
         """Callers of this pool."""
-        return Load(self.proxy.url, "chaos", seed=self._seed, **{**self._load, **options})
+        return Load(self._url, "chaos", seed=self._seed, **{**self._load, **options})
 
     def admin(self) -> redis.Redis:
         """A connection to the server; close it."""
@@ -89,10 +109,16 @@ class ChaosPool:
     def check_nothing_left(self) -> None:
         """No job, flight, or reply, and no consumer of a worker that is gone."""
         with self.admin() as client:
-            until_at_rest(client, "chaos", 20)
+            until_at_rest(client, "chaos", self.at_rest_in)
 
     def _start(self) -> WorkerProcess:
-        return WorkerProcess(self.server.url, "chaos", **self._settings)
+        settings = dict(self._settings)
+        if self._clocks:
+            settings["engine_opts"] = {**settings["engine_opts"], "clock": self._clocks}
+            self._clocks = -self._clocks
+        worker = WorkerProcess(self._workers_url, "chaos", **settings)
+        worker.url = self.server.url  # where tests look
+        return worker
 
     def _supervise(self) -> None:
         while not self._ended.wait(0.1):

@@ -21,6 +21,6 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.server]
 )
 def test_a_fault_loses_nothing(fault: Fault, server_binary: str, tmp_path: Path) -> None:
     with ChaosPool(tmp_path, seed=1, **fault.pool) as pool:
-        result = run_fault(pool, fault.act)
+        result = run_fault(pool, fault.act, before=0.5, after=0.2)
     result.check()
     assert result.recovered_in < fault.within

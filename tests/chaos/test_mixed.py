@@ -87,7 +87,7 @@ def test_faults_one_after_another_lose_nothing(
     with ChaosPool(tmp_path, seed=seed, workers=3, max_deliveries=5, **options) as pool:
         with pool.load() as running:
             time.sleep(1)
-            for fault in random.Random(seed).sample(FAULTS, 8):
+            for fault in random.Random(seed).sample([f for f in FAULTS if not f.alone], 8):
                 fault.act(pool)
                 time.sleep(pool.random.uniform(0, 2))
             time.sleep(3)
@@ -151,7 +151,7 @@ def test_fuzzed_entries_of_the_job_stream_stop_nobody(
         until_at_rest(client, pool_name)
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(st.binary(max_size=300) | mutations(SEEDS[0]))
 def test_a_job_is_read_or_refused(data: bytes) -> None:
     try:
@@ -165,7 +165,7 @@ def test_a_job_is_read_or_refused(data: bytes) -> None:
 ROW = pack_logprobs(mock_row([1], 256))
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(st.binary(max_size=300) | mutations(ROW))
 def test_a_row_is_read_or_refused(data: bytes) -> None:
     try:
@@ -175,7 +175,7 @@ def test_a_row_is_read_or_refused(data: bytes) -> None:
     assert row.encoding == "u32" or row.logprobs().shape == (256,)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     st.dictionaries(
         st.sampled_from([b"ok", b"digest", b"status", b"error"]) | st.binary(max_size=8),

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,18 +50,15 @@ def new_rows(
     """Whether the client gets the rows of a replaced adapter: it may learn of it a second later."""
 
     def are_there() -> bool:
-        try:
-            rows = lm.batch_next_token_logprobs_sync(prompts, lora_name=name)
-        except UnknownAdapter:
-            return False
+        rows = lm.batch_next_token_logprobs_sync(prompts, lora_name=name)
         return np.array_equal(rows, expected)
 
     return are_there
 
 
-def client_of(url: str, pool: str) -> lmpool.PooledLM:
+def client_of(url: str, pool: str, **options: Any) -> lmpool.PooledLM:
     """A client, connected or not, that outlives the workers it asks."""
-    return lmpool.connect(url, pool, framework="numpy", workers_timeout=60)
+    return lmpool.connect(url, pool, framework="numpy", workers_timeout=60, **options)
 
 
 def test_adapters_come_are_replaced_and_go(server_url, redis_client, pool_name, tmp_path):
@@ -128,6 +126,38 @@ def test_adapters_come_are_replaced_and_go(server_url, redis_client, pool_name, 
         for worker in workers:
             assert "Traceback" not in worker.log
     assert_at_rest(redis_client, pool_name)
+
+
+def test_an_adapter_that_another_client_replaced_is_asked_for_anew(
+    server_url, redis_client, pool_name, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("lmpool.producer.adapters.FRESH", 3600.0)  # what it knows is out of date
+    style = write_adapter(tmp_path / "style")
+    with (
+        worker_process(server_url, pool_name, adapter_dirs=[str(tmp_path)]),
+        connected(server_url, pool_name) as lm,
+        connected(server_url, pool_name) as other,
+    ):
+        lm.add_new_lora(style, "style")
+        (old,) = registered(redis_client, pool_name).values()
+        one = [[1, 2], [1, 3]]
+        for ask in (other.batch_next_token_logprobs_sync, lambda p, name: asyncio.run(many(p))):
+            np.testing.assert_array_equal(ask(one, "style"), rows_of(f"style@{old}", one))
+            write_adapter(tmp_path / "style", f"replaces {old}")
+            lm.add_new_lora(style, "style")
+            (new,) = registered(redis_client, pool_name).values()
+            assert new != old
+            one = [[int(new[:2], 16), 7], [int(new[:2], 16), 8]]
+            # Nobody has told the other client.
+            np.testing.assert_array_equal(ask(one, "style"), rows_of(f"style@{new}", one))
+            old = new
+
+            async def many(prompts: list[list[int]]) -> np.ndarray:
+                return await other.batch_next_token_logprobs(prompts, "style")
+
+        lm.remove_lora("style")
+        with pytest.raises(UnknownAdapter, match="unknown LoRA adapter 'style'"):
+            other.next_token_logprobs_sync([9, 9, 9], lora_name="style")
 
 
 def test_a_worker_that_joins_later_loads_what_is_asked_for(

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from lmpool.settings import ClientOptions
 from lmpool.wire import Digester
 from tests.support.clients import connected
 from tests.support.pools import some_prompts
+from tests.support.sentinels import sentinels
 from tests.support.server import RealServer, free_port
 from tests.support.waiting import until
 from tests.support.workers import living_workers, worker_process
@@ -58,53 +59,13 @@ def test_sentinel_urls_that_cannot_be_used(url: str, message: str) -> None:
     assert "secret" not in str(refused.value)
 
 
-@contextmanager
-def sentinels(primary: RealServer, count: int = 3) -> Iterator[list[int]]:
-    """Sentinels that watch `primary` as the service ``main``; their ports."""
-    ports = [free_port() for _ in range(count)]
-    running = []
-    try:
-        for port in ports:
-            file = primary.folder / f"sentinel-{port}.conf"
-            file.write_text(
-                f"port {port}\nbind 127.0.0.1\ndir {primary.folder}\n"
-                f"sentinel monitor main 127.0.0.1 {primary.port} 2\n"
-                "sentinel down-after-milliseconds main 1000\n"
-                "sentinel failover-timeout main 5000\n"
-            )
-            with (primary.folder / f"sentinel-{port}.log").open("wb") as log:
-                running.append(
-                    subprocess.Popen(
-                        [primary.binary, str(file), "--sentinel"], stdout=log, stderr=log
-                    )
-                )
-        for port in ports:
-            with redis.Redis(port=port, socket_connect_timeout=1) as client:
-
-                def ready(client: redis.Redis = client) -> bool:
-                    try:
-                        state = client.sentinel_master("main")
-                    except redis.exceptions.RedisError:
-                        return False
-                    return state["num-other-sentinels"] == count - 1 and state["num-slaves"] == 1
-
-                until(ready, 20, what="the sentinels to know each other and the replica", every=0.1)
-        yield ports
-    finally:
-        for process in running:
-            process.kill()
-            process.wait(10)
-
-
 def test_a_failover_of_sentinels_loses_nothing(server_binary, pool_name):
     with ExitStack() as stack:
         primary = stack.enter_context(RealServer(binary=server_binary, tcp=True))
         replica = stack.enter_context(
             RealServer(binary=server_binary, tcp=True, replicaof=f"127.0.0.1 {primary.port}")
         )
-        ports = stack.enter_context(sentinels(primary))
-        hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
-        url = f"redis+sentinel://{hosts}/main/0"
+        url = stack.enter_context(sentinels(primary))
         stack.enter_context(worker_process(url, pool_name, alive=False))
         until(lambda: living_workers(primary.url, pool_name), 20, what="the worker to be alive")
         lm = stack.enter_context(

@@ -877,12 +877,14 @@ def test_a_client_of_what_the_pool_served_before_is_told(
             assert len(again.next_token_logprobs_sync([1])) == again.info.vocab_size
 
 
+@pytest.mark.parametrize("when_replaced", ["raise", "follow"])
 def test_a_client_of_what_a_later_release_serves_is_told(
-    any_server: str, pool_name: str, redis_client: redis.Redis
+    when_replaced: str, any_server: str, pool_name: str, redis_client: redis.Redis
 ) -> None:
     with in_process_worker(any_server, pool_name):
         pass
-    with connected(any_server, pool_name, workers_timeout=1) as lm:
+    options = {"workers_timeout": 1, "when_replaced": when_replaced}
+    with connected(any_server, pool_name, **options) as lm:
         redis_client.set(PoolKeys(pool_name).info, b"\x81\xa1v\x63")
         with pytest.raises(PoolMismatch, match="connect again"):
             lm.next_token_logprobs_sync([1], timeout=10)

@@ -28,7 +28,7 @@ def right(lm: lmpool.PooledLM, prompt: list[int]) -> None:
 
 def test_a_pool_whose_model_info_is_lost_is_not_unknown(server_url, redis_client, pool_name):
     with in_process_worker(server_url, pool_name):
-        for number in range(3):
+        for number in range(2):
             redis_client.delete(f"lmpool:{pool_name}")
             with connected(server_url, pool_name) as lm:
                 right(lm, [number])
@@ -50,7 +50,7 @@ def test_two_models_that_join_at_once_are_one(server_url, redis_client, pool_nam
             30,
             what="the others to be refused",
         )
-        time.sleep(1.0)
+        time.sleep(0.5)
         ended = [worker.process.poll() for worker in workers]
         assert sorted(ended, key=str) == [78, 78, None, None]
         assert ended[:2] == ended[2:]
@@ -114,13 +114,13 @@ def test_a_full_server_is_waited_for_and_named(server_binary, pool_name, caplog)
     with (
         RealServer(binary=server_binary) as server,
         in_process_worker(server.url, pool_name),
-        connected(server.url, pool_name, cache_bytes=0) as lm,
+        connected(server.url, pool_name, cache_bytes=0, workers_timeout=4) as lm,
         server.client() as admin,
     ):
         right(lm, [1])
         admin.config_set("maxmemory", 1)
         asking = Asking(lm, [[3, 4]])
-        time.sleep(12)  # longer than a heartbeat lives and than a pool may be without workers
+        time.sleep(7)  # longer than a heartbeat lives and than a pool may be without workers
         assert asking.is_alive()
         admin.config_set("maxmemory", 0)
         np.testing.assert_array_equal(asking.rows(), [mock_row([3, 4], 256)])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,6 +130,72 @@ def test_an_interactive_caller_takes_a_batch_job_along(server_url, redis_client,
         assert time.monotonic() - began < 2.0  # it would be its turn after seven seconds
 
 
+def test_one_client_asks_with_both_priorities(server_url, redis_client, pool_name):
+    with (
+        in_process_worker(server_url, pool_name, client_backlog=256, **SLOW),
+        connected(server_url, pool_name, cache_bytes=0) as lm,
+    ):
+        floods = [
+            threading.Thread(target=ask_in_vain, args=(lm, some_prompts(8000, seed=12 + i)))
+            for i in range(2)
+        ]
+        for flood in floods:
+            flood.start()
+        (lane,) = pool_lanes(redis_client, pool_name)
+        until(lambda: redis_client.xlen(lane.batch.jobs) > 128, what="the backlog")
+        # Forty seconds of its own jobs are waiting, most of them at the client.
+        assert median(waits(lm, 10, seed=14)) < 1.0
+        # What waits at the client goes first as well, once it is asked for so.
+        (last,) = some_prompts(8000, seed=12)[-1:]
+        began = time.monotonic()
+        row = lm.next_token_logprobs_sync(last, priority="interactive", timeout=30)
+        np.testing.assert_array_equal(row, mock_row(last, 256))
+        assert time.monotonic() - began < 5.0
+        lm.reset_async_queries()
+        for flood in floods:
+            flood.join()
+        until_at_rest_of(lm, redis_client, pool_name)
+
+
+def ask_in_vain(lm: lmpool.PooledLM, prompts: list[list[int]]) -> None:
+    with pytest.raises(LmpoolError, match="reset"):
+        lm.batch_next_token_logprobs_sync(prompts, priority="batch")
+
+
+def test_every_call_takes_a_priority(server_url, redis_client, pool_name):
+    with in_process_worker(server_url, pool_name):
+        pass
+
+    async def ask(lm: lmpool.PooledLM, priority: str, first: int) -> None:
+        options: dict[str, Any] = {"priority": priority, "timeout": 30}
+        calls = [
+            lm.next_token_logprobs([first, 1], **options),
+            lm.batch_next_token_logprobs([[first, 2]], **options),
+            lm.sample([first, 3], 1, [], **options),
+            lm.batch_sample([[first, 4]], 1, [], **options),
+            asyncio.to_thread(lm.next_token_logprobs_sync, [first, 5], **options),
+            asyncio.to_thread(lm.batch_next_token_logprobs_sync, [[first, 6]], **options),
+            asyncio.to_thread(lm.sample_sync, [first, 7], 1, [], **options),
+            asyncio.to_thread(lm.batch_sample_sync, [[first, 8]], 1, [], **options),
+        ]
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(answer, LmpoolError)
+            assert "reset" in str(answer)
+
+    (lane,) = pool_lanes(redis_client, pool_name)
+    for default, asked in (("interactive", "batch"), ("batch", "interactive")):
+        with connected(server_url, pool_name, priority=default, workers_timeout=60) as lm:
+            asking = threading.Thread(target=asyncio.run, args=(ask(lm, asked, 1),))
+            asking.start()
+            there, elsewhere = (lane.batch, lane) if asked == "batch" else (lane, lane.batch)
+            until(lambda: redis_client.xlen(there.jobs) == 8, what="all to be queued")  # noqa: B023
+            assert redis_client.xlen(elsewhere.jobs) == 0
+            lm.reset_async_queries()
+            asking.join()
+            with pytest.raises(SettingsError, match="priority='urgent': write 'interactive' or"):
+                lm.next_token_logprobs_sync([1], priority="urgent")
+
+
 def test_a_greedy_client_starves_nobody(server_url, redis_client, pool_name):
     """The jobs of one client that may wait have a bound: others wait behind those at most."""
     with (
@@ -149,6 +217,6 @@ def test_greedy_clients_share_evenly(server_url, pool_name):
             Flood(server_url, pool_name, 11, count=5000) as two,
         ):
             before = one.answered(), two.answered()
-            time.sleep(4)
+            time.sleep(2)
             shares = one.answered() - before[0], two.answered() - before[1]
         assert min(shares) > 0.6 * max(shares), shares

@@ -49,7 +49,7 @@ class FaultyEngine(MockEngine):
     a step at which the worker is killed, by one process of the pool: that which takes the file
     `once`.
     `unguarded` switches recovery and watchdog off. `memory` is how many prompts fit into its
-    memory.
+    memory. `clock` is how many seconds the machine's clock is ahead.
     """
 
     def __init__(
@@ -61,12 +61,16 @@ class FaultyEngine(MockEngine):
         once: str | None = None,
         memory: int | None = None,
         unguarded: bool = False,
+        clock: float = 0.0,
         **options: Any,
     ) -> None:
         if unguarded:
             for thread in (recovery.Recovery, watchdog.Watchdog):
                 thread.run = lambda self: None  # type: ignore[method-assign]
             state.WorkerState.let_go = lambda self, jobs: self.held.clear()  # type: ignore[method-assign]
+        if clock:
+            right = time.time
+            time.time = lambda: right() + clock
         super().__init__(model, **options)
         self._acts = {int(token): ACTS[act] for token, act in (acts or {}).items()}
         self._memory = memory

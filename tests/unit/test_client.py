@@ -15,12 +15,11 @@ import redis
 import lmpool
 from lmpool.errors import LmpoolError, NoWorkers
 from lmpool.producer import client as client_module
-from lmpool.producer import sender as sender_module
+from lmpool.producer import session as session_module
 from lmpool.producer.cache import RowCache
 from lmpool.producer.calls import Ask, Call
 from lmpool.producer.collector import Collector
 from lmpool.producer.flights import Statistics
-from lmpool.producer.sender import Sender
 from lmpool.producer.session import Session
 from lmpool.settings import ClientOptions
 from tests.support.clients import connected
@@ -130,9 +129,8 @@ def test_what_is_asked_again_is_not_withdrawn(monkeypatch: pytest.MonkeyPatch) -
     session.lanes = session.keys.lanes("0" * 8, 1)
     told: list[bytes] = []
     monkeypatch.setattr(
-        sender_module, "script", lambda name: lambda server, keys, given: told.extend(given[2:])
+        session_module, "script", lambda name: lambda server, keys, given: told.extend(given[2:])
     )
-    sender = Sender(session, lambda: None)
     first, again, other = (Call([ask(name)], None) for name in "aab")
     for call in (first, other):
         session.table.add(call, 0.0)
@@ -140,10 +138,10 @@ def test_what_is_asked_again_is_not_withdrawn(monkeypatch: pytest.MonkeyPatch) -
     session.table.forget(first)
     session.table.forget(other)
     session.table.add(again, 0.0)
-    sender._withdraw(None)  # type: ignore[arg-type]
+    session.withdraw(None)  # type: ignore[arg-type]
     assert told == [ask("b").digest]
     session.table.forget(again)  # never sent, but the server knows of its predecessor
-    sender._withdraw(None)  # type: ignore[arg-type]
+    session.withdraw(None)  # type: ignore[arg-type]
     assert told == [ask("b").digest, ask("a").digest]
 
 

@@ -22,9 +22,9 @@ def ask(name: str) -> Ask:
     return Ask(name.encode().rjust(32, b"0"), "logprobs", b"\0" * 4, None, {})
 
 
-def call(names: str, deadline: float | None = None) -> Call:
+def call(names: str, deadline: float | None = None, later: bool = False) -> Call:
     """A call for the prompts of those one-letter names."""
-    return Call([ask(name) for name in names], deadline)
+    return Call([ask(name) for name in names], deadline, later=later)
 
 
 def digest(name: str) -> bytes:
@@ -36,9 +36,10 @@ def table() -> FlightTable:
     return FlightTable()
 
 
-def sent(table: FlightTable) -> str:
+def sent(table: FlightTable, later: bool = False) -> str:
     """The names of what is sent now."""
-    return "".join(flight.ask.digest[-1:].decode() for flight in table.take_unsent(1000, 1 << 20))
+    taken = table.take_unsent(1000, 1 << 20, later)
+    return "".join(flight.ask.digest[-1:].decode() for flight in taken)
 
 
 def test_equal_prompts_share_a_flight(table: FlightTable) -> None:
@@ -78,6 +79,23 @@ def test_rows_from_the_cache_need_no_flight(table: FlightTable) -> None:
     waiting.left = 1
     table.add(waiting, 0.0)
     assert sent(table) == "b"
+
+
+def test_what_goes_later_goes_first_once_somebody_asks_it_who_does(table: FlightTable) -> None:
+    table.add(call("abcd", later=True), 0.0)
+    assert sent(table) == ""
+    table.add(call("be"), 0.0)
+    assert sent(table) == "be"
+    assert sent(table, later=True) == "acd"
+    assert (table.under_way(False), table.under_way(True)) == (2, 3)
+    table.add(call("a", later=True), 0.0)  # as it was
+    table.add(call("b", later=True), 0.0)  # once first, it stays so
+    table.add(call("c"), 0.0)  # the server must hear of it
+    assert (sent(table), sent(table, later=True)) == ("c", "")
+    assert (table.under_way(False), table.under_way(True)) == (3, 2)
+    for name in "abcde":
+        table.land(digest(name), row())
+    assert (table.under_way(False), table.under_way(True)) == (0, 0)
 
 
 def test_a_flight_waits_as_long_as_its_longest_waiter(table: FlightTable) -> None:
@@ -214,15 +232,15 @@ class FlightsAgainstCallers(RuleBasedStateMachine):
             self.waiting.remove(ended)
             self.ended.append(ended)
 
-    @rule(names=NAMES, deadline=DEADLINES)
-    def ask(self, names: str, deadline: float | None) -> None:
-        new = call(names, deadline)
+    @rule(names=NAMES, deadline=DEADLINES, later=st.booleans())
+    def ask(self, names: str, deadline: float | None, later: bool) -> None:
+        new = call(names, deadline, later)
         self.waiting.append(new)
         self.table.add(new, self.now)
 
-    @rule(most=st.integers(1, 4))
-    def send(self, most: int) -> None:
-        self.taken = self.table.take_unsent(most, 1 << 20)
+    @rule(most=st.integers(1, 4), later=st.booleans())
+    def send(self, most: int, later: bool) -> None:
+        self.taken = self.table.take_unsent(most, 1 << 20, later)
         for flight in self.taken:
             assert flight.sent
             self.known.add(flight.ask.digest)
@@ -289,9 +307,16 @@ class FlightsAgainstCallers(RuleBasedStateMachine):
 
     @invariant()
     def whatever_was_not_sent_will_be(self) -> None:
-        unsent = {id(flight) for flight in self.table.unsent}
+        unsent = [{id(flight) for flight in queue} for queue in self.table.unsent]
         for flight in self.table.flights.values():
-            assert flight.sent or id(flight) in unsent
+            assert flight.sent or id(flight) in unsent[flight.later]
+
+    @invariant()
+    def a_flight_goes_later_if_all_of_its_waiters_do(self) -> None:
+        for flight in self.table.flights.values():
+            assert not flight.later or all(waiter.later for waiter, _ in flight.waiters)
+        counts = [sum(f.later == later for f in self.table.flights.values()) for later in (0, 1)]
+        assert counts == self.table._counts
 
     @invariant()
     def a_flight_waits_for_all_of_its_waiters(self) -> None:

@@ -1,0 +1,134 @@
+"""A pool that comes to serve another model: its clients are told, or follow if they want to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmpool import PooledLM
+from lmpool.backends.mock import mock_row
+from lmpool.errors import PoolMismatch, PromptError, UnknownAdapter
+from lmpool.producer.asking import Asking
+from lmpool.producer.calls import Call
+from tests.integration.test_adapters import client_of, registered, write_adapter
+from tests.support.clients import connected
+from tests.support.pools import Asking as AskingThread
+from tests.support.pools import pool_lanes, until_at_rest
+from tests.support.waiting import until
+from tests.support.workers import in_process_worker, worker_process
+
+pytestmark = pytest.mark.timeout(60)
+
+NEW: dict[str, Any] = {
+    "model": "new", "lanes": 2, "max_prompt_tokens": 8, "engine_opts": {"vocab_size": 300},
+}  # fmt: skip
+
+
+@contextmanager
+def connected_after_a_worker(url: str, pool: str) -> Iterator[tuple[PooledLM, Any]]:
+    """A client, who follows, of a pool whose worker has left, and a row that it brought."""
+    with ExitStack() as stack:
+        with in_process_worker(url, pool, lanes=3):
+            client = connected(url, pool, when_replaced="follow", workers_timeout=60)
+            lm = stack.enter_context(client)
+            row = lm.next_token_logprobs_sync([7], timeout=20)
+        yield lm, row
+
+
+def rows_of(prompts: list[list[int]], vocab: int) -> np.ndarray:
+    return np.stack([mock_row(prompt, vocab) for prompt in prompts])
+
+
+def test_a_client_follows_with_what_it_waits_for(any_server, redis_client, pool_name):
+    prompts = [[i, 1, 2] for i in range(40)]
+    with connected_after_a_worker(any_server, pool_name) as (lm, known):
+        old = pool_lanes(redis_client, pool_name)
+        np.testing.assert_array_equal(known, mock_row([7], 256))
+        assert len(lm.byte_vocab) == lm.info.vocab_size == 256
+        asking = AskingThread(lm, prompts)
+        too_long = AskingThread(lm, [[3] * 9])
+        until(lambda: lm.statistics()["queued"] == 42, what="all to be queued")
+        with in_process_worker(any_server, pool_name, **NEW):
+            np.testing.assert_array_equal(asking.rows(), rows_of(prompts, 300))
+            with pytest.raises(PromptError, match="9 tokens"):
+                too_long.rows()
+            # Nothing of the old model is left: not in the local cache, nor on the server.
+            np.testing.assert_array_equal(lm.next_token_logprobs_sync([7]), mock_row([7], 300))
+            assert lm.info.model == "new"
+            assert len(lm.byte_vocab) == lm.info.vocab_size == 300
+            for lane in old:
+                assert redis_client.xlen(lane.jobs) == 0
+                assert not list(redis_client.scan_iter(f"{lane.prefix}:flight:*"))
+            assert len(lm._client.cache) == 41
+            assert lm.statistics()["failed"] == 0
+            lm.close()
+            until_at_rest(redis_client, pool_name)
+
+
+def test_an_idle_client_follows_when_it_looks(any_server, pool_name):
+    with (
+        connected_after_a_worker(any_server, pool_name) as (lm, _),
+        in_process_worker(any_server, pool_name, **NEW),
+    ):
+        lm.wait_for_workers_sync(10)
+        assert lm.info.model == "new"
+
+        async def rows() -> Any:
+            one = lm.next_token_logprobs([299, 1])
+            return await asyncio.gather(one, lm.batch_next_token_logprobs([[298], [297]]))
+
+        one, two = asyncio.run(rows())
+        np.testing.assert_array_equal(one, mock_row([299, 1], 300))
+        np.testing.assert_array_equal(two, rows_of([[298], [297]], 300))
+
+
+def test_callers_in_an_event_loop_follow_too(any_server, pool_name):
+    with connected_after_a_worker(any_server, pool_name) as (lm, _):
+
+        async def rows() -> Any:
+            one = asyncio.ensure_future(lm.next_token_logprobs([5, 1], timeout=30))
+            two = asyncio.ensure_future(lm.batch_sample([[4]], 2, [], 0.0, timeout=30))
+            queued = lambda: lm.statistics()["queued"] == 3  # noqa: E731
+            await asyncio.to_thread(until, queued, what="all to be queued")
+            with in_process_worker(any_server, pool_name, **NEW):
+                return await asyncio.gather(one, two)
+
+        one, (ids,) = asyncio.run(rows())
+        np.testing.assert_array_equal(one, mock_row([5, 1], 300))
+        assert ids[0] == mock_row([4], 300).argmax()
+
+
+def test_prompts_made_for_the_old_model_are_never_sent_to_the_new(any_server, pool_name):
+    with in_process_worker(any_server, pool_name), connected(any_server, pool_name) as lm:
+        other = replace(lm.info, model="old", fingerprint="0" * 32)
+        asks = [Asking(other, "auto").logprobs([5, 6], None)]
+        call = Call(asks, None, info=other).for_thread()
+        lm._client.submit([call])
+        assert call.wait(10)
+        assert isinstance(call.error, PoolMismatch)
+        assert lm.statistics()["queued"] == 0
+
+
+def test_a_follower_keeps_its_adapters_right(server_url, redis_client, pool_name, tmp_path):
+    folder = write_adapter(tmp_path / "one")
+    options = {"adapter_dirs": [str(tmp_path)]}
+    with closing(client_of(server_url, pool_name, when_replaced="follow")) as lm:
+        with worker_process(server_url, pool_name, **options):
+            lm.add_new_lora(folder, "one")
+            (print_of_one,) = registered(redis_client, pool_name).values()
+            row = lm.next_token_logprobs_sync([1, 2], lora_name="one")
+            np.testing.assert_array_equal(row, mock_row([1, 2], 256, f"one@{print_of_one}"))
+        with worker_process(server_url, pool_name, **{**options, **NEW, "lanes": 1}):
+            # The new pool has none of that name: no row of the base model, nor of the old one.
+            with pytest.raises(UnknownAdapter, match=r"'one'.*known: none"):
+                lm.next_token_logprobs_sync([3, 2], lora_name="one")
+            lm.add_new_lora(folder, "one")
+            (print_of_one,) = registered(redis_client, pool_name).values()
+            row = lm.next_token_logprobs_sync([1, 2], lora_name="one")
+            np.testing.assert_array_equal(row, mock_row([1, 2], 300, f"one@{print_of_one}"))
