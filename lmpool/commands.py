@@ -89,6 +89,17 @@ class Server(Protocol):
         count: int,
         block: int | None,
     ) -> list[tuple[bytes, list[tuple[bytes, Fields | None]]]] | None: ...
+    def xclaim(
+        self,
+        name: str,
+        groupname: str,
+        consumername: str,
+        min_idle_time: int,
+        message_ids: Sequence[bytes],
+        *,
+        retrycount: int,
+        justid: bool,
+    ) -> Any: ...
     def xgroup_create(self, name: str, groupname: str, *, id: str, mkstream: bool) -> Any: ...
     def xgroup_createconsumer(self, name: str, groupname: str, consumername: str) -> int: ...
     def xinfo_consumers(self, name: str, groupname: str) -> list[dict[str, Any]]: ...

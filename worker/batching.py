@@ -59,7 +59,8 @@ class Batcher:
         self._later: deque[Claimed] = deque()
         self._alone: deque[Claimed] = deque()
         self._alone_was_last = False
-        self._turns = 0
+        self._passed_over = 0
+        """Batches in a row that left jobs that others go before behind, and took none."""
         self._tokens = 0
         self._closed = False
         self.busy = False
@@ -128,10 +129,10 @@ class Batcher:
             # Those that others go before have a share of each batch all the same, and first what
             # the others leave of it: neither kind starves.
             share = limit - max(1, limit // LATER_SHARE) if self._later and limit > 1 else limit
-            if limit == 1 and self._later and self._jobs:
-                self._turns = (self._turns + 1) % LATER_SHARE
-                share = 0 if self._turns == 0 else 1
+            # Where the others fill the batch, by its size or by its tokens, they take turns.
+            turn = self._passed_over >= LATER_SHARE - 1
             for jobs, most_of_it in (
+                (self._later, min(limit, 1) if turn else 0),
                 (self._jobs, share),
                 (self._later, limit),
                 (self._jobs, limit),
@@ -145,6 +146,10 @@ class Batcher:
                     batch.append(claimed)
                     if not claimed.later:
                         self._tokens -= size
+            if not self._later or any(claimed.later for claimed in batch):
+                self._passed_over = 0
+            elif batch and not self._alone_was_last:
+                self._passed_over += 1
             if batch:
                 # In the same step: a reader must not take the worker for idle in between.
                 if not self.busy:

@@ -17,7 +17,7 @@ from lmpool.backends.engine import Engine, Outcome, Request, Sampling
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
 from lmpool.errors import EngineBroken, PromptFailed
-from lmpool.keys import GROUP, LaneKeys
+from lmpool.keys import COUNTERS_TTL_MS, GROUP, LaneKeys
 from lmpool.scripts import script
 from lmpool.wire import Job
 from lmpool.worker.adapters import Adapters
@@ -103,9 +103,10 @@ class EngineLoop:
             batch = self._batcher.wait(lambda: bool(self._calls) or self._state.stopping.is_set())
             self._alone = bool(batch) and batch[0].settled is not None
             return batch
-        if self._alone or self._batcher.alone_is_next():
-            return []
-        return self._batcher.take(self._batcher.batch_size - running)
+        with self._batcher.changed:  # a job to be run alone must not come between look and take
+            if self._alone or self._batcher.alone_is_next():
+                return []
+            return self._batcher.take(self._batcher.batch_size - running)
 
     def running(self) -> list[Claimed]:
         """The jobs that the engine has; for once it has ended."""
@@ -146,7 +147,7 @@ class EngineLoop:
                 if mine:
                     pairs = [v for c in mine for v in (c.job.digest.hex(), c.entry)]
                     answers = script("admit")(
-                        self._server, [lane.jobs], [lane.prefix, GROUP, *pairs]
+                        self._server, [lane.jobs], [lane.prefix, GROUP, COUNTERS_TTL_MS, *pairs]
                     )
                     answered = zip(mine, answers.decode(), strict=True)
                     dropped |= {claimed: answer for claimed, answer in answered if answer != "r"}

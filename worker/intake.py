@@ -193,6 +193,8 @@ class Intake:
     def _parse(self, lane: int, entries: Sequence[Entry], came: float) -> list[Claimed]:
         claimed = []
         for entry, fields in entries:
+            if (lane, entry) in self._state.held:
+                continue  # read again after a failure: taken over meanwhile, to be run alone
             if not fields:  # ours, and withdrawn since
                 self._server.xack(self._lanes[lane].jobs, GROUP, entry)
                 continue
@@ -263,6 +265,15 @@ def release(
                 break
             start = f"({held[-1]['message_id'].decode()}"
     return released
+
+
+def uncount(server: Server, lane: LaneKeys, consumer: str, entry: bytes) -> None:
+    """Let an entry that this consumer holds count as never delivered to it."""
+    name = entry.decode()
+    held = server.xpending_range(lane.jobs, GROUP, name, name, 1, consumername=consumer)
+    if held:
+        before = held[0]["times_delivered"] - 1
+        server.xclaim(lane.jobs, GROUP, consumer, 0, [entry], retrycount=before, justid=True)
 
 
 def _digest_of(server: Server, lane: LaneKeys, entry: bytes) -> str:

@@ -20,7 +20,7 @@ from lmpool.vocabulary import TOKENIZER_FILES, Vocabulary
 logger = logging.getLogger(__name__)
 
 OLD_KEYS_MS: Final = 86_400_000
-"""How long what another model left in the pool is kept."""
+"""How long what another model, or another number of lanes, left in the pool is kept."""
 _MAY_DIFFER = frozenset({"model", "revision", "max_backlog", "client_backlog", "result_ttl_ms"})
 """Fields in which the workers of one pool may differ; the latest to join decides."""
 
@@ -95,10 +95,11 @@ def join(server: Server, keys: PoolKeys, info: ModelInfo, replace: bool, life_ms
             server, [keys.info, keys.serving], [held, packed, serving, mine, life_ms]
         ):
             break
-    if other is not None and other.fingerprint8 != info.fingerprint8:
-        for key in _kept_keys(keys, other):
+    kept = frozenset(_kept_keys(keys, info))
+    for key in _kept_keys(keys, other) if other is not None else ():
+        if key not in kept:  # another model's, or of lanes that there are no more
             server.pexpire(key, OLD_KEYS_MS)
-    for key in _kept_keys(keys, info):  # it may have been served, replaced, and now served again
+    for key in kept:  # it may have been served, replaced, and now served again
         server.persist(key)
 
 

@@ -29,7 +29,7 @@ from lmpool.worker.batching import Batcher
 from lmpool.worker.dead import Cemetery
 from lmpool.worker.engine_thread import EngineLoop, spawn
 from lmpool.worker.heartbeat import LIFE_MS, Heartbeat
-from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups, release
+from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups, release, uncount
 from lmpool.worker.joining import batch_budget, join, model_info, publish_vocabulary
 from lmpool.worker.publishing import Publisher
 from lmpool.worker.recovery import Recovery
@@ -242,14 +242,16 @@ class Service:
         left = self._batcher.close() if self._batcher is not None else []
         known = {(claimed.lane, claimed.entry): claimed.job for claimed in left}
         # What the engine could not finish is not given back as if it were new: others try it alone,
-        # and what was tried alone before keeps its deliveries.
-        suspects = [claimed for claimed in left if claimed.settled is not None]
+        # and what was tried alone before keeps its deliveries, without this one that ran nothing.
+        suspects = untried = [claimed for claimed in left if claimed.settled is not None]
         if self.loop is not None:
-            suspects += self.loop.running()
+            suspects = untried + self.loop.running()
         keep = {(claimed.lane, claimed.entry) for claimed in suspects}
         server = self._open()
         try:
             self._heartbeat_ended.set()
+            for claimed in untried:
+                uncount(server, self.lanes[claimed.lane], self.consumer, claimed.entry)
             released = release(server, self.lanes, self.consumer, known, keep)
             self._say_goodbye(server)
             logger.info(

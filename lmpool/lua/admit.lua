@@ -1,11 +1,11 @@
 -- Before a batch that has waited is run: drop what nobody waits for any more.
 --   r  run it    x  its result is there already    w  withdrawn (dropped here)    e  expired (too)
--- KEYS[1] job stream. ARGV: prefix, group, then per job: digest, stream id
+-- KEYS[1] job stream. ARGV: prefix, group, counter TTL, then per job: digest, stream id
 local jobs, prefix, group = KEYS[1], ARGV[1], ARGV[2]
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local answers = {}
-for i = 3, #ARGV, 2 do
+for i = 4, #ARGV, 2 do
   local digest, id = ARGV[i], ARGV[i + 1]
   local flight = prefix .. ':flight:' .. digest
   local answer
@@ -39,7 +39,10 @@ for i = 3, #ARGV, 2 do
       if job == id then redis.call('DEL', flight) end
       redis.call('XACK', jobs, group, id)
       redis.call('XDEL', jobs, id)
-      if answer == 'e' then redis.call('HINCRBY', prefix .. ':counters', 'expired', 1) end
+      if answer == 'e' then
+        redis.call('HINCRBY', prefix .. ':counters', 'expired', 1)
+        redis.call('PEXPIRE', prefix .. ':counters', ARGV[3])
+      end
     end
   end
   answers[#answers + 1] = answer

@@ -138,6 +138,37 @@ def test_a_leaving_worker_finishes_its_batch_and_gives_the_rest_back(
     assert [size for pid, size in gate.batches() if pid == one.pid] == [4]
 
 
+def test_a_job_taken_over_and_never_run_counts_no_delivery(
+    server_url, redis_client, pool_name, tmp_path
+):
+    """Workers that leave one after the other use up no innocent's deliveries."""
+    gate = Gate(tmp_path)
+    with (
+        worker_process(server_url, pool_name, batch_size=1, **gate.settings()) as worker,
+        connected(server_url, pool_name) as lm,
+    ):
+        asking = Asking(lm, [[1, 2]])
+        gate.wait_for_batch()
+        (lane,) = pool_lanes(redis_client, pool_name)
+        # One that has died: it holds a job, and has no heartbeat.
+        entry = redis_client.xadd(
+            lane.jobs, {"job": pack_job(new_job(3, fingerprint=lm.info.fingerprint))}
+        )
+        redis_client.xgroup_createconsumer(lane.jobs, GROUP, "died")
+        redis_client.xclaim(lane.jobs, GROUP, "died", 0, [entry], retrycount=2, force=True)
+
+        def held():
+            (found,) = redis_client.xpending_range(lane.jobs, GROUP, entry, entry, 1)
+            return found["consumer"] != b"died" and found["times_delivered"]
+
+        assert until(held, 20, what="the job to be taken over") == 3
+        worker.terminate()
+        gate.open()
+        assert worker.wait() == 0
+        assert held() == 2
+        asking.rows()
+
+
 def test_a_leaving_worker_does_not_wait_for_its_batch_to_fill(server_url, redis_client, pool_name):
     with ExitStack() as stack:
         with worker_process(server_url, pool_name, timeout=50, batch_size=4) as worker:

@@ -446,6 +446,7 @@ def test_an_expired_job_is_dropped_and_everybody_told(
     assert worker.held() == entries[1:]
     assert len(queued(redis_client, lane)) == 2
     assert redis_client.hgetall(lane.counters) == {b"expired": b"1"}
+    assert redis_client.pttl(lane.counters) > 0  # type: ignore[operator]
 
 
 # --- release, leave, replace -------------------------------------------------------------------

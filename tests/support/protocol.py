@@ -140,7 +140,7 @@ class Consumer:
 
     def admit(self, *pairs: tuple[Job, bytes]) -> str:
         """Whether each job is still to be run."""
-        arguments: list[Any] = [self.lane.prefix, GROUP]
+        arguments: list[Any] = [self.lane.prefix, GROUP, COUNTERS_TTL]
         for job, entry in pairs:
             arguments += (job.digest.hex(), entry)
         answer: bytes = script("admit")(self.server, [self.lane.jobs], arguments)  # type: ignore[arg-type]

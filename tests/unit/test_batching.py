@@ -292,9 +292,9 @@ def test_nothing_is_lost_or_doubled_between_threads() -> None:
 # --- who goes first ----------------------------------------------------------------------------
 
 
-def of_kind(number: int, *, later: bool = False, alone: bool = False) -> Claimed:
+def of_kind(number: int, *, later: bool = False, alone: bool = False, tokens: int = 1) -> Claimed:
     settled = threading.Event() if alone else None
-    return Claimed(new_job(number), str(number).encode(), 0, 0.0, settled, later)
+    return Claimed(new_job(*[number] * tokens), str(number).encode(), 0, 0.0, settled, later)
 
 
 def kinds(batch: list[Claimed]) -> str:
@@ -316,6 +316,23 @@ def test_batches_of_one_take_turns() -> None:
     batcher = Batcher(1, 0.0, 10_000)
     batcher.add([of_kind(i, later=True) for i in range(2)] + [of_kind(9 + i) for i in range(20)])
     assert "".join(kinds(batcher.take()) for _ in range(16)) == "fffffffl" * 2
+
+
+def test_batches_full_of_tokens_take_turns() -> None:
+    batcher = Batcher(64, 0.0, 10)
+    batcher.add([of_kind(i, later=True, tokens=5) for i in range(3)])
+    batcher.add([of_kind(9 + i, tokens=5) for i in range(40)])
+    taken = [kinds(batcher.take()) for _ in range(16)]
+    assert taken == [*["ff"] * 7, "lf"] * 2
+
+
+def test_an_order_that_is_short_of_room_starves_nobody() -> None:
+    batcher = Batcher(8, 0.0, 10)
+    batcher.add([of_kind(0, later=True, tokens=10)])  # as long as prompts may be
+    batcher.add([of_kind(9 + i, tokens=1 + i % 3) for i in range(100)])
+    taken = [kinds(batcher.take()) for _ in range(8)]
+    assert taken[-1] == "l"
+    assert "l" not in "".join(taken[:-1])
 
 
 def test_a_second_delivery_runs_alone_and_every_other_batch_is_of_others() -> None:

@@ -16,7 +16,7 @@ from lmpool.wire import Digester, Job, pack_job
 from lmpool.worker import intake as intake_module
 from lmpool.worker.batching import Batcher
 from lmpool.worker.dead import Cemetery
-from lmpool.worker.intake import Intake, create_groups, release
+from lmpool.worker.intake import Intake, create_groups, release, uncount
 from lmpool.worker.state import WorkerState
 from tests.support.protocol import (
     FINGERPRINT,
@@ -406,6 +406,27 @@ def test_jobs_lost_on_their_way_and_withdrawn_are_let_go(
     assert not entries_of(redis_client, lane.dead)
 
 
+def test_what_was_taken_over_is_not_read_again_after_a_failure(
+    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    caller = Caller(redis_client, lane)
+    caller.enqueue(new_job(1))
+    (entry,) = Consumer(redis_client, lane, "dead").read()
+    reader = start()
+    until(lambda: len(reader.blocks) >= 2)
+    # The recovery's thread takes over the job of a dead worker: it waits for its turn alone.
+    reader.state.held.add((0, entry))
+    redis_client.xclaim(lane.jobs, GROUP, "reader", 0, [entry])
+    left = lose_an_answer(reader)
+    lost, after = new_job(2), new_job(3)
+    caller.enqueue(lost)
+    until(lambda: not left)
+    assert reader.take(1) == [lost]
+    caller.enqueue(after)
+    reader.batcher.done()
+    assert reader.take(1) == [after]
+
+
 # --- giving back -------------------------------------------------------------------------------
 
 
@@ -496,3 +517,23 @@ def test_a_refusal_that_cannot_be_told_loses_no_other_job(
     found = [job.digest for _ in range(5) for job in reader.take_some(1)]
     assert sorted(found) == sorted(new_job(i + 1).digest for i in range(5))
     assert len(entries_of(redis_client, lane.dead)) == 1
+
+
+def test_a_delivery_that_ran_nothing_does_not_count(
+    redis_client: redis.Redis, lane: LaneKeys
+) -> None:
+    def deliveries() -> dict[bytes, int]:
+        found: Any = redis_client.xpending_range(lane.jobs, GROUP, "-", "+", 10)
+        return {item["message_id"]: item["times_delivered"] for item in found}
+
+    Caller(redis_client, lane).enqueue(new_job(1), new_job(2))
+    worker = Consumer(redis_client, lane, "worker")
+    first, second = worker.read()
+    redis_client.xclaim(lane.jobs, GROUP, "worker", 0, [first, second])
+    uncount(redis_client, lane, "worker", first)  # type: ignore[arg-type]
+    uncount(redis_client, lane, "other", second)  # type: ignore[arg-type]
+    assert deliveries() == {first: 1, second: 2}
+    redis_client.xack(lane.jobs, GROUP, first)
+    uncount(redis_client, lane, "worker", first)  # type: ignore[arg-type]
+    assert deliveries() == {second: 2}
+    assert worker.held() == [second]

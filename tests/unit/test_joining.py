@@ -205,6 +205,27 @@ def test_two_that_join_at_once_see_each_other(
     assert served(redis_client, keys) == OTHER
 
 
+def test_what_nobody_serves_any_more_ends_and_what_is_served_again_stays(
+    redis_client: redis.Redis, keys: PoolKeys
+) -> None:
+    def ends(info: ModelInfo) -> list[bool]:
+        lives = (redis_client.pttl(lane.jobs) for lane in keys.lanes(info.fingerprint8, info.lanes))
+        return [life > 0 for life in lives]  # type: ignore[operator]
+
+    wide = replace(INFO, lanes=3)
+    for info in (wide, OTHER):
+        for lane in keys.lanes(info.fingerprint8, info.lanes):
+            redis_client.xadd(lane.jobs, {"job": b""})
+    join(redis_client, keys, wide, False, 5000)  # type: ignore[arg-type]
+    assert ends(wide) == [False, False, False]
+    join(redis_client, keys, OTHER, True, 5000)  # type: ignore[arg-type]
+    assert (ends(wide), ends(OTHER)) == ([True, True, True], [False])
+    join(redis_client, keys, wide, True, 5000)  # type: ignore[arg-type]
+    assert (ends(wide), ends(OTHER)) == ([False, False, False], [True])
+    join(redis_client, keys, INFO, True, 5000)  # type: ignore[arg-type]
+    assert ends(wide) == [False, True, True]  # the same model in fewer lanes
+
+
 # --- the vocabulary ----------------------------------------------------------------------------
 
 
