@@ -19,7 +19,9 @@ import redis
 import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.errors import ClientClosed, LmpoolError, PoolMismatch, PoolTimeout
+from lmpool.keys import GROUP
 from lmpool.liveness import consumers
+from lmpool.wire import pack_job
 from tests.support.clients import connected
 from tests.support.gate import Gate
 from tests.support.pools import (
@@ -31,6 +33,7 @@ from tests.support.pools import (
     until_at_rest,
     worker_processes,
 )
+from tests.support.protocol import new_job
 from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis
+import trustme
 from typer.testing import CliRunner
 
 import lmpool
@@ -24,7 +27,7 @@ from lmpool.wire import Digester
 from tests.support.clients import connected
 from tests.support.pools import some_prompts
 from tests.support.sentinels import sentinels
-from tests.support.server import RealServer, free_port
+from tests.support.server import RealServer, free_port, listens
 from tests.support.waiting import until
 from tests.support.workers import living_workers, worker_process
 
@@ -202,50 +205,48 @@ def test_nobody_gets_in_without_a_user(guarded: Callable[[str], str]) -> None:
 # --- TLS ---------------------------------------------------------------------------------------
 
 
-def certificate(folder: Path) -> None:
-    """A certificate for 127.0.0.1 that vouches for itself."""
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
-            *("-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")),
-            *("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"),
-        ],
-        check=True,
-        capture_output=True,
-    )
-
-
-def test_tls(server_binary, pool_name, tmp_path):
-    if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl to make a certificate with")
-    certificate(tmp_path)
+@pytest.fixture
+def tls(server_binary: str, tmp_path: Path) -> Iterator[tuple[RealServer, int, Path]]:
+    """A server, the port at which it speaks TLS, and the authority that vouches for it."""
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    trusted, key, chain = tmp_path / "ca.pem", tmp_path / "key.pem", tmp_path / "chain.pem"
+    authority.cert_pem.write_to_path(str(trusted))
+    issued.private_key_pem.write_to_path(str(key))
+    issued.private_key_and_cert_chain_pem.write_to_path(str(chain))
     port = free_port()
     server = RealServer(
         binary=server_binary,
         tls_port=str(port),
-        tls_cert_file=str(tmp_path / "cert.pem"),
-        tls_key_file=str(tmp_path / "key.pem"),
-        tls_ca_cert_file=str(tmp_path / "cert.pem"),
+        tls_cert_file=str(chain),
+        tls_key_file=str(key),
+        tls_ca_cert_file=str(trusted),
         tls_auth_clients="no",
     )
-    try:
+    with ExitStack() as stack:
         try:
-            server.start()
+            stack.enter_context(server)
         except RuntimeError as error:
-            if "Bad directive" in str(error):
-                pytest.skip(f"{server_binary} was built without TLS")
-            raise
-        url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={tmp_path / 'cert.pem'}"
-        with worker_process(url, pool_name, alive=False):
-            until(lambda: living_workers(server.url, pool_name), 20, what="the worker to be alive")
-            with connected(url, pool_name) as lm:
-                row = lm.next_token_logprobs_sync([1, 2], timeout=20)
-                np.testing.assert_array_equal(row, mock_row([1, 2], 256))
-        untrusted = f"rediss://127.0.0.1:{port}/0"
-        with (
-            pytest.raises(ServerError, match=r"(?i)certificate"),
-            connected(untrusted, pool_name),
-        ):
-            pass
-    finally:
-        server.stop()
+            if not re.search("Bad directive|TLS support", str(error)):
+                raise
+            server = stack.enter_context(RealServer(binary=server_binary, tcp=True))
+            in_front = [sys.executable, "-m", "tests.support.tls", str(port), str(server.port)]
+            process = stack.enter_context(subprocess.Popen([*in_front, str(chain)]))
+            stack.callback(process.kill)
+            until(lambda: listens(port), what="what speaks TLS for the server")
+        yield server, port, trusted
+
+
+def test_tls(tls, pool_name):
+    server, port, trusted = tls
+    url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={trusted}"
+    with worker_process(url, pool_name, alive=False):
+        until(lambda: living_workers(server.url, pool_name), 20, what="the worker to be alive")
+        with connected(url, pool_name) as lm:
+            row = lm.next_token_logprobs_sync([1, 2], timeout=20)
+            np.testing.assert_array_equal(row, mock_row([1, 2], 256))
+    with (
+        pytest.raises(ServerError, match=r"(?i)certificate"),
+        connected(f"rediss://127.0.0.1:{port}/0", pool_name),
+    ):
+        pass

@@ -48,6 +48,15 @@ def free_port() -> int:
         return port
 
 
+def listens(port: int) -> bool:
+    """Whether something takes connections on a loopback port."""
+    try:
+        socket.create_connection(("127.0.0.1", port), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
 class RealServer:
     """A server process of its own, without persistence unless `options` say otherwise.
 
