@@ -151,7 +151,7 @@ class MLXEngine(BatchEngine):
         if not self.keeps_prefixes:
             for group in self._groups([prompt.size for prompt in prompts], may_pad=False):
                 logits = self._open().plainly([prompts[i] for i in group])
-                yield from zip(group, *self._rows(logits), strict=True)
+                yield from zip(group, *self._rows(logits, _logsumexp(logits)), strict=True)
             return
         for prompt in prompts:
             self._run_pieces(adapter, prompt)
@@ -165,10 +165,10 @@ class MLXEngine(BatchEngine):
             sizes = [prompts[i].size - kept[i].size for i in members]
             for group in self._groups(sizes, may_pad=True):
                 chosen = [members[i] for i in group]
-                logits = self._compute_group(
+                computed = self._compute_group(
                     adapter, [prompts[i] for i in chosen], [kept[i] for i in chosen]
                 )
-                yield from zip(chosen, *self._rows(logits), strict=True)
+                yield from zip(chosen, *self._rows(*computed), strict=True)
 
     def _run_pieces(self, adapter: str | None, prompt: Tokens) -> None:
         """Compute and keep the beginning of a prompt that is too long for one forward pass."""
@@ -177,14 +177,19 @@ class MLXEngine(BatchEngine):
             piece = prompt[: kept.size + self._forward_tokens]
             if piece.size >= prompt.size:
                 return
-            mx.eval(self._compute_group(adapter, [piece], [kept]))
+            self._compute_group(adapter, [piece], [kept])
             if self._tree.find(adapter, piece).size < piece.size:
-                return  # no room: the rest is computed at once
+                return  # no room, or it overflows: the rest is computed at once
 
     def _compute_group(
         self, adapter: str | None, prompts: Sequence[Tokens], kept: Sequence[Any]
-    ) -> Any:
-        """The logits after each prompt; `kept` are its positions in the store. Keep the others."""
+    ) -> tuple[Any, Any]:
+        """The logits after each prompt and their logsumexp; keep what is new of the prompts.
+
+        `kept` are the slots of each prompt's first tokens in the store. What overflows is not kept:
+        attention gives what it does not look at the weight 0, and 0 * NaN is NaN. A token that
+        overflows spoils those before it too, and in padding it would spoil other prompts.
+        """
         lengths = [slots.size for slots in kept]
         prefixes = None
         if longest := max(lengths):
@@ -194,11 +199,15 @@ class MLXEngine(BatchEngine):
             prefixes = Prefixes(mx.array(padded), lengths)
         rests = [prompt[n:] for prompt, n in zip(prompts, lengths, strict=True)]
         logits, layers = self._open()(rests, prefixes, self._store)
+        logsumexp = _logsumexp(logits)
         # What is read of the store must be read before it is written.
-        mx.eval(logits, [(layer.keys, layer.values) for layer in layers])
+        mx.eval(logits, logsumexp, [(layer.keys, layer.values) for layer in layers])
+        sound = np.isfinite(np.array(logsumexp))
         try:
-            slots, rows, columns = [], [], []
+            slots, rows, columns = [np.empty(0, np.int32)], [], []
             for row, (prompt, rest) in enumerate(zip(prompts, rests, strict=True)):
+                if not sound[row]:
+                    continue
                 new = self._tree.add(adapter, prompt)
                 slots.append(new)
                 rows.append(np.full(new.size, row))
@@ -214,7 +223,7 @@ class MLXEngine(BatchEngine):
         except BaseException:
             self._tree.clear()  # it may promise what the store does not hold
             raise
-        return logits
+        return logits, logsumexp
 
     def _shared_prefixes(self, adapter: str | None, prompts: Sequence[Tokens]) -> list[Tokens]:
         """What several of the prompts begin with and is not kept yet."""
@@ -234,13 +243,12 @@ class MLXEngine(BatchEngine):
             free_padding=self._forward_tokens // 8 if may_pad else 0,
         )
 
-    def _rows(self, logits: Any) -> tuple[_Rows, list[float]]:
+    def _rows(self, logits: Any, logsumexp: Any) -> tuple[_Rows, list[float]]:
         """The rows [prompts, vocab] of logits, and the logsumexp of each one's logits."""
-        wide = logits.astype(mx.float32)
-        logsumexp = mx.logsumexp(wide, axis=-1)
-        bfloat16 = logits.dtype == mx.bfloat16
-        block = logits.view(mx.uint16) if bfloat16 else wide - logsumexp[:, None]
-        mx.eval(block, logsumexp)
+        if self._bfloat16:
+            block = logits.view(mx.uint16)
+        else:
+            block = logits.astype(mx.float32) - logsumexp[:, None]
         rows = np.array(block)
         rows.flags.writeable = False
         return rows, logsumexp.tolist()
@@ -272,7 +280,8 @@ class MLXEngine(BatchEngine):
                 self._tree.begin()
                 for index, row, logsumexp in self._run(None, some):
                     found = _outcome(Request(b"", ids), row, logsumexp).logprobs()
-                    right, scale = self._rows(forward.plainly([some[index]]))
+                    plain = forward.plainly([some[index]])
+                    right, scale = self._rows(plain, _logsumexp(plain))
                     alone = _outcome(Request(b"", ids), right[0], scale[0]).logprobs()
                     worst = max(worst, float(np.abs(found - alone).max()))
             tolerance = _TOLERANCE.get(self.info.dtype, _TOLERANCE_HALF_PRECISION)
@@ -351,6 +360,10 @@ class MLXEngine(BatchEngine):
         if threading.get_ident() != self._thread:
             raise EngineBroken("an MLX engine is used on the thread that made it, and on no other")
         return self._forward
+
+
+def _logsumexp(logits: Any) -> Any:
+    return mx.logsumexp(logits.astype(mx.float32), axis=-1)
 
 
 def _common_prefix(prompts: Sequence[Tokens]) -> Tokens:

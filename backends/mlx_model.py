@@ -222,6 +222,7 @@ class Forward:
         padded = np.zeros((len(prompts), max(p.size for p in prompts)), dtype=np.int32)
         for row, prompt in zip(padded, prompts, strict=True):
             row[: prompt.size] = prompt
+            row[prompt.size :] = prompt[-1]  # another token might overflow where these do not
         last = mx.array([prompt.size - 1 for prompt in prompts])
         self._last = last
         try:

@@ -6,17 +6,16 @@ import importlib
 import json
 import logging
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lmpool.backends.config_files import ConfigFiles, load_tokenizer
-from lmpool.backends.engine import Engine, EngineInfo, Outcome, Request, Sampling, Tokens
+from lmpool.backends.engine import Engine, EngineInfo, Outcome, Request, Tokens
 from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
 from lmpool.backends.sampling import sample_token
 from lmpool.backends.sglang_scheduler import SGLangScheduler, Step
@@ -37,14 +36,6 @@ LORA_TARGETS: Final = (
 """The layers that adapters change in most models."""
 
 _DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """A request that the scheduler has, and the adapter that it was submitted with."""
-
-    request: Request
-    lora_id: str | None
 
 
 class SGLangEngine(Engine):
@@ -91,7 +82,7 @@ class SGLangEngine(Engine):
         if dtype == "auto" and not torch.cuda.is_available():
             dtype = "float32"
         arguments = dict(server_args or {})
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Request] = {}
         self._places: dict[bytes, str] = {}
         self._refused: list[Outcome] = []
         self._adapters: dict[str, str] = {}
@@ -135,9 +126,8 @@ class SGLangEngine(Engine):
     # --- requests ------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        scheduler = self._open() if requests else None
+        scheduler = self._open()
         for request in requests:
-            assert scheduler is not None
             reason = self._reason_to_refuse(request)
             if reason is not None:
                 self._refused.append(Outcome(request.id, error=PromptFailed(reason)))
@@ -152,31 +142,25 @@ class SGLangEngine(Engine):
                     self._refused.append(Outcome(request.id, tokens=np.empty(0, np.uint32)))
                     continue
             lora_id = None if request.adapter is None else self._adapters[request.adapter]
-            name = scheduler.add(
-                request.tokens.tolist(),
-                lora_id=lora_id,
-                max_tokens=room,
-                stop_token_ids=sampling.eos_token_ids if sampling is not None else (),
-            )
-            self._running[name] = _Running(request, lora_id)
+            name = scheduler.add(request.tokens.tolist(), lora_id=lora_id, max_tokens=room)
+            self._running[name] = request
             self._places[request.id] = name
 
     def step(self) -> Sequence[Outcome]:
         scheduler = self._open()
         outcomes, self._refused = self._refused, []
         if self._running:
-            try:
-                done = scheduler.step()
-            except EngineBroken:
-                raise
-            except Exception as error:  # it may have lost count of what it holds
-                raise EngineBroken(f"SGLang failed: {type(error).__name__}: {error}") from error
+            done = scheduler.step()
             outcomes.extend(self._rows(done))
-            outcomes.extend(self._continuations(done))
+            for name, tokens in done.drawn.items():
+                running = self._end(name)
+                if running is not None:
+                    drawn = np.array(tokens, np.uint32)
+                    outcomes.append(Outcome(running.id, tokens=drawn))
             for name, reason in done.failed.items():
                 running = self._end(name)
                 if running is not None:
-                    outcomes.append(Outcome(running.request.id, error=PromptFailed(reason)))
+                    outcomes.append(Outcome(running.id, error=PromptFailed(reason)))
             self._unload_unused()
         if self._flush_due and not self._running:
             self.clear_cache()
@@ -206,27 +190,27 @@ class SGLangEngine(Engine):
             return f"temperature={sampling.temperature!r}: a finite number, 0 or more, expected"
         return None
 
-    def _end(self, name: str) -> _Running | None:
+    def _end(self, name: str) -> Request | None:
         """The request called `name`, which ends; None for one that was cancelled."""
         running = self._running.pop(name, None)
-        if running is not None and self._places.get(running.request.id) == name:
-            del self._places[running.request.id]
+        if running is not None and self._places.get(running.id) == name:
+            del self._places[running.id]
         return running
 
     # --- outcomes ------------------------------------------------------------------------------
 
     def _rows(self, done: Step) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        if done.logits is None:
+        if done.logits is None or done.logsumexp is None:
             return outcomes
-        logits = done.logits[:, : self.info.vocab_size]
-        wide = logits.float()
-        logsumexp = torch.logsumexp(wide, dim=-1)
+        logits, logsumexp = done.logits, done.logsumexp
+        narrow = logits.to(torch.bfloat16)
         block: Any
-        if self._bfloat16 and bool((logits.to(torch.bfloat16).to(logits.dtype) == logits).all()):
-            block = logits.to(torch.bfloat16).view(torch.int16).cpu().numpy().view(np.uint16)
+        # Some models compute more after the head, in float32.
+        if self._bfloat16 and torch.allclose(narrow.to(logits), logits, 0, 0, equal_nan=True):
+            block = narrow.view(torch.int16).cpu().numpy().view(np.uint16)
         else:
-            block = (wide - logsumexp[:, None]).cpu().numpy()
+            block = (logits.float() - logsumexp[:, None]).cpu().numpy()
         block.flags.writeable = False
         for name, row, scale in zip(done.rows, block, logsumexp.tolist(), strict=True):
             running = self._end(name)
@@ -234,33 +218,21 @@ class SGLangEngine(Engine):
                 continue
             if not math.isfinite(scale):
                 reason = f"the model's logits have the logsumexp {scale}: it overflows"
-                outcomes.append(Outcome(running.request.id, error=PromptFailed(reason)))
+                outcomes.append(Outcome(running.id, error=PromptFailed(reason)))
                 continue
             scale = scale if row.dtype == np.uint16 else 0.0
-            outcomes.append(Outcome(running.request.id, row=row, logsumexp=scale))
+            outcomes.append(Outcome(running.id, row=row, logsumexp=scale))
         return outcomes
 
-    def _continuations(self, done: Step) -> list[Outcome]:
-        outcomes = []
-        for name, tokens in done.drawn.items():
-            running = self._end(name)
-            if running is None:
-                continue
-            sampling = running.request.sampling
-            assert sampling is not None
-            if tokens and tokens[-1] in sampling.eos_token_ids:
-                tokens = tokens[:-1]
-            outcomes.append(Outcome(running.request.id, tokens=np.array(tokens, np.uint32)))
-        return outcomes
-
-    def _draw(self, name: str, drawn: Sequence[int], logits: torch.Tensor) -> int:
+    def _draw(
+        self, name: str, drawn: Sequence[int], logprobs: npt.NDArray[np.float32]
+    ) -> tuple[int, bool]:
         running = self._running.get(name)
-        if running is None or running.request.sampling is None:
-            return 0  # cancelled
-        sampling: Sampling = running.request.sampling
-        row = logits[: self.info.vocab_size].float()
-        logprobs = torch.log_softmax(row, dim=-1).cpu().numpy()
-        return sample_token(logprobs, sampling.temperature, sampling.seed, len(drawn))
+        if running is None or running.sampling is None:
+            return 0, True  # cancelled
+        sampling = running.sampling
+        token = sample_token(logprobs, sampling.temperature, sampling.seed, len(drawn))
+        return token, token in sampling.eos_token_ids
 
     # --- kept prefixes -------------------------------------------------------------------------
 
@@ -280,8 +252,7 @@ class SGLangEngine(Engine):
         self._flush_due = bool(self._running)
         if not self._running:
             self._drain()
-            if not self._open().flush():
-                raise EngineBroken("SGLang kept its cache although nothing runs")
+            self._open().flush()
 
     def _drain(self) -> None:
         """Run what nobody waits for any more: cancelled requests, and prefixes."""
@@ -319,15 +290,12 @@ class SGLangEngine(Engine):
     def _unload_unused(self) -> None:
         if not self._leaving:
             return
-        scheduler = self._open()
         if not self._running:
             self._drain()
-        used = Counter(running.lora_id for running in self._running.values())
-        for lora_id in sorted(self._leaving):
-            # A cancelled request may be in the running batch for another step.
-            if not used[lora_id] and not scheduler.busy():
-                scheduler.unload_lora(lora_id)
-                self._leaving.discard(lora_id)
+        scheduler = self._open()
+        for lora_id in sorted(self._leaving - scheduler.loras_in_use()):
+            scheduler.unload_lora(lora_id)
+            self._leaving.discard(lora_id)
 
     def _read_adapter(self, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         load_file: Any = importlib.import_module("safetensors.torch").load_file

@@ -12,12 +12,16 @@ import importlib
 import importlib.metadata
 import inspect
 import itertools
+import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from lmpool.backends.sglang_cpu import prepare
@@ -27,7 +31,7 @@ VERSIONS: Final = ("0.5.23",)
 """The releases whose scheduler this module knows."""
 
 _IDLE_STEPS: Final = 1_000
-"""Steps without a batch, while requests wait, after which the scheduler is taken for stuck."""
+"""Steps without a batch, one after another, after which the scheduler is taken for stuck."""
 
 _OWN: Final = frozenset(
     {
@@ -45,35 +49,51 @@ _OWN: Final = frozenset(
         "max_lora_rank",
         "lora_target_modules",
         "lora_paths",
+        "max_queued_requests",
         "speculative_algorithm",
         "disable_radix_cache",
     }
 )
 
-Draw = Callable[[str, Sequence[int], torch.Tensor], int]
-"""Draws the next token: of the request's id, the tokens drawn before, its logits [vocab]. Raises
-`ValueError` where there is none to draw, which ends the request."""
+Draw = Callable[[str, Sequence[int], npt.NDArray[np.float32]], tuple[int, bool]]
+"""Draws the next token, and tells whether it ends the continuation and is no part of it: of the
+request's id, the tokens drawn before, and the log-probabilities float32 [vocab]. Raises
+`ValueError` where there is none to draw, which fails the request."""
 
 
 @dataclass(slots=True)
 class Step:
     """What one step finished.
 
-    `rows` are ids of requests for a row, and `logits` [rows, vocab] those after their prompts;
-    `drawn` the tokens of continuations by id; `failed` the reasons why requests ended otherwise.
+    `rows` are ids of requests for a row, `logits` [rows, vocab] those after their prompts, and
+    `logsumexp` [rows] theirs in float32; `drawn` the tokens of continuations by id; `failed` the
+    reasons why requests ended otherwise.
     """
 
     rows: list[str] = field(default_factory=list)
     logits: torch.Tensor | None = None
+    logsumexp: torch.Tensor | None = None
     drawn: dict[str, list[int]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def _breaking() -> Iterator[None]:
+    """Raise `EngineBroken` for whatever SGLang raises: it may have lost count of what it holds."""
+    try:
+        yield
+    except EngineBroken:
+        raise
+    except Exception as error:
+        raise EngineBroken(f"SGLang failed: {type(error).__name__}: {error}") from error
 
 
 class SGLangScheduler:
     """A scheduler of SGLang with one GPU, or the CPU.
 
     Raises `SettingsError` for another release of SGLang than those of `VERSIONS`, for arguments
-    that it refuses, and where this process has one already.
+    that it refuses, and where this process has one already. Once it runs, all that goes wrong in
+    SGLang is `EngineBroken`.
     """
 
     _open: SGLangScheduler | None = None
@@ -102,8 +122,9 @@ class SGLangScheduler:
         self._draw = draw
         self._numbers = itertools.count()
         self._idle = 0
-        self._batch: Any = None
-        self._stop: dict[str, frozenset[int]] = {}
+        self._scheduler: Any = None
+        self._runner: Any = None
+        self._batch: list[Any] = []
         arguments: dict[str, Any] = {
             "model_path": str(folder),
             "device": self.device,
@@ -146,6 +167,7 @@ class SGLangScheduler:
 
     def _start(self, arguments: Mapping[str, Any]) -> None:
         server: Any = importlib.import_module("sglang.srt.server_args")
+        network: Any = importlib.import_module("sglang.srt.utils.network")
         context: Any = importlib.import_module("sglang.srt.runtime_context")
         scheduler: Any = importlib.import_module("sglang.srt.managers.scheduler")
         self._io: Any = importlib.import_module("sglang.srt.managers.io_struct")
@@ -155,7 +177,6 @@ class SGLangScheduler:
         if unknown:
             raise SettingsError(f"server_args has {unknown[0]!r}, which SGLang does not know")
         settings = server.ServerArgs(**arguments)
-        ports = server.PortArgs.init_new(settings)
         context.publish(
             settings,
             role="scheduler",
@@ -163,14 +184,21 @@ class SGLangScheduler:
         )
         # It would hold the scheduler for ever, and send SIGQUIT to the parent of this process.
         scheduler.create_scheduler_watchdog = lambda *_, **__: None
-        self._scheduler: Any = scheduler.Scheduler(settings, ports)
-        # Nobody reads what it sends.
-        for name in ("send_to_tokenizer", "send_to_detokenizer"):
-            getattr(self._scheduler.ipc_channels, name).socket = None
+        # It would leave a file in shared memory for each scheduler.
+        scheduler.create_load_snapshot_writer = lambda *_, **__: None
+        # Nobody talks to it. Its sockets would be garbage with their context, whose collector may
+        # then wait for them for ever; their names would stay as files.
+        scheduler.SchedulerIpcChannels = SimpleNamespace(create=_no_channels)
+        ports = SimpleNamespace(nccl_port=network.get_free_port_below_ephemeral())
+        hook = sys.excepthook
+        try:
+            self._scheduler = scheduler.Scheduler(settings, ports)
+        finally:
+            sys.excepthook = hook  # torch.distributed wraps it once more for each scheduler
         if self.device == "cpu":
             self._scheduler.schedule_stream.synchronize = lambda: None
             self._scheduler._war_barrier_enabled = False
-        self._runner: Any = self._scheduler.tp_worker.model_runner
+        self._runner = self._scheduler.tp_worker.model_runner
         self._runner.sample = self._sample
 
     # --- what it is ----------------------------------------------------------------------------
@@ -192,20 +220,13 @@ class SGLangScheduler:
 
     # --- requests ------------------------------------------------------------------------------
 
-    def add(
-        self,
-        tokens: Sequence[int],
-        *,
-        lora_id: str | None = None,
-        max_tokens: int = 0,
-        stop_token_ids: Sequence[int] = (),
-    ) -> str:
+    @_breaking()
+    def add(self, tokens: Sequence[int], *, lora_id: str | None = None, max_tokens: int = 0) -> str:
         """Take a prompt in: for a row, or with `max_tokens` for a continuation; its id."""
         request = f"{next(self._numbers):016x}"
+        # SGLang's own stop tokens would always count the model's among them.
         params = self._params.SamplingParams(max_new_tokens=max_tokens, ignore_eos=True)
         params.normalize(None)
-        if max_tokens:
-            self._stop[request] = frozenset(stop_token_ids)
         self._scheduler.process_input_requests(
             [
                 self._io.TokenizedGenerateReqInput(
@@ -227,8 +248,9 @@ class SGLangScheduler:
         )
         return request
 
+    @_breaking()
     def step(self) -> Step:
-        """Run one batch. Raises `EngineBroken` where nothing runs although something waits."""
+        """Run one batch. To be called while there are requests."""
         scheduler, finished = self._scheduler, Step()
         with torch.inference_mode():
             plan = scheduler.get_next_batch_to_run(
@@ -238,68 +260,103 @@ class SGLangScheduler:
             batch = scheduler.last_batch = plan.batch_to_run
             if batch is None:
                 self._idle += 1
-                if self._idle > _IDLE_STEPS and scheduler.waiting_queue:
-                    raise EngineBroken("SGLang's scheduler runs none of the prompts that wait")
+                if self._idle > _IDLE_STEPS:
+                    raise EngineBroken("SGLang's scheduler runs none of the prompts that it has")
                 return finished
             self._idle = 0
             self._batch = list(batch.reqs)
             result = scheduler.run_batch(batch)
-            requests, logits = list(batch.reqs), result.logits_output.next_token_logits
+            logits = self._logits(result.logits_output)
+            logsumexp = torch.logsumexp(logits.float(), dim=-1)
+            for place in (~torch.isfinite(logsumexp)).nonzero().flatten().tolist():
+                self._forget(self._batch[place])
             scheduler.process_batch_result(batch, result)
             places = []
-            for place, request in enumerate(requests):
-                if not request.finished():
+            for place, request in enumerate(self._batch):
+                reason = request.finished_reason
+                if reason is None:
                     continue
-                self._stop.pop(request.rid, None)
-                if isinstance(request.finished_reason, self._ends.FINISH_ABORT):
-                    finished.failed[request.rid] = str(request.finished_reason.message)
+                if isinstance(reason, self._ends.FINISH_ABORT):
+                    finished.failed[request.rid] = str(reason.message)
                 elif request.sampling_params.max_new_tokens == 0:
                     finished.rows.append(request.rid)
                     places.append(place)
                 else:
-                    finished.drawn[request.rid] = list(request.output_ids)
+                    ended = isinstance(reason, self._ends.FINISH_MATCHED_TOKEN)
+                    finished.drawn[request.rid] = list(request.output_ids)[: -1 if ended else None]
             if places:
-                # A copy: the next batch may write where this one did.
-                finished.logits = logits[torch.tensor(places, device=logits.device)]
+                # Copies: the next batch may write where this one did.
+                chosen = torch.tensor(places, device=logits.device)
+                finished.logits, finished.logsumexp = logits[chosen], logsumexp[chosen]
+            self._batch = []
         return finished
+
+    def _logits(self, logits_output: Any) -> torch.Tensor:
+        """The logits after each request of the batch [requests, vocab]."""
+        logits: torch.Tensor = logits_output.next_token_logits
+        return logits[:, : self.vocab_size]
 
     def _sample(self, logits_output: Any, forward_batch: Any) -> torch.Tensor:
         """The next token of each request of the batch, in place of SGLang's `ModelRunner.sample`.
 
         Raw logits stay as they are, for the rows.
         """
-        logits = logits_output.next_token_logits
+        logits = self._logits(logits_output)
+        # Of a prompt whose beginning was computed, the logits are not wanted.
+        places = [
+            place
+            for place, request in enumerate(self._batch)
+            if request.sampling_params.max_new_tokens > 0 and request.inflight_middle_chunks <= 0
+        ]
+        chosen = torch.tensor(places, dtype=torch.int64, device=logits.device)
+        logprobs = torch.log_softmax(logits[chosen].float(), dim=-1).cpu().numpy()
         drawn = [0] * len(self._batch)
-        for place, request in enumerate(self._batch):
-            # Of a prompt whose beginning was computed, the logits are not wanted.
-            if request.sampling_params.max_new_tokens > 0 and request.inflight_middle_chunks <= 0:
-                try:
-                    token = self._draw(request.rid, request.output_ids, logits[place])
-                except ValueError as error:  # a row with NaN has no token to draw
-                    request.to_finish = self._ends.FINISH_ABORT(str(error))
-                    continue
-                drawn[place] = token
-                # SGLang's own stop tokens would always count the model's among them.
-                if token in self._stop[request.rid] and request.to_finish is None:
-                    request.to_finish = self._ends.FINISH_MATCHED_TOKEN(matched=token)
+        for place, row in zip(places, logprobs, strict=True):
+            request = self._batch[place]
+            try:
+                token, ends = self._draw(request.rid, request.output_ids, row)
+            except ValueError as error:  # a row with NaN has no token to draw
+                request.to_finish = self._ends.FINISH_ABORT(str(error))
+                continue
+            drawn[place] = token
+            if ends and request.to_finish is None:
+                request.to_finish = self._ends.FINISH_MATCHED_TOKEN(matched=token)
         return torch.tensor(drawn, dtype=torch.int64, device=logits.device)
+
+    def _forget(self, request: Any) -> None:
+        """Keep a request whose logits overflow from spoiling others by its keys and values.
+
+        Attention gives what it does not look at the weight 0, and 0 * NaN is NaN: a token that
+        overflows spoils those before it too, and whoever gets its slots may be next.
+        """
+        request.skip_radix_cache_insert = True
+        if request.inflight_middle_chunks > 0:
+            return  # its last piece will overflow too, as long as this one is there
+        own = slice(request.kv.cache_protected_len, request.kv.kv_allocated_len)
+        slots = self._scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx, own].long()
+        pool = self._scheduler.token_to_kv_pool_allocator.get_kvcache()
+        for kind in ("k_buffer", "v_buffer", "kv_buffer"):
+            for layer in getattr(pool, kind, None) or ():
+                layer[slots] = 0
 
     def busy(self) -> bool:
         """Whether there is a request that has not ended, cancelled ones among them."""
         return not self._scheduler.is_fully_idle()
 
+    @_breaking()
     def abort(self, request: str) -> None:
         """End a request; one that is running ends with the next step."""
         self._scheduler.abort_request(self._io.AbortReq(rid=request, abort_all=False))
-        if all(request != waiting.rid for waiting in self._scheduler.collect_inflight_reqs()):
-            self._stop.pop(request, None)  # it was waiting, and is gone
 
-    def flush(self) -> bool:
-        """Drop the radix cache; False, and nothing is dropped, while requests run."""
-        return bool(self._scheduler.flush_cache())
+    @_breaking()
+    def flush(self) -> None:
+        """Drop the radix cache, while there are no requests."""
+        if not self._scheduler.flush_cache():
+            raise EngineBroken("SGLang kept its cache although nothing runs")
 
     # --- adapters ------------------------------------------------------------------------------
 
+    @_breaking()
     def load_lora(
         self, lora_id: str, config: dict[str, Any], tensors: dict[str, torch.Tensor]
     ) -> str:
@@ -310,11 +367,23 @@ class SGLangScheduler:
         result = self._runner.load_lora_adapter_from_tensors(reference, tensors, config, None)
         return "" if result.success else str(result.error_message)
 
+    @_breaking()
     def unload_lora(self, lora_id: str) -> None:
-        """Unload an adapter that no request in flight asks for."""
-        self._scheduler.unload_lora_adapter(
+        """Unload an adapter that no request asks for."""
+        result = self._scheduler.unload_lora_adapter(
             self._io.UnloadLoRAAdapterReqInput(lora_name=lora_id, lora_id=lora_id)
         )
+        if not result.success:
+            raise EngineBroken(f"SGLang does not unload an adapter: {result.error_message}")
+
+    @_breaking()
+    def loras_in_use(self) -> set[str | None]:
+        """The adapters that requests ask for, cancelled ones among them."""
+        scheduler = self._scheduler
+        requests = [*scheduler.collect_inflight_reqs(), *scheduler.waiting_queue]
+        if scheduler.chunked_req is not None:
+            requests.append(scheduler.chunked_req)
+        return {request.lora_id for request in requests}
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -322,12 +391,10 @@ class SGLangScheduler:
         """Free the model and the process's place for another one."""
         if SGLangScheduler._open is not self:
             return
-        scheduler = getattr(self, "_scheduler", None)
-        if scheduler is not None:
-            scheduler.release_host_resources()
-            del self._runner.sample
-            del self._runner, self._scheduler
-        self._batch = None
+        if self._scheduler is not None:
+            self._scheduler.release_host_resources()
+        self._scheduler = self._runner = None
+        self._batch = []
         parallel: Any = importlib.import_module("sglang.srt.distributed.parallel_state")
         with contextlib.suppress(AssertionError):
             parallel.destroy_model_parallel()
@@ -337,6 +404,18 @@ class SGLangScheduler:
         if self.device != "cpu":
             torch.cuda.empty_cache()
         SGLangScheduler._open = None
+
+
+def _no_channels(**_: object) -> SimpleNamespace:
+    """SGLang's channels to other processes, which are none."""
+    nobody = SimpleNamespace(send_output=lambda *_: None, closed=True)
+    return SimpleNamespace(
+        recv_from_tokenizer=None,
+        recv_from_rpc=None,
+        send_to_tokenizer=nobody,
+        send_to_detokenizer=nobody,
+        send_metrics_from_scheduler=nobody,
+    )
 
 
 def _check_version() -> None:

@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from lmpool.backends.contract import EngineContract, Reference, ask, request_for, write_adapter  # noqa: E402
+from lmpool.backends.engine import Sampling  # noqa: E402
 from lmpool.backends.mlx import MLXEngine  # noqa: E402
 from tests.support.engines import check_engines  # noqa: E402
 
@@ -197,6 +198,37 @@ def test_long_prompts_in_pieces(llama: str, cache_bytes: int) -> None:
     engine = MLXEngine(llama, forward_tokens=20, cache_bytes=cache_bytes)
     prompts = some_prompts(5)
     assert np.abs(rows(engine, prompts) - Reference(llama).rows(prompts)).max() < 1e-4
+
+
+@pytest.mark.parametrize("options", [{}, {"forward_tokens": 20}])
+def test_a_row_that_is_not_a_number_fails_alone(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its batch nor those after it, which begin as it does, have its keys and values."""
+    from mlx import core as mx
+
+    engine = MLXEngine("tiny", **options)
+    embedding = engine._open().model.model.embed_tokens
+    kind, nan = type(embedding), 0  # the token of least resistance for padding
+
+    def embed(own: Any, ids: Any) -> Any:
+        return mx.where((ids == nan)[..., None], float("nan"), kind.__call__(own, ids))
+
+    monkeypatch.setattr(embedding, "__class__", type("Overflows", (kind,), {"__call__": embed}))
+    long = list(range(20, 70))
+    good = [[1, 2, 3], [1, 2, 3, 4], [*long, 5], [9]]
+    right = Reference.of("tiny").rows(good)
+    for bad in ([1, 2, 3, nan], [*long, nan, *long], [*long, nan], [nan]):
+        failed, *found = ask(engine, [request_for(prompt) for prompt in (bad, *good)])
+        assert "logsumexp nan" in str(failed.error)
+        assert np.abs(np.stack([row.logprobs() for row in found]) - right).max() < 1e-4
+        assert np.abs(rows(engine, good) - right).max() < 1e-4
+        sampling = Sampling(5, (), 0.0, 0)
+        (failed,) = ask(engine, [request_for(bad, sampling=sampling)])
+        assert "logsumexp nan" in str(failed.error)
+    assert engine._store is not None
+    kept = [array for pair in engine._store._arrays for array in pair]
+    assert all(bool(mx.isfinite(array).all()) for array in kept)
 
 
 def test_another_thread_is_refused(llama: str) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import json
+import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 torch = pytest.importorskip("torch")
+zmq = pytest.importorskip("zmq")
 pytest.importorskip("sglang")
 
 from lmpool.backends.contract import EngineContract, Reference, ask, request_for, write_adapter  # noqa: E402
@@ -60,6 +64,16 @@ class TestContract(EngineContract):
     engine = "sglang"
     options = {"max_loras": 4}
     bounded = {"server_args": {"max_total_tokens": 4096}}
+
+
+NAN = 13
+"""The token whose embedding is NaN once `overflow` was called."""
+
+
+def overflow(engine: SGLangEngine) -> None:
+    engine._open()._runner.model.model.embed_tokens.register_forward_hook(
+        lambda _, inputs, states: states.masked_fill((inputs[0] == NAN)[:, None], float("nan"))
+    )
 
 
 SMALL = {"server_args": {"chunked_prefill_size": 48, "max_total_tokens": 1200}}
@@ -131,7 +145,9 @@ def test_prefixes_are_kept_and_dropped(tiny_engine: Callable[..., SGLangEngine])
 def test_rows_of_a_bfloat16_model(tiny_engine: Callable[..., SGLangEngine]) -> None:
     engine = tiny_engine(dtype="bfloat16")
     assert (engine.info.dtype, engine.info.encoding) == ("bfloat16", "bf16")
-    (outcome,) = ask(engine, [request_for([5, 6, 7])])
+    overflow(engine)
+    outcome, failed = ask(engine, [request_for([5, 6, 7]), request_for([5, 6, NAN])])
+    assert "logsumexp nan" in str(failed.error)
     assert outcome.row is not None
     assert outcome.row.dtype == np.uint16
     assert np.abs(outcome.logprobs() - Reference.of("tiny").rows([[5, 6, 7]])[0]).max() < 0.3
@@ -248,29 +264,129 @@ def test_a_pool_of_it_answers_as_one_of_transformers() -> None:
     check_engines("sglang")
 
 
-def test_a_row_that_is_not_a_number_fails_alone(tiny_engine: Callable[..., SGLangEngine]) -> None:
-    engine = tiny_engine()
-    embedding = engine._open()._runner.model.model.embed_tokens
-    embedding.register_forward_hook(
-        lambda _, inputs, states: states.masked_fill((inputs[0] == 13)[:, None], float("nan"))
-    )
-    row, bad, other = ask(engine, [request_for([1, 2]), request_for([1, 13]), request_for([5])])
-    assert "logsumexp nan" in str(bad.error)
-    assert row.error is None
-    assert other.error is None
-    (drawn,) = ask(engine, [request_for([4, 13], sampling=Sampling(5, (), 1.0, 0))])
-    assert "has no token to draw" in str(drawn.error)
+@pytest.fixture(params=[{}, SMALL], ids=["whole", "in pieces"])
+def overflows(
+    request: pytest.FixtureRequest, tiny_engine: Callable[..., SGLangEngine]
+) -> Iterator[SGLangEngine]:
+    """An engine that computes NaN from the token `NAN`, and keeps none of it."""
+    engine = tiny_engine(**request.param)
+    overflow(engine)
+    yield engine
+    pool = engine._open()._scheduler.token_to_kv_pool_allocator.get_kvcache()
+    assert all(bool(layer.isfinite().all()) for layer in (*pool.k_buffer, *pool.v_buffer))
 
 
-def test_a_batch_that_raises_breaks_the_engine(
-    tiny_engine: Callable[..., SGLangEngine], monkeypatch: pytest.MonkeyPatch
+def test_a_row_that_is_not_a_number_fails_alone(overflows: SGLangEngine) -> None:
+    """Neither its batch nor those after it, which begin as it does, have its keys and values."""
+    long = list(range(20, 70))
+    good = [[1, 2, 3], [1, 2, 3, 4], [*long, 5], [9]]
+    for bad in ([1, 2, 3, NAN], [*long, NAN, *long], [*long, NAN], [NAN]):
+        failed, *rows = ask(overflows, [request_for(prompt) for prompt in (bad, *good)])
+        assert "logsumexp nan" in str(failed.error)
+        rows += ask(overflows, [request_for(prompt) for prompt in good])
+        found = np.stack([row.logprobs() for row in rows])
+        assert np.abs(found - Reference.of("tiny").rows(good * 2)).max() < 1e-4
+
+
+def test_a_continuation_that_is_not_a_number_fails_alone(overflows: SGLangEngine) -> None:
+    sampling = Sampling(5, (), 0.0, 0)
+    good = request_for([1, 2, 3], sampling=sampling)
+    failed, beside = ask(overflows, [request_for([1, 2, 3, NAN], sampling=sampling), good])
+    assert "has no token to draw" in str(failed.error)
+    (after,) = ask(overflows, [good])
+    assert beside.tokens is not None
+    assert after.tokens is not None
+    assert after.tokens.tolist() == beside.tokens.tolist()
+    assert int(beside.tokens[0]) == int(Reference.of("tiny").rows([[1, 2, 3]])[0].argmax())
+
+
+def test_a_token_that_overflows_when_it_was_drawn(
+    tiny_engine: Callable[..., SGLangEngine],
 ) -> None:
     engine = tiny_engine()
+    request = request_for([1, 2, 3], sampling=Sampling(5, (), 0.0, 0))
+    (right,) = ask(engine, [request])
+    assert right.tokens is not None
+    second = int(right.tokens[1])
+    embedding = engine._open()._runner.model.model.embed_tokens
+    engine.clear_cache()
+    hook = embedding.register_forward_hook(
+        lambda _, inputs, states: states.masked_fill((inputs[0] == second)[:, None], float("nan"))
+    )
+    assert "has no token to draw" in str(ask(engine, [request])[0].error)
+    hook.remove()
+    (again,) = ask(engine, [request])
+    assert again.tokens is not None
+    assert again.tokens.tolist() == right.tokens.tolist()
+
+
+@pytest.mark.parametrize("call", ["step", "cache_prefix", "clear_cache", "remove_adapter"])
+def test_a_batch_that_raises_breaks_the_engine(
+    tiny_engine: Callable[..., SGLangEngine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+) -> None:
+    engine = tiny_engine(max_loras=1)
+    engine.add_adapter("a", write_adapter(tmp_path / "a", seed=1))
+    cancelled = request_for([1, 2], adapter="a", sampling=Sampling(9, (), 0.0, 0))
+    engine.submit([cancelled])
+    engine.step()  # what was cancelled runs for one more step
+    engine.cancel([cancelled.id])
 
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(engine._open()._scheduler, "run_batch", fail)
-    engine.submit([request_for([1])])
+    if call == "step":
+        engine.submit([request_for([1])])
+    arguments = {"cache_prefix": [np.array([1], np.uint32)], "remove_adapter": ["a"]}
     with pytest.raises(EngineBroken, match="SGLang failed: RuntimeError: CUDA error"):
+        getattr(engine, call)(*arguments.get(call, []))
+
+
+def test_a_scheduler_that_runs_nothing_breaks_the_engine(
+    tiny_engine: Callable[..., SGLangEngine],
+) -> None:
+    engine = tiny_engine()
+    engine.submit([request_for([1])])
+    engine._open()._scheduler.waiting_queue.clear()
+    for _ in range(1_000):
+        assert engine.step() == []
+    with pytest.raises(EngineBroken, match="runs none of the prompts"):
         engine.step()
+
+
+def test_an_adapter_goes_while_others_are_asked_for(
+    tiny_engine: Callable[..., SGLangEngine], tmp_path: Path
+) -> None:
+    engine = tiny_engine(max_loras=2)
+    for seed, name in enumerate(("mine", "other")):
+        engine.add_adapter(name, write_adapter(tmp_path / name, seed=seed))
+    loaded = engine._open()._runner.lora_manager.loras
+    mine = request_for([1, 2], adapter="mine", sampling=Sampling(3, (), 0.0, 0))
+    other = request_for([1, 2], adapter="other", sampling=Sampling(30, (), 0.0, 0))
+    engine.submit([mine, other])
+    engine.remove_adapter("mine")
+    outcomes = list(engine.step())
+    assert len(loaded) == 2
+    while not outcomes:
+        outcomes += engine.step()
+    outcomes += engine.step()
+    assert [outcome.id for outcome in outcomes] == [mine.id]
+    assert len(loaded) == 1
+    engine.cancel([other.id])
+
+
+def test_an_engine_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_engine: Callable[..., SGLangEngine]
+) -> None:
+    """Neither files, nor sockets, which Python's collector might wait for, nor a hook."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    hook = sys.excepthook
+    engine = tiny_engine()
+    assert ask(engine, [request_for([1])])[0].error is None
+    assert not [one for one in gc.get_objects() if issubclass(type(one), zmq.Socket)]
+    assert not [file.path for file in psutil.Process().open_files() if "sglang" in file.path]
+    assert list(tmp_path.iterdir()) == []
+    assert sys.excepthook is hook
