@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import logging
@@ -326,7 +327,7 @@ class SGLangEngine(Engine):
 
     def _check_shapes(self, folder: Path, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """SGLang copies what fits and breaks on the rest, a batch later."""
-        shapes = self._layer_shapes()
+        shapes = self._layer_shapes
         for name, tensor in tensors.items():
             module, _, half = name.removeprefix("base_model.model.").rpartition(".lora_")
             layer = shapes.get(module)
@@ -340,6 +341,7 @@ class SGLangEngine(Engine):
                     + ("no such layer" if expected is None else f"takes {expected}")
                 )
 
+    @functools.cached_property
     def _layer_shapes(self) -> dict[str, tuple[int, int]]:
         """[outputs, inputs] of each linear layer, by the name that PEFT calls it."""
         transformers: Any = importlib.import_module("transformers")

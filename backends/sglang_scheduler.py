@@ -125,6 +125,7 @@ class SGLangScheduler:
         self._scheduler: Any = None
         self._runner: Any = None
         self._batch: list[Any] = []
+        self._aborted: dict[str, str] = {}
         arguments: dict[str, Any] = {
             "model_path": str(folder),
             "device": self.device,
@@ -188,18 +189,36 @@ class SGLangScheduler:
         scheduler.create_load_snapshot_writer = lambda *_, **__: None
         # Nobody talks to it. Its sockets would be garbage with their context, whose collector may
         # then wait for them for ever; their names would stay as files.
-        scheduler.SchedulerIpcChannels = SimpleNamespace(create=_no_channels)
-        ports = SimpleNamespace(nccl_port=network.get_free_port_below_ephemeral())
-        hook = sys.excepthook
+        channels, hook = scheduler.SchedulerIpcChannels, sys.excepthook
+        scheduler.SchedulerIpcChannels = SimpleNamespace(create=self._channels)
         try:
+            ports = SimpleNamespace(nccl_port=network.get_free_port_below_ephemeral())
             self._scheduler = scheduler.Scheduler(settings, ports)
         finally:
+            scheduler.SchedulerIpcChannels = channels
             sys.excepthook = hook  # torch.distributed wraps it once more for each scheduler
         if self.device == "cpu":
             self._scheduler.schedule_stream.synchronize = lambda: None
             self._scheduler._war_barrier_enabled = False
         self._runner = self._scheduler.tp_worker.model_runner
         self._runner.sample = self._sample
+
+    def _channels(self, **_: object) -> SimpleNamespace:
+        """SGLang's channels to other processes, which are none."""
+        nobody = SimpleNamespace(send_output=lambda *_: None, closed=True)
+        return SimpleNamespace(
+            recv_from_tokenizer=None,
+            recv_from_rpc=None,
+            send_to_tokenizer=SimpleNamespace(send_output=self._hear),
+            send_to_detokenizer=nobody,
+            send_metrics_from_scheduler=nobody,
+        )
+
+    def _hear(self, output: Any, request: object = None) -> None:
+        """Note which request SGLang ends outside of a batch, for want of memory or time."""
+        if isinstance(output, self._io.AbortReq):
+            reason = (output.finished_reason or {}).get("message")
+            self._aborted[output.rid] = str(reason or "SGLang aborted it")
 
     # --- what it is ----------------------------------------------------------------------------
 
@@ -251,7 +270,8 @@ class SGLangScheduler:
     @_breaking()
     def step(self) -> Step:
         """Run one batch. To be called while there are requests."""
-        scheduler, finished = self._scheduler, Step()
+        scheduler, finished = self._scheduler, Step(failed=self._aborted)
+        self._aborted = {}
         with torch.inference_mode():
             plan = scheduler.get_next_batch_to_run(
                 running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
@@ -391,31 +411,21 @@ class SGLangScheduler:
         """Free the model and the process's place for another one."""
         if SGLangScheduler._open is not self:
             return
-        if self._scheduler is not None:
-            self._scheduler.release_host_resources()
-        self._scheduler = self._runner = None
-        self._batch = []
-        parallel: Any = importlib.import_module("sglang.srt.distributed.parallel_state")
-        with contextlib.suppress(AssertionError):
-            parallel.destroy_model_parallel()
-        with contextlib.suppress(AssertionError):
-            parallel.destroy_distributed_environment()
-        gc.collect()
-        if self.device != "cpu":
-            torch.cuda.empty_cache()
-        SGLangScheduler._open = None
-
-
-def _no_channels(**_: object) -> SimpleNamespace:
-    """SGLang's channels to other processes, which are none."""
-    nobody = SimpleNamespace(send_output=lambda *_: None, closed=True)
-    return SimpleNamespace(
-        recv_from_tokenizer=None,
-        recv_from_rpc=None,
-        send_to_tokenizer=nobody,
-        send_to_detokenizer=nobody,
-        send_metrics_from_scheduler=nobody,
-    )
+        try:
+            if self._scheduler is not None:
+                self._scheduler.release_host_resources()
+            self._scheduler = self._runner = None
+            self._batch = []
+            parallel: Any = importlib.import_module("sglang.srt.distributed.parallel_state")
+            with contextlib.suppress(AssertionError):
+                parallel.destroy_model_parallel()
+            with contextlib.suppress(AssertionError):
+                parallel.destroy_distributed_environment()
+            gc.collect()
+            if self.device != "cpu":
+                torch.cuda.empty_cache()
+        finally:
+            SGLangScheduler._open = None
 
 
 def _check_version() -> None:

@@ -24,7 +24,7 @@ from lmpool.backends.contract import EngineContract, Reference, ask, request_for
 from lmpool.backends.engine import Sampling  # noqa: E402
 from lmpool.backends.sampling import sample_token  # noqa: E402
 from lmpool.backends.sglang import SGLangEngine  # noqa: E402
-from lmpool.errors import AdapterError, EngineBroken, SettingsError  # noqa: E402
+from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError  # noqa: E402
 from tests.support.engines import check_engines  # noqa: E402
 
 pytestmark = [
@@ -355,6 +355,25 @@ def test_a_scheduler_that_runs_nothing_breaks_the_engine(
         assert engine.step() == []
     with pytest.raises(EngineBroken, match="runs none of the prompts"):
         engine.step()
+
+
+def test_what_sglang_aborts_fails(tiny_engine: Callable[..., SGLangEngine]) -> None:
+    """As it does for want of memory or time, whether a request waits or runs."""
+    engine = tiny_engine()
+    scheduler = engine._open()
+    for steps in (0, 1):
+        requests = [request_for([n], sampling=Sampling(3, (), 0.0, 0)) for n in (1, 2)]
+        engine.submit(requests)
+        for _ in range(steps):
+            assert engine.step() == []
+        scheduler.abort(engine._places[requests[0].id])
+        outcomes = {}
+        while engine.in_flight():
+            outcomes |= {outcome.id: outcome for outcome in engine.step()}
+        aborted, other = (outcomes[request.id] for request in requests)
+        assert isinstance(aborted.error, PromptFailed)
+        assert other.tokens is not None
+        assert other.tokens.size == 3
 
 
 def test_an_adapter_goes_while_others_are_asked_for(
