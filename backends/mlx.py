@@ -308,8 +308,10 @@ class MLXEngine(BatchEngine):
         if self.keeps_prefixes:
             self._tree.begin()
             self._lora.activate(None)
-            for _ in self._run(None, [tokens]):
-                pass
+            for _, row, logsumexp in self._run(None, [tokens]):
+                error = _outcome(Request(b"", tokens), row, logsumexp).error
+                if error is not None:
+                    raise error
 
     def clear_cache(self) -> None:
         """Drop all kept prefixes and free their memory."""

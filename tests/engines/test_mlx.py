@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lmpool.backends import tiny
-from lmpool.errors import AdapterError, EngineBroken, SettingsError
+from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
 
 pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
@@ -226,6 +226,8 @@ def test_a_row_that_is_not_a_number_fails_alone(
         sampling = Sampling(5, (), 0.0, 0)
         (failed,) = ask(engine, [request_for(bad, sampling=sampling)])
         assert "logsumexp nan" in str(failed.error)
+        with pytest.raises(PromptFailed, match="logsumexp nan"):
+            engine.cache_prefix(np.array(bad, np.uint32))
     assert engine._store is not None
     kept = [array for pair in engine._store._arrays for array in pair]
     assert all(bool(mx.isfinite(array).all()) for array in kept)
