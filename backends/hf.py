@@ -301,7 +301,10 @@ class HFEngine(BatchEngine):
             reason = "this engine keeps nothing between batches"
         if reason is None and tokens.size > self._packed_longest:
             reason = f"a prefix of {tokens.size} tokens: {self._packed_longest} can be kept"
-        self._lora.use(None)
+        if reason is None:
+            (outcome,) = self.compute([Request(b"prefix", tokens)])
+            if outcome.error is not None:  # kept, it would spoil all that extend it
+                raise outcome.error
         if reason is None and self._packed is not None and not self._packed.keep_prefix(tokens):
             reason = (
                 f"a prefix of {tokens.size} tokens is more than there is room for: clear the cache "

@@ -82,12 +82,18 @@ class PatientRedis(ArqRedis):
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """As redis-py's, less those failures."""
         try:
-            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+            answer = await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
             if args[0] not in self._NOTHING:
                 raise
             logger.debug("arq's %s failed: %s", args[0], error)
-            return self._NOTHING[args[0]]
+            answer = self._NOTHING[args[0]]
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            # redis-py waits with asyncio.wait_for, and that of Python 3.11 loses a cancellation
+            # that comes together with the answer: a worker would not hear of its SIGTERM.
+            raise asyncio.CancelledError
+        return answer
 
 
 def _new_redis(url: str, queue: str) -> PatientRedis:

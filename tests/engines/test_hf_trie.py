@@ -357,6 +357,11 @@ def test_a_row_that_is_not_a_number_spoils_no_other(llama: str) -> None:
     outcomes = run(engine, requests_of([bad[0], prompts[0]]))
     assert outcomes[0].error is not None
     texts.compare(engine, batch)
+    with pytest.raises(PromptFailed, match="logsumexp nan"):
+        engine.cache_prefix(np.array(bad[0], np.uint32))
+    statistics = engine.statistics()
+    assert statistics is not None
+    assert statistics.pinned == 0
 
 
 def test_a_failed_forward_pass_leaves_nothing_behind(llama: str) -> None:

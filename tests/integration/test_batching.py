@@ -128,7 +128,7 @@ def test_the_next_batch_fills_while_one_is_computed(server_url, pool_name, tmp_p
     assert [batch.size for batch in batches] == [16] * 8
     gaps = [b.start - a.end for a, b in itertools.pairwise(batches)]
     assert statistics.median(gaps) < delay / 10
-    assert max(gaps) < delay
+    assert max(gaps) < LONG / 2  # none waited for company
 
 
 def test_jobs_that_come_during_a_batch_are_the_next_one(

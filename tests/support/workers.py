@@ -83,6 +83,7 @@ class WorkerProcess:
                 env={
                     **clean_environment(),
                     **settings_as_environment(settings),
+                    "PYTHONFAULTHANDLER": "1",
                     **(environment or {}),
                 },
                 cwd=self.folder.name,
@@ -134,6 +135,8 @@ class WorkerProcess:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)  # it writes down where its threads are
+            self.process.wait(10)
             raise AssertionError(
                 f"the worker has not ended after {timeout:g} s:\n{self.log}"
             ) from None
