@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from lmpool.backends import Request, Sampling, load_engine, tiny, vllm_internals
+from lmpool.backends.model_files import model_identity
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
 from tests.support.vllm_engine import (
     QUICK,
@@ -328,6 +329,11 @@ class TestAdapters:
         assert_rows(answer(engine, given), reference.rows(given))
 
 
+def identity(dtype: str) -> dict[str, object]:
+    """What the tiny model's numbers come from."""
+    return {"engine": "vllm", "dtype": dtype, "files": model_identity(tiny.path(), code=False)}
+
+
 class TestOneEngine:
     """What needs no engine of its own."""
 
@@ -340,6 +346,7 @@ class TestOneEngine:
         info = engine.info
         assert (info.engine, info.model, info.vocab_size) == ("vllm", "tiny", VOCAB)
         assert (info.max_prompt_tokens, info.dtype, info.encoding) == (511, "float32", "f32")
+        assert info.identity == identity("float32")
         assert (info.bos_token_id, info.eos_token_ids, info.pad_token_id) == (1, (2,), 0)
         assert "tokenizer.json" in engine.tokenizer_files()
         assert len(engine.byte_vocabulary()) == VOCAB
@@ -424,8 +431,9 @@ class TestOneEngine:
 
 def test_rows_of_a_bfloat16_model_are_the_bits_of_its_logits(reference):
     given = prompts(30, 60, seed=10)
-    with vllm_engine(dtype="bfloat16") as engine:
+    with vllm_engine(dtype="bfloat16", max_num_seqs=64) as engine:
         assert engine.info.encoding == "bf16"
+        assert engine.info.identity == identity("bfloat16")
         outcomes = answer(engine, given)
         assert all(o.row.dtype == np.uint16 for o in outcomes)
         rows = np.stack([o.logprobs() for o in outcomes])
@@ -567,11 +575,3 @@ class TestOptions:
         monkeypatch.setattr(vllm_internals, "version", lambda name: found)
         with pytest.raises(SettingsError, match=rf"vLLM {found} is installed.*0\.32"):
             vllm_internals.check_version()
-
-    def test_what_changes_the_numbers_is_in_the_fingerprint(self):
-        with vllm_engine() as one:
-            plain = dict(one.info.identity)
-        with vllm_engine(dtype="bfloat16", max_num_seqs=8) as other:
-            narrow = dict(other.info.identity)
-        assert plain != narrow
-        assert {**plain, "dtype": "bfloat16"} == narrow
