@@ -69,6 +69,7 @@ class _Running:
     adapter: LoRARequest | None
     number: int
     live: LivePrompt | None
+    alone: bool
     drawn: list[int] = field(default_factory=list)
 
 
@@ -141,6 +142,8 @@ class VLLMEngine(Engine):
         self._leaving: list[LoRARequest] = []
         """Removed adapters of requests that have not ended yet."""
         self._waiting: deque[_Waiting] = deque()
+        self._suspects: deque[_Waiting] = deque()
+        """Requests whose logits were not finite, perhaps by the company that they had."""
         self._running: dict[str, _Running] = {}
         self._by_request: dict[bytes, str] = {}
         self._outcomes: list[Outcome] = []
@@ -220,6 +223,9 @@ class VLLMEngine(Engine):
         """Put into vLLM what may run beside what runs there."""
         if self._clearing and not self._running:
             self._drop_caches()
+        if self._suspects and not self._running:
+            suspect = self._suspects.popleft()
+            self._begin(suspect.request, suspect.adapter, alone=True)
         while joining := self._next_to_join():
             for waiting in joining:
                 self._begin(waiting.request, waiting.adapter)
@@ -233,12 +239,12 @@ class VLLMEngine(Engine):
         others wait.
         """
         waiting, none = self._waiting, deque[_Waiting]()
-        if not waiting or self._clearing:
+        running = next(iter(self._running.values()), None)
+        if not waiting or self._clearing or self._suspects or (running and running.alone):
             return none
         if not (self._lora and self._on_cpu):
             self._waiting = none
             return waiting
-        running = next(iter(self._running.values()), None)
         first = running or waiting[0]
         joining = deque(w for w in waiting if (w.adapter is None) == (first.adapter is None))
         if running is not None and len(joining) < len(waiting):
@@ -246,7 +252,7 @@ class VLLMEngine(Engine):
         self._waiting = deque(w for w in waiting if (w.adapter is None) != (first.adapter is None))
         return joining
 
-    def _begin(self, request: Request, adapter: LoRARequest | None) -> None:
+    def _begin(self, request: Request, adapter: LoRARequest | None, *, alone: bool = False) -> None:
         sampling, tokens = request.sampling, request.tokens
         self._numbers += 1
         live: LivePrompt | None = None
@@ -288,7 +294,7 @@ class VLLMEngine(Engine):
                     resumable=live is not None,
                 )
             )
-        self._running[name] = _Running(name, request, adapter, self._numbers, live)
+        self._running[name] = _Running(name, request, adapter, self._numbers, live, alone)
         self._by_request[request.id] = name
 
     def step(self) -> Sequence[Outcome]:
@@ -338,8 +344,13 @@ class VLLMEngine(Engine):
             if given_up:
                 error = PromptFailed(f"vLLM gave this prompt up ({reason})")
                 self._outcomes.append(Outcome(running.request.id, error=error))
+            elif _is_unsound(row := rows.get(running.number)) and not running.alone:
+                # vLLM's attention for CPUs lets NaN of one prompt into others of its step, and from
+                # there it is cached. So nothing but what is not finite alone is a prompt's fault.
+                self._suspects.append(_Waiting(running.request, running.adapter))
+                self._clearing = True
             else:
-                self._outcomes.append(_outcome(running, rows.get(running.number)))
+                self._outcomes.append(_outcome(running, row))
 
     def _end_live(self) -> None:
         ended = self._live.take_ended()
@@ -348,11 +359,13 @@ class VLLMEngine(Engine):
                 self._core.abort_requests(ended)
 
     def in_flight(self) -> int:
-        return len(self._waiting) + len(self._running) + len(self._outcomes)
+        held = (self._waiting, self._suspects, self._running, self._outcomes)
+        return sum(map(len, held))
 
     def cancel(self, ids: Collection[bytes]) -> None:
         wanted = set(ids)
         self._waiting = deque(w for w in self._waiting if w.request.id not in wanted)
+        self._suspects = deque(w for w in self._suspects if w.request.id not in wanted)
         self._outcomes = [outcome for outcome in self._outcomes if outcome.id not in wanted]
         aborted: list[_Running] = []
         for cancelled in wanted & self._by_request.keys():
@@ -420,8 +433,9 @@ class VLLMEngine(Engine):
         # vLLM would read the files of an adapter again that is unloaded too early.
         if not self._leaving:
             return
-        used = {w.adapter.lora_int_id for w in self._waiting if w.adapter is not None}
-        used |= {r.adapter.lora_int_id for r in self._running.values() if r.adapter is not None}
+        requests: list[_Waiting | _Running] = [*self._waiting, *self._suspects]
+        requests += self._running.values()
+        used = {r.adapter.lora_int_id for r in requests if r.adapter is not None}
         for adapter in self._leaving:
             if adapter.lora_int_id not in used:
                 self._live.forget_adapter(adapter.lora_name)
@@ -551,10 +565,14 @@ def _with_special_tokens(info: EngineInfo, probe: Outcome, config: Any) -> Engin
     )
 
 
+def _is_unsound(row: Row | None) -> bool:
+    return row is not None and not np.isfinite(row[1])
+
+
 def _outcome(running: _Running, row: Row | None) -> Outcome:
     """What became of a request that vLLM brought to its end."""
     request = running.request
-    if row is not None and not np.isfinite(row[1]):
+    if row is not None and _is_unsound(row):
         reason = f"the model's logits are not finite in this dtype ({row[1]})"
         return Outcome(request.id, error=PromptFailed(reason))
     if request.sampling is not None:
