@@ -13,12 +13,16 @@ to vLLM's workers (``worker_extension_cls="lmpool.backends.vllm_capture.Captured
 
 A request of several tokens leaves the row of its last one. Rows that nobody takes are dropped, the
 oldest first, when there are more than `MOST_ROWS`.
+
+A request with an id under ``lmpool_watch`` leaves a row of no columns, and that only where logits
+of any of its tokens were not finite: what was sampled from them means nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -42,16 +46,54 @@ logger = logging.getLogger(__name__)
 CAPTURE: Final = "lmpool_capture"
 """The key of `SamplingParams.extra_args` whose value, a str or an int, names the row."""
 
+WATCH: Final = "lmpool_watch"
+"""The same, of a request whose logits are watched."""
+
 MOST_ROWS: Final = 16_384
 """Rows kept for whoever asks for them: more than a server has requests in flight."""
 
+UNREAD_STEPS: Final = 64
+"""Steps whose watched logits may wait on the host: their copies have long ended by then."""
+
 CaptureId = int | str
 Rows = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+Asked = tuple[str, CaptureId]
+"""`CAPTURE` or `WATCH`, and the id."""
 Taken = tuple[list[CaptureId], Rows, npt.NDArray[np.float32]]
 """Ids, their rows [ids, vocab] and a float32 for each. Rows are float32 log-probabilities beside
 their largest, or the bits of bfloat16 logits beside their logsumexp."""
 Copied = tuple[list[CaptureId], int, str, int, list[float]]
 """The same with the rows elsewhere: ids, offset in bytes, dtype, vocabulary, the float32s."""
+
+
+class HostCopy:
+    """Tensors on their way to the host, from a GPU in a stream of its own."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
+        self._tensors = tensors
+        self._done: torch.cuda.Event | None = None
+        if stream is None:
+            return
+        stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
+        with torch.cuda.stream(stream):
+            self._tensors = [_to_host(tensor) for tensor in tensors]
+            self._done = torch.cuda.Event()
+            self._done.record(stream)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    def read(self) -> list[npt.NDArray[Any]]:
+        """The tensors as arrays. Waits for the copy."""
+        if self._done is not None:
+            self._done.synchronize()
+            self._done = None
+        return [tensor.numpy() for tensor in self._tensors]
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    # Pinned memory comes from torch's cache of it: after the first steps nothing is allocated.
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 class RowBlock:
@@ -77,40 +119,21 @@ class RowBlock:
         else:
             rows = torch.log_softmax(logits, dim=-1)
             scale = rows.amax(dim=-1)
-        self._done: torch.cuda.Event | None = None
-        if stream is None:
-            self._rows, self._scale = rows, scale
-        else:
-            stream.wait_stream(torch.cuda.current_stream(logits.device))
-            with torch.cuda.stream(stream):
-                self._rows, self._scale = _to_host(rows), _to_host(scale)
-                self._done = torch.cuda.Event()
-                self._done.record(stream)
-            rows.record_stream(stream)
-            scale.record_stream(stream)
+        self._copy = HostCopy([rows, scale], stream)
 
     def read(self) -> tuple[Rows, npt.NDArray[np.float32]]:
         """The rows and their scales on the host. Waits for the copy."""
-        if self._done is not None:
-            self._done.synchronize()
-            self._done = None
-        scale = self._scale.numpy()
+        rows, scale = self._copy.read()
         if not self.bfloat16:
-            return self._rows.numpy(), scale
+            return rows, scale
         if scale[-1] == 1.0:
             self._wide = None
-            return self._rows.numpy().view(np.uint16), scale[:-1]
+            return rows.view(np.uint16), scale[:-1]
         assert self._wide is not None
-        rows = torch.log_softmax(self._wide, dim=-1)
+        wide = torch.log_softmax(self._wide, dim=-1)
         self.bfloat16, self._wide = False, None
-        self._rows, self._scale = rows.cpu(), rows.amax(dim=-1).cpu()
-        return self._rows.numpy(), self._scale.numpy()
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    # Pinned memory comes from torch's cache of it: after the first steps nothing is allocated.
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+        self._copy = HostCopy([wide.cpu(), wide.amax(dim=-1).cpu()], None)
+        return self.read()
 
 
 class RowStore:
@@ -154,6 +177,37 @@ class RowStore:
         return taken
 
 
+class WatchedLogits:
+    """The watched requests whose logits were not finite, until they are taken."""
+
+    def __init__(self, most: int = MOST_ROWS) -> None:
+        self._most = most
+        self._steps: deque[tuple[list[CaptureId], HostCopy]] = deque()
+        self._unsound: dict[CaptureId, None] = {}
+
+    def put(self, ids: list[CaptureId], largest: HostCopy) -> None:
+        """See the largest logits of some requests, [ids]: no number and no bound is lost there."""
+        self._steps.append((ids, largest))
+        if len(self._steps) > UNREAD_STEPS:
+            self._read()
+
+    def _read(self) -> None:
+        ids, copy = self._steps.popleft()
+        (largest,) = copy.read()
+        self._unsound.update((ids[i], None) for i in np.flatnonzero(~np.isfinite(largest)))
+        while len(self._unsound) > self._most:
+            del self._unsound[next(iter(self._unsound))]
+
+    def take(self, ids: Iterable[CaptureId]) -> list[CaptureId]:
+        """Those of `ids` whose logits were not finite at any time."""
+        while self._steps:
+            self._read()
+        found = [name for name in ids if name in self._unsound]
+        for name in found:
+            del self._unsound[name]
+        return found
+
+
 class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
     """Captures rows in whichever of vLLM's model runners loads it.
 
@@ -165,26 +219,28 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
         self._states: Any = runner[0] if len(runner) == 1 else None
-        self._ids: dict[int, CaptureId] = {}
+        self._asked: dict[int, Asked] = {}
         """By batch position (V1) or request slot (V2)."""
         self._bfloat16 = vllm_config.model_config.dtype == torch.bfloat16
         self._stream: torch.cuda.Stream | None = None
         self.unfinished: Callable[[], npt.NDArray[np.bool_]] | None = None
         self.before_sampling: Callable[[], None] | None = None
         self.rows = RowStore()
+        self.watched = WatchedLogits()
         # Every rank of a tensor-parallel group sees all logits; one of them publishes.
-        self.publishes = _first_tensor_rank()
+        self.publishes = _is_publisher()
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
         """Refuse what cannot be captured, when the request comes."""
-        name = (sampling_params.extra_args or {}).get(CAPTURE)
-        if name is None:
+        asked = _asked(sampling_params)
+        if asked is None:
             return
+        key, name = asked
         if isinstance(name, bool) or not isinstance(name, int | str):
-            raise ValueError(f"extra_args[{CAPTURE!r}]={name!r:.100}: a str or an int expected")
+            raise ValueError(f"extra_args[{key!r}]={name!r:.100}: a str or an int expected")
         if sampling_params.n != 1:
-            raise ValueError(f"extra_args[{CAPTURE!r}] with n={sampling_params.n}: write n=1")
+            raise ValueError(f"extra_args[{key!r}] with n={sampling_params.n}: write n=1")
 
     def is_argmax_invariant(self) -> bool:
         # Invariant processors are left out where all is greedy, and run after the temperature.
@@ -196,17 +252,17 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         """Follow what was removed from, added to and moved within the runner's batch."""
         if batch_update is None:
             return
-        ids = self._ids
+        places = self._asked
         for position in batch_update.removed:
-            ids.pop(position, None)
+            places.pop(position, None)
         for position, params, _prompt, _output in batch_update.added:
             self._assign(position, params)
         for first, second, direction in batch_update.moved:
-            moved, displaced = ids.pop(first, None), ids.pop(second, None)
+            moved, displaced = places.pop(first, None), places.pop(second, None)
             if moved is not None:
-                ids[second] = moved
+                places[second] = moved
             if direction == MoveDirectionality.SWAP and displaced is not None:
-                ids[first] = displaced
+                places[first] = displaced
 
     # The V2 runner.
 
@@ -215,43 +271,54 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         return self._assign(req_idx, sampling_params)
 
     def _assign(self, place: int, params: Any) -> bool:
-        name = (params.extra_args or {}).get(CAPTURE) if self.publishes else None
-        if name is None:
-            self._ids.pop(place, None)
+        asked = _asked(params) if self.publishes else None
+        if asked is None:
+            self._asked.pop(place, None)
             return False
-        self._ids[place] = name
+        self._asked[place] = asked
         return True
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
         """Keep the rows of captured requests; `logits` pass unchanged."""
         if self.before_sampling is not None:
             self.before_sampling()
-        if self._ids:
-            captured = self._by_position(logits) if ctx is None else self._by_slot(logits, ctx)
+        if self._asked:
+            found = self._by_position(logits) if ctx is None else self._by_slot(logits, ctx)
+            found.sort()
+            captured = [(row, name) for row, (key, name) in found if key == CAPTURE]
+            watched = [(row, name) for row, (key, name) in found if key == WATCH]
+            if self._stream is None and logits.is_cuda:
+                self._stream = torch.cuda.Stream(logits.device)
             if captured:
-                self._capture(logits, captured)
+                rows = _select(logits, [row for row, _ in captured])
+                block = RowBlock(rows.float(), bfloat16=self._bfloat16, stream=self._stream)
+                self.rows.put((name for _, name in captured), block)
+            if watched:
+                rows = _select(logits, [row for row, _ in watched])
+                largest = HostCopy([rows.amax(dim=-1).float()], self._stream)
+                self.watched.put([name for _, name in watched], largest)
         return logits
 
-    def _by_position(self, logits: torch.Tensor) -> list[tuple[int, CaptureId]]:
+    def _by_position(self, logits: torch.Tensor) -> list[tuple[int, Asked]]:
         if self.unfinished is None:
-            return sorted(self._ids.items())
+            return list(self._asked.items())
         unfinished = self.unfinished()
         if len(unfinished) != logits.shape[0]:
             return self._refuse(logits, len(unfinished))
-        return sorted((i, name) for i, name in self._ids.items() if not unfinished[i])
+        return [(i, asked) for i, asked in self._asked.items() if not unfinished[i]]
 
-    def _by_slot(self, logits: torch.Tensor, ctx: Any) -> list[tuple[int, CaptureId]]:
+    def _by_slot(self, logits: torch.Tensor, ctx: Any) -> list[tuple[int, Asked]]:
         slots = ctx.idx_mapping_np
         if len(slots) != logits.shape[0]:
             return self._refuse(logits, len(slots))
         lengths, prefills = ctx.seq_lens_upper_bound_np, self._states.prefill_len.np
         return [
-            (row, self._ids[slot])
+            (row, self._asked[slot])
             for row, slot in enumerate(slots.tolist())
-            if slot in self._ids and lengths[row] >= prefills[slot]
+            if slot in self._asked and lengths[row] >= prefills[slot]
         ]
 
-    def _refuse(self, logits: torch.Tensor, requests: int) -> list[tuple[int, CaptureId]]:
+    def _refuse(self, logits: torch.Tensor, requests: int) -> list[tuple[int, Asked]]:
         # Better no row than another request's.
         logger.error(
             "%d rows of logits for %d requests (speculative decoding?): none is captured",
@@ -260,28 +327,29 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         )
         return []
 
-    def _capture(self, logits: torch.Tensor, captured: Sequence[tuple[int, CaptureId]]) -> None:
-        positions = [position for position, _ in captured]
-        if positions != list(range(logits.shape[0])):
-            logits = _select(logits, positions)
-        if self._stream is None and logits.is_cuda:
-            self._stream = torch.cuda.Stream(logits.device)
-        block = RowBlock(logits.float(), bfloat16=self._bfloat16, stream=self._stream)
-        self.rows.put((name for _, name in captured), block)
+
+def _asked(params: Any) -> Asked | None:
+    extra = params.extra_args or {}
+    return next(((key, extra[key]) for key in (CAPTURE, WATCH) if extra.get(key) is not None), None)
 
 
 def _select(logits: torch.Tensor, positions: list[int]) -> torch.Tensor:
-    pinned = logits.is_cuda
-    index = torch.tensor(positions, dtype=torch.int64, pin_memory=pinned)
+    if positions == list(range(logits.shape[0])):
+        return logits
+    index = torch.tensor(positions, dtype=torch.int64, pin_memory=logits.is_cuda)
     return logits.index_select(0, index.to(logits.device, non_blocking=True))
 
 
-def _first_tensor_rank() -> bool:
+def _is_publisher() -> bool:
+    """Whether this is the first of the ranks that see logits."""
     from vllm.distributed import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
         return True
-    return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
+    return bool(
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_pp_group().is_last_rank
+    )
 
 
 class CapturedRows:
@@ -301,7 +369,12 @@ class CapturedRows:
         if capture is None or not capture.publishes:
             return None
         capture.rows.forget(forget)
-        return capture.rows.take(ids)
+        capture.watched.take(forget)
+        taken = capture.rows.take(ids)
+        if unsound := capture.watched.take(ids):
+            none = np.empty((len(unsound), 0), np.float32)
+            taken.append((unsound, none, np.full(len(unsound), np.nan, np.float32)))
+        return taken
 
     def lmpool_copy_rows(
         self, path: str, ids: Sequence[CaptureId], forget: Sequence[CaptureId] = ()

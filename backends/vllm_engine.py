@@ -45,8 +45,11 @@ STARVED_SECONDS: Final = 2.0
 
 MAX_SEED: Final = (1 << 63) - 1
 
+MAX_TEMPERATURE: Final = 2.0
+"""vLLM refuses more, and its engine would end with such a request."""
+
 MOST_ADAPTERS: Final = 64
-"""As many as a worker keeps loaded, one that it is loading, and removed ones that are in use."""
+"""As many as a worker keeps loaded, and as many removed ones that requests in flight still use."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,9 +67,9 @@ class _Running:
     id: str
     request: Request
     adapter: LoRARequest | None
-    capture: int
+    number: int
     live: LivePrompt | None
-    began: float
+    alone: bool
     drawn: list[int] = field(default_factory=list)
 
 
@@ -104,6 +107,9 @@ class VLLMEngine(Engine):
         capture: bool = True,
         **engine_opts: Any,
     ) -> None:
+        for name, value in (("own_process", own_process), ("capture", capture)):
+            if not isinstance(value, bool):
+                raise SettingsError(f"{name}={value!r}: true or false expected")
         if live_prompts is not None and (type(live_prompts) is not int or live_prompts < 0):
             raise SettingsError(f"live_prompts={live_prompts!r}: 0 or a positive integer expected")
         check_options(engine_opts, EngineArgs)
@@ -128,6 +134,7 @@ class VLLMEngine(Engine):
         self._core = self._engine.engine_core
         config = self._engine.vllm_config
         self._lora = bool(engine_opts.get("enable_lora"))
+        self._most_adapters = int(config.lora_config.max_cpu_loras) if self._lora else 0
         self._adapters: dict[str, LoRARequest] = {}
         self._adapter_numbers = 0
         self._shapes: Shapes | None = None
@@ -135,9 +142,13 @@ class VLLMEngine(Engine):
         self._leaving: list[LoRARequest] = []
         """Removed adapters of requests that have not ended yet."""
         self._waiting: deque[_Waiting] = deque()
+        self._suspects: deque[_Waiting] = deque()
+        """Requests whose logits were not finite, perhaps by the company that they had."""
         self._running: dict[str, _Running] = {}
         self._by_request: dict[bytes, str] = {}
         self._outcomes: list[Outcome] = []
+        self._clearing = False
+        """Whether the caches are to be dropped before anything else joins."""
         self._last_output = 0.0
         self._most_running = int(config.scheduler_config.max_num_seqs)
         self._live = LivePrompts(
@@ -201,47 +212,53 @@ class VLLMEngine(Engine):
         if request.adapter is not None and request.adapter not in self._adapters:
             return f"no adapter named {request.adapter!r} is loaded"
         sampling = request.sampling
-        if sampling is not None and not 0.0 <= sampling.temperature < np.inf:
-            return f"temperature={sampling.temperature!r}: a finite number, 0 or more, expected"
+        if sampling is not None and not 0.0 <= sampling.temperature <= MAX_TEMPERATURE:
+            return (
+                f"temperature={sampling.temperature!r}: a number from 0 to {MAX_TEMPERATURE:g} "
+                "expected, which is what vLLM samples with"
+            )
         return None
 
     def _feed(self) -> None:
         """Put into vLLM what may run beside what runs there."""
+        if self._clearing and not self._running:
+            self._drop_caches()
+        if self._suspects and not self._running:
+            suspect = self._suspects.popleft()
+            self._begin(suspect.request, suspect.adapter, alone=True)
         while joining := self._next_to_join():
             for waiting in joining:
                 self._begin(waiting.request, waiting.adapter)
         self._end_live()
 
     def _next_to_join(self) -> deque[_Waiting]:
-        if self._lora and self._on_cpu:
-            return self._take_turn()
-        joining, self._waiting = self._waiting, deque()
-        return joining
-
-    def _take_turn(self) -> deque[_Waiting]:
-        """The waiting requests that may join: all with an adapter, or all without.
+        """Those waiting that may join now.
 
         vLLM's LoRA kernels for CPUs give base prompts the last slot's adapter when all slots are
-        taken. So the two kinds take turns, and a turn takes nobody in once the others wait.
+        taken. So there base prompts and the others take turns, and a turn takes nobody in once the
+        others wait.
         """
-        waiting = self._waiting
-        if not waiting:
-            return waiting
+        waiting, none = self._waiting, deque[_Waiting]()
         running = next(iter(self._running.values()), None)
-        first = waiting[0] if running is None else running
+        if not waiting or self._clearing or self._suspects or (running and running.alone):
+            return none
+        if not (self._lora and self._on_cpu):
+            self._waiting = none
+            return waiting
+        first = running or waiting[0]
         joining = deque(w for w in waiting if (w.adapter is None) == (first.adapter is None))
         if running is not None and len(joining) < len(waiting):
-            return deque()
+            return none
         self._waiting = deque(w for w in waiting if (w.adapter is None) != (first.adapter is None))
         return joining
 
-    def _begin(self, request: Request, adapter: LoRARequest | None) -> None:
+    def _begin(self, request: Request, adapter: LoRARequest | None, *, alone: bool = False) -> None:
         sampling, tokens = request.sampling, request.tokens
         self._numbers += 1
         live: LivePrompt | None = None
         new = tokens
         if sampling is None:
-            params = self._rows.params(self._numbers)
+            params = _params(1, 0.0, **self._rows.row(self._numbers))
             # By the name that no other loading of an adapter has.
             kept_for = None if adapter is None else adapter.lora_name
             live = self._live.extended_by(kept_for, tokens)
@@ -254,54 +271,43 @@ class VLLMEngine(Engine):
             if limit <= 0:
                 self._outcomes.append(Outcome(request.id, tokens=np.empty(0, np.uint32)))
                 return
-            params = SamplingParams(
-                max_tokens=limit,
-                temperature=sampling.temperature,
+            params = _params(
+                limit,
+                sampling.temperature,
                 seed=sampling.seed & MAX_SEED,
-                stop_token_ids=list(sampling.eos_token_ids),
-                ignore_eos=True,
-                detokenize=False,
-                skip_clone=True,
+                stop_token_ids=[i for i in sampling.eos_token_ids if 0 <= i < self.info.vocab_size],
+                **self._rows.watch(self._numbers),
             )
         name = f"once-{self._numbers}" if live is None else live.id
-        running = _Running(name, request, adapter, self._numbers, live, time.time())
         self._live.shrink(self._most_running - len(self._running) - 1)
         self._end_live()
         if not self._running:
             self._last_output = time.monotonic()
-        try:
+        with vllm_internals.fatal():
             self._core.add_request(
                 vllm_internals.make_request(
                     name,
                     new.tolist(),
                     params,
-                    arrival=running.began,
+                    arrival=time.time(),
                     lora=adapter,
                     resumable=live is not None,
                 )
             )
-        except Exception as error:
-            raise vllm_internals.dead_core(error) from error
-        self._running[name] = running
+        self._running[name] = _Running(name, request, adapter, self._numbers, live, alone)
         self._by_request[request.id] = name
 
     def step(self) -> Sequence[Outcome]:
-        if self._running:
-            try:
-                self._advance()
-            except EngineBroken:
-                raise
-            except Exception as error:
-                raise vllm_internals.dead_core(error) from error
-            if self._waiting:
-                self._feed()
-            self._unload_unused()
+        self._work()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def _advance(self) -> None:
-        answered: list[_Running] = []
-        outputs = vllm_internals.step(self._core, WAIT_SECONDS)
+    def _work(self) -> None:
+        """Let vLLM work once, where it has something to do."""
+        if not self._running:
+            return
+        with vllm_internals.fatal():
+            outputs = vllm_internals.step(self._core, WAIT_SECONDS)
         now = time.monotonic()
         if outputs:
             self._last_output = now
@@ -309,51 +315,57 @@ class VLLMEngine(Engine):
             # A long prefill, or a cache divided in ways that its size does not tell: to end what is
             # idle costs little, and a prompt that waits for room without end much.
             self._live.shrink(0)
+        ended: list[tuple[_Running, str]] = []
         for output in outputs:
             running = self._running.get(output.request_id)
             if running is None:
                 continue
             running.drawn.extend(output.new_token_ids)
-            self._rows.see(running.capture, output)
+            self._rows.see(running.number, output)
             if output.finish_reason is not None:
-                self._finish(running, str(output.finish_reason), answered)
-        if answered:
-            rows = self._rows.take([running.capture for running in answered])
-            for running in answered:
-                self._outcomes.append(_outcome(running.request, rows.get(running.capture)))
-        self._end_live()
+                ended.append((running, str(output.finish_reason)))
+        if ended:
+            self._finish(ended)
+        self._feed()
+        self._unload_unused()
 
-    def _finish(self, running: _Running, reason: str, answered: list[_Running]) -> None:
-        del self._running[running.id]
-        del self._by_request[running.request.id]
-        request, live = running.request, running.live
-        if reason not in ("stop", "length"):
-            if live is not None:
-                self._live.forget(live)
-            self._rows.forget([running.capture])
-            error = PromptFailed(f"vLLM gave this prompt up ({reason})")
-            self._outcomes.append(Outcome(request.id, error=error))
-        elif request.sampling is None:
-            answered.append(running)
-            if live is not None:
-                self._live.keep(live)
-        else:
-            drawn = running.drawn
-            if drawn and drawn[-1] in request.sampling.eos_token_ids:
-                drawn = drawn[:-1]
-            self._outcomes.append(Outcome(request.id, tokens=np.array(drawn, np.uint32)))
+    def _finish(self, ended: Sequence[tuple[_Running, str]]) -> None:
+        with vllm_internals.fatal():
+            rows = self._rows.take([running.number for running, _ in ended])
+        for running, reason in ended:
+            del self._running[running.id]
+            del self._by_request[running.request.id]
+            given_up = reason not in ("stop", "length")
+            if running.live is not None:
+                if given_up:
+                    self._live.forget(running.live)
+                else:
+                    self._live.keep(running.live)
+            if given_up:
+                error = PromptFailed(f"vLLM gave this prompt up ({reason})")
+                self._outcomes.append(Outcome(running.request.id, error=error))
+            elif _is_unsound(row := rows.get(running.number)) and not running.alone:
+                # vLLM's attention for CPUs lets NaN of one prompt into others of its step, and from
+                # there it is cached. So nothing but what is not finite alone is a prompt's fault.
+                self._suspects.append(_Waiting(running.request, running.adapter))
+                self._clearing = True
+            else:
+                self._outcomes.append(_outcome(running, row))
 
     def _end_live(self) -> None:
         ended = self._live.take_ended()
         if ended:
-            self._core.abort_requests(ended)
+            with vllm_internals.fatal():
+                self._core.abort_requests(ended)
 
     def in_flight(self) -> int:
-        return len(self._waiting) + len(self._running) + len(self._outcomes)
+        held = (self._waiting, self._suspects, self._running, self._outcomes)
+        return sum(map(len, held))
 
     def cancel(self, ids: Collection[bytes]) -> None:
         wanted = set(ids)
         self._waiting = deque(w for w in self._waiting if w.request.id not in wanted)
+        self._suspects = deque(w for w in self._suspects if w.request.id not in wanted)
         self._outcomes = [outcome for outcome in self._outcomes if outcome.id not in wanted]
         aborted: list[_Running] = []
         for cancelled in wanted & self._by_request.keys():
@@ -362,27 +374,21 @@ class VLLMEngine(Engine):
                 self._live.forget(running.live)
             aborted.append(running)
         if aborted:
-            try:
+            with vllm_internals.fatal():
                 self._core.abort_requests([running.id for running in aborted])
-                self._rows.forget([running.capture for running in aborted])
-            except Exception as error:
-                raise vllm_internals.dead_core(error) from error
-            self._feed()
+                self._rows.forget([running.number for running in aborted])
+        self._feed()
         self._unload_unused()
 
     def _answer_one(self, request: Request) -> Outcome:
         """Run one request to its end; what else ends meanwhile is given out by the next step."""
         self.submit([request])
-        found: Outcome | None = None
-        others: list[Outcome] = []
-        while found is None:
-            for outcome in self.step():
+        while True:
+            for outcome in self._outcomes:
                 if outcome.id == request.id:
-                    found = outcome
-                else:
-                    others.append(outcome)
-        self._outcomes.extend(others)
-        return found
+                    self._outcomes.remove(outcome)
+                    return outcome
+            self._work()
 
     def add_adapter(self, name: str, path: str) -> None:
         if not self._lora:
@@ -393,18 +399,27 @@ class VLLMEngine(Engine):
         if self._shapes is None:
             self._shapes = weight_shapes(self._folder)
         check_adapter(Path(path), self._shapes)
-        self.remove_adapter(name)
+        while len(self._adapters) + len(self._leaving) >= self._most_adapters:
+            if not self._leaving:
+                raise AdapterError(
+                    f"adapter {name!r}: {len(self._adapters)} are loaded, as many as this engine "
+                    "keeps; remove one"
+                )
+            self._work()  # what uses a removed one is answered first
         self._adapter_numbers += 1
         number = self._adapter_numbers
         # vLLM keys its prefix cache by this name: one for each time that files are loaded.
         adapter = LoRARequest(lora_name=f"{name}#{number}", lora_int_id=number, lora_path=path)
         try:
             added = vllm_internals.call(self._core, "add_lora", adapter)
+        except EngineBroken:
+            raise
         except Exception as error:
             cause = vllm_internals.root_cause(error)
             raise AdapterError(f"adapter folder {path!r} cannot be loaded: {cause}") from error
         if not added:
             raise AdapterError(f"adapter folder {path!r} cannot be loaded: vLLM refused it")
+        self.remove_adapter(name)
         self._adapters[name] = adapter
 
     def remove_adapter(self, name: str) -> None:
@@ -418,16 +433,16 @@ class VLLMEngine(Engine):
         # vLLM would read the files of an adapter again that is unloaded too early.
         if not self._leaving:
             return
-        used = [waiting.adapter for waiting in self._waiting]
-        used += [running.adapter for running in self._running.values()]
-        leaving, self._leaving = self._leaving, []
-        for adapter in leaving:
-            if adapter in used:
-                self._leaving.append(adapter)
-                continue
-            self._live.forget_adapter(adapter.lora_name)
-            self._end_live()
-            vllm_internals.call(self._core, "remove_lora", adapter.lora_int_id)
+        requests: list[_Waiting | _Running] = [*self._waiting, *self._suspects]
+        requests += self._running.values()
+        used = {r.adapter.lora_int_id for r in requests if r.adapter is not None}
+        for adapter in self._leaving:
+            if adapter.lora_int_id not in used:
+                self._live.forget_adapter(adapter.lora_name)
+                self._end_live()
+                with vllm_internals.fatal():
+                    vllm_internals.call(self._core, "remove_lora", adapter.lora_int_id)
+        self._leaving = [adapter for adapter in self._leaving if adapter.lora_int_id in used]
 
     def cache_prefix(self, tokens: Tokens) -> None:
         outcome = self._answer_one(Request(b"lmpool-prefix", tokens))
@@ -435,9 +450,17 @@ class VLLMEngine(Engine):
             raise outcome.error
 
     def clear_cache(self) -> None:
+        """Drop every state kept, as soon as what runs has ended; nothing joins before."""
+        self._clearing = True
+        self._feed()
+
+    def _drop_caches(self) -> None:
         self._live.shrink(0)
         self._end_live()
-        vllm_internals.call(self._core, "reset_prefix_cache")
+        with vllm_internals.fatal():
+            if not vllm_internals.call(self._core, "reset_prefix_cache"):
+                raise EngineBroken("vLLM kept its prefix cache although nothing runs")
+        self._clearing = False
 
     def tokenizer_files(self) -> Mapping[str, bytes]:
         return tokenizer_files(self._folder)
@@ -483,10 +506,10 @@ def _arguments(
     if longest is not None and (type(longest) is not int or longest < 1):
         raise SettingsError(f"max_prompt_tokens={longest!r}: a positive integer expected")
     options = {"enable_prefix_caching": True, **given}
-    if options.get("enable_lora"):
-        # What is loaded stays loaded: vLLM would read a file again that may be another by then.
-        options.setdefault("max_cpu_loras", max(MOST_ADAPTERS, options.get("max_loras", 1)))
     try:
+        if options.get("enable_lora"):
+            # What is loaded stays loaded: vLLM would read a file again that may be another by then.
+            options["max_cpu_loras"] = max(MOST_ADAPTERS, options.get("max_loras", 1))
         return EngineArgs(
             model=folder,
             dtype=dtype,
@@ -502,6 +525,17 @@ def _arguments(
         )
     except Exception as error:
         raise SettingsError(f"engine_opts: {vllm_internals.root_cause(error)}") from error
+
+
+def _params(max_tokens: int, temperature: float, **options: Any) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        ignore_eos=True,
+        detokenize=False,
+        skip_clone=True,
+        **options,
+    )
 
 
 def _with_special_tokens(info: EngineInfo, probe: Outcome, config: Any) -> EngineInfo:
@@ -531,11 +565,22 @@ def _with_special_tokens(info: EngineInfo, probe: Outcome, config: Any) -> Engin
     )
 
 
-def _outcome(request: Request, row: Row | None) -> Outcome:
+def _is_unsound(row: Row | None) -> bool:
+    return row is not None and not np.isfinite(row[1])
+
+
+def _outcome(running: _Running, row: Row | None) -> Outcome:
+    """What became of a request that vLLM brought to its end."""
+    request = running.request
+    if row is not None and _is_unsound(row):
+        reason = f"the model's logits are not finite in this dtype ({row[1]})"
+        return Outcome(request.id, error=PromptFailed(reason))
+    if request.sampling is not None:
+        drawn = running.drawn
+        if drawn and drawn[-1] in request.sampling.eos_token_ids:
+            drawn = drawn[:-1]
+        return Outcome(request.id, tokens=np.array(drawn, np.uint32))
     if row is None:
         return Outcome(request.id, error=PromptFailed("vLLM gave no row for this prompt"))
     values, scale = row
-    if not np.isfinite(scale):
-        reason = f"the model's logits are not finite in this dtype ({scale})"
-        return Outcome(request.id, error=PromptFailed(reason))
     return Outcome(request.id, row=values, logsumexp=scale if values.dtype == np.uint16 else 0.0)

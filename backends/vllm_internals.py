@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import queue
 import uuid
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
@@ -107,10 +107,10 @@ def make_request(
     )
 
 
-def step(core: Any, wait: float) -> Sequence[Any]:
+def step(core: Any, seconds: float) -> Sequence[Any]:
     """Let the engine's core work, or wait for what it did: its `EngineCoreOutput` objects.
 
-    A core in another process is waited for at most `wait` seconds. Relies on the client's
+    A core in another process is waited for at most that long. Relies on the client's
     `get_output`, and on the `outputs_queue` and `ensure_alive` of the one for another process:
     its `get_output` would wait without end. Should the queue go, call `get_output` alone; requests
     then join when the running step has ended, and a test shows whether a killed core is noticed.
@@ -118,7 +118,7 @@ def step(core: Any, wait: float) -> Sequence[Any]:
     outputs_queue = getattr(core, "outputs_queue", None)
     if outputs_queue is not None:
         try:
-            outputs = outputs_queue.get(timeout=wait)
+            outputs = outputs_queue.get(timeout=seconds)
         except queue.Empty:
             core.ensure_alive()  # one that was killed puts nothing there
             return ()
@@ -133,7 +133,8 @@ def call(core: Any, method: str, *arguments: Any) -> Any:
 
     Relies on how the client of a core in another process makes its calls: its own `call_utility`
     would wait without end for one that was killed. Should that move, call it all the same; a test
-    shows whether a killed core is noticed.
+    shows whether a killed core is noticed. Raises `EngineBroken` then, and else what the method
+    raised.
     """
     if not hasattr(core, "utility_results"):
         return getattr(core, method)(*arguments)
@@ -142,12 +143,11 @@ def call(core: Any, method: str, *arguments: Any) -> Any:
     number = uuid.uuid1().int >> 64
     future: Future[Any] = Future()
     core.utility_results[number] = future
-    core._send_input(EngineCoreRequestType.UTILITY, (0, number, method, arguments))
-    while True:
-        try:
-            return future.result(timeout=ALIVE_SECONDS)
-        except TimeoutError:
+    with fatal():
+        core._send_input(EngineCoreRequestType.UTILITY, (0, number, method, arguments))
+        while not wait((future,), ALIVE_SECONDS).done:
             core.ensure_alive()
+    return future.result()
 
 
 def call_workers(core: Any, method: str, *arguments: Any) -> Sequence[Any]:
@@ -185,11 +185,13 @@ def kv_tokens(engine: Any) -> int:
 
 
 def attach(model_runner: Any) -> str | None:
-    """Tell the capture processor which prefills go on; the runner's generation ("V1", "V2").
+    """Prepare a model runner for its requests; its generation ("V1", "V2").
 
-    None where the runner has no capture processor: with speculative decoding, on platforms without
-    logits processors, or in a runner that was rewritten.
+    Blocks of KV cache come to a request zeroed, and the capture processor is told which prefills
+    go on. None where the runner has no capture processor: with speculative decoding, on platforms
+    without logits processors, or in a runner that was rewritten.
     """
+    _zero_new_blocks(model_runner)
     capture = find_capture(model_runner)
     if capture is None:
         return None
@@ -199,6 +201,68 @@ def attach(model_runner: Any) -> str | None:
     if model_runner.device.type == "cpu":
         capture.before_sampling = lambda: _spare_generators(model_runner)
     return "V1"
+
+
+def _zero_new_blocks(model_runner: Any) -> None:
+    """Have every block of KV cache zeroed when a request gets it.
+
+    Some attention kernels (vLLM's for CPUs, FlashAttention 3) read the unwritten rest of a block
+    and multiply it by 0: what a prompt that failed left there may be NaN. Relies on
+    `execute_model` being given what the scheduler decided, on `_zero_block_ids` being what the CPU
+    runner zeroes blocks with, which leaves sliding windows out, and on `_init_kv_zero_meta`
+    preparing the others for `new_block_ids_to_zero`. Should vLLM let itself be told to zero all
+    blocks (`needs_kv_cache_zeroing`), tell it.
+    """
+    import torch
+    from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, iter_layer_specs
+
+    sizes = {
+        number: group.kv_cache_spec.block_size
+        for number, group in enumerate(model_runner.kv_cache_config.kv_cache_groups)
+        if all(
+            isinstance(spec, AttentionSpec) and not isinstance(spec, CircularBufferSpec)
+            for spec in iter_layer_specs(group.kv_cache_spec)
+        )
+    }
+
+    @torch.inference_mode()
+    def zero(blocks: list[int]) -> None:
+        for cache in model_runner.kv_caches:
+            if isinstance(cache, torch.Tensor):
+                # A kernel's blocks may be parts of the scheduler's.
+                whole = cache.unflatten(0, (model_runner.kv_cache_config.num_blocks, -1))
+                for block in blocks:
+                    whole[block].zero_()
+
+    if model_runner.device.type == "cpu":
+        model_runner._zero_block_ids = zero
+    else:
+        model_runner._init_kv_zero_meta()
+    execute = model_runner.execute_model
+
+    def execute_model(scheduled: Any, *given: Any, **named: Any) -> Any:
+        blocks = {*(scheduled.new_block_ids_to_zero or ()), *_new_blocks(scheduled, sizes)}
+        scheduled.new_block_ids_to_zero = sorted(blocks) or None
+        return execute(scheduled, *given, **named)
+
+    model_runner.execute_model = execute_model
+
+
+def _new_blocks(scheduled: Any, sizes: Mapping[int, int]) -> Iterator[int]:
+    """The blocks that requests get in this step, by groups of KV cache and their blocks' sizes.
+
+    Whatever lies behind a request's computed tokens will be written by it, and was not yet.
+    """
+    given = [(r.block_ids, r.num_computed_tokens) for r in scheduled.scheduled_new_reqs]
+    running = scheduled.scheduled_cached_reqs
+    for name, blocks, computed in zip(
+        running.req_ids, running.new_block_ids, running.num_computed_tokens, strict=True
+    ):
+        if blocks is not None:  # all of them for one that was preempted, else the new ones
+            given.append((blocks, computed if name in running.resumed_req_ids else 0))
+    for blocks, computed in given:
+        for group, size in sizes.items():
+            yield from blocks[group][-(-computed // size) :]
 
 
 def _unfinished_prefills(model_runner: Any) -> Callable[[], Any] | None:
@@ -271,9 +335,18 @@ def root_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {text:.500}"
 
 
-def dead_core(error: BaseException) -> EngineBroken:
-    """What to raise when the core failed: nothing in it can be trusted afterwards."""
-    return EngineBroken(f"vLLM's engine failed: {root_cause(error)}")
+@contextmanager
+def fatal() -> Iterator[None]:
+    """What fails in here has broken the engine: nothing in its core can be trusted afterwards.
+
+    Raises `EngineBroken`.
+    """
+    try:
+        yield
+    except EngineBroken:
+        raise
+    except Exception as error:
+        raise EngineBroken(f"vLLM's engine failed: {root_cause(error)}") from error
 
 
 def shut_down(engine: Any) -> None:

@@ -36,6 +36,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "scheduling_policy": "jobs run in the order of their stream",
     "stream_interval": "answers have one token",
     "disable_log_stats": "the pool has statistics of its own: lmpool stats",
+    "max_cpu_loras": "adapters stay loaded until they are removed, and a worker knows how many",
     "hf_overrides": "the model's fingerprint would not show them: edit a copy of its config.json",
     "override_generation_config": "sampling is what the caller says, nothing else",
     "generation_config": "sampling is what the caller says, nothing else",

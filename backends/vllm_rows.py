@@ -11,10 +11,9 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from vllm import SamplingParams
 
 from lmpool.backends import vllm_internals
-from lmpool.backends.vllm_capture import CAPTURE, Copied, Taken
+from lmpool.backends.vllm_capture import CAPTURE, WATCH, Copied, Taken
 from lmpool.errors import EngineBroken, SettingsError
 
 logger = logging.getLogger(__name__)
@@ -24,20 +23,27 @@ SHARED_BYTES: Final = 64 << 20
 
 Row = tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint16], float]
 """float32 [vocab] log-probabilities and their largest, or uint16 [vocab], the bits of bfloat16
-logits, and their logsumexp. The float is not finite where the row is none."""
+logits, and their logsumexp. The float is not finite where the row is none; of a watched request
+there is nothing else."""
 
 
 class RowSource(Protocol):
     """Gets the rows of requests, which it knows by number."""
 
-    def params(self, number: int) -> SamplingParams:
-        """How to ask vLLM for the row of request `number`."""
+    def row(self, number: int) -> dict[str, Any]:
+        """What `SamplingParams` must have so that vLLM gives the row of request `number`."""
+
+    def watch(self, number: int) -> dict[str, Any]:
+        """What they must have so that a request's logits are watched while it samples."""
 
     def see(self, number: int, output: Any) -> None:
         """Look at what vLLM put out for a request."""
 
     def take(self, numbers: Sequence[int]) -> dict[int, Row]:
-        """The rows of requests that have ended; those that have none are left out."""
+        """The rows of requests that have ended, where there are any.
+
+        A watched request has one, that is none, if its logits were not finite.
+        """
 
     def forget(self, numbers: Sequence[int]) -> None:
         """These requests were aborted."""
@@ -71,15 +77,11 @@ class _CapturedRows:
     def __init__(self, core: Any) -> None:
         self._core = core
 
-    def params(self, number: int) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            skip_clone=True,
-            extra_args={CAPTURE: number},
-        )
+    def row(self, number: int) -> dict[str, Any]:
+        return {"extra_args": {CAPTURE: number}}
+
+    def watch(self, number: int) -> dict[str, Any]:
+        return {"extra_args": {WATCH: number}}
 
     def see(self, number: int, output: Any) -> None:
         pass
@@ -156,7 +158,8 @@ class SharedRows(_CapturedRows):
         for ids, offset, dtype, vocab_size, scale in copied:
             size = len(ids) * vocab_size * np.dtype(dtype).itemsize
             # Our own copy: the next call writes there again.
-            rows = self._memory[offset : offset + size].copy().view(dtype).reshape(len(ids), -1)
+            rows = self._memory[offset : offset + size].copy().view(dtype)
+            rows = rows.reshape(len(ids), vocab_size)
             rows.flags.writeable = False
             found.update(zip(map(int, ids), zip(rows, scale, strict=True), strict=True))
         return found
@@ -189,28 +192,28 @@ class FullLogprobs:
 
     def __init__(self) -> None:
         self._rows: dict[int, Row] = {}
+        self._watched: set[int] = set()
 
-    def params(self, number: int) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            skip_clone=True,
-            logprobs=-1,
-        )
+    def row(self, number: int) -> dict[str, Any]:
+        return {"logprobs": -1}
+
+    def watch(self, number: int) -> dict[str, Any]:
+        self._watched.add(number)
+        return {"logprobs": -1}
 
     def see(self, number: int, output: Any) -> None:
         if output.new_logprobs is not None:
             row = vllm_internals.full_logprobs(output)
-            self._rows[number] = (row, float(row.max()))
+            largest = float(row.max())
+            if number not in self._watched or not np.isfinite(largest):
+                self._rows[number] = (row, largest)
 
     def take(self, numbers: Sequence[int]) -> dict[int, Row]:
+        self._watched.difference_update(numbers)
         return {number: self._rows.pop(number) for number in numbers if number in self._rows}
 
     def forget(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self._rows.pop(number, None)
+        self.take(numbers)
 
     def close(self) -> None:
         self._rows.clear()

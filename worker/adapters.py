@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +15,7 @@ from lmpool.keys import LaneKeys
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
 MAX_LOADED: Final = 32
+"""Adapters that an engine keeps. Requests of others wait until those of one of them have ended."""
 
 
 def adapter_folder(path: str, allowed: Sequence[str]) -> Path:
@@ -85,13 +86,16 @@ class Adapters:
         self._entries: dict[str, str] = {}
         """What is registered under the pool, as far as this worker has seen."""
 
-    def add(self, name: str, path: str) -> str:
-        """Load an adapter and register it under the pool; its fingerprint."""
+    def add(self, name: str, path: str, in_use: Collection[str] = ()) -> str:
+        """Load an adapter and register it under the pool; its fingerprint.
+
+        None of those `in_use` makes room for it.
+        """
         if not isinstance(name, str) or not 0 < len(name) <= 256 or "@" in name or "\n" in name:
             raise AdapterError(f"adapter name {name!r}: write 1 to 256 characters without '@'")
         folder = adapter_folder(path, self._allowed)
         fingerprint = adapter_fingerprint(folder)
-        self._load(f"{name}@{fingerprint}", folder, fingerprint)
+        self._load(f"{name}@{fingerprint}", folder, fingerprint, in_use)
         entry = self._entries[name] = f"{fingerprint}\n{folder}"
         for lane in self._lanes:
             self._server.hset(lane.adapters, name, entry)
@@ -111,8 +115,19 @@ class Adapters:
         for reference in [r for r in self._loaded if r.rpartition("@")[0] == name]:
             self._unload(reference)
 
-    def ensure(self, reference: str) -> None:
-        """Have the adapter ``name@fingerprint`` loaded; `AdapterError` if that cannot be."""
+    def has_room(self, reference: str, in_use: Collection[str]) -> bool:
+        """Whether an adapter can be used beside those that are in use."""
+        return (
+            reference in self._loaded
+            or len(self._loaded) < MAX_LOADED
+            or any(loaded not in in_use for loaded in self._loaded)
+        )
+
+    def ensure(self, reference: str, in_use: Collection[str] = ()) -> None:
+        """Have the adapter ``name@fingerprint`` loaded; `AdapterError` if that cannot be.
+
+        None of those `in_use` makes room for it.
+        """
         if reference in self._loaded:
             self._loaded[reference] = self._loaded.pop(reference)
             return
@@ -127,13 +142,20 @@ class Adapters:
                 f"the files of adapter {name!r} changed on disk: register it again with "
                 "add_new_lora()"
             )
-        self._load(reference, folder, fingerprint)
+        self._load(reference, folder, fingerprint, in_use)
         self._entries[name] = f"{fingerprint}\n{folder}"
 
-    def _load(self, reference: str, folder: Path, fingerprint: str) -> None:
+    def _load(
+        self, reference: str, folder: Path, fingerprint: str, in_use: Collection[str]
+    ) -> None:
         if reference not in self._loaded:
+            if not self.has_room(reference, in_use):
+                raise AdapterError(
+                    f"adapter folder {str(folder)!r}: all {MAX_LOADED} adapters that a worker "
+                    "keeps are in use; try again in a moment"
+                )
             while len(self._loaded) >= MAX_LOADED:
-                self._unload(next(iter(self._loaded)))
+                self._unload(next(loaded for loaded in self._loaded if loaded not in in_use))
             try:
                 self._engine.add_adapter(reference, str(folder))
             except (AdapterError, EngineBroken):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -92,6 +92,17 @@ class Batcher:
                     self._later.append(job)
                 else:
                     self._jobs.append(job)
+                    self._tokens += job.size
+            self.changed.notify_all()
+
+    def put_back(self, jobs: Sequence[Claimed]) -> None:
+        """Take jobs in again that were taken and have to wait, before all others."""
+        with self.changed:
+            for job in reversed(jobs):
+                if job.later:
+                    self._later.appendleft(job)
+                else:
+                    self._jobs.appendleft(job)
                     self._tokens += job.size
             self.changed.notify_all()
 

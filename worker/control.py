@@ -22,9 +22,10 @@ Answer = dict[str, Any]
 
 async def add_lora(ctx: dict[str, Any], name: str, path: str) -> Answer:
     """Load an adapter and register it; answers its fingerprint."""
-    adapters = _service(ctx).adapters
+    adapters, loop = _service(ctx).adapters, _service(ctx).loop
     assert adapters is not None
-    return await _on_engine(ctx, lambda: adapters.add(name, path))
+    assert loop is not None
+    return await _on_engine(ctx, lambda: adapters.add(name, path, loop.adapters_in_use()))
 
 
 async def remove_lora(ctx: dict[str, Any], name: str) -> Answer:

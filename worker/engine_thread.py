@@ -159,33 +159,47 @@ class EngineLoop:
         self._state.let_go(claimed for claimed, answer in dropped.items() if answer != "x")
         return [claimed for claimed in batch if claimed not in dropped]
 
+    def adapters_in_use(self) -> set[str]:
+        """The adapters of the jobs that the engine has."""
+        jobs = [held[0].job for held in self._held.values()]
+        return {job.adapter for job in jobs if job.adapter is not None}
+
     def _start(self, batch: list[Claimed]) -> None:
         requests = []
         refused: list[Finished] = []
+        waiting: list[Claimed] = []
         unusable: dict[str, str] = {}
+        in_use = self.adapters_in_use()
         for claimed in batch:
             job = claimed.job
             held = self._held.get(job.digest)
             if held is not None:
                 held.append(claimed)  # a second delivery of what is being computed
                 continue
-            if job.adapter is not None and self._why_not(job.adapter, unusable):
-                text = unusable[job.adapter]
-                refused.append(Done(claimed, None, "unknown_adapter", text))
-                continue
+            if job.adapter is not None:
+                # Behind one that waits for room all wait, or it might never get any.
+                if waiting or not self._adapters.has_room(job.adapter, in_use):
+                    waiting.append(claimed)
+                    continue
+                if text := self._why_not(job.adapter, unusable, in_use):
+                    refused.append(Done(claimed, None, "unknown_adapter", text))
+                    continue
+                in_use.add(job.adapter)
             self._held[job.digest] = [claimed]
             requests.append(_request(job))
+        if waiting:
+            self._batcher.put_back(waiting)
         if refused:
             self._publisher.put(refused)
         if requests:
             with self._state.step():
                 self._engine.submit(requests)
 
-    def _why_not(self, adapter: str, unusable: dict[str, str]) -> str:
+    def _why_not(self, adapter: str, unusable: dict[str, str], in_use: set[str]) -> str:
         """Why an adapter cannot be used ('' if it can), found out once a batch."""
         if adapter not in unusable:
             try:
-                self._adapters.ensure(adapter)
+                self._adapters.ensure(adapter, in_use)
                 unusable[adapter] = ""
             except EngineBroken:
                 raise

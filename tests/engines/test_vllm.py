@@ -152,8 +152,29 @@ def test_rows_however_vllm_schedules(reference, options):
     sampled = Sampling(max_tokens=5, eos_token_ids=(), temperature=0.8, seed=1)
     with vllm_engine(**options) as engine:
         engine.submit(requests_of(prompts(10, 50), 1000, sampling=sampled))
-        engine.submit(requests_of(given))
-        outcomes = drain(engine)
+        engine.submit(requests_of(given[:60]))
+        outcomes = {o.id: o for o in engine.step()}
+        engine.clear_cache()
+        engine.submit(requests_of(given[60:], 60))
+        outcomes |= drain(engine)
+        assert_rows([outcomes[b"%d" % i] for i in range(len(given))], expected)
+
+        def spoil(_: Any, inputs: Any, states: Any) -> Any:
+            return states.masked_fill((inputs[0] == 1)[:, None], float("nan"))
+
+        # NaN in some prompts is in no others that run beside them, nor in what those leave cached.
+        embed = engine.underlying_model.model.embed_tokens
+        hook = embed.register_forward_hook(spoil)
+        bad = [np.append(p, [1, 5]).astype(np.uint32) for p in given[::9]]
+        try:
+            for i, prompt in enumerate(given):
+                engine.submit([Request(b"%d" % i, prompt)])
+                engine.submit(requests_of(bad[i : i + 1], 100 + i))
+            outcomes = drain(engine)
+        finally:
+            hook.remove()
+        failed = [outcomes.pop(b"%d" % i).error for i in range(100, 100 + len(bad))]
+        assert all("not finite" in str(error) for error in failed)
         assert_rows([outcomes[b"%d" % i] for i in range(len(given))], expected)
         assert_nothing_left(engine)
 

@@ -29,7 +29,15 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Proces
 from vllm.v1.worker.gpu.sample.logits_processor.loader import _load_v2_logitsprocs_plugins  # noqa: E402
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch  # noqa: E402
 
-from lmpool.backends.vllm_capture import CAPTURE, CaptureProcessor, RowBlock, RowStore  # noqa: E402
+from lmpool.backends.vllm_capture import (  # noqa: E402
+    CAPTURE,
+    WATCH,
+    CaptureProcessor,
+    HostCopy,
+    RowBlock,
+    RowStore,
+    WatchedLogits,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -292,10 +300,47 @@ class TestRowStore:
         assert store.take(["a"]) == []
 
 
+class TestWatchedLogits:
+    @pytest.mark.parametrize("bad", [np.nan, np.inf])
+    def test_one_bad_step_is_enough(self, bad):
+        capture = v1()
+        watched = [SamplingParams(max_tokens=9, extra_args={WATCH: name}) for name in (7, 8)]
+        added = [(i, given, None, []) for i, given in enumerate([*watched, params(9)])]
+        capture.update_state(BatchUpdate(3, removed=(), added=added, moved=()))
+        for step in range(200):  # nobody asks meanwhile
+            logits = logits_of([7, 8, 9])
+            if step == 3:
+                logits[1, 5] = bad
+            logits[0, :10] = -np.inf  # which a model may give
+            capture.apply(logits)
+        assert_captured(capture, [9])
+        assert capture.watched.take([7, 9]) == []
+        assert capture.watched.take([7, 8, 9]) == [8]
+        assert capture.watched.take([7, 8, 9]) == []
+
+    def test_those_that_nobody_takes_are_bounded(self):
+        watched = WatchedLogits(most=4)
+        for name in range(200):
+            watched.put([name], HostCopy([torch.full((1,), torch.nan)], None))
+        assert watched.take(range(200)) == [196, 197, 198, 199]
+
+
+@pytest.mark.parametrize(("tensor", "last"), [(0, True), (1, True), (0, False)])
+def test_one_rank_publishes(tensor, last, monkeypatch):
+    from vllm.distributed import parallel_state
+
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: tensor)
+    group = SimpleNamespace(is_last_rank=last)
+    monkeypatch.setattr(parallel_state, "get_pp_group", lambda: group)
+    assert v1().publishes == (tensor == 0 and last)
+
+
+@pytest.mark.parametrize("key", [CAPTURE, WATCH])
 @pytest.mark.parametrize("name", [True, 1.5, [1], {"a": 1}])
-def test_ids_that_are_none_are_refused(name):
+def test_ids_that_are_none_are_refused(key, name):
     with pytest.raises(ValueError, match="a str or an int expected"):
-        CaptureProcessor.validate_params(SamplingParams(extra_args={CAPTURE: name}))
+        CaptureProcessor.validate_params(SamplingParams(extra_args={key: name}))
 
 
 def test_several_continuations_of_a_captured_prompt_are_refused():

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from lmpool.backends import Request, Sampling, load_engine, tiny, vllm_internals
-from lmpool.errors import AdapterError, EngineBroken, SettingsError
+from lmpool.backends.model_files import model_identity
+from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
 from tests.support.vllm_engine import (
     QUICK,
     VOCAB,
@@ -27,6 +28,7 @@ from tests.support.vllm_engine import (
     prompts,
     requests_of,
     scheduler,
+    spoiled_model,
     vllm_engine,
     write_adapter,
 )
@@ -112,6 +114,28 @@ class TestLivePrompts:
         assert_rows(answer(engine, given), reference.rows(given))
         assert_nothing_left(engine)
 
+    def test_a_cleared_cache_is_used_by_nobody_who_comes_later(self, engine, reference):
+        start = prompts(1, 1, seed=8, shared=300)[0]
+        more = [extended(start, i) for i in (4, 5)]
+        sampling = Sampling(max_tokens=40, eos_token_ids=(), temperature=0.8, seed=1)
+        (alone,) = answer(engine, [start], sampling=sampling)
+        answer(engine, [start])
+        engine.submit([Request(b"runs", start, sampling=sampling), Request(b"row", start)])
+        outcomes = {outcome.id: outcome for outcome in engine.step()}
+        engine.clear_cache()
+        engine.submit(requests_of(more))
+        engine.clear_cache()
+        while b"runs" not in outcomes:
+            assert not outcomes.keys() & {b"0", b"1"}  # they wait
+            outcomes |= {outcome.id: outcome for outcome in engine.step()}
+        assert outcomes[b"runs"].tokens.tolist() == alone.tokens.tolist()
+        with Watched(engine) as seen:
+            outcomes |= drain(engine)
+        assert sum(seen.tokens) > start.size
+        assert_rows([outcomes[i] for i in (b"0", b"1")], reference.rows(more))
+        assert_rows([outcomes[b"row"]], reference.rows([start]))
+        assert_nothing_left(engine)
+
     def test_a_prefix_is_computed_ahead(self, engine, reference):
         prefix = prompts(1, 1, seed=7, shared=300)[0]
         engine.cache_prefix(prefix)
@@ -162,6 +186,8 @@ class TestAdapters:
             outcomes = drain(engine)
             for adapter, rows in expected.items():
                 assert_rows([outcomes[f"{i} {adapter}".encode()] for i in range(12)], rows)
+        for name in folders:
+            engine.remove_adapter(name)
         assert_nothing_left(engine)
 
     def test_replaced_files_are_another_adapter(self, engine, tmp_path):
@@ -241,6 +267,43 @@ class TestAdapters:
         assert_rows([outcomes[b"row"]], Reference(adapter=folder).rows(given))
         engine.remove_adapter("style")
 
+    def test_more_than_vllm_has_slots_for_wait_their_turn(self, engine, tmp_path):
+        before = loaded(engine)
+        (prompt,) = prompts(1, 40, seed=34)
+        names = [f"style {i}" for i in range(vllm_engine_module.MOST_ADAPTERS)]
+        folders = [write_adapter(tmp_path / name, i) for i, name in enumerate(names)]
+        for name, folder in zip(names, folders, strict=True):
+            engine.add_adapter(name, folder)
+        with pytest.raises(AdapterError, match="64 are loaded"):
+            engine.add_adapter("one more", folders[0])
+        engine.submit([Request(name.encode(), prompt, name) for name in names])
+        # Their room is others' as soon as they have answered, and not before.
+        for i in range(3):
+            engine.remove_adapter(names[i])
+            engine.add_adapter(f"new {i}", folders[i + 3])
+        shutil.rmtree(tmp_path / names[0])
+        engine.submit([Request(b"new %d" % i, prompt, f"new {i}") for i in range(3)])
+        outcomes = drain(engine)
+        rows = np.stack([outcomes[name.encode()].logprobs() for name in names])
+        for i in (1, 40, 63):
+            assert np.abs(rows[i] - Reference(adapter=folders[i]).rows([prompt])).max() < 5e-5
+        assert np.abs(rows[:, None] - rows[None]).max(axis=2)[~np.eye(64, dtype=bool)].min() > 0.05
+        assert_rows([outcomes[b"new %d" % i] for i in range(3)], rows[3:6])
+        for name in [*names, "new 0", "new 1", "new 2"]:
+            engine.remove_adapter(name)
+        assert loaded(engine) == before
+        assert_nothing_left(engine)
+
+    def test_that_do_not_load_leave_their_predecessors(self, engine, tmp_path):
+        given = prompts(4, 30, seed=35)
+        old = write_adapter(tmp_path / "old", 5)
+        engine.add_adapter("style", old)
+        with pytest.raises(AdapterError, match="rank"):
+            engine.add_adapter("style", write_adapter(tmp_path / "large", 1, rank=64))
+        rows = answer(engine, given, adapter="style")
+        assert_rows(rows, Reference(adapter=old).rows(given))
+        engine.remove_adapter("style")
+
     def test_the_models_files_are_read_once(self, engine, tmp_path, monkeypatch):
         read: list[Path] = []
 
@@ -266,6 +329,11 @@ class TestAdapters:
         assert_rows(answer(engine, given), reference.rows(given))
 
 
+def identity(dtype: str) -> dict[str, object]:
+    """What the tiny model's numbers come from."""
+    return {"engine": "vllm", "dtype": dtype, "files": model_identity(tiny.path(), code=False)}
+
+
 class TestOneEngine:
     """What needs no engine of its own."""
 
@@ -278,6 +346,7 @@ class TestOneEngine:
         info = engine.info
         assert (info.engine, info.model, info.vocab_size) == ("vllm", "tiny", VOCAB)
         assert (info.max_prompt_tokens, info.dtype, info.encoding) == (511, "float32", "f32")
+        assert info.identity == identity("float32")
         assert (info.bos_token_id, info.eos_token_ids, info.pad_token_id) == (1, (2,), 0)
         assert "tokenizer.json" in engine.tokenizer_files()
         assert len(engine.byte_vocabulary()) == VOCAB
@@ -309,6 +378,52 @@ class TestOneEngine:
         assert outcome.tokens.size == 12  # as many as vLLM has positions for
         assert_nothing_left(engine)
 
+    @pytest.mark.parametrize("temperature", [2.5, 1e39])
+    def test_a_temperature_that_vllm_refuses_fails_alone(self, engine, reference, temperature):
+        given = prompts(2, 20, seed=41)
+        hot = Sampling(3, (), temperature, 1)
+        odd = Sampling(3, (-1, VOCAB, 2**64), 2.0, 1)
+        engine.submit([Request(b"hot", given[0], sampling=hot), *requests_of(given)])
+        engine.submit([Request(b"odd", given[0], sampling=odd)])
+        outcomes = drain(engine)
+        assert "from 0 to 2" in str(outcomes[b"hot"].error)
+        assert outcomes[b"odd"].tokens.size == 3
+        assert_rows([outcomes[b"0"], outcomes[b"1"]], reference.rows(given))
+
+    def test_logits_that_are_not_finite_fail_their_own_prompts(self, engine, reference):
+        def spoil(_: Any, inputs: Any, states: Any) -> Any:
+            return states.masked_fill((inputs[0] == 13)[:, None], float("nan"))
+
+        given = [p[p != 13] for p in prompts(40, 200, seed=40, shared=1)]
+        bad = [extended(p, 13, 5) for p in given[:20]]
+        sampling = Sampling(5, (), 1.0, 0)
+        embed = engine.underlying_model.model.embed_tokens
+        hook = embed.register_forward_hook(spoil)
+        try:
+            engine.submit(requests_of([*bad, *given]))
+            engine.submit(
+                [
+                    Request(b"bad", bad[0], sampling=sampling),
+                    Request(b"good", given[0], sampling=sampling),
+                ]
+            )
+            outcomes = drain(engine)
+            more = [extended(p, 7) for p in bad]  # from what is live
+            again = answer(engine, [*more, *given])
+        finally:
+            hook.remove()
+        failed = [outcomes[b"%d" % i] for i in range(20)] + [outcomes[b"bad"]] + again[:20]
+        assert all(isinstance(o.error, PromptFailed) for o in failed)
+        assert all("not finite" in str(o.error) for o in failed)
+        assert_rows([outcomes[b"%d" % i] for i in range(20, 60)], reference.rows(given))
+        assert_rows(again[20:], reference.rows(given))
+        assert outcomes[b"good"].tokens.size == 5
+        # What the bad prompts had of the KV cache is others' now.
+        engine.clear_cache()
+        given = prompts(300, 300, seed=42)
+        assert_rows(answer(engine, given), reference.rows(given))
+        assert_nothing_left(engine)
+
     def test_adapters_need_an_option(self, engine, tmp_path):
         with pytest.raises(AdapterError, match="enable_lora"):
             engine.add_adapter("a", str(tmp_path))
@@ -316,8 +431,9 @@ class TestOneEngine:
 
 def test_rows_of_a_bfloat16_model_are_the_bits_of_its_logits(reference):
     given = prompts(30, 60, seed=10)
-    with vllm_engine(dtype="bfloat16") as engine:
+    with vllm_engine(dtype="bfloat16", max_num_seqs=64) as engine:
         assert engine.info.encoding == "bf16"
+        assert engine.info.identity == identity("bfloat16")
         outcomes = answer(engine, given)
         assert all(o.row.dtype == np.uint16 for o in outcomes)
         rows = np.stack([o.logprobs() for o in outcomes])
@@ -326,14 +442,19 @@ def test_rows_of_a_bfloat16_model_are_the_bits_of_its_logits(reference):
         assert_nothing_left(engine)
 
 
-def test_without_capture_rows_come_through_logprobs(reference, caplog):
+def test_without_capture_rows_come_through_logprobs(reference, caplog, tmp_path):
     given = prompts(40, 60, seed=11)
-    with caplog.at_level(logging.WARNING, logger="lmpool"), vllm_engine(capture=False) as engine:
+    options = {"capture": False, "model": spoiled_model(tmp_path / "spoiled", token=1)}
+    with caplog.at_level(logging.WARNING, logger="lmpool"), vllm_engine(**options) as engine:
         assert "logprobs=-1" in caplog.text
         assert_rows(answer(engine, given), reference.rows(given))
         engine.submit(requests_of(given))
         engine.cancel([b"%d" % i for i in range(0, 40, 2)])
         assert len(drain(engine)) == 20
+        sampling = Sampling(5, (1,), 1.0, 0)
+        good, spoiled = answer(engine, [given[0], extended(given[0], 1)], sampling=sampling)
+        assert good.error is None
+        assert "not finite" in str(spoiled.error)
         assert_nothing_left(engine)
 
 
@@ -347,16 +468,30 @@ def test_a_runner_without_a_place_for_capture_is_used_through_logprobs(
         assert_rows(answer(engine, given), reference.rows(given))
 
 
-def test_an_engine_in_another_process(reference):
+def test_an_engine_in_another_process(reference, tmp_path):
     given = prompts(300, 60, seed=13)
     particles = [extended(p, 4) for p in given[-20:]]
-    sampling = Sampling(max_tokens=5, eos_token_ids=(), temperature=0.8, seed=1)
-    with vllm_engine(own_process=True) as engine:
+    sampling = Sampling(max_tokens=5, eos_token_ids=(1,), temperature=0.8, seed=1)
+    model = spoiled_model(tmp_path / "spoiled", token=1)
+    adapter = write_adapter(tmp_path / "style", 5)
+    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    with vllm_engine(model=model, own_process=True, **lora) as engine:
         assert_rows(answer(engine, given), reference.rows(given))
         assert_rows(answer(engine, particles), reference.rows(particles))
         engine.submit(requests_of(given, sampling=sampling))
         engine.cancel([b"%d" % i for i in range(0, 300, 2)])
-        assert {len(o.tokens) for o in drain(engine).values()} == {5}
+        sampled = drain(engine)
+        assert len(sampled) == 150
+        assert {len(o.tokens) for o in sampled.values()} <= {0, 1, 2, 3, 4, 5}
+        # Where a prompt's row is NaN, it fails alone, and leaves none to those after it.
+        bad = [extended(p, 1, 5) for p in given[:40]]
+        drawn = [Request(b"%d" % i, p, sampling=sampling) for i, p in enumerate(bad, 40)]
+        engine.submit([*requests_of(bad), *drawn])
+        failed = drain(engine).values()
+        assert len(failed) == 80
+        assert all("not finite" in str(outcome.error) for outcome in failed)
+        engine.clear_cache()
+        assert_rows(answer(engine, given), reference.rows(given))
         with pytest.raises(EngineBroken, match="another process"):
             engine.underlying_model  # noqa: B018
 
@@ -368,8 +503,13 @@ def test_an_engine_in_another_process(reference):
             core.kill()
         with pytest.raises(EngineBroken, match="vLLM's engine failed"):
             drain(engine)
-        with pytest.raises(EngineBroken):
-            engine.submit(requests_of(given[:1], 1000))
+        for use in (
+            lambda: engine.submit(requests_of(given[:1], 1000)),
+            lambda: engine.cancel([b"5"]),
+            lambda: engine.add_adapter("style", adapter),
+        ):
+            with pytest.raises(EngineBroken, match="vLLM's engine failed"):
+                use()
 
 
 def test_others_vllm_captures_rows_by_the_entry_point(reference, monkeypatch):
@@ -418,6 +558,8 @@ class TestOptions:
             ({"data_parallel_size": 2}, "start that many workers"),
             ({"max_num_seq": 3}, "did you mean 'max_num_seqs'"),
             ({"live_prompts": -1}, "live_prompts=-1"),
+            ({"own_process": "no"}, "own_process='no'"),
+            ({"max_cpu_loras": 4}, "until they are removed"),
             ({"max_prompt_tokens": 0}, "max_prompt_tokens=0"),
             ({"max_prompt_tokens": 4000}, "max_model_len"),
             ({"dtype": "int3"}, "dtype"),
@@ -433,11 +575,3 @@ class TestOptions:
         monkeypatch.setattr(vllm_internals, "version", lambda name: found)
         with pytest.raises(SettingsError, match=rf"vLLM {found} is installed.*0\.32"):
             vllm_internals.check_version()
-
-    def test_what_changes_the_numbers_is_in_the_fingerprint(self):
-        with vllm_engine() as one:
-            plain = dict(one.info.identity)
-        with vllm_engine(dtype="bfloat16", max_num_seqs=8) as other:
-            narrow = dict(other.info.identity)
-        assert plain != narrow
-        assert {**plain, "dtype": "bfloat16"} == narrow

@@ -16,6 +16,7 @@ import redis
 import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.errors import AdapterError, NoWorkers, UnknownAdapter
+from lmpool.worker.adapters import MAX_LOADED, adapter_fingerprint
 from tests.support.clients import connected
 from tests.support.pools import assert_at_rest, pool_lanes, some_prompts, worker_processes
 from tests.support.waiting import until
@@ -158,6 +159,35 @@ def test_an_adapter_that_another_client_replaced_is_asked_for_anew(
         lm.remove_lora("style")
         with pytest.raises(UnknownAdapter, match="unknown LoRA adapter 'style'"):
             other.next_token_logprobs_sync([9, 9, 9], lora_name="style")
+
+
+def test_more_adapters_in_one_batch_than_a_worker_keeps_take_turns(
+    server_url, redis_client, pool_name, tmp_path
+):
+    names = [f"style{i}" for i in range(MAX_LOADED + 8)]
+    options = {"adapter_dirs": [str(tmp_path)], "batch_size": 256, "timeout": 0.2}
+    with (
+        worker_process(server_url, pool_name, **options) as worker,
+        connected(server_url, pool_name),
+    ):
+        (lane,) = pool_lanes(redis_client, pool_name)
+        for name in names:  # as another worker registered them
+            folder = Path(write_adapter(tmp_path / name, name))
+            redis_client.hset(lane.adapters, name, f"{adapter_fingerprint(folder)}\n{folder}")
+        prints = registered(redis_client, pool_name)
+        order = names * 2
+
+        async def ask() -> list[np.ndarray]:
+            async with lmpool.connect(server_url, pool_name, framework="numpy") as one:
+                rows = [one.next_token_logprobs([3, i], lora_name=n) for i, n in enumerate(order)]
+                drawn = [one.sample([3], 4, [], 1.0, i, lora_name=n) for i, n in enumerate(order)]
+                found = await asyncio.gather(*rows, *drawn)
+                assert all(len(ids) == 4 for ids in found[len(rows) :])
+                return found[: len(rows)]
+
+        for i, (name, row) in enumerate(zip(order, asyncio.run(ask()), strict=True)):
+            np.testing.assert_array_equal(row, rows_of(f"{name}@{prints[name]}", [[3, i]])[0])
+        assert "Traceback" not in worker.log
 
 
 def test_a_worker_that_joins_later_loads_what_is_asked_for(

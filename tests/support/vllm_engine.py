@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,7 +46,7 @@ def need_vllm() -> None:
 @contextmanager
 def vllm_engine(**options: Any) -> Iterator[Any]:
     """A `VLLMEngine` of the tiny model, closed at the end."""
-    engine = load_engine("vllm", "tiny", **{**QUICK, **options})
+    engine = load_engine("vllm", options.pop("model", "tiny"), **{**QUICK, **options})
     try:
         yield engine
     finally:
@@ -185,6 +186,22 @@ class Watched:
 
     def __exit__(self, *_: object) -> None:
         del self._scheduler.schedule, self._scheduler._preempt_request
+
+
+def spoiled_model(folder: Path, token: int) -> str:
+    """The tiny model with a token that makes NaN of every row behind it."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny.path(), folder)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(str(file))
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.clone()  # it is tied, and every row would be NaN
+    embedding[token] = float("nan")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    save_file(tensors, str(file), metadata={"format": "pt"})
+    return str(folder)
 
 
 def write_adapter(folder: Path, seed: int, rank: int = 4) -> str:

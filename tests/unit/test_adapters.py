@@ -271,6 +271,26 @@ def test_the_least_recently_used_adapter_makes_room(
     assert references["b"] in engine.adapters
 
 
+def test_adapters_in_use_make_no_room(
+    adapters: Adapters, engine: MockEngine, allowed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters_module, "MAX_LOADED", 2)
+    references = []
+    for name in ("a", "b", "c"):
+        folder = save_adapter(allowed / name, weights=name.encode())
+        references.append(f"{name}@{adapters.add(name, str(folder), references[:1])}")
+    a, b, c = references
+    assert list(engine.adapters) == [a, c]
+    assert adapters.has_room(b, {a})
+    assert adapters.has_room(a, {a, c})
+    assert not adapters.has_room(b, {a, c})
+    with pytest.raises(AdapterError, match="are in use; try again"):
+        adapters.ensure(b, {a, c})
+    assert list(engine.adapters) == [a, c]
+    adapters.ensure(b, {c})
+    assert list(engine.adapters) == [c, b]
+
+
 def test_files_that_cannot_be_read_are_refused(
     adapters: Adapters, allowed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

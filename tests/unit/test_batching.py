@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -132,6 +133,19 @@ def test_jobs_are_given_up_only_while_a_batch_runs() -> None:
     assert len(batcher) == 0
     assert batcher.room() == 2
     assert batcher.due_in() is None
+
+
+def test_jobs_that_are_put_back_go_first() -> None:
+    batcher, _ = new(batch_size=3, max_batch_tokens=10)
+    later = replace(claimed(3, 4), later=True)
+    batcher.add([claimed(0, 2), claimed(1, 3), later, replace(claimed(4), later=True)])
+    first = batcher.take()
+    batcher.add([claimed(2)])
+    batcher.put_back([c for c in first if c.entry != b"0-0"])
+    assert batcher.due_in() == 0.0
+    assert [c.entry for c in batcher.take()] == [b"1-0", b"2-0", b"3-0"]
+    assert [c.entry for c in batcher.take()] == [b"4-0"]
+    assert batcher.room() == 3
 
 
 def test_closing_answers_what_waited() -> None:
