@@ -6,6 +6,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: what else runs disturbs least
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+# For `rows_as_bytes`, which travels to vLLM's worker as a function.
+os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
 import json
 import socket
@@ -14,7 +16,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -54,6 +56,7 @@ def measure(scale: Scale) -> Report:
             engine = load(folder)
             rows_of_every_way(engine, url, scale, report)
             with_particles(engine, folder, scale, report)
+            from_another_process(engine, folder, scale, report)
             engine.close()
     report.note("one thread of torch on every side; vLLM's engine in the caller's process, eager")
     report.note(
@@ -84,12 +87,12 @@ def make_model(folder: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def load(folder: str) -> Any:
+def load(folder: str, **options: Any) -> Any:
     """The engine under test."""
     from lmpool.backends import load_engine
 
     return load_engine(
-        "vllm", folder, enforce_eager=True, kv_cache_memory_bytes=KV_BYTES, block_size=32
+        "vllm", folder, enforce_eager=True, kv_cache_memory_bytes=KV_BYTES, block_size=32, **options
     )
 
 
@@ -278,14 +281,12 @@ def with_particles(engine: Any, folder: str, scale: Scale, report: Report) -> No
         return count * steps / took
 
     def fresh(prompts: Prompts) -> Rows:
-        params = engine._rows.params
+        row = engine._rows.row
 
-        def alone(number: int) -> Any:
-            chosen = params(number)
-            chosen.skip_reading_prefix_cache = True
-            return chosen
+        def alone(number: int) -> dict[str, Any]:
+            return {**row(number), "skip_reading_prefix_cache": True}
 
-        with patch.object(engine._rows, "params", alone):
+        with patch.object(engine._rows, "row", alone):
             return cached(prompts)
 
     def cached(prompts: Prompts) -> Rows:
@@ -311,3 +312,62 @@ def with_particles(engine: Any, folder: str, scale: Scale, report: Report) -> No
         if name != "live prompts":
             report.add("Live prompts against", ratio(name, taken["live prompts"], values))
     hf.close()
+
+
+def from_another_process(local: Any, folder: str, scale: Scale, report: Report) -> None:
+    """Rows of an engine in a process of its own, by the two ways that they could come."""
+    from lmpool.backends import vllm_internals
+
+    count = scale.of(64, 16)
+    remote = load(folder, own_process=True)
+
+    def by_rpc(numbers: Sequence[int]) -> dict[int, Any]:
+        answers = vllm_internals.call_workers(remote._core, rows_as_bytes, list(numbers))
+        found: dict[int, Any] = {}
+        for ids, data, scales in remote._rows._of_publisher(answers):
+            rows = np.frombuffer(data, np.float32).reshape(len(ids), VOCAB)
+            found.update(zip(ids, zip(rows, scales, strict=True), strict=True))
+        return found
+
+    def rpc(prompts: Prompts) -> Rows:
+        with patch.object(remote._rows, "take", by_rpc):
+            return captured(remote, prompts)
+
+    ways: dict[str, Callable[[Prompts], Rows]] = {
+        "shared memory": lambda prompts: captured(remote, prompts),
+        "collective_rpc": rpc,
+        "no other process": lambda prompts: captured(local, prompts),
+    }
+
+    def timed(name: str) -> Callable[[int], float]:
+        def run(number: int) -> float:
+            prompts = make_prompts(count, VOCAB, number, 4)
+            began = time.perf_counter()
+            rows = ways[name](prompts)
+            took = time.perf_counter() - began
+            worst = float(np.abs(rows - captured(local, prompts)).max())
+            if not worst < TOLERANCE:
+                raise WrongRows(f"{name}: rows differ by {worst} from those of this process")
+            remote.clear_cache()
+            local.clear_cache()
+            return count / took
+
+        return run
+
+    try:
+        for name in ways:
+            timed(name)(2**31)
+        taken = alternate({name: timed(name) for name in ways}, scale.runs)
+    finally:
+        remote.close()
+    for name, values in taken.items():
+        report.add("Rows of another process", Measured(name, "rows/s", tuple(values)))
+    for name, values in taken.items():
+        if name != "shared memory":
+            report.add("Shared memory against", ratio(name, taken["shared memory"], values))
+
+
+def rows_as_bytes(worker: Any, numbers: Sequence[int]) -> Any:
+    """What vLLM's worker answers where rows travel in its answers."""
+    taken = worker.lmpool_take_rows(numbers)
+    return taken and [(list(ids), rows.tobytes(), s.tolist()) for ids, rows, s in taken]

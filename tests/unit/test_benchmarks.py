@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +23,7 @@ from tests.benchmarks.measure import (
     slope,
 )
 from tests.benchmarks.pool import Cpu, WrongRows, check_rows, make_prompts
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.benchmarks import quick_figures
 
 
 def test_sides_take_turns() -> None:
@@ -212,23 +208,6 @@ def test_a_benchmark_that_fails_leaves_the_others_running(
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.usefixtures("server_binary")
-@pytest.mark.parametrize("name", command_line.NAMES)
+@pytest.mark.parametrize("name", [name for name in command_line.NAMES if name != "vllm"])
 def test_each_benchmark_runs_and_its_rows_are_right(name: str, tmp_path: Path) -> None:
-    pytest.importorskip(getattr(command_line.load(name), "NEEDS", "numpy"))
-    written = tmp_path / "figures.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "tests.benchmarks", name),
-            *("--quick", "--runs", "1", "--json", str(written)),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=140,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"# {name}\n")
-    (figures,) = json.loads(written.read_text())
-    assert figures["figures"]
+    quick_figures(name, tmp_path)
