@@ -30,7 +30,7 @@ from lmpool.backends.packed import Take
 from lmpool.backends.packed_fit import packed_forward
 from lmpool.backends.packed_layout import Bounds
 from lmpool.backends.trie_runs import TrieStatistics
-from lmpool.backends.vocabulary import byte_vocabulary
+from lmpool.backends.vocabulary import served_byte_vocabulary
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 
 logger = logging.getLogger(__name__)
@@ -330,13 +330,7 @@ class HFEngine(BatchEngine):
         return tokenizer_files(self._folder)
 
     def byte_vocabulary(self) -> list[bytes] | None:
-        if self._tokenizer is None:
-            return None
-        try:
-            return byte_vocabulary(self._tokenizer)
-        except SettingsError as error:
-            logger.warning("this pool has no byte vocabulary: %s", error)
-            return None
+        return served_byte_vocabulary(self._tokenizer)
 
     def close(self) -> None:
         """Free the model."""

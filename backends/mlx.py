@@ -18,7 +18,7 @@ from lmpool.backends.mlx_adapters import Adapters
 from lmpool.backends.mlx_model import Forward, KeyValueStore, Prefixes, load_model, mx, on_gpu
 from lmpool.backends.mlx_prefixes import PrefixTree
 from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
-from lmpool.backends.vocabulary import byte_vocabulary
+from lmpool.backends.vocabulary import served_byte_vocabulary
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 
 logger = logging.getLogger(__name__)
@@ -340,13 +340,7 @@ class MLXEngine(BatchEngine):
         return tokenizer_files(self._folder)
 
     def byte_vocabulary(self) -> list[bytes] | None:
-        if self._tokenizer is None:
-            return None
-        try:
-            return byte_vocabulary(self._tokenizer)
-        except SettingsError as error:
-            logger.warning("this pool has no byte vocabulary: %s", error)
-            return None
+        return served_byte_vocabulary(self._tokenizer)
 
     def close(self) -> None:
         """Free the model and all that is kept."""

@@ -20,7 +20,7 @@ from lmpool.backends.engine import Engine, EngineInfo, Outcome, Request, Tokens
 from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
 from lmpool.backends.sampling import sample_token
 from lmpool.backends.sglang_scheduler import SGLangScheduler, Step
-from lmpool.backends.vocabulary import byte_vocabulary
+from lmpool.backends.vocabulary import served_byte_vocabulary
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
 
 logger = logging.getLogger(__name__)
@@ -360,13 +360,7 @@ class SGLangEngine(Engine):
         return tokenizer_files(self._folder)
 
     def byte_vocabulary(self) -> list[bytes] | None:
-        if self._tokenizer is None:
-            return None
-        try:
-            return byte_vocabulary(self._tokenizer)
-        except SettingsError as error:
-            logger.warning("this pool has no byte vocabulary: %s", error)
-            return None
+        return served_byte_vocabulary(self._tokenizer)
 
     def close(self) -> None:
         """Free the model; another engine may then be made in this process."""

@@ -32,7 +32,7 @@ from lmpool.backends.vllm_options import (
     check_options,
 )
 from lmpool.backends.vllm_rows import FullLogprobs, Row, RowSource, row_source
-from lmpool.backends.vocabulary import byte_vocabulary
+from lmpool.backends.vocabulary import served_byte_vocabulary
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
 
 logger = logging.getLogger(__name__)
@@ -468,14 +468,7 @@ class VLLMEngine(Engine):
     def byte_vocabulary(self) -> list[bytes] | None:
         from lmpool.backends.hf_model import load_tokenizer
 
-        tokenizer = load_tokenizer(self._folder, trust_remote_code=False)
-        if tokenizer is None:
-            return None
-        try:
-            return byte_vocabulary(tokenizer)
-        except SettingsError as error:
-            logger.warning("this pool has no byte vocabulary: %s", error)
-            return None
+        return served_byte_vocabulary(load_tokenizer(self._folder, trust_remote_code=False))
 
     @property
     def underlying_model(self) -> Any:

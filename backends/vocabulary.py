@@ -6,11 +6,14 @@ Both agree with what genlm-backend's `decode_vocab` returns for the tokenizers t
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from lmpool.errors import SettingsError
+
+logger = logging.getLogger(__name__)
 
 _ESCAPED_BYTE: Final = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK: Final = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -36,6 +39,17 @@ def byte_vocabulary(tokenizer: Any) -> list[bytes]:
         )
     alphabet = None if kinds else getattr(tokenizer, "byte_decoder", None)
     return _byte_level_bytes(tokenizer, alphabet or _GPT2_BYTES)
+
+
+def served_byte_vocabulary(tokenizer: Any) -> list[bytes] | None:
+    """The same for an engine to serve: None without a tokenizer, or where it tells no bytes."""
+    if tokenizer is None:
+        return None
+    try:
+        return byte_vocabulary(tokenizer)
+    except SettingsError as error:
+        logger.warning("this pool has no byte vocabulary: %s", error)
+        return None
 
 
 def string_vocabulary(byte_vocab: Sequence[bytes], tokenizer: Any) -> list[str]:
