@@ -18,6 +18,7 @@ from lmpool.model_info import ModelInfo
 from lmpool.producer.statistics import PoolStatistics
 from lmpool.wire import Digester, Job
 from tests.support.clients import connected
+from tests.support.engines import check_engines
 from tests.support.pools import Asking, assert_at_rest, until_at_rest
 from tests.support.protocol import Caller, new_job
 from tests.support.server import RealServer
@@ -244,3 +245,8 @@ def redis_free():
 
     with ExitStack() as stack:
         yield lambda url: stack.enter_context(redis.Redis.from_url(url, protocol=2))
+
+
+@pytest.mark.timeout(200)
+def test_doctor_compares_it_with_transformers() -> None:
+    check_engines("vllm", drawn="its own")

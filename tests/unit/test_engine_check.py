@@ -10,10 +10,12 @@ from lmpool.engine_check import Answers, compare, make_prompts
 from lmpool.errors import SettingsError
 
 
-def answers(engine: str, off: float = 0.0, token: int = 1) -> Answers:
+def answers(
+    engine: str, off: float = 0.0, token: int = 1, drawn: int = 2, repeats: bool = True
+) -> Answers:
     rows = np.full((4, 8), -2.0, np.float32)
     rows[3, 7] += off
-    return Answers(engine, rows, [[1, token]], [[2, token]], 100.0)
+    return Answers(engine, rows, [[1, token]], [[2, drawn]], repeats, 100.0)
 
 
 def test_prompts_of_many_lengths_and_of_one_beginning() -> None:
@@ -34,7 +36,9 @@ def test_prompts_of_many_lengths_and_of_one_beginning() -> None:
         (answers("b", off=2e-4), False),
         (answers("b", off=float("nan")), False),
         (answers("b", token=3), False),
-        (Answers("b", np.zeros((4, 9), np.float32), [[1, 1]], [[2, 1]], 1.0), False),
+        (answers("b", drawn=3), True),
+        (answers("b", repeats=False), False),
+        (Answers("b", np.zeros((4, 9), np.float32), [[1, 1]], [[2, 2]], True, 1.0), False),
     ],
 )
 def test_one_row_or_one_token_tells_engines_apart(other: Answers, good: bool) -> None:
@@ -47,6 +51,7 @@ def test_one_row_or_one_token_tells_engines_apart(other: Answers, good: bool) ->
     ("installed", "status", "said"),
     [
         ({"a": answers("a"), "b": answers("b", off=5e-5)}, 0, "the same tokens, and rows within"),
+        ({"a": answers("a"), "b": answers("b", drawn=3)}, 0, "b: draws with a sampler of its own"),
         ({"a": answers("a"), "b": answers("b", off=1.0)}, 1, "wrong  b: not the same tokens"),
         ({"a": answers("a"), "b": SettingsError("no GPU")}, 1, "wrong  b: no GPU"),
         ({"a": SettingsError("no GPU")}, 1, "wrong  a: no GPU"),
