@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import numpy as np
+import torch
 from vllm import EngineArgs, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
@@ -23,6 +24,7 @@ from vllm.platforms import current_platform
 from lmpool.backends import vllm_internals
 from lmpool.backends.engine import Engine, EngineInfo, Outcome, Request, Tokens
 from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
+from lmpool.backends.packed_fit import default_kv_cache_bytes
 from lmpool.backends.vllm_adapters import Shapes, check_adapter, weight_shapes
 from lmpool.backends.vllm_live import LivePrompt, LivePrompts
 from lmpool.backends.vllm_options import (
@@ -47,6 +49,9 @@ MAX_SEED: Final = (1 << 63) - 1
 
 MAX_TEMPERATURE: Final = 2.0
 """vLLM refuses more, and its engine would end with such a request."""
+
+_MEMORY: Final = frozenset({"kv_cache_memory_bytes", "gpu_memory_utilization"})
+"""Options that say how much memory vLLM takes."""
 
 MOST_ADAPTERS: Final = 64
 """As many as a worker keeps loaded, and as many removed ones that requests in flight still use."""
@@ -86,7 +91,8 @@ class VLLMEngine(Engine):
     `tensor_parallel_size` above 1 does with its workers; by default it runs on the calling thread.
     `capture=False` reads rows through vLLM's own ``logprobs=-1``, many times slower. `engine_opts`
     are vLLM's `EngineArgs`: ``tensor_parallel_size``, ``gpu_memory_utilization``,
-    ``enable_lora``, ``max_loras``, ``quantization`` and so on.
+    ``enable_lora``, ``max_loras``, ``quantization`` and so on. On a CPU the memory for keys and
+    values is that of the hf engine where none of them names it.
 
     Rows are float32 log-probabilities or, of a bfloat16 model, the bits of its logits. Raises
     `SettingsError` for a model or an option that cannot be used.
@@ -499,6 +505,9 @@ def _arguments(
     if longest is not None and (type(longest) is not int or longest < 1):
         raise SettingsError(f"max_prompt_tokens={longest!r}: a positive integer expected")
     options = {"enable_prefix_caching": True, **given}
+    if current_platform.is_cpu() and not _MEMORY & given.keys():
+        # vLLM would want nearly all of the machine's memory, and not start where others use some.
+        options["kv_cache_memory_bytes"] = default_kv_cache_bytes(torch.device("cpu"))
     try:
         if options.get("enable_lora"):
             # What is loaded stays loaded: vLLM would read a file again that may be another by then.
