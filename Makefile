@@ -56,14 +56,9 @@ format-check: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 
-# mypy knows folders, not setuptools' package-dir, so it reads a copy laid out by import name; what
-# it prints then names this checkout's files again.
-types: $(READY)
-	@rm -rf build/types && mkdir -p build/types
-	@cp -Rp lmpool build/types/lmpool && cp -Rp producer worker backends build/types/lmpool/
-	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml \
-	    --cache-dir ../../.mypy_cache -p lmpool >report; status=$$?; \
-	sed -E 's#^lmpool/(producer|worker|backends)/#\1/#' report; exit $$status
+types: $(READY) ## Both type checkers, mypy and pyright
+	$(BIN)/mypy -p lmpool
+	$(BIN)/pyright
 
 unit: $(READY)
 	$(BIN)/python -m pytest -q -m "not slow and not server and not engine" tests/unit $(ARGS)

@@ -156,7 +156,7 @@ def uncaptured(engine: Any, prompts: Prompts) -> None:
     """A token for each prompt, by the same way into vLLM: what no capture can beat."""
     from vllm import SamplingParams
 
-    from lmpool.backends import vllm_internals
+    from lmpool.backends.vllm import internals as vllm_internals
 
     core = engine._core
     for i, prompt in enumerate(prompts):
@@ -316,7 +316,7 @@ def with_particles(engine: Any, folder: str, scale: Scale, report: Report) -> No
 
 def from_another_process(local: Any, folder: str, scale: Scale, report: Report) -> None:
     """Rows of an engine in a process of its own, by the two ways that they could come."""
-    from lmpool.backends import vllm_internals
+    from lmpool.backends.vllm import internals as vllm_internals
 
     count = scale.of(64, 16)
     remote = load(folder, own_process=True)

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from lmpool.backends.hf import HFEngine  # noqa: E402
-from lmpool.backends.hf_model import with_quantization  # noqa: E402
+from lmpool.backends.hf.model import with_quantization  # noqa: E402
 
 VOCAB = 211
 LONGEST = 96

@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from lmpool.backends.hf import HFEngine  # noqa: E402
-from lmpool.backends.hf_forward import Forward  # noqa: E402
-from lmpool.backends.packed_fit import default_kv_cache_bytes  # noqa: E402
+from lmpool.backends.hf.forward import Forward  # noqa: E402
+from lmpool.backends.hf.packed_fit import default_kv_cache_bytes  # noqa: E402
 from tests.support.hf_texts import VOCAB, Texts, make, requests_of, rows_of, run  # noqa: E402
 
 LONGEST = 96
@@ -212,7 +212,7 @@ def test_windows_that_cannot_be_told_a_model(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a model keeps prompts that no window cuts."""
-    from lmpool.backends import packed_fit
+    from lmpool.backends.hf import packed_fit as packed_fit
 
     monkeypatch.setattr(packed_fit, "_reach", lambda *_: packed_fit.Reach())
     folder = make(tmp_path, WINDOWED[name]())
@@ -261,7 +261,7 @@ def test_models_that_are_computed_plainly(
 def test_a_model_that_fails_the_trial_is_computed_plainly(
     llama: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from lmpool.backends import packed
+    from lmpool.backends.hf import packed as packed
 
     def blind(self: Any, layout: Any, part: Any) -> Any:
         return mask(self, layout, part) * 0

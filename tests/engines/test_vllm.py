@@ -78,7 +78,7 @@ class TestRows:
     def test_beside_requests_that_sample(self, engine, reference):
         from vllm import SamplingParams
 
-        from lmpool.backends import vllm_internals
+        from lmpool.backends.vllm import internals as vllm_internals
 
         given = prompts(60, 80, seed=3)
         foreign = prompts(24, 60, seed=4)

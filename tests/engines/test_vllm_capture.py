@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Proces
 from vllm.v1.worker.gpu.sample.logits_processor.loader import _load_v2_logitsprocs_plugins  # noqa: E402
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch  # noqa: E402
 
-from lmpool.backends.vllm_capture import (  # noqa: E402
+from lmpool.backends.vllm.capture import (  # noqa: E402
     CAPTURE,
     WATCH,
     CaptureProcessor,

@@ -36,7 +36,7 @@ from tests.support.vllm_engine import (
 need_vllm()
 
 from lmpool.backends import vllm_engine as vllm_engine_module  # noqa: E402
-from lmpool.backends.vllm_adapters import weight_shapes  # noqa: E402
+from lmpool.backends.vllm.adapters import weight_shapes  # noqa: E402
 
 pytestmark = [
     pytest.mark.engine,
@@ -515,7 +515,7 @@ def test_an_engine_in_another_process(reference, tmp_path):
 def test_others_vllm_captures_rows_by_the_entry_point(reference, monkeypatch):
     from vllm import LLM, SamplingParams
 
-    from lmpool.backends.vllm_capture import CAPTURE, CapturedRows
+    from lmpool.backends.vllm.capture import CAPTURE, CapturedRows
 
     given = prompts(20, 40, seed=14)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

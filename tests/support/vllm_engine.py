@@ -153,7 +153,7 @@ def assert_nothing_left(engine: Any) -> None:
 
 
 def _store(engine: Any) -> Any:
-    from lmpool.backends import vllm_internals
+    from lmpool.backends.vllm import internals as vllm_internals
 
     runner = engine._engine.model_executor.driver_worker.worker.model_runner
     capture = vllm_internals.find_capture(runner)

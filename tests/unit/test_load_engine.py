@@ -61,7 +61,7 @@ def test_a_missing_package_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     pytest.importorskip("transformers")
-    for module in ("lmpool.backends.hf", "lmpool.backends.hf_model"):
+    for module in ("lmpool.backends.hf", "lmpool.backends.hf.model"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(SettingsError, match=rf"needs {missing}.*pip install 'lmpool\[hf\]'"):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmpool.backends.engine import Tokens
-from lmpool.backends.mlx_prefixes import PrefixTree
+from lmpool.backends.mlx.prefixes import PrefixTree
 
 
 def ids(*tokens: int) -> Tokens:

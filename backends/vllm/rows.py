@@ -12,8 +12,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lmpool.backends import vllm_internals
-from lmpool.backends.vllm_capture import CAPTURE, WATCH, Copied, Taken
+from lmpool.backends.vllm import internals as vllm_internals
+from lmpool.backends.vllm.capture import CAPTURE, WATCH, Copied, Taken
 from lmpool.errors import EngineBroken, SettingsError
 
 logger = logging.getLogger(__name__)

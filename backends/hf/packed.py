@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from lmpool.backends.engine import Tokens
-from lmpool.backends.hf_device import to_device
-from lmpool.backends.hf_forward import Head
-from lmpool.backends.packed_layout import (
+from lmpool.backends.hf.device import to_device
+from lmpool.backends.hf.forward import Head
+from lmpool.backends.hf.packed_layout import (
     RESERVED_SLOTS,
     Bounds,
     Layout,
@@ -27,8 +27,8 @@ from lmpool.backends.packed_layout import (
     lay_out,
     passes,
 )
-from lmpool.backends.trie import TokenTrie
-from lmpool.backends.trie_runs import Lease, TrieStatistics
+from lmpool.backends.hf.trie import TokenTrie
+from lmpool.backends.hf.trie_runs import Lease, TrieStatistics
 
 # Untyped on purpose: its annotations differ from release to release.
 cache_utils: Any = importlib.import_module("transformers.cache_utils")

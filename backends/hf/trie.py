@@ -1,7 +1,7 @@
 """A radix trie of token runs, each position with a slot of its own, under a bound of slots.
 
 It knows which prefixes are kept and where, and no model: a slot is a number below `slots`, under
-which its owner keeps what it computed for that position (see `lmpool.backends.packed`). What is
+which its owner keeps what it computed for that position (see `lmpool.backends.hf.packed`). What is
 computed depends on the tokens above and on the adapter, so each adapter has a root of its own.
 
 What holds between any two calls, and `check` verifies:
@@ -22,7 +22,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from lmpool.backends.trie_runs import Lease, Run, Slots, Tokens, TrieStatistics
+from lmpool.backends.hf.trie_runs import Lease, Run, Slots, Tokens, TrieStatistics
 
 _NO_TOKENS: Tokens = np.empty(0, np.uint32)
 _NO_SLOTS: Slots = np.empty(0, np.int64)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lmpool.backends.engine import Tokens
-from lmpool.backends.hf_device import to_device
+from lmpool.backends.hf.device import to_device
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lmpool.backends.sglang_cpu import prepare
+from lmpool.backends.sglang.cpu import prepare
 from lmpool.errors import EngineBroken, SettingsError
 
 VERSIONS: Final = ("0.5.23",)

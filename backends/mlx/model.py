@@ -13,7 +13,7 @@ import numpy as np
 
 from lmpool.backends.config_files import ConfigFiles
 from lmpool.backends.engine import Tokens
-from lmpool.backends.mlx_prefixes import Slots
+from lmpool.backends.mlx.prefixes import Slots
 from lmpool.errors import SettingsError
 
 logger = logging.getLogger(__name__)

@@ -21,19 +21,19 @@ from vllm import EngineArgs, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
-from lmpool.backends import vllm_internals
 from lmpool.backends.engine import Engine, EngineInfo, Outcome, Request, Tokens
+from lmpool.backends.hf.packed_fit import default_kv_cache_bytes
 from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
-from lmpool.backends.packed_fit import default_kv_cache_bytes
-from lmpool.backends.vllm_adapters import Shapes, check_adapter, weight_shapes
-from lmpool.backends.vllm_live import LivePrompt, LivePrompts
-from lmpool.backends.vllm_options import (
+from lmpool.backends.vllm import internals as vllm_internals
+from lmpool.backends.vllm.adapters import Shapes, check_adapter, weight_shapes
+from lmpool.backends.vllm.live import LivePrompt, LivePrompts
+from lmpool.backends.vllm.options import (
     CAPTURED_ROWS,
     NUMERIC,
     capture_processors,
     check_options,
 )
-from lmpool.backends.vllm_rows import FullLogprobs, Row, RowSource, row_source
+from lmpool.backends.vllm.rows import FullLogprobs, Row, RowSource, row_source
 from lmpool.backends.vocabulary import served_byte_vocabulary
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
 
@@ -472,7 +472,7 @@ class VLLMEngine(Engine):
         return tokenizer_files(self._folder)
 
     def byte_vocabulary(self) -> list[bytes] | None:
-        from lmpool.backends.hf_model import load_tokenizer
+        from lmpool.backends.hf.model import load_tokenizer
 
         return served_byte_vocabulary(load_tokenizer(self._folder, trust_remote_code=False))
 

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from lmpool.errors import SettingsError
 
-CAPTURED_ROWS: Final = "lmpool.backends.vllm_capture.CapturedRows"
+CAPTURED_ROWS: Final = "lmpool.backends.vllm.capture.CapturedRows"
 
-CAPTURE_PROCESSOR: Final = "lmpool.backends.vllm_capture:CaptureProcessor"
+CAPTURE_PROCESSOR: Final = "lmpool.backends.vllm.capture:CaptureProcessor"
 
 REFUSED: Final[Mapping[str, str]] = {
     "model": "the worker's setting `model` names it",

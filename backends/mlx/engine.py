@@ -14,9 +14,9 @@ import numpy.typing as npt
 from lmpool.backends.config_files import ConfigFiles, load_tokenizer
 from lmpool.backends.engine import BatchEngine, EngineInfo, Outcome, Request, Tokens
 from lmpool.backends.grouping import group_by_length
-from lmpool.backends.mlx_adapters import Adapters
-from lmpool.backends.mlx_model import Forward, KeyValueStore, Prefixes, load_model, mx, on_gpu
-from lmpool.backends.mlx_prefixes import PrefixTree
+from lmpool.backends.mlx.adapters import Adapters
+from lmpool.backends.mlx.model import Forward, KeyValueStore, Prefixes, load_model, mx, on_gpu
+from lmpool.backends.mlx.prefixes import PrefixTree
 from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
 from lmpool.backends.vocabulary import served_byte_vocabulary
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from lmpool.backends.engine import Tokens
-from lmpool.backends.hf_forward import Forward
-from lmpool.backends.packed import LayerShape, PackedForward, Reach, cache_utils
-from lmpool.backends.packed_layout import RESERVED_SLOTS, Bounds
+from lmpool.backends.hf.forward import Forward
+from lmpool.backends.hf.packed import LayerShape, PackedForward, Reach, cache_utils
+from lmpool.backends.hf.packed_layout import RESERVED_SLOTS, Bounds
 from lmpool.errors import SettingsError
 
 logger = logging.getLogger(__name__)

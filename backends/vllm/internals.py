@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lmpool.errors import EngineBroken, SettingsError
 
 if TYPE_CHECKING:
-    from lmpool.backends.vllm_capture import CaptureProcessor
+    from lmpool.backends.vllm.capture import CaptureProcessor
 
 SUPPORTED: Final = ("0.32",)
 """Minor versions whose internals are known; any patch release of them."""
@@ -301,7 +301,7 @@ def find_capture(model_runner: Any) -> CaptureProcessor | None:
     Relies on where the runners keep their logits processors: `input_batch.logitsprocs` in V1,
     `sampler.logits_processors` in V2.
     """
-    from lmpool.backends.vllm_capture import CaptureProcessor
+    from lmpool.backends.vllm.capture import CaptureProcessor
 
     batch = getattr(model_runner, "input_batch", None)
     if batch is not None:

@@ -21,15 +21,15 @@ import torch
 
 from lmpool.backends.engine import BatchEngine, EngineInfo, Outcome, Request, Tokens
 from lmpool.backends.grouping import group_by_length
-from lmpool.backends.hf_adapters import LoraAdapters
-from lmpool.backends.hf_device import HostCopies
-from lmpool.backends.hf_forward import Forward
-from lmpool.backends.hf_model import load_model, longest_prompt, special_tokens
+from lmpool.backends.hf.adapters import LoraAdapters
+from lmpool.backends.hf.device import HostCopies
+from lmpool.backends.hf.forward import Forward
+from lmpool.backends.hf.model import load_model, longest_prompt, special_tokens
+from lmpool.backends.hf.packed import Take
+from lmpool.backends.hf.packed_fit import packed_forward
+from lmpool.backends.hf.packed_layout import Bounds
+from lmpool.backends.hf.trie_runs import TrieStatistics
 from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
-from lmpool.backends.packed import Take
-from lmpool.backends.packed_fit import packed_forward
-from lmpool.backends.packed_layout import Bounds
-from lmpool.backends.trie_runs import TrieStatistics
 from lmpool.backends.vocabulary import served_byte_vocabulary
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 

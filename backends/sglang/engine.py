@@ -19,7 +19,7 @@ from lmpool.backends.config_files import ConfigFiles, load_tokenizer
 from lmpool.backends.engine import Engine, EngineInfo, Outcome, Request, Tokens
 from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
 from lmpool.backends.sampling import sample_token
-from lmpool.backends.sglang_scheduler import SGLangScheduler, Step
+from lmpool.backends.sglang.scheduler import SGLangScheduler, Step
 from lmpool.backends.vocabulary import served_byte_vocabulary
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
 

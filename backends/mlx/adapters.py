@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lmpool.backends.mlx_model import mx, nn
+from lmpool.backends.mlx.model import mx, nn
 from lmpool.errors import AdapterError
 
 lora: Any = importlib.import_module("mlx_lm.tuner.lora")
