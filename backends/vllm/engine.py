@@ -1,8 +1,8 @@
 """vLLM as an engine: prompts join while others run, and every row is captured at the sampler.
 
-Rows come from a logits processor inside vLLM's model runner (`vllm_capture`), which copies them in
-one piece a step. An answered prompt stays live in vLLM for a while, so that the one which extends
-it costs a decode step (`vllm_live`).
+Rows come from a logits processor inside vLLM's model runner (`capture`), which copies them in one
+piece a step. A prompt whose row was given out stays live in vLLM for a while, so that the one which
+extends it costs a decode step (`live`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from lmpool.backends.engine import Engine, EngineInfo, Outcome, Request, Tokens
 from lmpool.backends.hf.packed_fit import default_kv_cache_bytes
 from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
-from lmpool.backends.vllm import internals as vllm_internals
+from lmpool.backends.vllm import internals
 from lmpool.backends.vllm.adapters import Shapes, check_adapter, weight_shapes
 from lmpool.backends.vllm.live import LivePrompt, LivePrompts
 from lmpool.backends.vllm.options import (
@@ -132,10 +132,10 @@ class VLLMEngine(Engine):
             given=engine_opts,
         )
         try:
-            self._engine = vllm_internals.make_engine(arguments, own_process=own_process)
+            self._engine = internals.make_engine(arguments, own_process=own_process)
         except Exception as error:
             raise SettingsError(
-                f"vLLM cannot serve {model!r}: {vllm_internals.root_cause(error)}"
+                f"vLLM cannot serve {model!r}: {internals.root_cause(error)}"
             ) from error
         self._core = self._engine.engine_core
         config = self._engine.vllm_config
@@ -160,7 +160,7 @@ class VLLMEngine(Engine):
         self._live = LivePrompts(
             self._most_running // 2 if live_prompts is None else live_prompts,
             # So that one prompt of any length always finds room.
-            vllm_internals.kv_tokens(self._engine) - int(config.model_config.max_model_len),
+            internals.kv_tokens(self._engine) - int(config.model_config.max_model_len),
             int(config.cache_config.block_size),
         )
         self._rows: RowSource = FullLogprobs()
@@ -289,9 +289,9 @@ class VLLMEngine(Engine):
         self._end_live()
         if not self._running:
             self._last_output = time.monotonic()
-        with vllm_internals.fatal():
+        with internals.fatal():
             self._core.add_request(
-                vllm_internals.make_request(
+                internals.make_request(
                     name,
                     new.tolist(),
                     params,
@@ -312,8 +312,8 @@ class VLLMEngine(Engine):
         """Let vLLM work once, where it has something to do."""
         if not self._running:
             return
-        with vllm_internals.fatal():
-            outputs = vllm_internals.step(self._core, WAIT_SECONDS)
+        with internals.fatal():
+            outputs = internals.step(self._core, WAIT_SECONDS)
         now = time.monotonic()
         if outputs:
             self._last_output = now
@@ -336,7 +336,7 @@ class VLLMEngine(Engine):
         self._unload_unused()
 
     def _finish(self, ended: Sequence[tuple[_Running, str]]) -> None:
-        with vllm_internals.fatal():
+        with internals.fatal():
             rows = self._rows.take([running.number for running, _ in ended])
         for running, reason in ended:
             del self._running[running.id]
@@ -361,7 +361,7 @@ class VLLMEngine(Engine):
     def _end_live(self) -> None:
         ended = self._live.take_ended()
         if ended:
-            with vllm_internals.fatal():
+            with internals.fatal():
                 self._core.abort_requests(ended)
 
     def in_flight(self) -> int:
@@ -380,7 +380,7 @@ class VLLMEngine(Engine):
                 self._live.forget(running.live)
             aborted.append(running)
         if aborted:
-            with vllm_internals.fatal():
+            with internals.fatal():
                 self._core.abort_requests([running.id for running in aborted])
                 self._rows.forget([running.number for running in aborted])
         self._feed()
@@ -417,11 +417,11 @@ class VLLMEngine(Engine):
         # vLLM keys its prefix cache by this name: one for each time that files are loaded.
         adapter = LoRARequest(lora_name=f"{name}#{number}", lora_int_id=number, lora_path=path)
         try:
-            added = vllm_internals.call(self._core, "add_lora", adapter)
+            added = internals.call(self._core, "add_lora", adapter)
         except EngineBroken:
             raise
         except Exception as error:
-            cause = vllm_internals.root_cause(error)
+            cause = internals.root_cause(error)
             raise AdapterError(f"adapter folder {path!r} cannot be loaded: {cause}") from error
         if not added:
             raise AdapterError(f"adapter folder {path!r} cannot be loaded: vLLM refused it")
@@ -446,8 +446,8 @@ class VLLMEngine(Engine):
             if adapter.lora_int_id not in used:
                 self._live.forget_adapter(adapter.lora_name)
                 self._end_live()
-                with vllm_internals.fatal():
-                    vllm_internals.call(self._core, "remove_lora", adapter.lora_int_id)
+                with internals.fatal():
+                    internals.call(self._core, "remove_lora", adapter.lora_int_id)
         self._leaving = [adapter for adapter in self._leaving if adapter.lora_int_id in used]
 
     def cache_prefix(self, tokens: Tokens) -> None:
@@ -463,8 +463,8 @@ class VLLMEngine(Engine):
     def _drop_caches(self) -> None:
         self._live.shrink(0)
         self._end_live()
-        with vllm_internals.fatal():
-            if not vllm_internals.call(self._core, "reset_prefix_cache"):
+        with internals.fatal():
+            if not internals.call(self._core, "reset_prefix_cache"):
                 raise EngineBroken("vLLM kept its prefix cache although nothing runs")
         self._clearing = False
 
@@ -481,7 +481,7 @@ class VLLMEngine(Engine):
         """The torch module, for those who know what they do. Raises `EngineBroken` without one."""
         if self._engine is None or not hasattr(self._engine, "model_executor"):
             raise EngineBroken("the model is in another process, or the engine was closed")
-        return vllm_internals.model(self._engine)
+        return internals.model(self._engine)
 
     def close(self) -> None:
         """End vLLM, and free what it holds."""
@@ -490,7 +490,7 @@ class VLLMEngine(Engine):
             return
         self._core = None
         self._rows.close()
-        vllm_internals.shut_down(engine)
+        internals.shut_down(engine)
 
 
 def _arguments(
@@ -526,7 +526,7 @@ def _arguments(
             **options,
         )
     except Exception as error:
-        raise SettingsError(f"engine_opts: {vllm_internals.root_cause(error)}") from error
+        raise SettingsError(f"engine_opts: {internals.root_cause(error)}") from error
 
 
 def _params(max_tokens: int, temperature: float, **options: Any) -> SamplingParams:

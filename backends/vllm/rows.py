@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lmpool.backends.vllm import internals as vllm_internals
+from lmpool.backends.vllm import internals
 from lmpool.backends.vllm.capture import CAPTURE, WATCH, Copied, Taken
 from lmpool.errors import EngineBroken, SettingsError
 
@@ -55,7 +55,7 @@ class RowSource(Protocol):
 def row_source(engine: Any, *, capture: bool) -> RowSource:
     """Capture where vLLM's model runner lets us, else its log-probabilities, said in the log."""
     core = engine.engine_core
-    runners = vllm_internals.call_workers(core, "lmpool_attach")
+    runners = internals.call_workers(core, "lmpool_attach")
     if not capture:
         logger.warning("rows come through vLLM's logprobs=-1, as told: many times slower")
         return FullLogprobs()
@@ -66,7 +66,7 @@ def row_source(engine: Any, *, capture: bool) -> RowSource:
         )
         return FullLogprobs()
     runner = next(filter(None, runners))
-    if vllm_internals.is_local(engine):
+    if internals.is_local(engine):
         logger.info("rows are captured in vLLM's %s model runner, in this process", runner)
         return LocalRows(core)
     logger.info("rows are captured in vLLM's %s model runner, in another process", runner)
@@ -103,7 +103,7 @@ class LocalRows(_CapturedRows):
         self._call((), numbers)
 
     def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, Row]:
-        answers = vllm_internals.call_workers(self._core, "lmpool_take_rows", numbers, forgotten)
+        answers = internals.call_workers(self._core, "lmpool_take_rows", numbers, forgotten)
         taken: list[Taken] = self._of_publisher(answers)
         found: dict[int, Row] = {}
         for ids, rows, scale in taken:
@@ -133,9 +133,7 @@ class SharedRows(_CapturedRows):
                 # Reserved now: a page that cannot be had later would end the process.
                 size = _reserve(file.fileno(), max(row, SHARED_BYTES // row * row), row)
                 self._memory = np.memmap(file, np.uint8, mode="r+", shape=(size,))
-                self._of_publisher(
-                    vllm_internals.call_workers(core, "lmpool_copy_rows", self._path, [])
-                )
+                self._of_publisher(internals.call_workers(core, "lmpool_copy_rows", self._path, []))
             finally:
                 Path(self._path).unlink()
         self._most = size // row
@@ -150,7 +148,7 @@ class SharedRows(_CapturedRows):
         self._call((), numbers)
 
     def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, Row]:
-        answers = vllm_internals.call_workers(
+        answers = internals.call_workers(
             self._core, "lmpool_copy_rows", self._path, list(numbers), list(forgotten)
         )
         copied: list[Copied] = self._of_publisher(answers)
@@ -203,7 +201,7 @@ class FullLogprobs:
 
     def see(self, number: int, output: Any) -> None:
         if output.new_logprobs is not None:
-            row = vllm_internals.full_logprobs(output)
+            row = internals.full_logprobs(output)
             largest = float(row.max())
             if number not in self._watched or not np.isfinite(largest):
                 self._rows[number] = (row, largest)
