@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 SHARED_BYTES: Final = 64 << 20
 """Of the memory that rows of another process come through: what is larger comes in pieces."""
 
-Row = tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint16], float]
+CapturedRow = tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint16], float]
 """float32 [vocab] log-probabilities and their largest, or uint16 [vocab], the bits of bfloat16
 logits, and their logsumexp. The float is not finite where the row is none; of a watched request
 there is nothing else."""
@@ -39,7 +39,7 @@ class RowSource(Protocol):
     def see(self, number: int, output: Any) -> None:
         """Look at what vLLM put out for a request."""
 
-    def take(self, numbers: Sequence[int]) -> dict[int, Row]:
+    def take(self, numbers: Sequence[int]) -> dict[int, CapturedRow]:
         """The rows of requests that have ended, where there are any.
 
         A watched request has one, that is none, if its logits were not finite.
@@ -96,16 +96,16 @@ class _CapturedRows:
 class LocalRows(_CapturedRows):
     """Rows captured in this process: handed over as they are."""
 
-    def take(self, numbers: Sequence[int]) -> dict[int, Row]:
+    def take(self, numbers: Sequence[int]) -> dict[int, CapturedRow]:
         return self._call(numbers, ())
 
     def forget(self, numbers: Sequence[int]) -> None:
         self._call((), numbers)
 
-    def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, Row]:
+    def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, CapturedRow]:
         answers = internals.call_workers(self._core, "lmpool_take_rows", numbers, forgotten)
         taken: list[Taken] = self._of_publisher(answers)
-        found: dict[int, Row] = {}
+        found: dict[int, CapturedRow] = {}
         for ids, rows, scale in taken:
             rows.flags.writeable = False
             found.update(zip(map(int, ids), zip(rows, scale.tolist(), strict=True), strict=True))
@@ -138,8 +138,8 @@ class SharedRows(_CapturedRows):
                 Path(self._path).unlink()
         self._most = size // row
 
-    def take(self, numbers: Sequence[int]) -> dict[int, Row]:
-        found: dict[int, Row] = {}
+    def take(self, numbers: Sequence[int]) -> dict[int, CapturedRow]:
+        found: dict[int, CapturedRow] = {}
         for start in range(0, len(numbers), self._most):
             found.update(self._call(numbers[start : start + self._most], ()))
         return found
@@ -147,12 +147,12 @@ class SharedRows(_CapturedRows):
     def forget(self, numbers: Sequence[int]) -> None:
         self._call((), numbers)
 
-    def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, Row]:
+    def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, CapturedRow]:
         answers = internals.call_workers(
             self._core, "lmpool_copy_rows", self._path, list(numbers), list(forgotten)
         )
         copied: list[Copied] = self._of_publisher(answers)
-        found: dict[int, Row] = {}
+        found: dict[int, CapturedRow] = {}
         for ids, offset, dtype, vocab_size, scale in copied:
             size = len(ids) * vocab_size * np.dtype(dtype).itemsize
             # Our own copy: the next call writes there again.
@@ -189,7 +189,7 @@ class FullLogprobs:
     """Rows from vLLM's own log-probabilities of the whole vocabulary."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, CapturedRow] = {}
         self._watched: set[int] = set()
 
     def row(self, number: int) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class FullLogprobs:
             if number not in self._watched or not np.isfinite(largest):
                 self._rows[number] = (row, largest)
 
-    def take(self, numbers: Sequence[int]) -> dict[int, Row]:
+    def take(self, numbers: Sequence[int]) -> dict[int, CapturedRow]:
         self._watched.difference_update(numbers)
         return {number: self._rows.pop(number) for number in numbers if number in self._rows}
 
