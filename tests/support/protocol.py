@@ -173,3 +173,18 @@ def entries_of(server: redis.Redis, stream: str) -> list[tuple[bytes, dict[bytes
     """A stream's entries."""
     found: Any = server.xrange(stream)
     return list(found)
+
+
+def put_result(server: redis.Redis, lane: LaneKeys, job: Job) -> None:
+    """A result of a job, as a worker writes it."""
+    server.set(lane.result(job.digest.hex()), b"row")
+
+
+def told(caller: Caller) -> list[tuple[str, str, str]]:
+    """What a caller was told since it last looked: digest, status, error text."""
+    return [(n.digest.decode(), n.status, n.error) for n in caller.notices()]
+
+
+def queued(server: redis.Redis, lane: LaneKeys) -> list[bytes]:
+    """The jobs in the stream, in order."""
+    return [fields[b"job"] for _, fields in entries_of(server, lane.jobs)]
