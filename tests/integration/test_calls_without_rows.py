@@ -31,7 +31,7 @@ from lmpool.keys import PoolKeys
 from lmpool.model_info import ModelInfo
 from tests.support.clients import connected
 from tests.support.mock_rows import VOCAB, prompts_of, rows_of
-from tests.support.pools import pool_lanes as lanes_of
+from tests.support.pools import pool_shards as shards_of
 from tests.support.protocol import Caller, new_job, told
 from tests.support.waiting import until
 
@@ -130,10 +130,10 @@ def test_a_timeout_of_the_client_holds_for_calls_that_name_none(
 def test_a_job_that_comes_too_late_is_not_run(
     any_server: str, pool: str, redis_client: redis.Redis
 ) -> None:
-    (lane,) = lanes_of(redis_client, pool)
+    (shard,) = shards_of(redis_client, pool)
     packed: Any = redis_client.get(PoolKeys(pool).info)
     job = new_job(1, 2, fingerprint=ModelInfo.unpack(packed).fingerprint, deadline=1)
-    caller = Caller(redis_client, lane)
+    caller = Caller(redis_client, shard)
     caller.enqueue(job)
     assert until(lambda: told(caller)) == [(job.digest.hex(), "expired", "")]
     caller.vanish()
