@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from lmpool.backends import Outcome, Request
 from lmpool.backends.contract import Adapter, EngineContract
 from lmpool.backends.mock import MockEngine, mock_row
+from lmpool.wants import Generate
 
 VOCAB = 2000
 
@@ -42,14 +43,6 @@ class TestHF(EngineContract):
     engine = "hf"
     options = {"threads": 1}
     bounded = {"kv_cache_bytes": 8 << 20}
-
-    @pytest.fixture(autouse=True, scope="class")
-    @classmethod
-    def threads(cls) -> Iterator[None]:
-        torch = pytest.importorskip("torch")
-        before = torch.get_num_threads()
-        yield
-        torch.set_num_threads(before)
 
 
 # --- the suite itself: engines that break one promise each are found out -------------------------
@@ -135,8 +128,8 @@ class Cold(MockEngine):
     def submit(self, requests: Sequence[Request]) -> None:
         super().submit(
             [
-                replace(r, sampling=replace(r.sampling, temperature=r.sampling.temperature / 2))
-                if r.sampling
+                replace(r, want=replace(r.want, temperature=r.want.temperature / 2))
+                if isinstance(r.want, Generate)
                 else r
                 for r in requests
             ]
