@@ -20,7 +20,8 @@
     │   └── ServerTooOld                  older than Redis 7.0
     ├── WireError (ValueError)
     │   ├── JobFormatError                an entry of the job stream that is no job
-    │   └── RowFormatError                a cached value that is no row
+    │   └── AnswerFormatError             a cached value that is no answer
+    │       └── RowFormatError            a cached value that is no row
     ├── EngineError
     │   ├── PromptFailed                  the engine failed on this prompt
     │   └── EngineBroken                  the engine cannot go on; the worker ends
@@ -102,7 +103,11 @@ class JobFormatError(WireError):
     """An entry of the job stream that is no job of a version we know."""
 
 
-class RowFormatError(WireError):
+class AnswerFormatError(WireError):
+    """A cached value that is no answer of a version we know."""
+
+
+class RowFormatError(AnswerFormatError):
     """A cached value that is no row of a version we know."""
 
 
