@@ -56,7 +56,13 @@ class Request:
     id: bytes
     tokens: Tokens
     adapter: str | None = None
-    sampling: Sampling | None = None
+    want: object = None
+
+    @property
+    def sampling(self):
+        from lmpool.wants import Generate
+        w = self.want
+        return Sampling(w.max_tokens, tuple(w.eos_token_ids), w.temperature, w.seed) if isinstance(w, Generate) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +80,11 @@ class Outcome:
     logsumexp: float = 0.0
     tokens: Tokens | None = None
     error: EngineError | None = None
+
+    @property
+    def answer(self):
+        from lmpool.wants import Generation
+        return None if self.tokens is None else Generation(self.tokens)
 
     def logprobs(self) -> npt.NDArray[np.float32]:
         """The row as float32 [vocab] log-probabilities. Raises `ValueError` where there is none."""

@@ -81,7 +81,7 @@ class Continuation:
     def next_request(self) -> Request:
         """What to ask of the engine now: the row after the prompt and the tokens drawn so far."""
         tokens = self._tokens[: self._prompt_tokens + self._drawn]
-        return replace(self._request, tokens=tokens, sampling=None)
+        return replace(self._request, tokens=tokens, want=None)
 
     def take(self, logprobs: npt.NDArray[np.float32]) -> None:
         """Draw the next token from its row; `finished` tells whether it was the last."""

@@ -12,9 +12,8 @@ from rich.markup import escape
 
 from lmpool.commands import Entry, Server
 from lmpool.errors import JobFormatError, LmpoolError, PromptError, PromptFailed
-from lmpool.keys import LaneKeys
+from lmpool.keys import ShardKeys
 from lmpool.producer import PooledLM, connect
-from lmpool.producer.asking import ask_of_job
 from lmpool.server import explained, open_server
 from lmpool.wire import Job, unpack_job
 
@@ -25,7 +24,7 @@ SHOWN_TOKENS: Final = 8
 class DeadJob:
     """One entry of a stream of the dead. `job` is None for what was no job."""
 
-    lane: LaneKeys
+    shard: ShardKeys
     entry: str
     name: str
     reason: str
@@ -76,11 +75,11 @@ class _Dead:
 
     def all(self) -> list[DeadJob]:
         with explained(self._lm.url):
-            lanes = self._lm.lanes
+            shards = self._lm.shards
             return [
-                _read(lane, entry, f"{number}/" if len(lanes) > 1 else "")
-                for number, lane in enumerate(lanes)
-                for entry in _entries(self._server, lane.dead)
+                _read(shard, entry, f"{number}/" if len(shards) > 1 else "")
+                for number, shard in enumerate(shards)
+                for entry in _entries(self._server, shard.dead)
             ]
 
     def chosen(self, ids: Sequence[str] | None, every: bool) -> list[DeadJob]:
@@ -97,7 +96,7 @@ class _Dead:
 
     def drop(self, dead: DeadJob) -> None:
         with explained(self._lm.url):
-            self._server.xdel(dead.lane.dead, dead.entry)
+            self._server.xdel(dead.shard.dead, dead.entry)
 
 
 def _entries(server: Server, stream: str) -> Iterator[Entry]:
@@ -107,7 +106,7 @@ def _entries(server: Server, stream: str) -> Iterator[Entry]:
         start = f"({entries[-1][0].decode()}"
 
 
-def _read(lane: LaneKeys, entry: Entry, prefix: str) -> DeadJob:
+def _read(shard: ShardKeys, entry: Entry, prefix: str) -> DeadJob:
     fields = {name.decode(): value for name, value in entry[1].items()}
     data = fields.get("job", b"")
     try:
@@ -117,7 +116,7 @@ def _read(lane: LaneKeys, entry: Entry, prefix: str) -> DeadJob:
     texts = {name: value.decode("utf-8", "replace") for name, value in fields.items()}
     name = entry[0].decode()
     return DeadJob(
-        lane,
+        shard,
         name,
         prefix + name,
         texts.get("reason", ""),
@@ -157,7 +156,7 @@ def show_dead(ids: Sequence[str], every: bool, *, url: str | None, pool: str | N
         console.print(f"  worker   {escape(job.worker)}")
         if job.job is not None:
             adapter = f", adapter {job.job.adapter}" if job.job.adapter else ""
-            console.print(f"  wanted   {job.job.op}{escape(adapter)}")
+            console.print(f"  wanted   {job.job.want.kind}{escape(adapter)}")
         console.print(f"  prompt   {job.prompt()}")
 
 
@@ -175,7 +174,7 @@ def retry_dead(
             try:
                 if job.job is None:
                     raise PromptError("this entry is no job: drop it")
-                dead.client.ask_again(ask_of_job(job.job), timeout=timeout)
+                dead.client.ask_again(job.job, timeout=timeout)
             except PromptFailed as error:
                 failed += 1
                 console.print(f"[red]{job.name}[/]  {escape(str(error))}")

@@ -73,17 +73,17 @@ def _read_pool(server: Server, pool: str, facts: Facts) -> None:
         return
     workers: dict[str, bool] = {}
     pending: dict[str, int] = {}
-    for lane in keys.lanes(facts.model.fingerprint8, facts.model.lanes):
+    for shard in facts.model.shard_keys(keys):
         with server.pipeline(transaction=False) as pipeline:
-            pipeline.xlen(lane.jobs)
-            pipeline.xlen(lane.batch.jobs)
-            pipeline.xlen(lane.dead)
-            first, later, dead = pipeline.execute(raise_on_error=False)
-        facts.backlog += sum(jobs for jobs in (first, later) if isinstance(jobs, int))
+            pipeline.xlen(shard.dead)
+            for stream in shard.streams:
+                pipeline.xlen(stream.key)
+            dead, *lengths = pipeline.execute(raise_on_error=False)
+        facts.backlog += sum(jobs for jobs in lengths if isinstance(jobs, int))
         facts.dead += dead if isinstance(dead, int) else 0
-        for name in consumers(server, lane):
-            workers[name] = workers.get(name, False) or bool(server.exists(lane.alive(name)))
-        for consumer in server.xinfo_consumers(lane.jobs, GROUP) if workers else ():
+        for name in consumers(server, shard):
+            workers[name] = workers.get(name, False) or bool(server.exists(shard.alive(name)))
+        for consumer in server.xinfo_consumers(shard.stream().key, GROUP) if workers else ():
             name = consumer["name"].decode()
             pending[name] = pending.get(name, 0) + int(consumer["pending"])
     facts.workers, facts.pending = workers, pending

@@ -51,10 +51,8 @@ class EncodedRow:
         """
         if self.encoding == "f32":
             return self.data
-        if self.encoding == "bf16":
-            values = bf16_to_f32(self.data)
-        else:
-            values = self.data.astype(np.float32)
+        bf16 = self.encoding == "bf16"
+        values = bf16_to_f32(self.data) if bf16 else self.data.astype(np.float32)
         values -= np.float32(self.scale)
         return values
 
@@ -165,4 +163,3 @@ def _bin_header(data: bytes, at: int) -> tuple[int, int]:
     if width is None or len(data) < at + 1 + width:
         raise RowFormatError("a row without its numbers")
     return at + 1 + width, int.from_bytes(data[at + 1 : at + 1 + width], "big")
-

@@ -19,8 +19,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from lmpool.address import SENTINEL_SCHEMES, Sentinels
 from lmpool.errors import SettingsError
-from lmpool.keys import check_pool_name
-from lmpool.model_info import MAX_LANES
+from lmpool.keys import Priority, check_pool_name
+from lmpool.model_info import MAX_SHARDS
 
 PREFIX = "LMPOOL_"
 SCHEMES = ("redis", "rediss", "unix", *SENTINEL_SCHEMES)
@@ -93,7 +93,6 @@ def _check_url_options(url: str, shown: str, tls: bool, remedy: str) -> None:
 Url = Annotated[str, AfterValidator(check_url), Field(repr=False)]
 Pool = Annotated[str, AfterValidator(check_pool_name)]
 Seconds = Annotated[float, Field(gt=0, le=86_400 * 30, allow_inf_nan=False)]
-Priority = Literal["interactive", "batch"]
 
 
 class _Options(BaseSettings):
@@ -194,9 +193,9 @@ class WorkerOptions(_Options):
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="longest prompt served; at most what the model takes"
     )
-    lanes: int = Field(1, ge=1, le=MAX_LANES, description="shards of the pool's streams")
+    shards: int = Field(1, ge=1, le=MAX_SHARDS, description="slots that the pool's keys lie in")
     max_backlog: int = Field(
-        100_000, ge=1, description="jobs that may wait in a lane, of each priority"
+        100_000, ge=1, description="jobs that may wait in a shard, of each priority"
     )
     client_backlog: int = Field(
         4096,

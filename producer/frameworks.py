@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lmpool.errors import SettingsError
-from lmpool.wire import Row
+from lmpool.rows import EncodedRow
 
 
 class Framework:
@@ -18,7 +18,7 @@ class Framework:
     def __init__(self, name: str) -> None:
         self._torch = _wants_torch(name)
 
-    def one(self, row: Row) -> Any:
+    def one(self, row: EncodedRow) -> Any:
         """One row, float32 [vocab]; the caller owns it."""
         values = row.logprobs()
         if self._torch:
@@ -28,7 +28,7 @@ class Framework:
         values.flags.writeable = False
         return values
 
-    def stack(self, rows: Sequence[Row], vocab_size: int) -> Any:
+    def stack(self, rows: Sequence[EncodedRow], vocab_size: int) -> Any:
         """Rows in one block, float32 [rows, vocab]."""
         block = np.empty((len(rows), vocab_size), np.float32)
         for number, row in enumerate(rows):

@@ -9,25 +9,27 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
-from lmpool.commands import Fields, Server
+from lmpool.commands import Fields
 from lmpool.errors import PoolMismatch, PoolTimeout, UnknownAdapter
-from lmpool.keys import GROUP, LaneKeys
+from lmpool.keys import Priority, ShardKeys
 from lmpool.model_info import ModelInfo
-from lmpool.producer.asking import Asking
-from lmpool.producer.calls import Ask
 from lmpool.producer.client import Client
 from lmpool.producer.control import ask_workers
 from lmpool.producer.frameworks import Framework
+from lmpool.producer.jobs import JobMaker
 from lmpool.producer.prompts import TokenIds, prompt_bytes
 from lmpool.producer.served import Served
 from lmpool.producer.statistics import PoolStatistics, pool_statistics
 from lmpool.producer.waiting import Terms, Waiting
-from lmpool.settings import ClientOptions, Priority, mask_url, refuse_unknown_variables
-from lmpool.wire import Row
+from lmpool.servers import Servers
+from lmpool.settings import ClientOptions, mask_url, refuse_unknown_variables
+from lmpool.wants import Answer as WantAnswer
+from lmpool.wants import Generate, Row
+from lmpool.wire import Job
 
-Make = Callable[[Asking, str | None], list[Ask]]
+Make = Callable[[JobMaker, str | None], list[Job]]
 """Makes the asks of a call, given how a model is asked and the adapter that is meant."""
-Answer = tuple[Served, list[Row]]
+Answer = tuple[Served, list[Any]]
 
 WORKERS_POLL: Final = 0.1
 
@@ -49,6 +51,8 @@ class PooledLM:
         self.options = ClientOptions() if options is None else options
         self._client = Client(self.options)
         self._framework = Framework(self.options.framework)
+        encoding = self.options.encoding
+        self._row = Row(None if encoding == "auto" else encoding)
         self._waiting = Waiting(self._client)
         self._last_served: Served | None = None
         # Whoever forgets to close still leaves nothing behind.
@@ -155,7 +159,7 @@ class PooledLM:
                     found = self._client.run(self._read_adapters)
                     served.adapters.keep(await asyncio.wrap_future(found))
                 adapter = served.adapters.reference(lora_name)
-            asks = make(served.asking, adapter)
+            asks = make(served.jobs, adapter)
             row = self._client.lookup(asks[0]) if len(asks) == 1 else None
             if row is not None:
                 return served, [row]
@@ -180,7 +184,7 @@ class PooledLM:
                 if not served.adapters.knows(lora_name):
                     served.adapters.keep(self._client.run(self._read_adapters).result())
                 adapter = served.adapters.reference(lora_name)
-            asks = make(served.asking, adapter)
+            asks = make(served.jobs, adapter)
             row = self._client.lookup(asks[0]) if len(asks) == 1 else None
             if row is not None:
                 return served, [row]
@@ -195,8 +199,9 @@ class PooledLM:
                 asked_again = True
                 served.adapters.forget()
 
-    def _read_adapters(self, server: Server) -> Fields:
-        return server.hgetall(self._client.lanes[0].adapters)
+    def _read_adapters(self, servers: Servers) -> Fields:
+        shard = self._client.shards[0]
+        return servers.for_shard(shard).hgetall(shard.adapters)
 
     # --- log-probabilities ---------------------------------------------------------------------
 
@@ -219,7 +224,9 @@ class PooledLM:
         """
         terms = self._waiting.terms(timeout, priority)
         _, (row,) = await self._rows_async(
-            lambda asking, adapter: [asking.logprobs(token_ids, adapter)], lora_name, terms
+            lambda jobs, adapter: [jobs.one(token_ids, jobs.check(self._row), adapter)],
+            lora_name,
+            terms,
         )
         return self._framework.one(row)
 
@@ -234,7 +241,9 @@ class PooledLM:
         """`next_token_logprobs`, blocking."""
         terms = self._waiting.terms(timeout, priority)
         _, (row,) = self._rows_sync(
-            lambda asking, adapter: [asking.logprobs(token_ids, adapter)], lora_name, terms
+            lambda jobs, adapter: [jobs.one(token_ids, jobs.check(self._row), adapter)],
+            lora_name,
+            terms,
         )
         return self._framework.one(row)
 
@@ -254,7 +263,9 @@ class PooledLM:
         """
         terms = self._waiting.terms(timeout, priority, progress)
         served, rows = await self._rows_async(
-            lambda asking, adapter: asking.batch(token_ids_list, adapter), lora_name, terms
+            lambda jobs, adapter: jobs.many(token_ids_list, jobs.check(self._row), adapter),
+            lora_name,
+            terms,
         )
         return self._framework.stack(rows, served.info.vocab_size)
 
@@ -270,7 +281,9 @@ class PooledLM:
         """`batch_next_token_logprobs`, blocking."""
         terms = self._waiting.terms(timeout, priority, progress)
         served, rows = self._rows_sync(
-            lambda asking, adapter: asking.batch(token_ids_list, adapter), lora_name, terms
+            lambda jobs, adapter: jobs.many(token_ids_list, jobs.check(self._row), adapter),
+            lora_name,
+            terms,
         )
         return self._framework.stack(rows, served.info.vocab_size)
 
@@ -345,13 +358,15 @@ class PooledLM:
         """Continue several prompts; see `sample`."""
         terms = self._waiting.terms(timeout, priority, progress)
         _, rows = await self._rows_async(
-            lambda asking, adapter: asking.samples(
-                prompt_token_ids_list, max_tokens, eos_token_ids, temperature, seed, adapter
+            lambda jobs, adapter: jobs.many(
+                prompt_token_ids_list,
+                jobs.check(Generate(max_tokens, eos_token_ids, temperature, seed)),
+                adapter,
             ),
             lora_name,
             terms,
         )
-        return [row.token_ids() for row in rows]
+        return [row.token_ids.tolist() for row in rows]
 
     def batch_sample_sync(
         self,
@@ -369,25 +384,27 @@ class PooledLM:
         """`batch_sample`, blocking."""
         terms = self._waiting.terms(timeout, priority, progress)
         _, rows = self._rows_sync(
-            lambda asking, adapter: asking.samples(
-                prompt_token_ids_list, max_tokens, eos_token_ids, temperature, seed, adapter
+            lambda jobs, adapter: jobs.many(
+                prompt_token_ids_list,
+                jobs.check(Generate(max_tokens, eos_token_ids, temperature, seed)),
+                adapter,
             ),
             lora_name,
             terms,
         )
-        return [row.token_ids() for row in rows]
+        return [row.token_ids.tolist() for row in rows]
 
-    def ask_again(self, ask: Ask, *, timeout: float | None = None) -> Row:
-        """The answer to an ask that was made before, as of a job among the dead; blocking."""
+    def ask_again(self, job: Job, *, timeout: float | None = None) -> WantAnswer:
+        """The answer to a job that was made before, as of a job among the dead; blocking."""
         terms = self._waiting.terms(timeout, None)
-        (row,) = self._waiting.rows_sync(self._info_sync(), [ask], terms)
+        (row,) = self._waiting.rows_sync(self._info_sync(), [job], terms)
         return row
 
     @property
-    def lanes(self) -> tuple[LaneKeys, ...]:
-        """The keys of the pool's lanes. Connects at the first call."""
+    def shards(self) -> tuple[ShardKeys, ...]:
+        """The keys of the pool's shards. Connects at the first call."""
         self._info_sync()
-        return self._client.lanes
+        return self._client.shards
 
     # --- vocabulary ----------------------------------------------------------------------------
 
@@ -473,8 +490,8 @@ class PooledLM:
         self._info_sync()
         return self._client.run(self._read_statistics).result()
 
-    def _read_statistics(self, server: Server) -> PoolStatistics:
-        return pool_statistics(server, self._client.lanes, GROUP)
+    def _read_statistics(self, servers: Servers) -> PoolStatistics:
+        return pool_statistics(servers, self._client.shards)
 
     async def wait_for_workers(self, timeout: float = 60.0) -> None:
         """Return once a worker is alive, also of a pool that nobody has served yet.

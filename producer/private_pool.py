@@ -20,12 +20,12 @@ import redis
 
 from lmpool.environment import as_variables
 from lmpool.errors import LmpoolError, PoolError, PoolTimeout, SettingsError
-from lmpool.keys import GROUP, PoolKeys
+from lmpool.keys import PoolKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer import guard
 from lmpool.producer.private_server import find_server, prepare_server
 from lmpool.producer.statistics import pool_statistics
-from lmpool.server import open_server
+from lmpool.servers import Servers
 
 REFUSED: Final = 78
 """A worker's exit status when starting it again cannot help (sysexits.h: EX_CONFIG)."""
@@ -125,19 +125,17 @@ class PrivatePool:
             time.sleep(0.03)
 
     def _alive(self) -> int:
-        server = open_server(self.url, name="lmpool-embedded")
+        servers, keys = Servers.of_url(self.url, name="lmpool-embedded"), PoolKeys(self.pool)
         try:
-            packed = server.get(PoolKeys(self.pool).info)
+            packed = servers.pool.get(keys.info)
             if packed is None:
                 return 0
-            info = ModelInfo.unpack(packed)
-            lanes = PoolKeys(self.pool).lanes(info.fingerprint8, info.lanes)
-            return len(pool_statistics(server, lanes, GROUP)["workers"])
+            shards = ModelInfo.unpack(packed).shard_keys(keys)
+            return len(pool_statistics(servers, shards)["workers"])
         except (redis.exceptions.RedisError, OSError):
             return 0
         finally:
-            server.close()
-            server.connection_pool.disconnect()
+            servers.close()
 
     def _events(self) -> list[dict[str, Any]]:
         try:

@@ -6,7 +6,6 @@ import operator
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -99,8 +98,3 @@ def _as_integers(token_ids: Sequence[Any]) -> list[int]:
                 "not an integer"
             ) from None
     return ids
-
-
-def is_number(value: object) -> bool:
-    """Whether this is a real number, of Python or numpy, and no bool."""
-    return isinstance(value, Real) and not isinstance(value, bool)

@@ -8,8 +8,8 @@ from typing import Any
 from lmpool.errors import PoolError
 from lmpool.model_info import ModelInfo
 from lmpool.producer.adapters import KnownAdapters
-from lmpool.producer.asking import Asking
 from lmpool.producer.client import Client
+from lmpool.producer.jobs import JobMaker
 from lmpool.producer.tokens import byte_tokens, load_tokenizer, string_tokens
 from lmpool.vocabulary import Vocabulary
 
@@ -21,7 +21,7 @@ class Served:
 
     def __init__(self, client: Client, info: ModelInfo) -> None:
         self.info = info
-        self.asking = Asking(info, client.options.encoding)
+        self.jobs = JobMaker(info)
         self.adapters = KnownAdapters()
         self._client = client
 
@@ -29,7 +29,7 @@ class Served:
     def vocabulary(self) -> Vocabulary:
         """Tokens and tokenizer files, as the pool published them."""
         key = self._client.keys.vocabulary(self.info.fingerprint8)
-        found = self._client.run(lambda server: server.get(key)).result()
+        found = self._client.run(lambda servers: servers.pool.get(key)).result()
         if found is None:
             raise PoolError(f"pool {self._client.options.pool!r} has published no vocabulary")
         return Vocabulary.unpack(found)

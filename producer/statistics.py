@@ -7,8 +7,9 @@ from typing import Any, TypedDict
 
 import msgpack
 
-from lmpool.commands import Server
-from lmpool.keys import LaneKeys
+from lmpool.keys import ShardKeys
+from lmpool.liveness import consumers
+from lmpool.servers import Servers
 
 
 class WorkerStatistics(TypedDict):
@@ -33,26 +34,23 @@ class PoolStatistics(TypedDict):
     workers: list[WorkerStatistics]
 
 
-def pool_statistics(server: Server, lanes: Sequence[LaneKeys], group: str) -> PoolStatistics:
-    """Read them: one request for each lane, and one for the workers."""
+def pool_statistics(servers: Servers, shards: Sequence[ShardKeys]) -> PoolStatistics:
+    """Read them: one request for each shard, and one for the workers."""
     counted = dict.fromkeys(("computed", "batches", "failed", "expired"), 0)
     backlog = 0
-    names: list[str] = []
-    for number, lane in enumerate(lanes):
-        with server.pipeline(transaction=False) as pipeline:
-            pipeline.hgetall(lane.counters)
-            pipeline.xlen(lane.jobs)
-            pipeline.xlen(lane.batch.jobs)
-            if number == 0:
-                pipeline.xinfo_consumers(lane.jobs, group)
-            answers = pipeline.execute(raise_on_error=False)
-        for name, value in answers[0].items():
+    for shard in shards:
+        with servers.for_shard(shard).pipeline(transaction=False) as pipeline:
+            pipeline.hgetall(shard.counters)
+            for stream in shard.streams:
+                pipeline.xlen(stream.key)
+            counters, *lengths = pipeline.execute(raise_on_error=False)
+        for name, value in counters.items():
             if name.decode() in counted:
                 counted[name.decode()] += int(value)
-        backlog += int(answers[1]) + int(answers[2])
-        if number == 0 and not isinstance(answers[3], Exception):
-            names = [consumer["name"].decode() for consumer in answers[3]]
-    beats = server.mget([lanes[0].alive(name) for name in names]) if names else []
+        backlog += sum(map(int, lengths))
+    server = servers.for_shard(shards[0])
+    names = consumers(server, shards[0])
+    beats = server.mget([shards[0].alive(name) for name in names]) if names else []
     workers = [_worker(msgpack.unpackb(beat)) for beat in beats if beat is not None]
     workers.sort(key=lambda worker: worker["id"])
     return PoolStatistics(

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+from lmpool.checks import is_number
 from lmpool.errors import LmpoolError, PoolTimeout, SettingsError
+from lmpool.keys import Priority
 from lmpool.model_info import ModelInfo
-from lmpool.producer.calls import Ask, Call
 from lmpool.producer.client import Client
-from lmpool.producer.prompts import is_number
-from lmpool.settings import Priority
-from lmpool.wire import Row
+from lmpool.producer.pending import PendingCall
+from lmpool.wants import Answer
+from lmpool.wire import Job
 
 LONGEST_WAIT: Final = 86_400.0 * 365
 """Seconds beyond which a timeout is none."""
@@ -28,7 +29,7 @@ class Terms:
 
     limit: float | None
     deadline: float | None
-    later: bool
+    priority: Priority
     progress: bool
 
     def left(self) -> float | None:
@@ -44,7 +45,7 @@ class Waiting:
         self._timeout = client.options.request_timeout
         self._priority = client.options.priority
         self._pool = client.options.pool
-        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[Call]] = (
+        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[PendingCall]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -56,7 +57,7 @@ class Waiting:
             priority = self._priority
         elif priority not in ("interactive", "batch"):
             raise SettingsError(f"priority={priority!r:.60}: write 'interactive' or 'batch'")
-        return Terms(*self._deadline(timeout), priority == "batch", progress)
+        return Terms(*self._deadline(timeout), priority, progress)
 
     def _deadline(self, timeout: float | None) -> tuple[float | None, float | None]:
         if timeout is None:
@@ -70,10 +71,10 @@ class Waiting:
         limit = float(timeout)
         return limit, time.monotonic() + limit
 
-    async def rows_async(self, info: ModelInfo, asks: Sequence[Ask], terms: Terms) -> list[Row]:
+    async def rows_async(self, info: ModelInfo, jobs: Sequence[Job], terms: Terms) -> list[Answer]:
         """The rows of these asks, made for the model `info`, awaited in the running loop."""
         loop = asyncio.get_running_loop()
-        call = Call(asks, terms.deadline, later=terms.later, info=info).for_loop(loop)
+        call = PendingCall(jobs, terms.deadline, priority=terms.priority, info=info).for_loop(loop)
         # All that this turn of the loop asks for leaves together, at its end.
         turn = self._turns.get(loop)
         if turn is None:
@@ -115,19 +116,19 @@ class Waiting:
             if failure is not error:
                 raise
 
-    def rows_sync(self, info: ModelInfo, asks: Sequence[Ask], terms: Terms) -> list[Row]:
+    def rows_sync(self, info: ModelInfo, jobs: Sequence[Job], terms: Terms) -> list[Answer]:
         """The rows of these asks, made for the model `info`, blocking."""
         deadline = terms.deadline
-        call = Call(asks, deadline, later=terms.later, info=info).for_thread()
+        call = PendingCall(jobs, deadline, priority=terms.priority, info=info).for_thread()
         self._client.submit([call])
         try:
             if terms.progress:
-                with _bar(len(asks)) as update:
+                with _bar(len(jobs)) as update:
                     while not call.wait(_tick(deadline)):
-                        update(len(asks) - call.left)
+                        update(len(jobs) - call.left)
                         if deadline is not None and time.monotonic() >= deadline:
                             break
-                    update(len(asks) - call.left)
+                    update(len(jobs) - call.left)
                 done = call.done
             else:
                 done = call.wait(terms.left())
@@ -140,24 +141,24 @@ class Waiting:
                 raise self._timed_out(call, terms)
         return _outcome(call)
 
-    async def _watch_async(self, call: Call) -> None:
-        with _bar(len(call.asks)) as update:
+    async def _watch_async(self, call: PendingCall) -> None:
+        with _bar(len(call.jobs)) as update:
             while not call.done:
                 await asyncio.wait({call.future}, timeout=0.1)
-                update(len(call.asks) - call.left)
+                update(len(call.jobs) - call.left)
 
-    def _timed_out(self, call: Call, terms: Terms) -> PoolTimeout:
+    def _timed_out(self, call: PendingCall, terms: Terms) -> PoolTimeout:
         return PoolTimeout(
-            f"{call.left} of {len(call.asks)} rows were not there after {terms.limit:g} s; "
+            f"{call.left} of {len(call.jobs)} rows were not there after {terms.limit:g} s; "
             f"they were withdrawn (pool {self._pool!r})"
         )
 
 
-def _outcome(call: Call) -> list[Row]:
+def _outcome(call: PendingCall) -> list[Answer]:
     if call.error is not None:
         # Several callers may share one error: each raises its own.
         raise type(call.error)(*call.error.args)
-    return cast(list[Row], call.rows)
+    return cast(list[Answer], call.answers)
 
 
 def _tick(deadline: float | None) -> float:

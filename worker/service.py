@@ -18,19 +18,20 @@ from lmpool.clock import ServerClock
 from lmpool.commands import Server
 from lmpool.diagnosis import Facts, check_eviction, check_persistence
 from lmpool.errors import LmpoolError, SettingsError
-from lmpool.keys import GROUP, LaneKeys, PoolKeys, streams
+from lmpool.keys import GROUP, PoolKeys, ShardKeys, streams
 from lmpool.liveness import any_alive
 from lmpool.scripts import script
-from lmpool.server import explained, greet, open_server
+from lmpool.server import explained, greet
+from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions, mask_url
-from lmpool.wire import Digester
+from lmpool.wants import Digester
 from lmpool.worker.adapters import Adapters
 from lmpool.worker.batching import Batcher
-from lmpool.worker.dead import Cemetery
+from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.engine_thread import EngineLoop, spawn
 from lmpool.worker.heartbeat import LIFE_MS, Heartbeat
 from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups, release, uncount
-from lmpool.worker.joining import batch_budget, join, model_info, publish_vocabulary
+from lmpool.worker.membership import batch_budget, join, model_info, publish_vocabulary
 from lmpool.worker.publishing import Publisher
 from lmpool.worker.recovery import Recovery
 from lmpool.worker.state import WorkerState
@@ -69,10 +70,10 @@ class Service:
         self.adapters: Adapters | None = None
         self.engine: Engine | None = None
         self._threads: dict[str, threading.Thread] = {}
-        self._servers: list[Server] = []
+        self._opened: list[Servers] = []
         self._heartbeat_ended = threading.Event()
         self._joining = threading.Lock()
-        self.lanes: tuple[LaneKeys, ...] = ()
+        self.shards: tuple[ShardKeys, ...] = ()
         self._batcher: Batcher | None = None
         self._publisher: Publisher | None = None
 
@@ -109,80 +110,79 @@ class Service:
         options, url = self.options, self.options.url
         clock = ServerClock()
         control = self._open()
-        version = greet(control, url, clock)  # before minutes of loading, not after
+        version = greet(control.pool, url, clock)  # before minutes of loading, not after
         engine = self.engine = load_engine(
             options.engine,
             options.model,
             **_engine_options(options),
         )
-        warn_about(control, url)
+        warn_about(control.pool, url)
         with self._joining:
             if self.state.stopping.is_set():
                 raise LmpoolError("told to stop while the engine was loading")
             return self._join(engine, control, clock, version)
 
     def _join(
-        self, engine: Engine, control: Server, clock: ServerClock, version: str
+        self, engine: Engine, control: Servers, clock: ServerClock, version: str
     ) -> EngineLoop:
         options, url = self.options, self.options.url
         with explained(url):
             info = model_info(engine.info, options)
             budget = batch_budget(options, info)
-            lanes = self.keys.lanes(info.fingerprint8, info.lanes)
             self.state.description["engine"] = info.engine
-            join(control, self.keys, info, options.replace, LIFE_MS)
-            self.lanes = streams(lanes)
-            heartbeat = Heartbeat(self._open(), lanes, self.consumer, self.state, self.keys, info)
+            join(control.pool, self.keys, info, options.replace, LIFE_MS)
+            shards = self.shards = info.shard_keys(self.keys)
+            heartbeat = Heartbeat(self._open(), shards, self.consumer, self.state, self.keys, info)
             heartbeat.beat(
                 control
             )  # before the consumer is there, so that nobody takes it for dead
             try:
-                create_groups(control, self.lanes, self.consumer)
-                publish_vocabulary(control, self.keys, info, engine)
+                create_groups(control, shards, self.consumer)
+                publish_vocabulary(control.pool, self.keys, info, engine)
             except BaseException:
-                self._say_goodbye(control)
+                self._end_membership(control)
                 raise
         batcher = self._batcher = Batcher(options.batch_size, options.timeout, budget)
         publisher = self._publisher = Publisher(
-            self._open(), self.lanes, info.result_ttl_ms, self.state
+            self._open(), info.vocab_size, info.result_ttl_ms, self.state
         )
 
-        def restore(server: Server) -> None:
+        def restore(servers: Servers) -> None:
             # A server that has lost everything: clients that come now need these, too.
-            heartbeat.beat(server)
+            heartbeat.beat(servers)
             assert self.loop is not None
             assert self.adapters is not None
-            self.loop.call(lambda: publish_vocabulary(control, self.keys, info, engine))
+            self.loop.call(lambda: publish_vocabulary(control.pool, self.keys, info, engine))
             self.loop.call(self.adapters.restore)
 
         digester = Digester(info.fingerprint)
-        intake_server = self._open(blocks_for=IDLE_BLOCK_MS / 1000)
+        intake_servers = self._open(blocks_for=IDLE_BLOCK_MS / 1000)
         intake = Intake(
-            intake_server,
-            self.lanes,
+            intake_servers,
+            shards,
             self.consumer,
             batcher,
             self.state,
             digester,
-            Cemetery(intake_server, self.lanes, self.consumer),
+            DeadLetters(intake_servers, self.consumer),
             engine.continuous,
             restore,
         )
-        recovery_server = self._open()
+        recovery_servers = self._open()
         recovery = Recovery(
-            recovery_server,
-            self.lanes,
+            recovery_servers,
+            shards,
             self.consumer,
             batcher,
             self.state,
             digester,
             heartbeat,
-            Cemetery(recovery_server, self.lanes, self.consumer),
+            DeadLetters(recovery_servers, self.consumer),
             options.max_deliveries,
         )
-        self.adapters = Adapters(engine, control, lanes, options.adapter_dirs)
+        self.adapters = Adapters(engine, control, shards, options.adapter_dirs)
         self.loop = EngineLoop(
-            engine, batcher, publisher, self.adapters, control, self.lanes, clock, self.state
+            engine, batcher, publisher, self.adapters, control, clock, self.state
         )
         for name, target in (
             ("heartbeat", lambda: heartbeat.run(self._heartbeat_ended)),
@@ -240,20 +240,20 @@ class Service:
 
     def _leave(self) -> None:
         left = self._batcher.close() if self._batcher is not None else []
-        known = {(claimed.lane, claimed.entry): claimed.job for claimed in left}
+        known = {claimed.place: claimed.job for claimed in left}
         # What the engine could not finish is not given back as if it were new: others try it alone,
         # and what was tried alone before keeps its deliveries, without this one that ran nothing.
         suspects = untried = [claimed for claimed in left if claimed.settled is not None]
         if self.loop is not None:
             suspects = untried + self.loop.running()
-        keep = {(claimed.lane, claimed.entry) for claimed in suspects}
-        server = self._open()
+        keep = {claimed.place for claimed in suspects}
+        servers = self._open()
         try:
             self._heartbeat_ended.set()
             for claimed in untried:
-                uncount(server, self.lanes[claimed.lane], self.consumer, claimed.entry)
-            released = release(server, self.lanes, self.consumer, known, keep)
-            self._say_goodbye(server)
+                uncount(servers, claimed, self.consumer)
+            released = release(servers, self.shards, self.consumer, known, keep)
+            self._end_membership(servers)
             logger.info(
                 "%s left the pool; %d jobs given back, %d left for others to try alone",
                 self.consumer,
@@ -263,23 +263,28 @@ class Service:
         except (redis.exceptions.RedisError, OSError) as error:
             logger.warning("left without a word to the server: %s", error)
 
-    def _say_goodbye(self, server: Server) -> None:
+    def _end_membership(self, servers: Servers) -> None:
         """End the heartbeat, and with the last worker what the pool is known to serve."""
-        for lane in self.lanes:
-            script("leave")(server, [lane.jobs, lane.alive(self.consumer)], [GROUP, self.consumer])
-        if not any_alive(server, self.lanes[0]):
-            server.delete(self.keys.serving)
+        for stream in streams(self.shards):
+            shard = stream.shard
+            script("leave")(
+                servers.for_shard(shard),
+                [stream.key, shard.alive(self.consumer)],
+                [GROUP, self.consumer],
+            )
+        first = self.shards[0]
+        if not any_alive(servers.for_shard(first), first):
+            servers.pool.delete(self.keys.serving)
 
-    def _open(self, *, blocks_for: float = 0.0) -> Server:
-        server = open_server(self.options.url, blocks_for=blocks_for, name="lmpool-worker")
-        self._servers.append(server)
-        return server
+    def _open(self, *, blocks_for: float = 0.0) -> Servers:
+        servers = Servers.of_url(self.options.url, blocks_for=blocks_for, name="lmpool-worker")
+        self._opened.append(servers)
+        return servers
 
     def _close_servers(self) -> None:
-        for server in self._servers:
-            server.close()
-            server.connection_pool.disconnect()
-        self._servers.clear()
+        for servers in self._opened:
+            servers.close()
+        self._opened.clear()
 
     def _close_engine(self) -> None:
         engine, self.engine = self.engine, None

@@ -170,7 +170,7 @@ class TestPool:
         server = redis_free(url)
         packed = server.get(PoolKeys(POOL).info)
         fingerprint = ModelInfo.unpack(packed).fingerprint
-        caller = Caller(server, PoolKeys(POOL).lane(fingerprint[:8], 0))
+        caller = Caller(server, PoolKeys(POOL).shard(fingerprint[:8], 0))
         want = {"max_tokens": 500, "eos": [], "temperature": 1.0, "seed": 0}
         seconds, microseconds = server.time()
         now = seconds * 1000 + microseconds // 1000
@@ -193,7 +193,7 @@ class TestPool:
             caller.withdraw(*company)
             caller.vanish()
         until_at_rest(server, POOL)
-        assert not server.exists(caller.lane.result(late.digest.hex()))
+        assert not server.exists(caller.shard.result(late.digest))
 
     def test_adapters(self, workers, folder, reference):
         url, _ = workers

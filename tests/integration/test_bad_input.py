@@ -33,7 +33,7 @@ from lmpool.errors import (
 from lmpool.keys import GROUP
 from lmpool.wire import Digester, Job, pack_job, pack_logprobs, unpack_row
 from tests.support.clients import connected
-from tests.support.pools import assert_at_rest, pool_lanes, some_prompts
+from tests.support.pools import assert_at_rest, pool_shards, some_prompts
 from tests.support.server import RealServer, free_port
 from tests.support.waiting import until
 from tests.support.workers import WorkerProcess, worker_process
@@ -329,7 +329,7 @@ BAD_SETTINGS = [
     # what a worker is told, and what it must say
     ({"batch_size": 0}, "LMPOOL_BATCH_SIZE='0': input should be greater than or equal to 1"),
     ({"timeout": -1}, "LMPOOL_TIMEOUT='-1': input should be greater than or equal to 0"),
-    ({"lanes": "three"}, "LMPOOL_LANES='three': input should be a valid integer"),
+    ({"shards": "three"}, "LMPOOL_SHARDS='three': input should be a valid integer"),
     ({"worker_name": "a b"}, "LMPOOL_WORKER_NAME='a b'"),
     ({"batchsize": 3}, "unknown variable LMPOOL_BATCHSIZE: did you mean LMPOOL_BATCH_SIZE?"),
     ({"max_prompt_tokens": 9, "max_batch_tokens": 5}, "max_batch_tokens=5 is below max_prompt"),
@@ -392,8 +392,8 @@ def test_garbage_in_the_job_stream(server_url, redis_client, pool_name, tmp_path
     with worker_process(server_url, pool_name) as worker, connected(server_url, pool_name) as lm:
         digester = Digester(lm.info.fingerprint)
         want = {"encoding": "f32"}
-        others = digester.logprobs(np.array([9, 9], "<u4").tobytes(), "f32")
-        own = digester.logprobs(tokens, "f32")
+        others = digester.digest(Row("f32"), np.array([9, 9], "<u4").tobytes())
+        own = digester.digest(Row("f32"), tokens)
         sound = msgpack.unpackb(pack_job(Job("logprobs", own, tokens, None, want)))
         garbage: list[tuple[dict[str, bytes], str]] = [
             ({"job": os.urandom(100)}, ""),
@@ -415,26 +415,26 @@ def test_garbage_in_the_job_stream(server_url, redis_client, pool_name, tmp_path
             ),
             ({"job": msgpack.packb({**sound, "want": {"encoding": "f64"}})}, "unknown encoding"),
         ]
-        lane = pool_lanes(redis_client, pool_name)[0]
+        shard = pool_shards(redis_client, pool_name)[0]
         answers = []
         for number, (fields, _) in enumerate(garbage):  # good prompts in between
-            redis_client.xadd(lane.jobs, fields)
+            redis_client.xadd(shard.stream().key, fields)
             answers.append(lm.batch_next_token_logprobs_sync(good[2 * number : 2 * number + 2]))
         np.testing.assert_array_equal(np.concatenate(answers), [mock_row(p, 256) for p in good])
         until(
-            lambda: redis_client.xlen(lane.dead) == len(garbage), what="all garbage to be refused"
+            lambda: redis_client.xlen(shard.dead) == len(garbage), what="all garbage to be refused"
         )
-        dead = [fields for _, fields in redis_client.xrange(lane.dead)]
+        dead = [fields for _, fields in redis_client.xrange(shard.dead)]
         for (fields, reason), found in zip(garbage, dead, strict=True):
             assert reason in found[b"reason"].decode()
             assert found[b"reason"]
             assert found[b"job"] == fields.get("job", b"")
-        assert redis_client.xpending(lane.jobs, GROUP)["pending"] == 0
+        assert redis_client.xpending(shard.stream().key, GROUP)["pending"] == 0
         statistics = lm.pool_statistics_sync()
         assert (statistics["computed"], statistics["failed"]) == (len(good), len(garbage))
         assert [found["pid"] for found in statistics["workers"]] == [worker.pid]
         # Nothing was computed under another prompt's key, and nothing was run.
-        assert not redis_client.exists(lane.result(others.hex()), lane.result(own.hex()))
+        assert not redis_client.exists(shard.result(others), shard.result(own))
         assert not trap.exists()
         assert "Traceback" not in worker.log
         lm.close()
@@ -457,11 +457,11 @@ def test_garbage_in_the_result_cache(shared, caplog):
         (pack_logprobs(mock_row([1], 128)), "a row of 128 entries where 256 were expected"),
     ]
     with connected(url, pool) as lm, redis.Redis.from_url(url, protocol=2) as client:
-        (lane,) = pool_lanes(client, pool)
+        (shard,) = pool_shards(client, pool)
         digester = Digester(lm.info.fingerprint)
         for number, (value, message) in enumerate(planted):
             prompt, good = [200, number], [201, number]
-            key = lane.result(digester.logprobs(np.array(prompt, "<u4").tobytes(), "f32").hex())
+            key = shard.result(digester.digest(Row("f32"), np.array(prompt, "<u4").tobytes()).hex())
             client.set(key, value, px=60_000)
 
             async def ask(prompt: list[int] = prompt, good: list[int] = good) -> list[object]:

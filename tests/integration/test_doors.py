@@ -141,7 +141,7 @@ def test_each_user_can_do_its_work(guarded: Callable[[str], str]) -> None:
             digest = Digester(lm.info.fingerprint).logprobs(
                 np.array(prompts[0], "<u4").tobytes(), "f32"
             )
-            worker.set(lm.lanes[0].result(digest.hex()), b"no row")
+            worker.set(lm.shards[0].result(digest), b"no row")
         np.testing.assert_array_equal(
             lm.next_token_logprobs_sync(prompts[0], timeout=20), mock_row(prompts[0], 256)
         )
@@ -159,8 +159,8 @@ def test_a_producer_can_neither_write_rows_nor_read_others_notices(
         redis.Redis.from_url(guarded("producer")) as thief,
     ):
         assert lm._client._session.id.startswith("producer-")
-        lane = lm.lanes[0]
-        result, other = lane.result("0" * 32), lane.reply("operator-0123")
+        shard = lm.shards[0]
+        result, other = shard.result("0" * 32), shard.reply("operator-0123")
         set_it = "return redis.call('SET', KEYS[1], 'x')"
         read_it = "return redis.call('XRANGE', KEYS[1], '-', '+')"
         for command in (
@@ -168,17 +168,17 @@ def test_a_producer_can_neither_write_rows_nor_read_others_notices(
             ("EVAL", set_it, 1, result),
             ("EVAL", f"return redis.call('SET', '{result}', 'x')", 0),
             ("EVAL", "return redis.call('APPEND', KEYS[1], 'x')", 1, result),
-            ("RENAME", lane.jobs, result),
-            ("COPY", lane.jobs, result),
+            ("RENAME", shard.stream().key, result),
+            ("COPY", shard.stream().key, result),
             ("XREAD", "STREAMS", other, "0"),
             ("XRANGE", other, "-", "+"),
             ("EVAL", read_it, 1, other),
             ("XADD", other, "*", "ok", "0" * 32),
             ("SET", "lmpool:guarded", "x"),
-            ("SET", lane.alive("me"), "x"),
-            ("XREADGROUP", "GROUP", "workers", "me", "STREAMS", lane.jobs, ">"),
-            ("XADD", lane.dead, "*", "job", "x"),
-            ("HSET", lane.adapters, "a", "b"),
+            ("SET", shard.alive("me"), "x"),
+            ("XREADGROUP", "GROUP", "workers", "me", "STREAMS", shard.stream().key, ">"),
+            ("XADD", shard.dead, "*", "job", "x"),
+            ("HSET", shard.adapters, "a", "b"),
             ("KEYS", "*"),
             ("SCAN", "0"),
             ("FLUSHALL",),

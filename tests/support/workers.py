@@ -40,7 +40,7 @@ def living_workers(url: str, pool: str) -> list[WorkerStatistics]:
         if packed is None:
             return []
         info = ModelInfo.unpack(packed)
-        return pool_statistics(client, keys.lanes(info.fingerprint8, info.lanes), GROUP)["workers"]
+        return pool_statistics(client, info.shard_keys(keys), GROUP)["workers"]
 
 
 def clean_environment() -> dict[str, str]:

@@ -12,7 +12,7 @@ from lmpool.keys import PoolKeys
 from lmpool.worker import adapters as adapters_module
 from lmpool.worker.adapters import Adapters, adapter_fingerprint, adapter_folder
 
-LANES = PoolKeys("p").lanes("01234567", 2)
+LANES = PoolKeys("p").shards("01234567", 2)
 
 
 def save_adapter(folder: Path, config: str = "{}", weights: bytes = b"w") -> Path:
@@ -150,15 +150,15 @@ def adapters(engine: MockEngine, server: fakeredis.FakeRedis, allowed: Path) -> 
     return Adapters(engine, server, LANES, [str(allowed)])  # type: ignore[arg-type]
 
 
-def test_an_added_adapter_is_loaded_and_registered_in_every_lane(
+def test_an_added_adapter_is_loaded_and_registered_in_every_shard(
     adapters: Adapters, engine: MockEngine, server: fakeredis.FakeRedis, allowed: Path
 ) -> None:
     folder = save_adapter(allowed / "a")
     fingerprint = adapters.add("mine", str(folder))
     assert fingerprint == adapter_fingerprint(folder)
     assert engine.adapters == {f"mine@{fingerprint}": str(folder)}
-    for lane in LANES:
-        assert server.hget(lane.adapters, "mine") == f"{fingerprint}\n{folder}".encode()
+    for shard in LANES:
+        assert server.hget(shard.adapters, "mine") == f"{fingerprint}\n{folder}".encode()
 
 
 @pytest.mark.parametrize("name", ["", "a@b", "a\nb", "a" * 257, None, 3])

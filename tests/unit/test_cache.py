@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lmpool.producer.cache import RowCache
+from lmpool.producer.cache import AnswerCache
 from lmpool.wire import Row, pack_logprobs, unpack_row
 
 OVERHEAD = 200
@@ -22,7 +22,7 @@ def cost(entries: int) -> int:
 
 
 def test_rows_come_back_until_they_are_the_least_recently_used() -> None:
-    cache = RowCache(3 * cost(10))
+    cache = AnswerCache(3 * cost(10))
     a, b, c, d = (row(10, value) for value in range(4))
     cache.put(b"a", a)
     cache.put(b"b", b)
@@ -36,7 +36,7 @@ def test_rows_come_back_until_they_are_the_least_recently_used() -> None:
 
 
 def test_a_row_larger_than_the_cache_drops_no_other() -> None:
-    cache = RowCache(cost(10))
+    cache = AnswerCache(cost(10))
     kept = row(10)
     cache.put(b"a", kept)
     cache.put(b"b", row(11))
@@ -45,14 +45,14 @@ def test_a_row_larger_than_the_cache_drops_no_other() -> None:
 
 
 def test_no_bytes_no_cache() -> None:
-    cache = RowCache(0)
+    cache = AnswerCache(0)
     cache.put(b"a", row(1))
     assert cache.get(b"a") is None
     assert cache.size == 0
 
 
 def test_clear() -> None:
-    cache = RowCache(1 << 20)
+    cache = AnswerCache(1 << 20)
     cache.put(b"a", row(10))
     cache.clear()
     assert (len(cache), cache.size, cache.get(b"a")) == (0, 0, None)
@@ -67,7 +67,7 @@ class CacheAgainstModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = RowCache(self.BOUND)
+        self.cache = AnswerCache(self.BOUND)
         self.model: list[tuple[bytes, Row]] = []  # the least recently used first
 
     @rule(digest=st.sampled_from([b"a", b"b", b"c", b"d", b"e"]), entries=st.integers(1, 250))
@@ -103,7 +103,7 @@ TestCacheAgainstModel = CacheAgainstModel.TestCase
 
 @given(seeds=st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=4))
 def test_threads_may_share_it(seeds: list[int]) -> None:
-    cache = RowCache(2 * cost(10))
+    cache = AnswerCache(2 * cost(10))
     rows = {bytes([i]): row(10, i) for i in range(5)}
     wrong: list[bytes] = []
 
@@ -126,7 +126,7 @@ def test_threads_may_share_it(seeds: list[int]) -> None:
 
 
 def test_a_forked_child_gets_a_lock_of_its_own() -> None:
-    cache = RowCache(1 << 20)
+    cache = AnswerCache(1 << 20)
     cache.put(b"a", row(1))
     cache._lock.acquire()  # as another thread of the parent may have
     cache.unlock()

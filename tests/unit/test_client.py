@@ -16,10 +16,10 @@ import lmpool
 from lmpool.errors import LmpoolError, NoWorkers
 from lmpool.producer import client as client_module
 from lmpool.producer import session as session_module
-from lmpool.producer.cache import RowCache
-from lmpool.producer.calls import Ask, Call
+from lmpool.producer.cache import AnswerCache
 from lmpool.producer.collector import Collector
 from lmpool.producer.flights import Statistics
+from lmpool.producer.pending import Ask, Call
 from lmpool.producer.session import Session
 from lmpool.settings import ClientOptions
 from tests.support.clients import connected
@@ -37,8 +37,8 @@ def worker(any_server: str, pool_name: str) -> Iterator[InProcessWorker]:
 
 
 def test_a_collector_outlives_a_long_outage(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = Session(ClientOptions(), RowCache(0), Statistics())
-    session.lanes = session.keys.lanes("0" * 8, 1)
+    session = Session(ClientOptions(), AnswerCache(0), Statistics())
+    session.shards = session.keys.shards("0" * 8, 1)
     pauses: list[float] = []
 
     def refuse(*_: object) -> None:
@@ -125,8 +125,8 @@ def test_workers_have_their_time_to_appear_however_long_ago_they_were_missed(
 
 
 def test_what_is_asked_again_is_not_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = Session(ClientOptions(), RowCache(0), Statistics())
-    session.lanes = session.keys.lanes("0" * 8, 1)
+    session = Session(ClientOptions(), AnswerCache(0), Statistics())
+    session.shards = session.keys.shards("0" * 8, 1)
     told: list[bytes] = []
     monkeypatch.setattr(
         session_module, "script", lambda name: lambda server, keys, given: told.extend(given[2:])
@@ -185,7 +185,7 @@ def test_a_client_may_be_collected_in_a_thread_that_holds_its_lock(
 
 
 def test_many_flights_are_all_looked_after() -> None:
-    session = Session(ClientOptions(), RowCache(0), Statistics())
+    session = Session(ClientOptions(), AnswerCache(0), Statistics())
     for name in "abcde":
         session.table.add(Call([ask(name)], None), 0.0)
     session.table.take_unsent(10, 1 << 20)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lmpool.errors import LmpoolError
-from lmpool.producer.calls import Ask, Call
 from lmpool.producer.flights import Flight, FlightTable
+from lmpool.producer.pending import Ask, Call
 from lmpool.wire import Row, pack_logprobs, unpack_row
 
 

@@ -41,7 +41,7 @@ def infos(draw: st.DrawFn) -> ModelInfo:
         bos_token_id=draw(st.none() | st.integers(0, 2**32)),
         eos_token_ids=tuple(draw(st.lists(st.integers(0, 2**32), max_size=5))),
         pad_token_id=draw(st.none() | st.integers(0, 2**32)),
-        lanes=draw(st.integers(1, 64)),
+        shards=draw(st.integers(1, 64)),
         max_backlog=draw(POSITIVE),
         result_ttl_ms=draw(POSITIVE),
     )
@@ -63,8 +63,8 @@ def test_fields_of_a_later_release_are_ignored() -> None:
 
 
 def test_fields_with_defaults_may_be_missing() -> None:
-    found = ModelInfo.unpack(packed(lanes=..., max_backlog=..., eos_token_ids=...))
-    assert found == replace(INFO, lanes=1, max_backlog=100_000, eos_token_ids=())
+    found = ModelInfo.unpack(packed(shards=..., max_backlog=..., eos_token_ids=...))
+    assert found == replace(INFO, shards=1, max_backlog=100_000, eos_token_ids=())
 
 
 def test_key_names_carry_eight_digits_of_the_fingerprint() -> None:
@@ -82,9 +82,9 @@ def test_key_names_carry_eight_digits_of_the_fingerprint() -> None:
         (packed(vocab_size=True), "vocab_size=True"),
         (packed(vocab_size=None), "vocab_size=None"),
         (packed(max_prompt_tokens=-1), "max_prompt_tokens=-1"),
-        (packed(lanes=0), "lanes=0"),
-        (packed(lanes=1.0), "lanes=1.0"),
-        (packed(lanes=10**12), "lanes=1000000000000: at most 64"),
+        (packed(shards=0), "shards=0"),
+        (packed(shards=1.0), "shards=1.0"),
+        (packed(shards=10**12), "shards=1000000000000: at most 64"),
         (packed(max_backlog=0), "max_backlog=0"),
         (packed(result_ttl_ms=0), "result_ttl_ms=0"),
         (packed(model=None), "model=None: a string"),

@@ -258,14 +258,14 @@ def test_everything_that_changes_the_result_changes_the_digest() -> None:
 
 def test_two_names_of_one_adapter_share_results() -> None:
     digester = Digester(FINGERPRINT)
-    assert digester.logprobs(token_bytes(1), "f32", "a@77") == digester.logprobs(
-        token_bytes(1), "f32", "b@77"
+    assert digester.digest(Row("f32"), token_bytes(1), "a@77") == digester.digest(
+        Row("f32"), token_bytes(1), "b@77"
     )
-    assert digester.logprobs(token_bytes(1), "f32", "a@b@77") == digester.logprobs(
-        token_bytes(1), "f32", "a@77"
+    assert digester.digest(Row("f32"), token_bytes(1), "a@b@77") == digester.digest(
+        Row("f32"), token_bytes(1), "a@77"
     )
     # An adapter without a fingerprint is not the base model.
-    assert digester.logprobs(token_bytes(1), "f32", "a@") != digester.logprobs(
+    assert digester.digest(Row("f32"), token_bytes(1), "a@") != digester.logprobs(
         token_bytes(1), "f32"
     )
 
@@ -278,7 +278,7 @@ def test_prompts_have_the_same_digest_only_if_they_are_the_same(
     first: list[int], second: list[int]
 ) -> None:
     digester = Digester(FINGERPRINT)
-    same = digester.logprobs(token_bytes(*first), "f32") == digester.logprobs(
+    same = digester.digest(Row("f32"), token_bytes(*first)) == digester.logprobs(
         token_bytes(*second), "f32"
     )
     assert same == (first == second)
@@ -288,7 +288,7 @@ def test_bytes_do_not_move_between_one_token_and_the_next() -> None:
     # The same digits, grouped in other ways.
     prompts = [[1, 11], [11, 1], [111], [1, 1, 1], [0, 1], [1, 0], [1], [256], [1, 256], [257]]
     digester = Digester(FINGERPRINT)
-    digests = {digester.logprobs(token_bytes(*prompt), "f32") for prompt in prompts}
+    digests = {digester.digest(Row("f32"), token_bytes(*prompt)) for prompt in prompts}
     assert len(digests) == len(prompts)
 
 
@@ -296,7 +296,7 @@ def test_tokens_cannot_be_taken_for_what_precedes_them() -> None:
     digester = Digester(FINGERPRINT)
     head = msgpack.packb([FINGERPRINT, None, "logprobs", [["encoding", "f32"]]])
     padded = head + b"\0" * (-len(head) % 4)
-    assert digester.logprobs(padded + token_bytes(1), "f32") != digester.logprobs(
+    assert digester.digest(Row("f32"), padded + token_bytes(1)) != digester.logprobs(
         token_bytes(1), "f32"
     )
 
@@ -305,7 +305,8 @@ def test_digests_are_the_same_in_every_release() -> None:
     # A change here makes every cached result unreachable: raise the fingerprint instead.
     digester = Digester(FINGERPRINT)
     assert (
-        digester.logprobs(token_bytes(1, 5, 9), "f32").hex() == "446f9043f73ccdfdde9ef0ef8b73fc3d"
+        digester.digest(Row("f32"), token_bytes(1, 5, 9)).hex()
+        == "446f9043f73ccdfdde9ef0ef8b73fc3d"
     )
     assert (
         digester.job("sample", token_bytes(7), sample_want(), "x@1f").hex()
@@ -321,7 +322,7 @@ def test_what_a_digester_keeps_changes_no_digest(tokens: bytes, adapters: list[s
     for adapter in (None, "a@1"):
         assert used.job("logprobs", tokens, {"encoding": "bf16"}, adapter) == Digester(
             FINGERPRINT
-        ).logprobs(tokens, "bf16", adapter)
+        ).digest(Row("bf16"), tokens, adapter)
 
 
 # --- rows --------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ import pytest
 
 from lmpool.errors import PromptError
 from lmpool.model_info import ModelInfo
-from lmpool.producer.asking import Asking
-from lmpool.producer.calls import Ask
+from lmpool.producer.jobs import Asking
+from lmpool.producer.pending import Ask
 from lmpool.wire import Digester, Job, pack_job, unpack_job
 
 INFO = ModelInfo(

@@ -14,7 +14,7 @@ from lmpool.model_info import ModelInfo
 from lmpool.settings import WorkerOptions
 from lmpool.vocabulary import Vocabulary
 from lmpool.worker.intake import create_groups
-from lmpool.worker.joining import batch_budget, join, mark, model_info, publish_vocabulary
+from lmpool.worker.membership import batch_budget, join, mark, model_info, publish_vocabulary
 
 ENGINE = EngineInfo(
     engine="hf",
@@ -39,7 +39,7 @@ def options(**given: Any) -> WorkerOptions:
 
 
 def test_model_info_is_the_engines_and_the_settings() -> None:
-    info = model_info(ENGINE, options(lanes=3, max_backlog=50, result_ttl=1.5))
+    info = model_info(ENGINE, options(shards=3, max_backlog=50, result_ttl=1.5))
     assert info == ModelInfo(
         model="org/model",
         revision="abc",
@@ -52,7 +52,7 @@ def test_model_info_is_the_engines_and_the_settings() -> None:
         bos_token_id=1,
         eos_token_ids=(2, 3),
         pad_token_id=0,
-        lanes=3,
+        shards=3,
         max_backlog=50,
         result_ttl_ms=1500,
     )
@@ -70,7 +70,7 @@ def test_the_fingerprint_follows_what_changes_the_numbers_and_nothing_else() -> 
         assert model_info(replace(ENGINE, **changed), options()).fingerprint != base, changed
     for same in ({"model": "copy/of-it"}, {"max_prompt_tokens": 10}, {"encoding": "f32"}):
         assert model_info(replace(ENGINE, **same), options()).fingerprint == base, same
-    assert model_info(ENGINE, options(lanes=2, max_backlog=3)).fingerprint == base
+    assert model_info(ENGINE, options(shards=2, max_backlog=3)).fingerprint == base
 
 
 def test_a_longest_prompt_beyond_the_models_is_refused() -> None:
@@ -107,9 +107,9 @@ def served(server: redis.Redis, keys: PoolKeys) -> ModelInfo:
 
 def appear(server: redis.Redis, keys: PoolKeys, info: ModelInfo, consumer: str = "w") -> None:
     """As a living worker."""
-    lanes = keys.lanes(info.fingerprint8, info.lanes)
-    create_groups(server, lanes, consumer)  # type: ignore[arg-type]
-    server.set(lanes[0].alive(consumer), b"", px=60_000)
+    shards = info.shard_keys(keys)
+    create_groups(server, shards, consumer)  # type: ignore[arg-type]
+    server.set(shards[0].alive(consumer), b"", px=60_000)
     server.set(keys.serving, mark(info), px=60_000)
 
 
@@ -136,7 +136,7 @@ def test_the_same_model_joins(redis_client: redis.Redis, keys: PoolKeys) -> None
         {"dtype": "float32"},
         {"engine": "vllm"},
         {"encoding": "f32"},
-        {"lanes": 2},
+        {"shards": 2},
         {"bos_token_id": None},
         {"eos_token_ids": (2,)},
         {"pad_token_id": 7},
@@ -209,13 +209,13 @@ def test_what_nobody_serves_any_more_ends_and_what_is_served_again_stays(
     redis_client: redis.Redis, keys: PoolKeys
 ) -> None:
     def ends(info: ModelInfo) -> list[bool]:
-        lives = (redis_client.pttl(lane.jobs) for lane in keys.lanes(info.fingerprint8, info.lanes))
+        lives = (redis_client.pttl(shard.stream().key) for shard in info.shard_keys(keys))
         return [life > 0 for life in lives]  # type: ignore[operator]
 
-    wide = replace(INFO, lanes=3)
+    wide = replace(INFO, shards=3)
     for info in (wide, OTHER):
-        for lane in keys.lanes(info.fingerprint8, info.lanes):
-            redis_client.xadd(lane.jobs, {"job": b""})
+        for shard in info.shard_keys(keys):
+            redis_client.xadd(shard.stream().key, {"job": b""})
     join(redis_client, keys, wide, False, 5000)  # type: ignore[arg-type]
     assert ends(wide) == [False, False, False]
     join(redis_client, keys, OTHER, True, 5000)  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ def test_what_nobody_serves_any_more_ends_and_what_is_served_again_stays(
     join(redis_client, keys, wide, True, 5000)  # type: ignore[arg-type]
     assert (ends(wide), ends(OTHER)) == ([False, False, False], [True])
     join(redis_client, keys, INFO, True, 5000)  # type: ignore[arg-type]
-    assert ends(wide) == [False, True, True]  # the same model in fewer lanes
+    assert ends(wide) == [False, True, True]  # the same model in fewer shards
 
 
 # --- the vocabulary ----------------------------------------------------------------------------

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from lmpool.clock import to_ms
-from lmpool.commands import Server
 from lmpool.errors import PoolMismatch, WireError
+from lmpool.keys import ShardKeys
 from lmpool.model_info import ModelInfo
-from lmpool.producer.calls import wake
+from lmpool.producer.pending import wake
 from lmpool.producer.session import REPLY_TTL, Session
+from lmpool.producer.withdrawal import withdraw
+from lmpool.servers import Servers
 from lmpool.settings import ClientOptions
 
 logger = logging.getLogger(__name__)
 
 
-def look_at(session: Session, server: Server, current: bytes) -> bool:
+def look_at(session: Session, servers: Servers, current: bytes) -> bool:
     """Compare the pool's model info with what the client knows. True if the pool was replaced.
 
     Then the client moves to the new pool, or fails what it waits for, as its options say. Whoever
@@ -29,10 +32,10 @@ def look_at(session: Session, server: Server, current: bytes) -> bool:
     except WireError as error:  # of another version of lmpool
         session.fail_everything(replaced(session.options, known, f" ({error})"))
         return True
-    if (info.fingerprint, info.lanes) == (known.fingerprint, known.lanes):
+    if (info.fingerprint, info.shards) == (known.fingerprint, known.shards):
         return False
     if session.options.when_replaced == "follow":
-        _move(session, server, known, info)
+        _move(session, servers, known, info)
     else:
         session.fail_everything(replaced(session.options, known))
     return True
@@ -41,33 +44,35 @@ def look_at(session: Session, server: Server, current: bytes) -> bool:
 def replaced(options: ClientOptions, known: ModelInfo, detail: str = "") -> PoolMismatch:
     """The error of who asks a pool that was replaced."""
     return PoolMismatch(
-        f"pool {options.pool!r} now serves another model, or in another number of lanes, than the "
+        f"pool {options.pool!r} now serves another model, or in another number of shards, than the "
         f"{known.model!r} this client knows{detail}: connect again, or with when_replaced='follow'"
     )
 
 
-def _move(session: Session, server: Server, known: ModelInfo, info: ModelInfo) -> None:
+def _move(session: Session, servers: Servers, known: ModelInfo, info: ModelInfo) -> None:
     logger.warning(
         "pool %s now serves %s instead of %s: it is asked from now on",
         session.options.pool,
         info.model,
         known.model,
     )
-    left = session.lanes
+    left = session.shards
     error = replaced(session.options, known)
     with session.lock:
         ended = session.end_all(error)
     try:
-        session.withdraw(server)
+        withdraw(session, servers)
     finally:
         ended += session.move(info, error)
         wake(ended)
-    say_goodbye(session, server, left[0].reply(session.id))
+    wake_collector(session, servers, left)
 
 
-def say_goodbye(session: Session, server: Server, reply: str) -> None:
-    """Wake the collector, should it be blocked on streams that nobody writes to any longer."""
-    with server.pipeline(transaction=True) as pipeline:
-        pipeline.execute_command("XADD", reply, "*", "bye", "1")
-        pipeline.execute_command("PEXPIRE", reply, to_ms(REPLY_TTL))
-        pipeline.execute()
+def wake_collector(session: Session, servers: Servers, shards: Sequence[ShardKeys]) -> None:
+    """End the blocking reads of streams that nobody writes to any longer."""
+    for server, of_server in servers.by_connection(shards):
+        reply = of_server[0].reply(session.id)
+        with server.pipeline(transaction=True) as pipeline:
+            pipeline.execute_command("XADD", reply, "*", "bye", "1")
+            pipeline.execute_command("PEXPIRE", reply, to_ms(REPLY_TTL))
+            pipeline.execute()

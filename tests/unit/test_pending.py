@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from lmpool.errors import LmpoolError
-from lmpool.producer.calls import Ask, Call, wake
+from lmpool.producer.pending import Ask, Call, wake
 from lmpool.wire import pack_logprobs, unpack_row
 
 ROW = unpack_row(pack_logprobs(np.zeros(3, np.float32)))

@@ -20,7 +20,7 @@ from lmpool.vocabulary import TOKENIZER_FILES, Vocabulary
 logger = logging.getLogger(__name__)
 
 OLD_KEYS_MS: Final = 86_400_000
-"""How long what another model, or another number of lanes, left in the pool is kept."""
+"""How long what another model, or another number of shards, left in the pool is kept."""
 _MAY_DIFFER = frozenset({"model", "revision", "max_backlog", "client_backlog", "result_ttl_ms"})
 """Fields in which the workers of one pool may differ; the latest to join decides."""
 
@@ -53,7 +53,7 @@ def model_info(engine: EngineInfo, options: WorkerOptions) -> ModelInfo:
         bos_token_id=engine.bos_token_id,
         eos_token_ids=tuple(engine.eos_token_ids),
         pad_token_id=engine.pad_token_id,
-        lanes=options.lanes,
+        shards=options.shards,
         max_backlog=options.max_backlog,
         client_backlog=options.client_backlog,
         result_ttl_ms=to_ms(options.result_ttl),
@@ -97,7 +97,7 @@ def join(server: Server, keys: PoolKeys, info: ModelInfo, replace: bool, life_ms
             break
     kept = frozenset(_kept_keys(keys, info))
     for key in _kept_keys(keys, other) if other is not None else ():
-        if key not in kept:  # another model's, or of lanes that there are no more
+        if key not in kept:  # another model's, or of shards that there are no more
             server.pexpire(key, OLD_KEYS_MS)
     for key in kept:  # it may have been served, replaced, and now served again
         server.persist(key)
@@ -106,8 +106,8 @@ def join(server: Server, keys: PoolKeys, info: ModelInfo, replace: bool, life_ms
 def _kept_keys(keys: PoolKeys, info: ModelInfo) -> Iterator[str]:
     """The keys of one model in a pool that do not end by themselves."""
     yield keys.vocabulary(info.fingerprint8)
-    for lane in keys.lanes(info.fingerprint8, info.lanes):
-        yield from (lane.jobs, lane.batch.jobs, lane.dead, lane.adapters)
+    for shard in info.shard_keys(keys):
+        yield from (*(stream.key for stream in shard.streams), shard.dead, shard.adapters)
 
 
 def _check_same(

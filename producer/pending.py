@@ -1,53 +1,43 @@
-"""A caller's wait for rows, from a thread or from an event loop."""
+"""A caller's wait for answers, from a thread or from an event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from lmpool.errors import LmpoolError
+from lmpool.keys import Priority
 from lmpool.model_info import ModelInfo
-from lmpool.wire import Row
+from lmpool.wants import Answer
+from lmpool.wire import Job
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One checked prompt, ready to be sent: what it is called, and what a job of it needs."""
-
-    digest: bytes  # 32 hex digits
-    op: str
-    tokens: bytes
-    adapter: str | None
-    want: dict[str, Any]
-
-
-class Call:
-    """One caller's wait for the rows of its prompts.
+class PendingCall:
+    """One caller's wait for the answers to its jobs.
 
     Filled by the client's threads under the client's lock. `deadline` is on the monotonic clock;
-    `later` lets interactive jobs go first; `info` is the model that the asks were made for.
+    `info` is the model that the jobs were made for.
     """
 
     __slots__ = (
-        "_event", "_future", "_loop", "asks", "deadline", "error", "info", "later", "left", "rows",
+        "_event", "_future", "_loop", "answers", "deadline", "error", "info", "jobs", "left",
+        "priority",
     )  # fmt: skip
 
     def __init__(
         self,
-        asks: Sequence[Ask],
+        jobs: Sequence[Job],
         deadline: float | None,
         *,
-        later: bool = False,
+        priority: Priority = "interactive",
         info: ModelInfo | None = None,
     ) -> None:
-        self.asks = asks
-        self.later = later
+        self.jobs = jobs
+        self.priority: Priority = priority
         self.info = info
-        self.rows: list[Row | None] = [None] * len(asks)
-        self.left = len(asks)
+        self.answers: list[Answer | None] = [None] * len(jobs)
+        self.left = len(jobs)
         self.deadline = deadline
         self.error: LmpoolError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -56,15 +46,15 @@ class Call:
 
     @property
     def done(self) -> bool:
-        """Whether every row is there, or an error."""
+        """Whether every answer is there, or an error."""
         return self.left == 0 or self.error is not None
 
-    def for_thread(self) -> Call:
+    def for_thread(self) -> PendingCall:
         """Prepare to be waited for by a thread."""
         self._event = threading.Event()
         return self
 
-    def for_loop(self, loop: asyncio.AbstractEventLoop) -> Call:
+    def for_loop(self, loop: asyncio.AbstractEventLoop) -> PendingCall:
         """Prepare to be awaited in `loop`."""
         self._loop = loop
         self._future = loop.create_future()
@@ -92,9 +82,9 @@ class Call:
             self._future.set_result(None)
 
 
-def wake(calls: Iterable[Call]) -> None:
+def wake(calls: Iterable[PendingCall]) -> None:
     """Wake whoever waits for these calls: one crossing for each event loop."""
-    loops: dict[asyncio.AbstractEventLoop, list[Call]] = {}
+    loops: dict[asyncio.AbstractEventLoop, list[PendingCall]] = {}
     for call in calls:
         if call._event is not None:
             call._event.set()
@@ -106,7 +96,9 @@ def wake(calls: Iterable[Call]) -> None:
 
 
 def _call_soon(
-    loop: asyncio.AbstractEventLoop, callback: Callable[[list[Call]], None], calls: list[Call]
+    loop: asyncio.AbstractEventLoop,
+    callback: Callable[[list[PendingCall]], None],
+    calls: list[PendingCall],
 ) -> None:
     try:
         loop.call_soon_threadsafe(callback, calls)
@@ -115,6 +107,6 @@ def _call_soon(
             raise
 
 
-def _wake_all(calls: list[Call]) -> None:
+def _wake_all(calls: list[PendingCall]) -> None:
     for call in calls:
         call._wake()

@@ -1,0 +1,77 @@
+"""Fixtures of the suites that run on fakeredis and on a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import redis
+
+import lmpool
+from lmpool.keys import PoolKeys, ShardKeys
+from tests.support.clients import connected
+from tests.support.pools import until_at_rest
+from tests.support.protocol import Caller, Consumer, shard_of_pool
+from tests.support.workers import in_process_worker
+
+
+@pytest.fixture
+def shard(pool_name: str, any_server: str) -> ShardKeys:
+    return shard_of_pool(pool_name)
+
+
+@pytest.fixture
+def caller(redis_client: redis.Redis, shard: ShardKeys) -> Caller:
+    return Caller(redis_client, shard, "first")
+
+
+@pytest.fixture
+def other(redis_client: redis.Redis, shard: ShardKeys) -> Caller:
+    return Caller(redis_client, shard, "second")
+
+
+@pytest.fixture
+def worker(redis_client: redis.Redis, shard: ShardKeys) -> Consumer:
+    return Consumer(redis_client, shard)
+
+
+@pytest.fixture
+def pool(any_server: str, pool_name: str) -> Iterator[str]:
+    """A pool with one fast worker."""
+    with in_process_worker(any_server, pool_name):
+        yield pool_name
+
+
+@pytest.fixture
+def lm(any_server: str, pool: str) -> Iterator[lmpool.PooledLM]:
+    with connected(any_server, pool) as lm:
+        yield lm
+
+
+@pytest.fixture
+def start_pool(any_server: str, pool_name: str) -> Iterator[Callable[..., str]]:
+    """A pool with one worker of these settings; `delay` is the mock engine's."""
+    with ExitStack() as stack:
+
+        def start(delay: float = 0.0, **settings: Any) -> str:
+            opts = {"delay": delay, **settings.pop("engine_opts", {})}
+            stack.enter_context(
+                in_process_worker(any_server, pool_name, engine_opts=opts, **settings)
+            )
+            return pool_name
+
+        yield start
+
+
+@pytest.fixture
+def nothing_is_left(any_server: str, pool_name: str) -> Iterator[None]:
+    """When all is done the streams are empty, and nobody has left a key that does not expire.
+
+    For `pytest.mark.usefixtures`: made before the fixtures of workers, it looks when they are gone.
+    """
+    yield
+    with redis.Redis.from_url(any_server, protocol=2) as server:
+        if server.exists(PoolKeys(pool_name).info):
+            until_at_rest(server, pool_name)

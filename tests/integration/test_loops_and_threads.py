@@ -1,0 +1,138 @@
+"""One client in event loops, threads and processes, on fakeredis and on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lmpool
+from lmpool.backends.mock import mock_row
+from tests.support.clients import connected
+from tests.support.mock_rows import VOCAB, prompts_of, rows_of
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+
+def test_sync_methods_work_inside_a_running_loop(lm: lmpool.PooledLM) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(lm.next_token_logprobs([1]))
+        await asyncio.sleep(0)
+        assert np.array_equal(lm.next_token_logprobs_sync([2]), mock_row([2], VOCAB))
+        assert np.array_equal(lm.batch_next_token_logprobs_sync([[3]]), rows_of([[3]]))
+        assert lm.pool_statistics_sync()["computed"] >= 2
+        assert np.array_equal(await task, mock_row([1], VOCAB))
+
+    asyncio.run(main())
+
+
+def test_one_loop_after_another(lm: lmpool.PooledLM) -> None:
+    async def main(number: int) -> None:
+        prompts = prompts_of(20, seed=number)
+        rows = await asyncio.gather(*(lm.next_token_logprobs(prompt) for prompt in prompts))
+        assert np.array_equal(np.stack(rows), rows_of(prompts))
+
+    for number in range(6):
+        asyncio.run(main(number))
+
+
+def test_a_loop_that_ends_in_the_middle_hurts_nobody(
+    any_server: str, start_pool: Callable[..., str]
+) -> None:
+    pool = start_pool(delay=0.1)
+    with connected(any_server, pool) as lm:
+
+        async def main() -> None:
+            for i in range(5):
+                asyncio.create_task(lm.next_token_logprobs([i])).add_done_callback(lambda _: None)
+            await asyncio.to_thread(until, lambda: lm.statistics()["queued"] == 5)
+
+        asyncio.run(main())  # cancels what runs
+        assert np.array_equal(lm.next_token_logprobs_sync([9]), mock_row([9], VOCAB))
+
+
+def test_many_threads_at_once(lm: lmpool.PooledLM) -> None:
+    def ask(number: int) -> None:
+        prompts = prompts_of(30, seed=number % 3)  # three of each
+        if number % 2:
+
+            async def main() -> list[Any]:
+                return await asyncio.gather(*(lm.next_token_logprobs(p) for p in prompts))
+
+            rows = np.stack(asyncio.run(main()))
+        else:
+            rows = np.stack([lm.next_token_logprobs_sync(prompt) for prompt in prompts])
+        assert np.array_equal(rows, rows_of(prompts))
+
+    with ThreadPoolExecutor(9) as threads:
+        list(threads.map(ask, range(9)))
+    statistics = lm.statistics()
+    assert statistics["requests"] == 270
+    assert lm.pool_statistics_sync()["computed"] == statistics["queued"] == 90
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_goes_on_with_the_same_client(lm: lmpool.PooledLM) -> None:
+    lm.next_token_logprobs_sync([1])
+
+    def child(number: int) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            good = np.array_equal(lm.next_token_logprobs_sync([1]), mock_row([1], VOCAB))
+            good &= np.array_equal(
+                lm.batch_next_token_logprobs_sync([[2, number], [3]], timeout=20),
+                rows_of([[2, number], [3]]),
+            )
+
+            async def main() -> Any:
+                return await lm.next_token_logprobs([4, number], timeout=20)
+
+            good &= np.array_equal(asyncio.run(main()), mock_row([4, number], VOCAB))
+            lm.close()
+            os._exit(0 if good else 1)
+        finally:
+            os._exit(2)
+
+    children = [child(number) for number in range(2)]
+    assert np.array_equal(lm.next_token_logprobs_sync([5]), mock_row([5], VOCAB))
+    for pid in children:
+        ended: list[int] = []
+
+        def has_ended(pid: int = pid, ended: list[int] = ended) -> bool:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            ended.append(status)
+            return found == pid
+
+        until(has_ended, 20, what="the child to end")
+        assert os.waitstatus_to_exitcode(ended[-1]) == 0
+    assert np.array_equal(lm.next_token_logprobs_sync([6]), mock_row([6], VOCAB))
+
+
+def test_a_client_that_nobody_closes_leaves_nothing(any_server: str, pool: str) -> None:
+    lm = lmpool.connect(any_server, pool)
+    lm.next_token_logprobs_sync([1])
+    del lm
+    gc.collect()
+    until(lambda: not [t for t in threading.enumerate() if t.name.startswith("lmpool-sender")])
+
+
+def test_context_managers(any_server: str, pool: str) -> None:
+    with lmpool.connect(any_server, pool, framework="numpy") as lm:
+        assert lm.info.vocab_size == VOCAB
+
+    async def main() -> None:
+        async with lmpool.connect(any_server, pool, framework="numpy") as lm:
+            assert np.array_equal(await lm.next_token_logprobs([1]), mock_row([1], VOCAB))
+
+    asyncio.run(main())

@@ -1,0 +1,171 @@
+"""A client of a pool that comes, goes, changes or forgets, on fakeredis and on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+import lmpool
+from lmpool.backends.mock import mock_row
+from lmpool.errors import (
+    NoWorkers,
+    PoolMismatch,
+    UnknownPool,
+)
+from lmpool.keys import PoolKeys
+from tests.support.clients import connected
+from tests.support.mock_rows import VOCAB, prompts_of, rows_of
+from tests.support.pools import pending
+from tests.support.pools import pool_shards as shards_of
+from tests.support.waiting import until
+from tests.support.workers import in_process_worker
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+
+def test_a_pool_that_was_never_served_is_unknown(any_server: str, pool_name: str) -> None:
+    lm = lmpool.connect(any_server, pool_name)
+    try:
+        with pytest.raises(UnknownPool, match=f"no pool '{pool_name}' on .*LMPOOL_POOL="):
+            lm.next_token_logprobs_sync([1])
+        with pytest.raises(UnknownPool):
+            asyncio.run(lm.next_token_logprobs([1]))
+        # It is found as soon as it is there.
+        with in_process_worker(any_server, pool_name):
+            assert len(lm.next_token_logprobs_sync([1])) == VOCAB
+    finally:
+        lm.close()
+
+
+def test_a_pool_without_workers_is_told_after_a_while(
+    any_server: str, pool_name: str, redis_client: redis.Redis
+) -> None:
+    with in_process_worker(any_server, pool_name):
+        pass
+    with connected(any_server, pool_name, workers_timeout=0.4) as lm:
+        began = time.monotonic()
+        with pytest.raises(NoWorkers, match=r"has had no worker alive for 0\.4 s"):
+            lm.next_token_logprobs_sync([1])
+        assert 0.2 < time.monotonic() - began < 3
+        with in_process_worker(any_server, pool_name):
+            assert np.array_equal(lm.next_token_logprobs_sync([1]), mock_row([1], VOCAB))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"shards": 1}, {"shards": 3, "engine_opts": {"vocab_size": 100}}],
+    ids=["fewer shards", "another model"],
+)
+def test_a_client_of_what_the_pool_served_before_is_told(
+    other: dict[str, Any], any_server: str, pool_name: str
+) -> None:
+    with in_process_worker(any_server, pool_name, shards=3):
+        pass
+    with (
+        connected(any_server, pool_name, workers_timeout=1) as lm,
+        in_process_worker(any_server, pool_name, **other),
+    ):
+        with pytest.raises(PoolMismatch, match="connect again"):
+            lm.batch_next_token_logprobs_sync(prompts_of(20), timeout=10)
+        with connected(any_server, pool_name) as again:
+            assert again.info.shards == other["shards"]
+            assert len(again.next_token_logprobs_sync([1])) == again.info.vocab_size
+
+
+@pytest.mark.parametrize("when_replaced", ["raise", "follow"])
+def test_a_client_of_what_a_later_release_serves_is_told(
+    when_replaced: str, any_server: str, pool_name: str, redis_client: redis.Redis
+) -> None:
+    with in_process_worker(any_server, pool_name):
+        pass
+    options = {"workers_timeout": 1, "when_replaced": when_replaced}
+    with connected(any_server, pool_name, **options) as lm:
+        redis_client.set(PoolKeys(pool_name).info, b"\x81\xa1v\x63")
+        with pytest.raises(PoolMismatch, match="connect again"):
+            lm.next_token_logprobs_sync([1], timeout=10)
+        redis_client.delete(PoolKeys(pool_name).info)
+
+
+def test_a_worker_that_comes_in_time_is_waited_for(any_server: str, pool_name: str) -> None:
+    with in_process_worker(any_server, pool_name):
+        pass
+    with connected(any_server, pool_name) as lm, ThreadPoolExecutor(1) as threads:
+        row = threads.submit(lm.next_token_logprobs_sync, [7])
+        until(lambda: lm.statistics()["queued"] == 1)
+        with in_process_worker(any_server, pool_name):
+            assert np.array_equal(row.result(10), mock_row([7], VOCAB))
+
+
+def test_a_forgotten_script_is_nobodys_concern(
+    lm: lmpool.PooledLM, redis_client: redis.Redis
+) -> None:
+    for seed in range(4):
+        redis_client.script_flush()
+        prompts = prompts_of(30, seed=seed)
+        assert np.array_equal(lm.batch_next_token_logprobs_sync(prompts), rows_of(prompts))
+
+
+def test_what_the_server_forgot_is_sent_again(
+    any_server: str, start_pool: Callable[..., str], redis_client: redis.Redis
+) -> None:
+    pool = start_pool(delay=0.15, batch_size=2)
+    prompts = prompts_of(6)
+    with connected(any_server, pool, workers_timeout=1) as lm, ThreadPoolExecutor(1) as threads:
+        rows = threads.submit(lm.batch_next_token_logprobs_sync, prompts)
+        until(lambda: lm.statistics()["queued"] == 6)
+        (shard,) = shards_of(redis_client, pool)
+        lost = [shard.stream().key, *redis_client.scan_iter(f"{shard.prefix}:flight:*", count=1000)]
+        lost += redis_client.scan_iter(f"{shard.prefix}:reply:*", count=1000)
+        redis_client.delete(*lost)
+        assert np.array_equal(rows.result(20), rows_of(prompts))
+        assert lm.statistics()["resubmitted"] > 0
+        statistics = lm.statistics()
+        assert statistics["queued"] == statistics["requests"] == 6
+
+
+def test_a_client_that_was_taken_for_dead_still_gets_its_rows(
+    any_server: str, start_pool: Callable[..., str], redis_client: redis.Redis
+) -> None:
+    pool = start_pool(delay=0.2, batch_size=1)
+    with connected(any_server, pool, workers_timeout=1) as lm, ThreadPoolExecutor(1) as threads:
+        rows = threads.submit(lm.batch_next_token_logprobs_sync, [[1], [2], [3]])
+        until(lambda: lm.statistics()["queued"] == 3)
+        (shard,) = shards_of(redis_client, pool)
+        for reply in redis_client.scan_iter(f"{shard.prefix}:reply:*", count=1000):
+            redis_client.delete(reply)
+        assert np.array_equal(rows.result(20), rows_of([[1], [2], [3]]))
+
+
+def test_a_row_that_vanished_before_it_was_read_is_computed_again(
+    lm: lmpool.PooledLM, redis_client: redis.Redis, pool: str
+) -> None:
+    lm.next_token_logprobs_sync([1])
+    lm.clear_cache()
+    (shard,) = shards_of(redis_client, pool)
+    (result,) = redis_client.scan_iter(f"{shard.prefix}:result:*", count=1000)
+    redis_client.delete(result)
+    assert np.array_equal(lm.next_token_logprobs_sync([1]), mock_row([1], VOCAB))
+    # Nor is a damaged one given out.
+    lm.clear_cache()
+    redis_client.set(result, b"\x95\x01\xa3f32 damaged")
+    assert np.array_equal(lm.next_token_logprobs_sync([1]), mock_row([1], VOCAB))
+
+
+def test_a_worker_that_left_is_forgotten(
+    any_server: str, pool_name: str, redis_client: redis.Redis
+) -> None:
+    with in_process_worker(any_server, pool_name, shards=2) as worker:
+        shards = shards_of(redis_client, pool_name)
+        for shard in shards:
+            assert redis_client.exists(shard.alive(worker.id))
+            assert pending(redis_client, shard) == {worker.id: 0}
+    for shard in shards:
+        assert not redis_client.exists(shard.alive(worker.id))
+        assert pending(redis_client, shard) == {}
