@@ -33,9 +33,7 @@ def ask_workers(
     try:
         import arq  # noqa: F401
     except ImportError:
-        raise PoolError(
-            f"{function} travels as an arq job: pip install 'lmpool[control]'"
-        ) from None
+        raise PoolError(f"{function} travels as an arq job: pip install 'lmpool[worker]'") from None
     answers: dict[str, Any] = {}
     failure: list[BaseException] = []
 

@@ -185,7 +185,7 @@ def put_result(server: redis.Redis, shard: ShardKeys, job: Job) -> None:
 
 def told(caller: Caller) -> list[tuple[str, str, str]]:
     """What a caller was told since it last looked: digest, status, error text."""
-    return [(n.digest.decode(), n.status, n.error) for n in caller.notices()]
+    return [(n.digest.hex(), n.status, n.error) for n in caller.notices()]
 
 
 def queued(server: redis.Redis, shard: ShardKeys) -> list[bytes]:
