@@ -18,7 +18,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from lmpool.backends.engine import BatchEngine, EngineInfo, Outcome, Request, Tokens
+from lmpool.backends.batch import BatchEngine
+from lmpool.backends.engine import EngineInfo, Outcome, Request, Tokens
 from lmpool.errors import EngineBroken, SettingsError
 
 _TABLE_ENTRIES: Final = 1 << 20

@@ -212,7 +212,7 @@ def test_windows_that_cannot_be_told_a_model(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a model keeps prompts that no window cuts."""
-    from lmpool.backends.hf import packed_fit as packed_fit
+    from lmpool.backends.hf import packed_fit
 
     monkeypatch.setattr(packed_fit, "_reach", lambda *_: packed_fit.Reach())
     folder = make(tmp_path, WINDOWED[name]())
@@ -261,7 +261,7 @@ def test_models_that_are_computed_plainly(
 def test_a_model_that_fails_the_trial_is_computed_plainly(
     llama: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from lmpool.backends.hf import packed as packed
+    from lmpool.backends.hf import packed
 
     def blind(self: Any, layout: Any, part: Any) -> Any:
         return mask(self, layout, part) * 0

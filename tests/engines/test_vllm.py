@@ -78,7 +78,7 @@ class TestRows:
     def test_beside_requests_that_sample(self, engine, reference):
         from vllm import SamplingParams
 
-        from lmpool.backends.vllm import internals as vllm_internals
+        from lmpool.backends.vllm import internals
 
         given = prompts(60, 80, seed=3)
         foreign = prompts(24, 60, seed=4)
@@ -95,7 +95,7 @@ class TestRows:
                 detokenize=False,
             )
             engine._core.add_request(
-                vllm_internals.make_request(
+                internals.make_request(
                     f"foreign-{i}", prompt.tolist(), params, arrival=0.0, lora=None, resumable=False
                 )
             )

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from lmpool.backends import Request, Sampling, load_engine, tiny, vllm_internals
+from lmpool.backends import Request, Sampling, load_engine, tiny
 from lmpool.backends.model_files import model_identity
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
 from tests.support.vllm_engine import (
@@ -35,7 +35,8 @@ from tests.support.vllm_engine import (
 
 need_vllm()
 
-from lmpool.backends import vllm_engine as vllm_engine_module  # noqa: E402
+from lmpool.backends.vllm import engine as engine_module  # noqa: E402
+from lmpool.backends.vllm import internals  # noqa: E402
 from lmpool.backends.vllm.adapters import weight_shapes  # noqa: E402
 
 pytestmark = [
@@ -270,7 +271,7 @@ class TestAdapters:
     def test_more_than_vllm_has_slots_for_wait_their_turn(self, engine, tmp_path):
         before = loaded(engine)
         (prompt,) = prompts(1, 40, seed=34)
-        names = [f"style {i}" for i in range(vllm_engine_module.MOST_ADAPTERS)]
+        names = [f"style {i}" for i in range(engine_module.MOST_ADAPTERS)]
         folders = [write_adapter(tmp_path / name, i) for i, name in enumerate(names)]
         for name, folder in zip(names, folders, strict=True):
             engine.add_adapter(name, folder)
@@ -311,7 +312,7 @@ class TestAdapters:
             read.append(folder)
             return weight_shapes(folder)
 
-        monkeypatch.setattr(vllm_engine_module, "weight_shapes", counted)
+        monkeypatch.setattr(engine_module, "weight_shapes", counted)
         monkeypatch.setattr(engine, "_shapes", None)
         for seed in (16, 17):
             engine.add_adapter("style", write_adapter(tmp_path / str(seed), seed))
@@ -461,7 +462,7 @@ def test_without_capture_rows_come_through_logprobs(reference, caplog, tmp_path)
 def test_a_runner_without_a_place_for_capture_is_used_through_logprobs(
     reference, caplog, monkeypatch
 ):
-    monkeypatch.setattr(vllm_internals, "find_capture", lambda runner: None)
+    monkeypatch.setattr(internals, "find_capture", lambda runner: None)
     given = prompts(10, 30, seed=12)
     with caplog.at_level(logging.WARNING, logger="lmpool"), vllm_engine() as engine:
         assert "has no place" in caplog.text
@@ -545,7 +546,7 @@ def test_others_vllm_captures_rows_by_the_entry_point(reference, monkeypatch):
         rows = np.stack([found[f"row {i}"] for i in range(1, 20, 2)])
         assert np.abs(rows - reference.rows(given[1::2])).max() <= 5e-5
     finally:
-        vllm_internals.shut_down(llm.llm_engine)
+        internals.shut_down(llm.llm_engine)
 
 
 class TestOptions:
@@ -572,6 +573,6 @@ class TestOptions:
 
     @pytest.mark.parametrize("found", ["0.31.4", "0.33.0", "1.0"])
     def test_a_version_that_is_not_known_is_refused(self, found, monkeypatch):
-        monkeypatch.setattr(vllm_internals, "version", lambda name: found)
+        monkeypatch.setattr(internals, "version", lambda name: found)
         with pytest.raises(SettingsError, match=rf"vLLM {found} is installed.*0\.32"):
-            vllm_internals.check_version()
+            internals.check_version()

@@ -153,10 +153,10 @@ def assert_nothing_left(engine: Any) -> None:
 
 
 def _store(engine: Any) -> Any:
-    from lmpool.backends.vllm import internals as vllm_internals
+    from lmpool.backends.vllm import internals
 
     runner = engine._engine.model_executor.driver_worker.worker.model_runner
-    capture = vllm_internals.find_capture(runner)
+    capture = internals.find_capture(runner)
     assert capture is not None
     return capture.rows
 

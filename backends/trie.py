@@ -1,8 +1,8 @@
 """A radix trie of token runs, each position with a slot of its own, under a bound of slots.
 
 It knows which prefixes are kept and where, and no model: a slot is a number below `slots`, under
-which its owner keeps what it computed for that position (see `lmpool.backends.hf.packed`). What is
-computed depends on the tokens above and on the adapter, so each adapter has a root of its own.
+which an engine keeps what it computed for that position. What is computed depends on the tokens
+above and on the adapter, so each adapter has a root of its own.
 
 What holds between any two calls, and `check` verifies:
 
@@ -22,7 +22,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from lmpool.backends.hf.trie_runs import Lease, Run, Slots, Tokens, TrieStatistics
+from lmpool.backends.trie_runs import Lease, Run, Slots, Tokens, TrieStatistics
 
 _NO_TOKENS: Tokens = np.empty(0, np.uint32)
 _NO_SLOTS: Slots = np.empty(0, np.int64)
@@ -32,8 +32,9 @@ class TokenTrie:
     """Which token positions are kept, and in which slots.
 
     `lease` finds or adds a prompt; `commit` says that what was added is computed, `discard` takes
-    it out again; `release` ends the lease. What a lease holds is never evicted. Otherwise the run
-    used least lately goes first, from its end, and only runs with nothing below them.
+    it out again. `hold` leases what is there of a prompt, and adds nothing. `release` ends a lease.
+    What a lease holds is never evicted. Otherwise the run used least lately goes first, from its
+    end, and only runs with nothing below them.
     """
 
     def __init__(self, slots: int) -> None:
@@ -73,6 +74,12 @@ class TokenTrie:
         self._added += missing
         run.pins += 1
         return Lease(run, tokens.size, found)
+
+    def hold(self, tokens: Tokens, root: Hashable = None) -> Lease:
+        """A lease of the longest beginning of a prompt that is there; nothing is added."""
+        run, depth = self._find(tokens, root)
+        run.pins += 1
+        return Lease(run, depth, depth)
 
     def release(self, leases: Iterable[Lease]) -> None:
         """End leases: what they hold may be evicted, unless another lease holds it too."""
@@ -129,6 +136,11 @@ class TokenTrie:
             end, run = run.start, run.parent
         return np.concatenate(parts[::-1]) if parts else _NO_SLOTS
 
+    @property
+    def held(self) -> int:
+        """How many slots are taken."""
+        return self._slots - self._free_count
+
     def statistics(self) -> TrieStatistics:
         """How full it is, and what it was used for."""
         pinned: set[Run] = set()
@@ -140,7 +152,7 @@ class TokenTrie:
         return TrieStatistics(
             slots=self._slots,
             runs=self._runs,
-            held=self._slots - self._free_count,
+            held=self.held,
             pinned=sum(run.tokens.size for run in pinned),
             found=self._found,
             added=self._added,
@@ -231,6 +243,8 @@ class TokenTrie:
 
     def _make_room(self, wanted: int) -> bool:
         """Evict until `wanted` slots are free; False where leases hold too much for that."""
+        if wanted > self._slots:
+            return False
         held: list[Run] = []
         while self._free_count < wanted and self._queue:
             used, _, run = heapq.heappop(self._queue)
