@@ -1,31 +1,25 @@
-"""``lmpool demo``: what a newcomer wants to see."""
+"""What ``lmpool demo`` prints."""
 
 from __future__ import annotations
 
-import json
-import os
-import random
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from lmpool.bars import ascii_text, bar_lines, likeliest
-from lmpool.demo_client import examine
-from lmpool.environment import as_variables
+from lmpool.cli.bars import ascii_text, bar_lines, likeliest
+from lmpool.cli.demo.client import Report, examine
+from lmpool.cli.demo.load import make_work, run_load
+from lmpool.cli.terminal import lines, speaks_unicode
 from lmpool.errors import LmpoolError
-from lmpool.pool_commands import speaks_unicode
+from lmpool.inspection import ping
 from lmpool.producer import EmbeddedLM, embedded
 from lmpool.producer.statistics import PoolStatistics
 from lmpool.prompt_text import Encode, decode, encoder, read_vocabulary
-from lmpool.server import greet, open_server
 
 # The tiny model has read the documentation of Python's standard library, and nothing else.
 TEXTS: Final = (
@@ -36,9 +30,6 @@ TEXTS: Final = (
 )
 BEGINNINGS: Final = ("This method is called when the", "For example, if the")
 LIKELIEST: Final = 5
-CLIENTS: Final = 2
-ROUNDS: Final = 12
-CHECKED: Final = 8
 
 NEXT: Final = """\
 import asyncio, lmpool
@@ -55,7 +46,7 @@ asyncio.run(main())"""
 
 def run_demo(*, workers: int, engine: str, model: str, prompts: int) -> None:
     """Start, show, load, count, check, end. Leaves nothing behind."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = lines()
     # A SIGTERM then ends it as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started = time.perf_counter()
@@ -93,13 +84,10 @@ class _Demo:
 
     def show_processes(self, seconds: float) -> None:
         lm, info, pids = self.lm, self.lm.info, self.lm.processes()
-        server = open_server(lm.url)
-        version = greet(server, lm.url)
-        server.close()
-        workers = lm.pool_statistics_sync()["workers"]
+        found = ping(lm.url, lm.pool)
         self.title(f"Started in {seconds:.1f} s, on this machine, for this demo alone")
-        self.say(f"  server  pid {pids['server']:<8} {version}, {escape(lm.url)}")
-        for worker in workers:
+        self.say(f"  server  pid {pids['server']:<8} {found.server}, {escape(lm.url)}")
+        for worker in found.workers:
             self.say(
                 f"  worker  pid {worker['pid']:<8} {info.engine} engine, model "
                 f"{escape(info.model)}: arq lmpool.worker.WorkerSettings"
@@ -140,39 +128,43 @@ class _Demo:
         asked = sum(len(prompts) for prompts in works[0]["rounds"]) * len(works)
         self.title(f"Load: {asked:,} prompts from {len(works)} client processes at once")
         before = self.lm.pool_statistics_sync()
-        with self.console.status("waiting for rows"), _clients(self.lm, works) as clients:
-            answers = [_result(client) for client in clients]
+        with self.console.status("waiting for rows"):
+            reports = run_load(self.lm, works)
         after = self.lm.pool_statistics_sync()
-        self.show_counts(answers, before, after)
-        self.show_checks(answers, works[0]["check"])
+        self.show_counts(reports, before, after)
+        self.show_checks(reports, works[0]["check"])
 
     def show_counts(
-        self, answers: Sequence[dict[str, Any]], before: PoolStatistics, after: PoolStatistics
+        self, reports: Sequence[Report], before: PoolStatistics, after: PoolStatistics
     ) -> None:
-        total = {name: sum(a[name] for a in answers) for name in answers[0] if name != "hash"}
-        seconds = max(answer["seconds"] for answer in answers)
+        rows = sum(report["rows"] for report in reports)
+        seconds = max(report["seconds"] for report in reports)
         computed = after["computed"] - before["computed"]
         batches = max(1, after["batches"] - before["batches"])
-        lines = [
-            (total["rows"], f"rows in {seconds:.1f} s", f"{total['rows'] / seconds:,.0f} a second"),
+        joined, cache_hits, local_hits = (
+            sum(report["statistics"][name] for report in reports)
+            for name in ("joined", "cache_hits", "local_hits")
+        )
+        for number, what, remark in (
+            (rows, f"rows in {seconds:.1f} s", f"{rows / seconds:,.0f} a second"),
             (computed, "computed", f"in {batches:,} batches, {computed / batches:.0f} at a time"),
-            (total["joined"], "shared in flight", "somebody else had just asked the same"),
-            (total["cache_hits"], "from the result cache", "computed earlier, for another client"),
-            (total["local_hits"], "from local caches", "never left the client"),
-        ]
-        for number, what, remark in lines:
+            (joined, "shared in flight", "somebody else had just asked the same"),
+            (cache_hits, "from the result cache", "computed earlier, for another client"),
+            (local_hits, "from local caches", "never left the client"),
+        ):
             self.say(f"  {number:>6,}  {what:<23}[dim]{remark}[/]")
 
-    def show_checks(self, answers: Sequence[dict[str, Any]], prompts: list[list[int]]) -> None:
-        mine = examine(np.asarray(self.lm.batch_next_token_logprobs_sync(prompts)))
-        off = max(answer["off_by"] for answer in [mine, *answers])
+    def show_checks(self, reports: Sequence[Report], prompts: list[list[int]]) -> None:
+        mine = examine(self.lm.batch_next_token_logprobs_sync(prompts))
+        checked = [mine, *(report["checked"] for report in reports)]
+        off = max(each["off_by"] for each in checked)
         if off > 1e-4:
             raise LmpoolError(f"a row's probabilities sum to 1 only within {off:.1e}")
-        if len({answer["hash"] for answer in [mine, *answers]}) != 1:
+        if len({each["hash"] for each in checked}) != 1:
             raise LmpoolError("two clients got different rows for the same prompts")
         self.say(
             f"  [green]Checked:[/] {len(prompts)} rows are the same bytes in all "
-            f"{len(answers) + 1} processes, and each sums to 1 (within {off:.0e})."
+            f"{len(checked)} processes, and each sums to 1 (within {off:.0e})."
         )
 
     def show_next(self) -> None:
@@ -181,96 +173,3 @@ class _Demo:
         self.say("and anywhere that reaches its server (LMPOOL_URL says where that is):")
         for line in NEXT.splitlines():
             self.say(f"  {escape(line)}".rstrip())
-
-
-def make_work(prompts: int, vocab_size: int, longest: int) -> list[dict[str, Any]]:
-    """What each client asks: rounds of prompts, of which many repeat.
-
-    Of a round's prompts, about four in ten are new and asked by all clients at once, three new and
-    its own, two its own of earlier rounds, one another client's of earlier rounds.
-    """
-    chance = random.Random(5)
-
-    def new(count: int) -> list[list[int]]:
-        lengths = (chance.randint(min(4, longest), min(16, longest)) for _ in range(count))
-        return [[chance.randrange(vocab_size) for _ in range(n)] for n in lengths]
-
-    each = prompts // CLIENTS
-    works: list[dict[str, Any]] = [{"rounds": []} for _ in range(CLIENTS)]
-    mine: list[list[list[int]]] = [[] for _ in range(CLIENTS)]
-    shared: list[list[int]] = []
-    for number in range(ROUNDS):
-        width = max(1, each * (number + 1) // ROUNDS - each * number // ROUNDS)
-        together = new(-(-width * 4 // 10))
-        shared += together
-        olds = [list(old) for old in mine]
-        for client, work in enumerate(works):
-            own = new((width - len(together)) // 2 if number else width - len(together))
-            left = width - len(together) - len(own)
-            theirs = olds[(client + 1) % CLIENTS]
-            again = [
-                chance.choice(theirs if i % 3 == 0 else olds[client])
-                for i in range(left if theirs and olds[client] else 0)
-            ]
-            asked = together + own + again
-            mine[client] += own
-            chance.shuffle(asked)
-            work["rounds"].append(asked)
-    for work in works:
-        work["check"] = shared[:CHECKED]
-    return works
-
-
-@contextmanager
-def _clients(lm: EmbeddedLM, works: Sequence[Any]) -> Iterator[list[subprocess.Popen[str]]]:
-    """One process for each client, all told to begin at the same moment."""
-    environment = {
-        **os.environ,
-        # Should the demo be killed, its clients need not wait for its server.
-        **as_variables({"url": lm.url, "pool": lm.pool, "reconnect_timeout": 3}),
-    }
-    clients = [
-        subprocess.Popen(
-            [sys.executable, "-P", "-m", "lmpool.demo_client"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            process_group=0,  # Ctrl-C is for us, and we end them
-        )
-        for _ in works
-    ]
-    try:
-        for client, work in zip(clients, works, strict=True):
-            _tell(client, json.dumps(work))
-        for client in clients:
-            _hear(client)
-        for client in clients:
-            _tell(client, "go")
-        yield clients
-    finally:
-        for client in clients:
-            client.kill()
-            client.communicate()
-
-
-def _tell(client: subprocess.Popen[str], line: str) -> None:
-    assert client.stdin is not None
-    try:
-        client.stdin.write(line + "\n")
-        client.stdin.flush()
-    except BrokenPipeError:
-        raise LmpoolError(f"a client process ended with status {client.wait()}") from None
-
-
-def _hear(client: subprocess.Popen[str]) -> str:
-    assert client.stdout is not None
-    line = client.stdout.readline()
-    if not line:
-        raise LmpoolError(f"a client process ended with status {client.wait()}")
-    return line
-
-
-def _result(client: subprocess.Popen[str]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(_hear(client))
-    return found
