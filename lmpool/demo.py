@@ -19,7 +19,7 @@ from rich.markup import escape
 
 from lmpool.bars import ascii_text, bar_lines, likeliest
 from lmpool.demo_client import examine
-from lmpool.environment import as_variables
+from lmpool.variables import as_variables
 from lmpool.errors import LmpoolError
 from lmpool.pool_commands import speaks_unicode
 from lmpool.producer import EmbeddedLM, embedded

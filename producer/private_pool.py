@@ -18,7 +18,7 @@ from typing import Any, Final, TextIO
 
 import redis
 
-from lmpool.environment import as_variables
+from lmpool.variables import as_variables
 from lmpool.errors import LmpoolError, PoolError, PoolTimeout, SettingsError
 from lmpool.keys import GROUP, PoolKeys
 from lmpool.model_info import ModelInfo

@@ -53,7 +53,7 @@ def model_info(engine: EngineInfo, options: WorkerOptions) -> ModelInfo:
         bos_token_id=engine.bos_token_id,
         eos_token_ids=tuple(engine.eos_token_ids),
         pad_token_id=engine.pad_token_id,
-        lanes=options.lanes,
+        lanes=options.shards,
         max_backlog=options.max_backlog,
         client_backlog=options.client_backlog,
         result_ttl_ms=to_ms(options.result_ttl),

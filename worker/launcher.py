@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from lmpool.environment import as_variables
+from lmpool.variables import as_variables
 from lmpool.errors import SettingsError
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.worker.logs import logging_config

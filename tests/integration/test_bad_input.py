@@ -329,7 +329,7 @@ BAD_SETTINGS = [
     # what a worker is told, and what it must say
     ({"batch_size": 0}, "LMPOOL_BATCH_SIZE='0': input should be greater than or equal to 1"),
     ({"timeout": -1}, "LMPOOL_TIMEOUT='-1': input should be greater than or equal to 0"),
-    ({"lanes": "three"}, "LMPOOL_LANES='three': input should be a valid integer"),
+    ({"shards": "three"}, "LMPOOL_SHARDS='three': input should be a valid integer"),
     ({"worker_name": "a b"}, "LMPOOL_WORKER_NAME='a b'"),
     ({"batchsize": 3}, "unknown variable LMPOOL_BATCHSIZE: did you mean LMPOOL_BATCH_SIZE?"),
     ({"max_prompt_tokens": 9, "max_batch_tokens": 5}, "max_batch_tokens=5 is below max_prompt"),

@@ -35,7 +35,7 @@ def test_the_dead_are_listed_shown_tried_again_and_dropped(
     lanes, server_url, redis_client, pool_name
 ):
     with (
-        in_process_worker(server_url, pool_name, lanes=lanes, engine_opts={"delay": 0.3}),
+        in_process_worker(server_url, pool_name, shards=lanes, engine_opts={"delay": 0.3}),
         connected(server_url, pool_name, cache_bytes=0) as lm,
     ):
         dead = Commands(server_url, pool_name)

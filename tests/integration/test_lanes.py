@@ -48,7 +48,7 @@ def ask(url: str, pool: str, prompts: list[list[int]]) -> tuple[np.ndarray, dict
 
 def test_rows_and_shared_work(server_url, redis_client, pool_name):
     prompts = some_prompts(300, seed=1)
-    options = {"lanes": LANES, "batch_size": 16, "engine_opts": {"delay": 0.04}}
+    options = {"shards": LANES, "batch_size": 16, "engine_opts": {"delay": 0.04}}
     with worker_processes(server_url, pool_name, 2, **options):
         answers = in_processes(
             ask, [(server_url, pool_name, prompts), (server_url, pool_name, prompts[::-1])]
@@ -99,7 +99,7 @@ def test_what_goes_wrong_and_who_leaves(server_url, redis_client, pool_name, tmp
             lm = stack.enter_context(connected(server_url, pool_name, workers_timeout=60))
             asking = Asking(lm, prompts)
             # Another number of lanes is another pool.
-            other = {**options, "lanes": 2}
+            other = {**options, "shards": 2}
             with worker_process(server_url, pool_name, alive=False, **other) as refused:
                 assert refused.wait() == 78
                 assert "lanes 3 there, 2 here" in refused.log
@@ -140,7 +140,7 @@ def test_entries_of_two_lanes_may_share_an_id(server_url, redis_client, pool_nam
     """Ids are a stream's own: a job is known by its lane and its id, whatever becomes of it."""
     never = {"lanes": LANES, "batch_size": 300, "timeout": 50}
     with closing(lmpool.connect(server_url, pool_name)) as lm:
-        with worker_process(server_url, pool_name, lanes=LANES, timeout=0.5):
+        with worker_process(server_url, pool_name, shards=LANES, timeout=0.5):
             lanes = pool_lanes(redis_client, pool_name)
             left, waited_for = (one_job_of(lm.info, lane, sent=1) for lane in (0, 1))
             # Of two jobs of one batch and one id, nobody waits for the first any more.

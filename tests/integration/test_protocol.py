@@ -666,7 +666,7 @@ def test_clients_share_what_is_computed_and_what_was(
 def test_every_request_is_counted_as_answered_in_one_way(
     any_server: str, start_pool: Callable[..., str]
 ) -> None:
-    pool = start_pool(batch_size=8, max_backlog=20, lanes=2)
+    pool = start_pool(batch_size=8, max_backlog=20, shards=2)
     prompts = prompts_of(60)
     random = np.random.default_rng(1)
 
@@ -865,7 +865,7 @@ def test_a_pool_without_workers_is_told_after_a_while(
 def test_a_client_of_what_the_pool_served_before_is_told(
     other: dict[str, Any], any_server: str, pool_name: str
 ) -> None:
-    with in_process_worker(any_server, pool_name, lanes=3):
+    with in_process_worker(any_server, pool_name, shards=3):
         pass
     with (
         connected(any_server, pool_name, workers_timeout=1) as lm,
@@ -905,7 +905,7 @@ def test_a_worker_that_comes_in_time_is_waited_for(any_server: str, pool_name: s
 def test_lanes_share_the_work(
     any_server: str, start_pool: Callable[..., str], redis_client: redis.Redis
 ) -> None:
-    pool = start_pool(lanes=3)
+    pool = start_pool(shards=3)
     prompts = prompts_of(90)
     with connected(any_server, pool) as lm:
         assert lm.info.lanes == 3
@@ -1265,7 +1265,7 @@ def test_the_vocabulary_comes_from_the_pool(lm: lmpool.PooledLM) -> None:
 def test_a_worker_that_left_is_forgotten(
     any_server: str, pool_name: str, redis_client: redis.Redis
 ) -> None:
-    with in_process_worker(any_server, pool_name, lanes=2) as worker:
+    with in_process_worker(any_server, pool_name, shards=2) as worker:
         lanes = lanes_of(redis_client, pool_name)
         for lane in lanes:
             assert redis_client.exists(lane.alive(worker.id))

@@ -26,7 +26,7 @@ from tests.support.workers import in_process_worker, worker_process
 pytestmark = pytest.mark.timeout(60)
 
 NEW: dict[str, Any] = {
-    "model": "new", "lanes": 2, "max_prompt_tokens": 8, "engine_opts": {"vocab_size": 300},
+    "model": "new", "shards": 2, "max_prompt_tokens": 8, "engine_opts": {"vocab_size": 300},
 }  # fmt: skip
 
 
@@ -34,7 +34,7 @@ NEW: dict[str, Any] = {
 def connected_after_a_worker(url: str, pool: str) -> Iterator[tuple[PooledLM, Any]]:
     """A client, who follows, of a pool whose worker has left, and a row that it brought."""
     with ExitStack() as stack:
-        with in_process_worker(url, pool, lanes=3):
+        with in_process_worker(url, pool, shards=3):
             client = connected(url, pool, when_replaced="follow", workers_timeout=60)
             lm = stack.enter_context(client)
             row = lm.next_token_logprobs_sync([7], timeout=20)
@@ -124,7 +124,7 @@ def test_a_follower_keeps_its_adapters_right(server_url, redis_client, pool_name
             (print_of_one,) = registered(redis_client, pool_name).values()
             row = lm.next_token_logprobs_sync([1, 2], lora_name="one")
             np.testing.assert_array_equal(row, mock_row([1, 2], 256, f"one@{print_of_one}"))
-        with worker_process(server_url, pool_name, **{**options, **NEW, "lanes": 1}):
+        with worker_process(server_url, pool_name, **{**options, **NEW, "shards": 1}):
             # The new pool has none of that name: no row of the base model, nor of the old one.
             with pytest.raises(UnknownAdapter, match=r"'one'.*known: none"):
                 lm.next_token_logprobs_sync([3, 2], lora_name="one")

@@ -39,7 +39,7 @@ def options(**given: Any) -> WorkerOptions:
 
 
 def test_model_info_is_the_engines_and_the_settings() -> None:
-    info = model_info(ENGINE, options(lanes=3, max_backlog=50, result_ttl=1.5))
+    info = model_info(ENGINE, options(shards=3, max_backlog=50, result_ttl=1.5))
     assert info == ModelInfo(
         model="org/model",
         revision="abc",
@@ -70,7 +70,7 @@ def test_the_fingerprint_follows_what_changes_the_numbers_and_nothing_else() -> 
         assert model_info(replace(ENGINE, **changed), options()).fingerprint != base, changed
     for same in ({"model": "copy/of-it"}, {"max_prompt_tokens": 10}, {"encoding": "f32"}):
         assert model_info(replace(ENGINE, **same), options()).fingerprint == base, same
-    assert model_info(ENGINE, options(lanes=2, max_backlog=3)).fingerprint == base
+    assert model_info(ENGINE, options(shards=2, max_backlog=3)).fingerprint == base
 
 
 def test_a_longest_prompt_beyond_the_models_is_refused() -> None:

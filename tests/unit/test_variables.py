@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmpool.environment import as_variables
+from lmpool.variables import as_variables
 from lmpool.errors import SettingsError
 from lmpool.settings import WorkerOptions
 
