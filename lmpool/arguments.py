@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias, TypedDict
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, ParamSpec, TypeAlias, TypedDict, TypeVar, get_type_hints
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Priority: TypeAlias = Literal["interactive", "batch"]
 FrameworkName: TypeAlias = Literal["auto", "torch", "numpy"]
@@ -69,3 +73,22 @@ class AllWorkerArguments(_Pool, WorkerArguments, total=False):
 
     model: str | None
     engine: str | None
+
+
+def spelled_out(arguments: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Name every key of a TypedDict in the signature of a function that takes ``**`` of it.
+
+    Type checkers see them; this is for `help`, notebooks and documentation.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        signature = inspect.signature(function)
+        *parameters, _ = signature.parameters.values()
+        parameters += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+            for name, kind in get_type_hints(arguments).items()
+        ]
+        setattr(function, "__signature__", signature.replace(parameters=parameters))  # noqa: B010
+        return function
+
+    return decorate

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lmpool.model_info import ModelInfo
-from lmpool.producer import PooledLM, connect
+from lmpool.producer import NumpyRows, PooledLM, connect
 
 MOST_SINGLES = 200
 CACHED_SECONDS = 1.0
@@ -53,7 +53,12 @@ class _Prompts:
 
 
 def measure(
-    lm: PooledLM, again: PooledLM, *, seconds: float, concurrency: int, length: int
+    lm: PooledLM[NumpyRows],
+    again: PooledLM[NumpyRows],
+    *,
+    seconds: float,
+    concurrency: int,
+    length: int,
 ) -> Measurement:
     """Measure `lm`'s pool. `again` is a client without a local cache, for rows already computed."""
     info = lm.info
@@ -87,7 +92,7 @@ def measure(
     )
 
 
-def _one_at_a_time(lm: PooledLM, prompts: _Prompts, seconds: float) -> list[float]:
+def _one_at_a_time(lm: PooledLM[NumpyRows], prompts: _Prompts, seconds: float) -> list[float]:
     took: list[float] = []
     end = time.perf_counter() + seconds
     while len(took) < MOST_SINGLES and (not took or time.perf_counter() < end):
@@ -99,7 +104,11 @@ def _one_at_a_time(lm: PooledLM, prompts: _Prompts, seconds: float) -> list[floa
 
 
 async def _many(
-    lm: PooledLM, prompts: _Prompts, seconds: float, concurrency: int, asked: list[list[int]]
+    lm: PooledLM[NumpyRows],
+    prompts: _Prompts,
+    seconds: float,
+    concurrency: int,
+    asked: list[list[int]],
 ) -> list[float]:
     """Keep `concurrency` prompts on their way; the seconds that each took."""
     took: list[float] = []
@@ -119,7 +128,7 @@ async def _many(
     return took
 
 
-def _cached(lm: PooledLM, prompts: list[list[int]]) -> float:
+def _cached(lm: PooledLM[NumpyRows], prompts: list[list[int]]) -> float:
     """Rows per second out of the result cache."""
     rows, started = 0, time.perf_counter()
     while time.perf_counter() - started < CACHED_SECONDS:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from lmpool.commands import Entry, Server
 from lmpool.errors import JobFormatError, LmpoolError, PromptError, PromptFailed
 from lmpool.keys import LaneKeys
-from lmpool.producer import PooledLM, connect
+from lmpool.producer import NumpyRows, PooledLM, connect
 from lmpool.producer.asking import ask_of_job
 from lmpool.server import explained, open_server
 from lmpool.wire import Job, unpack_job
@@ -71,7 +71,7 @@ class _Dead:
         self._lm.close()
 
     @property
-    def client(self) -> PooledLM:
+    def client(self) -> PooledLM[NumpyRows]:
         return self._lm
 
     def all(self) -> list[DeadJob]:

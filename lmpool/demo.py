@@ -19,13 +19,13 @@ from rich.markup import escape
 
 from lmpool.bars import ascii_text, bar_lines, likeliest
 from lmpool.demo_client import examine
-from lmpool.variables import as_variables
 from lmpool.errors import LmpoolError
 from lmpool.pool_commands import speaks_unicode
-from lmpool.producer import EmbeddedLM, embedded
+from lmpool.producer import EmbeddedLM, NumpyRows, embedded
 from lmpool.producer.statistics import PoolStatistics
 from lmpool.prompt_text import Encode, decode, encoder, read_vocabulary
 from lmpool.server import greet, open_server
+from lmpool.variables import as_variables
 
 # The tiny model has read the documentation of Python's standard library, and nothing else.
 TEXTS: Final = (
@@ -67,7 +67,7 @@ def run_demo(*, workers: int, engine: str, model: str, prompts: int) -> None:
 
 
 class _Demo:
-    def __init__(self, lm: EmbeddedLM, console: Console) -> None:
+    def __init__(self, lm: EmbeddedLM[NumpyRows], console: Console) -> None:
         self.lm = lm
         self.console = console
         self.ascii_only = not speaks_unicode(console)
@@ -222,7 +222,9 @@ def make_work(prompts: int, vocab_size: int, longest: int) -> list[dict[str, Any
 
 
 @contextmanager
-def _clients(lm: EmbeddedLM, works: Sequence[Any]) -> Iterator[list[subprocess.Popen[str]]]:
+def _clients(
+    lm: EmbeddedLM[NumpyRows], works: Sequence[Any]
+) -> Iterator[list[subprocess.Popen[str]]]:
     """One process for each client, all told to begin at the same moment."""
     environment = {
         **os.environ,

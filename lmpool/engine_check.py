@@ -16,7 +16,7 @@ from rich.table import Table
 
 from lmpool.backends.load import installed_engines
 from lmpool.errors import LmpoolError
-from lmpool.producer import EmbeddedLM, embedded
+from lmpool.producer import EmbeddedLM, NumpyRows, embedded
 
 TOLERANCE: Final = 1e-4
 """Nats by which two engines' rows of one prompt may differ, in float32."""
@@ -99,7 +99,7 @@ def ask_engine(engine: str, model: str) -> Answers:
         return Answers(engine, rows, sample(0.0), drawn, again == drawn, _rows_per_second(lm))
 
 
-def _rows_per_second(lm: EmbeddedLM) -> float:
+def _rows_per_second(lm: EmbeddedLM[NumpyRows]) -> float:
     random = np.random.default_rng(1)
     length = min(LENGTH, lm.info.max_prompt_tokens)
     paces: list[float] = []

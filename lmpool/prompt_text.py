@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Encode = Callable[[str], list[int]]
 
 
-def read_vocabulary(lm: PooledLM) -> Vocabulary:
+def read_vocabulary(lm: PooledLM[object]) -> Vocabulary:
     """Tokens and tokenizer files of the pool's model, as its workers published them."""
     key = PoolKeys(lm.pool).vocabulary(lm.info.fingerprint8)
     server = open_server(lm.url)
@@ -32,7 +32,7 @@ def read_vocabulary(lm: PooledLM) -> Vocabulary:
     return Vocabulary.unpack(packed)
 
 
-def encoder(lm: PooledLM, vocabulary: Vocabulary, *, quick: bool = False) -> Encode:
+def encoder(lm: PooledLM[object], vocabulary: Vocabulary, *, quick: bool = False) -> Encode:
     """Text to token ids: transformers' tokenizer where it is installed, else tokenizers'.
 
     `quick` prefers tokenizers, which needs no seconds to import. A model whose tokens begin with
