@@ -94,10 +94,10 @@ class Row:
 
     encoding: Encoding | None = None
 
-    def checked(self, info: ModelInfo) -> Self:
+    def checked(self, info: ModelInfo) -> Row:
         """With every default resolved for a model. Raises `PromptError`."""
         if self.encoding is None:
-            return replace(self, encoding=info.encoding)
+            return _ROWS[info.encoding]
         if self.encoding not in ENTRY_BYTES:
             raise PromptError(
                 f"encoding={self.encoding!r:.60}: write one of {', '.join(ENTRY_BYTES)}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import msgpack
 
+from lmpool.counters import BATCHES, COMPUTED, COUNTERS, EXPIRED, FAILED, Counter
 from lmpool.keys import ShardKeys
 from lmpool.liveness import consumers
 from lmpool.servers import Servers
@@ -24,7 +25,8 @@ class WorkerStatistics(TypedDict):
 
 
 class PoolStatistics(TypedDict):
-    """`computed`, `batches`, `failed`, `expired` since the pool began; `backlog` now."""
+    """`computed`, `batches`, `failed`, `expired` since the pool began (see `lmpool.counters`);
+    `backlog` now."""
 
     computed: int
     batches: int
@@ -36,31 +38,35 @@ class PoolStatistics(TypedDict):
 
 def pool_statistics(servers: Servers, shards: Sequence[ShardKeys]) -> PoolStatistics:
     """Read them: one request for each shard, and one for the workers."""
-    counted = dict.fromkeys(("computed", "batches", "failed", "expired"), 0)
+    counted = dict.fromkeys(COUNTERS, 0)
     backlog = 0
     for shard in shards:
         with servers.for_shard(shard).pipeline(transaction=False) as pipeline:
             pipeline.hgetall(shard.counters)
             for stream in shard.streams:
                 pipeline.xlen(stream.key)
-            counters, *lengths = pipeline.execute(raise_on_error=False)
-        for name, value in counters.items():
-            if name.decode() in counted:
-                counted[name.decode()] += int(value)
-        backlog += sum(map(int, lengths))
+            counters, *lengths = pipeline.execute()
+        _add(counted, counters)
+        backlog += sum(lengths)
     server = servers.for_shard(shards[0])
     names = consumers(server, shards[0])
     beats = server.mget([shards[0].alive(name) for name in names]) if names else []
     workers = [_worker(msgpack.unpackb(beat)) for beat in beats if beat is not None]
     workers.sort(key=lambda worker: worker["id"])
     return PoolStatistics(
-        computed=counted["computed"],
-        batches=counted["batches"],
-        failed=counted["failed"],
-        expired=counted["expired"],
+        computed=counted[COMPUTED],
+        batches=counted[BATCHES],
+        failed=counted[FAILED],
+        expired=counted[EXPIRED],
         backlog=backlog,
         workers=workers,
     )
+
+
+def _add(counted: dict[Counter, int], found: Mapping[bytes, bytes]) -> None:
+    """Add one hash of counters. What a worker of another release counts besides is left out."""
+    for counter in counted:
+        counted[counter] += int(found.get(counter.field.encode(), 0))
 
 
 def _worker(beat: dict[str, Any]) -> WorkerStatistics:

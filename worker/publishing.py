@@ -14,6 +14,7 @@ import redis
 
 from lmpool.backends.engine import Outcome
 from lmpool.commands import Value
+from lmpool.counters import BATCHES, COMPUTED, FAILED
 from lmpool.errors import PromptFailed, ServerRefused
 from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream
 from lmpool.scripts import script
@@ -169,9 +170,9 @@ class Publisher:
         rows = sum(done.value is not None for done in chunk)
         failed = sum(done.status != "ok" for done in chunk)
         counters: list[Value] = []
-        for name, by in (("computed", rows), ("failed", failed), ("batches", batches)):
+        for counter, by in ((COMPUTED, rows), (FAILED, failed), (BATCHES, batches)):
             if by:
-                counters += (name, by)
+                counters += (counter.field, by)
         arguments: list[Value] = [
             shard.prefix,
             GROUP,

@@ -31,7 +31,9 @@ from lmpool.errors import (
     UnknownPool,
 )
 from lmpool.keys import GROUP
-from lmpool.wire import Digester, Job, pack_job, pack_logprobs, unpack_row
+from lmpool.rows import pack_logprobs, unpack_row
+from lmpool.wants import Digester, Row
+from lmpool.wire import Job, pack_job
 from tests.support.clients import connected
 from tests.support.pools import assert_at_rest, pool_shards, some_prompts
 from tests.support.server import RealServer, free_port
@@ -391,10 +393,10 @@ def test_garbage_in_the_job_stream(server_url, redis_client, pool_name, tmp_path
     trap = tmp_path / "unpickled"
     with worker_process(server_url, pool_name) as worker, connected(server_url, pool_name) as lm:
         digester = Digester(lm.info.fingerprint)
-        want = {"encoding": "f32"}
-        others = digester.digest(Row("f32"), np.array([9, 9], "<u4").tobytes())
-        own = digester.digest(Row("f32"), tokens)
-        sound = msgpack.unpackb(pack_job(Job("logprobs", own, tokens, None, want)))
+        want = Row("f32")
+        others = digester.digest(want, np.array([9, 9], "<u4").tobytes())
+        own = digester.digest(want, tokens)
+        sound = msgpack.unpackb(pack_job(Job(want, own, tokens, None)))
         garbage: list[tuple[dict[str, bytes], str]] = [
             ({"job": os.urandom(100)}, ""),
             ({"job": b""}, "not msgpack"),
@@ -405,15 +407,15 @@ def test_garbage_in_the_job_stream(server_url, redis_client, pool_name, tmp_path
             ({"job": msgpack.packb({"v": 1})}, "no digest of 16 bytes"),
             ({"job": pickle.dumps(_Bomb(str(trap)))}, ""),
             ({"job": msgpack.packb(msgpack.ExtType(5, b"code"))}, "extension type 5"),
-            ({"job": msgpack.packb({**sound, "v": 2})}, "job version 2: this worker reads version"),
-            ({"job": msgpack.packb({**sound, "op": "exec"})}, "unknown operation 'exec'"),
+            ({"job": msgpack.packb({**sound, "v": 1})}, "job version 1: this worker reads version"),
+            ({"job": msgpack.packb({**sound, "want": ["exec"]})}, "unknown want 'exec'"),
             ({"job": msgpack.packb({**sound, "tokens": b"123"})}, "tokens are not"),
             ({"job": msgpack.packb({**sound, "digest": others})}, "digest is not the one of this"),
             (
-                {"job": pack_job(Job("logprobs", others, tokens, None, want))},
+                {"job": pack_job(Job(want, others, tokens, None))},
                 "digest is not the one",
             ),
-            ({"job": msgpack.packb({**sound, "want": {"encoding": "f64"}})}, "unknown encoding"),
+            ({"job": msgpack.packb({**sound, "want": ["row", "f64"]})}, "unknown encoding"),
         ]
         shard = pool_shards(redis_client, pool_name)[0]
         answers = []
@@ -461,7 +463,8 @@ def test_garbage_in_the_result_cache(shared, caplog):
         digester = Digester(lm.info.fingerprint)
         for number, (value, message) in enumerate(planted):
             prompt, good = [200, number], [201, number]
-            key = shard.result(digester.digest(Row("f32"), np.array(prompt, "<u4").tobytes()).hex())
+            tokens = np.array(prompt, "<u4").tobytes()
+            key = shard.result(digester.digest(Row("f32"), tokens))
             client.set(key, value, px=60_000)
 
             async def ask(prompt: list[int] = prompt, good: list[int] = good) -> list[object]:

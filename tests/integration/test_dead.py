@@ -53,7 +53,7 @@ def test_the_dead_are_listed_shown_tried_again_and_dropped(
         (name,) = re.findall(rf"(?:\d/)?{entry}", listed)
         (other,) = re.findall(rf"(?:\d/)?{garbage}", listed)
         shown = dead("show", name)
-        for part in ("it died", "w-1", "3 deliveries", "logprobs", "5 6 7"):
+        for part in ("it died", "w-1", "3 deliveries", "wanted   row", "5 6 7"):
             assert part in shown
         assert "no entry '1-1'" in dead("show", "1-1", status=2)
         assert "--all" in dead("retry", status=2)

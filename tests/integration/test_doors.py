@@ -23,7 +23,7 @@ from lmpool.backends.mock import mock_row
 from lmpool.cli import app
 from lmpool.errors import PoolTimeout, ServerError, ServerRefused, SettingsError
 from lmpool.settings import ClientOptions
-from lmpool.wire import Digester
+from lmpool.wants import Digester, Row
 from tests.support.clients import connected
 from tests.support.pools import some_prompts
 from tests.support.sentinels import sentinels
@@ -138,8 +138,8 @@ def test_each_user_can_do_its_work(guarded: Callable[[str], str]) -> None:
             lm.batch_next_token_logprobs_sync(some_prompts(500, seed=2), timeout=0.05)
         # What is no row is deleted and computed again, by the selector for that alone.
         with redis.Redis.from_url(guarded("worker")) as worker:
-            digest = Digester(lm.info.fingerprint).logprobs(
-                np.array(prompts[0], "<u4").tobytes(), "f32"
+            digest = Digester(lm.info.fingerprint).digest(
+                Row("f32"), np.array(prompts[0], "<u4").tobytes()
             )
             worker.set(lm.shards[0].result(digest), b"no row")
         np.testing.assert_array_equal(
@@ -160,7 +160,7 @@ def test_a_producer_can_neither_write_rows_nor_read_others_notices(
     ):
         assert lm._client._session.id.startswith("producer-")
         shard = lm.shards[0]
-        result, other = shard.result("0" * 32), shard.reply("operator-0123")
+        result, other = shard.result(bytes(16)), shard.reply("operator-0123")
         set_it = "return redis.call('SET', KEYS[1], 'x')"
         read_it = "return redis.call('XRANGE', KEYS[1], '-', '+')"
         for command in (

@@ -14,8 +14,9 @@ import pytest
 from lmpool import PooledLM
 from lmpool.backends.mock import mock_row
 from lmpool.errors import PoolMismatch, PromptError, UnknownAdapter
-from lmpool.producer.jobs import Asking
-from lmpool.producer.pending import Call
+from lmpool.producer.jobs import JobMaker
+from lmpool.producer.pending import PendingCall
+from lmpool.wants import Row
 from tests.integration.test_adapters import client_of, registered, write_adapter
 from tests.support.clients import connected
 from tests.support.pools import Asking as AskingThread
@@ -107,8 +108,8 @@ def test_callers_in_an_event_loop_follow_too(any_server, pool_name):
 def test_prompts_made_for_the_old_model_are_never_sent_to_the_new(any_server, pool_name):
     with in_process_worker(any_server, pool_name), connected(any_server, pool_name) as lm:
         other = replace(lm.info, model="old", fingerprint="0" * 32)
-        asks = [Asking(other, "auto").logprobs([5, 6], None)]
-        call = Call(asks, None, info=other).for_thread()
+        jobs = [JobMaker(other).one([5, 6], Row("f32"), None)]
+        call = PendingCall(jobs, None, info=other).for_thread()
         lm._client.submit([call])
         assert call.wait(10)
         assert isinstance(call.error, PoolMismatch)

@@ -63,11 +63,11 @@ def test_what_another_model_left_ends(server_url, redis_client, pool_name):
     with in_process_worker(server_url, pool_name):
         (old,) = pool_shards(redis_client, pool_name)
     vocabularies = set(redis_client.scan_iter(f"lmpool:{pool_name}:*:vocabulary"))
-    assert {redis_client.ttl(key) for key in (*vocabularies, old.jobs)} == {-1}
+    assert {redis_client.ttl(key) for key in (*vocabularies, old.stream().key)} == {-1}
     with in_process_worker(server_url, pool_name, engine_opts={"vocab_size": 300}):
-        assert all(0 < redis_client.ttl(key) <= 86_400 for key in (*vocabularies, old.jobs))
+        assert all(0 < redis_client.ttl(key) <= 86_400 for key in (*vocabularies, old.stream().key))
     with in_process_worker(server_url, pool_name):  # and back: nothing of it may end
-        assert {redis_client.ttl(key) for key in (*vocabularies, old.jobs)} == {-1}
+        assert {redis_client.ttl(key) for key in (*vocabularies, old.stream().key)} == {-1}
 
 
 def test_a_stream_of_the_dead_that_cannot_be_written_stops_nobody(

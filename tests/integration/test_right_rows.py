@@ -12,7 +12,8 @@ import pytest
 import lmpool
 from lmpool.backends import tiny
 from lmpool.backends.engine import Request
-from lmpool.wire import Digester, unpack_row
+from lmpool.rows import unpack_row
+from lmpool.wants import Digester, Row
 from tests.support.clients import connected
 from tests.support.pools import pool_shards, until_at_rest
 from tests.support.server import RealServer

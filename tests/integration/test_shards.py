@@ -16,7 +16,8 @@ from lmpool.backends.mock import mock_row
 from lmpool.errors import PromptFailed, UnknownAdapter
 from lmpool.keys import ShardKeys, shard_of
 from lmpool.model_info import ModelInfo
-from lmpool.wire import Digester, Job, pack_job
+from lmpool.wants import Digester, Row
+from lmpool.wire import Job, pack_job
 from tests.support.clients import connected
 from tests.support.pools import (
     Asking,
@@ -33,7 +34,7 @@ from tests.support.workers import worker_process
 
 pytestmark = pytest.mark.timeout(60)
 
-LANES = 3
+SHARDS = 3
 
 
 def rows_of(prompts: list[list[int]], adapter: str | None = None) -> np.ndarray:
@@ -48,13 +49,13 @@ def ask(url: str, pool: str, prompts: list[list[int]]) -> tuple[np.ndarray, dict
 
 def test_rows_and_shared_work(server_url, redis_client, pool_name):
     prompts = some_prompts(300, seed=1)
-    options = {"shards": LANES, "batch_size": 16, "engine_opts": {"delay": 0.04}}
+    options = {"shards": SHARDS, "batch_size": 16, "engine_opts": {"delay": 0.04}}
     with worker_processes(server_url, pool_name, 2, **options):
         answers = in_processes(
             ask, [(server_url, pool_name, prompts), (server_url, pool_name, prompts[::-1])]
         )
         with connected(server_url, pool_name) as lm:
-            assert lm.info.shards == LANES
+            assert lm.info.shards == SHARDS
             statistics = lm.pool_statistics_sync()
             assert len(statistics["workers"]) == 2
             counted = [found for _, found in answers]
@@ -69,7 +70,7 @@ def test_rows_and_shared_work(server_url, redis_client, pool_name):
             seeded = lm.batch_sample_sync(prompts[:30], 8, [], seed=4)
             assert seeded == [lm.sample_sync(prompt, 8, [], seed=4) for prompt in prompts[:30]]
         shards = pool_shards(redis_client, pool_name)
-        assert len({shard.prefix for shard in shards}) == LANES
+        assert len({shard.prefix for shard in shards}) == SHARDS
         computed = [int(redis_client.hget(shard.counters, "computed")) for shard in shards]
         assert_at_rest(redis_client, pool_name)
     np.testing.assert_array_equal(answers[0][0], rows_of(prompts))
@@ -79,7 +80,7 @@ def test_rows_and_shared_work(server_url, redis_client, pool_name):
     assert sum(found["joined"] for found in counted) > 0
     # Each shard had its share, of rows and continuations.
     assert sum(computed) == len(prompts) + 30
-    assert min(computed) > len(prompts) / LANES / 2
+    assert min(computed) > len(prompts) / SHARDS / 2
 
 
 def test_what_goes_wrong_and_who_leaves(server_url, redis_client, pool_name, tmp_path):
@@ -89,7 +90,7 @@ def test_what_goes_wrong_and_who_leaves(server_url, redis_client, pool_name, tmp
     (adapter / "adapter_model.safetensors").write_text("one")
     prompts = some_prompts(120, seed=2, vocab_size=255)
     options = {
-        "shards": LANES,
+        "shards": SHARDS,
         "adapter_dirs": [str(adapter.parent)],
         "engine_opts": {"fail_token": 255},
     }
@@ -140,9 +141,9 @@ def test_what_goes_wrong_and_who_leaves(server_url, redis_client, pool_name, tmp
 
 def test_entries_of_two_shards_may_share_an_id(server_url, redis_client, pool_name):
     """Ids are a stream's own: a job is known by its shard and its id, whatever becomes of it."""
-    never = {"shards": LANES, "batch_size": 300, "timeout": 50}
+    never = {"shards": SHARDS, "batch_size": 300, "timeout": 50}
     with closing(lmpool.connect(server_url, pool_name)) as lm:
-        with worker_process(server_url, pool_name, shards=LANES, timeout=0.5):
+        with worker_process(server_url, pool_name, shards=SHARDS, timeout=0.5):
             shards = pool_shards(redis_client, pool_name)
             left, waited_for = (one_job_of(lm.info, shard, sent=1) for shard in (0, 1))
             # Of two jobs of one batch and one id, nobody waits for the first any more.
@@ -155,13 +156,13 @@ def test_entries_of_two_shards_may_share_an_id(server_url, redis_client, pool_na
             assert not redis_client.exists(shards[0].result(left.digest))
             assert not any(redis_client.xlen(shard.stream().key) for shard in shards)
         with worker_process(server_url, pool_name, **never) as worker:
-            jobs = [one_job_of(lm.info, shard) for shard in range(LANES)]
+            jobs = [one_job_of(lm.info, shard) for shard in range(SHARDS)]
             entry = f"{2**44}-7"
             for shard, job in zip(shards, jobs, strict=True):
                 put(redis_client, shard, job, entry, waits=True)
             until(
                 lambda: (
-                    sum(sum(pending(redis_client, shard).values()) for shard in shards) == LANES
+                    sum(sum(pending(redis_client, shard).values()) for shard in shards) == SHARDS
                 ),
                 what="all jobs to be taken",
             )
@@ -180,9 +181,9 @@ def one_job_of(info: ModelInfo, shard: int, *, sent: int | None = None) -> Job:
     for number in itertools.count():
         tokens = np.array([shard, number % 256], "<u4").tobytes()
         digest = digester.digest(Row("f32"), tokens)
-        if shard_of(digest, LANES) == shard:
+        if shard_of(tokens, None, SHARDS) == shard:
             now = int(time.time() * 1000) if sent is None else sent
-            return Job("logprobs", digest, tokens, None, {"encoding": "f32"}, sent=now)
+            return Job(Row("f32"), digest, tokens, None, sent=now)
     raise AssertionError
 
 

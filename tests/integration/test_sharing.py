@@ -187,9 +187,9 @@ def test_every_call_takes_a_priority(server_url, redis_client, pool_name):
         with connected(server_url, pool_name, priority=default, workers_timeout=60) as lm:
             asking = threading.Thread(target=asyncio.run, args=(ask(lm, asked, 1),))
             asking.start()
-            there, elsewhere = (shard.batch, shard) if asked == "batch" else (shard, shard.batch)
-            until(lambda: redis_client.xlen(there.jobs) == 8, what="all to be queued")  # noqa: B023
-            assert redis_client.xlen(elsewhere.jobs) == 0
+            there, elsewhere = shard.stream(asked).key, shard.stream(default).key
+            until(lambda: redis_client.xlen(there) == 8, what="all to be queued")  # noqa: B023
+            assert redis_client.xlen(elsewhere) == 0
             lm.reset_async_queries()
             asking.join()
             with pytest.raises(SettingsError, match="priority='urgent': write 'interactive' or"):

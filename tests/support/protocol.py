@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import redis
 
-from lmpool.keys import GROUP, PoolKeys, ShardKeys
+from lmpool.keys import GROUP, PoolKeys, Priority, ShardKeys
 from lmpool.scripts import script
 from lmpool.wants import Digester, Row
 from lmpool.wire import Job, Notice, pack_job, read_notices
@@ -103,27 +103,32 @@ class Caller:
 class Consumer:
     """A worker of one shard."""
 
-    def __init__(self, server: redis.Redis, shard: ShardKeys, id: str = "worker") -> None:
+    def __init__(
+        self,
+        server: redis.Redis,
+        shard: ShardKeys,
+        id: str = "worker",
+        priority: Priority = "interactive",
+    ) -> None:
         self.server = server
         self.shard = shard
+        self.stream = shard.stream(priority).key
         self.id = id
         try:
-            server.xgroup_create(shard.stream().key, GROUP, id="0", mkstream=True)
+            server.xgroup_create(self.stream, GROUP, id="0", mkstream=True)
         except redis.exceptions.ResponseError:
             pass  # there already
-        server.xgroup_createconsumer(shard.stream().key, GROUP, id)
+        server.xgroup_createconsumer(self.stream, GROUP, id)
 
     def read(self, count: int = 100) -> list[bytes]:
         """Claim entries; their ids."""
-        answer: Any = self.server.xreadgroup(
-            GROUP, self.id, {self.shard.stream().key: ">"}, count=count
-        )
+        answer: Any = self.server.xreadgroup(GROUP, self.id, {self.stream: ">"}, count=count)
         return [entry for _, entries in answer or () for entry, _ in entries]
 
     def held(self) -> list[bytes]:
         """The ids of the entries it has not acknowledged."""
         found: Any = self.server.xpending_range(
-            self.shard.stream().key, GROUP, "-", "+", 1000, consumername=self.id
+            self.stream, GROUP, "-", "+", 1000, consumername=self.id
         )
         return [item["message_id"] for item in found]
 
@@ -138,7 +143,7 @@ class Consumer:
             arguments += counter
         for job, entry, status, error in done:
             arguments += (job.digest.hex(), entry, status, error)
-        acknowledged: int = script("complete")(self.server, [self.shard.stream().key], arguments)  # type: ignore[arg-type]
+        acknowledged: int = script("complete")(self.server, [self.stream], arguments)  # type: ignore[arg-type]
         return acknowledged
 
     def admit(self, *pairs: tuple[Job, bytes]) -> str:
@@ -146,7 +151,7 @@ class Consumer:
         arguments: list[Any] = [self.shard.prefix, GROUP, COUNTERS_TTL]
         for job, entry in pairs:
             arguments += (job.digest.hex(), entry)
-        answer: bytes = script("admit")(self.server, [self.shard.stream().key], arguments)  # type: ignore[arg-type]
+        answer: bytes = script("admit")(self.server, [self.stream], arguments)  # type: ignore[arg-type]
         return answer.decode()
 
     def release(self, *pairs: tuple[Job | None, bytes]) -> int:
@@ -154,21 +159,21 @@ class Consumer:
         arguments: list[Any] = [self.shard.prefix, GROUP]
         for job, entry in pairs:
             arguments += ("" if job is None else job.digest.hex(), entry)
-        released: int = script("release")(self.server, [self.shard.stream().key], arguments)  # type: ignore[arg-type]
+        released: int = script("release")(self.server, [self.stream], arguments)  # type: ignore[arg-type]
         return released
 
     def leave(self) -> int:
         """End the heartbeat, and the consumer if it holds nothing."""
         gone: int = script("leave")(
             self.server,  # type: ignore[arg-type]
-            [self.shard.stream().key, self.shard.alive(self.id)],
+            [self.stream, self.shard.alive(self.id)],
             [GROUP, self.id],
         )
         return gone
 
     def is_there(self) -> bool:
         """Whether the group knows it."""
-        found: Any = self.server.xinfo_consumers(self.shard.stream().key, GROUP)
+        found: Any = self.server.xinfo_consumers(self.stream, GROUP)
         return self.id.encode() in {consumer["name"] for consumer in found}
 
 
@@ -185,7 +190,7 @@ def put_result(server: redis.Redis, shard: ShardKeys, job: Job) -> None:
 
 def told(caller: Caller) -> list[tuple[str, str, str]]:
     """What a caller was told since it last looked: digest, status, error text."""
-    return [(n.digest.decode(), n.status, n.error) for n in caller.notices()]
+    return [(n.digest.hex(), n.status, n.error) for n in caller.notices()]
 
 
 def queued(server: redis.Redis, shard: ShardKeys) -> list[bytes]:

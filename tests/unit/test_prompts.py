@@ -83,7 +83,9 @@ def test_torch_tensors_are_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    "empty", [[], (), np.array([], np.int64), np.array([]), iter([])], ids=repr
+    "empty",
+    [[], (), np.array([], np.int64), np.array([]), pytest.param(iter([]), id="iter([])")],
+    ids=repr,
 )
 def test_an_empty_prompt_is_refused(empty: Any) -> None:
     with pytest.raises(PromptError, match=r"empty prompt.*BOS"):
@@ -142,7 +144,7 @@ def test_what_is_no_integer_is_named_with_its_place(token_ids: Any, what: str, p
         (5, "a list of token ids is needed"),
         (None, "a list of token ids is needed"),
         (1.5, "a list of token ids is needed"),
-        (object(), "a list of token ids is needed"),
+        pytest.param(object(), "a list of token ids is needed", id="object()"),
         (np.array([[1, 2]]), r"shape \(1, 2\): .*batch_next_token_logprobs"),
         (np.array(1), r"shape \(\)"),
         (np.array([1.0]), "dtype float64: integers are needed"),

@@ -1,38 +1,38 @@
-"""The options of ``lmpool worker``: one for each setting of a worker."""
+"""``lmpool worker``, which has an option for each setting of a worker."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
 
-from lmpool.errors import SettingsError
+from lmpool.cli.terminal import print_error
+from lmpool.errors import LmpoolError, SettingsError
 from lmpool.settings import WorkerOptions
-
-REFUSED: Final = 78
-"""Exit status for settings that cannot be used: a supervisor need not try again."""
 
 _WHERE: Final = "Where they run"
 _WHAT: Final = "Settings (each is also an LMPOOL_* variable)"
 
 
-def with_worker_options(function: Callable[..., None]) -> Callable[..., None]:
-    """`function`, called with what the options of the command line say, by setting."""
+def worker(**given: Any) -> None:
+    """Serve a model: one worker for each GPU, started again when it dies.
 
-    def command(**given: Any) -> None:
-        function(**given)
+    Ends on SIGTERM or Ctrl-C once the running batches are done.
+    """
+    from lmpool.worker.launcher import EXIT_REFUSED, launch
 
-    command.__doc__ = function.__doc__
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [*_places(), *(_option(n, f) for n, f in WorkerOptions.model_fields.items())]
-    )
-    return command
+    places = {name: given.pop(name) for name in ("gpus", "workers", "events")}
+    try:
+        status = launch(read_options(given), **places)
+    except LmpoolError as error:
+        print_error(error)
+        status = EXIT_REFUSED
+    raise typer.Exit(status)
 
 
 def read_options(given: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,9 @@ def _places() -> list[inspect.Parameter]:
 
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
-    text = field.description or ""
+    choices = [str(choice) for choice in _choices(field)]
+    # In the text and not as the metavar: it would take the width that names need.
+    text = f"{', '.join(choices)}: {field.description}" if choices else field.description or ""
     default = field.default
     if field.default_factory is None and default not in (None, (), False):
         shown = f"{default:g}" if isinstance(default, float) else default
@@ -109,13 +111,24 @@ def _is_json(field: FieldInfo) -> bool:
 def _metavar(field: FieldInfo) -> str:
     if _is_json(field):
         return "JSON"
-    kinds = [kind for kind in _alternatives(field.annotation) if kind is not type(None)]
-    if get_origin(kinds[0]) is Literal:
-        return "|".join(str(choice) for choice in get_args(kinds[0]))
-    return {int: "N", float: "SECONDS"}.get(kinds[0], "TEXT")
+    return {int: "N", float: "SECONDS"}.get(_kind(field), "TEXT")
+
+
+def _choices(field: FieldInfo) -> tuple[Any, ...]:
+    kind = _kind(field)
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def _kind(field: FieldInfo) -> Any:
+    return next(kind for kind in _alternatives(field.annotation) if kind is not type(None))
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
     if get_origin(annotation) in (Union, types.UnionType):
         return get_args(annotation)
     return (annotation,)
+
+
+worker.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [*_places(), *(_option(n, f) for n, f in WorkerOptions.model_fields.items())]
+)

@@ -1,9 +1,8 @@
 """One client process of ``lmpool demo``: it reads what to ask, asks, and says how it went.
 
-Its server and pool come as ``LMPOOL_*`` variables, its work as a line of JSON on standard input
-(`rounds`, lists of prompts asked at once, and `check`, prompts whose rows are to be compared). It
-says ``ready``, waits for another line so that all clients begin together, and ends with one line
-of JSON.
+Its server and pool come as ``LMPOOL_*`` variables, its `Work` as a line of JSON on standard input.
+It says ``ready``, waits for another line so that all clients begin together, and ends with its
+`Report` as a line of JSON.
 """
 
 from __future__ import annotations
@@ -14,16 +13,39 @@ import json
 import os
 import sys
 import time
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from lmpool.errors import LmpoolError
-from lmpool.producer import PooledLM, connect
+from lmpool.producer import NumpyRows, PooledLM, connect
 
 
-async def ask(lm: PooledLM, rounds: list[list[list[int]]]) -> int:
+class Work(TypedDict):
+    """What a client asks: each round's prompts at once; then those whose rows are compared."""
+
+    rounds: list[list[list[int]]]
+    check: list[list[int]]
+
+
+class Examination(TypedDict):
+    """What clients compare: a hash of the rows' bytes, and how far from 1 the rows sum."""
+
+    hash: str
+    off_by: float
+
+
+class Report(TypedDict):
+    """How it went: rows in seconds, `PooledLM.statistics`, and the rows that are compared."""
+
+    rows: int
+    seconds: float
+    statistics: dict[str, int]
+    checked: Examination
+
+
+async def ask(lm: PooledLM[NumpyRows], rounds: list[list[list[int]]]) -> int:
     """As a particle filter does: each round asks for all its prompts, then goes on."""
     rows = 0
     for prompts in rounds:
@@ -31,8 +53,8 @@ async def ask(lm: PooledLM, rounds: list[list[list[int]]]) -> int:
     return rows
 
 
-def examine(rows: npt.NDArray[np.float32]) -> dict[str, Any]:
-    """What two clients compare: a hash of the rows' bytes, and how far from 1 they sum."""
+def examine(rows: npt.NDArray[np.float32]) -> Examination:
+    """What another client's same rows are compared with."""
     totals = np.exp(rows.astype(np.float64)).sum(axis=1)
     return {
         "hash": hashlib.blake2b(np.ascontiguousarray(rows).tobytes(), digest_size=16).hexdigest(),
@@ -45,7 +67,7 @@ def main() -> None:
     line = sys.stdin.readline()
     if not line:
         return  # whoever was to say what is gone
-    work = json.loads(line)
+    work: Work = json.loads(line)
     with connect(framework="numpy") as lm:
         print("ready", flush=True)
         if not sys.stdin.readline():
@@ -53,9 +75,13 @@ def main() -> None:
         started = time.perf_counter()
         rows = asyncio.run(ask(lm, work["rounds"]))
         seconds = time.perf_counter() - started
-        statistics = lm.statistics()
-        checked = examine(lm.batch_next_token_logprobs_sync(work["check"]))
-        print(json.dumps({"rows": rows, "seconds": seconds, **checked, **statistics}), flush=True)
+        report: Report = {
+            "rows": rows,
+            "seconds": seconds,
+            "statistics": lm.statistics(),
+            "checked": examine(lm.batch_next_token_logprobs_sync(work["check"])),
+        }
+        print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":
