@@ -14,6 +14,7 @@ from lmpool.backends import Outcome, Request
 from lmpool.backends.contract import Adapter, EngineContract
 from lmpool.backends.mock import MockEngine, mock_row
 from lmpool.wants import Generate
+from tests.support.fed_engine import FedEngine
 
 VOCAB = 2000
 
@@ -35,6 +36,14 @@ class TestMock(EngineContract):
     @classmethod
     def make_adapter(cls, name: str, folder: Any, seed: int, **how: Any) -> Adapter:
         return Adapter(name, str(folder))
+
+
+class TestFed(TestMock):
+    """The same rows from an engine that is fed while it runs."""
+
+    @classmethod
+    def open_engine(cls, **options: Any) -> FedEngine:
+        return FedEngine(**{**cls.options, "most": 64, **options})
 
 
 class TestHF(EngineContract):
