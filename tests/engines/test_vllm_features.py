@@ -227,7 +227,9 @@ class TestAdapters:
         assert loaded(engine) == before
         assert_nothing_left(engine)
 
-    def test_replaced_ones_leave_no_live_prompt_to_their_successors(self, engine, reference, tmp_path):
+    def test_replaced_ones_leave_no_live_prompt_to_their_successors(
+        self, engine, reference, tmp_path
+    ):
         given = prompts(4, 60, seed=31)
         more = [extended(p, 7) for p in given]
         before = loaded(engine)
