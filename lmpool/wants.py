@@ -68,14 +68,17 @@ class Computed(Protocol):
     @property
     def row(self) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16] | None:
         """float32 [vocab_size] log-probabilities, or uint16: the bits of bfloat16 logits."""
+        ...
 
     @property
     def logsumexp(self) -> float:
         """Of the bfloat16 logits, in float32."""
+        ...
 
     @property
     def answer(self) -> Generation | None:
         """The answer to a want other than `Row`."""
+        ...
 
 
 # --- wants -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-import redis
+import redis.exceptions
 
 from lmpool.backends import load_engine
 from lmpool.backends.engine import Engine
