@@ -122,9 +122,7 @@ class Consumer:
 
     def read(self, count: int = 100) -> list[bytes]:
         """Claim entries; their ids."""
-        answer: Any = self.server.xreadgroup(
-            GROUP, self.id, {self.stream: ">"}, count=count
-        )
+        answer: Any = self.server.xreadgroup(GROUP, self.id, {self.stream: ">"}, count=count)
         return [entry for _, entries in answer or () for entry, _ in entries]
 
     def held(self) -> list[bytes]:
