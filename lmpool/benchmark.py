@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from lmpool.model_info import ModelInfo
-from lmpool.producer import PooledLM, connect
+from lmpool.producer import NumpyRows, PooledLM, connect
 
 MOST_SINGLES: Final = 200
 """Prompts asked one at a time, at most."""
@@ -113,7 +113,7 @@ def measure(
     )
 
 
-def _one_at_a_time(lm: PooledLM, prompts: _Prompts, seconds: float) -> list[float]:
+def _one_at_a_time(lm: PooledLM[NumpyRows], prompts: _Prompts, seconds: float) -> list[float]:
     took: list[float] = []
     end = time.perf_counter() + seconds
     while len(took) < MOST_SINGLES and (not took or time.perf_counter() < end):
@@ -133,7 +133,9 @@ class _Load:
     seconds: float
 
 
-async def _load(lm: PooledLM, prompts: _Prompts, seconds: float, concurrency: int) -> _Load:
+async def _load(
+    lm: PooledLM[NumpyRows], prompts: _Prompts, seconds: float, concurrency: int
+) -> _Load:
     """Keep `concurrency` prompts on their way."""
     asked: list[list[int]] = []
     took: list[float] = []
@@ -153,7 +155,7 @@ async def _load(lm: PooledLM, prompts: _Prompts, seconds: float, concurrency: in
     return _Load(asked, took, time.perf_counter() - began)
 
 
-def _cached(lm: PooledLM, prompts: list[list[int]]) -> float:
+def _cached(lm: PooledLM[NumpyRows], prompts: list[list[int]]) -> float:
     """Rows per second out of the result cache."""
     rows, started = 0, time.perf_counter()
     while time.perf_counter() - started < CACHED_SECONDS:

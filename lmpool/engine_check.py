@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmpool.errors import LmpoolError
-from lmpool.producer import EmbeddedLM, embedded
+from lmpool.producer import EmbeddedLM, NumpyRows, embedded
 
 TOLERANCE: Final = 1e-4
 """Nats by which two engines' rows of one prompt may differ, in float32."""
@@ -154,7 +154,7 @@ def make_prompts(vocab_size: int, longest: int) -> list[list[int]]:
     return prompts
 
 
-def _rows_per_second(lm: EmbeddedLM) -> float:
+def _rows_per_second(lm: EmbeddedLM[NumpyRows]) -> float:
     random = np.random.default_rng(1)
     length = min(LENGTH, lm.info.max_prompt_tokens)
     paces: list[float] = []

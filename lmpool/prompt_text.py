@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Encode = Callable[[str], list[int]]
 
 
-def read_vocabulary(lm: PooledLM) -> Vocabulary:
+def read_vocabulary(lm: PooledLM[object]) -> Vocabulary:
     """Tokens and tokenizer files of the pool's model, as its workers published them.
 
     Raises `PoolError` where they published none.
@@ -42,7 +42,7 @@ def read_vocabulary(lm: PooledLM) -> Vocabulary:
     return Vocabulary.unpack(packed)
 
 
-def encoder(lm: PooledLM, vocabulary: Vocabulary, *, quick: bool = False) -> Encode:
+def encoder(lm: PooledLM[object], vocabulary: Vocabulary, *, quick: bool = False) -> Encode:
     """Text to token ids: transformers' tokenizer where it is installed, else tokenizers'.
 
     `quick` prefers tokenizers, which needs no seconds to import. A model whose tokens begin with
@@ -60,7 +60,7 @@ def encoder(lm: PooledLM, vocabulary: Vocabulary, *, quick: bool = False) -> Enc
     return encode_text
 
 
-def _encoder(lm: PooledLM, vocabulary: Vocabulary, quick: bool) -> Encode:
+def _encoder(lm: PooledLM[object], vocabulary: Vocabulary, quick: bool) -> Encode:
     if not vocabulary.files and [*vocabulary.tokens[:256]] == [bytes([i]) for i in range(256)]:
         return lambda text: [*text.encode()]
     tokenizer = vocabulary.files.get("tokenizer.json")

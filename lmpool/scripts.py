@@ -12,7 +12,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-import redis
+import redis.exceptions
 
 from lmpool.commands import Server, Value
 

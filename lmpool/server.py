@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, cast
 
-import redis
+import redis.exceptions
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 

@@ -68,14 +68,17 @@ class Computed(Protocol):
     @property
     def row(self) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16] | None:
         """float32 [vocab_size] log-probabilities, or uint16: the bits of bfloat16 logits."""
+        ...
 
     @property
     def logsumexp(self) -> float:
         """Of the bfloat16 logits, in float32."""
+        ...
 
     @property
     def answer(self) -> Generation | None:
         """The answer to a want other than `Row`."""
+        ...
 
 
 # --- wants -------------------------------------------------------------------------------------
@@ -94,10 +97,10 @@ class Row:
 
     encoding: Encoding | None = None
 
-    def checked(self, info: ModelInfo) -> Self:
+    def checked(self, info: ModelInfo) -> Row:
         """With every default resolved for a model. Raises `PromptError`."""
         if self.encoding is None:
-            return replace(self, encoding=info.encoding)
+            return _ROWS[info.encoding]
         if not isinstance(self.encoding, str) or self.encoding not in ENTRY_BYTES:
             raise PromptError(
                 f"encoding={self.encoding!r:.60}: write one of {', '.join(ENTRY_BYTES)}"

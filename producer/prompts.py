@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lmpool.errors import PromptError
 
-TokenIds: TypeAlias = Sequence[int] | npt.NDArray[Any] | Iterable[int]
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | Iterable[int]
 """A prompt: integers in a list, tuple, numpy array or torch tensor, one-dimensional."""
 
 
@@ -37,10 +37,9 @@ def prompt_bytes(token_ids: TokenIds, vocab_size: int, max_prompt_tokens: int) -
     ids = token_ids if kinds == {int} else _as_integers(token_ids)
     try:
         packed = array("I", ids)
-        sound = max(packed) < vocab_size
     except OverflowError:  # negative, or no uint32
-        sound = False
-    if not sound:
+        packed = None
+    if packed is None or max(packed) >= vocab_size:
         place, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
         raise PromptError(
             f"token id {bad} at position {place} is outside [0, {vocab_size}): "
@@ -51,7 +50,7 @@ def prompt_bytes(token_ids: TokenIds, vocab_size: int, max_prompt_tokens: int) -
     return packed.tobytes()
 
 
-def _as_sequence(token_ids: TokenIds) -> Sequence[int]:
+def _as_sequence(token_ids: Any) -> Sequence[int]:
     """Any container of ids as a list, refusing what has another shape or dtype."""
     if isinstance(token_ids, (str, bytes)):
         raise PromptError(

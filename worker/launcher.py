@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from lmpool.environment import as_variables
 from lmpool.errors import SettingsError
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
+from lmpool.variables import as_variables
 from lmpool.worker.logs import logging_config
 from lmpool.worker.places import Place, places
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmpool.errors import LmpoolError
-from lmpool.producer import PooledLM, connect
+from lmpool.producer import NumpyRows, PooledLM, connect
 
 
 class Work(TypedDict):
@@ -45,7 +45,7 @@ class Report(TypedDict):
     checked: Examination
 
 
-async def ask(lm: PooledLM, rounds: list[list[list[int]]]) -> int:
+async def ask(lm: PooledLM[NumpyRows], rounds: list[list[list[int]]]) -> int:
     """As a particle filter does: each round asks for all its prompts, then goes on."""
     rows = 0
     for prompts in rounds:

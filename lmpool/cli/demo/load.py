@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Final
 
 from lmpool.cli.demo.client import Report, Work
-from lmpool.environment import as_variables
 from lmpool.errors import LmpoolError
-from lmpool.producer import EmbeddedLM
+from lmpool.producer import EmbeddedLM, NumpyRows
+from lmpool.variables import as_variables
 
 CLIENTS: Final = 2
 ROUNDS: Final = 12
@@ -22,7 +22,7 @@ CHECKED: Final = 8
 """Prompts whose rows all clients compare."""
 
 
-def run_load(lm: EmbeddedLM, works: Sequence[Work]) -> list[Report]:
+def run_load(lm: EmbeddedLM[NumpyRows], works: Sequence[Work]) -> list[Report]:
     """Have one process for each work ask it, all at once."""
     with _clients(lm, works) as clients:
         return [_result(client) for client in clients]
@@ -67,7 +67,9 @@ def make_work(prompts: int, vocab_size: int, longest: int) -> list[Work]:
 
 
 @contextmanager
-def _clients(lm: EmbeddedLM, works: Sequence[Work]) -> Iterator[list[subprocess.Popen[str]]]:
+def _clients(
+    lm: EmbeddedLM[NumpyRows], works: Sequence[Work]
+) -> Iterator[list[subprocess.Popen[str]]]:
     """One process for each client, all told to begin at the same moment."""
     environment = {
         **os.environ,

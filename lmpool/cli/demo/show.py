@@ -17,7 +17,7 @@ from lmpool.cli.demo.load import make_work, run_load
 from lmpool.cli.terminal import lines, speaks_unicode
 from lmpool.errors import LmpoolError
 from lmpool.inspection import ping
-from lmpool.producer import EmbeddedLM, embedded
+from lmpool.producer import EmbeddedLM, NumpyRows, embedded
 from lmpool.producer.statistics import PoolStatistics
 from lmpool.prompt_text import Encode, decode, encoder, read_vocabulary
 
@@ -58,7 +58,7 @@ def run_demo(*, workers: int, engine: str, model: str, prompts: int) -> None:
 
 
 class _Demo:
-    def __init__(self, lm: EmbeddedLM, console: Console) -> None:
+    def __init__(self, lm: EmbeddedLM[NumpyRows], console: Console) -> None:
         self.lm = lm
         self.console = console
         self.ascii_only = not speaks_unicode(console)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lmpool.environment import as_variables
 from lmpool.errors import SettingsError
 from lmpool.settings import WorkerOptions
+from lmpool.variables import as_variables
 
 
 def test_settings_come_back_from_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:

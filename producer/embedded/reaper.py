@@ -1,10 +1,10 @@
-"""The guard of an embedded pool: the parent of its server and its workers, and the last to leave.
+"""The reaper of an embedded pool: the parent of its server and its workers, and the last to leave.
 
 A program of its own, in a session of its own, that uses the standard library alone and so starts
-in milliseconds: ``guard.py FOLDER OWNER`` (the user's process id), with what to start as one line
+in milliseconds: ``reaper.py FOLDER OWNER`` (the user's process id), with what to start as one line
 of JSON on its standard input.
 It holds on to that pipe: when its other end closes, because the user's process closed it or ended
-in whatever way, the guard ends the workers, then the server, and removes the folder.
+in whatever way, the reaper ends the workers, then the server, and removes the folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
 
 
-class Guard:
+class Reaper:
     """Starts what the plan says, watches, cleans up."""
 
     def __init__(self, folder: Path, owner: int) -> None:
@@ -144,7 +144,7 @@ def _end(process: subprocess.Popen[bytes], grace: float) -> None:
 
 
 def _kill_session(spared: set[int]) -> None:
-    """SIGKILL for all of this session but the guard and the spared, until none is left."""
+    """SIGKILL for all of this session but the reaper and the spared, until none is left."""
     spared = {*spared, os.getpid()}
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline:
@@ -183,7 +183,7 @@ def _prctl(option: int, value: int) -> Callable[[], None]:
 
 
 def _die_with_parent() -> Callable[[], None]:
-    # Should the guard be killed, its children are told; `die` is made before the fork.
+    # Should the reaper be killed, its children are told; `die` is made before the fork.
     die = _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     parent = os.getpid()
 
@@ -196,18 +196,18 @@ def _die_with_parent() -> Callable[[], None]:
 
 
 def main() -> None:
-    """Guard the folder that the command line names."""
+    """Look after the folder that the command line names."""
     if len(sys.argv) != 3 or os.getsid(0) != os.getpid():
         # In the end it kills its session: that must not be somebody's terminal.
         sys.exit("this is started by lmpool.embedded")
-    guard = Guard(Path(sys.argv[1]), int(sys.argv[2]))
+    reaper = Reaper(Path(sys.argv[1]), int(sys.argv[2]))
     # Handlers, unlike SIG_IGN, are not inherited by what is started.
     for ignored in (signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, lambda *_: None)
-    signal.signal(signal.SIGTERM, guard.stop_soon)
+    signal.signal(signal.SIGTERM, reaper.stop_soon)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     _prctl(PR_SET_CHILD_SUBREAPER, 1)()
-    guard.run()
+    reaper.run()
 
 
 if __name__ == "__main__":

@@ -16,16 +16,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-import redis
+import redis.exceptions
 
-from lmpool.environment import as_variables
 from lmpool.errors import LmpoolError, PoolError, PoolTimeout, SettingsError
 from lmpool.keys import PoolKeys
 from lmpool.model_info import ModelInfo
-from lmpool.producer import guard
-from lmpool.producer.private_server import find_server, prepare_server
+from lmpool.producer.embedded import reaper
+from lmpool.producer.embedded.private_server import find_server, prepare_server
 from lmpool.producer.statistics import pool_statistics
 from lmpool.servers import Servers
+from lmpool.variables import as_variables
 
 REFUSED: Final = 78
 """A worker's exit status when starting it again cannot help (sysexits.h: EX_CONFIG)."""
@@ -36,7 +36,7 @@ _AT_START = re.compile(r"^(?:\[[^\]]*\] )?lmpool worker: (.+)$", re.MULTILINE)
 
 
 class PrivatePool:
-    """A server and workers in a folder of their own, guarded by a process that outlives this one.
+    """A server and workers in a folder of their own, and a reaper that outlives this process.
 
     `worker_arguments` are those of ``lmpool worker``, `settings` become its ``LMPOOL_*`` variables.
     """
@@ -54,7 +54,7 @@ class PrivatePool:
         try:
             server = prepare_server(program, self.folder)
             self.url = server.url
-            self._guard = self._start_guard({**settings, "url": server.url, "pool": pool})
+            self._reaper = self._start_reaper({**settings, "url": server.url, "pool": pool})
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
@@ -70,14 +70,14 @@ class PrivatePool:
         }  # fmt: skip
         os.write(self._pipe, json.dumps(plan).encode() + b"\n")
 
-    def _start_guard(self, settings: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+    def _start_reaper(self, settings: Mapping[str, Any]) -> subprocess.Popen[bytes]:
         reading, self._pipe = os.pipe()
         _PIPES.add(self._pipe)
         try:
-            with (self.folder / "guard.log").open("wb") as log:
+            with (self.folder / "reaper.log").open("wb") as log:
                 return subprocess.Popen(
                     [
-                        sys.executable, "-I", "-S", guard.__file__,
+                        sys.executable, "-I", "-S", reaper.__file__,
                         str(self.folder), str(self._owner),
                     ],
                     stdin=reading,
@@ -100,9 +100,9 @@ class PrivatePool:
         return self.folder / "workers.log"
 
     def processes(self) -> dict[str, int]:
-        """Process ids: of the guard, the server, and the launcher of the workers."""
+        """Process ids: of the reaper, the server, and the launcher of the workers."""
         started = {e["what"]: e["pid"] for e in self._events() if e["event"] == "started"}
-        return {"guard": self._guard.pid, **started}
+        return {"reaper": self._reaper.pid, **started}
 
     def wait_until_alive(self, count: int, timeout: float) -> None:
         """Return once `count` workers serve.
@@ -155,10 +155,10 @@ class PrivatePool:
                     f"the private server {_how(event['status'])}:\n"
                     f"{self._last_lines(self.folder / 'server.log')}"
                 )
-        if self._guard.poll() is not None:
+        if self._reaper.poll() is not None:
             raise PoolError(
-                f"the pool's guard {_how(self._guard.returncode)}:\n"
-                f"{self._last_lines(self.folder / 'guard.log')}"
+                f"the pool's reaper {_how(self._reaper.returncode)}:\n"
+                f"{self._last_lines(self.folder / 'reaper.log')}"
             )
 
     def _worker_ended(self, status: int) -> LmpoolError:
@@ -205,15 +205,15 @@ class PrivatePool:
                 return
             self._close_pipe()
             try:
-                self._guard.wait(60)
+                self._reaper.wait(60)
             except subprocess.TimeoutExpired:
-                self._guard.kill()
-                self._guard.wait()
+                self._reaper.kill()
+                self._reaper.wait()
             finally:
                 self._stopping.set()
             if self._copy is not None:
                 self._copy.join(5)
-            # The guard has done it, unless somebody killed it.
+            # The reaper has done it, unless somebody killed it.
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _close_pipe(self) -> None:
