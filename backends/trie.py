@@ -97,8 +97,8 @@ class TokenTrie:
     def discard(self, leases: Iterable[Lease]) -> None:
         """Take out what is not computed of what these leases hold."""
         for lease in leases:
-            run: Run | None = lease.run
-            while run is not None and run.parent is not None:
+            run = lease.run
+            while run.parent is not None:
                 parent = run.parent
                 if not run.children and run.computed < run.tokens.size:
                     self._cut(run, run.computed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import redis
+import redis.exceptions
 
 from lmpool.commands import Server
 from lmpool.keys import GROUP, ShardKeys

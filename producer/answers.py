@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-import redis
+import redis.exceptions
 
 from lmpool.errors import AnswerFormatError, LmpoolError, PromptFailed
 from lmpool.keys import ShardKeys

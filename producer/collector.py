@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-import redis
+import redis.exceptions
 
 from lmpool.clock import to_ms
 from lmpool.commands import Server

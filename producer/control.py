@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -36,10 +37,8 @@ def ask_workers(
     """
     if not workers:
         raise NoWorkers(f"pool {keys.pool!r} has no worker alive to {function.replace('_', ' ')}")
-    try:
-        import arq  # noqa: F401
-    except ImportError:
-        raise PoolError(f"{function} travels as an arq job: pip install 'lmpool[worker]'") from None
+    if importlib.util.find_spec("arq") is None:
+        raise PoolError(f"{function} travels as an arq job: pip install 'lmpool[worker]'")
     answers = _run_in_thread(_ask(url, keys, workers, function, arguments, timeout))
     errors = {worker: a["error"] for worker, a in answers.items() if "error" in a}
     if errors:

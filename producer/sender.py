@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
-import redis
+import redis.exceptions
 
 from lmpool.clock import to_ms
 from lmpool.commands import Value

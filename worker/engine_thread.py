@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
-import redis
+import redis.exceptions
 
 from lmpool.backends.engine import Engine, Outcome, Request
 from lmpool.clock import ServerClock

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
-import redis
+import redis.exceptions
 
 from lmpool.commands import Fields, Server, Value
 from lmpool.errors import JobFormatError

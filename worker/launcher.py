@@ -82,7 +82,7 @@ class Launcher:
     async def run(self) -> int:
         """Until told to stop by SIGTERM, SIGINT or SIGHUP, or every worker is down for good.
 
-        Answers the exit status: 0, 78 where all were refused, 1 where one had to be killed.
+        Returns the exit status: 0, 78 where all were refused, 1 where one had to be killed.
         """
         self._stopping = asyncio.Event()
         self._die = _die_with_parent()

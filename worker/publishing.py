@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import redis
+import redis.exceptions
 
 from lmpool.backends.engine import Outcome
 from lmpool.commands import Value

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-import redis
+import redis.exceptions
 
 from lmpool.commands import Value
 from lmpool.errors import JobFormatError

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-import redis
+import redis.exceptions
 
 from lmpool.backends import load_engine
 from lmpool.backends.engine import Engine
@@ -20,6 +20,7 @@ from lmpool.diagnosis import Facts, check_eviction, check_persistence
 from lmpool.errors import LmpoolError, SettingsError
 from lmpool.keys import GROUP, PoolKeys, ShardKeys, streams
 from lmpool.liveness import any_alive
+from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
 from lmpool.server import explained, greet
 from lmpool.servers import Servers
@@ -125,68 +126,25 @@ class Service:
     def _join(
         self, engine: Engine, control: Servers, clock: ServerClock, version: str
     ) -> EngineLoop:
-        options, url = self.options, self.options.url
-        with explained(url):
+        options = self.options
+        with explained(options.url):
             info = model_info(engine.info, options)
             budget = batch_budget(options, info)
-            self.state.description["engine"] = info.engine
-            join(control.pool, self.keys, info, options.replace, LIFE_MS)
-            shards = self.shards = info.shard_keys(self.keys)
-            heartbeat = Heartbeat(self._open(), shards, self.consumer, self.state, self.keys, info)
-            heartbeat.beat(
-                control
-            )  # before the consumer is there, so that nobody takes it for dead
-            try:
-                create_groups(control, shards, self.consumer)
-                publish_vocabulary(control.pool, self.keys, info, engine)
-            except BaseException:
-                self._end_membership(control)
-                raise
-        batcher = self._batcher = Batcher(options.batch_size, options.timeout, budget)
-        publisher = self._publisher = Publisher(
-            self._open(), info.vocab_size, info.result_ttl_ms, self.state
-        )
-
-        def restore(servers: Servers) -> None:
-            # A server that has lost everything: clients that come now need these, too.
-            heartbeat.beat(servers)
-            assert self.loop is not None
-            assert self.adapters is not None
-            self.loop.call(lambda: publish_vocabulary(control.pool, self.keys, info, engine))
-            self.loop.call(self.adapters.restore)
-
-        digester = Digester(info.fingerprint)
-        intake_servers = self._open(blocks_for=IDLE_BLOCK_MS / 1000)
-        intake = Intake(
-            intake_servers,
-            shards,
-            self.consumer,
-            batcher,
-            self.state,
-            digester,
-            DeadLetters(intake_servers, self.consumer),
-            engine.continuous,
-            restore,
-        )
-        recovery_servers = self._open()
-        recovery = Recovery(
-            recovery_servers,
-            shards,
-            self.consumer,
-            batcher,
-            self.state,
-            digester,
-            heartbeat,
-            DeadLetters(recovery_servers, self.consumer),
-            options.max_deliveries,
-        )
-        self.adapters = Adapters(engine, control, shards, options.adapter_dirs)
+            heartbeat = self._enter_pool(control, info, engine)
+        self._batcher = Batcher(options.batch_size, options.timeout, budget)
+        self._publisher = Publisher(self._open(), info.vocab_size, info.result_ttl_ms, self.state)
+        self.adapters = Adapters(engine, control, self.shards, options.adapter_dirs)
         self.loop = EngineLoop(
-            engine, batcher, publisher, self.adapters, control, clock, self.state
+            engine, self._batcher, self._publisher, self.adapters, control, clock, self.state
         )
+        digester = Digester(info.fingerprint)
+        intake = self._intake(
+            self._batcher, digester, engine, self._restorer(control, heartbeat, info)
+        )
+        recovery = self._recovery(self._batcher, digester, heartbeat)
         for name, target in (
             ("heartbeat", lambda: heartbeat.run(self._heartbeat_ended)),
-            ("publisher", publisher.run),
+            ("publisher", self._publisher.run),
             ("intake", intake.run),
             ("recovery", recovery.run),
             ("watchdog", Watchdog(self.state, options.engine_timeout).run),
@@ -195,19 +153,78 @@ class Service:
         logger.info(
             "%s serves %s as pool %s on %s (%s): %s engine, %s, %d tokens, prompts up to %d, "
             "batches up to %d prompts or %d tokens",
-            self.consumer,
-            info.model,
-            options.pool,
-            mask_url(url),
-            version,
-            info.engine,
-            info.dtype,
-            info.vocab_size,
-            info.max_prompt_tokens,
-            options.batch_size,
-            budget,
+            *(self.consumer, info.model, options.pool, mask_url(options.url), version),
+            *(info.engine, info.dtype, info.vocab_size, info.max_prompt_tokens),
+            *(options.batch_size, budget),
         )
         return self.loop
+
+    def _enter_pool(self, control: Servers, info: ModelInfo, engine: Engine) -> Heartbeat:
+        """Become one of the pool's workers; all that is left is to read jobs."""
+        self.state.description["engine"] = info.engine
+        join(control.pool, self.keys, info, self.options.replace, LIFE_MS)
+        self.shards = info.shard_keys(self.keys)
+        heartbeat = Heartbeat(self._open(), self.shards, self.consumer, self.state, self.keys, info)
+        heartbeat.beat(control)  # before the consumer is there: nobody must take it for dead
+        try:
+            create_groups(control, self.shards, self.consumer)
+            publish_vocabulary(control.pool, self.keys, info, engine)
+        except BaseException:
+            self._end_membership(control)
+            raise
+        return heartbeat
+
+    def _intake(
+        self,
+        batcher: Batcher,
+        digester: Digester,
+        engine: Engine,
+        restore: Callable[[Servers], None],
+    ) -> Intake:
+        servers = self._open(blocks_for=IDLE_BLOCK_MS / 1000)
+        return Intake(
+            servers,
+            self.shards,
+            self.consumer,
+            batcher,
+            self.state,
+            digester,
+            DeadLetters(servers, self.consumer),
+            engine.continuous,
+            restore,
+        )
+
+    def _recovery(self, batcher: Batcher, digester: Digester, heartbeat: Heartbeat) -> Recovery:
+        servers = self._open()
+        return Recovery(
+            servers,
+            self.shards,
+            self.consumer,
+            batcher,
+            self.state,
+            digester,
+            heartbeat,
+            DeadLetters(servers, self.consumer),
+            self.options.max_deliveries,
+        )
+
+    def _restorer(
+        self, control: Servers, heartbeat: Heartbeat, info: ModelInfo
+    ) -> Callable[[Servers], None]:
+        """What is to be done for a server that has lost everything: clients that come now need
+        heartbeat, vocabulary and adapters, too."""
+        engine, loop, adapters = self.engine, self.loop, self.adapters
+        assert engine is not None
+        assert loop is not None
+        assert adapters is not None
+
+        def restore(servers: Servers) -> None:
+            heartbeat.beat(servers)
+            # On the engine's thread, and so with its connections.
+            loop.call(lambda: publish_vocabulary(control.pool, self.keys, info, engine))
+            loop.call(adapters.restore)
+
+        return restore
 
     def stop(self) -> None:
         """Claim nothing more, finish what runs, give the rest back, leave. Blocks; idempotent."""

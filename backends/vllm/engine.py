@@ -107,7 +107,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
             raise SettingsError(
                 f"vLLM cannot serve {model!r}: {internals.root_cause(error)}"
             ) from error
-        self._core = self._engine.engine_core
+        self._core: Any = self._engine.engine_core
         self._last_output = 0.0
         self._numbers = 0
         self._inside: dict[str, _Inside] = {}

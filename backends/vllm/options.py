@@ -106,7 +106,7 @@ def engine_arguments(
     check_options(given, EngineArgs)
     check_positive(max_prompt_tokens=max_prompt_tokens)
     longest = max_prompt_tokens
-    options = {"enable_prefix_caching": True, **given}
+    options: dict[str, Any] = {"enable_prefix_caching": True, **given}
     on_cpu = current_platform.is_cpu()
     if on_cpu and not _MEMORY & given.keys():
         # vLLM would want nearly all of the machine's memory, and not start where others use some.

@@ -32,9 +32,11 @@ class RowSource(Protocol):
 
     def row(self, number: int) -> dict[str, Any]:
         """What `SamplingParams` must have so that vLLM gives the row of request `number`."""
+        ...
 
     def watch(self, number: int) -> dict[str, Any]:
         """What they must have so that a request's logits are watched while it samples."""
+        ...
 
     def see(self, number: int, output: Any) -> None:
         """Look at what vLLM put out for a request."""
@@ -44,6 +46,7 @@ class RowSource(Protocol):
 
         A watched request has one, that is none, if its logits were not finite.
         """
+        ...
 
     def forget(self, numbers: Sequence[int]) -> None:
         """These requests were aborted."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-import redis
+import redis.exceptions
 
 from lmpool.errors import LmpoolError, PoolError, PoolTimeout, SettingsError
 from lmpool.keys import PoolKeys
