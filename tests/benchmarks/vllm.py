@@ -199,7 +199,7 @@ def by_logprobs(engine: Any, prompts: Prompts, *, flat: bool) -> Rows:
 
 @contextmanager
 def served(folder: str) -> Iterator[Callable[[], str | None]]:
-    """``vllm serve`` with this model: waits for it, and returns its URL; None if it does not start."""
+    """``vllm serve`` with this model: what waits for its URL, None where it does not start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
