@@ -3,6 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
+
+MAX_LOGITS: Final = 1 << 26
+"""Logits computed at once: 256 MiB in float32."""
+
+_MAX_WASTE: Final = 0.25
+"""The part of a forward pass that may be padding."""
+
+
+def forward_passes(
+    lengths: Sequence[int], *, forward_tokens: int, vocab_size: int, may_pad: bool
+) -> list[list[int]]:
+    """Part prompts into forward passes of about `forward_tokens` positions; indices into `lengths`.
+
+    Where the model does not bear padding, only prompts of one length share a pass.
+    """
+    return group_by_length(
+        lengths,
+        max_positions=forward_tokens,
+        max_rows=max(1, MAX_LOGITS // vocab_size),
+        max_waste=_MAX_WASTE if may_pad else 0.0,
+        free_padding=forward_tokens // 8 if may_pad else 0,
+    )
 
 
 def group_by_length(

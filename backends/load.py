@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from lmpool.backends.engine import Engine
@@ -75,7 +76,8 @@ def load_engine(name: str, model: str, **options: Any) -> Engine:
 def _automatic() -> str:
     # Nothing else than a GPU makes vLLM the better choice, and asking torch for one is slow.
     if importlib.util.find_spec("vllm") is not None:
-        torch = _import("torch", "vllm")
+        with _telling_what_to_install("vllm"):
+            torch: Any = importlib.import_module("torch")
         if torch.cuda.is_available():
             return "vllm"
     return "hf"
@@ -84,7 +86,9 @@ def _automatic() -> str:
 def _find(name: str) -> Callable[..., object]:
     if name in _BUILT_IN:
         module, attribute = _BUILT_IN[name]
-        make: Callable[..., object] = getattr(_import(module, name), attribute)
+        with _telling_what_to_install(name):
+            # The folder imports its engine, and the engine its packages, when it is named.
+            make: Callable[..., object] = getattr(importlib.import_module(module), attribute)
         return make
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS, name=name):
         try:
@@ -101,9 +105,10 @@ def _find(name: str) -> Callable[..., object]:
     raise SettingsError(f"engine={name!r}: one of {', '.join(names)} expected{hint}")
 
 
-def _import(module: str, extra: str) -> Any:
+@contextlib.contextmanager
+def _telling_what_to_install(extra: str) -> Iterator[None]:
     try:
-        return importlib.import_module(module)
+        yield
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing == "lmpool":

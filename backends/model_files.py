@@ -1,23 +1,22 @@
-"""A model's files: where they are, and what of them changes its numbers."""
+"""A model's files: where they are, what identifies them, and what they say."""
 
 from __future__ import annotations
 
-import hashlib
+import importlib
 import json
+import logging
 import os
+from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, Final
 
+from lmpool.backends.model_config import ModelConfig
+from lmpool.backends.model_identity import TOKENIZERS, model_identity
+from lmpool.backends.vocabulary import served_byte_vocabulary
 from lmpool.errors import SettingsError
 from lmpool.vocabulary import TOKENIZER_FILES
 
-FULL_HASH_BYTES: Final = 256 << 20
-"""Weights up to this size in total are hashed whole; larger ones are sampled."""
-
-SAMPLE_BYTES: Final = 64 << 10
-SAMPLES: Final = 64
-TENSOR_SAMPLE_BYTES: Final = 4 << 10
-MAX_HEADER_BYTES: Final = 100 << 20  # safetensors' own bound
+logger = logging.getLogger(__name__)
 
 _DOWNLOADED: Final = (
     "*.json",
@@ -28,18 +27,52 @@ _DOWNLOADED: Final = (
     "*.py",
 )
 _NOT_DOWNLOADED: Final = ("*/*", "consolidated*")
-_TOKENIZERS: Final = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-)
-# In this order, the first kind that is there is what engines load.
-_WEIGHTS: Final = (
-    ("model.safetensors", "model.safetensors.index.json", "*.safetensors"),
-    ("pytorch_model.bin", "pytorch_model.bin.index.json", "*.bin"),
-)
+
+
+class ModelFiles:
+    """The files of the model `name`, which is ``tiny``, a folder, or a Hugging Face hub id.
+
+    What an engine asks of them before it loads the model, or without. With `trust_remote_code` the
+    Python files among them count, and may be run. Raises `SettingsError` where there is no such
+    model.
+    """
+
+    def __init__(
+        self, name: str, revision: str | None = None, *, trust_remote_code: bool = False
+    ) -> None:
+        self.folder = resolve_model(name, revision)
+        self._code = trust_remote_code
+
+    def identity(self) -> dict[str, str]:
+        """What of them changes the model's numbers: see `model_identity`."""
+        return model_identity(self.folder, code=self._code)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """What config.json and generation_config.json say. Raises `SettingsError`."""
+        return ModelConfig(self.folder)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """A tokenizer of transformers, or None where there is none that loads."""
+        if not self.tokenizer_files():
+            return None
+        transformers: Any = importlib.import_module("transformers")
+        try:
+            return transformers.AutoTokenizer.from_pretrained(
+                self.folder, trust_remote_code=self._code
+            )
+        except Exception as error:  # rows can be served without one
+            logger.warning("the tokenizer of %s cannot be loaded: %s", self.folder, error)
+            return None
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The tokenizer's files by name, and what else a client needs to load it."""
+        return tokenizer_files(self.folder)
+
+    def byte_vocabulary(self) -> list[bytes] | None:
+        """The bytes of each token id; None without a tokenizer that tells them."""
+        return served_byte_vocabulary(self.tokenizer)
 
 
 def resolve_model(name: str, revision: str | None = None) -> Path:
@@ -126,95 +159,6 @@ def _downloaded(name: str, revision: str | None) -> Path:
     return folder
 
 
-def model_identity(folder: str | os.PathLike[str], *, code: bool = False) -> dict[str, str]:
-    """What of a model's files changes its numbers: file name -> ``<bytes>:<hash>``, sorted.
-
-    That is config.json, the weights that engines load and their index, and the tokenizer, which
-    gives the token ids their meaning; with `code`, the Python files too. Equal files give an equal
-    identity in a plain folder, in a hub snapshot and on another machine: no time and no path is
-    part of it.
-
-    The hash is blake2b of the whole file. Of weights beyond 256 MiB in total it covers 64 evenly
-    spaced pieces of 64 KiB a file and, in safetensors files, the header and 4 KiB from the middle
-    of every tensor: seconds instead of minutes, and no tensor can be exchanged unseen.
-
-    Raises `SettingsError` where weights are missing.
-    """
-    root = Path(folder)
-    weights, index = _weights(root)
-    missing = [name for name in weights if not (root / name).is_file()]
-    if missing or not weights:
-        what = f"lacks {', '.join(missing)}" if missing else "has no weights (*.safetensors, *.bin)"
-        raise SettingsError(f"the model folder {str(root)!r} {what}: copy or download it again")
-    sampled = sum((root / name).stat().st_size for name in weights) > FULL_HASH_BYTES
-    others = ["config.json", *index, *_token_meanings(root)]
-    if code:
-        others.extend(path.name for path in root.glob("*.py"))
-    identity = {name: _describe(root / name, sampled=sampled) for name in weights}
-    identity.update({name: _describe(root / name, sampled=False) for name in others})
-    return dict(sorted(identity.items()))
-
-
-def _weights(root: Path) -> tuple[list[str], list[str]]:
-    """The names of the weights that engines load, and of their index."""
-    for single, index, pattern in _WEIGHTS:
-        if (root / single).is_file():
-            return [single], []
-        if (root / index).is_file():
-            try:
-                shards = set(json.loads((root / index).read_bytes())["weight_map"].values())
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise SettingsError(
-                    f"{str(root / index)!r} is no index of weights: download the model again"
-                ) from None
-            return sorted(map(str, shards)), [index]
-        if found := sorted(path.name for path in root.glob(pattern)):
-            return found, []
-    return [], []
-
-
-def _token_meanings(root: Path) -> list[str]:
-    if (root / "tokenizer.json").is_file():
-        return ["tokenizer.json"]
-    return [name for name in (*_TOKENIZERS, "merges.txt") if (root / name).is_file()]
-
-
-def _describe(path: Path, *, sampled: bool) -> str:
-    size = path.stat().st_size
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        if sampled:
-            for start, length in _samples(file, size, path.suffix == ".safetensors"):
-                file.seek(start)
-                digest.update(file.read(length))
-        else:
-            while piece := file.read(1 << 20):
-                digest.update(piece)
-    return f"{size}:{digest.hexdigest()}"
-
-
-def _samples(file: BinaryIO, size: int, safetensors: bool) -> list[tuple[int, int]]:
-    """Which parts of a weights file to hash, as (start, length)."""
-    last = max(0, size - SAMPLE_BYTES)
-    parts = [(last * i // (SAMPLES - 1), SAMPLE_BYTES) for i in range(SAMPLES)]
-    return parts + _tensor_samples(file, size) if safetensors else parts
-
-
-def _tensor_samples(file: BinaryIO, size: int) -> list[tuple[int, int]]:
-    header_size = int.from_bytes(file.read(8), "little")
-    if header_size > min(size, MAX_HEADER_BYTES):
-        return []
-    try:
-        header = json.loads(file.read(header_size))
-        ends = [t["data_offsets"] for name, t in header.items() if name != "__metadata__"]
-        middles = sorted({(int(start) + int(end)) // 2 for start, end in ends})
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return []  # no safetensors file; the engine that loads it will say so
-    data = 8 + header_size
-    half = TENSOR_SAMPLE_BYTES // 2
-    return [(0, data), *((max(data, data + m - half), TENSOR_SAMPLE_BYTES) for m in middles)]
-
-
 def tokenizer_files(folder: str | os.PathLike[str]) -> dict[str, bytes]:
     """The contents of the folder's tokenizer files, by name, and what else a tokenizer needs.
 
@@ -224,7 +168,7 @@ def tokenizer_files(folder: str | os.PathLike[str]) -> dict[str, bytes]:
     root = Path(folder)
     names = sorted(TOKENIZER_FILES - {"config.json"})
     files = {name: (root / name).read_bytes() for name in names if (root / name).is_file()}
-    if not files.keys() & set(_TOKENIZERS):
+    if not files.keys() & set(TOKENIZERS):
         return {}
     config = json.loads((root / "config.json").read_bytes())
     kept = {key: config[key] for key in ("model_type", "tokenizer_class") if key in config}

@@ -6,14 +6,14 @@ one continuation, whatever else the engine computes meanwhile and in whatever or
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import secrets
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from lmpool.backends.engine import Request, Sampling
+from lmpool.backends.engine import EngineInfo, Request
+from lmpool.wants import Generate, Row
 
 _MASK64 = (1 << 64) - 1
 
@@ -57,20 +57,56 @@ def sample_token(
     return drawn if drawn < weights.size else int(np.flatnonzero(weights)[-1])
 
 
-class Continuation:
-    """One sampling request on its way: the prompt, and the tokens drawn so far."""
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """How the tokens of one continuation are drawn: a `Generate` with all that it leaves open.
 
-    def __init__(self, request: Request, sampling: Sampling, max_prompt_tokens: int) -> None:
-        self._request = request
-        self._sampling = sampling
-        self._prompt_tokens = request.tokens.size
+    `max_tokens` is 0 where the prompt leaves no room.
+    """
+
+    max_tokens: int
+    eos_token_ids: frozenset[int]
+    temperature: float
+    seed: int
+
+    @classmethod
+    def of(cls, want: Generate, prompt_tokens: int, info: EngineInfo) -> Sampler:
+        """That of a prompt of so many tokens."""
         # The last row an engine can compute is that of its longest prompt.
-        room = max_prompt_tokens - self._prompt_tokens + 1
-        self._limit = max(0, min(sampling.max_tokens, room))
+        room = info.max_prompt_tokens - prompt_tokens + 1
+        eos = info.eos_token_ids if want.eos_token_ids is None else want.eos_token_ids
+        return cls(
+            max_tokens=max(0, min(want.max_tokens, room)),
+            eos_token_ids=frozenset(eos),
+            temperature=want.temperature,
+            seed=secrets.randbits(63) if want.seed is None else want.seed,
+        )
+
+    def draw(self, logprobs: npt.NDArray[np.float32], step: int) -> tuple[int, bool]:
+        """The token after `step` others, and whether it ends the continuation and is no part of it.
+
+        Raises `ValueError` for a row that has none to draw.
+        """
+        token = sample_token(logprobs, self.temperature, self.seed, step)
+        return token, token in self.eos_token_ids
+
+
+class Continuation:
+    """One continuation on its way: the prompt, and the tokens drawn so far."""
+
+    def __init__(self, request: Request, sampler: Sampler) -> None:
+        self._request = replace(request, want=Row())
+        self._sampler = sampler
+        self._prompt_tokens = request.tokens.size
         self._drawn = 0
-        self._tokens = np.empty(self._prompt_tokens + self._limit, dtype=np.uint32)
+        self._tokens = np.empty(self._prompt_tokens + sampler.max_tokens, dtype=np.uint32)
         self._tokens[: self._prompt_tokens] = request.tokens
-        self.finished = self._limit == 0
+        self.finished = sampler.max_tokens == 0
+
+    @property
+    def id(self) -> bytes:
+        """That of its request."""
+        return self._request.id
 
     @property
     def drawn(self) -> npt.NDArray[np.uint32]:
@@ -80,16 +116,14 @@ class Continuation:
 
     def next_request(self) -> Request:
         """What to ask of the engine now: the row after the prompt and the tokens drawn so far."""
-        tokens = self._tokens[: self._prompt_tokens + self._drawn]
-        return replace(self._request, tokens=tokens, sampling=None)
+        return replace(self._request, tokens=self._tokens[: self._prompt_tokens + self._drawn])
 
     def take(self, logprobs: npt.NDArray[np.float32]) -> None:
         """Draw the next token from its row; `finished` tells whether it was the last."""
-        sampling = self._sampling
-        token = sample_token(logprobs, sampling.temperature, sampling.seed, self._drawn)
-        if token in sampling.eos_token_ids:
+        token, ends = self._sampler.draw(logprobs, self._drawn)
+        if ends:
             self.finished = True
             return
         self._tokens[self._prompt_tokens + self._drawn] = token
         self._drawn += 1
-        self.finished = self._drawn == self._limit
+        self.finished = self._drawn == self._sampler.max_tokens

@@ -5,7 +5,7 @@
     import lmpool
 
     with lmpool.embedded("tiny", engine="hf", workers=2) as lm:
-        row = lm.next_token_logprobs_sync([1, 5, 9])
+        row = lm.sync.next_token_logprobs([1, 5, 9])
 
     async with lmpool.connect("redis://localhost:6379/0", pool="llama") as lm:
         row = await lm.next_token_logprobs(ids)
@@ -14,26 +14,51 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lmpool import errors
 from lmpool.errors import LmpoolError
 
 if TYPE_CHECKING:
-    from lmpool.producer import PooledLM, connect, embedded
+    from lmpool.producer import (
+        EmbeddedLM,
+        NumpyRows,
+        PooledLM,
+        SyncPooledLM,
+        TorchRows,
+        connect,
+        embedded,
+    )
 
 try:
     __version__ = version("lmpool")
 except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"
 
-__all__ = ["LmpoolError", "PooledLM", "__version__", "connect", "embedded", "errors"]
+__all__ = [
+    "EmbeddedLM",
+    "LmpoolError",
+    "NumpyRows",
+    "PooledLM",
+    "SyncPooledLM",
+    "TorchRows",
+    "__version__",
+    "connect",
+    "embedded",
+    "errors",
+]
 
 
-def __getattr__(name: str) -> Any:
-    # The producer side is read when it is asked for: workers never need it.
-    if name in {"PooledLM", "connect", "embedded"}:
-        from lmpool import producer
+if not TYPE_CHECKING:  # which knows them by their imports above
 
-        return getattr(producer, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name):
+        # The producer side is read when it is asked for: workers never need it.
+        if name in __all__:
+            from lmpool import producer
+
+            return getattr(producer, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -1,4 +1,4 @@
-"""What is wrong with a server and a pool, from what was read of them; see `lmpool.doctor`.
+"""What is wrong with a server and a pool, from what `lmpool.inspection` read of them.
 
 Each check is a function of the facts, so that it can be tried without a server.
 """
@@ -33,23 +33,33 @@ class Finding:
     remedy: str = ""
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Facts:
-    """What the doctor reads. `config` is None where the server does not show it."""
+    """What was read of a server and one of its pools."""
 
     url: str
     info: Mapping[str, Any]
+    """The fields of INFO, those that the server shows."""
     config: Mapping[str, str] | None
+    """The server's settings; None where it does not show them."""
     latencies: Sequence[float]
+    """Seconds that PINGs took."""
     clock_offset: float
+    """Seconds by which the server's clock is ahead of this machine's."""
     refused: Sequence[str] = ()
+    """What the server answered to commands that clients and workers need and this user may not."""
     pool: str = "default"
     model: ModelInfo | None = None
+    """What the pool serves; None where there is no such pool."""
     model_error: str = ""
+    """Why its model info cannot be read."""
     workers: Mapping[str, bool] = field(default_factory=dict)
+    """Whether each worker that the pool knows of has a heartbeat."""
     pending: Mapping[str, int] = field(default_factory=dict)
+    """Jobs that each worker holds."""
     backlog: int = 0
     dead: int = 0
+    """Jobs that were given up."""
 
     def number(self, name: str) -> int:
         """A number of INFO, 0 where it is not there."""
@@ -251,7 +261,7 @@ CHECKS: Final[tuple[Callable[[Facts], Iterator[Finding]], ...]] = (
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """All findings."""
+    """Every check's findings: server, eviction, persistence, connection, pool."""
     return [finding for check in CHECKS for finding in check(facts)]
 
 

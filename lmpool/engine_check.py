@@ -1,45 +1,61 @@
-"""``lmpool doctor --engines``: the same prompts through a pool of each engine that is installed."""
+"""The same prompts through a pool of each engine: do they compute the same, and how fast.
+
+::
+
+    from lmpool import engine_check
+    from lmpool.backends.load import installed_engines
+
+    found = engine_check.check_engines(installed_engines(), "tiny")
+    print(found.comparisons, found.failures)
+
+Every function blocks: an engine takes seconds to minutes to start.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from lmpool.backends.load import installed_engines
 from lmpool.errors import LmpoolError
-from lmpool.producer import EmbeddedLM, embedded
+from lmpool.producer import EmbeddedLM, NumpyRows, embedded
 
 TOLERANCE: Final = 1e-4
 """Nats by which two engines' rows of one prompt may differ, in float32."""
 
-CHECKED: Final = 48
+PROMPTS: Final = 48
+"""Prompts whose rows are compared."""
 SAMPLED: Final = 6
+"""Prompts whose continuations are compared, too."""
 MAX_TOKENS: Final = 12
 MEASURED: Final = 128
+"""Prompts in each batch whose pace is measured."""
 MEASURED_SECONDS: Final = 3.0
 LENGTH: Final = 32
+"""Tokens in each of those."""
 TIMEOUT: Final = 300.0
 
+__all__ = ["Comparison", "EngineCheck", "EngineRun", "check_engines", "compare", "run_engine"]
 
-@dataclass(slots=True)
-class Answers:
-    """What one engine answered."""
+
+@dataclass(frozen=True, slots=True)
+class EngineRun:
+    """What one engine made of the prompts."""
 
     engine: str
     rows: npt.NDArray[np.float32]
+    """Their rows, [prompts, vocab_size]."""
     greedy: list[list[int]]
+    """Continuations at temperature 0."""
     drawn: list[list[int]]
+    """Continuations at temperature 1, of one seed."""
     repeats: bool
-    """Whether a seed drew the same tokens when it was asked again."""
+    """Whether that seed drew the same tokens when it was asked again."""
     rows_per_second: float
 
 
@@ -64,22 +80,47 @@ class Comparison:
         return self.distance <= TOLERANCE and self.same_greedy and self.repeats
 
 
-def make_prompts(vocab_size: int, longest: int) -> list[list[int]]:
-    """Prompts of many lengths, some of them prefixes of others, the same in every run."""
-    random = np.random.default_rng(0)
-    bound = min(longest, 100)
-    prompts = [
-        random.integers(0, vocab_size, int(n)).tolist()
-        for n in random.integers(1, bound + 1, CHECKED // 2)
-    ]
-    for prompt in list(prompts):
-        kept = prompt[: int(random.integers(1, len(prompt) + 1))]
-        prompts.append([*kept, int(random.integers(0, vocab_size))][:bound])
-    return prompts
+@dataclass(frozen=True, slots=True)
+class EngineCheck:
+    """Each engine that ran against the first that did, and why the others did not run."""
+
+    comparisons: Sequence[Comparison]
+    failures: Mapping[str, LmpoolError]
+
+    @property
+    def different(self) -> list[str]:
+        """The engines that do not compute what the first one does."""
+        return [each.engine for each in self.comparisons if not each.good]
+
+    @property
+    def good(self) -> bool:
+        """Whether there was an engine, all ran, and all compute the same."""
+        return bool(self.comparisons) and not self.failures and not self.different
 
 
-def ask_engine(engine: str, model: str) -> Answers:
-    """Start a pool of one worker, ask it, and end it."""
+def check_engines(
+    engines: Sequence[str],
+    model: str = "tiny",
+    *,
+    on_start: Callable[[str], None] = lambda engine: None,
+) -> EngineCheck:
+    """Run each engine in a private pool of one worker, one after the other, and compare.
+
+    `on_start` is told each engine's name before it starts.
+    """
+    runs: list[EngineRun] = []
+    failures: dict[str, LmpoolError] = {}
+    for engine in engines:
+        on_start(engine)
+        try:
+            runs.append(run_engine(engine, model))
+        except LmpoolError as error:
+            failures[engine] = error
+    return EngineCheck(compare(runs), failures)
+
+
+def run_engine(engine: str, model: str) -> EngineRun:
+    """Start a pool of one worker, ask it, and end it. Raises what `lmpool.embedded` does."""
     with embedded(
         model, engine, 1, pool="engine-check", dtype="float32", framework="numpy", cache_bytes=0
     ) as lm:
@@ -94,12 +135,26 @@ def ask_engine(engine: str, model: str) -> Answers:
             )
 
         drawn = sample(1.0)
-        # A token more, or the answer would come from the result cache.
+        # A token more, or they would come from the result cache.
         again = [tokens[:MAX_TOKENS] for tokens in sample(1.0, MAX_TOKENS + 1)]
-        return Answers(engine, rows, sample(0.0), drawn, again == drawn, _rows_per_second(lm))
+        return EngineRun(engine, rows, sample(0.0), drawn, again == drawn, _rows_per_second(lm))
 
 
-def _rows_per_second(lm: EmbeddedLM) -> float:
+def make_prompts(vocab_size: int, longest: int) -> list[list[int]]:
+    """Prompts of many lengths, some of them prefixes of others, the same in every run."""
+    random = np.random.default_rng(0)
+    bound = min(longest, 100)
+    prompts = [
+        random.integers(0, vocab_size, int(n)).tolist()
+        for n in random.integers(1, bound + 1, PROMPTS // 2)
+    ]
+    for prompt in list(prompts):
+        kept = prompt[: int(random.integers(1, len(prompt) + 1))]
+        prompts.append([*kept, int(random.integers(0, vocab_size))][:bound])
+    return prompts
+
+
+def _rows_per_second(lm: EmbeddedLM[NumpyRows]) -> float:
     random = np.random.default_rng(1)
     length = min(LENGTH, lm.info.max_prompt_tokens)
     paces: list[float] = []
@@ -112,77 +167,21 @@ def _rows_per_second(lm: EmbeddedLM) -> float:
     return statistics.median(paces)
 
 
-def compare(answers: Sequence[Answers]) -> list[Comparison]:
-    """Each engine against the first."""
-    first = answers[0]
+def compare(runs: Sequence[EngineRun]) -> list[Comparison]:
+    """Each engine, the first among them, against the first."""
     found = []
-    for other in answers:
-        alike = other.rows.shape == first.rows.shape
-        distance = float(np.abs(other.rows - first.rows).max()) if alike else float("inf")
+    for run in runs:
+        first = runs[0]
+        alike = run.rows.shape == first.rows.shape
+        distance = float(np.abs(run.rows - first.rows).max()) if alike else float("inf")
         found.append(
             Comparison(
-                other.engine,
+                run.engine,
                 distance,
-                other.greedy == first.greedy,
-                other.drawn == first.drawn,
-                other.repeats,
-                other.rows_per_second,
+                run.greedy == first.greedy,
+                run.drawn == first.drawn,
+                run.repeats,
+                run.rows_per_second,
             )
         )
     return found
-
-
-def run_engine_check(*, model: str) -> int:
-    """Print how the installed engines compare; 1 if two of them differ or one fails, else 0."""
-    console = Console(highlight=False, soft_wrap=True)
-    names = installed_engines()
-    if not names:
-        console.print("no engine is installed here: pip install 'lmpool\\[hf]'")
-        return 1
-    answers: list[Answers] = []
-    failed = False
-    for name in names:
-        try:
-            with console.status(f"asking a pool of {name}"):
-                answers.append(ask_engine(name, model))
-        except LmpoolError as error:
-            failed = True
-            console.print(f"[bold red]wrong[/]  {name}: {escape(str(error))}")
-    if not answers:
-        return 1
-    found = compare(answers)
-    console.print(_table(found, model))
-    console.print(
-        f"{CHECKED} prompts in float32, {SAMPLED} continuations of {MAX_TOKENS} tokens at "
-        f"temperature 0 and 1; rows a second of one worker, {MEASURED} prompts of {LENGTH} tokens."
-    )
-    different = [each.engine for each in found if not each.good]
-    if different:
-        console.print(
-            f"[bold red]wrong[/]  {', '.join(different)}: not the same tokens and rows within "
-            f"{TOLERANCE:g} as {found[0].engine}"
-        )
-    elif len(found) > 1:
-        console.print(f"the same tokens, and rows within {TOLERANCE:g}")
-        own = [each.engine for each in found if not each.same_drawn]
-        if own:
-            console.print(f"{', '.join(own)}: draws with a sampler of its own, the same each time")
-    else:
-        console.print(f"{found[0].engine} alone is installed here: nothing to compare it with")
-    return 1 if failed or different else 0
-
-
-def _table(found: Sequence[Comparison], model: str) -> Table:
-    table = Table(title=f"engines, model {escape(model)}", title_justify="left")
-    table.add_column("engine")
-    for heading in (f"from {found[0].engine}", "greedy", "drawn", "rows/s"):
-        table.add_column(heading, justify="right")
-    for each in found:
-        table.add_row(
-            each.engine,
-            f"{each.distance:.1e}",
-            "same" if each.same_greedy else "different",
-            ("same" if each.same_drawn else "its own") if each.repeats else "unsteady",
-            f"{each.rows_per_second:,.0f}",
-        )
-    return table

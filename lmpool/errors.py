@@ -20,7 +20,8 @@
     │   └── ServerTooOld                  older than Redis 7.0
     ├── WireError (ValueError)
     │   ├── JobFormatError                an entry of the job stream that is no job
-    │   └── RowFormatError                a cached value that is no row
+    │   └── AnswerFormatError             a cached value that is no answer
+    │       └── RowFormatError            a cached value that is no row
     ├── EngineError
     │   ├── PromptFailed                  the engine failed on this prompt
     │   └── EngineBroken                  the engine cannot go on; the worker ends
@@ -28,6 +29,33 @@
 """
 
 from __future__ import annotations
+
+__all__ = [
+    "AdapterError",
+    "AnswerFormatError",
+    "ClientClosed",
+    "EngineBroken",
+    "EngineError",
+    "JobExpired",
+    "JobFormatError",
+    "LmpoolError",
+    "NoWorkers",
+    "PoolBusy",
+    "PoolError",
+    "PoolMismatch",
+    "PoolTimeout",
+    "PromptError",
+    "PromptFailed",
+    "RowFormatError",
+    "ServerError",
+    "ServerRefused",
+    "ServerTooOld",
+    "ServerUnreachable",
+    "SettingsError",
+    "UnknownAdapter",
+    "UnknownPool",
+    "WireError",
+]
 
 
 class LmpoolError(Exception):
@@ -102,7 +130,11 @@ class JobFormatError(WireError):
     """An entry of the job stream that is no job of a version we know."""
 
 
-class RowFormatError(WireError):
+class AnswerFormatError(WireError):
+    """A cached value that is no answer of a version we know."""
+
+
+class RowFormatError(AnswerFormatError):
     """A cached value that is no row of a version we know."""
 
 

@@ -1,23 +1,35 @@
 """Every Redis key name, in one place.
 
-All keys of a lane carry its hash tag, so that a script touches one slot of a Redis Cluster.
+All keys of a shard carry its hash tag, so that a script touches one slot of a Redis Cluster.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final, Literal
 
 from lmpool.errors import SettingsError
 
-GROUP = "workers"
+PROTOCOL: Final = 2
+"""Raised when what travels or a key's form changes: it is part of every key of a shard, so that
+workers and clients of different protocols never meet on one."""
+
+GROUP: Final = "workers"
 """The consumer group of every job stream, created at id 0."""
 
-COUNTERS_TTL_MS = 30 * 86_400_000
+COUNTERS_TTL_MS: Final = 30 * 86_400_000
 """How long a pool's counters are kept after they last changed."""
 
+Priority = Literal["interactive", "batch"]
+"""Interactive jobs go before those of priority ``batch``."""
+
+PRIORITIES: Final[tuple[Priority, ...]] = ("interactive", "batch")
+
+_STREAM_NAMES: Final[dict[Priority, str]] = {"interactive": "jobs", "batch": "batch"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -31,26 +43,38 @@ def check_pool_name(pool: str) -> str:
     return pool
 
 
-@dataclass(frozen=True)
-class LaneKeys:
-    """The keys of one lane: `prefix` is the hash tag, braces included.
+@dataclass(frozen=True, eq=False)
+class JobStream:
+    """One stream of jobs: of a shard's lane, for one priority."""
 
-    A lane has two streams of jobs. Its keys are the same for both but for `jobs`: see `batch`.
-    """
+    shard: ShardKeys
+    lane: int
+    priority: Priority
+
+    @cached_property
+    def key(self) -> str:
+        """The stream's key."""
+        return f"{self.shard.prefix}:{_STREAM_NAMES[self.priority]}:{self.lane}"
+
+
+@dataclass(frozen=True)
+class ShardKeys:
+    """The keys of one shard: `prefix` is its hash tag, braces included; `lanes` how many it has."""
 
     prefix: str
-    later: bool = False
-    """Whether these keys name the stream of jobs that others go before."""
+    number: int = 0
+    lanes: int = 1
 
     @cached_property
-    def jobs(self) -> str:
-        """Stream of jobs."""
-        return f"{self.prefix}:batch" if self.later else f"{self.prefix}:jobs"
+    def streams(self) -> tuple[JobStream, ...]:
+        """Its streams of jobs: of each lane one for each priority, the interactive one first."""
+        return tuple(
+            JobStream(self, lane, priority) for lane in range(self.lanes) for priority in PRIORITIES
+        )
 
-    @cached_property
-    def batch(self) -> LaneKeys:
-        """The same lane with the stream of what was asked for with ``priority="batch"``."""
-        return LaneKeys(self.prefix, later=True)
+    def stream(self, priority: Priority = "interactive", lane: int = 0) -> JobStream:
+        """The stream of jobs of a lane and priority."""
+        return self.streams[lane * len(PRIORITIES) + PRIORITIES.index(priority)]
 
     @cached_property
     def dead(self) -> str:
@@ -59,7 +83,7 @@ class LaneKeys:
 
     @cached_property
     def counters(self) -> str:
-        """Hash of what the workers have done: computed, batches, failed, expired."""
+        """Hash of what the workers have done: see `lmpool.counters`."""
         return f"{self.prefix}:counters"
 
     @cached_property
@@ -67,13 +91,13 @@ class LaneKeys:
         """Hash of adapter name to the adapter's fingerprint and folder."""
         return f"{self.prefix}:adapters"
 
-    def result(self, digest: str) -> str:
-        """An encoded row."""
-        return f"{self.prefix}:result:{digest}"
+    def result(self, digest: bytes) -> str:
+        """A stored answer, of a digest of 16 bytes."""
+        return f"{self.prefix}:result:{digest.hex()}"
 
-    def flight(self, digest: str) -> str:
+    def flight(self, digest: bytes) -> str:
         """Hash: who waits for this digest, and its job's stream id."""
-        return f"{self.prefix}:flight:{digest}"
+        return f"{self.prefix}:flight:{digest.hex()}"
 
     def reply(self, client: str) -> str:
         """Stream of notices to one client."""
@@ -111,20 +135,27 @@ class PoolKeys:
         """The arq queue of one worker's control jobs."""
         return f"lmpool:{self.pool}:control:{consumer}"
 
-    def lane(self, fingerprint8: str, lane: int) -> LaneKeys:
-        """The keys of lane number `lane`."""
-        return LaneKeys(f"{{lmpool:{self.pool}:{fingerprint8}:{lane}}}")
+    def shard(self, fingerprint8: str, number: int, lanes: int = 1) -> ShardKeys:
+        """The keys of shard `number`."""
+        tag = f"{{lmpool:{self.pool}:{fingerprint8}:{PROTOCOL}:{number}}}"
+        return ShardKeys(tag, number, lanes)
 
-    def lanes(self, fingerprint8: str, count: int) -> tuple[LaneKeys, ...]:
-        """The keys of all lanes, by number."""
-        return tuple(self.lane(fingerprint8, lane) for lane in range(count))
-
-
-def streams(lanes: Sequence[LaneKeys]) -> tuple[LaneKeys, ...]:
-    """Every stream of jobs of these lanes, as the keys of its lane."""
-    return tuple(keys for lane in lanes for keys in (lane, lane.batch))
+    def shards(self, fingerprint8: str, count: int, lanes: int = 1) -> tuple[ShardKeys, ...]:
+        """The keys of all shards, by number."""
+        return tuple(self.shard(fingerprint8, number, lanes) for number in range(count))
 
 
-def lane_of(digest: bytes, lanes: int) -> int:
-    """The lane that a 16-byte digest belongs to."""
-    return int.from_bytes(digest[:4], "big") % lanes
+def streams(shards: Iterable[ShardKeys]) -> tuple[JobStream, ...]:
+    """Every stream of jobs of these shards."""
+    return tuple(stream for shard in shards for stream in shard.streams)
+
+
+def shard_of(tokens: bytes, adapter: str | None, shards: int) -> int:
+    """The shard that a prompt belongs to, whatever is wanted of it.
+
+    `tokens` are its ids as little-endian uint32 bytes, `adapter` is ``name@fingerprint``.
+    """
+    if shards == 1:
+        return 0
+    start = 0 if adapter is None else zlib.crc32(adapter.encode())
+    return zlib.crc32(tokens, start) % shards

@@ -10,10 +10,12 @@ from typing import Any, Literal
 import msgpack
 
 from lmpool.errors import WireError
+from lmpool.keys import PROTOCOL, PoolKeys, ShardKeys
 
-INFO_VERSION = 1
+INFO_VERSION = 2
 MAX_INFO_BYTES = 1 << 16
-MAX_LANES = 64
+MAX_SHARDS = 64
+MAX_LANES = 1024
 
 Encoding = Literal["f32", "bf16", "f16"]
 
@@ -25,7 +27,8 @@ class ModelInfo:
     `fingerprint` is 32 hex digits; its first eight are part of every key. `vocab_size` is the
     length of a row, `max_prompt_tokens` the longest prompt, `encoding` the smallest lossless row
     encoding of this model, `max_backlog` the jobs that may wait in a stream, `client_backlog` those
-    of one client, `result_ttl_ms` how long a row stays.
+    of one client, `result_ttl_ms` how long an answer stays. `protocols` are the numbers in whose
+    keys the workers serve, `shards` the slots of the pool, `lanes` the lanes of each.
     """
 
     model: str
@@ -39,6 +42,8 @@ class ModelInfo:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    protocols: tuple[int, ...] = (PROTOCOL,)
+    shards: int = 1
     lanes: int = 1
     max_backlog: int = 100_000
     client_backlog: int = 4096
@@ -48,6 +53,10 @@ class ModelInfo:
     def fingerprint8(self) -> str:
         """The part of the fingerprint that key names carry."""
         return self.fingerprint[:8]
+
+    def shard_keys(self, keys: PoolKeys) -> tuple[ShardKeys, ...]:
+        """The keys of the pool's shards, by number."""
+        return keys.shards(self.fingerprint8, self.shards, self.lanes)
 
     def pack(self) -> bytes:
         """As the msgpack map stored under ``lmpool:<pool>``."""
@@ -63,17 +72,32 @@ class ModelInfo:
             found: Any = msgpack.unpackb(data, strict_map_key=True)
         except (ValueError, msgpack.UnpackException) as error:
             raise WireError(f"model info is not msgpack: {error}") from None
+        try:
+            return cls._of(found)
+        except RecursionError:  # of a message about it
+            raise WireError("model info whose fields are nested too deeply") from None
+
+    @classmethod
+    def _of(cls, found: object) -> ModelInfo:
+        """The model info of what was unpacked. Raises `WireError`."""
         if not isinstance(found, dict) or found.get("v") != INFO_VERSION:
             version = found.get("v") if isinstance(found, dict) else type(found).__name__
+            older = type(version) is int and version < INFO_VERSION
             raise WireError(
-                f"model info of version {version!r}: this lmpool reads version {INFO_VERSION}; "
-                "install the lmpool that the pool's workers run"
+                f"model info of version {version!r:.40}: this lmpool reads version {INFO_VERSION}; "
+                + (
+                    "upgrade the lmpool of the pool's workers"
+                    if older
+                    else "upgrade this lmpool to the one that the pool's workers run"
+                )
             )
         # Fields that a later release adds are ignored; one of ours that is missing is an error.
         known = {f.name: found[f.name] for f in fields(cls) if f.name in found}
         try:
-            info = cls(**{**known, "eos_token_ids": tuple(known.get("eos_token_ids", ()))})
-        except TypeError as error:
+            for name in known.keys() & {"eos_token_ids", "protocols"}:
+                known[name] = tuple(known[name])
+            info = cls(**known)
+        except (KeyError, TypeError) as error:
             raise WireError(f"model info is incomplete: {error}") from None
         info._check()
         return info
@@ -82,6 +106,7 @@ class ModelInfo:
         for name in (
             "vocab_size",
             "max_prompt_tokens",
+            "shards",
             "lanes",
             "max_backlog",
             "client_backlog",
@@ -89,15 +114,33 @@ class ModelInfo:
         ):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise WireError(f"model info has {name}={value!r}: a positive integer expected")
-        if self.lanes > MAX_LANES:
-            raise WireError(f"model info has lanes={self.lanes}: at most {MAX_LANES} expected")
+                raise WireError(f"model info has {name}={value!r:.40}: a positive integer expected")
+        for name, most in (("shards", MAX_SHARDS), ("lanes", MAX_LANES)):
+            if getattr(self, name) > most:
+                raise WireError(
+                    f"model info has {name}={getattr(self, name)}: at most {most} expected"
+                )
+        for name in ("eos_token_ids", "protocols"):
+            if not all(type(number) is int for number in getattr(self, name)):
+                raise WireError(
+                    f"model info has {name}={getattr(self, name)!r:.80}: integers expected"
+                )
+        if PROTOCOL not in self.protocols:
+            newer = max(self.protocols, default=0) > PROTOCOL
+            raise WireError(
+                f"the pool is served in protocol {', '.join(map(str, self.protocols))}, and this "
+                f"lmpool speaks {PROTOCOL}: upgrade "
+                + ("this lmpool" if newer else "the lmpool of the pool's workers")
+            )
         for name in ("model", "fingerprint", "dtype", "engine", "encoding"):
             if not isinstance(getattr(self, name), str):
-                raise WireError(f"model info has {name}={getattr(self, name)!r}: a string expected")
+                raise WireError(
+                    f"model info has {name}={getattr(self, name)!r:.40}: a string expected"
+                )
         if len(self.fingerprint) != 32 or self.encoding not in ("f32", "bf16", "f16"):
             raise WireError(
-                f"model info has fingerprint={self.fingerprint!r}, encoding={self.encoding!r}"
+                f"model info has fingerprint={self.fingerprint!r:.40}, "
+                f"encoding={self.encoding!r:.40}"
             )
 
 

@@ -1,4 +1,11 @@
-"""Prompts from text, with what a pool has published: no copy of the model is needed."""
+"""Prompts from text, with what a pool has published: no copy of the model is needed.
+
+::
+
+    vocabulary = read_vocabulary(lm)
+    ids = encoder(lm, vocabulary)("The capital of")
+    row = lm.next_token_logprobs_sync(ids)
+"""
 
 from __future__ import annotations
 
@@ -6,7 +13,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from lmpool.errors import PoolError
+from lmpool.errors import PoolError, PromptError
 from lmpool.keys import PoolKeys
 from lmpool.server import explained, open_server
 from lmpool.vocabulary import Vocabulary
@@ -17,8 +24,11 @@ if TYPE_CHECKING:
 Encode = Callable[[str], list[int]]
 
 
-def read_vocabulary(lm: PooledLM) -> Vocabulary:
-    """Tokens and tokenizer files of the pool's model, as its workers published them."""
+def read_vocabulary(lm: PooledLM[object]) -> Vocabulary:
+    """Tokens and tokenizer files of the pool's model, as its workers published them.
+
+    Raises `PoolError` where they published none.
+    """
     key = PoolKeys(lm.pool).vocabulary(lm.info.fingerprint8)
     server = open_server(lm.url)
     try:
@@ -32,12 +42,25 @@ def read_vocabulary(lm: PooledLM) -> Vocabulary:
     return Vocabulary.unpack(packed)
 
 
-def encoder(lm: PooledLM, vocabulary: Vocabulary, *, quick: bool = False) -> Encode:
+def encoder(lm: PooledLM[object], vocabulary: Vocabulary, *, quick: bool = False) -> Encode:
     """Text to token ids: transformers' tokenizer where it is installed, else tokenizers'.
 
     `quick` prefers tokenizers, which needs no seconds to import. A model whose tokens begin with
-    the 256 bytes takes bytes.
+    the 256 bytes takes bytes. What is no text in UTF-8 (a lone surrogate) is a `PromptError`.
     """
+    encode = _encoder(lm, vocabulary, quick)
+
+    def encode_text(text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise PromptError("the prompt is no text in UTF-8") from None
+        return encode(text)
+
+    return encode_text
+
+
+def _encoder(lm: PooledLM[object], vocabulary: Vocabulary, quick: bool) -> Encode:
     if not vocabulary.files and [*vocabulary.tokens[:256]] == [bytes([i]) for i in range(256)]:
         return lambda text: [*text.encode()]
     tokenizer = vocabulary.files.get("tokenizer.json")

@@ -12,7 +12,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-import redis
+import redis.exceptions
 
 from lmpool.commands import Server, Value
 
@@ -26,7 +26,7 @@ class Script:
         self.sha = hashlib.sha1(self.source.encode()).hexdigest()
 
     def __call__(self, server: Server, keys: Sequence[str], arguments: Sequence[Value]) -> Any:
-        """Run it, and answer what it answers."""
+        """Run it. Returns what it returns."""
         try:
             return server.evalsha(self.sha, len(keys), *keys, *arguments)
         except redis.exceptions.NoScriptError:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, cast
 
-import redis
+import redis.exceptions
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -110,7 +110,7 @@ def explained(url: str) -> Iterator[None]:
 
 
 def greet(server: Server, url: str, clock: ServerClock | None = None) -> str:
-    """Connect, refuse a server that is too old, take its time. Answers its name and version."""
+    """Connect, refuse a server that is too old, take its time. Returns its name and version."""
     with explained(url):
         server.ping()
         try:

@@ -11,18 +11,35 @@ import os
 import re
 import socket
 from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, Unpack
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, ByteSize, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from lmpool.address import SENTINEL_SCHEMES, Sentinels
+from lmpool.arguments import (
+    AllClientArguments,
+    AllWorkerArguments,
+    FrameworkName,
+    RowEncoding,
+)
 from lmpool.errors import SettingsError
-from lmpool.keys import check_pool_name
-from lmpool.model_info import MAX_LANES
+from lmpool.keys import Priority, check_pool_name
+from lmpool.model_info import MAX_SHARDS
 
-PREFIX = "LMPOOL_"
+__all__ = [
+    "ClientOptions",
+    "Priority",
+    "WorkerOptions",
+    "check_url",
+    "mask_url",
+    "refuse_unknown_variables",
+]
+
+PREFIX: Final = "LMPOOL_"
+RENAMED: Final = {"lanes": "shards"}
+"""Settings that are called otherwise now."""
 SCHEMES = ("redis", "rediss", "unix", *SENTINEL_SCHEMES)
 URL_OPTIONS = ("db", "username", "password", "health_check_interval")
 TLS_OPTIONS = (
@@ -93,7 +110,6 @@ def _check_url_options(url: str, shown: str, tls: bool, remedy: str) -> None:
 Url = Annotated[str, AfterValidator(check_url), Field(repr=False)]
 Pool = Annotated[str, AfterValidator(check_pool_name)]
 Seconds = Annotated[float, Field(gt=0, le=86_400 * 30, allow_inf_nan=False)]
-Priority = Literal["interactive", "batch"]
 
 
 class _Options(BaseSettings):
@@ -136,13 +152,17 @@ class _Options(BaseSettings):
 class ClientOptions(_Options):
     """What a `PooledLM` can be told."""
 
+    if TYPE_CHECKING:
+
+        def __init__(self, **given: Unpack[AllClientArguments]) -> None: ...
+
     cache_bytes: ByteSize = Field(
         ByteSize(256 << 20), description="bound of the local cache of rows, e.g. 512MiB; 0 for none"
     )
-    encoding: Literal["auto", "f32", "bf16", "f16"] = Field(
+    encoding: RowEncoding = Field(
         "auto", description="how rows travel; auto is the smallest lossless one, f16 is lossy"
     )
-    framework: Literal["auto", "torch", "numpy"] = Field(
+    framework: FrameworkName = Field(
         "auto", description="what rows are: torch tensors where torch is installed, else numpy"
     )
     request_timeout: Seconds | None = Field(
@@ -169,6 +189,10 @@ class ClientOptions(_Options):
 class WorkerOptions(_Options):
     """What a worker can be told."""
 
+    if TYPE_CHECKING:
+
+        def __init__(self, **given: Unpack[AllWorkerArguments]) -> None: ...
+
     model: str = Field("tiny", min_length=1, description="tiny, a folder, or a hub id")
     engine: str = Field(
         "auto", min_length=1, description="auto, hf, vllm, sglang, mlx, mock, or an added one"
@@ -194,9 +218,9 @@ class WorkerOptions(_Options):
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="longest prompt served; at most what the model takes"
     )
-    lanes: int = Field(1, ge=1, le=MAX_LANES, description="shards of the pool's streams")
+    shards: int = Field(1, ge=1, le=MAX_SHARDS, description="slots that the pool's keys lie in")
     max_backlog: int = Field(
-        100_000, ge=1, description="jobs that may wait in a lane, of each priority"
+        100_000, ge=1, description="jobs that may wait in a shard, of each priority"
     )
     client_backlog: int = Field(
         4096,
@@ -242,7 +266,10 @@ class WorkerOptions(_Options):
 
 
 def refuse_unknown_variables(environ: Iterable[str] | None = None) -> None:
-    """Raise `SettingsError` for a ``LMPOOL_*`` variable that nothing reads: mostly a typo."""
+    """Check the names of variables, those of this process if `environ` is left out.
+
+    Raises `SettingsError` for a ``LMPOOL_*`` variable that nothing reads: mostly a typo.
+    """
     fields = {**ClientOptions.model_fields, **WorkerOptions.model_fields}
     for name in os.environ if environ is None else environ:
         rest = name.removeprefix(PREFIX)
@@ -254,6 +281,10 @@ def refuse_unknown_variables(environ: Iterable[str] | None = None) -> None:
 
 
 def _unknown(name: str, known: Iterable[str], what: str) -> str:
+    renamed = RENAMED.get(name.removeprefix(PREFIX).lower())
+    if renamed is not None:
+        new = PREFIX + renamed.upper() if what == "variable" else renamed
+        return f"unknown {what} {name}: it is called {new} now; write {new}="
     names = sorted(known)
     close = difflib.get_close_matches(name, names, 1, 0.75)
     hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"

@@ -1,6 +1,19 @@
 """What a pipeline imports: `PooledLM`, and how to get one."""
 
+from lmpool.producer.connecting import connect
 from lmpool.producer.embedded import EmbeddedLM, embedded
-from lmpool.producer.pooled_lm import PooledLM, connect
+from lmpool.producer.frameworks import NumpyRows, TorchRows
+from lmpool.producer.pooled_lm import PooledLM, SyncPooledLM
 
-__all__ = ["EmbeddedLM", "PooledLM", "connect", "embedded"]
+# `embedded` is the function, though there is a package of that name: what is bound last stays.
+# `from lmpool.producer.embedded import ...` finds the package.
+
+__all__ = [
+    "EmbeddedLM",
+    "NumpyRows",
+    "PooledLM",
+    "SyncPooledLM",
+    "TorchRows",
+    "connect",
+    "embedded",
+]

@@ -1,59 +1,59 @@
-"""The client's own cache of rows."""
+"""The client's own cache of answers."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 
-from lmpool.wire import Row
+from lmpool.wants import Answer, Digest
 
 _OVERHEAD = 200
-"""Bytes that an entry takes besides its numbers, roughly: key, row and array objects."""
+"""Bytes that an entry takes besides its numbers, roughly: key, answer and array objects."""
 
 
-class RowCache:
-    """Least recently used rows, bounded by bytes; safe to use from any thread."""
+class AnswerCache:
+    """Least recently used answers, bounded by bytes; safe to use from any thread."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._bytes = 0
-        self._rows: OrderedDict[bytes, Row] = OrderedDict()
+        self._answers: OrderedDict[Digest, Answer] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._answers)
 
     @property
     def size(self) -> int:
         """Bytes held, overhead included."""
         return self._bytes
 
-    def get(self, digest: bytes) -> Row | None:
-        """The row, which becomes the most recently used, or None."""
+    def get(self, digest: Digest) -> Answer | None:
+        """The answer, which becomes the most recently used, or None."""
         with self._lock:
-            row = self._rows.get(digest)
-            if row is not None:
-                self._rows.move_to_end(digest)
-            return row
+            answer = self._answers.get(digest)
+            if answer is not None:
+                self._answers.move_to_end(digest)
+            return answer
 
-    def put(self, digest: bytes, row: Row) -> None:
-        """Keep a row, dropping the least recently used while over the bound."""
-        size = row.data.nbytes + _OVERHEAD
+    def put(self, digest: Digest, answer: Answer) -> None:
+        """Keep an answer, dropping the least recently used while over the bound."""
+        size = answer.nbytes + _OVERHEAD
         if size > self.max_bytes:
             return
         with self._lock:
-            if digest in self._rows:
+            if digest in self._answers:
                 return
-            self._rows[digest] = row
+            self._answers[digest] = answer
             self._bytes += size
             while self._bytes > self.max_bytes:
-                _, dropped = self._rows.popitem(last=False)
-                self._bytes -= dropped.data.nbytes + _OVERHEAD
+                _, dropped = self._answers.popitem(last=False)
+                self._bytes -= dropped.nbytes + _OVERHEAD
 
     def clear(self) -> None:
-        """Drop every row."""
+        """Drop every answer."""
         with self._lock:
-            self._rows.clear()
+            self._answers.clear()
             self._bytes = 0
 
     def unlock(self) -> None:

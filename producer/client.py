@@ -2,7 +2,7 @@
 
 Two threads, each with a connection of its own: the sender, which makes every request, and the
 collector, which blocks on the client's reply stream. Callers, in any thread or event loop, leave
-their asks in the flight table and are woken when the rows are there. The connections are
+their jobs in the flight table and are woken when the answers are there. The connections are
 synchronous because rows are large: a blocking read costs half of what an event loop's does.
 """
 
@@ -16,21 +16,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
-from lmpool.commands import Server
 from lmpool.errors import ClientClosed, LmpoolError, UnknownPool
-from lmpool.keys import LaneKeys, PoolKeys
+from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.liveness import any_alive
 from lmpool.model_info import ModelInfo
-from lmpool.producer.cache import RowCache
-from lmpool.producer.calls import Ask, Call, wake
+from lmpool.producer.cache import AnswerCache
 from lmpool.producer.collector import Collector
 from lmpool.producer.flights import Statistics
-from lmpool.producer.moving import look_at, replaced
+from lmpool.producer.pending import PendingCall, wake
+from lmpool.producer.replacement import look_at, replaced
 from lmpool.producer.sender import Sender
 from lmpool.producer.session import Session
 from lmpool.server import greet
+from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
-from lmpool.wire import Row
+from lmpool.wants import Answer
+from lmpool.wire import Job
 
 _CLIENTS: weakref.WeakSet[Client] = weakref.WeakSet()
 T = TypeVar("T")
@@ -47,7 +48,7 @@ class Client:
 
     def __init__(self, options: ClientOptions) -> None:
         self.options = options
-        self.cache = RowCache(options.cache_bytes)
+        self.cache = AnswerCache(options.cache_bytes)
         self._begin(Statistics())
         _CLIENTS.add(self)
 
@@ -70,9 +71,9 @@ class Client:
         return self._session.keys
 
     @property
-    def lanes(self) -> tuple[LaneKeys, ...]:
-        """The keys of the pool's lanes, once the model info is known."""
-        return self._session.lanes
+    def shards(self) -> tuple[ShardKeys, ...]:
+        """The keys of the pool's shards, once the model info is known."""
+        return self._session.shards
 
     @property
     def info(self) -> ModelInfo | None:
@@ -85,8 +86,8 @@ class Client:
         with self._session.lock:
             return self._session.table.statistics.as_dict()
 
-    def run(self, function: Callable[[Server], T]) -> Future[T]:
-        """Run `function` with the sender's connection, on the sender's thread."""
+    def run(self, function: Callable[[Servers], T]) -> Future[T]:
+        """Run `function` with the sender's connections, on the sender's thread."""
         future: Future[T] = Future()
         session = self._session
         self._start()
@@ -107,13 +108,14 @@ class Client:
     def any_worker(self) -> Future[bool]:
         """Whether the pool is known and has a worker alive."""
 
-        def look(server: Server) -> bool:
+        def look(servers: Servers) -> bool:
             try:
-                self._load_info(server)
+                self._load_info(servers)
             except UnknownPool:
                 return False
-            self._follow(server)
-            return any_alive(server, self._session.lanes[0])
+            self._follow(servers)
+            shard = self._session.shards[0]
+            return any_alive(servers.for_shard(shard), shard)
 
         return self.run(look)
 
@@ -121,14 +123,14 @@ class Client:
         """Look whether the pool was replaced, and move to the new one if that is asked for."""
         return self.run(self._follow)
 
-    def _follow(self, server: Server) -> None:
+    def _follow(self, servers: Servers) -> None:
         if self._session.info is not None and self.options.when_replaced == "follow":
-            current = server.get(self._session.keys.info)
+            current = servers.pool.get(self._session.keys.info)
             if current is not None:
-                look_at(self._session, server, current)
+                look_at(self._session, servers, current)
 
-    def submit(self, calls: Sequence[Call]) -> None:
-        """Take calls in. Rows in the local cache answer at once."""
+    def submit(self, calls: Sequence[PendingCall]) -> None:
+        """Take calls in. What the local cache has is there at once."""
         self._start()
         answered = []
         now = time.monotonic()
@@ -144,31 +146,31 @@ class Client:
                     call.error = replaced(self.options, call.info)  # since it was made
                     answered.append(call)
                     continue
-                table.statistics.requests += len(call.asks)
-                for place, ask in enumerate(call.asks):
-                    row = self.cache.get(ask.digest)
-                    if row is not None:
-                        call.rows[place] = row
+                table.statistics.requests += len(call.jobs)
+                for place, job in enumerate(call.jobs):
+                    answer = self.cache.get(job.digest)
+                    if answer is not None:
+                        call.answers[place] = answer
                         call.left -= 1
                         table.statistics.local_hits += 1
                 if call.left:
                     table.add(call, now)
                 else:
                     answered.append(call)
-            if any(table.unsent):
+            if table.has_unsent():
                 session.work.notify()
         wake(answered)
 
-    def lookup(self, ask: Ask) -> Row | None:
-        """The row from the local cache, counted as a request, or None, counted as nothing."""
-        row = self.cache.get(ask.digest)
-        if row is not None:
+    def lookup(self, job: Job) -> Answer | None:
+        """The answer from the local cache, counted as a request, or None, counted as nothing."""
+        answer = self.cache.get(job.digest)
+        if answer is not None:
             with self._session.lock:
                 self._session.table.statistics.requests += 1
                 self._session.table.statistics.local_hits += 1
-        return row
+        return answer
 
-    def forget(self, call: Call) -> None:
+    def forget(self, call: PendingCall) -> None:
         """`call` waits no longer: jobs that nobody else wants are withdrawn."""
         session = self._session
         with session.work:
@@ -176,7 +178,7 @@ class Client:
             if session.table.withdrawn:
                 session.work.notify()
 
-    def abandon(self, call: Call) -> None:
+    def abandon(self, call: PendingCall) -> None:
         """`forget` soon, without waiting for a lock: for what the garbage collector ends."""
         self._session.abandoned.append(call)
 
@@ -238,8 +240,8 @@ class Client:
         name = f"lmpool-{name}-{self._session.id[:6]}"
         return threading.Thread(target=target, name=name, daemon=True)
 
-    def _load_info(self, server: Server) -> ModelInfo:
-        session, options = self._session, self.options
+    def _load_info(self, servers: Servers) -> ModelInfo:
+        session, options, server = self._session, self.options, servers.pool
         if session.info is not None:  # two asked
             return session.info
         greet(server, options.url, session.clock)

@@ -1,4 +1,4 @@
-"""The thread that reads a client's notices and fetches the rows they announce."""
+"""The thread that reads a client's notices and fetches the answers they announce."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-import redis
+import redis.exceptions
 
 from lmpool.clock import to_ms
 from lmpool.commands import Server
@@ -20,10 +20,14 @@ from lmpool.errors import (
     PromptFailed,
     UnknownAdapter,
 )
-from lmpool.producer.calls import Call, wake
+from lmpool.keys import ShardKeys
+from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
+from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.session import Session
-from lmpool.server import is_lost, open_server
+from lmpool.server import is_lost
+from lmpool.servers import Servers
+from lmpool.wants import Digest
 from lmpool.wire import Notice, read_notices
 
 logger = logging.getLogger(__name__)
@@ -37,23 +41,22 @@ class Collector:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._server: Server | None = None
+        self._servers = Servers.of_url(session.options.url, blocks_for=BLOCK, name="lmpool-client")
+        self._answers = AnswerReader(session, self._servers)
         self._begun: Counter[str] = Counter()
         """How often each reply stream was made, as far as its beginnings were read."""
 
     def run(self) -> None:
         """Read until the client closes."""
         session = self._session
-        server = open_server(session.options.url, blocks_for=BLOCK, name="lmpool-client")
-        self._server = server
         failures = 0
         try:
             while not session.closing.is_set():
-                if not session.lanes:
+                if not session.shards:
                     session.joined.wait()  # nothing can be waited for before the pool is known
                     continue
                 try:
-                    self._collect_once(server)
+                    self._collect_once()
                     failures = 0
                 except (redis.exceptions.RedisError, OSError) as error:
                     if session.closing.is_set():
@@ -69,48 +72,61 @@ class Collector:
                     logger.exception("the client's collector failed")
                     session.fail_everything(LmpoolError(f"{type(error).__name__}: {error}"))
         finally:
-            server.close()
-            server.connection_pool.disconnect()
+            self._servers.close()
 
     def cut(self) -> None:
         """End a read that may be blocked on a connection that will never answer."""
-        if self._server is not None:
-            self._server.connection_pool.disconnect()
+        self._servers.cut()
 
-    def _collect_once(self, server: Server) -> None:
+    def _collect_once(self) -> None:
         session = self._session
         for reply, made in list(session.made.items()):
             if made > self._begun[reply]:
                 # A stream made anew, whose beginning was not read: its ids may be smaller. Reading
                 # another's again would give old errors to whoever asks the same prompt now.
                 session.last_ids.pop(reply, None)
-        streams = {
-            lane.reply(session.id): session.last_ids.get(lane.reply(session.id), "0-0")
-            for lane in session.lanes
-        }
-        answer = server.xread(streams, count=512, block=to_ms(BLOCK))
-        notices: list[Notice] = []
-        for name, entries in answer or ():
-            for entry_id, fields in entries:
-                notices += read_notices(fields)
-                session.last_ids[name.decode()] = entry_id.decode()
-                if b"hello" in fields:  # maybe before the sender knows that it made the stream
-                    begun, made = self._begun[name.decode()], session.made[name.decode()]
-                    self._begun[name.decode()] = max(begun + 1, made)
-        self._take_notices(server, notices)
+        # One blocking read covers what lies on one connection.
+        for server, shards in self._servers.by_connection(session.shards):
+            self._read(server, shards)
 
-    def _take_notices(self, server: Server, notices: Sequence[Notice]) -> None:
+    def _read(self, server: Server, shards: Sequence[ShardKeys]) -> None:
         session = self._session
-        ended: list[Call] = []
+        replies = {shard.reply(session.id): shard for shard in shards}
+        found = server.xread(
+            {reply: session.last_ids.get(reply, "0-0") for reply in replies},
+            count=512,
+            block=to_ms(BLOCK),
+        )
+        notices: list[Notice] = []
+        done: list[tuple[ShardKeys, list[Digest]]] = []
+        for name, entries in found or ():
+            reply = name.decode()
+            of_shard: list[Notice] = []
+            for entry_id, fields in entries:
+                of_shard += read_notices(fields)
+                session.last_ids[reply] = entry_id.decode()
+                if b"hello" in fields:  # maybe before the sender knows that it made the stream
+                    self._begun[reply] = max(self._begun[reply] + 1, session.made[reply])
+            notices += of_shard
+            done.append((replies[reply], [n.digest for n in of_shard if n.status == "ok"]))
+        self._take_errors(server, [notice for notice in notices if notice.status != "ok"])
+        for shard, digests in done:
+            waited_for = [digest for digest in digests if digest in session.table.flights]
+            if waited_for:
+                self._answers.fetch(shard, waited_for)
+
+    def _take_errors(self, server: Server, notices: Sequence[Notice]) -> None:
+        session = self._session
+        if not notices:
+            return
+        ended: list[PendingCall] = []
         if any(notice.status == "expired" for notice in notices):
             # Ours may be the clock that is wrong: it stands still while a machine sleeps.
             session.clock.set(*server.time())
         with session.lock:
-            flights = session.table.flights
-            done = [n.digest for n in notices if n.status == "ok" and n.digest in flights]
             for notice in notices:
                 flight = session.table.flights.get(notice.digest)
-                if notice.status == "ok" or flight is None:
+                if flight is None:
                     continue
                 error = _error_of(notice, flight)
                 if isinstance(error, JobExpired):
@@ -121,11 +137,9 @@ class Collector:
                     ended += session.table.fail(notice.digest, error)
                 else:
                     ended += session.fail(flight, error)
-            if any(session.table.unsent) or session.table.withdrawn:
+            if session.table.has_unsent() or session.table.withdrawn:
                 session.work.notify()
         wake(ended)
-        if done:
-            session.fetch(server, done)
 
 
 def _error_of(notice: Notice, flight: Flight) -> LmpoolError:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import threading
-from typing import Any, Final
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgpack
 
@@ -13,6 +16,10 @@ from lmpool.errors import AdapterError, NoWorkers, PoolError, PoolTimeout
 from lmpool.keys import PoolKeys
 
 CONTROL_TIMEOUT: Final = 120.0
+"""Seconds that a worker may take: loading an adapter does."""
+
+Argument: TypeAlias = str | bytes
+T = TypeVar("T")
 
 
 def ask_workers(
@@ -20,37 +27,19 @@ def ask_workers(
     keys: PoolKeys,
     workers: list[str],
     function: str,
-    *arguments: Any,
+    *arguments: Argument,
     timeout: float | None = None,
-) -> dict[str, Any]:
-    """Run a control function on every worker; what each answered, by worker.
+) -> dict[str, object]:
+    """Run a control function on every worker; returns what each returned, by worker.
 
     Raises `NoWorkers` without workers, `AdapterError` or `PoolError` with every worker's error,
-    `PoolTimeout` when one does not answer in time.
+    `PoolTimeout` when one does not answer within `timeout` seconds.
     """
     if not workers:
         raise NoWorkers(f"pool {keys.pool!r} has no worker alive to {function.replace('_', ' ')}")
-    try:
-        import arq  # noqa: F401
-    except ImportError:
-        raise PoolError(
-            f"{function} travels as an arq job: pip install 'lmpool[control]'"
-        ) from None
-    answers: dict[str, Any] = {}
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answers.update(asyncio.run(_ask(url, keys, workers, function, arguments, timeout)))
-        except BaseException as error:
-            failure.append(error)
-
-    # A thread of its own: the caller's may be running an event loop.
-    thread = threading.Thread(target=run, name="lmpool-control")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
+    if importlib.util.find_spec("arq") is None:
+        raise PoolError(f"{function} travels as an arq job: pip install 'lmpool[worker]'")
+    answers = _run_in_thread(_ask(url, keys, workers, function, arguments, timeout))
     errors = {worker: a["error"] for worker, a in answers.items() if "error" in a}
     if errors:
         text = "; ".join(f"{worker}: {error}" for worker, error in errors.items())
@@ -59,14 +48,30 @@ def ask_workers(
     return {worker: answer["result"] for worker, answer in answers.items()}
 
 
+def _run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run it in an event loop of its own: the caller's thread may be running one."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(asyncio.run(coroutine))
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="lmpool-control")
+    thread.start()
+    thread.join()
+    return done.result()
+
+
 async def _ask(
     url: str,
     keys: PoolKeys,
     workers: list[str],
     function: str,
-    arguments: tuple[Any, ...],
+    arguments: tuple[Argument, ...],
     timeout: float | None,
-) -> dict[str, Any]:
+) -> dict[str, dict[str, Any]]:
     from arq.connections import ArqRedis
 
     limit = CONTROL_TIMEOUT if timeout is None else timeout

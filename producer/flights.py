@@ -11,8 +11,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from lmpool.errors import LmpoolError
-from lmpool.producer.calls import Ask, Call
-from lmpool.wire import Row
+from lmpool.keys import PRIORITIES, Priority, shard_of
+from lmpool.producer.pending import PendingCall
+from lmpool.wants import Answer, Digest
+from lmpool.wire import Job
 
 
 @dataclass
@@ -41,12 +43,17 @@ class Statistics:
 class Flight:
     """A digest that somebody here waits for."""
 
-    __slots__ = ("ask", "counted", "deadline", "later", "sent", "since", "tries", "waiters")
+    __slots__ = (
+        "counted", "deadline", "job", "priority", "sent", "shard", "since", "tries", "waiters",
+    )  # fmt: skip
 
-    def __init__(self, ask: Ask, now: float, later: bool = False) -> None:
-        self.ask = ask
-        self.later = later  # whether interactive jobs go first: all who wait must agree
-        self.waiters: list[tuple[Call, int]] = []
+    def __init__(
+        self, job: Job, now: float, priority: Priority = "interactive", shard: int = 0
+    ) -> None:
+        self.job = job
+        self.shard = shard
+        self.priority: Priority = priority  # "batch" only while all who wait agree
+        self.waiters: list[tuple[PendingCall, int]] = []
         self.deadline: float | None = 0.0  # monotonic; None waits without end
         self.sent = False  # whether the server may know of it
         self.counted = False
@@ -65,102 +72,110 @@ class FlightTable:
     """Flights by digest, and those that have yet to be sent."""
 
     def __init__(self, statistics: Statistics | None = None) -> None:
-        self.flights: dict[bytes, Flight] = {}
-        self.unsent: tuple[deque[Flight], deque[Flight]] = (deque(), deque())
-        """What goes first, and what goes later."""
-        self._counts = [0, 0]
-        self.withdrawn: list[bytes] = []
+        self.flights: dict[Digest, Flight] = {}
+        self.unsent: dict[Priority, deque[Flight]] = {priority: deque() for priority in PRIORITIES}
+        self._counts: dict[Priority, int] = dict.fromkeys(PRIORITIES, 0)
+        self.withdrawn: list[tuple[int, Digest]] = []
+        """What the server is to forget, by shard."""
+        self.shards = 1
         self.statistics = Statistics() if statistics is None else statistics
 
-    def add(self, call: Call, now: float) -> None:
-        """Let `call` wait for each of its prompts that has no row yet."""
-        deadline = call.deadline
+    def add(self, call: PendingCall, now: float) -> None:
+        """Let `call` wait for each of its jobs that has no answer yet."""
+        deadline, priority = call.deadline, call.priority
         flights, unsent = self.flights, self.unsent
-        for place, ask in enumerate(call.asks):
-            if call.rows[place] is not None:
+        for place, job in enumerate(call.jobs):
+            if call.answers[place] is not None:
                 continue
-            flight = flights.get(ask.digest)
+            flight = flights.get(job.digest)
             if flight is None:
-                flight = flights[ask.digest] = Flight(ask, now, call.later)
+                shard = shard_of(job.tokens, job.adapter, self.shards)
+                flight = flights[job.digest] = Flight(job, now, priority, shard)
                 flight.deadline = deadline
-                self._counts[call.later] += 1
-                unsent[call.later].append(flight)
+                self._counts[priority] += 1
+                unsent[priority].append(flight)
             else:
                 self.statistics.joined += 1
                 # The server's deadline must follow the longest wait.
                 resend = flight.extend(deadline) and flight.sent
-                if flight.later and not call.later:
-                    # Where it was among those that go later, it is passed over.
-                    flight.later, resend = False, True
-                    self._counts[True] -= 1
-                    self._counts[False] += 1
+                if flight.priority != priority == "interactive":
+                    # Where it was among those of priority batch, it is passed over.
+                    flight.priority, resend = "interactive", True
+                    self._counts["batch"] -= 1
+                    self._counts["interactive"] += 1
                 if resend:
-                    unsent[flight.later].append(flight)
+                    unsent[flight.priority].append(flight)
             flight.waiters.append((call, place))
 
-    def take_unsent(self, most: int, most_bytes: int, later: bool = False) -> list[Flight]:
+    def take_unsent(
+        self, most: int, most_bytes: int, priority: Priority = "interactive"
+    ) -> list[Flight]:
         """Flights to be sent now, oldest first, as one request's worth."""
         taken: list[Flight] = []
         size = 0
-        unsent = self.unsent[later]
+        unsent = self.unsent[priority]
         while unsent and len(taken) < most and size < most_bytes:
             flight = unsent.popleft()
-            if flight.later == later and self.is_waiting(flight):
+            if flight.priority == priority and self.is_waiting(flight):
                 flight.sent = True
                 taken.append(flight)
-                size += len(flight.ask.tokens)
+                size += len(flight.job.tokens)
         return taken
 
-    def take_withdrawn(self) -> list[bytes]:
+    def take_withdrawn(self) -> list[tuple[int, Digest]]:
         """What the server is to forget now, without what somebody here waits for again."""
         withdrawn, self.withdrawn = self.withdrawn, []
         left = []
-        for digest in withdrawn:
+        for shard, digest in withdrawn:
             flight = self.flights.get(digest)
             if flight is None:
-                left.append(digest)
+                left.append((shard, digest))
             else:
                 flight.sent = True  # under its predecessor's name
         return left
 
-    def under_way(self, later: bool) -> int:
+    def under_way(self, priority: Priority) -> int:
         """How many flights the server may know of and has not answered, about."""
-        return max(0, self._counts[later] - len(self.unsent[later]))
+        return max(0, self._counts[priority] - len(self.unsent[priority]))
+
+    def has_unsent(self) -> bool:
+        """Whether anything is to be sent."""
+        return any(self.unsent.values())
 
     def put_back(self, flights: Iterable[Flight]) -> None:
         """Flights whose sending failed: they go first again."""
         for flight in reversed(list(flights)):
             if self.is_waiting(flight):
-                self.unsent[flight.later].appendleft(flight)
+                self.unsent[flight.priority].appendleft(flight)
 
     def resend(self, flight: Flight) -> None:
         """The server lost this one: send it again."""
         if self.is_waiting(flight):
             flight.tries += 1
             self.statistics.resubmitted += 1
-            self.unsent[flight.later].append(flight)
+            self.unsent[flight.priority].append(flight)
 
     def is_waiting(self, flight: Flight) -> bool:
         """Whether anybody still waits for it."""
-        return self.flights.get(flight.ask.digest) is flight
+        return self.flights.get(flight.job.digest) is flight
 
-    def land(self, digest: bytes, row: Row) -> list[Call]:
-        """A row is there: the calls that this completes."""
+    def land(self, digest: Digest, answer: Answer) -> list[PendingCall]:
+        """An answer is there: the calls that this completes."""
         flight = self._pop(digest)
         complete = []
         if flight is not None:
             for call, place in flight.waiters:
-                if call.rows[place] is None:
-                    call.rows[place] = row
+                if call.answers[place] is None:
+                    call.answers[place] = answer
                     call.left -= 1
                     if call.left == 0:
                         complete.append(call)
         return complete
 
-    def fail(self, digest: bytes, error: LmpoolError) -> list[Call]:
+    def fail(self, digest: Digest, error: LmpoolError) -> list[PendingCall]:
         """A prompt failed: the calls that this ends. Their other prompts are withdrawn."""
         flight = self._pop(digest)
-        ended: dict[int, Call] = {}
+        ended: dict[int, PendingCall] = {}
         if flight is not None:
             for call, _ in flight.waiters:
                 if not call.done:
@@ -170,7 +185,7 @@ class FlightTable:
             self.forget(call)
         return list(ended.values())
 
-    def forget(self, call: Call) -> int:
+    def forget(self, call: PendingCall) -> int:
         """`call` waits no longer: the number of its prompts withdrawn as nobody else wants them."""
         withdrawn = 0
         if call.left == 0:
@@ -182,18 +197,18 @@ class FlightTable:
                 self._pop(digest)
                 withdrawn += 1
                 if flight.sent:
-                    self.withdrawn.append(digest)
+                    self.withdrawn.append((flight.shard, digest))
         self.statistics.withdrawn += withdrawn
         return withdrawn
 
-    def _pop(self, digest: bytes) -> Flight | None:
+    def _pop(self, digest: Digest) -> Flight | None:
         flight = self.flights.pop(digest, None)
         if flight is not None:
-            self._counts[flight.later] -= 1
+            self._counts[flight.priority] -= 1
         return flight
 
-    def _digests_of(self, call: Call) -> list[bytes]:
-        wanted = {call.asks[i].digest for i, row in enumerate(call.rows) if row is None}
+    def _digests_of(self, call: PendingCall) -> list[Digest]:
+        wanted = {call.jobs[i].digest for i, found in enumerate(call.answers) if found is None}
         return [digest for digest in wanted if digest in self.flights]
 
     def overdue(self, now: float, age: float, most: int) -> list[Flight]:

@@ -4,46 +4,86 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
+from typing_extensions import TypeVar
 
 from lmpool.errors import SettingsError
-from lmpool.wire import Row
+from lmpool.rows import EncodedRow
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NumpyRows: TypeAlias = npt.NDArray[np.float32]
+"""Read-only float32, [vocab_size] or [prompts, vocab_size]."""
+TorchRows: TypeAlias = "Tensor"
+"""The same as a torch tensor on the CPU, the caller's own. To a type checker that finds no torch
+it is anything."""
+
+RowT_co = TypeVar("RowT_co", covariant=True, default="TorchRows")
+"""What rows are. ``framework="auto"`` means torch to a type checker: it checks what runs where
+torch is installed; whoever runs without torch writes ``framework="numpy"`` to have rows checked."""
 
 
-class Framework:
-    """``torch``, ``numpy``, or ``auto``: torch where it is installed."""
+class Framework(Protocol[RowT_co]):
+    """How rows are handed to callers."""
 
-    def __init__(self, name: str) -> None:
-        self._torch = _wants_torch(name)
+    def one(self, row: EncodedRow) -> RowT_co:
+        """One row, float32 [vocab_size]."""
+        ...
 
-    def one(self, row: Row) -> Any:
-        """One row, float32 [vocab]; the caller owns it."""
+    def stack(self, rows: Sequence[EncodedRow], vocab_size: int) -> RowT_co:
+        """Rows in one block, float32 [rows, vocab_size]."""
+        ...
+
+
+class _Numpy:
+    """Arrays that are nobody's to write: the local cache may hold the same numbers."""
+
+    def one(self, row: EncodedRow) -> NumpyRows:
         values = row.logprobs()
-        if self._torch:
-            import torch
-
-            return torch.from_numpy(np.array(values) if row.encoding == "f32" else values)
         values.flags.writeable = False
         return values
 
-    def stack(self, rows: Sequence[Row], vocab_size: int) -> Any:
-        """Rows in one block, float32 [rows, vocab]."""
-        block = np.empty((len(rows), vocab_size), np.float32)
-        for number, row in enumerate(rows):
-            block[number] = row.logprobs()
-        if self._torch:
-            import torch
-
-            return torch.from_numpy(block)
+    def stack(self, rows: Sequence[EncodedRow], vocab_size: int) -> NumpyRows:
+        block = _block(rows, vocab_size)
         block.flags.writeable = False
         return block
 
 
-def _wants_torch(framework: str) -> bool:
-    if framework == "auto":
-        return importlib.util.find_spec("torch") is not None
-    if framework == "torch" and importlib.util.find_spec("torch") is None:
+class _Torch:
+    """Tensors that the caller owns. torch is read with the first one."""
+
+    def one(self, row: EncodedRow) -> TorchRows:
+        import torch
+
+        values = row.logprobs()
+        return torch.from_numpy(np.array(values) if row.encoding == "f32" else values)
+
+    def stack(self, rows: Sequence[EncodedRow], vocab_size: int) -> TorchRows:
+        import torch
+
+        return torch.from_numpy(_block(rows, vocab_size))
+
+
+def framework(name: str) -> Framework[Any]:
+    """``torch``, ``numpy``, or ``auto``: torch where it is installed, else numpy.
+
+    Raises `SettingsError` for ``torch`` where it is not installed.
+    """
+    if name == "numpy":
+        return _Numpy()
+    if importlib.util.find_spec("torch") is not None:
+        return _Torch()
+    if name == "torch":
         raise SettingsError("framework='torch': torch is not installed; write framework='numpy'")
-    return framework == "torch"
+    return _Numpy()
+
+
+def _block(rows: Sequence[EncodedRow], vocab_size: int) -> NumpyRows:
+    block = np.empty((len(rows), vocab_size), np.float32)
+    for number, row in enumerate(rows):
+        block[number] = row.logprobs()
+    return block

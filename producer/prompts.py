@@ -6,15 +6,22 @@ import operator
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from numbers import Real
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from lmpool.errors import PromptError
 
-TokenIds: TypeAlias = Sequence[int] | npt.NDArray[Any] | Iterable[int]
+
+class Tensor(Protocol):
+    """A torch tensor, to type checkers that need not find torch."""
+
+    def detach(self) -> object: ...
+    def numel(self) -> int: ...
+
+
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor | Iterable[int]
 """A prompt: integers in a list, tuple, numpy array or torch tensor, one-dimensional."""
 
 
@@ -38,10 +45,9 @@ def prompt_bytes(token_ids: TokenIds, vocab_size: int, max_prompt_tokens: int) -
     ids = token_ids if kinds == {int} else _as_integers(token_ids)
     try:
         packed = array("I", ids)
-        sound = max(packed) < vocab_size
     except OverflowError:  # negative, or no uint32
-        sound = False
-    if not sound:
+        packed = None
+    if packed is None or max(packed) >= vocab_size:
         place, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
         raise PromptError(
             f"token id {bad} at position {place} is outside [0, {vocab_size}): "
@@ -52,7 +58,7 @@ def prompt_bytes(token_ids: TokenIds, vocab_size: int, max_prompt_tokens: int) -
     return packed.tobytes()
 
 
-def _as_sequence(token_ids: TokenIds) -> Sequence[int]:
+def _as_sequence(token_ids: Any) -> Sequence[int]:
     """Any container of ids as a list, refusing what has another shape or dtype."""
     if isinstance(token_ids, (str, bytes)):
         raise PromptError(
@@ -99,8 +105,3 @@ def _as_integers(token_ids: Sequence[Any]) -> list[int]:
                 "not an integer"
             ) from None
     return ids
-
-
-def is_number(value: object) -> bool:
-    """Whether this is a real number, of Python or numpy, and no bool."""
-    return isinstance(value, Real) and not isinstance(value, bool)

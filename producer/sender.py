@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
-import redis
+import redis.exceptions
 
 from lmpool.clock import to_ms
-from lmpool.commands import Server, Value
+from lmpool.commands import Value
 from lmpool.errors import (
     LmpoolError,
     NoWorkers,
@@ -20,16 +20,20 @@ from lmpool.errors import (
     ServerUnreachable,
     UnknownAdapter,
 )
-from lmpool.keys import GROUP, LaneKeys
+from lmpool.keys import GROUP, PRIORITIES, Priority, ShardKeys
 from lmpool.liveness import any_alive
-from lmpool.producer.calls import Call, wake
+from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
-from lmpool.producer.moving import look_at, say_goodbye
+from lmpool.producer.pending import PendingCall, wake
+from lmpool.producer.replacement import look_at, wake_collector
 from lmpool.producer.session import CLAIM_MOST, FLIGHT_TTL, REPLY_TTL, Session, Task
+from lmpool.producer.withdrawal import withdraw
 from lmpool.scripts import script
-from lmpool.server import explained, is_full, is_lost, open_server
+from lmpool.server import explained, is_full, is_lost
+from lmpool.servers import Servers
 from lmpool.settings import mask_url
-from lmpool.wire import Job, pack_job
+from lmpool.wants import Digest
+from lmpool.wire import JobPacker
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +48,9 @@ class Sender:
     def __init__(self, session: Session, farewell: Callable[[], None]) -> None:
         self._session = session
         self._farewell = farewell
-        self._busy_until = [0.0, 0.0]  # of what goes first, and of what goes later
+        self._servers = Servers.of_url(session.options.url, name="lmpool-client")
+        self._answers = AnswerReader(session, self._servers)
+        self._busy_until: dict[Priority, float] = dict.fromkeys(PRIORITIES, 0.0)
         self._next_check = 0.0
         self._alone_since: float | None = None
         self._looked = 0.0
@@ -52,7 +58,6 @@ class Sender:
     def run(self) -> None:
         """Serve until the client closes, then leave nothing behind on the server."""
         session = self._session
-        server = open_server(session.options.url, name="lmpool-client")
         lost_since: float | None = None
         try:
             while True:
@@ -64,21 +69,20 @@ class Sender:
                     closing = session.closed
                     tasks, session.tasks = session.tasks, []
                 while tasks:  # one left in a variable would keep its PooledLM from being collected
-                    self._run_task(server, tasks.pop(0))
+                    self._run_task(tasks.pop(0))
                 if closing:
                     break
                 try:
-                    self._serve(server)
+                    self._serve()
                     lost_since = None
                 except (redis.exceptions.RedisError, OSError) as error:
                     lost_since = self._after_loss(error, lost_since)
                 except Exception as error:  # a defect of ours must not leave callers waiting
                     logger.exception("the client's sender failed")
                     session.fail_everything(LmpoolError(f"{type(error).__name__}: {error}"))
-            self._leave(server)
+            self._leave()
         finally:
-            server.close()
-            server.connection_pool.disconnect()
+            self._servers.close()
 
     def _has_work(self) -> bool:
         session = self._session
@@ -93,20 +97,20 @@ class Sender:
         if not session.table.flights:
             return None
         due = self._next_check
-        for later in (False, True):
-            if session.may_send(later):
-                due = min(due, self._busy_until[later])
+        for priority in PRIORITIES:
+            if session.may_send(priority):
+                due = min(due, self._busy_until[priority])
         return max(0.0, due - time.monotonic())
 
-    def _what_may_go(self) -> bool | None:
-        """Whether it is what goes later that can be sent now; None if nothing can. Locked."""
-        for later in (False, True):
-            busy = self._busy_until[later] > time.monotonic()
-            if not busy and self._session.may_send(later):
-                return later
+    def _what_may_go(self) -> Priority | None:
+        """Whose jobs can be sent now; None if nothing can. Locked."""
+        for priority in PRIORITIES:
+            busy = self._busy_until[priority] > time.monotonic()
+            if not busy and self._session.may_send(priority):
+                return priority
         return None
 
-    def _run_task(self, server: Server, task: Task) -> None:
+    def _run_task(self, task: Task) -> None:
         session = self._session
         function, future = task
         if not future.set_running_or_notify_cancel():
@@ -114,19 +118,19 @@ class Sender:
         try:
             with explained(session.options.url):
                 try:
-                    result = function(server)
+                    result = function(self._servers)
                 except redis.exceptions.RedisError as error:
                     # An idle connection may have died unnoticed: once more on a new one.
                     if not is_lost(error):
                         raise
-                    result = function(server)
+                    result = function(self._servers)
         except BaseException as error:
             future.set_exception(error)
         else:
             future.set_result(result)
 
     def _after_loss(self, error: Exception, lost_since: float | None) -> float:
-        """The connection is gone or the server refuses: wait, or give up. Answers since when."""
+        """The connection is gone or the server refuses: wait, or give up. Returns since when."""
         session = self._session
         now, shown = time.monotonic(), mask_url(session.options.url)
         if not (is_lost(error) or is_full(error)):
@@ -149,119 +153,121 @@ class Sender:
         session.closing.wait(min(1.0, 0.05 + (now - since) / 4) * random.uniform(0.5, 1.0))
         return since
 
-    def _serve(self, server: Server) -> None:
+    def _serve(self) -> None:
         session = self._session
-        session.withdraw(server)
-        while self._claim(server):
+        withdraw(session, self._servers)
+        while self._claim():
             pass
         if session.table.flights and self._next_check <= time.monotonic():
-            self._check(server)
+            self._check()
 
-    def _claim(self, server: Server) -> bool:
+    def _claim(self) -> bool:
         """Send one request's worth of flights; False when there was nothing to send."""
         session = self._session
         with session.lock:
-            later = self._what_may_go()
-            if later is None:
+            priority = self._what_may_go()
+            if priority is None:
                 return False
-            most = min(CLAIM_MOST, session.may_send(later))
-            flights = session.table.take_unsent(most, CLAIM_BYTES, later)
+            most = min(CLAIM_MOST, session.may_send(priority))
+            flights = session.table.take_unsent(most, CLAIM_BYTES, priority)
         try:
-            for lane in session.lanes:
-                mine = (
-                    flights
-                    if len(session.lanes) == 1
-                    else [f for f in flights if session.lane(f.ask.digest) is lane]
-                )
-                if mine:
-                    self._claim_in(server, lane, mine, later)
+            for shard, mine in self._by_shard(flights):
+                self._claim_in(shard, mine, priority)
         except Exception:
             with session.lock:
                 session.table.put_back(flights)
             raise
         return True
 
-    def _claim_in(self, server: Server, lane: LaneKeys, flights: list[Flight], later: bool) -> None:
+    def _by_shard(self, flights: list[Flight]) -> Iterator[tuple[ShardKeys, list[Flight]]]:
+        shards = self._session.shards
+        if len(shards) == 1:
+            if flights:
+                yield shards[0], flights
+            return
+        for shard in shards:
+            mine = [flight for flight in flights if flight.shard == shard.number]
+            if mine:
+                yield shard, mine
+
+    def _claim_in(self, shard: ShardKeys, flights: list[Flight], priority: Priority) -> None:
         session = self._session
         assert session.info is not None
         now_ms, now = session.clock.now_ms(), time.monotonic()
         arguments: list[Value] = [
-            lane.prefix,
+            shard.prefix,
             session.id,
             to_ms(REPLY_TTL),
             to_ms(FLIGHT_TTL),
             session.info.max_backlog,
             GROUP,
-            int(not later),
+            int(priority == "interactive"),
         ]
+        pack = JobPacker(now_ms).pack
         for flight in flights:
-            ask = flight.ask
-            deadline = (
-                None if flight.deadline is None else now_ms + int((flight.deadline - now) * 1000)
-            )
-            job = Job(
-                op=ask.op,  # type: ignore[arg-type]
-                digest=bytes.fromhex(ask.digest.decode()),  # type: ignore[arg-type]
-                tokens=ask.tokens,
-                adapter=ask.adapter,
-                want=ask.want,
-                deadline=deadline,
-                sent=now_ms,
-            )
+            job, due = flight.job, flight.deadline
+            deadline = None if due is None else now_ms + int((due - now) * 1000)
             arguments += (
-                ask.digest,
+                job.digest.hex(),
                 "" if deadline is None else deadline,
-                ask.adapter or "",
-                pack_job(job),
+                job.adapter or "",
+                pack(job.want, job.adapter, job.digest, job.tokens, deadline),
             )
-        stream = lane.batch if later else lane
-        answers, fresh = script("enqueue")(server, [stream.jobs], arguments)
-        session.made[lane.reply(session.id)] += fresh
-        self._take_answers(server, flights, answers, later)
+        claims, fresh = script("enqueue")(
+            self._servers.for_shard(shard), [shard.stream(priority).key], arguments
+        )
+        session.made[shard.reply(session.id)] += fresh
+        there = self._take_claims(flights, claims.decode(), priority)
+        if there:
+            self._answers.fetch(shard, there)
 
-    def _take_answers(
-        self, server: Server, flights: list[Flight], answers: bytes, later: bool
-    ) -> None:
+    def _take_claims(self, flights: list[Flight], claims: str, priority: Priority) -> list[Digest]:
+        """Take what the server said of each flight, a letter each; those whose result is there."""
         session = self._session
-        there: list[bytes] = []
-        ended: list[Call] = []
+        there: list[Digest] = []
+        full: list[Flight] = []
+        counted: list[str] = []
+        ended: list[PendingCall] = []
         with session.lock:
-            statistics, table = session.table.statistics, session.table
             now = time.monotonic()
-            full = []
-            for flight, answer in zip(flights, answers.decode(), strict=True):
-                if not flight.counted and answer in "hjq":
+            for flight, claim in zip(flights, claims, strict=True):
+                if not flight.counted and claim in "hjq":
                     flight.counted = True
-                    if answer == "q":
-                        statistics.queued += 1
-                    elif answer == "j":
-                        statistics.joined += 1
-                    else:
-                        statistics.cache_hits += 1
-                if answer == "h":
-                    there.append(flight.ask.digest)
-                elif answer == "f":
+                    counted.append(claim)
+                if claim == "h":
+                    there.append(flight.job.digest)
+                elif claim == "f":
                     flight.sent = False
                     full.append(flight)
-                elif answer == "a":
-                    name = (flight.ask.adapter or "").rpartition("@")[0]
+                elif claim == "a":
+                    name = (flight.job.adapter or "").rpartition("@")[0]
                     ended += session.fail(flight, UnknownAdapter(self._adapter_gone(name)))
                 flight.since = now
-            if full and session.options.when_busy == "raise":
-                bound = session.info.max_backlog if session.info else 0
-                error = PoolBusy(
-                    f"pool {session.options.pool!r} has {bound} jobs waiting, its bound: try again "
-                    "later, add workers, or raise max_backlog"
-                )
-                for flight in full:
-                    ended += session.fail(flight, error)
-            elif full:
-                table.put_back(full)
-                # The backlog drains at the workers' pace: ask again in a while, not at once.
-                self._busy_until[later] = now + random.uniform(0.01, 0.03)
+            statistics = session.table.statistics
+            statistics.cache_hits += counted.count("h")
+            statistics.joined += counted.count("j")
+            statistics.queued += counted.count("q")
+            if full:
+                ended += self._wait_for_room(full, priority, now)
         wake(ended)
-        if there:
-            session.fetch(server, there)
+        return there
+
+    def _wait_for_room(
+        self, full: list[Flight], priority: Priority, now: float
+    ) -> list[PendingCall]:
+        """The backlog is at its bound: the calls that this ends, if any. Under the lock."""
+        session = self._session
+        if session.options.when_busy == "raise":
+            bound = session.info.max_backlog if session.info else 0
+            error = PoolBusy(
+                f"pool {session.options.pool!r} has {bound} jobs waiting, its bound: try again "
+                "later, add workers, or raise max_backlog"
+            )
+            return [call for flight in full for call in session.fail(flight, error)]
+        session.table.put_back(full)
+        # The backlog drains at the workers' pace: ask again in a while, not at once.
+        self._busy_until[priority] = now + random.uniform(0.01, 0.03)
+        return []
 
     def _adapter_gone(self, name: str) -> str:
         pool = self._session.options.pool
@@ -270,7 +276,7 @@ class Sender:
             "register it with add_new_lora()"
         )
 
-    def _check(self, server: Server) -> None:
+    def _check(self) -> None:
         """Look after what is waited for: renew leases, find what was lost, see who is alive."""
         session = self._session
         every = min(CHECK_EVERY, max(0.1, session.options.workers_timeout / 4))
@@ -278,48 +284,55 @@ class Sender:
         self._next_check = now + every
         with session.lock:
             flights = session.table.overdue(now, every, 10 * CHECK_MOST)
-        for lane in session.lanes:
-            mine = [f for f in flights if session.lane(f.ask.digest) is lane]
+        for shard, mine in self._by_shard(flights):
             for i in range(0, len(mine), CHECK_MOST):
-                self._check_in(server, lane, mine[i : i + CHECK_MOST])
-            last = session.last_ids.get(lane.reply(session.id))
+                self._check_in(shard, mine[i : i + CHECK_MOST])
+        for shard in session.shards:
+            reply = shard.reply(session.id)
+            last = session.last_ids.get(reply)
             if last is not None:
-                server.xtrim(lane.reply(session.id), minid=last, approximate=False)
+                self._servers.for_shard(shard).xtrim(reply, minid=last, approximate=False)
         if session.table.flights:
             if now - self._looked > 4 * every:
                 self._alone_since = None  # nobody waited meanwhile, or nobody could look
             self._looked = now
-            self._look_for_workers(server, now)
+            self._look_for_workers(now)
 
-    def _check_in(self, server: Server, lane: LaneKeys, flights: list[Flight]) -> None:
+    def _check_in(self, shard: ShardKeys, flights: list[Flight]) -> None:
         session = self._session
-        digests = [flight.ask.digest for flight in flights]
-        answers, fresh = script("check")(
-            server,
-            [lane.jobs],
-            [lane.prefix, session.id, to_ms(REPLY_TTL), to_ms(FLIGHT_TTL), *digests],
+        states, fresh = script("check")(
+            self._servers.for_shard(shard),
+            [shard.stream().key],
+            [
+                shard.prefix,
+                session.id,
+                to_ms(REPLY_TTL),
+                to_ms(FLIGHT_TTL),
+                *(flight.job.digest.hex() for flight in flights),
+            ],
         )
-        session.made[lane.reply(session.id)] += fresh
+        session.made[shard.reply(session.id)] += fresh
         there = []
         with session.lock:
-            for flight, answer in zip(flights, answers.decode(), strict=True):
-                if answer == "h":
-                    there.append(flight.ask.digest)
-                elif answer == "u":
+            for flight, state in zip(flights, states.decode(), strict=True):
+                if state == "h":
+                    there.append(flight.job.digest)
+                elif state == "u":
                     session.table.resend(flight)
         if there:
-            session.fetch(server, there)
+            self._answers.fetch(shard, there)
 
-    def _look_for_workers(self, server: Server, now: float) -> None:
+    def _look_for_workers(self, now: float) -> None:
         session = self._session
-        # In every lane: a pool taken over in fewer lanes has nobody in the others.
-        if all(any_alive(server, lane) for lane in session.lanes):
+        servers = self._servers
+        # In every shard: a pool taken over in fewer shards has nobody in the others.
+        if all(any_alive(servers.for_shard(shard), shard) for shard in session.shards):
             self._alone_since = None
             return
         if self._alone_since is None:
             self._alone_since = now
-        current = server.get(session.keys.info)
-        if current is not None and look_at(session, server, current):
+        current = servers.pool.get(session.keys.info)
+        if current is not None and look_at(session, servers, current):
             self._alone_since = None
         elif now - self._alone_since >= session.options.workers_timeout * 0.75:
             self._alone_since = None
@@ -330,15 +343,15 @@ class Sender:
                 )
             )
 
-    def _leave(self, server: Server) -> None:
+    def _leave(self) -> None:
         """Withdraw everything, wake the collector, delete what is ours."""
-        session = self._session
+        session, servers = self._session, self._servers
         try:
-            if session.lanes:
-                session.withdraw(server)
-                say_goodbye(session, server, session.lanes[0].reply(session.id))
+            if session.shards:
+                withdraw(session, servers)
+                wake_collector(session, servers, session.shards)
                 self._farewell()
-                for lane in session.lanes:
-                    server.delete(lane.reply(session.id))
+                for shard in session.shards:
+                    servers.for_shard(shard).delete(shard.reply(session.id))
         except (redis.exceptions.RedisError, OSError):
             logger.debug("the server was gone when the client closed", exc_info=True)

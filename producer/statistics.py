@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import msgpack
 
-from lmpool.commands import Server
-from lmpool.keys import LaneKeys
+from lmpool.counters import BATCHES, COMPUTED, COUNTERS, EXPIRED, FAILED, Counter
+from lmpool.keys import ShardKeys
+from lmpool.liveness import consumers
+from lmpool.servers import Servers
 
 
 class WorkerStatistics(TypedDict):
@@ -23,7 +25,8 @@ class WorkerStatistics(TypedDict):
 
 
 class PoolStatistics(TypedDict):
-    """`computed`, `batches`, `failed`, `expired` since the pool began; `backlog` now."""
+    """`computed`, `batches`, `failed`, `expired` since the pool began (see `lmpool.counters`);
+    `backlog` now."""
 
     computed: int
     batches: int
@@ -33,36 +36,37 @@ class PoolStatistics(TypedDict):
     workers: list[WorkerStatistics]
 
 
-def pool_statistics(server: Server, lanes: Sequence[LaneKeys], group: str) -> PoolStatistics:
-    """Read them: one request for each lane, and one for the workers."""
-    counted = dict.fromkeys(("computed", "batches", "failed", "expired"), 0)
+def pool_statistics(servers: Servers, shards: Sequence[ShardKeys]) -> PoolStatistics:
+    """Read them: one request for each shard, and one for the workers."""
+    counted = dict.fromkeys(COUNTERS, 0)
     backlog = 0
-    names: list[str] = []
-    for number, lane in enumerate(lanes):
-        with server.pipeline(transaction=False) as pipeline:
-            pipeline.hgetall(lane.counters)
-            pipeline.xlen(lane.jobs)
-            pipeline.xlen(lane.batch.jobs)
-            if number == 0:
-                pipeline.xinfo_consumers(lane.jobs, group)
-            answers = pipeline.execute(raise_on_error=False)
-        for name, value in answers[0].items():
-            if name.decode() in counted:
-                counted[name.decode()] += int(value)
-        backlog += int(answers[1]) + int(answers[2])
-        if number == 0 and not isinstance(answers[3], Exception):
-            names = [consumer["name"].decode() for consumer in answers[3]]
-    beats = server.mget([lanes[0].alive(name) for name in names]) if names else []
+    for shard in shards:
+        with servers.for_shard(shard).pipeline(transaction=False) as pipeline:
+            pipeline.hgetall(shard.counters)
+            for stream in shard.streams:
+                pipeline.xlen(stream.key)
+            counters, *lengths = pipeline.execute()
+        _add(counted, counters)
+        backlog += sum(lengths)
+    server = servers.for_shard(shards[0])
+    names = consumers(server, shards[0])
+    beats = server.mget([shards[0].alive(name) for name in names]) if names else []
     workers = [_worker(msgpack.unpackb(beat)) for beat in beats if beat is not None]
     workers.sort(key=lambda worker: worker["id"])
     return PoolStatistics(
-        computed=counted["computed"],
-        batches=counted["batches"],
-        failed=counted["failed"],
-        expired=counted["expired"],
+        computed=counted[COMPUTED],
+        batches=counted[BATCHES],
+        failed=counted[FAILED],
+        expired=counted[EXPIRED],
         backlog=backlog,
         workers=workers,
     )
+
+
+def _add(counted: dict[Counter, int], found: Mapping[bytes, bytes]) -> None:
+    """Add one hash of counters. What a worker of another release counts besides is left out."""
+    for counter in counted:
+        counted[counter] += int(found.get(counter.field.encode(), 0))
 
 
 def _worker(beat: dict[str, Any]) -> WorkerStatistics:

@@ -3,17 +3,86 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal, Protocol, cast
 
 from lmpool.errors import PoolError
 from lmpool.model_info import ModelInfo
 from lmpool.vocabulary import Vocabulary
 
 
+class ByteToken(Protocol):
+    """A token: its bytes, as which it may be used, and its id.
+
+    genlm-backend's `Token` where that is installed, else lmpool's own.
+    """
+
+    @property
+    def token_id(self) -> int:
+        """Its place in the vocabulary."""
+        ...
+
+    @property
+    def byte_string(self) -> bytes:
+        """Its bytes as plain bytes."""
+        ...
+
+    # What bytes has and needs no words: `b"".join(tokens)`, `len(token)`, `token.decode()`.
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __bytes__(self) -> bytes: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[int]: ...
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str: ...
+
+
+class Tokenizer(Protocol):
+    """What a pool's tokenizer surely can. It is a transformers tokenizer, which can more: say
+    ``cast(PreTrainedTokenizerBase, lm.tokenizer)`` where a type checker has to know.
+    """
+
+    name_or_path: str
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+    @property
+    def eos_token_id(self) -> int | None: ...
+    @property
+    def pad_token_id(self) -> int | None: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Text as token ids."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Token ids as text."""
+        ...
+
+    def convert_ids_to_tokens(self, ids: int) -> str:
+        """A token as the vocabulary spells it."""
+        ...
+
+    def convert_tokens_to_ids(self, tokens: str) -> int:
+        """The id of a token as the vocabulary spells it."""
+        ...
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, str]],
+        *,
+        tokenize: Literal[False],
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """A conversation as the model was taught to read it; `encode` it without special tokens."""
+        ...
+
+
 class Token(bytes):
-    """A token: its bytes, and its id. Two tokens are equal when their ids are."""
+    """lmpool's own `ByteToken`. Two are equal when their ids are."""
 
     token_id: int
 
@@ -43,19 +112,19 @@ class Token(bytes):
         return Token, (self.token_id, bytes(self))
 
 
-def byte_tokens(tokens: Sequence[bytes]) -> list[Any]:
+def byte_tokens(tokens: Sequence[bytes]) -> list[ByteToken]:
     """Tokens by id: genlm-backend's own `Token` where it is installed, else ours."""
-    kind: Any = Token
+    make: Callable[[int, bytes], ByteToken] = Token
     try:
         from genlm.backend.tokenization import Token as GenlmToken
 
-        kind = GenlmToken
+        make = GenlmToken
     except ImportError:
         pass
-    return [kind(token_id=i, byte_string=token) for i, token in enumerate(tokens)]
+    return [make(i, token) for i, token in enumerate(tokens)]
 
 
-def string_tokens(tokens: Sequence[bytes], tokenizer: Any) -> list[str]:
+def string_tokens(tokens: Sequence[bytes], tokenizer: Tokenizer) -> list[str]:
     """Tokens as text; those that are no UTF-8 as the tokenizer spells them."""
     strings = []
     for i, token in enumerate(tokens):
@@ -66,7 +135,7 @@ def string_tokens(tokens: Sequence[bytes], tokenizer: Any) -> list[str]:
     return strings
 
 
-def load_tokenizer(vocabulary: Vocabulary, info: ModelInfo) -> Any:
+def load_tokenizer(vocabulary: Vocabulary, info: ModelInfo) -> Tokenizer:
     """The model's tokenizer (a transformers tokenizer), from the published files.
 
     Raises `PoolError` where the pool published none, or transformers is not installed.
@@ -85,4 +154,4 @@ def load_tokenizer(vocabulary: Vocabulary, info: ModelInfo) -> Any:
             (Path(folder) / name).write_bytes(content)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     tokenizer.name_or_path = info.model
-    return tokenizer
+    return cast(Tokenizer, tokenizer)

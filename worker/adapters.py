@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Final
 
 from lmpool.backends.engine import Engine
-from lmpool.commands import Server
 from lmpool.errors import AdapterError, EngineBroken
-from lmpool.keys import LaneKeys
+from lmpool.keys import ShardKeys
+from lmpool.servers import Servers
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
@@ -74,13 +74,13 @@ class Adapters:
     def __init__(
         self,
         engine: Engine,
-        server: Server,
-        lanes: Sequence[LaneKeys],
+        servers: Servers,
+        shards: Sequence[ShardKeys],
         allowed: Sequence[str],
     ) -> None:
         self._engine = engine
-        self._server = server
-        self._lanes = lanes
+        self._servers = servers
+        self._shards = shards
         self._allowed = allowed
         self._loaded: dict[str, None] = {}
         self._entries: dict[str, str] = {}
@@ -97,21 +97,21 @@ class Adapters:
         fingerprint = adapter_fingerprint(folder)
         self._load(f"{name}@{fingerprint}", folder, fingerprint, in_use)
         entry = self._entries[name] = f"{fingerprint}\n{folder}"
-        for lane in self._lanes:
-            self._server.hset(lane.adapters, name, entry)
+        for shard in self._shards:
+            self._servers.for_shard(shard).hset(shard.adapters, name, entry)
         return fingerprint
 
     def restore(self) -> None:
         """Register again what a server that lost everything has forgotten."""
-        for lane in self._lanes:
+        for shard in self._shards:
             for name, entry in self._entries.items():
-                self._server.hset(lane.adapters, name, entry)
+                self._servers.for_shard(shard).hset(shard.adapters, name, entry)
 
     def remove(self, name: str) -> None:
         """Unregister and unload an adapter."""
         self._entries.pop(name, None)
-        for lane in self._lanes:
-            self._server.hdel(lane.adapters, name)
+        for shard in self._shards:
+            self._servers.for_shard(shard).hdel(shard.adapters, name)
         for reference in [r for r in self._loaded if r.rpartition("@")[0] == name]:
             self._unload(reference)
 
@@ -132,7 +132,8 @@ class Adapters:
             self._loaded[reference] = self._loaded.pop(reference)
             return
         name, _, fingerprint = reference.rpartition("@")
-        entry = self._server.hget(self._lanes[0].adapters, name)
+        shard = self._shards[0]
+        entry = self._servers.for_shard(shard).hget(shard.adapters, name)
         found, _, path = (entry or b"").decode().partition("\n")
         if not found or found != fingerprint:
             raise AdapterError(f"adapter {name!r} was removed or replaced")

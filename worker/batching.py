@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from lmpool.keys import JobStream
 from lmpool.wire import Job
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claimed:
-    """A job this worker holds: its entry in the stream, its lane, and when it came.
+    """A job this worker holds: its entry, the stream that it stands in, and when it came.
 
     One that was delivered before, to a worker that died, has `settled`, which is set once it is
     answered: it is run alone.
@@ -22,11 +23,19 @@ class Claimed:
 
     job: Job
     entry: bytes
-    lane: int
+    stream: JobStream
     came: float
     settled: threading.Event | None = None
-    later: bool = False
-    """Whether others go before it."""
+
+    @property
+    def place(self) -> tuple[str, bytes]:
+        """Which entry of which stream this is."""
+        return self.stream.key, self.entry
+
+    @property
+    def is_batch_priority(self) -> bool:
+        """Whether interactive jobs go before it."""
+        return self.stream.priority == "batch"
 
     @property
     def size(self) -> int:
@@ -34,8 +43,8 @@ class Claimed:
         return len(self.job.tokens) // 4
 
 
-LATER_SHARE: Final = 8
-"""One in so many places of a batch belongs to jobs that others go before, while there are any."""
+BATCH_PRIORITY_SHARE: Final = 8
+"""One in so many places of a batch belongs to jobs of priority ``batch``, while there are any."""
 
 
 class Batcher:
@@ -55,12 +64,12 @@ class Batcher:
         self.timeout = timeout
         self.max_batch_tokens = max_batch_tokens
         self._clock = clock
-        self._jobs: deque[Claimed] = deque()
-        self._later: deque[Claimed] = deque()
+        self._interactive: deque[Claimed] = deque()
+        self._batch_priority: deque[Claimed] = deque()
         self._alone: deque[Claimed] = deque()
         self._alone_was_last = False
         self._passed_over = 0
-        """Batches in a row that left jobs that others go before behind, and took none."""
+        """Batches in a row that left jobs of priority ``batch`` behind, and took none."""
         self._tokens = 0
         self._closed = False
         self.busy = False
@@ -69,29 +78,29 @@ class Batcher:
         self.changed = threading.Condition()  # reentrant: `wait` takes under it
 
     def __len__(self) -> int:
-        return len(self._jobs) + len(self._later)
+        return len(self._interactive) + len(self._batch_priority)
 
     def room(self) -> int:
         """How many more jobs the next batch takes, as far as can be told before they are seen.
 
-        Jobs that others go before take no room from those.
+        Jobs of priority ``batch`` take no room from the interactive ones.
         """
         if self._tokens >= self.max_batch_tokens:
             return 0
-        return max(0, self.batch_size - len(self._jobs))
+        return max(0, self.batch_size - len(self._interactive))
 
-    def room_for_later(self) -> int:
-        """The same of jobs that others go before."""
+    def room_for_batch_priority(self) -> int:
+        """The same of jobs of priority ``batch``."""
         return max(0, min(self.room(), self.batch_size - len(self)))
 
     def add(self, jobs: Iterable[Claimed]) -> None:
         """Take jobs in. What is over the budget stays for the batch after."""
         with self.changed:
             for job in jobs:
-                if job.later:
-                    self._later.append(job)
+                if job.is_batch_priority:
+                    self._batch_priority.append(job)
                 else:
-                    self._jobs.append(job)
+                    self._interactive.append(job)
                     self._tokens += job.size
             self.changed.notify_all()
 
@@ -99,10 +108,10 @@ class Batcher:
         """Take jobs in again that were taken and have to wait, before all others."""
         with self.changed:
             for job in reversed(jobs):
-                if job.later:
-                    self._later.appendleft(job)
+                if job.is_batch_priority:
+                    self._batch_priority.appendleft(job)
                 else:
-                    self._jobs.appendleft(job)
+                    self._interactive.appendleft(job)
                     self._tokens += job.size
             self.changed.notify_all()
 
@@ -124,7 +133,7 @@ class Batcher:
             return None
         if len(self) >= self.batch_size or self._tokens >= self.max_batch_tokens:
             return 0.0
-        came = min(jobs[0].came for jobs in (self._jobs, self._later) if jobs)
+        came = min(jobs[0].came for jobs in (self._interactive, self._batch_priority) if jobs)
         return max(0.0, came + self.timeout - self._clock())
 
     def take(self, most: int | None = None) -> list[Claimed]:
@@ -137,16 +146,20 @@ class Batcher:
             if self._alone_was_last:
                 batch.append(self._alone.popleft())
                 limit = 1
-            # Those that others go before have a share of each batch all the same, and first what
-            # the others leave of it: neither kind starves.
-            share = limit - max(1, limit // LATER_SHARE) if self._later and limit > 1 else limit
+            # Jobs of priority batch have a share of each batch all the same, and first what the
+            # interactive ones leave of it: neither kind starves.
+            share = (
+                limit - max(1, limit // BATCH_PRIORITY_SHARE)
+                if self._batch_priority and limit > 1
+                else limit
+            )
             # Where the others fill the batch, by its size or by its tokens, they take turns.
-            turn = self._passed_over >= LATER_SHARE - 1
+            turn = self._passed_over >= BATCH_PRIORITY_SHARE - 1
             for jobs, most_of_it in (
-                (self._later, min(limit, 1) if turn else 0),
-                (self._jobs, share),
-                (self._later, limit),
-                (self._jobs, limit),
+                (self._batch_priority, min(limit, 1) if turn else 0),
+                (self._interactive, share),
+                (self._batch_priority, limit),
+                (self._interactive, limit),
             ):
                 while jobs and len(batch) < most_of_it:
                     size = jobs[0].size
@@ -155,9 +168,9 @@ class Batcher:
                     tokens += size
                     claimed = jobs.popleft()
                     batch.append(claimed)
-                    if not claimed.later:
+                    if not claimed.is_batch_priority:
                         self._tokens -= size
-            if not self._later or any(claimed.later for claimed in batch):
+            if not self._batch_priority or any(claimed.is_batch_priority for claimed in batch):
                 self._passed_over = 0
             elif batch and not self._alone_was_last:
                 self._passed_over += 1
@@ -202,9 +215,9 @@ class Batcher:
         with self.changed:
             if not self.busy:
                 return []  # the next batch is about to leave
-            left = [*self._jobs, *self._later]
-            self._jobs.clear()
-            self._later.clear()
+            left = [*self._interactive, *self._batch_priority]
+            self._interactive.clear()
+            self._batch_priority.clear()
             self._tokens = 0
             self.changed.notify_all()
         return left
@@ -215,13 +228,13 @@ class Batcher:
             self.changed.notify_all()
 
     def close(self) -> list[Claimed]:
-        """End every wait; answers the jobs that were still waiting."""
+        """End every wait; returns the jobs that were still waiting."""
         with self.changed:
             self._closed = True
-            left = [*self._alone, *self._jobs, *self._later]
+            left = [*self._alone, *self._interactive, *self._batch_priority]
             self._alone.clear()
-            self._later.clear()
-            self._jobs.clear()
+            self._batch_priority.clear()
+            self._interactive.clear()
             self._tokens = 0
             self.changed.notify_all()
         return left

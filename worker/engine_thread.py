@@ -6,22 +6,21 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
-import numpy as np
-import redis
+import redis.exceptions
 
-from lmpool.backends.engine import Engine, Outcome, Request, Sampling
+from lmpool.backends.engine import Engine, Outcome, Request
 from lmpool.clock import ServerClock
-from lmpool.commands import Server
 from lmpool.errors import EngineBroken, PromptFailed
-from lmpool.keys import COUNTERS_TTL_MS, GROUP, LaneKeys
+from lmpool.keys import COUNTERS_TTL_MS, GROUP
 from lmpool.scripts import script
-from lmpool.wire import Job
+from lmpool.servers import Servers
 from lmpool.worker.adapters import Adapters
 from lmpool.worker.batching import Batcher, Claimed
+from lmpool.worker.intake import by_stream
 from lmpool.worker.publishing import Done, Finished, Publisher
 from lmpool.worker.state import WorkerState
 
@@ -35,7 +34,6 @@ LONG_BACKLOG_MS: Final = 5_000
 """The same for the time since a job was sent: who leaves in order takes unread jobs along, and of
 whoever just died the server knows only after `REPLY_TTL`."""
 
-_ROW_TYPES: Final = (np.dtype(np.float32), np.dtype(np.uint16))
 _NO_OUTCOME: Final = "the engine gave no outcome for this prompt"
 
 T = TypeVar("T")
@@ -50,8 +48,7 @@ class EngineLoop:
         batcher: Batcher,
         publisher: Publisher,
         adapters: Adapters,
-        server: Server,
-        lanes: Sequence[LaneKeys],
+        servers: Servers,
         clock: ServerClock,
         state: WorkerState,
     ) -> None:
@@ -59,8 +56,7 @@ class EngineLoop:
         self._batcher = batcher
         self._publisher = publisher
         self._adapters = adapters
-        self._server = server
-        self._lanes = lanes
+        self._servers = servers
         self._clock = clock
         self._state = state
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -140,23 +136,23 @@ class EngineLoop:
         ]
         if not doubtful:
             return batch
-        dropped: dict[Claimed, str] = {}  # not by entry: streams of two lanes may share an id
+        dropped: dict[Claimed, str] = {}  # not by entry: two streams may share an id
         try:
-            for number, lane in enumerate(self._lanes):
-                mine = [claimed for claimed in doubtful if claimed.lane == number]
-                if mine:
-                    pairs = [v for c in mine for v in (c.job.digest.hex(), c.entry)]
-                    answers = script("admit")(
-                        self._server, [lane.jobs], [lane.prefix, GROUP, COUNTERS_TTL_MS, *pairs]
-                    )
-                    answered = zip(mine, answers.decode(), strict=True)
-                    dropped |= {claimed: answer for claimed, answer in answered if answer != "r"}
+            for stream, mine in by_stream(doubtful):
+                pairs = [v for c in mine for v in (c.job.digest.hex(), c.entry)]
+                verdicts = script("admit")(
+                    self._servers.for_shard(stream.shard),
+                    [stream.key],
+                    [stream.shard.prefix, GROUP, COUNTERS_TTL_MS, *pairs],
+                )
+                judged = zip(mine, verdicts.decode(), strict=True)
+                dropped |= {claimed: verdict for claimed, verdict in judged if verdict != "r"}
         except (redis.exceptions.RedisError, OSError) as error:
             logger.debug("running jobs without asking who waits: %s", error)
         there = [Done(c, None) for c in batch if dropped.get(c) == "x"]
         if there:
             self._publisher.put(there)
-        self._state.let_go(claimed for claimed, answer in dropped.items() if answer != "x")
+        self._state.let_go(claimed for claimed, verdict in dropped.items() if verdict != "x")
         return [claimed for claimed in batch if claimed not in dropped]
 
     def adapters_in_use(self) -> set[str]:
@@ -186,7 +182,7 @@ class EngineLoop:
                     continue
                 in_use.add(job.adapter)
             self._held[job.digest] = [claimed]
-            requests.append(_request(job))
+            requests.append(Request(job.digest, job.token_ids(), job.adapter, job.want))
         if waiting:
             self._batcher.put_back(waiting)
         if refused:
@@ -255,45 +251,12 @@ class EngineLoop:
         if claimed is None:
             logger.error("the engine gave an outcome for an unknown request: dropped")
             return []
-        outcome = self._sound(claimed[0].job, outcome)
         first: list[Finished] = [(claimed[0], outcome)]
         # Other deliveries of the same job are announced with it.
         return first + [
             Done(other, None) if outcome.error is None else (other, outcome)
             for other in claimed[1:]
         ]
-
-    def _sound(self, job: Job, outcome: Outcome) -> Outcome:
-        """The outcome, or an error in place of what no client could read."""
-        row, tokens = outcome.row, outcome.tokens
-        if outcome.error is not None:
-            return outcome
-        if job.op == "sample":
-            if tokens is not None:
-                return outcome
-            text = "the engine gave no tokens for this prompt"
-        elif row is None or tokens is not None:
-            text = "the engine gave no row for this prompt"
-        else:
-            expected = (self._engine.info.vocab_size,)
-            if isinstance(row, np.ndarray) and row.shape == expected and row.dtype in _ROW_TYPES:
-                return outcome
-            shape, dtype = getattr(row, "shape", None), getattr(row, "dtype", type(row).__name__)
-            text = f"the engine gave a row of shape {shape}, {dtype}: {expected} was expected"
-        return Outcome(outcome.id, error=PromptFailed(text))
-
-
-def _request(job: Job) -> Request:
-    if job.op == "logprobs":
-        return Request(job.digest, job.token_ids(), job.adapter)
-    want = job.want
-    sampling = Sampling(
-        max_tokens=want["max_tokens"],
-        eos_token_ids=tuple(want["eos"]),
-        temperature=float(want["temperature"]),
-        seed=want["seed"],
-    )
-    return Request(job.digest, job.token_ids(), job.adapter, sampling)
 
 
 def spawn(name: str, target: Callable[[], None], state: WorkerState) -> threading.Thread:

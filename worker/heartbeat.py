@@ -9,13 +9,14 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-import redis
+import redis.exceptions
 
-from lmpool.commands import Server, Value
-from lmpool.keys import GROUP, LaneKeys, PoolKeys
+from lmpool.commands import Value
+from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
-from lmpool.worker.joining import mark
+from lmpool.servers import Servers
+from lmpool.worker.membership import mark
 from lmpool.worker.state import WorkerState
 
 logger = logging.getLogger(__name__)
@@ -29,15 +30,15 @@ class Heartbeat:
 
     def __init__(
         self,
-        server: Server,
-        lanes: Sequence[LaneKeys],
+        servers: Servers,
+        shards: Sequence[ShardKeys],
         consumer: str,
         state: WorkerState,
         keys: PoolKeys,
         info: ModelInfo,
     ) -> None:
-        self._server = server
-        self._lanes = lanes
+        self._servers = servers
+        self._shards = shards
         self._consumer = consumer
         self._state = state
         self._pool = [keys.info, keys.serving]
@@ -45,16 +46,16 @@ class Heartbeat:
         self._trouble = -math.inf
         """When a beat last failed, or was late."""
 
-    def beat(self, server: Server) -> None:
+    def beat(self, servers: Servers) -> None:
         """Renew once, and publish the model info again where it was lost."""
         value = self._state.heartbeat()
-        for lane in self._lanes:
+        for shard in self._shards:
             script("alive")(
-                server,
-                [lane.jobs, lane.alive(self._consumer)],
+                servers.for_shard(shard),
+                [shard.stream().key, shard.alive(self._consumer)],
                 [GROUP, self._consumer, value, LIFE_MS],
             )
-        script("serve")(server, self._pool, self._serves)
+        script("serve")(servers.pool, self._pool, self._serves)
 
     def steady(self) -> bool:
         """Whether server and network have let every beat through for a heartbeat's life."""
@@ -66,7 +67,7 @@ class Heartbeat:
         last = time.monotonic()
         while not ended.wait(EVERY):
             try:
-                self.beat(self._server)
+                self.beat(self._servers)
                 missed = False
             except (redis.exceptions.RedisError, OSError) as error:
                 if not missed:

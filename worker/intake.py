@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
-import redis
+import redis.exceptions
 
 from lmpool.commands import Fields, Server, Value
 from lmpool.errors import JobFormatError
-from lmpool.keys import GROUP, LaneKeys
+from lmpool.keys import GROUP, JobStream, ShardKeys, streams
 from lmpool.scripts import script
 from lmpool.server import is_lost
-from lmpool.wire import Digester, Job, RefusedJob, unpack_job
+from lmpool.servers import Servers
+from lmpool.wants import Digester
+from lmpool.wire import Job, RefusedJob, unpack_job
 from lmpool.worker.batching import Batcher, Claimed
-from lmpool.worker.dead import Cemetery
+from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.state import WorkerState
 
 logger = logging.getLogger(__name__)
@@ -41,24 +43,24 @@ class Intake:
 
     def __init__(
         self,
-        server: Server,
-        lanes: Sequence[LaneKeys],
+        servers: Servers,
+        shards: Sequence[ShardKeys],
         consumer: str,
         batcher: Batcher,
         state: WorkerState,
         digester: Digester,
-        cemetery: Cemetery,
+        dead_letters: DeadLetters,
         continuous: bool,
-        restore: Callable[[Server], None] = lambda server: None,
+        restore: Callable[[Servers], None] = lambda servers: None,
     ) -> None:
-        self._server = server
-        self._lanes = lanes
-        self._first = [lane for lane in lanes if not lane.later]
+        self._servers = servers
+        self._shards = shards
+        self._streams = {stream.key: stream for stream in streams(shards)}
         self._consumer = consumer
         self._batcher = batcher
         self._state = state
         self._digester = digester
-        self._cemetery = cemetery
+        self._dead_letters = dead_letters
         self._continuous = continuous
         self._restore = restore
         self._last: dict[str, str] = {}
@@ -73,8 +75,8 @@ class Intake:
         while not self._state.stopping.is_set():
             try:
                 if group_is_gone:
-                    create_groups(self._server, self._lanes, self._consumer)
-                    self._restore(self._server)
+                    create_groups(self._servers, self._shards, self._consumer)
+                    self._restore(self._servers)
                     self._last.clear()
                     group_is_gone = False
                 self._turn()
@@ -150,12 +152,13 @@ class Intake:
         """Let whoever is idle run what waits here for the engine."""
         left = self._batcher.give_up()
         try:
-            for number, lane in enumerate(self._lanes):
-                mine = [claimed for claimed in left if claimed.lane == number]
-                if mine:
-                    pairs = [v for c in mine for v in (c.job.digest.hex(), c.entry)]
-                    script("release")(self._server, [lane.jobs], [lane.prefix, GROUP, *pairs])
-                    self._state.let_go(mine)
+            for stream, mine in by_stream(left):
+                pairs = [v for c in mine for v in (c.job.digest.hex(), c.entry)]
+                shard = stream.shard
+                script("release")(
+                    self._servers.for_shard(shard), [stream.key], [shard.prefix, GROUP, *pairs]
+                )
+                self._state.let_go(mine)
         except (redis.exceptions.RedisError, OSError):
             self._batcher.add(left)  # running one that was given back does no harm
             raise
@@ -167,45 +170,44 @@ class Intake:
 
     def _read(self, room: int, block: int | None) -> tuple[list[Claimed], dict[str, str]]:
         """Jobs, and the last entry of each stream."""
-        lanes = self._lanes if self._batcher.room_for_later() else self._first
-        # COUNT holds for each stream: with several lanes each gives its share.
-        count = -(-room // len(self._first))
-        answer = self._server.xreadgroup(
-            GROUP,
-            self._consumer,
-            {
-                lane.jobs: self._last.get(lane.jobs, "0-0") if self._unsure else ">"
-                for lane in lanes
-            },
-            count=count,
-            block=block,
-        )
-        came = time.monotonic()
+        batch_too = bool(self._batcher.room_for_batch_priority())
+        # COUNT holds for each stream: with several each gives its share.
+        count = -(-2 * room // len(self._streams))
         claimed: list[Claimed] = []
         last: dict[str, str] = {}
-        numbers = {lane.jobs.encode(): number for number, lane in enumerate(self._lanes)}
-        for name, entries in answer or ():
-            claimed += self._parse(numbers[name], entries, came)
-            if entries:
-                last[name.decode()] = entries[-1][0].decode()
+        for server, shards in self._servers.by_connection(self._shards):
+            wanted = {
+                stream.key: self._last.get(stream.key, "0-0") if self._unsure else ">"
+                for stream in streams(shards)
+                if batch_too or stream.priority == "interactive"
+            }
+            found = server.xreadgroup(GROUP, self._consumer, wanted, count=count, block=block)
+            came = time.monotonic()
+            for name, entries in found or ():
+                stream = self._streams[name.decode()]
+                claimed += self._parse(server, stream, entries, came)
+                if entries:
+                    last[stream.key] = entries[-1][0].decode()
         return claimed, last
 
-    def _parse(self, lane: int, entries: Sequence[Entry], came: float) -> list[Claimed]:
+    def _parse(
+        self, server: Server, stream: JobStream, entries: Sequence[Entry], came: float
+    ) -> list[Claimed]:
         claimed = []
         for entry, fields in entries:
-            if (lane, entry) in self._state.held:
+            if (stream.key, entry) in self._state.held:
                 continue  # read again after a failure: taken over meanwhile, to be run alone
             if not fields:  # ours, and withdrawn since
-                self._server.xack(self._lanes[lane].jobs, GROUP, entry)
+                server.xack(stream.key, GROUP, entry)
                 continue
             data = fields.get(b"job", b"")
             try:
                 job = read_job(data, self._digester)
             except JobFormatError as error:
-                self._cemetery.refuse(lane, entry, data, error)
+                self._dead_letters.refuse(stream, entry, data, error)
             else:
-                claimed.append(Claimed(job, entry, lane, came, later=self._lanes[lane].later))
-        self._state.held.update((lane, job.entry) for job in claimed)
+                claimed.append(Claimed(job, entry, stream, came))
+        self._state.held.update(job.place for job in claimed)
         return claimed
 
     @staticmethod
@@ -217,67 +219,77 @@ def read_job(data: bytes, digester: Digester) -> Job:
     """A job of this pool from an entry of its stream. Raises `JobFormatError`."""
     job = unpack_job(data)
     # A digest that is not its prompt's would put a row under another prompt's key.
-    if digester.job(job.op, job.tokens, job.want, job.adapter) != job.digest:
+    if digester.digest(job.want, job.tokens, job.adapter) != job.digest:
         raise RefusedJob(
             "the digest is not the one of this prompt for this pool's model", job.digest
         )
     return job
 
 
-def create_groups(server: Server, lanes: Sequence[LaneKeys], consumer: str) -> None:
-    """Make each lane's stream and consumer group where they are missing, and join it."""
-    for lane in lanes:
+def by_stream(jobs: Iterable[Claimed]) -> list[tuple[JobStream, list[Claimed]]]:
+    """Jobs by the stream that they stand in."""
+    found: dict[str, tuple[JobStream, list[Claimed]]] = {}
+    for claimed in jobs:
+        found.setdefault(claimed.stream.key, (claimed.stream, []))[1].append(claimed)
+    return list(found.values())
+
+
+def create_groups(servers: Servers, shards: Sequence[ShardKeys], consumer: str) -> None:
+    """Make each shard's streams and their consumer groups where they are missing, and join them."""
+    for stream in streams(shards):
+        server = servers.for_shard(stream.shard)
         try:
-            server.xgroup_create(lane.jobs, GROUP, id="0", mkstream=True)
+            server.xgroup_create(stream.key, GROUP, id="0", mkstream=True)
         except redis.exceptions.ResponseError as error:
             if "BUSYGROUP" not in str(error):
                 raise
-        server.xgroup_createconsumer(lane.jobs, GROUP, consumer)
+        server.xgroup_createconsumer(stream.key, GROUP, consumer)
 
 
 def release(
-    server: Server,
-    lanes: Sequence[LaneKeys],
+    servers: Servers,
+    shards: Sequence[ShardKeys],
     consumer: str,
-    known: dict[tuple[int, bytes], Job],
-    keep: Collection[tuple[int, bytes]] = (),
+    known: Mapping[tuple[str, bytes], Job],
+    keep: Collection[tuple[str, bytes]] = (),
 ) -> int:
-    """Give back at once what this consumer holds, except the entries to `keep`, by lane and id.
+    """Give back at once what this consumer holds, except the entries to `keep`.
 
-    `known` are its jobs.
+    `known` are its jobs, by stream and entry as `keep`. Returns how many were given back.
     """
     released = 0
-    for number, lane in enumerate(lanes):
-        start = "-"
+    for stream in streams(shards):
+        server, start = servers.for_shard(stream.shard), "-"
         while True:
-            held = server.xpending_range(lane.jobs, GROUP, start, "+", 500, consumername=consumer)
-            arguments: list[Value] = [lane.prefix, GROUP]
+            held = server.xpending_range(stream.key, GROUP, start, "+", 500, consumername=consumer)
+            arguments: list[Value] = [stream.shard.prefix, GROUP]
             for item in held:
                 entry = item["message_id"]
-                if (number, entry) in keep:
+                if (stream.key, entry) in keep:
                     continue
-                job = known.get((number, entry))
-                digest = _digest_of(server, lane, entry) if job is None else job.digest.hex()
+                job = known.get((stream.key, entry))
+                digest = _digest_of(server, stream, entry) if job is None else job.digest.hex()
                 arguments += (digest, entry)
             if len(arguments) > 2:
-                released += script("release")(server, [lane.jobs], arguments)
+                released += script("release")(server, [stream.key], arguments)
             if len(held) < 500:
                 break
             start = f"({held[-1]['message_id'].decode()}"
     return released
 
 
-def uncount(server: Server, lane: LaneKeys, consumer: str, entry: bytes) -> None:
+def uncount(servers: Servers, claimed: Claimed, consumer: str) -> None:
     """Let an entry that this consumer holds count as never delivered to it."""
-    name = entry.decode()
-    held = server.xpending_range(lane.jobs, GROUP, name, name, 1, consumername=consumer)
+    server, key = servers.for_shard(claimed.stream.shard), claimed.stream.key
+    name = claimed.entry.decode()
+    held = server.xpending_range(key, GROUP, name, name, 1, consumername=consumer)
     if held:
         before = held[0]["times_delivered"] - 1
-        server.xclaim(lane.jobs, GROUP, consumer, 0, [entry], retrycount=before, justid=True)
+        server.xclaim(key, GROUP, consumer, 0, [claimed.entry], retrycount=before, justid=True)
 
 
-def _digest_of(server: Server, lane: LaneKeys, entry: bytes) -> str:
-    found = server.xrange(lane.jobs, entry, entry)
+def _digest_of(server: Server, stream: JobStream, entry: bytes) -> str:
+    found = server.xrange(stream.key, entry, entry)
     try:
         return unpack_job(found[0][1].get(b"job", b"")).digest.hex() if found else ""
     except JobFormatError:

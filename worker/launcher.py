@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from lmpool.environment import as_variables
 from lmpool.errors import SettingsError
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
+from lmpool.variables import as_variables
 from lmpool.worker.logs import logging_config
 from lmpool.worker.places import Place, places
 
@@ -82,7 +82,7 @@ class Launcher:
     async def run(self) -> int:
         """Until told to stop by SIGTERM, SIGINT or SIGHUP, or every worker is down for good.
 
-        Answers the exit status: 0, 78 where all were refused, 1 where one had to be killed.
+        Returns the exit status: 0, 78 where all were refused, 1 where one had to be killed.
         """
         self._stopping = asyncio.Event()
         self._die = _die_with_parent()

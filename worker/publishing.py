@@ -8,19 +8,18 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-import redis
+import redis.exceptions
 
 from lmpool.backends.engine import Outcome
-from lmpool.commands import Server, Value
-from lmpool.errors import ServerRefused
-from lmpool.keys import COUNTERS_TTL_MS, GROUP, LaneKeys
+from lmpool.commands import Value
+from lmpool.counters import BATCHES, COMPUTED, FAILED
+from lmpool.errors import PromptFailed, ServerRefused
+from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream
 from lmpool.scripts import script
 from lmpool.server import is_full, is_lost
-from lmpool.wire import bf16_to_f32, pack_logprobs, pack_tokens, pack_values
+from lmpool.servers import Servers
 from lmpool.worker.batching import Claimed
 from lmpool.worker.state import WorkerState
 from lmpool.worker.transaction import set_and_call
@@ -50,41 +49,27 @@ class Done:
 Finished = tuple[Claimed, Outcome] | Done
 
 
-def encode(claimed: Claimed, outcome: Outcome) -> Done:
-    """An outcome as it is stored: the row in the encoding the job wants, or the error."""
+def encode(claimed: Claimed, outcome: Outcome, vocab_size: int) -> Done:
+    """An outcome as it is stored: the answer to the job's want, or the error."""
     if outcome.error is not None:
         text = str(outcome.error)[:MAX_ERROR_CHARS]
         return Done(claimed, None, "failed", text or type(outcome.error).__name__)
-    if outcome.tokens is not None:
-        return Done(claimed, pack_tokens(outcome.tokens))
-    row = outcome.row
-    if row is None:
-        return Done(claimed, None, "failed", "the engine gave neither a row nor an error")
-    wanted = claimed.job.want["encoding"]
-    if row.dtype == np.uint16:
-        bits = cast("npt.NDArray[np.uint16]", row)  # of bfloat16 logits
-        if np.isnan(outcome.logsumexp):
-            return Done(claimed, None, "failed", _NOT_A_NUMBER)
-        if wanted == "bf16":
-            return Done(claimed, pack_values("bf16", bits, outcome.logsumexp))
-        row = bf16_to_f32(bits) - np.float32(outcome.logsumexp)
-    # Normalizing spreads one NaN to all entries: the first one tells.
-    if row[0] != row[0]:
-        return Done(claimed, None, "failed", _NOT_A_NUMBER)
-    values = cast("npt.NDArray[np.float32]", row)
-    return Done(claimed, pack_logprobs(values, "f16" if wanted == "f16" else "f32"))
-
-
-def _encode(claimed: Claimed, outcome: Outcome) -> Done:
-    # One outcome that makes no sense must not keep the others from being written.
     try:
-        return encode(claimed, outcome)
+        return Done(claimed, claimed.job.want.encode(outcome, vocab_size))
+    except PromptFailed as error:
+        return Done(claimed, None, "failed", str(error)[:MAX_ERROR_CHARS])
     except Exception as error:
+        # One outcome that makes no sense must not keep the others from being written.
         logger.exception("an outcome of the engine cannot be stored")
         return Done(claimed, None, "failed", f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
 
 
-_NOT_A_NUMBER = "the model computed NaN for this prompt; another dtype may help"
+def _by_stream(chunk: Sequence[Done]) -> list[tuple[JobStream, list[Done]]]:
+    found: dict[str, tuple[JobStream, list[Done]]] = {}
+    for done in chunk:
+        stream = done.claimed.stream
+        found.setdefault(stream.key, (stream, []))[1].append(done)
+    return list(found.values())
 
 
 class Publisher:
@@ -92,13 +77,13 @@ class Publisher:
 
     def __init__(
         self,
-        server: Server,
-        lanes: Sequence[LaneKeys],
+        servers: Servers,
+        vocab_size: int,
         result_ttl_ms: int,
         state: WorkerState,
     ) -> None:
-        self._server = server
-        self._lanes = lanes
+        self._servers = servers
+        self._vocab_size = vocab_size
         self._result_ttl_ms = result_ttl_ms
         self._state = state
         self._queue: queue.Queue[Sequence[Finished] | None] = queue.Queue(QUEUE_MOST)
@@ -137,7 +122,7 @@ class Publisher:
         chunk: list[Done] = []
         size = 0
         for item in finished:
-            done = item if isinstance(item, Done) else _encode(*item)
+            done = item if isinstance(item, Done) else encode(*item, self._vocab_size)
             chunk.append(done)
             size += len(done.value or b"")
             if size >= CHUNK_BYTES or len(chunk) >= CHUNK_MOST:
@@ -152,10 +137,8 @@ class Publisher:
         began = time.monotonic()
         while True:
             try:
-                for number, lane in enumerate(self._lanes):
-                    mine = [done for done in chunk if done.claimed.lane == number]
-                    if mine:
-                        self._write_in(lane, mine, batches if mine[0] is chunk[0] else 0)
+                for stream, mine in _by_stream(chunk):
+                    self._write_in(stream, mine, batches if mine[0] is chunk[0] else 0)
                 self._state.let_go(done.claimed for done in chunk)
                 return
             except (redis.exceptions.RedisError, OSError) as error:
@@ -181,16 +164,17 @@ class Publisher:
                 pause = min(2.0, 0.05 * 2 ** min(failures, 6))
                 self._state.stopping.wait(pause * random.uniform(0.5, 1.0))
 
-    def _write_in(self, lane: LaneKeys, chunk: list[Done], batches: int) -> None:
+    def _write_in(self, stream: JobStream, chunk: list[Done], batches: int) -> None:
         """One transaction: every row with its TTL, then the notices and acknowledgements."""
+        shard = stream.shard
         rows = sum(done.value is not None for done in chunk)
         failed = sum(done.status != "ok" for done in chunk)
         counters: list[Value] = []
-        for name, by in (("computed", rows), ("failed", failed), ("batches", batches)):
+        for counter, by in ((COMPUTED, rows), (FAILED, failed), (BATCHES, batches)):
             if by:
-                counters += (name, by)
+                counters += (counter.field, by)
         arguments: list[Value] = [
-            lane.prefix,
+            shard.prefix,
             GROUP,
             COUNTERS_TTL_MS,
             len(counters) // 2,
@@ -198,10 +182,15 @@ class Publisher:
         ]
         values: list[tuple[str, bytes]] = []
         for done in chunk:
-            digest = done.claimed.job.digest.hex()
+            digest = done.claimed.job.digest
             if done.value is not None:
-                values.append((lane.result(digest), done.value))
-            arguments += (digest, done.claimed.entry, done.status, done.error)
+                values.append((shard.result(digest), done.value))
+            arguments += (digest.hex(), done.claimed.entry, done.status, done.error)
         set_and_call(
-            self._server, values, self._result_ttl_ms, script("complete"), [lane.jobs], arguments
+            self._servers.for_shard(shard),
+            values,
+            self._result_ttl_ms,
+            script("complete"),
+            [stream.key],
+            arguments,
         )

@@ -9,15 +9,16 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-import redis
+import redis.exceptions
 
-from lmpool.commands import Server, Value
+from lmpool.commands import Value
 from lmpool.errors import JobFormatError
-from lmpool.keys import GROUP, LaneKeys
+from lmpool.keys import GROUP, JobStream, ShardKeys, streams
 from lmpool.scripts import script
-from lmpool.wire import Digester
+from lmpool.servers import Servers
+from lmpool.wants import Digester
 from lmpool.worker.batching import Batcher, Claimed
-from lmpool.worker.dead import Cemetery
+from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.heartbeat import Heartbeat
 from lmpool.worker.intake import read_job
 from lmpool.worker.state import WorkerState
@@ -39,24 +40,24 @@ class Recovery:
 
     def __init__(
         self,
-        server: Server,
-        lanes: Sequence[LaneKeys],
+        servers: Servers,
+        shards: Sequence[ShardKeys],
         consumer: str,
         batcher: Batcher,
         state: WorkerState,
         digester: Digester,
         heartbeat: Heartbeat,
-        cemetery: Cemetery,
+        dead_letters: DeadLetters,
         max_deliveries: int,
     ) -> None:
-        self._server = server
-        self._lanes = lanes
+        self._servers = servers
+        self._shards = shards
         self._consumer = consumer
         self._batcher = batcher
         self._state = state
         self._digester = digester
         self._heartbeat = heartbeat
-        self._cemetery = cemetery
+        self._dead_letters = dead_letters
         self._max_deliveries = max_deliveries
 
     def run(self) -> None:
@@ -67,40 +68,40 @@ class Recovery:
             if not self._heartbeat.steady():
                 continue
             try:
-                for number in range(len(self._lanes)):
-                    self._look(number)
+                for stream in streams(self._shards):
+                    self._look(stream)
                 failures = 0
             except (redis.exceptions.RedisError, OSError) as error:
                 failures += 1
                 if failures in (1, 10):
                     logger.warning("jobs of dead workers cannot be looked for: %s", error)
 
-    def _look(self, number: int) -> None:
-        """Run what a lane has to be taken over, one by one."""
-        lane = self._lanes[number]
+    def _look(self, stream: JobStream) -> None:
+        """Run what a stream has to be taken over, one by one."""
+        server, prefix = self._servers.for_shard(stream.shard), stream.shard.prefix
         owners: dict[str, int] = {}
-        forgotten = self._forgotten(number)
+        forgotten = self._forgotten(stream)
         while not self._state.stopping.is_set():
-            arguments: list[Value] = [lane.prefix, GROUP, self._consumer, *forgotten]
-            found = script("reclaim")(self._server, [lane.jobs], arguments)
+            arguments: list[Value] = [prefix, GROUP, self._consumer, *forgotten]
+            found = script("reclaim")(server, [stream.key], arguments)
             if not found:
                 break
             owner, entry, deliveries, *fields = found
             forgotten = [other for other in forgotten if other != entry]
             owners[owner.decode()] = owners.get(owner.decode(), 0) + 1
             data = dict(zip(fields[::2], fields[1::2], strict=True)).get(b"job", b"")
-            self._take_over(number, owner.decode(), entry, int(deliveries), data)
+            self._take_over(stream, owner.decode(), entry, int(deliveries), data)
         for name, count in owners.items():
             whose = "forgotten here" if name == self._consumer else f"of {name}, which is gone"
             logger.warning("took over %d jobs %s", count, whose)
 
-    def _forgotten(self, number: int) -> list[bytes]:
+    def _forgotten(self, stream: JobStream) -> list[bytes]:
         """Entries that are ours and that nobody here holds.
 
         The server's answer was lost, or the server was: it came back as it was some time ago.
         """
-        pending = self._server.xpending_range(
-            self._lanes[number].jobs,
+        pending = self._servers.for_shard(stream.shard).xpending_range(
+            stream.key,
             GROUP,
             "-",
             "+",
@@ -111,23 +112,24 @@ class Recovery:
             item["message_id"]
             for item in pending
             if item["time_since_delivered"] > FORGOTTEN_MS
-            and (number, item["message_id"]) not in self._state.held
+            and (stream.key, item["message_id"]) not in self._state.held
         ]
 
     def _take_over(
-        self, number: int, owner: str, entry: bytes, deliveries: int, data: bytes
+        self, stream: JobStream, owner: str, entry: bytes, deliveries: int, data: bytes
     ) -> None:
         try:
             job = read_job(data, self._digester)
         except JobFormatError as error:
-            self._cemetery.refuse(number, entry, data, error)
+            self._dead_letters.refuse(stream, entry, data, error)
             return
         if deliveries > self._max_deliveries:
-            self._cemetery.give_up(number, entry, data, job, deliveries - 1, owner)
+            self._dead_letters.give_up(stream, entry, data, job, deliveries - 1, owner)
             return
         settled = threading.Event()
-        self._state.held.add((number, entry))
-        self._batcher.add_alone(Claimed(job, entry, number, time.monotonic(), settled))
+        claimed = Claimed(job, entry, stream, time.monotonic(), settled)
+        self._state.held.add(claimed.place)
+        self._batcher.add_alone(claimed)
         while not settled.wait(0.25):
             if self._state.stopping.is_set():
                 return

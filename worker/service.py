@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-import redis
+import redis.exceptions
 
 from lmpool.backends import load_engine
 from lmpool.backends.engine import Engine
@@ -18,19 +18,21 @@ from lmpool.clock import ServerClock
 from lmpool.commands import Server
 from lmpool.diagnosis import Facts, check_eviction, check_persistence
 from lmpool.errors import LmpoolError, SettingsError
-from lmpool.keys import GROUP, LaneKeys, PoolKeys, streams
+from lmpool.keys import GROUP, PoolKeys, ShardKeys, streams
 from lmpool.liveness import any_alive
+from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
-from lmpool.server import explained, greet, open_server
+from lmpool.server import explained, greet
+from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions, mask_url
-from lmpool.wire import Digester
+from lmpool.wants import Digester
 from lmpool.worker.adapters import Adapters
 from lmpool.worker.batching import Batcher
-from lmpool.worker.dead import Cemetery
+from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.engine_thread import EngineLoop, spawn
 from lmpool.worker.heartbeat import LIFE_MS, Heartbeat
 from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups, release, uncount
-from lmpool.worker.joining import batch_budget, join, model_info, publish_vocabulary
+from lmpool.worker.membership import batch_budget, join, model_info, publish_vocabulary
 from lmpool.worker.publishing import Publisher
 from lmpool.worker.recovery import Recovery
 from lmpool.worker.state import WorkerState
@@ -69,10 +71,10 @@ class Service:
         self.adapters: Adapters | None = None
         self.engine: Engine | None = None
         self._threads: dict[str, threading.Thread] = {}
-        self._servers: list[Server] = []
+        self._opened: list[Servers] = []
         self._heartbeat_ended = threading.Event()
         self._joining = threading.Lock()
-        self.lanes: tuple[LaneKeys, ...] = ()
+        self.shards: tuple[ShardKeys, ...] = ()
         self._batcher: Batcher | None = None
         self._publisher: Publisher | None = None
 
@@ -109,84 +111,40 @@ class Service:
         options, url = self.options, self.options.url
         clock = ServerClock()
         control = self._open()
-        version = greet(control, url, clock)  # before minutes of loading, not after
+        version = greet(control.pool, url, clock)  # before minutes of loading, not after
         engine = self.engine = load_engine(
             options.engine,
             options.model,
             **_engine_options(options),
         )
-        warn_about(control, url)
+        warn_about(control.pool, url)
         with self._joining:
             if self.state.stopping.is_set():
                 raise LmpoolError("told to stop while the engine was loading")
             return self._join(engine, control, clock, version)
 
     def _join(
-        self, engine: Engine, control: Server, clock: ServerClock, version: str
+        self, engine: Engine, control: Servers, clock: ServerClock, version: str
     ) -> EngineLoop:
-        options, url = self.options, self.options.url
-        with explained(url):
+        options = self.options
+        with explained(options.url):
             info = model_info(engine.info, options)
             budget = batch_budget(options, info)
-            lanes = self.keys.lanes(info.fingerprint8, info.lanes)
-            self.state.description["engine"] = info.engine
-            join(control, self.keys, info, options.replace, LIFE_MS)
-            self.lanes = streams(lanes)
-            heartbeat = Heartbeat(self._open(), lanes, self.consumer, self.state, self.keys, info)
-            heartbeat.beat(
-                control
-            )  # before the consumer is there, so that nobody takes it for dead
-            try:
-                create_groups(control, self.lanes, self.consumer)
-                publish_vocabulary(control, self.keys, info, engine)
-            except BaseException:
-                self._say_goodbye(control)
-                raise
-        batcher = self._batcher = Batcher(options.batch_size, options.timeout, budget)
-        publisher = self._publisher = Publisher(
-            self._open(), self.lanes, info.result_ttl_ms, self.state
-        )
-
-        def restore(server: Server) -> None:
-            # A server that has lost everything: clients that come now need these, too.
-            heartbeat.beat(server)
-            assert self.loop is not None
-            assert self.adapters is not None
-            self.loop.call(lambda: publish_vocabulary(control, self.keys, info, engine))
-            self.loop.call(self.adapters.restore)
-
-        digester = Digester(info.fingerprint)
-        intake_server = self._open(blocks_for=IDLE_BLOCK_MS / 1000)
-        intake = Intake(
-            intake_server,
-            self.lanes,
-            self.consumer,
-            batcher,
-            self.state,
-            digester,
-            Cemetery(intake_server, self.lanes, self.consumer),
-            engine.continuous,
-            restore,
-        )
-        recovery_server = self._open()
-        recovery = Recovery(
-            recovery_server,
-            self.lanes,
-            self.consumer,
-            batcher,
-            self.state,
-            digester,
-            heartbeat,
-            Cemetery(recovery_server, self.lanes, self.consumer),
-            options.max_deliveries,
-        )
-        self.adapters = Adapters(engine, control, lanes, options.adapter_dirs)
+            heartbeat = self._enter_pool(control, info, engine)
+        self._batcher = Batcher(options.batch_size, options.timeout, budget)
+        self._publisher = Publisher(self._open(), info.vocab_size, info.result_ttl_ms, self.state)
+        self.adapters = Adapters(engine, control, self.shards, options.adapter_dirs)
         self.loop = EngineLoop(
-            engine, batcher, publisher, self.adapters, control, self.lanes, clock, self.state
+            engine, self._batcher, self._publisher, self.adapters, control, clock, self.state
         )
+        digester = Digester(info.fingerprint)
+        intake = self._intake(
+            self._batcher, digester, engine, self._restorer(control, heartbeat, info)
+        )
+        recovery = self._recovery(self._batcher, digester, heartbeat)
         for name, target in (
             ("heartbeat", lambda: heartbeat.run(self._heartbeat_ended)),
-            ("publisher", publisher.run),
+            ("publisher", self._publisher.run),
             ("intake", intake.run),
             ("recovery", recovery.run),
             ("watchdog", Watchdog(self.state, options.engine_timeout).run),
@@ -195,19 +153,78 @@ class Service:
         logger.info(
             "%s serves %s as pool %s on %s (%s): %s engine, %s, %d tokens, prompts up to %d, "
             "batches up to %d prompts or %d tokens",
-            self.consumer,
-            info.model,
-            options.pool,
-            mask_url(url),
-            version,
-            info.engine,
-            info.dtype,
-            info.vocab_size,
-            info.max_prompt_tokens,
-            options.batch_size,
-            budget,
+            *(self.consumer, info.model, options.pool, mask_url(options.url), version),
+            *(info.engine, info.dtype, info.vocab_size, info.max_prompt_tokens),
+            *(options.batch_size, budget),
         )
         return self.loop
+
+    def _enter_pool(self, control: Servers, info: ModelInfo, engine: Engine) -> Heartbeat:
+        """Become one of the pool's workers; all that is left is to read jobs."""
+        self.state.description["engine"] = info.engine
+        join(control.pool, self.keys, info, self.options.replace, LIFE_MS)
+        self.shards = info.shard_keys(self.keys)
+        heartbeat = Heartbeat(self._open(), self.shards, self.consumer, self.state, self.keys, info)
+        heartbeat.beat(control)  # before the consumer is there: nobody must take it for dead
+        try:
+            create_groups(control, self.shards, self.consumer)
+            publish_vocabulary(control.pool, self.keys, info, engine)
+        except BaseException:
+            self._end_membership(control)
+            raise
+        return heartbeat
+
+    def _intake(
+        self,
+        batcher: Batcher,
+        digester: Digester,
+        engine: Engine,
+        restore: Callable[[Servers], None],
+    ) -> Intake:
+        servers = self._open(blocks_for=IDLE_BLOCK_MS / 1000)
+        return Intake(
+            servers,
+            self.shards,
+            self.consumer,
+            batcher,
+            self.state,
+            digester,
+            DeadLetters(servers, self.consumer),
+            engine.continuous,
+            restore,
+        )
+
+    def _recovery(self, batcher: Batcher, digester: Digester, heartbeat: Heartbeat) -> Recovery:
+        servers = self._open()
+        return Recovery(
+            servers,
+            self.shards,
+            self.consumer,
+            batcher,
+            self.state,
+            digester,
+            heartbeat,
+            DeadLetters(servers, self.consumer),
+            self.options.max_deliveries,
+        )
+
+    def _restorer(
+        self, control: Servers, heartbeat: Heartbeat, info: ModelInfo
+    ) -> Callable[[Servers], None]:
+        """What is to be done for a server that has lost everything: clients that come now need
+        heartbeat, vocabulary and adapters, too."""
+        engine, loop, adapters = self.engine, self.loop, self.adapters
+        assert engine is not None
+        assert loop is not None
+        assert adapters is not None
+
+        def restore(servers: Servers) -> None:
+            heartbeat.beat(servers)
+            # On the engine's thread, and so with its connections.
+            loop.call(lambda: publish_vocabulary(control.pool, self.keys, info, engine))
+            loop.call(adapters.restore)
+
+        return restore
 
     def stop(self) -> None:
         """Claim nothing more, finish what runs, give the rest back, leave. Blocks; idempotent."""
@@ -240,20 +257,20 @@ class Service:
 
     def _leave(self) -> None:
         left = self._batcher.close() if self._batcher is not None else []
-        known = {(claimed.lane, claimed.entry): claimed.job for claimed in left}
+        known = {claimed.place: claimed.job for claimed in left}
         # What the engine could not finish is not given back as if it were new: others try it alone,
         # and what was tried alone before keeps its deliveries, without this one that ran nothing.
         suspects = untried = [claimed for claimed in left if claimed.settled is not None]
         if self.loop is not None:
             suspects = untried + self.loop.running()
-        keep = {(claimed.lane, claimed.entry) for claimed in suspects}
-        server = self._open()
+        keep = {claimed.place for claimed in suspects}
+        servers = self._open()
         try:
             self._heartbeat_ended.set()
             for claimed in untried:
-                uncount(server, self.lanes[claimed.lane], self.consumer, claimed.entry)
-            released = release(server, self.lanes, self.consumer, known, keep)
-            self._say_goodbye(server)
+                uncount(servers, claimed, self.consumer)
+            released = release(servers, self.shards, self.consumer, known, keep)
+            self._end_membership(servers)
             logger.info(
                 "%s left the pool; %d jobs given back, %d left for others to try alone",
                 self.consumer,
@@ -263,23 +280,28 @@ class Service:
         except (redis.exceptions.RedisError, OSError) as error:
             logger.warning("left without a word to the server: %s", error)
 
-    def _say_goodbye(self, server: Server) -> None:
+    def _end_membership(self, servers: Servers) -> None:
         """End the heartbeat, and with the last worker what the pool is known to serve."""
-        for lane in self.lanes:
-            script("leave")(server, [lane.jobs, lane.alive(self.consumer)], [GROUP, self.consumer])
-        if not any_alive(server, self.lanes[0]):
-            server.delete(self.keys.serving)
+        for stream in streams(self.shards):
+            shard = stream.shard
+            script("leave")(
+                servers.for_shard(shard),
+                [stream.key, shard.alive(self.consumer)],
+                [GROUP, self.consumer],
+            )
+        first = self.shards[0]
+        if not any_alive(servers.for_shard(first), first):
+            servers.pool.delete(self.keys.serving)
 
-    def _open(self, *, blocks_for: float = 0.0) -> Server:
-        server = open_server(self.options.url, blocks_for=blocks_for, name="lmpool-worker")
-        self._servers.append(server)
-        return server
+    def _open(self, *, blocks_for: float = 0.0) -> Servers:
+        servers = Servers.of_url(self.options.url, blocks_for=blocks_for, name="lmpool-worker")
+        self._opened.append(servers)
+        return servers
 
     def _close_servers(self) -> None:
-        for server in self._servers:
-            server.close()
-            server.connection_pool.disconnect()
-        self._servers.clear()
+        for servers in self._opened:
+            servers.close()
+        self._opened.clear()
 
     def _close_engine(self) -> None:
         engine, self.engine = self.engine, None

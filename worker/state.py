@@ -31,8 +31,8 @@ class WorkerState:
         """How long a batch takes, averaged over the last ones."""
         self.step_since: float | None = None
         """Since when the engine has been at what it is doing, on the monotonic clock."""
-        self.held: set[tuple[int, bytes]] = set()
-        """Entries, by lane and id, that this worker took and has not acknowledged."""
+        self.held: set[tuple[str, bytes]] = set()
+        """Entries, by stream and id, that this worker took and has not acknowledged."""
         self._on_failure = on_failure
         self._recent: deque[tuple[float, int]] = deque()
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class WorkerState:
     def let_go(self, jobs: Iterable[Claimed]) -> None:
         """These are acknowledged, or given back."""
         for claimed in jobs:
-            self.held.discard((claimed.lane, claimed.entry))
+            self.held.discard(claimed.place)
             if claimed.settled is not None:
                 claimed.settled.set()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-import redis
+import redis.exceptions
 
 from lmpool.commands import Server, Value
 from lmpool.scripts import Script

@@ -14,9 +14,12 @@ pytest then runs the whole suite against it. `pip install 'lmpool[contract]'` br
 
 import pytest
 
-pytest.register_assert_rewrite("lmpool.backends.contract.suite")
+_ASSERTING = ("adapters", "asking", "continuations", "life", "rows", "subject")
+pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _ASSERTING))
 
+from lmpool.backends.contract.asking import ask, request_for  # noqa: E402
 from lmpool.backends.contract.reference import Reference, write_adapter  # noqa: E402
-from lmpool.backends.contract.suite import Adapter, EngineContract, ask, request_for  # noqa: E402
+from lmpool.backends.contract.subject import Adapter  # noqa: E402
+from lmpool.backends.contract.suite import EngineContract  # noqa: E402
 
 __all__ = ["Adapter", "EngineContract", "Reference", "ask", "request_for", "write_adapter"]

@@ -19,29 +19,30 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lmpool.backends.engine import BatchEngine, EngineInfo, Outcome, Request, Tokens
-from lmpool.backends.grouping import group_by_length
+from lmpool.backends.batch import BatchEngine
+from lmpool.backends.engine import EngineInfo, Outcome, Request, Tokens
+from lmpool.backends.grouping import MAX_LOGITS, forward_passes
 from lmpool.backends.hf.adapters import LoraAdapters
 from lmpool.backends.hf.device import HostCopies
 from lmpool.backends.hf.forward import Forward
-from lmpool.backends.hf.model import load_model, longest_prompt, special_tokens
+from lmpool.backends.hf.model import (
+    LoadedModel,
+    known_special_tokens,
+    load_model,
+    prompt_bounds,
+)
 from lmpool.backends.hf.packed import Take
 from lmpool.backends.hf.packed_fit import packed_forward
 from lmpool.backends.hf.packed_layout import Bounds
-from lmpool.backends.hf.trie_runs import TrieStatistics
-from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
-from lmpool.backends.vocabulary import served_byte_vocabulary
+from lmpool.backends.model_config import longest_prompt
+from lmpool.backends.model_files import ModelFiles
+from lmpool.backends.options import check_positive
+from lmpool.backends.trie_runs import TrieStatistics
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 
 logger = logging.getLogger(__name__)
 
 Scales = npt.NDArray[np.float32]
-
-_MAX_LOGITS: Final = 1 << 26
-"""Logits computed at once: 256 MiB in float32."""
-
-_MAX_WASTE: Final = 0.25
-"""The part of a forward pass that may be padding."""
 
 # On a CPU what fits its caches is computed fastest; a GPU wants to be filled.
 _FORWARD_TOKENS_CPU: Final = 1_024
@@ -83,9 +84,7 @@ class HFEngine(BatchEngine):
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("forward_tokens", forward_tokens), ("threads", threads)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise SettingsError(f"{name}={value!r}: a positive integer expected")
+        check_positive(forward_tokens=forward_tokens, threads=threads)
         if kv_cache_bytes is not None and (type(kv_cache_bytes) is not int or kv_cache_bytes < 0):
             raise SettingsError(
                 f"kv_cache_bytes={kv_cache_bytes!r}: a number of bytes expected, such as "
@@ -94,44 +93,56 @@ class HFEngine(BatchEngine):
         if threads is not None:
             torch.set_num_threads(threads)
         kwargs = dict(model_kwargs or {})
-        self._folder = resolve_model(model, revision)
+        self.model_files = ModelFiles(model, revision, trust_remote_code=trust_remote_code)
         loaded = load_model(
-            self._folder,
+            self.model_files.folder,
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
             model_kwargs=kwargs,
         )
-        self._tokenizer = loaded.tokenizer
-        on_cpu = loaded.device.type == "cpu"
-        automatic = _FORWARD_TOKENS_CPU if on_cpu else _FORWARD_TOKENS_GPU
+        automatic = _FORWARD_TOKENS_CPU if loaded.device.type == "cpu" else _FORWARD_TOKENS_GPU
         self._forward_tokens = forward_tokens or automatic
-        self._forward: Forward | None = Forward(loaded.model, loaded.device)
+        forward = Forward(loaded.model, loaded.device)
+        self._forward: Forward | None = forward
         # What a config says of its model may differ from the head (padded, resized vocabularies).
-        probe = self._forward([np.zeros(1, np.uint32)])
+        probe = forward([np.zeros(1, np.uint32)])
         self._bfloat16 = loaded.dtype == "bfloat16" and _fits_bfloat16(probe)
-        vocab_size = int(probe.shape[-1])
-        embedded = int(loaded.model.get_input_embeddings().weight.shape[0])
-        if embedded < vocab_size:
-            raise SettingsError(
-                f"the model {model!r} has rows of {vocab_size} tokens but embeds {embedded}: some "
-                "of the tokens that it predicts cannot continue a prompt"
-            )
-        longest = longest_prompt(loaded, max_prompt_tokens)
+        self._copies = HostCopies(loaded.device)
+        self._lora = LoraAdapters(loaded.model, (Path(model).name, self.model_files.folder.name))
+        bounds = prompt_bounds(loaded.model, self.model_files.tokenizer)
+        longest = longest_prompt(bounds, max_prompt_tokens)
+        self.info = self._describe(model, revision, loaded, kwargs, probe.shape[-1], longest)
         self._packed, self._packed_longest = packed_forward(
             loaded.model,
-            self._forward,
+            forward,
             device=loaded.device,
             kv_cache_bytes=kv_cache_bytes,
             longest=longest,
-            bounds=Bounds(self._forward_tokens, max(1, _MAX_LOGITS // vocab_size)),
+            bounds=Bounds(self._forward_tokens, max(1, MAX_LOGITS // self.info.vocab_size)),
         )
-        self._copies = HostCopies(loaded.device)
-        self._lora = LoraAdapters(loaded.model, (Path(model).name, self._folder.name))
-        special = special_tokens(loaded, vocab_size)
-        self.info = EngineInfo(
+
+    def _describe(
+        self,
+        name: str,
+        revision: str | None,
+        loaded: LoadedModel,
+        kwargs: Mapping[str, Any],
+        vocab_size: int,
+        longest: int,
+    ) -> EngineInfo:
+        files = self.model_files
+        assert files is not None
+        embedded = int(loaded.model.get_input_embeddings().weight.shape[0])
+        if embedded < vocab_size:
+            raise SettingsError(
+                f"the model {name!r} has rows of {vocab_size} tokens but embeds {embedded}: some "
+                "of the tokens that it predicts cannot continue a prompt"
+            )
+        special = known_special_tokens(loaded.model, files.tokenizer, vocab_size)
+        return EngineInfo(
             engine="hf",
-            model=model,
+            model=name,
             revision=revision,
             vocab_size=vocab_size,
             max_prompt_tokens=longest,
@@ -140,7 +151,7 @@ class HFEngine(BatchEngine):
             identity={
                 "engine": "hf",
                 "dtype": loaded.dtype,
-                "files": model_identity(self._folder, code=trust_remote_code),
+                "files": files.identity(),
                 "model_kwargs": json.dumps(kwargs, sort_keys=True, default=str),
             },
             bos_token_id=special.bos,
@@ -180,7 +191,7 @@ class HFEngine(BatchEngine):
                 rows, logsumexp = copied()
                 for number, row, scale in zip(numbers, rows, logsumexp.tolist(), strict=True):
                     if last or math.isfinite(scale):
-                        outcomes.extend(_outcome(r, row, scale) for r in distinct[number])
+                        outcomes.extend(Outcome.of_row(r.id, row, scale) for r in distinct[number])
                     else:
                         again.append(number)
                 return again
@@ -190,7 +201,13 @@ class HFEngine(BatchEngine):
         try:
             left = self._run_packed(prompts, adapter, partial(take, last=False))
             taken = []
-            for group in self._groups([prompts[i].size for i in left], forward.may_pad):
+            groups = forward_passes(
+                [prompts[i].size for i in left],
+                forward_tokens=self._forward_tokens,
+                vocab_size=self.info.vocab_size,
+                may_pad=forward.may_pad,
+            )
+            for group in groups:
                 numbers = [left[i] for i in group]
                 taken.append(take(numbers, forward([prompts[i] for i in numbers]), last=True))
             for finish in taken:
@@ -226,15 +243,6 @@ class HFEngine(BatchEngine):
 
         left += [short[i] for i in self._packed.run([prompts[i] for i in short], renumber, adapter)]
         return left
-
-    def _groups(self, lengths: Sequence[int], may_pad: bool) -> list[list[int]]:
-        return group_by_length(
-            lengths,
-            max_positions=self._forward_tokens,
-            max_rows=max(1, _MAX_LOGITS // self.info.vocab_size),
-            max_waste=_MAX_WASTE if may_pad else 0.0,
-            free_padding=self._forward_tokens // 8 if may_pad else 0,
-        )
 
     def _rows(
         self, logits: torch.Tensor
@@ -326,12 +334,6 @@ class HFEngine(BatchEngine):
         """What is kept between batches, in token positions; None where nothing is."""
         return None if self._packed is None else self._packed.statistics()
 
-    def tokenizer_files(self) -> Mapping[str, bytes]:
-        return tokenizer_files(self._folder)
-
-    def byte_vocabulary(self) -> list[bytes] | None:
-        return served_byte_vocabulary(self._tokenizer)
-
     def close(self) -> None:
         """Free the model."""
         if self._forward is not None:
@@ -347,12 +349,3 @@ def _fits_bfloat16(logits: torch.Tensor) -> bool:
     if logits.dtype == torch.bfloat16:
         return True
     return bool((logits.to(torch.bfloat16).to(logits.dtype) == logits).all())
-
-
-def _outcome(
-    request: Request, row: npt.NDArray[np.float32] | npt.NDArray[np.uint16], logsumexp: float
-) -> Outcome:
-    if not np.isfinite(logsumexp):
-        reason = f"the model's logits have the logsumexp {logsumexp}: it overflows in this dtype"
-        return Outcome(request.id, error=PromptFailed(reason))
-    return Outcome(request.id, row=row, logsumexp=logsumexp if row.dtype == np.uint16 else 0.0)

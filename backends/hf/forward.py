@@ -82,7 +82,7 @@ class Forward:
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self.may_pad = True
-        self._model = model
+        self._model: Any = model
         self._device = device
         self.head: Head | None = Head(model)
         self._try()

@@ -1,48 +1,34 @@
-"""Loading a Hugging Face model: its dtype, its device, its bounds and its special tokens."""
+"""Loading a Hugging Face model, and what it says of itself."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from lmpool.backends.model_files import tokenizer_files
+from lmpool.backends.model_config import LONGEST_PROMPT_NAMES, SpecialTokens, special_tokens
+from lmpool.backends.options import check_dtype
 from lmpool.errors import SettingsError
-
-logger = logging.getLogger(__name__)
 
 # Untyped on purpose: its annotations differ from release to release.
 transformers: Any = importlib.import_module("transformers")
 
-DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 _BITSANDBYTES_PREFIXES: Final = ("load_in_", "bnb_", "llm_int8_")
-_LONGEST_PROMPT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
-_ENDLESS: Final = 1 << 24  # tokenizers without a bound say 10**30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A causal language model on its device, ready to run, and its tokenizer where it has one."""
+    """A causal language model on its device, ready to run."""
 
     model: Any
-    tokenizer: Any
     device: torch.device
     dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class SpecialTokens:
-    """The token ids that a model begins, ends and pads its texts with."""
-
-    bos: int | None
-    eos: tuple[int, ...]
-    pad: int | None
 
 
 def load_model(
@@ -59,8 +45,7 @@ def load_model(
     it do not fill the model.
     """
     place = resolve_device(device)
-    if dtype not in DTYPES:
-        raise SettingsError(f"dtype={dtype!r}: one of {', '.join(DTYPES)} expected")
+    check_dtype(dtype)
     kwargs = with_quantization(model_kwargs)
     try:
         config = transformers.AutoConfig.from_pretrained(
@@ -94,7 +79,6 @@ def load_model(
     model.eval()
     return LoadedModel(
         model=model,
-        tokenizer=load_tokenizer(folder, trust_remote_code=trust_remote_code),
         device=model.device,
         dtype=str(model.dtype).removeprefix("torch."),
     )
@@ -118,64 +102,25 @@ def resolve_device(device: str) -> torch.device:
     return place
 
 
-def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
-    """The tokenizer in `folder`, or None where there is none that loads."""
-    if not tokenizer_files(folder):
-        return None
-    try:
-        return transformers.AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=trust_remote_code
-        )
-    except Exception as error:  # rows can be served without one
-        logger.warning("the tokenizer of %s cannot be loaded: %s", folder, error)
-        return None
+def prompt_bounds(model: Any, tokenizer: Any) -> list[object]:
+    """What the model, then its tokenizer, say of how long a prompt may be."""
+    config = model.config.get_text_config()
+    bounds = [getattr(config, name, None) for name in LONGEST_PROMPT_NAMES]
+    return [*bounds, getattr(tokenizer, "model_max_length", None)]
 
 
-def longest_prompt(loaded: LoadedModel, wanted: int | None) -> int:
-    """The longest prompt to serve: the model's own bound, or fewer tokens where `wanted`."""
-    config = loaded.model.config.get_text_config()
-    bounds = [getattr(config, name, None) for name in _LONGEST_PROMPT_NAMES]
-    bounds.append(getattr(loaded.tokenizer, "model_max_length", None))
-    known = [int(b) for b in bounds if isinstance(b, int | float) and 0 < b < _ENDLESS]
-    if wanted is not None and (type(wanted) is not int or wanted < 1):
-        raise SettingsError(f"max_prompt_tokens={wanted!r}: a positive integer expected")
-    if not known and wanted is None:
-        raise SettingsError(
-            "the model's config.json names no longest prompt: write one as max_prompt_tokens"
-        )
-    if wanted is not None and known and wanted > known[0]:
-        raise SettingsError(
-            f"max_prompt_tokens={wanted}: the model takes {known[0]} tokens; write that or less"
-        )
-    return wanted if wanted is not None else known[0]
-
-
-def special_tokens(loaded: LoadedModel, vocab_size: int) -> SpecialTokens:
-    """The special tokens by the generation config, the model's config or the tokenizer.
-
-    The first of them that knows an id is believed; ids without a place in the row are left out.
-    """
+def known_special_tokens(model: Any, tokenizer: Any, vocab_size: int) -> SpecialTokens:
+    """The special tokens by the generation config, the model's config or the tokenizer."""
     sources = (
-        getattr(loaded.model, "generation_config", None),
-        loaded.model.config.get_text_config(),
-        loaded.tokenizer,
+        getattr(model, "generation_config", None),
+        model.config.get_text_config(),
+        tokenizer,
     )
+    return special_tokens((partial(_attribute, source) for source in sources), vocab_size)
 
-    def first(name: str) -> tuple[int, ...]:
-        for source in sources:
-            value = getattr(source, name, None)
-            found = value if isinstance(value, Iterable) else [value]
-            ids = [token for token in found if isinstance(token, int) and 0 <= token < vocab_size]
-            if ids:
-                return tuple(dict.fromkeys(ids))
-        return ()
 
-    bos, pad = first("bos_token_id"), first("pad_token_id")
-    return SpecialTokens(
-        bos=bos[0] if bos else None,
-        eos=first("eos_token_id"),
-        pad=pad[0] if pad else None,
-    )
+def _attribute(source: object, name: str) -> object:
+    return getattr(source, name, None)
 
 
 def with_quantization(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:

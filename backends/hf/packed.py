@@ -27,8 +27,8 @@ from lmpool.backends.hf.packed_layout import (
     lay_out,
     passes,
 )
-from lmpool.backends.hf.trie import TokenTrie
-from lmpool.backends.hf.trie_runs import Lease, TrieStatistics
+from lmpool.backends.trie import TokenTrie
+from lmpool.backends.trie_runs import Lease, TrieStatistics
 
 # Untyped on purpose: its annotations differ from release to release.
 cache_utils: Any = importlib.import_module("transformers.cache_utils")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+from lmpool.backends.cache_memory import MOST_POSITIONS, default_cache_bytes
 from lmpool.backends.engine import Tokens
 from lmpool.backends.hf.forward import Forward
 from lmpool.backends.hf.packed import LayerShape, PackedForward, Reach, cache_utils
@@ -36,15 +36,6 @@ _TRIAL_TOKENS: Final = 48
 _TRIAL_WINDOW: Final = 7
 """A window for the trial, so that its prompts are longer than that and yet short."""
 _FEWEST_SLOTS: Final = 16
-_MOST_SLOTS: Final = 1 << 20
-"""More positions than a worker's prompts have in common: a bound for very small models."""
-
-_GIB: Final = 1 << 30
-# On a CPU other processes, and other workers, want memory too; a GPU is the worker's own.
-_SHARE_CPU: Final = 1 / 8
-_MOST_BYTES_CPU: Final = 4 * _GIB
-_SHARE_GPU: Final = 1 / 2
-_MOST_BYTES_GPU: Final = 32 * _GIB
 
 
 class _Unfit(Exception):
@@ -70,35 +61,13 @@ def packed_forward(
     name = type(model).__name__
     try:
         shapes, limit = _requirements(model, forward, device)
-        limit = min(limit, longest)
-        windows = _windows(model.config.get_text_config())
-        slot_bytes = sum(shape.slot_bytes for shape in shapes)
-        automatic = kv_cache_bytes is None
-        memory = default_kv_cache_bytes(device) if kv_cache_bytes is None else kv_cache_bytes
-        slots = min(memory // slot_bytes, _MOST_SLOTS) - RESERVED_SLOTS
-        if slots < _FEWEST_SLOTS:
-            least = (_FEWEST_SLOTS + RESERVED_SLOTS) * slot_bytes
-            if automatic:
-                raise _Unfit(f"there is no memory for {least:,} bytes of keys and values")
-            raise SettingsError(
-                f"kv_cache_bytes={kv_cache_bytes}: a position of this model takes {slot_bytes:,} "
-                f"bytes; write {least} or more, or 0 to keep nothing between batches"
-            )
+        slots = _slots(shapes, device, kv_cache_bytes)
         head = forward.head
         assert head is not None
         packed = PackedForward(
             head, shapes, slots=slots, dtype=model.dtype, device=device, bounds=bounds
         )
-        try:
-            packed.reach = _reach(model.config.get_text_config(), windows)
-            with _narrow_windows(model.config.get_text_config(), packed, windows):
-                _try(packed, forward, model, limit)
-        except _Unfit as reason:
-            if not windows:
-                raise
-            logger.info("%s is served within its window only: %s", name, reason)
-            packed.reach, limit = Reach(), min(limit, *windows.values())
-            _try(packed, forward, model, limit)
+        limit = _longest_right(packed, forward, model, min(limit, longest))
     except _Unfit as reason:
         logger.warning(
             "%s keeps nothing between batches, and computes shared prefixes for each prompt: %s",
@@ -110,8 +79,8 @@ def packed_forward(
         "%s keeps the keys and values of %s positions in %s bytes%s",
         name,
         f"{slots:,}",
-        f"{(slots + RESERVED_SLOTS) * slot_bytes:,}",
-        " (kv_cache_bytes sets another bound)" if automatic else "",
+        f"{packed.kv_cache_bytes:,}",
+        " (kv_cache_bytes sets another bound)" if kv_cache_bytes is None else "",
     )
     if limit < longest:
         logger.warning(
@@ -123,27 +92,41 @@ def packed_forward(
     return packed, limit
 
 
-def default_kv_cache_bytes(device: torch.device) -> int:
-    """A share of the memory that is free on `device`, capped."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return min(int(free * _SHARE_GPU), _MOST_BYTES_GPU)
-    return min(int(_available_memory() * _SHARE_CPU), _MOST_BYTES_CPU)
+def _slots(shapes: Sequence[LayerShape], device: torch.device, kv_cache_bytes: int | None) -> int:
+    """How many positions' keys and values there is memory for."""
+    slot_bytes = sum(shape.slot_bytes for shape in shapes)
+    memory = kv_cache_bytes
+    if memory is None:
+        on_gpu = device.type == "cuda"
+        memory = default_cache_bytes(torch.cuda.mem_get_info(device)[0] if on_gpu else None)
+    slots = min(memory // slot_bytes, MOST_POSITIONS) - RESERVED_SLOTS
+    if slots >= _FEWEST_SLOTS:
+        return slots
+    least = (_FEWEST_SLOTS + RESERVED_SLOTS) * slot_bytes
+    if kv_cache_bytes is None:
+        raise _Unfit(f"there is no memory for {least:,} bytes of keys and values")
+    raise SettingsError(
+        f"kv_cache_bytes={kv_cache_bytes}: a position of this model takes {slot_bytes:,} "
+        f"bytes; write {least} or more, or 0 to keep nothing between batches"
+    )
 
 
-def _available_memory() -> int:
-    """Bytes that this process may still use, as far as the system says."""
-    known = []
+def _longest_right(packed: PackedForward, forward: Forward, model: Any, longest: int) -> int:
+    """Try what the packed forward computes; the longest prompt whose row is right, up to this."""
+    config = model.config.get_text_config()
+    windows = _windows(config)
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        known += [int(e.split()[1]) << 10 for e in lines if e.startswith("MemAvailable:")]
-        group = Path("/sys/fs/cgroup")
-        most = (group / "memory.max").read_text().strip()
-        if most != "max":
-            known.append(max(0, int(most) - int((group / "memory.current").read_text())))
-    except (OSError, ValueError, IndexError):  # another system, or none of its files
-        pass
-    return min(known, default=16 * _GIB)
+        packed.reach = _reach(config, windows)
+        with _narrow_windows(config, packed, windows):
+            _try(packed, forward, model, longest)
+    except _Unfit as reason:
+        if not windows:
+            raise
+        logger.info("%s is served within its window only: %s", type(model).__name__, reason)
+        packed.reach = Reach()
+        longest = min(longest, *windows.values())
+        _try(packed, forward, model, longest)
+    return longest
 
 
 def _requirements(

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from lmpool.backends.hf.trie_runs import Lease, Run
+from lmpool.backends.trie_runs import Lease, Run
 
 Indices = npt.NDArray[np.int64]
 

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from lmpool.backends.config_files import ConfigFiles, load_tokenizer
-from lmpool.backends.engine import BatchEngine, EngineInfo, Outcome, Request, Tokens
-from lmpool.backends.grouping import group_by_length
+from lmpool.backends.batch import BatchEngine
+from lmpool.backends.cache_memory import default_cache_bytes
+from lmpool.backends.engine import EngineInfo, Outcome, Request, Tokens
+from lmpool.backends.grouping import forward_passes
 from lmpool.backends.mlx.adapters import Adapters
 from lmpool.backends.mlx.model import Forward, KeyValueStore, Prefixes, load_model, mx, on_gpu
-from lmpool.backends.mlx.prefixes import PrefixTree
-from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
-from lmpool.backends.vocabulary import served_byte_vocabulary
+from lmpool.backends.mlx.prefixes import KeptPrefixes
+from lmpool.backends.model_files import ModelFiles
+from lmpool.backends.options import check_positive
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 
 logger = logging.getLogger(__name__)
 
-_MAX_LOGITS: Final = 1 << 26
-"""Logits computed at once: 256 MiB in float32."""
-
-_MAX_WASTE: Final = 0.25
-"""The part of a forward pass that may be padding."""
-
 _FORWARD_TOKENS_CPU: Final = 1_024
 _FORWARD_TOKENS_GPU: Final = 8_192
-_CACHE_BYTES: Final = 1 << 30
 
 _SHARED_TOKENS: Final = 16
 """A prefix that prompts of a batch share is computed first if it has this many new tokens."""
@@ -50,8 +44,9 @@ class MLXEngine(BatchEngine):
     the model's own on a GPU, float32 on a CPU. `max_prompt_tokens` lowers the model's own bound. A
     forward pass takes at most `forward_tokens` new positions, padding included (by default 1,024
     on a CPU, else 8,192); longer prompts are computed piece by piece. Keys and values of prompts
-    are kept in up to `cache_bytes` bytes (1 GiB), least recently used first out, and prompts that
-    begin alike share them; 0 keeps nothing.
+    are kept in up to `cache_bytes` bytes (by default an eighth of the memory that is available, at
+    most 4 GiB), least recently used first out, and prompts that begin alike share them; 0 keeps
+    nothing.
 
     Models that need more than the keys and values of every position (sliding windows, recurrent
     states) are served without padding and without kept prefixes; a warning says so, and
@@ -71,37 +66,32 @@ class MLXEngine(BatchEngine):
         dtype: str = "auto",
         max_prompt_tokens: int | None = None,
         forward_tokens: int | None = None,
-        cache_bytes: int = _CACHE_BYTES,
+        cache_bytes: int | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
-        if forward_tokens is not None and (type(forward_tokens) is not int or forward_tokens < 1):
-            raise SettingsError(f"forward_tokens={forward_tokens!r}: a positive integer expected")
-        if type(cache_bytes) is not int or cache_bytes < 0:
+        check_positive(forward_tokens=forward_tokens)
+        if cache_bytes is not None and (type(cache_bytes) is not int or cache_bytes < 0):
             raise SettingsError(f"cache_bytes={cache_bytes!r}: 0 or more bytes expected")
         self._thread = threading.get_ident()
-        self._folder = resolve_model(model, revision)
-        files = ConfigFiles(self._folder)
-        longest = files.longest_prompt(max_prompt_tokens)
+        files = ModelFiles(model, revision, trust_remote_code=trust_remote_code)
+        self.model_files = files
+        longest = files.config.longest_prompt(max_prompt_tokens)
         loaded = load_model(
-            self._folder,
-            files,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
+            files.folder, files.config, dtype=dtype, trust_remote_code=trust_remote_code
         )
-        self._tokenizer = load_tokenizer(self._folder, trust_remote_code=trust_remote_code)
-        self._forward_tokens = forward_tokens or (
-            _FORWARD_TOKENS_GPU if on_gpu() else _FORWARD_TOKENS_CPU
-        )
+        automatic = _FORWARD_TOKENS_GPU if on_gpu() else _FORWARD_TOKENS_CPU
+        self._forward_tokens = forward_tokens or automatic
         self._forward: Forward | None = Forward(loaded)
         self._lora = Adapters(loaded)
         self._store: KeyValueStore | None = None
-        self._tree = PrefixTree(0)
+        self._kept = KeptPrefixes(0)
         probe = self._forward.plainly([np.zeros(1, np.uint32)])
         mx.eval(probe)
         vocab_size = int(probe.shape[-1])
         head_dtype = str(probe.dtype).removeprefix("mlx.core.")
         self._bfloat16 = head_dtype == "bfloat16"
+        special = files.config.special_tokens(vocab_size)
         self.info = EngineInfo(
             engine="mlx",
             model=model,
@@ -110,23 +100,21 @@ class MLXEngine(BatchEngine):
             max_prompt_tokens=longest,
             dtype=head_dtype,
             encoding="bf16" if self._bfloat16 else "f32",
-            identity={
-                "engine": "mlx",
-                "dtype": head_dtype,
-                "files": model_identity(self._folder, code=trust_remote_code),
-            },
-            bos_token_id=files.special_token("bos_token_id", vocab_size),
-            eos_token_ids=files.special_tokens("eos_token_id", vocab_size),
-            pad_token_id=files.special_token("pad_token_id", vocab_size),
+            identity={"engine": "mlx", "dtype": head_dtype, "files": files.identity()},
+            bos_token_id=special.bos,
+            eos_token_ids=special.eos,
+            pad_token_id=special.pad,
         )
-        self.keeps_prefixes = self._try_prefixes(cache_bytes)
+        self.keeps_prefixes = self._try_prefixes(
+            default_cache_bytes() if cache_bytes is None else cache_bytes
+        )
         """Whether prompts share a padded forward pass and kept prefixes."""
 
     # --- rows ----------------------------------------------------------------------------------
 
     def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
         self._open()
-        self._tree.begin()
+        self._kept.begin()
         alike: dict[str | None, dict[bytes, list[Request]]] = {}
         for request in requests:
             prompts = alike.setdefault(request.adapter, {})
@@ -141,7 +129,7 @@ class MLXEngine(BatchEngine):
                 for _ in self._run(adapter, shared):
                     pass
             for index, row, logsumexp in self._run(adapter, tokens):
-                outcomes.extend(_outcome(request, row, logsumexp) for request in distinct[index])
+                outcomes.extend(Outcome.of_row(r.id, row, logsumexp) for r in distinct[index])
         return outcomes
 
     def _run(
@@ -155,7 +143,7 @@ class MLXEngine(BatchEngine):
             return
         for prompt in prompts:
             self._run_pieces(adapter, prompt)
-        kept = [self._tree.find(adapter, prompt)[: prompt.size - 1] for prompt in prompts]
+        kept = [self._kept.find(adapter, prompt)[: prompt.size - 1] for prompt in prompts]
         # Prompts whose prefixes are of about one length share a forward pass: the shorter ones
         # are padded.
         alike: dict[int, list[int]] = {}
@@ -173,12 +161,12 @@ class MLXEngine(BatchEngine):
     def _run_pieces(self, adapter: str | None, prompt: Tokens) -> None:
         """Compute and keep the beginning of a prompt that is too long for one forward pass."""
         while True:
-            kept = self._tree.find(adapter, prompt)
+            kept = self._kept.find(adapter, prompt)
             piece = prompt[: kept.size + self._forward_tokens]
             if piece.size >= prompt.size:
                 return
             self._compute_group(adapter, [piece], [kept])
-            if self._tree.find(adapter, piece).size < piece.size:
+            if self._kept.find(adapter, piece).size < piece.size:
                 return  # no room, or it overflows: the rest is computed at once
 
     def _compute_group(
@@ -204,11 +192,11 @@ class MLXEngine(BatchEngine):
         mx.eval(logits, logsumexp, [(layer.keys, layer.values) for layer in layers])
         sound = np.isfinite(np.array(logsumexp))
         try:
-            slots, rows, columns = [np.empty(0, np.int32)], [], []
+            slots, rows, columns = [np.empty(0, np.int64)], [], []
             for row, (prompt, rest) in enumerate(zip(prompts, rests, strict=True)):
                 if not sound[row]:
                     continue
-                new = self._tree.add(adapter, prompt)
+                new = self._kept.add(adapter, prompt)
                 slots.append(new)
                 rows.append(np.full(new.size, row))
                 columns.append(np.arange(rest.size - new.size, rest.size))
@@ -221,7 +209,7 @@ class MLXEngine(BatchEngine):
                     mx.array(np.concatenate(columns)),
                 )
         except BaseException:
-            self._tree.clear()  # it may promise what the store does not hold
+            self._kept.clear()  # it may promise what the store does not hold
             raise
         return logits, logsumexp
 
@@ -229,18 +217,17 @@ class MLXEngine(BatchEngine):
         """What several of the prompts begin with and is not kept yet."""
         alike: dict[bytes, list[Tokens]] = {}
         for prompt in prompts:
-            beginning = self._tree.find(adapter, prompt).size + _SHARED_TOKENS
+            beginning = self._kept.find(adapter, prompt).size + _SHARED_TOKENS
             if beginning < prompt.size:
                 alike.setdefault(prompt[:beginning].tobytes(), []).append(prompt)
         return [_common_prefix(group) for group in alike.values() if len(group) > 1]
 
     def _groups(self, lengths: Sequence[int], *, may_pad: bool) -> list[list[int]]:
-        return group_by_length(
+        return forward_passes(
             lengths,
-            max_positions=self._forward_tokens,
-            max_rows=max(1, _MAX_LOGITS // self.info.vocab_size),
-            max_waste=_MAX_WASTE if may_pad else 0.0,
-            free_padding=self._forward_tokens // 8 if may_pad else 0,
+            forward_tokens=self._forward_tokens,
+            vocab_size=self.info.vocab_size,
+            may_pad=may_pad,
         )
 
     def _rows(self, logits: Any, logsumexp: Any) -> tuple[_Rows, list[float]]:
@@ -274,15 +261,15 @@ class MLXEngine(BatchEngine):
         try:
             _, layers = forward([ids[:1]], None, None)
             self._store = KeyValueStore(layers, cache_bytes)
-            self._tree = PrefixTree(self._store.capacity)
+            self._kept = KeptPrefixes(self._store.capacity)
             worst = 0.0
             for some in (prompts[:2], prompts):
-                self._tree.begin()
+                self._kept.begin()
                 for index, row, logsumexp in self._run(None, some):
-                    found = _outcome(Request(b"", ids), row, logsumexp).logprobs()
+                    found = Outcome.of_row(b"", row, logsumexp).logprobs()
                     plain = forward.plainly([some[index]])
                     right, scale = self._rows(plain, _logsumexp(plain))
-                    alone = _outcome(Request(b"", ids), right[0], scale[0]).logprobs()
+                    alone = Outcome.of_row(b"", right[0], scale[0]).logprobs()
                     worst = max(worst, float(np.abs(found - alone).max()))
             tolerance = _TOLERANCE.get(self.info.dtype, _TOLERANCE_HALF_PRECISION)
             problem = "" if worst <= tolerance else f"its rows differ by {worst:.2g}"
@@ -296,7 +283,7 @@ class MLXEngine(BatchEngine):
                 name,
                 problem,
             )
-            self._store, self._tree = None, PrefixTree(0)
+            self._store, self._kept = None, KeptPrefixes(0)
         return not problem
 
     def cache_prefix(self, tokens: Tokens) -> None:
@@ -306,16 +293,16 @@ class MLXEngine(BatchEngine):
         if reason is not None:
             raise PromptFailed(reason)
         if self.keeps_prefixes:
-            self._tree.begin()
+            self._kept.begin()
             self._lora.activate(None)
             for _, row, logsumexp in self._run(None, [tokens]):
-                error = _outcome(Request(b"", tokens), row, logsumexp).error
+                error = Outcome.of_row(b"", row, logsumexp).error
                 if error is not None:
                     raise error
 
     def clear_cache(self) -> None:
         """Drop all kept prefixes and free their memory."""
-        self._tree.clear()
+        self._kept.clear()
         if self._store is not None:
             self._store.clear()
         mx.clear_cache()
@@ -326,27 +313,21 @@ class MLXEngine(BatchEngine):
         """Load a LoRA adapter of PEFT, of linear layers other than the head."""
         self._open()
         self._lora.add(name, Path(path))
-        self._tree.drop(name)
+        self._kept.drop(name)
         self.adapters[name] = path
 
     def remove_adapter(self, name: str) -> None:
         self._lora.remove(name)
-        self._tree.drop(name)
+        self._kept.drop(name)
         self.adapters.pop(name, None)
 
     # --- the rest ------------------------------------------------------------------------------
-
-    def tokenizer_files(self) -> Mapping[str, bytes]:
-        return tokenizer_files(self._folder)
-
-    def byte_vocabulary(self) -> list[bytes] | None:
-        return served_byte_vocabulary(self._tokenizer)
 
     def close(self) -> None:
         """Free the model and all that is kept."""
         if self._forward is not None:
             self._forward = None
-            self._store, self._tree = None, PrefixTree(0)
+            self._store, self._kept = None, KeptPrefixes(0)
             self._lora = Adapters(None)
             mx.clear_cache()
 
@@ -367,10 +348,3 @@ def _common_prefix(prompts: Sequence[Tokens]) -> Tokens:
     block = np.stack([prompt[:length] for prompt in prompts])
     differs = np.flatnonzero((block != block[0]).any(axis=0))
     return prompts[0][: int(differs[0]) if differs.size else length]
-
-
-def _outcome(request: Request, row: Any, logsumexp: float) -> Outcome:
-    if not np.isfinite(logsumexp):
-        reason = f"the model's logits have the logsumexp {logsumexp}: it overflows in this dtype"
-        return Outcome(request.id, error=PromptFailed(reason))
-    return Outcome(request.id, row=row, logsumexp=logsumexp if row.dtype == np.uint16 else 0.0)

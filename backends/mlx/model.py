@@ -7,13 +7,15 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-from lmpool.backends.config_files import ConfigFiles
+from lmpool.backends.cache_memory import MOST_POSITIONS
 from lmpool.backends.engine import Tokens
 from lmpool.backends.mlx.prefixes import Slots
+from lmpool.backends.model_config import ModelConfig
+from lmpool.backends.options import DTYPES, check_dtype
 from lmpool.errors import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -24,28 +26,25 @@ nn: Any = importlib.import_module("mlx.nn")
 mlx_cache: Any = importlib.import_module("mlx_lm.models.cache")
 mlx_lm: Any = importlib.import_module("mlx_lm.utils")
 
-DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
-
 
 def on_gpu() -> bool:
     """Whether MLX computes on a GPU here."""
     return bool(mx.default_device() == mx.Device(mx.gpu))
 
 
-def load_model(folder: Path, files: ConfigFiles, *, dtype: str, trust_remote_code: bool) -> Any:
+def load_model(folder: Path, config: ModelConfig, *, dtype: str, trust_remote_code: bool) -> Any:
     """The model in `folder`, evaluated, in `dtype`: ``auto`` is float32 on a CPU, else its own.
 
     Raises `SettingsError` for what cannot be loaded.
     """
-    if dtype not in DTYPES:
-        raise SettingsError(f"dtype={dtype!r}: one of {', '.join(DTYPES)} expected")
+    check_dtype(dtype)
     if dtype == "auto":
-        dtype = (files.dtype or "") if on_gpu() else "float32"
+        dtype = (config.dtype or "") if on_gpu() else "float32"
     try:
         model, _ = mlx_lm.load_model(
             folder,
             lazy=True,
-            model_config=files.rope_of_before(),
+            model_config=config.rope_of_before(),
             trust_remote_code=trust_remote_code,
         )
         if dtype in DTYPES:
@@ -81,7 +80,7 @@ class KeyValueStore:
         self.position_bytes = sum(
             heads * width * dtype.size for pair in self._shapes for heads, width, dtype in pair
         )
-        self.capacity = cache_bytes // self.position_bytes
+        self.capacity = min(cache_bytes // self.position_bytes, MOST_POSITIONS)
         self.clear()
 
     def clear(self) -> None:
@@ -100,7 +99,7 @@ class KeyValueStore:
     def put(self, slots: Slots, layers: Sequence[_LayerCache], rows: Any, columns: Any) -> None:
         """Keep new tokens: that of prompt `rows[i]`, position `columns[i]`, in `slots[i]`."""
         self._grow(int(slots.max()) + 1)
-        where = mx.array(slots)
+        where = mx.array(slots.astype(np.int32))
         for arrays, layer in zip(self._arrays, layers, strict=True):
             for array, new in zip(arrays, (layer.keys, layer.values), strict=True):
                 array[where] = new[rows, :, columns]

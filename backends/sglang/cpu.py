@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any, Final
 
 import torch
@@ -72,7 +72,7 @@ def _stand_in(name: str) -> Any:
 class _Module(types.ModuleType):
     """A module that has every name."""
 
-    __path__: list[str] = []  # noqa: RUF012 -- as modules have it
+    __path__: MutableSequence[str] = []  # noqa: RUF012 -- as modules have it
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -117,8 +117,7 @@ class SGLangScheduler:
             )
         if SGLangScheduler._open is not None:
             raise SettingsError("this process has an SGLang engine: close it before the next")
-        on_cpu = prepare()
-        self.device = "cpu" if on_cpu else "cuda"
+        self.device = "cpu" if prepare() else "cuda"
         self._draw = draw
         self._numbers = itertools.count()
         self._idle = 0
@@ -126,27 +125,7 @@ class SGLangScheduler:
         self._runner: Any = None
         self._batch: list[Any] = []
         self._aborted: dict[str, str] = {}
-        arguments: dict[str, Any] = {
-            "model_path": str(folder),
-            "device": self.device,
-            "dtype": dtype,
-            "grammar_backend": "none",
-            "sampling_backend": "pytorch",
-            "skip_tokenizer_init": True,
-            # A row is ready when its batch is: there is no next batch's work to hide behind it.
-            "disable_overlap_schedule": True,
-            "log_level": "error",
-            "random_seed": 0,
-        }
-        if on_cpu:
-            arguments |= {
-                "attention_backend": "torch_native",
-                "lora_backend": "torch_native",
-                "disable_cuda_graph": True,
-                "mem_fraction_static": 0.1,
-                "max_total_tokens": 32_768,
-                "max_running_requests": 256,
-            }
+        arguments = _arguments(folder, self.device, dtype)
         if max_loras:
             arguments |= {
                 "enable_lora": True,
@@ -397,13 +376,13 @@ class SGLangScheduler:
             raise EngineBroken(f"SGLang does not unload an adapter: {result.error_message}")
 
     @_breaking()
-    def loras_in_use(self) -> set[str | None]:
+    def loras_in_use(self) -> set[str]:
         """The adapters that requests ask for, cancelled ones among them."""
         scheduler = self._scheduler
         requests = [*scheduler.collect_inflight_reqs(), *scheduler.waiting_queue]
         if scheduler.chunked_req is not None:
             requests.append(scheduler.chunked_req)
-        return {request.lora_id for request in requests}
+        return {request.lora_id for request in requests if request.lora_id is not None}
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -440,3 +419,29 @@ def _check_version() -> None:
             f"engine='sglang' was made for sglang {', '.join(VERSIONS)}, and {found} is installed: "
             f"pip install sglang=={VERSIONS[-1]}"
         )
+
+
+def _arguments(folder: Path, device: str, dtype: str) -> dict[str, Any]:
+    """What SGLang is told of how to run, but for its adapters."""
+    arguments: dict[str, Any] = {
+        "model_path": str(folder),
+        "device": device,
+        "dtype": dtype,
+        "grammar_backend": "none",
+        "sampling_backend": "pytorch",
+        "skip_tokenizer_init": True,
+        # A row is ready when its batch is: there is no next batch's work to hide behind it.
+        "disable_overlap_schedule": True,
+        "log_level": "error",
+        "random_seed": 0,
+    }
+    if device == "cpu":
+        arguments |= {
+            "attention_backend": "torch_native",
+            "lora_backend": "torch_native",
+            "disable_cuda_graph": True,
+            "mem_fraction_static": 0.1,
+            "max_total_tokens": 32_768,
+            "max_running_requests": 256,
+        }
+    return arguments

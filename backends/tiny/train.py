@@ -37,6 +37,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -289,7 +290,7 @@ def train_model(
     torch.manual_seed(SEED)
     chance = random.Random(SEED)
     model = LlamaForCausalLM(configuration())
-    layers = model.model.layers
+    layers: Any = model.model.layers
     adders = [part for layer in layers for part in (layer.self_attn.o_proj, layer.mlp.down_proj)]
     hooks = [part.register_forward_hook(drop) for part in adders]
     parameters = list(model.parameters())
@@ -342,7 +343,8 @@ def soften(folder: Path, encoded: list[list[int]], held_out: list[list[int]]) ->
     """
     torch.manual_seed(SOFT_SEED)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    for layer in model.model.layers:
+    layers: Any = model.model.layers
+    for layer in layers:
         for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
             part.register_forward_hook(drop)
     optimizer = torch.optim.AdamW(

@@ -32,7 +32,7 @@ import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.logits_processor import LogitsProcessor as ProcessorV1
 
-from lmpool.backends.vllm import internals as vllm_internals
+from lmpool.backends.vllm import internals
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ProcessorV2
@@ -359,13 +359,13 @@ class CapturedRows:
 
     def lmpool_attach(self) -> str | None:
         """Prepare for capturing; the model runner's generation, None where it cannot capture."""
-        return vllm_internals.attach(self.model_runner)
+        return internals.attach(self.model_runner)
 
     def lmpool_take_rows(
         self, ids: Sequence[CaptureId], forget: Sequence[CaptureId] = ()
     ) -> list[Taken] | None:
         """Give out rows, and drop those of `forget`; None where this rank does not publish."""
-        capture = vllm_internals.find_capture(self.model_runner)
+        capture = internals.find_capture(self.model_runner)
         if capture is None or not capture.publishes:
             return None
         capture.rows.forget(forget)

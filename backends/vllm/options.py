@@ -8,11 +8,19 @@ import importlib.metadata
 from collections.abc import Mapping
 from typing import Any, Final
 
+from vllm import EngineArgs
+from vllm.platforms import current_platform
+
+from lmpool.backends.cache_memory import default_cache_bytes
+from lmpool.backends.options import check_positive
+from lmpool.backends.vllm import internals
 from lmpool.errors import SettingsError
 
 CAPTURED_ROWS: Final = "lmpool.backends.vllm.capture.CapturedRows"
 
 CAPTURE_PROCESSOR: Final = "lmpool.backends.vllm.capture:CaptureProcessor"
+FORMER_CAPTURE_PROCESSOR: Final = "lmpool.backends.vllm_capture:CaptureProcessor"
+"""The same, by the name that an environment of before still says."""
 
 REFUSED: Final[Mapping[str, str]] = {
     "model": "the worker's setting `model` names it",
@@ -55,6 +63,13 @@ NUMERIC: Final = (
 """Options that change the model's numbers, and so belong to its fingerprint."""
 
 
+_MEMORY: Final = frozenset({"kv_cache_memory_bytes", "gpu_memory_utilization"})
+"""Options that say how much memory vLLM takes."""
+
+MOST_ADAPTERS: Final = 64
+"""As many as a worker keeps loaded, and as many removed ones that requests in flight still use."""
+
+
 def check_options(given: Mapping[str, Any], arguments: type) -> None:
     """Refuse what `arguments`, vLLM's `EngineArgs`, does not know or lmpool cannot let through.
 
@@ -75,4 +90,43 @@ def check_options(given: Mapping[str, Any], arguments: type) -> None:
 def capture_processors() -> list[str]:
     """The processors that vLLM must be told of: none where it finds the entry point by itself."""
     points = importlib.metadata.entry_points(group="vllm.logits_processors")
-    return [] if any(p.value == CAPTURE_PROCESSOR for p in points) else [CAPTURE_PROCESSOR]
+    known = {point.value for point in points} & {CAPTURE_PROCESSOR, FORMER_CAPTURE_PROCESSOR}
+    return [] if known else [CAPTURE_PROCESSOR]
+
+
+def engine_arguments(
+    folder: str,
+    *,
+    dtype: str,
+    max_prompt_tokens: int | None,
+    trust_remote_code: bool,
+    given: Mapping[str, Any],
+) -> EngineArgs:
+    """The arguments for vLLM, its own among them as `given`. Raises `SettingsError`."""
+    check_options(given, EngineArgs)
+    check_positive(max_prompt_tokens=max_prompt_tokens)
+    longest = max_prompt_tokens
+    options: dict[str, Any] = {"enable_prefix_caching": True, **given}
+    on_cpu = current_platform.is_cpu()
+    if on_cpu and not _MEMORY & given.keys():
+        # vLLM would want nearly all of the machine's memory, and not start where others use some.
+        options["kv_cache_memory_bytes"] = default_cache_bytes()
+    try:
+        if options.get("enable_lora"):
+            # What is loaded stays loaded: vLLM would read a file again that may be another by then.
+            options["max_cpu_loras"] = max(MOST_ADAPTERS, options.get("max_loras", 1))
+        return EngineArgs(
+            model=folder,
+            dtype="float32" if dtype == "auto" and on_cpu else dtype,
+            max_model_len=None if longest is None else longest + 1,
+            trust_remote_code=trust_remote_code,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            max_logprobs=-1,
+            disable_log_stats=True,
+            logits_processors=capture_processors(),
+            worker_extension_cls=CAPTURED_ROWS,
+            **options,
+        )
+    except Exception as error:
+        raise SettingsError(f"engine_opts: {internals.root_cause(error)}") from error

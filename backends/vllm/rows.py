@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lmpool.backends.vllm import internals as vllm_internals
+from lmpool.backends.vllm import internals
 from lmpool.backends.vllm.capture import CAPTURE, WATCH, Copied, Taken
 from lmpool.errors import EngineBroken, SettingsError
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 SHARED_BYTES: Final = 64 << 20
 """Of the memory that rows of another process come through: what is larger comes in pieces."""
 
-Row = tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint16], float]
+CapturedRow = tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint16], float]
 """float32 [vocab] log-probabilities and their largest, or uint16 [vocab], the bits of bfloat16
 logits, and their logsumexp. The float is not finite where the row is none; of a watched request
 there is nothing else."""
@@ -32,18 +32,21 @@ class RowSource(Protocol):
 
     def row(self, number: int) -> dict[str, Any]:
         """What `SamplingParams` must have so that vLLM gives the row of request `number`."""
+        ...
 
     def watch(self, number: int) -> dict[str, Any]:
         """What they must have so that a request's logits are watched while it samples."""
+        ...
 
     def see(self, number: int, output: Any) -> None:
         """Look at what vLLM put out for a request."""
 
-    def take(self, numbers: Sequence[int]) -> dict[int, Row]:
+    def take(self, numbers: Sequence[int]) -> dict[int, CapturedRow]:
         """The rows of requests that have ended, where there are any.
 
         A watched request has one, that is none, if its logits were not finite.
         """
+        ...
 
     def forget(self, numbers: Sequence[int]) -> None:
         """These requests were aborted."""
@@ -55,7 +58,7 @@ class RowSource(Protocol):
 def row_source(engine: Any, *, capture: bool) -> RowSource:
     """Capture where vLLM's model runner lets us, else its log-probabilities, said in the log."""
     core = engine.engine_core
-    runners = vllm_internals.call_workers(core, "lmpool_attach")
+    runners = internals.call_workers(core, "lmpool_attach")
     if not capture:
         logger.warning("rows come through vLLM's logprobs=-1, as told: many times slower")
         return FullLogprobs()
@@ -66,7 +69,7 @@ def row_source(engine: Any, *, capture: bool) -> RowSource:
         )
         return FullLogprobs()
     runner = next(filter(None, runners))
-    if vllm_internals.is_local(engine):
+    if internals.is_local(engine):
         logger.info("rows are captured in vLLM's %s model runner, in this process", runner)
         return LocalRows(core)
     logger.info("rows are captured in vLLM's %s model runner, in another process", runner)
@@ -96,16 +99,16 @@ class _CapturedRows:
 class LocalRows(_CapturedRows):
     """Rows captured in this process: handed over as they are."""
 
-    def take(self, numbers: Sequence[int]) -> dict[int, Row]:
+    def take(self, numbers: Sequence[int]) -> dict[int, CapturedRow]:
         return self._call(numbers, ())
 
     def forget(self, numbers: Sequence[int]) -> None:
         self._call((), numbers)
 
-    def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, Row]:
-        answers = vllm_internals.call_workers(self._core, "lmpool_take_rows", numbers, forgotten)
+    def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, CapturedRow]:
+        answers = internals.call_workers(self._core, "lmpool_take_rows", numbers, forgotten)
         taken: list[Taken] = self._of_publisher(answers)
-        found: dict[int, Row] = {}
+        found: dict[int, CapturedRow] = {}
         for ids, rows, scale in taken:
             rows.flags.writeable = False
             found.update(zip(map(int, ids), zip(rows, scale.tolist(), strict=True), strict=True))
@@ -133,15 +136,13 @@ class SharedRows(_CapturedRows):
                 # Reserved now: a page that cannot be had later would end the process.
                 size = _reserve(file.fileno(), max(row, SHARED_BYTES // row * row), row)
                 self._memory = np.memmap(file, np.uint8, mode="r+", shape=(size,))
-                self._of_publisher(
-                    vllm_internals.call_workers(core, "lmpool_copy_rows", self._path, [])
-                )
+                self._of_publisher(internals.call_workers(core, "lmpool_copy_rows", self._path, []))
             finally:
                 Path(self._path).unlink()
         self._most = size // row
 
-    def take(self, numbers: Sequence[int]) -> dict[int, Row]:
-        found: dict[int, Row] = {}
+    def take(self, numbers: Sequence[int]) -> dict[int, CapturedRow]:
+        found: dict[int, CapturedRow] = {}
         for start in range(0, len(numbers), self._most):
             found.update(self._call(numbers[start : start + self._most], ()))
         return found
@@ -149,12 +150,12 @@ class SharedRows(_CapturedRows):
     def forget(self, numbers: Sequence[int]) -> None:
         self._call((), numbers)
 
-    def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, Row]:
-        answers = vllm_internals.call_workers(
+    def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, CapturedRow]:
+        answers = internals.call_workers(
             self._core, "lmpool_copy_rows", self._path, list(numbers), list(forgotten)
         )
         copied: list[Copied] = self._of_publisher(answers)
-        found: dict[int, Row] = {}
+        found: dict[int, CapturedRow] = {}
         for ids, offset, dtype, vocab_size, scale in copied:
             size = len(ids) * vocab_size * np.dtype(dtype).itemsize
             # Our own copy: the next call writes there again.
@@ -191,7 +192,7 @@ class FullLogprobs:
     """Rows from vLLM's own log-probabilities of the whole vocabulary."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, CapturedRow] = {}
         self._watched: set[int] = set()
 
     def row(self, number: int) -> dict[str, Any]:
@@ -203,12 +204,12 @@ class FullLogprobs:
 
     def see(self, number: int, output: Any) -> None:
         if output.new_logprobs is not None:
-            row = vllm_internals.full_logprobs(output)
+            row = internals.full_logprobs(output)
             largest = float(row.max())
             if number not in self._watched or not np.isfinite(largest):
                 self._rows[number] = (row, largest)
 
-    def take(self, numbers: Sequence[int]) -> dict[int, Row]:
+    def take(self, numbers: Sequence[int]) -> dict[int, CapturedRow]:
         self._watched.difference_update(numbers)
         return {number: self._rows.pop(number) for number in numbers if number in self._rows}
 

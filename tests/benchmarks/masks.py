@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lmpool.backends.hf.packed import PackedForward
 from lmpool.backends.hf.packed_layout import RESERVED_SLOTS, Bounds, Layout, Pass, lay_out, passes
-from lmpool.backends.hf.trie import TokenTrie
+from lmpool.backends.trie import TokenTrie
 from tests.benchmarks.machine import Bystanders, facts
 from tests.benchmarks.measure import Measured, Report, Scale, alternate, ratio
 from tests.benchmarks.pool import WrongRows

@@ -156,7 +156,7 @@ def uncaptured(engine: Any, prompts: Prompts) -> None:
     """A token for each prompt, by the same way into vLLM: what no capture can beat."""
     from vllm import SamplingParams
 
-    from lmpool.backends.vllm import internals as vllm_internals
+    from lmpool.backends.vllm import internals
 
     core = engine._core
     for i, prompt in enumerate(prompts):
@@ -164,13 +164,13 @@ def uncaptured(engine: Any, prompts: Prompts) -> None:
             max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, skip_clone=True
         )
         core.add_request(
-            vllm_internals.make_request(
+            internals.make_request(
                 f"bound-{i}", list(prompt), params, arrival=time.time(), lora=None, resumable=False
             )
         )
     ended = 0
     while ended < len(prompts):
-        ended += sum(o.finish_reason is not None for o in vllm_internals.step(core, 1.0))
+        ended += sum(o.finish_reason is not None for o in internals.step(core, 1.0))
 
 
 def by_logprobs(engine: Any, prompts: Prompts, *, flat: bool) -> Rows:
@@ -316,13 +316,13 @@ def with_particles(engine: Any, folder: str, scale: Scale, report: Report) -> No
 
 def from_another_process(local: Any, folder: str, scale: Scale, report: Report) -> None:
     """Rows of an engine in a process of its own, by the two ways that they could come."""
-    from lmpool.backends.vllm import internals as vllm_internals
+    from lmpool.backends.vllm import internals
 
     count = scale.of(64, 16)
     remote = load(folder, own_process=True)
 
     def by_rpc(numbers: Sequence[int]) -> dict[int, Any]:
-        answers = vllm_internals.call_workers(remote._core, rows_as_bytes, list(numbers))
+        answers = internals.call_workers(remote._core, rows_as_bytes, list(numbers))
         found: dict[int, Any] = {}
         for ids, data, scales in remote._rows._of_publisher(answers):
             rows = np.frombuffer(data, np.float32).reshape(len(ids), VOCAB)

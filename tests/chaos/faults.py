@@ -17,7 +17,7 @@ import lmpool
 from lmpool.errors import PromptFailed
 from lmpool.keys import GROUP
 from tests.chaos.pool import ChaosPool
-from tests.support.pools import pool_lanes
+from tests.support.pools import pool_shards
 from tests.support.waiting import until
 
 
@@ -50,8 +50,8 @@ def kill_client(pool: ChaosPool) -> None:
     client = subprocess.Popen([sys.executable, "-c", program, pool.proxy.url])
     try:
         with pool.admin() as admin:
-            (lane,) = pool_lanes(admin, "chaos")
-            until(lambda: admin.xlen(lane.jobs) > 1000, 20, what="its jobs to be queued")
+            (shard,) = pool_shards(admin, "chaos")
+            until(lambda: admin.xlen(shard.stream().key) > 1000, 20, what="its jobs to be queued")
     finally:
         client.kill()
         client.wait(10)
@@ -96,8 +96,8 @@ def commands(pool: ChaosPool) -> None:
     with pool.admin() as client:
         client.script_flush()
         time.sleep(0.3)
-        (lane,) = pool_lanes(client, "chaos")
-        client.xgroup_destroy(lane.jobs, GROUP)
+        (shard,) = pool_shards(client, "chaos")
+        client.xgroup_destroy(shard.stream().key, GROUP)
         time.sleep(0.3)
         client.client_kill_filter(_type="normal", skipme=True)
         time.sleep(0.3)

@@ -29,7 +29,7 @@ from tests.chaos.load import Outcomes
 from tests.chaos.pool import ChaosPool
 from tests.support.clients import connected
 from tests.support.faults import Faults
-from tests.support.pools import pool_lanes, until_at_rest
+from tests.support.pools import pool_shards, until_at_rest
 from tests.support.protocol import new_job
 from tests.support.server import RealServer
 from tests.support.waiting import until
@@ -133,20 +133,20 @@ def test_fuzzed_entries_of_the_job_stream_stop_nobody(
         connected(server.url, pool_name, cache_bytes=0) as lm,
         server.client() as client,
     ):
-        (lane,) = pool_lanes(client, pool_name)
+        (shard,) = pool_shards(client, pool_name)
         for start in range(0, count, 1000):
             with client.pipeline(transaction=False) as pipeline:
                 for _ in range(1000):
                     field = rng.choice([b"job", b"job", b"job", b"bob"])
-                    pipeline.xadd(lane.jobs, {field: mutated(rng, rng.choice(SEEDS))})
+                    pipeline.xadd(shard.stream().key, {field: mutated(rng, rng.choice(SEEDS))})
                 pipeline.execute()
             prompt = [3, start % 256, start >> 8 & 255]
             row = lm.next_token_logprobs_sync(prompt, timeout=30)
             np.testing.assert_array_equal(row, mock_row(prompt, 256))
-        until(lambda: client.xlen(lane.jobs) == 0, 60, what="the stream to be empty")
-        assert client.xlen(lane.dead) >= 9_000 or client.xlen(lane.dead) == count
-        assert client.xlen(lane.dead) <= 11_000
-        assert sum(c["pending"] for c in client.xinfo_consumers(lane.jobs, GROUP)) == 0
+        until(lambda: client.xlen(shard.stream().key) == 0, 60, what="the stream to be empty")
+        assert client.xlen(shard.dead) >= 9_000 or client.xlen(shard.dead) == count
+        assert client.xlen(shard.dead) <= 11_000
+        assert sum(c["pending"] for c in client.xinfo_consumers(shard.stream().key, GROUP)) == 0
         lm.close()
         until_at_rest(client, pool_name)
 

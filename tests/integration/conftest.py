@@ -10,31 +10,31 @@ import pytest
 import redis
 
 import lmpool
-from lmpool.keys import LaneKeys, PoolKeys
+from lmpool.keys import PoolKeys, ShardKeys
 from tests.support.clients import connected
 from tests.support.pools import until_at_rest
-from tests.support.protocol import Caller, Consumer, lane_of_pool
+from tests.support.protocol import Caller, Consumer, shard_of_pool
 from tests.support.workers import in_process_worker
 
 
 @pytest.fixture
-def lane(pool_name: str, any_server: str) -> LaneKeys:
-    return lane_of_pool(pool_name)
+def shard(pool_name: str, any_server: str) -> ShardKeys:
+    return shard_of_pool(pool_name)
 
 
 @pytest.fixture
-def caller(redis_client: redis.Redis, lane: LaneKeys) -> Caller:
-    return Caller(redis_client, lane, "first")
+def caller(redis_client: redis.Redis, shard: ShardKeys) -> Caller:
+    return Caller(redis_client, shard, "first")
 
 
 @pytest.fixture
-def other(redis_client: redis.Redis, lane: LaneKeys) -> Caller:
-    return Caller(redis_client, lane, "second")
+def other(redis_client: redis.Redis, shard: ShardKeys) -> Caller:
+    return Caller(redis_client, shard, "second")
 
 
 @pytest.fixture
-def worker(redis_client: redis.Redis, lane: LaneKeys) -> Consumer:
-    return Consumer(redis_client, lane)
+def worker(redis_client: redis.Redis, shard: ShardKeys) -> Consumer:
+    return Consumer(redis_client, shard)
 
 
 @pytest.fixture

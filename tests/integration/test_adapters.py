@@ -18,7 +18,7 @@ from lmpool.backends.mock import mock_row
 from lmpool.errors import AdapterError, NoWorkers, UnknownAdapter
 from lmpool.worker.adapters import MAX_LOADED, adapter_fingerprint
 from tests.support.clients import connected
-from tests.support.pools import assert_at_rest, pool_lanes, some_prompts, worker_processes
+from tests.support.pools import assert_at_rest, pool_shards, some_prompts, worker_processes
 from tests.support.waiting import until
 from tests.support.workers import worker_process
 
@@ -36,8 +36,8 @@ def write_adapter(folder: Path, content: str = "one") -> str:
 
 def registered(client: redis.Redis, pool: str) -> dict[str, str]:
     """Name to fingerprint of the pool's adapters, as its clients read them."""
-    (lane,) = pool_lanes(client, pool)
-    entries = client.hgetall(lane.adapters).items()
+    (shard,) = pool_shards(client, pool)
+    entries = client.hgetall(shard.adapters).items()
     return {name.decode(): entry.decode().partition("\n")[0] for name, entry in entries}
 
 
@@ -121,8 +121,8 @@ def test_adapters_come_are_replaced_and_go(server_url, redis_client, pool_name, 
             lm.batch_next_token_logprobs_sync(PROMPTS, lora_name="tone"), found[2::3]
         )
         lm.remove_lora("tone")
-        (lane,) = pool_lanes(redis_client, pool_name)
-        assert not redis_client.exists(lane.adapters)
+        (shard,) = pool_shards(redis_client, pool_name)
+        assert not redis_client.exists(shard.adapters)
         assert len(lm.pool_statistics_sync()["workers"]) == 2
         for worker in workers:
             assert "Traceback" not in worker.log
@@ -170,10 +170,10 @@ def test_more_adapters_in_one_batch_than_a_worker_keeps_take_turns(
         worker_process(server_url, pool_name, **options) as worker,
         connected(server_url, pool_name),
     ):
-        (lane,) = pool_lanes(redis_client, pool_name)
+        (shard,) = pool_shards(redis_client, pool_name)
         for name in names:  # as another worker registered them
             folder = Path(write_adapter(tmp_path / name, name))
-            redis_client.hset(lane.adapters, name, f"{adapter_fingerprint(folder)}\n{folder}")
+            redis_client.hset(shard.adapters, name, f"{adapter_fingerprint(folder)}\n{folder}")
         prints = registered(redis_client, pool_name)
         order = names * 2
 

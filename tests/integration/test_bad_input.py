@@ -31,9 +31,11 @@ from lmpool.errors import (
     UnknownPool,
 )
 from lmpool.keys import GROUP
-from lmpool.wire import Digester, Job, pack_job, pack_logprobs, unpack_row
+from lmpool.rows import pack_logprobs, unpack_row
+from lmpool.wants import Digester, Row
+from lmpool.wire import Job, pack_job
 from tests.support.clients import connected
-from tests.support.pools import assert_at_rest, pool_lanes, some_prompts
+from tests.support.pools import assert_at_rest, pool_shards, some_prompts
 from tests.support.server import RealServer, free_port
 from tests.support.waiting import until
 from tests.support.workers import WorkerProcess, worker_process
@@ -329,7 +331,7 @@ BAD_SETTINGS = [
     # what a worker is told, and what it must say
     ({"batch_size": 0}, "LMPOOL_BATCH_SIZE='0': input should be greater than or equal to 1"),
     ({"timeout": -1}, "LMPOOL_TIMEOUT='-1': input should be greater than or equal to 0"),
-    ({"lanes": "three"}, "LMPOOL_LANES='three': input should be a valid integer"),
+    ({"shards": "three"}, "LMPOOL_SHARDS='three': input should be a valid integer"),
     ({"worker_name": "a b"}, "LMPOOL_WORKER_NAME='a b'"),
     ({"batchsize": 3}, "unknown variable LMPOOL_BATCHSIZE: did you mean LMPOOL_BATCH_SIZE?"),
     ({"max_prompt_tokens": 9, "max_batch_tokens": 5}, "max_batch_tokens=5 is below max_prompt"),
@@ -391,10 +393,10 @@ def test_garbage_in_the_job_stream(server_url, redis_client, pool_name, tmp_path
     trap = tmp_path / "unpickled"
     with worker_process(server_url, pool_name) as worker, connected(server_url, pool_name) as lm:
         digester = Digester(lm.info.fingerprint)
-        want = {"encoding": "f32"}
-        others = digester.logprobs(np.array([9, 9], "<u4").tobytes(), "f32")
-        own = digester.logprobs(tokens, "f32")
-        sound = msgpack.unpackb(pack_job(Job("logprobs", own, tokens, None, want)))
+        want = Row("f32")
+        others = digester.digest(want, np.array([9, 9], "<u4").tobytes())
+        own = digester.digest(want, tokens)
+        sound = msgpack.unpackb(pack_job(Job(want, own, tokens, None)))
         garbage: list[tuple[dict[str, bytes], str]] = [
             ({"job": os.urandom(100)}, ""),
             ({"job": b""}, "not msgpack"),
@@ -405,36 +407,36 @@ def test_garbage_in_the_job_stream(server_url, redis_client, pool_name, tmp_path
             ({"job": msgpack.packb({"v": 1})}, "no digest of 16 bytes"),
             ({"job": pickle.dumps(_Bomb(str(trap)))}, ""),
             ({"job": msgpack.packb(msgpack.ExtType(5, b"code"))}, "extension type 5"),
-            ({"job": msgpack.packb({**sound, "v": 2})}, "job version 2: this worker reads version"),
-            ({"job": msgpack.packb({**sound, "op": "exec"})}, "unknown operation 'exec'"),
+            ({"job": msgpack.packb({**sound, "v": 1})}, "job version 1: this worker reads version"),
+            ({"job": msgpack.packb({**sound, "want": ["exec"]})}, "unknown want 'exec'"),
             ({"job": msgpack.packb({**sound, "tokens": b"123"})}, "tokens are not"),
             ({"job": msgpack.packb({**sound, "digest": others})}, "digest is not the one of this"),
             (
-                {"job": pack_job(Job("logprobs", others, tokens, None, want))},
+                {"job": pack_job(Job(want, others, tokens, None))},
                 "digest is not the one",
             ),
-            ({"job": msgpack.packb({**sound, "want": {"encoding": "f64"}})}, "unknown encoding"),
+            ({"job": msgpack.packb({**sound, "want": ["row", "f64"]})}, "unknown encoding"),
         ]
-        lane = pool_lanes(redis_client, pool_name)[0]
+        shard = pool_shards(redis_client, pool_name)[0]
         answers = []
         for number, (fields, _) in enumerate(garbage):  # good prompts in between
-            redis_client.xadd(lane.jobs, fields)
+            redis_client.xadd(shard.stream().key, fields)
             answers.append(lm.batch_next_token_logprobs_sync(good[2 * number : 2 * number + 2]))
         np.testing.assert_array_equal(np.concatenate(answers), [mock_row(p, 256) for p in good])
         until(
-            lambda: redis_client.xlen(lane.dead) == len(garbage), what="all garbage to be refused"
+            lambda: redis_client.xlen(shard.dead) == len(garbage), what="all garbage to be refused"
         )
-        dead = [fields for _, fields in redis_client.xrange(lane.dead)]
+        dead = [fields for _, fields in redis_client.xrange(shard.dead)]
         for (fields, reason), found in zip(garbage, dead, strict=True):
             assert reason in found[b"reason"].decode()
             assert found[b"reason"]
             assert found[b"job"] == fields.get("job", b"")
-        assert redis_client.xpending(lane.jobs, GROUP)["pending"] == 0
+        assert redis_client.xpending(shard.stream().key, GROUP)["pending"] == 0
         statistics = lm.pool_statistics_sync()
         assert (statistics["computed"], statistics["failed"]) == (len(good), len(garbage))
         assert [found["pid"] for found in statistics["workers"]] == [worker.pid]
         # Nothing was computed under another prompt's key, and nothing was run.
-        assert not redis_client.exists(lane.result(others.hex()), lane.result(own.hex()))
+        assert not redis_client.exists(shard.result(others), shard.result(own))
         assert not trap.exists()
         assert "Traceback" not in worker.log
         lm.close()
@@ -457,11 +459,12 @@ def test_garbage_in_the_result_cache(shared, caplog):
         (pack_logprobs(mock_row([1], 128)), "a row of 128 entries where 256 were expected"),
     ]
     with connected(url, pool) as lm, redis.Redis.from_url(url, protocol=2) as client:
-        (lane,) = pool_lanes(client, pool)
+        (shard,) = pool_shards(client, pool)
         digester = Digester(lm.info.fingerprint)
         for number, (value, message) in enumerate(planted):
             prompt, good = [200, number], [201, number]
-            key = lane.result(digester.logprobs(np.array(prompt, "<u4").tobytes(), "f32").hex())
+            tokens = np.array(prompt, "<u4").tobytes()
+            key = shard.result(digester.digest(Row("f32"), tokens))
             client.set(key, value, px=60_000)
 
             async def ask(prompt: list[int] = prompt, good: list[int] = good) -> list[object]:

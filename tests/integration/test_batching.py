@@ -14,7 +14,7 @@ import lmpool
 from lmpool.backends.mock import mock_row
 from tests.support.clients import connected
 from tests.support.gate import Gate
-from tests.support.pools import Asking, pending, pool_lanes, read_batches, some_prompts
+from tests.support.pools import Asking, pending, pool_shards, read_batches, some_prompts
 from tests.support.waiting import until
 from tests.support.workers import worker_process
 
@@ -142,9 +142,11 @@ def test_jobs_that_come_during_a_batch_are_the_next_one(
             calls = [asyncio.create_task(lm.next_token_logprobs(first))]
             await asyncio.to_thread(gate.wait_for_batch)
             calls += [asyncio.create_task(lm.next_token_logprobs(p)) for p in others]
-            lane = pool_lanes(redis_client, pool_name)[0]
+            shard = pool_shards(redis_client, pool_name)[0]
             await asyncio.to_thread(
-                until, lambda: redis_client.xlen(lane.jobs) == 33, what="all jobs to be queued"
+                until,
+                lambda: redis_client.xlen(shard.stream().key) == 33,
+                what="all jobs to be queued",
             )
             gate.open()
             np.testing.assert_array_equal(await asyncio.gather(*calls), rows_of([first, *others]))
@@ -177,8 +179,8 @@ def test_idle_workers_find_work_and_a_busy_one_hoards_nothing(
                     mine = others[start : start + 10]
                     found = impatient.batch_next_token_logprobs_sync(mine, timeout=20)
                     np.testing.assert_array_equal(found, rows_of(mine))
-                    lane = pool_lanes(redis_client, pool_name)[0]
-                    assert sorted(pending(redis_client, lane).values()) == [0, 1]
+                    shard = pool_shards(redis_client, pool_name)[0]
+                    assert sorted(pending(redis_client, shard).values()) == [0, 1]
                 assert [pid for pid, _ in gate.batches()].count(one.pid) == 1
         finally:
             gate.open()
@@ -206,9 +208,9 @@ def test_jobs_behind_a_batch_that_takes_longer_than_expected_run_elsewhere(
             gate.wait_for_batch(len(others) + 1)
             with worker_process(server_url, pool_name, **options) as two:
                 gate.open(pid=two.pid)
-                lane = pool_lanes(redis_client, pool_name)[0]
+                shard = pool_shards(redis_client, pool_name)[0]
                 until(
-                    lambda: redis_client.xlen(lane.jobs) == 1,
+                    lambda: redis_client.xlen(shard.stream().key) == 1,
                     20,
                     what="one of two jobs to be done elsewhere",
                 )

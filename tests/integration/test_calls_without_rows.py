@@ -31,7 +31,7 @@ from lmpool.keys import PoolKeys
 from lmpool.model_info import ModelInfo
 from tests.support.clients import connected
 from tests.support.mock_rows import VOCAB, prompts_of, rows_of
-from tests.support.pools import pool_lanes as lanes_of
+from tests.support.pools import pool_shards as shards_of
 from tests.support.protocol import Caller, new_job, told
 from tests.support.waiting import until
 
@@ -86,7 +86,7 @@ def test_a_wait_ends_at_its_timeout_and_is_withdrawn(
         running = threads.submit(lm.next_token_logprobs_sync, [1])
         until(lambda: lm.statistics()["queued"] == 1)
         began = time.monotonic()
-        with pytest.raises(PoolTimeout, match=r"2 of 2 rows were not there after 0\.1 s"):
+        with pytest.raises(PoolTimeout, match=r"2 of 2 answers were not there after 0\.1 s"):
             lm.batch_next_token_logprobs_sync([[2], [3]], timeout=0.1)
         assert time.monotonic() - began < 0.35
 
@@ -130,10 +130,10 @@ def test_a_timeout_of_the_client_holds_for_calls_that_name_none(
 def test_a_job_that_comes_too_late_is_not_run(
     any_server: str, pool: str, redis_client: redis.Redis
 ) -> None:
-    (lane,) = lanes_of(redis_client, pool)
+    (shard,) = shards_of(redis_client, pool)
     packed: Any = redis_client.get(PoolKeys(pool).info)
     job = new_job(1, 2, fingerprint=ModelInfo.unpack(packed).fingerprint, deadline=1)
-    caller = Caller(redis_client, lane)
+    caller = Caller(redis_client, shard)
     caller.enqueue(job)
     assert until(lambda: told(caller)) == [(job.digest.hex(), "expired", "")]
     caller.vanish()

@@ -28,7 +28,7 @@ from tests.support.pools import (
     Asking,
     assert_at_rest,
     pending,
-    pool_lanes,
+    pool_shards,
     some_prompts,
     until_at_rest,
     worker_processes,
@@ -93,7 +93,7 @@ def test_replacing_every_worker_under_load_loses_no_prompt(server_url, redis_cli
     with ExitStack() as stack:
         workers = list(stack.enter_context(worker_processes(server_url, pool_name, 2, **slow)))
         names = [worker.wait_until_alive()["id"] for worker in workers]
-        (lane,) = pool_lanes(redis_client, pool_name)
+        (shard,) = pool_shards(redis_client, pool_name)
         with Load(server_url, pool_name) as load:
             for _ in range(2):
                 asked = load.asked
@@ -103,13 +103,13 @@ def test_replacing_every_worker_under_load_loses_no_prompt(server_url, redis_cli
                 assert leaving.wait() == 0, leaving.log
                 assert f"{name} left the pool" in leaving.log
                 assert "ERROR" not in leaving.log
-                assert name not in consumers(redis_client, lane)
-                assert not redis_client.exists(lane.alive(name))
+                assert name not in consumers(redis_client, shard)
+                assert not redis_client.exists(shard.alive(name))
                 workers.append(stack.enter_context(worker_process(server_url, pool_name, **slow)))
                 names.append(workers[-1].wait_until_alive()["id"])
         with connected(server_url, pool_name) as lm:
             statistics = lm.pool_statistics_sync()
-        assert sorted(consumers(redis_client, lane)) == sorted(names)
+        assert sorted(consumers(redis_client, shard)) == sorted(names)
         assert_at_rest(redis_client, pool_name)
     # Nothing was asked twice, and nothing computed twice: what was given back had not been run.
     assert statistics["computed"] == load.asked
@@ -130,9 +130,9 @@ def test_a_leaving_worker_finishes_its_batch_and_gives_the_rest_back(
         one.terminate()
         with worker_process(server_url, pool_name, batch_size=4, **gate.settings()) as two:
             gate.open(pid=two.pid)
-            (lane,) = pool_lanes(redis_client, pool_name)
+            (shard,) = pool_shards(redis_client, pool_name)
             # All but the batch that runs is done elsewhere, while it runs.
-            until(lambda: redis_client.xlen(lane.jobs) == 4, 20, what="26 jobs to be done")
+            until(lambda: redis_client.xlen(shard.stream().key) == 4, 20, what="26 jobs to be done")
             assert one.process.poll() is None
             gate.open(pid=one.pid)
             assert one.wait() == 0
@@ -152,16 +152,16 @@ def test_a_job_taken_over_and_never_run_counts_no_delivery(
     ):
         asking = Asking(lm, [[1, 2]])
         gate.wait_for_batch()
-        (lane,) = pool_lanes(redis_client, pool_name)
+        (shard,) = pool_shards(redis_client, pool_name)
         # One that has died: it holds a job, and has no heartbeat.
         entry = redis_client.xadd(
-            lane.jobs, {"job": pack_job(new_job(3, fingerprint=lm.info.fingerprint))}
+            shard.stream().key, {"job": pack_job(new_job(3, fingerprint=lm.info.fingerprint))}
         )
-        redis_client.xgroup_createconsumer(lane.jobs, GROUP, "died")
-        redis_client.xclaim(lane.jobs, GROUP, "died", 0, [entry], retrycount=2, force=True)
+        redis_client.xgroup_createconsumer(shard.stream().key, GROUP, "died")
+        redis_client.xclaim(shard.stream().key, GROUP, "died", 0, [entry], retrycount=2, force=True)
 
         def held():
-            (found,) = redis_client.xpending_range(lane.jobs, GROUP, entry, entry, 1)
+            (found,) = redis_client.xpending_range(shard.stream().key, GROUP, entry, entry, 1)
             return found["consumer"] != b"died" and found["times_delivered"]
 
         assert until(held, 20, what="the job to be taken over") == 3
@@ -177,9 +177,9 @@ def test_a_leaving_worker_does_not_wait_for_its_batch_to_fill(server_url, redis_
         with worker_process(server_url, pool_name, timeout=50, batch_size=4) as worker:
             lm = stack.enter_context(connected(server_url, pool_name, workers_timeout=60))
             asking = Asking(lm, [[1, 2, 3]])
-            (lane,) = pool_lanes(redis_client, pool_name)
+            (shard,) = pool_shards(redis_client, pool_name)
             until(
-                lambda: sum(pending(redis_client, lane).values()) == 1,
+                lambda: sum(pending(redis_client, shard).values()) == 1,
                 what="the worker to take the job",
             )
             began = time.monotonic()
@@ -274,27 +274,32 @@ def test_what_only_a_client_that_left_had_asked_is_not_computed(held, way):
     gate.close()
     begun = len(gate.batches())
     with client, connected(url, pool) as staying, connected(url, pool) as leaving:
-        (lane,) = pool_lanes(client, pool)
+        (shard,) = pool_shards(client, pool)
         before = staying.pool_statistics_sync()
         try:
             busy = Asking(staying, [first])
             gate.wait_for_batch(begun + 1)
-            others = set(client.scan_iter(f"{lane.prefix}:reply:*"))
+            others = set(client.scan_iter(f"{shard.prefix}:reply:*"))
             leave = start_to_leave(way, url, pool, leaving, asked)
-            until(lambda: client.xlen(lane.jobs) == 31, what="the jobs to be queued")
+            until(lambda: client.xlen(shard.stream().key) == 31, what="the jobs to be queued")
             joined = Asking(staying, shared)
             until(lambda: staying.statistics()["joined"] == 10, what="the other to join")
             leave()
             if way == "kill -9":
                 # The server finds out half a minute later, by itself.
-                assert client.delete(*set(client.scan_iter(f"{lane.prefix}:reply:*")) - others) == 1
+                assert (
+                    client.delete(*set(client.scan_iter(f"{shard.prefix}:reply:*")) - others) == 1
+                )
             else:
-                until(lambda: client.xlen(lane.jobs) == 11, what="what it had asked to be gone")
+                until(
+                    lambda: client.xlen(shard.stream().key) == 11,
+                    what="what it had asked to be gone",
+                )
         finally:
             gate.open()
         np.testing.assert_array_equal(busy.rows(), rows_of([first]))
         np.testing.assert_array_equal(joined.rows(), rows_of(shared))
-        until(lambda: client.xlen(lane.jobs) == 0, what="the stream to be empty")
+        until(lambda: client.xlen(shard.stream().key) == 0, what="the stream to be empty")
         after = staying.pool_statistics_sync()
         assert after["computed"] - before["computed"] == 11
         assert after["failed"] == before["failed"]
@@ -392,13 +397,13 @@ def test_nothing_is_left_behind(server_binary, tmp_path):
     with RealServer(binary=server_binary) as server, server.client() as client:
         options = {"adapter_dirs": [str(tmp_path / "adapters")], "engine_opts": {"fail_token": 255}}
         with worker_processes(server.url, "p", 2, **options):
-            (lane,) = pool_lanes(client, "p")
-            fingerprint8 = lane.prefix.split(":")[2]
-            streams = {lane.jobs, lane.batch.jobs}
+            (shard,) = pool_shards(client, "p")
+            fingerprint8 = shard.prefix.split(":")[2]
+            streams = {shard.stream().key, shard.stream("batch").key}
             lasting = {"lmpool:p", f"lmpool:p:{fingerprint8}:vocabulary", *streams}
             asyncio.run(use(server.url))
             until_at_rest(client, "p")
-            assert _lasting_keys(client) == {*lasting, lane.adapters}
+            assert _lasting_keys(client) == {*lasting, shard.adapters}
             with connected(server.url, "p") as lm:
                 assert lm.pool_statistics_sync()["backlog"] == 0
                 lm.remove_lora("one")
@@ -406,7 +411,7 @@ def test_nothing_is_left_behind(server_binary, tmp_path):
         assert_at_rest(client, "p")
         assert _lasting_keys(client) == lasting
         # The workers have left in order: no consumer, no heartbeat, no queue of theirs.
-        assert consumers(client, lane) == []
+        assert consumers(client, shard) == []
         assert not list(client.scan_iter("*:alive:*"))
         assert not list(client.scan_iter("*:control:*"))
     assert set(psutil.Process().children(recursive=True)) == processes

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from lmpool import __version__
 from lmpool.backends.mock import mock_row
 from lmpool.cli import app
-from lmpool.demo import CHECKED, ROUNDS, make_work
+from lmpool.cli.demo.load import CHECKED, ROUNDS, make_work
 from tests.support.processes import short_folder, users_of, wait_until_gone
 from tests.support.server import RealServer
 from tests.support.waiting import until
@@ -297,7 +297,7 @@ def test_the_demo(demo_folder: Path) -> None:
 def clients_of(pid: int) -> list[int]:
     """The demo's client processes, when both are there."""
     children = psutil.Process(pid).children()
-    found = [child.pid for child in children if "lmpool.demo_client" in child.cmdline()]
+    found = [child.pid for child in children if "lmpool.cli.demo.client" in child.cmdline()]
     return found if len(found) == 2 else []
 
 

@@ -15,7 +15,7 @@ import lmpool
 from lmpool.backends.mock import mock_row
 from tests.support.clients import connected
 from tests.support.mock_rows import VOCAB, prompts_of, rows_of
-from tests.support.pools import pool_lanes as lanes_of
+from tests.support.pools import pool_shards as shards_of
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -91,7 +91,7 @@ def test_clients_share_what_is_computed_and_what_was(
 def test_every_request_is_counted_as_answered_in_one_way(
     any_server: str, start_pool: Callable[..., str]
 ) -> None:
-    pool = start_pool(batch_size=8, max_backlog=20, lanes=2)
+    pool = start_pool(batch_size=8, max_backlog=20, shards=2)
     prompts = prompts_of(60)
     random = np.random.default_rng(1)
 
@@ -118,17 +118,17 @@ def test_every_request_is_counted_as_answered_in_one_way(
         assert computed == sum(lm.statistics()["queued"] for lm in (first, second))
 
 
-def test_lanes_share_the_work(
+def test_shards_share_the_work(
     any_server: str, start_pool: Callable[..., str], redis_client: redis.Redis
 ) -> None:
-    pool = start_pool(lanes=3)
+    pool = start_pool(shards=3)
     prompts = prompts_of(90)
     with connected(any_server, pool) as lm:
-        assert lm.info.lanes == 3
+        assert lm.info.shards == 3
         assert np.array_equal(lm.batch_next_token_logprobs_sync(prompts), rows_of(prompts))
         each = [
-            int(redis_client.hget(lane.counters, "computed") or 0)
-            for lane in lanes_of(redis_client, pool)
+            int(redis_client.hget(shard.counters, "computed") or 0)
+            for shard in shards_of(redis_client, pool)
         ]  # type: ignore[arg-type]
         assert min(each) > 10
         assert lm.pool_statistics_sync()["computed"] == sum(each) == 90

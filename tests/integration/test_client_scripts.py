@@ -8,16 +8,16 @@ from __future__ import annotations
 import pytest
 import redis
 
-from lmpool.keys import LaneKeys
+from lmpool.keys import ShardKeys
 from lmpool.wire import pack_job
 from tests.support.protocol import (
     Caller,
     Consumer,
     entries_of,
-    lane_of_pool,
     new_job,
     put_result,
     queued,
+    shard_of_pool,
     told,
 )
 from tests.support.server import RealServer
@@ -26,32 +26,32 @@ A, B, C = new_job(1), new_job(2), new_job(3)
 
 
 def test_the_first_asks_the_second_joins_and_the_third_finds_it(
-    caller: Caller, other: Caller, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, other: Caller, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     assert caller.enqueue(A, B) == ("qq", True)
     assert other.enqueue(B, C) == ("jq", True)
-    assert queued(redis_client, lane) == [pack_job(A), pack_job(B), pack_job(C)]
-    put_result(redis_client, lane, A)
+    assert queued(redis_client, shard) == [pack_job(A), pack_job(B), pack_job(C)]
+    put_result(redis_client, shard, A)
     assert other.enqueue(A, B, C) == ("hjj", False)
-    assert len(queued(redis_client, lane)) == 3
+    assert len(queued(redis_client, shard)) == 3
 
 
 def test_a_prompt_twice_in_one_request_is_one_job(
-    caller: Caller, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     assert caller.enqueue(A, A, B, A) == ("qjqj", True)
-    assert len(queued(redis_client, lane)) == 2
+    assert len(queued(redis_client, shard)) == 2
 
 
 def test_a_flight_knows_its_job_and_who_waits(
-    caller: Caller, other: Caller, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, other: Caller, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller.enqueue(A)
     other.enqueue(A)
-    ((entry, _),) = entries_of(redis_client, lane.jobs)
+    ((entry, _),) = entries_of(redis_client, shard.stream().key)
     assert caller.flight(A) == {
         b"job": entry,
-        b"stream": lane.jobs.encode(),
+        b"stream": shard.stream().key.encode(),
         b"deadline": b"",
         b"c:first": b"",
         b"c:second": b"",
@@ -59,26 +59,26 @@ def test_a_flight_knows_its_job_and_who_waits(
 
 
 def test_everything_that_a_client_leaves_has_an_end(
-    caller: Caller, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller.enqueue(A, reply_ttl=5000, flight_ttl=7000)
-    for key, ttl in ((lane.reply("first"), 5000), (lane.flight(A.digest.hex()), 7000)):
+    for key, ttl in ((shard.reply("first"), 5000), (shard.flight(A.digest), 7000)):
         assert 0 < redis_client.pttl(key) <= ttl  # type: ignore[operator]
     # Asking again renews both.
     caller.enqueue(A, reply_ttl=50_000, flight_ttl=70_000)
-    assert redis_client.pttl(lane.reply("first")) > 40_000  # type: ignore[operator]
-    assert redis_client.pttl(lane.flight(A.digest.hex())) > 60_000  # type: ignore[operator]
+    assert redis_client.pttl(shard.reply("first")) > 40_000  # type: ignore[operator]
+    assert redis_client.pttl(shard.flight(A.digest)) > 60_000  # type: ignore[operator]
 
 
 def test_at_the_bound_nothing_more_is_queued(
-    caller: Caller, other: Caller, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, other: Caller, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    put_result(redis_client, lane, new_job(9))
+    put_result(redis_client, shard, new_job(9))
     assert caller.enqueue(A, B, C, new_job(4), bound=3) == ("qqqf", True)
     assert not caller.flight(new_job(4))
     # What is there or under way needs no room.
     assert other.enqueue(A, new_job(9), new_job(5), bound=3) == ("jhf", True)
-    assert len(queued(redis_client, lane)) == 3
+    assert len(queued(redis_client, shard)) == 3
 
 
 def test_the_bound_counts_what_workers_hold(caller: Caller, worker: Consumer) -> None:
@@ -91,21 +91,21 @@ def test_the_bound_counts_what_workers_hold(caller: Caller, worker: Consumer) ->
 
 @pytest.mark.parametrize("name", ["mine", "a@b", "with space"])
 def test_an_adapter_must_be_the_registered_one(
-    name: str, caller: Caller, redis_client: redis.Redis, lane: LaneKeys
+    name: str, caller: Caller, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     job = new_job(1, adapter=f"{name}@abc")
     assert caller.enqueue(job, A) == ("aq", True)
-    redis_client.hset(lane.adapters, name, "abc\n/folder")
+    redis_client.hset(shard.adapters, name, "abc\n/folder")
     assert caller.enqueue(job) == ("q", False)
-    redis_client.hset(lane.adapters, name, "def\n/folder")
+    redis_client.hset(shard.adapters, name, "def\n/folder")
     # Even where its row is there: the name means another adapter now.
-    put_result(redis_client, lane, job)
+    put_result(redis_client, shard, job)
     assert caller.enqueue(job) == ("a", False)
     assert caller.enqueue(new_job(1, adapter=f"{name}@")) == ("a", False)
 
 
 def test_a_reply_stream_that_vanished_is_made_anew_and_told(
-    caller: Caller, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     assert caller.enqueue(A)[1] is True
     assert caller.enqueue(A)[1] is False
@@ -134,55 +134,55 @@ def test_a_job_runs_for_whoever_waits_longest(
 
 
 def test_a_job_is_withdrawn_when_the_last_who_waits_leaves(
-    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller.enqueue(A, B)
     other.enqueue(A)
     assert caller.withdraw(A, B) == 1
-    assert queued(redis_client, lane) == [pack_job(A)]
+    assert queued(redis_client, shard) == [pack_job(A)]
     assert caller.flight(A).keys() == {b"job", b"stream", b"deadline", b"c:second"}
     assert caller.withdraw(A) == 0  # not a second time
     assert other.withdraw(A) == 1
-    assert queued(redis_client, lane) == []
+    assert queued(redis_client, shard) == []
     assert not caller.flight(A)
     assert worker.read() == []
 
 
 def test_only_who_waits_can_withdraw(
-    caller: Caller, other: Caller, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, other: Caller, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller.enqueue(A)
     assert other.withdraw(A, C) == 0
-    assert len(queued(redis_client, lane)) == 1
+    assert len(queued(redis_client, shard)) == 1
     assert caller.flight(A)
 
 
 def test_looking_after_what_is_there_under_way_and_unknown(
-    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller.enqueue(A, B)
     worker.read(1)  # A is being computed
-    put_result(redis_client, lane, C)
+    put_result(redis_client, shard, C)
     assert caller.check(A, B, C, new_job(4)) == ("jjhu", False)
 
 
 def test_a_flight_whose_job_is_gone_will_never_land(
-    caller: Caller, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller.enqueue(A)
-    redis_client.xtrim(lane.jobs, maxlen=0)
+    redis_client.xtrim(shard.stream().key, maxlen=0)
     assert caller.check(A) == ("u", False)
     assert not caller.flight(A)
     assert caller.enqueue(A) == ("q", False)
 
 
 def test_looking_after_renews_the_leases(
-    caller: Caller, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller.enqueue(A, reply_ttl=5000, flight_ttl=5000)
     caller.check(A, reply_ttl=60_000, flight_ttl=60_000)
-    assert redis_client.pttl(lane.reply("first")) > 50_000  # type: ignore[operator]
-    assert redis_client.pttl(lane.flight(A.digest.hex())) > 50_000  # type: ignore[operator]
+    assert redis_client.pttl(shard.reply("first")) > 50_000  # type: ignore[operator]
+    assert redis_client.pttl(shard.flight(A.digest)) > 50_000  # type: ignore[operator]
 
 
 def test_who_vanished_is_back_after_looking(
@@ -201,8 +201,8 @@ def test_waiting_goes_on_while_the_servers_memory_is_full(
     server_binary: str, pool_name: str
 ) -> None:
     with RealServer() as server, server.client() as client:
-        lane = lane_of_pool(pool_name)
-        caller = Caller(client, lane)
+        shard = shard_of_pool(pool_name)
+        caller = Caller(client, shard)
         caller.enqueue(A)
         client.config_set("maxmemory", 1)
         assert caller.check(A) == ("j", False)

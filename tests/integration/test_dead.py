@@ -12,7 +12,7 @@ from lmpool.backends.mock import mock_row
 from lmpool.cli import app
 from lmpool.wire import pack_job
 from tests.support.clients import connected
-from tests.support.pools import Asking, pool_lanes
+from tests.support.pools import Asking, pool_shards
 from tests.support.protocol import new_job
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker
@@ -30,22 +30,22 @@ class Commands:
         return found.output
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("shards", [1, 2])
 def test_the_dead_are_listed_shown_tried_again_and_dropped(
-    lanes, server_url, redis_client, pool_name
+    shards, server_url, redis_client, pool_name
 ):
     with (
-        in_process_worker(server_url, pool_name, lanes=lanes, engine_opts={"delay": 0.3}),
+        in_process_worker(server_url, pool_name, shards=shards, engine_opts={"delay": 0.3}),
         connected(server_url, pool_name, cache_bytes=0) as lm,
     ):
         dead = Commands(server_url, pool_name)
         assert "no job was given up" in dead("list")
         job = new_job(5, 6, 7, fingerprint=lm.info.fingerprint)
-        lane = pool_lanes(redis_client, pool_name)[int.from_bytes(job.digest[:4], "big") % lanes]
+        shard = pool_shards(redis_client, pool_name)[int.from_bytes(job.digest[:4], "big") % shards]
         fields = {"job": pack_job(job), "reason": "it died", "deliveries": 3, "worker": "w-1"}
-        entry = redis_client.xadd(lane.dead, fields).decode()
+        entry = redis_client.xadd(shard.dead, fields).decode()
         garbage = redis_client.xadd(
-            lane.dead, {"job": b"garbage", "reason": "not msgpack"}
+            shard.dead, {"job": b"garbage", "reason": "not msgpack"}
         ).decode()
         listed = dead("list")
         assert "5 6 7" in listed
@@ -53,7 +53,7 @@ def test_the_dead_are_listed_shown_tried_again_and_dropped(
         (name,) = re.findall(rf"(?:\d/)?{entry}", listed)
         (other,) = re.findall(rf"(?:\d/)?{garbage}", listed)
         shown = dead("show", name)
-        for part in ("it died", "w-1", "3 deliveries", "logprobs", "5 6 7"):
+        for part in ("it died", "w-1", "3 deliveries", "wanted   row", "5 6 7"):
             assert part in shown
         assert "no entry '1-1'" in dead("show", "1-1", status=2)
         assert "--all" in dead("retry", status=2)
@@ -78,8 +78,8 @@ def test_a_job_that_fails_again_stays_until_it_is_dropped(server_url, redis_clie
     ):
         dead = Commands(server_url, pool_name)
         job = new_job(7, fingerprint=lm.info.fingerprint)
-        (lane,) = pool_lanes(redis_client, pool_name)
-        redis_client.xadd(lane.dead, {"job": pack_job(job), "reason": "it died"})
+        (shard,) = pool_shards(redis_client, pool_name)
+        redis_client.xadd(shard.dead, {"job": pack_job(job), "reason": "it died"})
         assert "a prompt contains the token 7" in dead("retry", "--all", status=1)
-        assert redis_client.xlen(lane.dead) == 1
+        assert redis_client.xlen(shard.dead) == 1
         assert "1 dropped" in dead("drop", "--all")

@@ -23,7 +23,7 @@ from lmpool.backends.mock import mock_row
 from lmpool.cli import app
 from lmpool.errors import PoolTimeout, ServerError, ServerRefused, SettingsError
 from lmpool.settings import ClientOptions
-from lmpool.wire import Digester
+from lmpool.wants import Digester, Row
 from tests.support.clients import connected
 from tests.support.pools import some_prompts
 from tests.support.sentinels import sentinels
@@ -138,10 +138,10 @@ def test_each_user_can_do_its_work(guarded: Callable[[str], str]) -> None:
             lm.batch_next_token_logprobs_sync(some_prompts(500, seed=2), timeout=0.05)
         # What is no row is deleted and computed again, by the selector for that alone.
         with redis.Redis.from_url(guarded("worker")) as worker:
-            digest = Digester(lm.info.fingerprint).logprobs(
-                np.array(prompts[0], "<u4").tobytes(), "f32"
+            digest = Digester(lm.info.fingerprint).digest(
+                Row("f32"), np.array(prompts[0], "<u4").tobytes()
             )
-            worker.set(lm.lanes[0].result(digest.hex()), b"no row")
+            worker.set(lm.shards[0].result(digest), b"no row")
         np.testing.assert_array_equal(
             lm.next_token_logprobs_sync(prompts[0], timeout=20), mock_row(prompts[0], 256)
         )
@@ -159,8 +159,8 @@ def test_a_producer_can_neither_write_rows_nor_read_others_notices(
         redis.Redis.from_url(guarded("producer")) as thief,
     ):
         assert lm._client._session.id.startswith("producer-")
-        lane = lm.lanes[0]
-        result, other = lane.result("0" * 32), lane.reply("operator-0123")
+        shard = lm.shards[0]
+        result, other = shard.result(bytes(16)), shard.reply("operator-0123")
         set_it = "return redis.call('SET', KEYS[1], 'x')"
         read_it = "return redis.call('XRANGE', KEYS[1], '-', '+')"
         for command in (
@@ -168,17 +168,17 @@ def test_a_producer_can_neither_write_rows_nor_read_others_notices(
             ("EVAL", set_it, 1, result),
             ("EVAL", f"return redis.call('SET', '{result}', 'x')", 0),
             ("EVAL", "return redis.call('APPEND', KEYS[1], 'x')", 1, result),
-            ("RENAME", lane.jobs, result),
-            ("COPY", lane.jobs, result),
+            ("RENAME", shard.stream().key, result),
+            ("COPY", shard.stream().key, result),
             ("XREAD", "STREAMS", other, "0"),
             ("XRANGE", other, "-", "+"),
             ("EVAL", read_it, 1, other),
             ("XADD", other, "*", "ok", "0" * 32),
             ("SET", "lmpool:guarded", "x"),
-            ("SET", lane.alive("me"), "x"),
-            ("XREADGROUP", "GROUP", "workers", "me", "STREAMS", lane.jobs, ">"),
-            ("XADD", lane.dead, "*", "job", "x"),
-            ("HSET", lane.adapters, "a", "b"),
+            ("SET", shard.alive("me"), "x"),
+            ("XREADGROUP", "GROUP", "workers", "me", "STREAMS", shard.stream().key, ">"),
+            ("XADD", shard.dead, "*", "job", "x"),
+            ("HSET", shard.adapters, "a", "b"),
             ("KEYS", "*"),
             ("SCAN", "0"),
             ("FLUSHALL",),

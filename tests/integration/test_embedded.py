@@ -28,8 +28,7 @@ import redis
 import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.errors import ClientClosed, PoolError, PoolTimeout, SettingsError
-from lmpool.producer import private_pool, private_server
-from lmpool.producer.embedded import EmbeddedLM
+from lmpool.producer.embedded import EmbeddedLM, private_pool, private_server
 from tests.support.processes import runs, short_folder, users_of, wait_until_gone
 from tests.support.waiting import until
 from tests.support.workers import clean_environment
@@ -59,7 +58,7 @@ def assert_nothing_left(folder: Path) -> None:
 
 
 def processes(lm: EmbeddedLM) -> set[int]:
-    """Every process of the pool: guard, server, launcher, workers."""
+    """Every process of the pool: reaper, server, launcher, workers."""
     workers = {worker["pid"] for worker in lm.pool_statistics_sync()["workers"]}
     return {*lm.processes().values(), *workers}
 
@@ -382,10 +381,10 @@ def test_a_killed_worker_is_replaced_under_load(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="children outlive it elsewhere")
-def test_a_killed_guard_leaves_nothing(folder: Path) -> None:
+def test_a_killed_reaper_leaves_nothing(folder: Path) -> None:
     with lmpool.embedded(**MOCK, workers=2) as lm:
         pids = processes(lm)
-        os.kill(lm.processes()["guard"], signal.SIGKILL)
+        os.kill(lm.processes()["reaper"], signal.SIGKILL)
         wait_until_gone(pids)
 
 

@@ -6,8 +6,10 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import redis
@@ -18,12 +20,13 @@ from lmpool.errors import (
     NoWorkers,
     PoolMismatch,
     UnknownPool,
+    WireError,
 )
-from lmpool.keys import PoolKeys
+from lmpool.keys import PROTOCOL, PoolKeys
 from tests.support.clients import connected
 from tests.support.mock_rows import VOCAB, prompts_of, rows_of
 from tests.support.pools import pending
-from tests.support.pools import pool_lanes as lanes_of
+from tests.support.pools import pool_shards as shards_of
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker
 
@@ -60,13 +63,13 @@ def test_a_pool_without_workers_is_told_after_a_while(
 
 @pytest.mark.parametrize(
     "other",
-    [{"lanes": 1}, {"lanes": 3, "engine_opts": {"vocab_size": 100}}],
-    ids=["fewer lanes", "another model"],
+    [{"shards": 1}, {"shards": 3, "engine_opts": {"vocab_size": 100}}],
+    ids=["fewer shards", "another model"],
 )
 def test_a_client_of_what_the_pool_served_before_is_told(
     other: dict[str, Any], any_server: str, pool_name: str
 ) -> None:
-    with in_process_worker(any_server, pool_name, lanes=3):
+    with in_process_worker(any_server, pool_name, shards=3):
         pass
     with (
         connected(any_server, pool_name, workers_timeout=1) as lm,
@@ -75,7 +78,7 @@ def test_a_client_of_what_the_pool_served_before_is_told(
         with pytest.raises(PoolMismatch, match="connect again"):
             lm.batch_next_token_logprobs_sync(prompts_of(20), timeout=10)
         with connected(any_server, pool_name) as again:
-            assert again.info.lanes == other["lanes"]
+            assert again.info.shards == other["shards"]
             assert len(again.next_token_logprobs_sync([1])) == again.info.vocab_size
 
 
@@ -91,6 +94,28 @@ def test_a_client_of_what_a_later_release_serves_is_told(
         with pytest.raises(PoolMismatch, match="connect again"):
             lm.next_token_logprobs_sync([1], timeout=10)
         redis_client.delete(PoolKeys(pool_name).info)
+
+
+@pytest.mark.parametrize(
+    ("protocols", "whose"),
+    [((PROTOCOL + 1,), "upgrade this lmpool"), ((1,), "upgrade the lmpool of the pool's workers")],
+)
+def test_who_speaks_another_protocol_is_told_what_to_upgrade(
+    protocols: tuple[int, ...],
+    whose: str,
+    any_server: str,
+    pool_name: str,
+    redis_client: redis.Redis,
+) -> None:
+    with in_process_worker(any_server, pool_name):
+        key = PoolKeys(pool_name).info
+        packed: Any = redis_client.get(key)
+        other = {**msgpack.unpackb(packed), "protocols": protocols}
+        redis_client.set(key, msgpack.packb(other))
+        with closing(lmpool.connect(any_server, pool_name)) as lm:
+            with pytest.raises(WireError, match=whose):
+                lm.next_token_logprobs_sync([1], timeout=10)
+        redis_client.set(key, packed)
 
 
 def test_a_worker_that_comes_in_time_is_waited_for(any_server: str, pool_name: str) -> None:
@@ -120,9 +145,9 @@ def test_what_the_server_forgot_is_sent_again(
     with connected(any_server, pool, workers_timeout=1) as lm, ThreadPoolExecutor(1) as threads:
         rows = threads.submit(lm.batch_next_token_logprobs_sync, prompts)
         until(lambda: lm.statistics()["queued"] == 6)
-        (lane,) = lanes_of(redis_client, pool)
-        lost = [lane.jobs, *redis_client.scan_iter(f"{lane.prefix}:flight:*", count=1000)]
-        lost += redis_client.scan_iter(f"{lane.prefix}:reply:*", count=1000)
+        (shard,) = shards_of(redis_client, pool)
+        lost = [shard.stream().key, *redis_client.scan_iter(f"{shard.prefix}:flight:*", count=1000)]
+        lost += redis_client.scan_iter(f"{shard.prefix}:reply:*", count=1000)
         redis_client.delete(*lost)
         assert np.array_equal(rows.result(20), rows_of(prompts))
         assert lm.statistics()["resubmitted"] > 0
@@ -137,8 +162,8 @@ def test_a_client_that_was_taken_for_dead_still_gets_its_rows(
     with connected(any_server, pool, workers_timeout=1) as lm, ThreadPoolExecutor(1) as threads:
         rows = threads.submit(lm.batch_next_token_logprobs_sync, [[1], [2], [3]])
         until(lambda: lm.statistics()["queued"] == 3)
-        (lane,) = lanes_of(redis_client, pool)
-        for reply in redis_client.scan_iter(f"{lane.prefix}:reply:*", count=1000):
+        (shard,) = shards_of(redis_client, pool)
+        for reply in redis_client.scan_iter(f"{shard.prefix}:reply:*", count=1000):
             redis_client.delete(reply)
         assert np.array_equal(rows.result(20), rows_of([[1], [2], [3]]))
 
@@ -148,8 +173,8 @@ def test_a_row_that_vanished_before_it_was_read_is_computed_again(
 ) -> None:
     lm.next_token_logprobs_sync([1])
     lm.clear_cache()
-    (lane,) = lanes_of(redis_client, pool)
-    (result,) = redis_client.scan_iter(f"{lane.prefix}:result:*", count=1000)
+    (shard,) = shards_of(redis_client, pool)
+    (result,) = redis_client.scan_iter(f"{shard.prefix}:result:*", count=1000)
     redis_client.delete(result)
     assert np.array_equal(lm.next_token_logprobs_sync([1]), mock_row([1], VOCAB))
     # Nor is a damaged one given out.
@@ -161,11 +186,11 @@ def test_a_row_that_vanished_before_it_was_read_is_computed_again(
 def test_a_worker_that_left_is_forgotten(
     any_server: str, pool_name: str, redis_client: redis.Redis
 ) -> None:
-    with in_process_worker(any_server, pool_name, lanes=2) as worker:
-        lanes = lanes_of(redis_client, pool_name)
-        for lane in lanes:
-            assert redis_client.exists(lane.alive(worker.id))
-            assert pending(redis_client, lane) == {worker.id: 0}
-    for lane in lanes:
-        assert not redis_client.exists(lane.alive(worker.id))
-        assert pending(redis_client, lane) == {}
+    with in_process_worker(any_server, pool_name, shards=2) as worker:
+        shards = shards_of(redis_client, pool_name)
+        for shard in shards:
+            assert redis_client.exists(shard.alive(worker.id))
+            assert pending(redis_client, shard) == {worker.id: 0}
+    for shard in shards:
+        assert not redis_client.exists(shard.alive(worker.id))
+        assert pending(redis_client, shard) == {}

@@ -18,7 +18,7 @@ from lmpool.wire import pack_job
 from tests.support.clients import connected
 from tests.support.faults import STEPS, Faults
 from tests.support.gate import Gate
-from tests.support.pools import Asking, pending, pool_lanes, some_prompts, until_at_rest
+from tests.support.pools import Asking, pending, pool_shards, some_prompts, until_at_rest
 from tests.support.protocol import new_job
 from tests.support.waiting import until
 from tests.support.workers import worker_process
@@ -63,8 +63,8 @@ def test_workers_killed_at_every_step_lose_nothing(server_url, redis_client, poo
         assert [worker.wait() for worker in dying] == [-9] * len(STEPS)
         assert last.process.poll() is None
         until_at_rest(redis_client, pool_name)
-        (lane,) = pool_lanes(redis_client, pool_name)
-        until(lambda: len(consumers(redis_client, lane)) == 1, what="the dead to be forgotten")
+        (shard,) = pool_shards(redis_client, pool_name)
+        until(lambda: len(consumers(redis_client, shard)) == 1, what="the dead to be forgotten")
 
 
 def test_prompts_that_end_their_workers_are_set_aside(
@@ -96,8 +96,8 @@ def test_prompts_that_end_their_workers_are_set_aside(
         ended = [worker.process.poll() for worker in workers]
         assert set(ended) == {-11, 70, None}
         assert 3 <= sum(status is not None for status in ended) <= 6
-        (lane,) = pool_lanes(redis_client, pool_name)
-        dead = [fields for _, fields in redis_client.xrange(lane.dead)]
+        (shard,) = pool_shards(redis_client, pool_name)
+        dead = [fields for _, fields in redis_client.xrange(shard.dead)]
         assert len(dead) == 3
         names = {name for w in workers for name in re.findall(r"(\S+) serves tiny as pool", w.log)}
         for entry in dead:
@@ -147,9 +147,9 @@ def test_a_long_batch_is_not_a_dead_worker(server_url, redis_client, pool_name, 
         asking = Asking(lm, [[1, 2]])
         gate.wait_for_batch()
         with worker_process(server_url, pool_name, **settings) as idle:
-            (lane,) = pool_lanes(redis_client, pool_name)
+            (shard,) = pool_shards(redis_client, pool_name)
             time.sleep(8)  # more than a heartbeat and two looks
-            held = pending(redis_client, lane)
+            held = pending(redis_client, shard)
             assert sorted(held.values()) == [0, 1]
             gate.open()
             np.testing.assert_array_equal(asking.rows(), rows_of([[1, 2]]))
@@ -163,19 +163,19 @@ def test_a_job_that_its_worker_forgot_is_run(server_url, redis_client, pool_name
         connected(server_url, pool_name) as lm,
     ):
         name = worker.wait_until_alive()["id"]
-        (lane,) = pool_lanes(redis_client, pool_name)
+        (shard,) = pool_shards(redis_client, pool_name)
         job = new_job(5, 6, fingerprint=lm.info.fingerprint)
-        enqueue = [lane.jobs, lane.prefix, "someone", 60_000, 60_000, 10, GROUP, 1]
+        enqueue = [shard.stream().key, shard.prefix, "someone", 60_000, 60_000, 10, GROUP, 1]
         with redis_client.pipeline(transaction=True) as pipeline:  # before the worker can read it
             pipeline.eval(
                 script("enqueue").source, 1, *enqueue, job.digest.hex(), "", "", pack_job(job)
             )
-            pipeline.xreadgroup(GROUP, name, {lane.jobs: ">"})
+            pipeline.xreadgroup(GROUP, name, {shard.stream().key: ">"})
             _, read = pipeline.execute()
         assert len(read[0][1]) == 1
-        until(lambda: redis_client.exists(lane.result(job.digest.hex())), 20)
+        until(lambda: redis_client.exists(shard.result(job.digest)), 20)
         lm.close()
-        redis_client.delete(lane.reply("someone"))
+        redis_client.delete(shard.reply("someone"))
         until_at_rest(redis_client, pool_name)
 
 

@@ -14,19 +14,20 @@ import pytest
 from lmpool import PooledLM
 from lmpool.backends.mock import mock_row
 from lmpool.errors import PoolMismatch, PromptError, UnknownAdapter
-from lmpool.producer.asking import Asking
-from lmpool.producer.calls import Call
+from lmpool.producer.jobs import JobMaker
+from lmpool.producer.pending import PendingCall
+from lmpool.wants import Row
 from tests.integration.test_adapters import client_of, registered, write_adapter
 from tests.support.clients import connected
 from tests.support.pools import Asking as AskingThread
-from tests.support.pools import pool_lanes, until_at_rest
+from tests.support.pools import pool_shards, until_at_rest
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker, worker_process
 
 pytestmark = pytest.mark.timeout(60)
 
 NEW: dict[str, Any] = {
-    "model": "new", "lanes": 2, "max_prompt_tokens": 8, "engine_opts": {"vocab_size": 300},
+    "model": "new", "shards": 2, "max_prompt_tokens": 8, "engine_opts": {"vocab_size": 300},
 }  # fmt: skip
 
 
@@ -34,7 +35,7 @@ NEW: dict[str, Any] = {
 def connected_after_a_worker(url: str, pool: str) -> Iterator[tuple[PooledLM, Any]]:
     """A client, who follows, of a pool whose worker has left, and a row that it brought."""
     with ExitStack() as stack:
-        with in_process_worker(url, pool, lanes=3):
+        with in_process_worker(url, pool, shards=3):
             client = connected(url, pool, when_replaced="follow", workers_timeout=60)
             lm = stack.enter_context(client)
             row = lm.next_token_logprobs_sync([7], timeout=20)
@@ -48,7 +49,7 @@ def rows_of(prompts: list[list[int]], vocab: int) -> np.ndarray:
 def test_a_client_follows_with_what_it_waits_for(any_server, redis_client, pool_name):
     prompts = [[i, 1, 2] for i in range(40)]
     with connected_after_a_worker(any_server, pool_name) as (lm, known):
-        old = pool_lanes(redis_client, pool_name)
+        old = pool_shards(redis_client, pool_name)
         np.testing.assert_array_equal(known, mock_row([7], 256))
         assert len(lm.byte_vocab) == lm.info.vocab_size == 256
         asking = AskingThread(lm, prompts)
@@ -62,9 +63,9 @@ def test_a_client_follows_with_what_it_waits_for(any_server, redis_client, pool_
             np.testing.assert_array_equal(lm.next_token_logprobs_sync([7]), mock_row([7], 300))
             assert lm.info.model == "new"
             assert len(lm.byte_vocab) == lm.info.vocab_size == 300
-            for lane in old:
-                assert redis_client.xlen(lane.jobs) == 0
-                assert not list(redis_client.scan_iter(f"{lane.prefix}:flight:*"))
+            for shard in old:
+                assert redis_client.xlen(shard.stream().key) == 0
+                assert not list(redis_client.scan_iter(f"{shard.prefix}:flight:*"))
             assert len(lm._client.cache) == 41
             assert lm.statistics()["failed"] == 0
             lm.close()
@@ -107,8 +108,8 @@ def test_callers_in_an_event_loop_follow_too(any_server, pool_name):
 def test_prompts_made_for_the_old_model_are_never_sent_to_the_new(any_server, pool_name):
     with in_process_worker(any_server, pool_name), connected(any_server, pool_name) as lm:
         other = replace(lm.info, model="old", fingerprint="0" * 32)
-        asks = [Asking(other, "auto").logprobs([5, 6], None)]
-        call = Call(asks, None, info=other).for_thread()
+        jobs = [JobMaker(other).one([5, 6], Row("f32"), None)]
+        call = PendingCall(jobs, None, info=other).for_thread()
         lm._client.submit([call])
         assert call.wait(10)
         assert isinstance(call.error, PoolMismatch)
@@ -124,7 +125,7 @@ def test_a_follower_keeps_its_adapters_right(server_url, redis_client, pool_name
             (print_of_one,) = registered(redis_client, pool_name).values()
             row = lm.next_token_logprobs_sync([1, 2], lora_name="one")
             np.testing.assert_array_equal(row, mock_row([1, 2], 256, f"one@{print_of_one}"))
-        with worker_process(server_url, pool_name, **{**options, **NEW, "lanes": 1}):
+        with worker_process(server_url, pool_name, **{**options, **NEW, "shards": 1}):
             # The new pool has none of that name: no row of the base model, nor of the old one.
             with pytest.raises(UnknownAdapter, match=r"'one'.*known: none"):
                 lm.next_token_logprobs_sync([3, 2], lora_name="one")

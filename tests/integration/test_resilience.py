@@ -13,7 +13,7 @@ import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.errors import ServerRefused, UnknownPool
 from tests.support.clients import connected
-from tests.support.pools import Asking, pool_lanes, some_prompts, until_at_rest
+from tests.support.pools import Asking, pool_shards, some_prompts, until_at_rest
 from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker, worker_process
@@ -61,23 +61,23 @@ def test_two_models_that_join_at_once_are_one(server_url, redis_client, pool_nam
 
 def test_what_another_model_left_ends(server_url, redis_client, pool_name):
     with in_process_worker(server_url, pool_name):
-        (old,) = pool_lanes(redis_client, pool_name)
+        (old,) = pool_shards(redis_client, pool_name)
     vocabularies = set(redis_client.scan_iter(f"lmpool:{pool_name}:*:vocabulary"))
-    assert {redis_client.ttl(key) for key in (*vocabularies, old.jobs)} == {-1}
+    assert {redis_client.ttl(key) for key in (*vocabularies, old.stream().key)} == {-1}
     with in_process_worker(server_url, pool_name, engine_opts={"vocab_size": 300}):
-        assert all(0 < redis_client.ttl(key) <= 86_400 for key in (*vocabularies, old.jobs))
+        assert all(0 < redis_client.ttl(key) <= 86_400 for key in (*vocabularies, old.stream().key))
     with in_process_worker(server_url, pool_name):  # and back: nothing of it may end
-        assert {redis_client.ttl(key) for key in (*vocabularies, old.jobs)} == {-1}
+        assert {redis_client.ttl(key) for key in (*vocabularies, old.stream().key)} == {-1}
 
 
 def test_a_stream_of_the_dead_that_cannot_be_written_stops_nobody(
     server_url, redis_client, pool_name
 ):
     with in_process_worker(server_url, pool_name), connected(server_url, pool_name) as lm:
-        (lane,) = pool_lanes(redis_client, pool_name)
-        redis_client.set(lane.dead, "in the way")
+        (shard,) = pool_shards(redis_client, pool_name)
+        redis_client.set(shard.dead, "in the way")
         for _ in range(3):
-            redis_client.xadd(lane.jobs, {"job": b"garbage"})
+            redis_client.xadd(shard.stream().key, {"job": b"garbage"})
         right(lm, [1, 2])
         lm.close()
         until_at_rest(redis_client, pool_name)
@@ -90,9 +90,9 @@ def test_a_start_that_fails_leaves_nothing(server_url, redis_client, pool_name, 
     monkeypatch.setattr("lmpool.worker.service.publish_vocabulary", refuse)
     with pytest.raises(ServerRefused), in_process_worker(server_url, pool_name):
         pass
-    (lane,) = pool_lanes(redis_client, pool_name)
-    assert redis_client.xinfo_consumers(lane.jobs, "workers") == []
-    assert not list(redis_client.scan_iter(f"{lane.prefix}:alive:*"))
+    (shard,) = pool_shards(redis_client, pool_name)
+    assert redis_client.xinfo_consumers(shard.stream().key, "workers") == []
+    assert not list(redis_client.scan_iter(f"{shard.prefix}:alive:*"))
     assert not redis_client.exists(f"{{lmpool:{pool_name}}}:serving")
 
 
@@ -141,8 +141,8 @@ def test_adapters_are_registered_again(server_binary, pool_name, tmp_path: Path)
         lm.add_new_lora(str(adapter), "one")
         before = lm.next_token_logprobs_sync([1, 2], "one", timeout=20)
         admin.flushall()
-        (lane,) = lm.lanes
-        until(lambda: admin.hget(lane.adapters, "one"), 10, what="the adapter to be registered")
+        (shard,) = lm.shards
+        until(lambda: admin.hget(shard.adapters, "one"), 10, what="the adapter to be registered")
         after = lm.next_token_logprobs_sync([1, 2], "one", timeout=20)
         np.testing.assert_array_equal(before, after)
 

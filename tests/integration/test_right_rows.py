@@ -12,9 +12,10 @@ import pytest
 import lmpool
 from lmpool.backends import tiny
 from lmpool.backends.engine import Request
-from lmpool.wire import Digester, unpack_row
+from lmpool.rows import unpack_row
+from lmpool.wants import Digester, Row
 from tests.support.clients import connected
-from tests.support.pools import pool_lanes, until_at_rest
+from tests.support.pools import pool_shards, until_at_rest
 from tests.support.server import RealServer
 from tests.support.workers import WorkerProcess
 
@@ -196,10 +197,10 @@ def _own_row(engine, prompt: Sequence[int]) -> Rows:
 
 
 def _assert_stored_as_bf16(client, pool, fingerprint, prompts, rows) -> None:
-    (lane,) = pool_lanes(client, pool)
+    (shard,) = pool_shards(client, pool)
     digester = Digester(fingerprint)
     for prompt, row in zip(prompts, rows, strict=True):
-        digest = digester.logprobs(np.array(prompt, "<u4").tobytes(), "bf16")
-        stored = client.get(lane.result(digest.hex()))
+        digest = digester.digest(Row("bf16"), np.array(prompt, "<u4").tobytes())
+        stored = client.get(shard.result(digest))
         assert len(stored) < VOCAB * 2 + 100
         np.testing.assert_array_equal(unpack_row(stored, VOCAB).logprobs(), row)

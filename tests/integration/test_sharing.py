@@ -15,7 +15,7 @@ import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.errors import LmpoolError, SettingsError
 from tests.support.clients import connected
-from tests.support.pools import pool_lanes, some_prompts, until_at_rest
+from tests.support.pools import pool_shards, some_prompts, until_at_rest
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker
 
@@ -75,8 +75,8 @@ def test_batch_lets_interactive_go_first(server_url, redis_client, pool_name):
         connected(server_url, pool_name, cache_bytes=0) as lm,
     ):
         with Flood(server_url, pool_name, 1, priority="batch") as flood:
-            (lane,) = pool_lanes(redis_client, pool_name)
-            until(lambda: redis_client.xlen(lane.batch.jobs) > 1000, what="the backlog")
+            (shard,) = pool_shards(redis_client, pool_name)
+            until(lambda: redis_client.xlen(shard.stream("batch").key) > 1000, what="the backlog")
             # Ten seconds of jobs are waiting; these wait for the batches under way.
             assert median(waits(lm, 10, seed=2)) < 1.0
             assert flood.answered() > 0
@@ -141,8 +141,8 @@ def test_one_client_asks_with_both_priorities(server_url, redis_client, pool_nam
         ]
         for flood in floods:
             flood.start()
-        (lane,) = pool_lanes(redis_client, pool_name)
-        until(lambda: redis_client.xlen(lane.batch.jobs) > 128, what="the backlog")
+        (shard,) = pool_shards(redis_client, pool_name)
+        until(lambda: redis_client.xlen(shard.stream("batch").key) > 128, what="the backlog")
         # Forty seconds of its own jobs are waiting, most of them at the client.
         assert median(waits(lm, 10, seed=14)) < 1.0
         # What waits at the client goes first as well, once it is asked for so.
@@ -182,14 +182,14 @@ def test_every_call_takes_a_priority(server_url, redis_client, pool_name):
             assert isinstance(answer, LmpoolError)
             assert "reset" in str(answer)
 
-    (lane,) = pool_lanes(redis_client, pool_name)
+    (shard,) = pool_shards(redis_client, pool_name)
     for default, asked in (("interactive", "batch"), ("batch", "interactive")):
         with connected(server_url, pool_name, priority=default, workers_timeout=60) as lm:
             asking = threading.Thread(target=asyncio.run, args=(ask(lm, asked, 1),))
             asking.start()
-            there, elsewhere = (lane.batch, lane) if asked == "batch" else (lane, lane.batch)
-            until(lambda: redis_client.xlen(there.jobs) == 8, what="all to be queued")  # noqa: B023
-            assert redis_client.xlen(elsewhere.jobs) == 0
+            there, elsewhere = shard.stream(asked).key, shard.stream(default).key
+            until(lambda: redis_client.xlen(there) == 8, what="all to be queued")  # noqa: B023
+            assert redis_client.xlen(elsewhere) == 0
             lm.reset_async_queries()
             asking.join()
             with pytest.raises(SettingsError, match="priority='urgent': write 'interactive' or"):
@@ -203,9 +203,9 @@ def test_a_greedy_client_starves_nobody(server_url, redis_client, pool_name):
         connected(server_url, pool_name, cache_bytes=0) as lm,
         Flood(server_url, pool_name, 8) as flood,
     ):
-        (lane,) = pool_lanes(redis_client, pool_name)
+        (shard,) = pool_shards(redis_client, pool_name)
         found = waits(lm, 5, seed=9)
-        assert redis_client.xlen(lane.jobs) <= 64 + 16
+        assert redis_client.xlen(shard.stream().key) <= 64 + 16
         assert median(found) < 1.5  # 64 jobs take 160 ms; all 20,000 would take 50 s
         assert flood.answered() > 100
 

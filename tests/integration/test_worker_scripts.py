@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import redis
 
-from lmpool.keys import LaneKeys
+from lmpool.keys import ShardKeys
 from lmpool.scripts import script
 from lmpool.wire import pack_job
 from tests.support.protocol import (
@@ -25,7 +25,7 @@ A, B, C = new_job(1), new_job(2), new_job(3)
 
 
 def test_everybody_who_waits_is_told_once_with_all_that_is_theirs(
-    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller.enqueue(A, B)
     other.enqueue(B, C)
@@ -34,12 +34,12 @@ def test_everybody_who_waits_is_told_once_with_all_that_is_theirs(
     assert worker.complete(done, [("computed", 3), ("batches", 1)]) == 3
     assert told(caller) == [(A.digest.hex(), "ok", ""), (B.digest.hex(), "ok", "")]
     assert told(other) == [(B.digest.hex(), "ok", ""), (C.digest.hex(), "ok", "")]
-    assert len(entries_of(redis_client, lane.reply("first"))) == 2  # hello, and one notice
+    assert len(entries_of(redis_client, shard.reply("first"))) == 2  # hello, and one notice
     assert not any(caller.flight(job) for job in (A, B, C))
     assert worker.held() == []
-    assert queued(redis_client, lane) == []
-    assert redis_client.hgetall(lane.counters) == {b"computed": b"3", b"batches": b"1"}
-    assert redis_client.pttl(lane.counters) > 0  # type: ignore[operator]
+    assert queued(redis_client, shard) == []
+    assert redis_client.hgetall(shard.counters) == {b"computed": b"3", b"batches": b"1"}
+    assert redis_client.pttl(shard.counters) > 0  # type: ignore[operator]
 
 
 def test_an_error_is_told_to_everybody_who_waits(
@@ -65,19 +65,19 @@ def test_no_reply_stream_is_made_for_a_client_that_vanished(
     other: Caller,
     worker: Consumer,
     redis_client: redis.Redis,
-    lane: LaneKeys,
+    shard: ShardKeys,
 ) -> None:
     caller.enqueue(A)
     other.enqueue(A)
     caller.vanish()
     (entry,) = worker.read()
     worker.complete([(A, entry, status, "")])
-    assert not redis_client.exists(lane.reply("first"))
+    assert not redis_client.exists(shard.reply("first"))
     assert [notice[1] for notice in told(other)] == [status]
 
 
 def test_the_error_of_an_old_delivery_does_not_fail_the_job_that_is_queued_now(
-    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller.enqueue(A)
     (old,) = worker.read()
@@ -86,14 +86,14 @@ def test_the_error_of_an_old_delivery_does_not_fail_the_job_that_is_queued_now(
     assert worker.complete([(A, old, "failed", "out of date")]) == 1
     assert told(other) == []
     assert b"c:second" in other.flight(A)
-    assert len(queued(redis_client, lane)) == 1
+    assert len(queued(redis_client, shard)) == 1
     (new,) = worker.read()
     worker.complete([(A, new, "failed", "in earnest")])
     assert told(other) == [(A.digest.hex(), "failed", "in earnest")]
 
 
 def test_the_row_of_an_old_delivery_is_as_good_as_the_new(
-    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller.enqueue(A)
     (old,) = worker.read()
@@ -101,7 +101,7 @@ def test_the_row_of_an_old_delivery_is_as_good_as_the_new(
     other.enqueue(A)
     assert worker.complete([(A, old, "ok", "")]) == 2
     assert told(other) == [(A.digest.hex(), "ok", "")]
-    assert queued(redis_client, lane) == []  # the second is not run
+    assert queued(redis_client, shard) == []  # the second is not run
     assert worker.held() == []
 
 
@@ -114,7 +114,7 @@ def test_completing_twice_tells_once(caller: Caller, worker: Consumer) -> None:
 
 
 def test_a_large_batch_is_completed_whole(
-    caller: Caller, worker: Consumer, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     jobs = [new_job(i, 1) for i in range(2500)]
     for i in range(0, len(jobs), 500):
@@ -124,15 +124,15 @@ def test_a_large_batch_is_completed_whole(
     assert worker.complete(done) == 2500
     assert len(told(caller)) == 2500
     assert worker.held() == []
-    assert queued(redis_client, lane) == []
+    assert queued(redis_client, shard) == []
 
 
 def test_a_job_is_run_where_somebody_waits_and_its_row_is_not_there(
-    caller: Caller, worker: Consumer, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller.enqueue(A, B)
     first, second = worker.read()
-    put_result(redis_client, lane, B)
+    put_result(redis_client, shard, B)
     assert worker.admit((A, first), (B, second)) == "rx"
     # Both are still to be completed: the row of the second is only announced.
     assert worker.held() == [first, second]
@@ -140,18 +140,18 @@ def test_a_job_is_run_where_somebody_waits_and_its_row_is_not_there(
 
 
 def test_a_withdrawn_job_is_dropped(
-    caller: Caller, worker: Consumer, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller.enqueue(A)
     (entry,) = worker.read()
     caller.withdraw(A)
     assert worker.admit((A, entry)) == "w"
     assert worker.held() == []
-    assert queued(redis_client, lane) == []
+    assert queued(redis_client, shard) == []
 
 
 def test_a_job_that_only_the_vanished_wait_for_is_dropped(
-    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller.enqueue(A, B)
     other.enqueue(B)
@@ -161,12 +161,12 @@ def test_a_job_that_only_the_vanished_wait_for_is_dropped(
     assert not caller.flight(A)
     assert caller.flight(B)
     assert worker.held() == [second]
-    assert len(queued(redis_client, lane)) == 1
-    assert not redis_client.exists(lane.reply("first"))
+    assert len(queued(redis_client, shard)) == 1
+    assert not redis_client.exists(shard.reply("first"))
 
 
 def test_a_delivery_that_was_replaced_is_dropped_and_the_new_one_kept(
-    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller.enqueue(A)
     (old,) = worker.read()
@@ -174,11 +174,11 @@ def test_a_delivery_that_was_replaced_is_dropped_and_the_new_one_kept(
     other.enqueue(A)
     assert worker.admit((A, old)) == "w"
     assert b"c:second" in other.flight(A)
-    assert len(queued(redis_client, lane)) == 1
+    assert len(queued(redis_client, shard)) == 1
 
 
 def test_an_expired_job_is_dropped_and_everybody_told(
-    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller.enqueue(new_job(1, deadline=1), new_job(2, deadline=1), new_job(3, deadline=2**52))
     other.enqueue(new_job(1, deadline=2), B)  # B without a deadline
@@ -188,22 +188,22 @@ def test_an_expired_job_is_dropped_and_everybody_told(
         assert told(each) == [(A.digest.hex(), "expired", "")]
     assert not caller.flight(A)
     assert worker.held() == entries[1:]
-    assert len(queued(redis_client, lane)) == 2
-    assert redis_client.hgetall(lane.counters) == {b"expired": b"1"}
-    assert redis_client.pttl(lane.counters) > 0  # type: ignore[operator]
+    assert len(queued(redis_client, shard)) == 2
+    assert redis_client.hgetall(shard.counters) == {b"expired": b"1"}
+    assert redis_client.pttl(shard.counters) > 0  # type: ignore[operator]
 
 
 def test_a_job_given_back_is_the_same_flight(
-    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller.enqueue(A, B, C)
     first, second = worker.read(2)
     assert worker.release((A, first), (B, second)) == 2
     assert worker.held() == []
-    assert queued(redis_client, lane) == [pack_job(C), pack_job(A), pack_job(B)]
+    assert queued(redis_client, shard) == [pack_job(C), pack_job(A), pack_job(B)]
     assert other.enqueue(A) == ("j", True)
     # Somebody else runs it, and everybody is told.
-    colleague = Consumer(redis_client, lane, "colleague")
+    colleague = Consumer(redis_client, shard, "colleague")
     third, again, _ = colleague.read()
     assert caller.flight(A)[b"job"] == again
     assert colleague.admit((A, again), (C, third)) == "rr"
@@ -213,48 +213,48 @@ def test_a_job_given_back_is_the_same_flight(
 
 
 def test_what_was_withdrawn_is_not_given_back(
-    caller: Caller, worker: Consumer, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller.enqueue(A)
     (entry,) = worker.read()
     caller.withdraw(A)
     assert worker.release((A, entry)) == 0
     assert worker.held() == []
-    assert queued(redis_client, lane) == []
+    assert queued(redis_client, shard) == []
     assert not caller.flight(A)
 
 
 def test_an_old_delivery_given_back_does_not_take_the_flight(
-    caller: Caller, worker: Consumer, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller.enqueue(A)
     (entry,) = worker.read()
-    redis_client.hset(lane.flight(A.digest.hex()), "job", "9-9")
+    redis_client.hset(shard.flight(A.digest), "job", "9-9")
     assert worker.release((A, entry)) == 1
     assert caller.flight(A)[b"job"] == b"9-9"
 
 
 def test_entries_that_are_no_jobs_can_be_given_back(
-    worker: Consumer, redis_client: redis.Redis, lane: LaneKeys
+    worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    redis_client.xadd(lane.jobs, {"x": b"\0\xff", "y": "2"})
+    redis_client.xadd(shard.stream().key, {"x": b"\0\xff", "y": "2"})
     (entry,) = worker.read()
     assert worker.release((None, entry)) == 1
-    ((again, fields),) = entries_of(redis_client, lane.jobs)
+    ((again, fields),) = entries_of(redis_client, shard.stream().key)
     assert again != entry
     assert fields == {b"x": b"\0\xff", b"y": b"2"}
 
 
 def test_a_worker_that_leaves_is_forgotten_unless_it_holds_jobs(
-    caller: Caller, worker: Consumer, redis_client: redis.Redis, lane: LaneKeys
+    caller: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    redis_client.set(lane.alive("worker"), b"")
+    redis_client.set(shard.alive("worker"), b"")
     caller.enqueue(A)
     (entry,) = worker.read()
     assert worker.leave() == 0
     assert worker.is_there()
     assert worker.held() == [entry]
-    assert not redis_client.exists(lane.alive("worker"))
+    assert not redis_client.exists(shard.alive("worker"))
     worker.complete([(A, entry, "ok", "")])
     assert worker.leave() == 1
     assert not worker.is_there()

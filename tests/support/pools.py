@@ -16,7 +16,7 @@ import numpy as np
 import redis
 
 from lmpool import PooledLM
-from lmpool.keys import GROUP, LaneKeys, PoolKeys
+from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.model_info import ModelInfo
 from tests.support.waiting import until
 from tests.support.workers import WorkerProcess, worker_process
@@ -45,28 +45,28 @@ def worker_processes(
             assert status == 0, f"a worker ended with {status}:\n{worker.log}"
 
 
-def pool_lanes(client: redis.Redis, pool: str) -> tuple[LaneKeys, ...]:
-    """The keys of the pool's lanes."""
+def pool_shards(client: redis.Redis, pool: str) -> tuple[ShardKeys, ...]:
+    """The keys of the pool's shards."""
     keys = PoolKeys(pool)
     packed = client.get(keys.info)
     assert isinstance(packed, bytes), f"no pool {pool}"
     info = ModelInfo.unpack(packed)
-    return keys.lanes(info.fingerprint8, info.lanes)
+    return info.shard_keys(keys)
 
 
-def pending(client: redis.Redis, lane: LaneKeys) -> dict[str, int]:
-    """How many jobs each of a lane's consumers holds."""
-    found: Any = client.xinfo_consumers(lane.jobs, GROUP)
+def pending(client: redis.Redis, shard: ShardKeys) -> dict[str, int]:
+    """How many jobs each of a shard's consumers holds."""
+    found: Any = client.xinfo_consumers(shard.stream().key, GROUP)
     return {consumer["name"].decode(): consumer["pending"] for consumer in found}
 
 
 def assert_at_rest(client: redis.Redis, pool: str) -> None:
     """Nothing waits, nothing is held, and no client has left anything."""
-    for lane in pool_lanes(client, pool):
-        assert client.xlen(lane.jobs) == 0
-        assert not any(pending(client, lane).values())
+    for shard in pool_shards(client, pool):
+        assert client.xlen(shard.stream().key) == 0
+        assert not any(pending(client, shard).values())
         for kind in ("flight", "reply"):
-            left = list(client.scan_iter(f"{lane.prefix}:{kind}:*", count=1000))
+            left = list(client.scan_iter(f"{shard.prefix}:{kind}:*", count=1000))
             assert not left, left
 
 

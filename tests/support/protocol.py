@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 import redis
 
-from lmpool.keys import GROUP, LaneKeys, PoolKeys
+from lmpool.keys import GROUP, PoolKeys, Priority, ShardKeys
 from lmpool.scripts import script
-from lmpool.wire import Digester, Job, Notice, pack_job, read_notices
+from lmpool.wants import Digester, Row
+from lmpool.wire import Job, Notice, pack_job, read_notices
 
 FINGERPRINT = "0123456789abcdef" * 2
 COUNTERS_TTL = 60_000
 
 
-def lane_of_pool(pool: str, fingerprint: str = FINGERPRINT, lane: int = 0) -> LaneKeys:
-    """A lane's keys."""
-    return PoolKeys(pool).lane(fingerprint[:8], lane)
+def shard_of_pool(pool: str, fingerprint: str = FINGERPRINT, shard: int = 0) -> ShardKeys:
+    """A shard's keys."""
+    return PoolKeys(pool).shard(fingerprint[:8], shard)
 
 
 def new_job(
@@ -30,16 +31,16 @@ def new_job(
 ) -> Job:
     """A job for the row of a prompt."""
     packed = np.array(tokens, dtype="<u4").tobytes()
-    digest = Digester(fingerprint).logprobs(packed, encoding, adapter)
-    return Job("logprobs", digest, packed, adapter, {"encoding": encoding}, deadline, 0)
+    digest = Digester(fingerprint).digest(Row(encoding), packed, adapter)
+    return Job(Row(encoding), digest, packed, adapter, deadline, 0)
 
 
 class Caller:
-    """A client of one lane."""
+    """A client of one shard."""
 
-    def __init__(self, server: redis.Redis, lane: LaneKeys, id: str = "client") -> None:
+    def __init__(self, server: redis.Redis, shard: ShardKeys, id: str = "client") -> None:
         self.server = server
-        self.lane = lane
+        self.shard = shard
         self.id = id
         self._last = "0-0"
 
@@ -51,11 +52,11 @@ class Caller:
         flight_ttl: int = 60_000,
     ) -> tuple[str, bool]:
         """One answer for each job, and whether the reply stream was made anew."""
-        arguments: list[Any] = [self.lane.prefix, self.id, reply_ttl, flight_ttl, bound, GROUP, 1]
+        arguments: list[Any] = [self.shard.prefix, self.id, reply_ttl, flight_ttl, bound, GROUP, 1]
         for job in jobs:
             deadline = "" if job.deadline is None else job.deadline
             arguments += (job.digest.hex(), deadline, job.adapter or "", pack_job(job))
-        answers, fresh = script("enqueue")(self.server, [self.lane.jobs], arguments)  # type: ignore[arg-type]
+        answers, fresh = script("enqueue")(self.server, [self.shard.stream().key], arguments)  # type: ignore[arg-type]
         return answers.decode(), bool(fresh)
 
     def check(
@@ -65,8 +66,8 @@ class Caller:
         digests = [job.digest.hex() for job in jobs]
         answers, fresh = script("check")(
             self.server,  # type: ignore[arg-type]
-            [self.lane.jobs],
-            [self.lane.prefix, self.id, reply_ttl, flight_ttl, *digests],
+            [self.shard.stream().key],
+            [self.shard.prefix, self.id, reply_ttl, flight_ttl, *digests],
         )
         return answers.decode(), bool(fresh)
 
@@ -75,14 +76,14 @@ class Caller:
         digests = [job.digest.hex() for job in jobs]
         dropped: int = script("withdraw")(
             self.server,  # type: ignore[arg-type]
-            [self.lane.jobs],
-            [self.lane.prefix, self.id, *digests],
+            [self.shard.stream().key],
+            [self.shard.prefix, self.id, *digests],
         )
         return dropped
 
     def notices(self) -> list[Notice]:
         """What this client was told since it last looked."""
-        entries: Any = self.server.xrange(self.lane.reply(self.id), f"({self._last}", "+")
+        entries: Any = self.server.xrange(self.shard.reply(self.id), f"({self._last}", "+")
         found: list[Notice] = []
         for entry, fields in entries:
             self._last = entry.decode()
@@ -91,36 +92,43 @@ class Caller:
 
     def vanish(self) -> None:
         """As if its lease had ended."""
-        self.server.delete(self.lane.reply(self.id))
+        self.server.delete(self.shard.reply(self.id))
 
     def flight(self, job: Job) -> dict[bytes, bytes]:
         """The flight's fields."""
-        found: Any = self.server.hgetall(self.lane.flight(job.digest.hex()))
+        found: Any = self.server.hgetall(self.shard.flight(job.digest))
         return dict(found)
 
 
 class Consumer:
-    """A worker of one lane."""
+    """A worker of one shard."""
 
-    def __init__(self, server: redis.Redis, lane: LaneKeys, id: str = "worker") -> None:
+    def __init__(
+        self,
+        server: redis.Redis,
+        shard: ShardKeys,
+        id: str = "worker",
+        priority: Priority = "interactive",
+    ) -> None:
         self.server = server
-        self.lane = lane
+        self.shard = shard
+        self.stream = shard.stream(priority).key
         self.id = id
         try:
-            server.xgroup_create(lane.jobs, GROUP, id="0", mkstream=True)
+            server.xgroup_create(self.stream, GROUP, id="0", mkstream=True)
         except redis.exceptions.ResponseError:
             pass  # there already
-        server.xgroup_createconsumer(lane.jobs, GROUP, id)
+        server.xgroup_createconsumer(self.stream, GROUP, id)
 
     def read(self, count: int = 100) -> list[bytes]:
         """Claim entries; their ids."""
-        answer: Any = self.server.xreadgroup(GROUP, self.id, {self.lane.jobs: ">"}, count=count)
+        answer: Any = self.server.xreadgroup(GROUP, self.id, {self.stream: ">"}, count=count)
         return [entry for _, entries in answer or () for entry, _ in entries]
 
     def held(self) -> list[bytes]:
         """The ids of the entries it has not acknowledged."""
         found: Any = self.server.xpending_range(
-            self.lane.jobs, GROUP, "-", "+", 1000, consumername=self.id
+            self.stream, GROUP, "-", "+", 1000, consumername=self.id
         )
         return [item["message_id"] for item in found]
 
@@ -130,42 +138,42 @@ class Consumer:
         counters: Sequence[tuple[str, int]] = (),
     ) -> int:
         """Tell of jobs as (job, entry, status, error text)."""
-        arguments: list[Any] = [self.lane.prefix, GROUP, COUNTERS_TTL, len(counters)]
+        arguments: list[Any] = [self.shard.prefix, GROUP, COUNTERS_TTL, len(counters)]
         for counter in counters:
             arguments += counter
         for job, entry, status, error in done:
             arguments += (job.digest.hex(), entry, status, error)
-        acknowledged: int = script("complete")(self.server, [self.lane.jobs], arguments)  # type: ignore[arg-type]
+        acknowledged: int = script("complete")(self.server, [self.stream], arguments)  # type: ignore[arg-type]
         return acknowledged
 
     def admit(self, *pairs: tuple[Job, bytes]) -> str:
         """Whether each job is still to be run."""
-        arguments: list[Any] = [self.lane.prefix, GROUP, COUNTERS_TTL]
+        arguments: list[Any] = [self.shard.prefix, GROUP, COUNTERS_TTL]
         for job, entry in pairs:
             arguments += (job.digest.hex(), entry)
-        answer: bytes = script("admit")(self.server, [self.lane.jobs], arguments)  # type: ignore[arg-type]
+        answer: bytes = script("admit")(self.server, [self.stream], arguments)  # type: ignore[arg-type]
         return answer.decode()
 
     def release(self, *pairs: tuple[Job | None, bytes]) -> int:
         """Give entries back."""
-        arguments: list[Any] = [self.lane.prefix, GROUP]
+        arguments: list[Any] = [self.shard.prefix, GROUP]
         for job, entry in pairs:
             arguments += ("" if job is None else job.digest.hex(), entry)
-        released: int = script("release")(self.server, [self.lane.jobs], arguments)  # type: ignore[arg-type]
+        released: int = script("release")(self.server, [self.stream], arguments)  # type: ignore[arg-type]
         return released
 
     def leave(self) -> int:
         """End the heartbeat, and the consumer if it holds nothing."""
         gone: int = script("leave")(
             self.server,  # type: ignore[arg-type]
-            [self.lane.jobs, self.lane.alive(self.id)],
+            [self.stream, self.shard.alive(self.id)],
             [GROUP, self.id],
         )
         return gone
 
     def is_there(self) -> bool:
         """Whether the group knows it."""
-        found: Any = self.server.xinfo_consumers(self.lane.jobs, GROUP)
+        found: Any = self.server.xinfo_consumers(self.stream, GROUP)
         return self.id.encode() in {consumer["name"] for consumer in found}
 
 
@@ -175,16 +183,16 @@ def entries_of(server: redis.Redis, stream: str) -> list[tuple[bytes, dict[bytes
     return list(found)
 
 
-def put_result(server: redis.Redis, lane: LaneKeys, job: Job) -> None:
+def put_result(server: redis.Redis, shard: ShardKeys, job: Job) -> None:
     """A result of a job, as a worker writes it."""
-    server.set(lane.result(job.digest.hex()), b"row")
+    server.set(shard.result(job.digest), b"row")
 
 
 def told(caller: Caller) -> list[tuple[str, str, str]]:
     """What a caller was told since it last looked: digest, status, error text."""
-    return [(n.digest.decode(), n.status, n.error) for n in caller.notices()]
+    return [(n.digest.hex(), n.status, n.error) for n in caller.notices()]
 
 
-def queued(server: redis.Redis, lane: LaneKeys) -> list[bytes]:
+def queued(server: redis.Redis, shard: ShardKeys) -> list[bytes]:
     """The jobs in the stream, in order."""
-    return [fields[b"job"] for _, fields in entries_of(server, lane.jobs)]
+    return [fields[b"job"] for _, fields in entries_of(server, shard.stream().key)]

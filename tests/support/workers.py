@@ -19,9 +19,10 @@ from unittest.mock import patch
 import redis
 
 from lmpool.backends.mock import mock_row
-from lmpool.keys import GROUP, PoolKeys
+from lmpool.keys import PoolKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.statistics import WorkerStatistics, pool_statistics
+from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
 from lmpool.worker.service import Service
 from tests.support.waiting import until
@@ -40,7 +41,7 @@ def living_workers(url: str, pool: str) -> list[WorkerStatistics]:
         if packed is None:
             return []
         info = ModelInfo.unpack(packed)
-        return pool_statistics(client, keys.lanes(info.fingerprint8, info.lanes), GROUP)["workers"]
+        return pool_statistics(Servers(lambda: client), info.shard_keys(keys))["workers"]
 
 
 def clean_environment() -> dict[str, str]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmpool.bars import ascii_text, bar, bar_lines, likeliest, token_text
+from lmpool.cli.bars import ascii_text, bar, bar_lines, likeliest, token_text
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from lmpool.keys import PoolKeys, Priority
+from lmpool.wants import Digest, Row
 from lmpool.wire import Job
 from lmpool.worker.batching import Batcher, Claimed
 from tests.support.protocol import new_job
 from tests.support.waiting import until
+
+SHARD = PoolKeys("p").shard("0" * 8, 0)
 
 
 class Clock:
@@ -26,9 +29,11 @@ class Clock:
         return self.now
 
 
-def claimed(number: int, tokens: int = 1, came: float = 1000.0) -> Claimed:
-    job = Job("logprobs", b"%016d" % number, b"\0" * 4 * tokens, None, {"encoding": "f32"})  # type: ignore[arg-type]
-    return Claimed(job, b"%d-0" % number, 0, came)
+def claimed(
+    number: int, tokens: int = 1, came: float = 1000.0, priority: Priority = "interactive"
+) -> Claimed:
+    job = Job(Row("f32"), Digest(b"%016d" % number), b"\0" * 4 * tokens, None)
+    return Claimed(job, b"%d-0" % number, SHARD.stream(priority), came)
 
 
 def new(
@@ -137,8 +142,8 @@ def test_jobs_are_given_up_only_while_a_batch_runs() -> None:
 
 def test_jobs_that_are_put_back_go_first() -> None:
     batcher, _ = new(batch_size=3, max_batch_tokens=10)
-    later = replace(claimed(3, 4), later=True)
-    batcher.add([claimed(0, 2), claimed(1, 3), later, replace(claimed(4), later=True)])
+    of_batch = [claimed(3, 4, priority="batch"), claimed(4, priority="batch")]
+    batcher.add([claimed(0, 2), claimed(1, 3), *of_batch])
     first = batcher.take()
     batcher.add([claimed(2)])
     batcher.put_back([c for c in first if c.entry != b"0-0"])
@@ -148,7 +153,7 @@ def test_jobs_that_are_put_back_go_first() -> None:
     assert batcher.room() == 3
 
 
-def test_closing_answers_what_waited() -> None:
+def test_closing_returns_what_waited() -> None:
     batcher, _ = new()
     batcher.add([claimed(0), claimed(1)])
     assert [c.entry for c in batcher.close()] == [b"0-0", b"1-0"]
@@ -306,47 +311,50 @@ def test_nothing_is_lost_or_doubled_between_threads() -> None:
 # --- who goes first ----------------------------------------------------------------------------
 
 
-def of_kind(number: int, *, later: bool = False, alone: bool = False, tokens: int = 1) -> Claimed:
+def of_kind(
+    number: int, priority: Priority = "interactive", *, alone: bool = False, tokens: int = 1
+) -> Claimed:
     settled = threading.Event() if alone else None
-    return Claimed(new_job(*[number] * tokens), str(number).encode(), 0, 0.0, settled, later)
+    stream = SHARD.stream(priority)
+    return Claimed(new_job(*[number] * tokens), str(number).encode(), stream, 0.0, settled)
 
 
 def kinds(batch: list[Claimed]) -> str:
-    return "".join("a" if c.settled else "l" if c.later else "f" for c in batch)
+    return "".join("a" if c.settled else c.stream.priority[0] for c in batch)
 
 
-def test_jobs_that_others_go_before_have_a_place_in_eight() -> None:
+def test_jobs_of_priority_batch_have_a_place_in_eight() -> None:
     batcher = Batcher(8, 0.0, 10_000)
-    batcher.add([of_kind(i, later=True) for i in range(20)])
+    batcher.add([of_kind(i, "batch") for i in range(20)])
     assert batcher.room() == 8  # they take no room from those that go first
-    assert batcher.room_for_later() == 0
+    assert batcher.room_for_batch_priority() == 0
     batcher.add([of_kind(100 + i) for i in range(8)])
-    assert kinds(batcher.take()) == "fffffffl"
-    assert kinds(batcher.take()) == "flllllll"
-    assert kinds(batcher.take()) == "llllllll"
+    assert kinds(batcher.take()) == "iiiiiiib"
+    assert kinds(batcher.take()) == "ibbbbbbb"
+    assert kinds(batcher.take()) == "bbbbbbbb"
 
 
 def test_batches_of_one_take_turns() -> None:
     batcher = Batcher(1, 0.0, 10_000)
-    batcher.add([of_kind(i, later=True) for i in range(2)] + [of_kind(9 + i) for i in range(20)])
-    assert "".join(kinds(batcher.take()) for _ in range(16)) == "fffffffl" * 2
+    batcher.add([of_kind(i, "batch") for i in range(2)] + [of_kind(9 + i) for i in range(20)])
+    assert "".join(kinds(batcher.take()) for _ in range(16)) == "iiiiiiib" * 2
 
 
 def test_batches_full_of_tokens_take_turns() -> None:
     batcher = Batcher(64, 0.0, 10)
-    batcher.add([of_kind(i, later=True, tokens=5) for i in range(3)])
+    batcher.add([of_kind(i, "batch", tokens=5) for i in range(3)])
     batcher.add([of_kind(9 + i, tokens=5) for i in range(40)])
     taken = [kinds(batcher.take()) for _ in range(16)]
-    assert taken == [*["ff"] * 7, "lf"] * 2
+    assert taken == [*["ii"] * 7, "bi"] * 2
 
 
-def test_an_order_that_is_short_of_room_starves_nobody() -> None:
+def test_a_long_job_of_priority_batch_is_not_starved() -> None:
     batcher = Batcher(8, 0.0, 10)
-    batcher.add([of_kind(0, later=True, tokens=10)])  # as long as prompts may be
+    batcher.add([of_kind(0, "batch", tokens=10)])  # as long as prompts may be
     batcher.add([of_kind(9 + i, tokens=1 + i % 3) for i in range(100)])
     taken = [kinds(batcher.take()) for _ in range(8)]
-    assert taken[-1] == "l"
-    assert "l" not in "".join(taken[:-1])
+    assert taken[-1] == "b"
+    assert "b" not in "".join(taken[:-1])
 
 
 def test_a_second_delivery_runs_alone_and_every_other_batch_is_of_others() -> None:
@@ -354,6 +362,6 @@ def test_a_second_delivery_runs_alone_and_every_other_batch_is_of_others() -> No
     for number in range(2):
         batcher.add_alone(of_kind(number, alone=True))
     batcher.add([of_kind(10 + i) for i in range(6)])
-    assert [kinds(batcher.take()) for _ in range(4)] == ["a", "ffff", "a", "ff"]
+    assert [kinds(batcher.take()) for _ in range(4)] == ["a", "iiii", "a", "ii"]
     batcher.add_alone(of_kind(3, alone=True))
     assert [kinds([claimed]) for claimed in batcher.close()] == ["a"]

@@ -10,12 +10,14 @@ import msgpack
 import pytest
 import redis
 
-from lmpool.keys import GROUP, LaneKeys
+from lmpool.keys import GROUP, ShardKeys
 from lmpool.server import open_server
-from lmpool.wire import Digester, Job, pack_job
+from lmpool.servers import Servers
+from lmpool.wants import Digester
+from lmpool.wire import Job, pack_job
 from lmpool.worker import intake as intake_module
-from lmpool.worker.batching import Batcher
-from lmpool.worker.dead import Cemetery
+from lmpool.worker.batching import Batcher, Claimed
+from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.intake import Intake, create_groups, release, uncount
 from lmpool.worker.state import WorkerState
 from tests.support.protocol import (
@@ -23,8 +25,8 @@ from tests.support.protocol import (
     Caller,
     Consumer,
     entries_of,
-    lane_of_pool,
     new_job,
+    shard_of_pool,
 )
 from tests.support.waiting import until
 
@@ -35,13 +37,14 @@ class Reader:
     def __init__(
         self,
         url: str,
-        lanes: list[LaneKeys],
+        shards: list[ShardKeys],
         consumer: str = "reader",
         batch_size: int = 8,
         timeout: float = 0.001,
         continuous: bool = False,
     ) -> None:
         self.server: Any = open_server(url, blocks_for=1.0)
+        self.servers = Servers(lambda: self.server)
         self.blocks: list[int | None] = []
         self._xreadgroup = self.server.xreadgroup
         self.server.xreadgroup = self._read
@@ -49,16 +52,16 @@ class Reader:
         self.state = WorkerState({}, lambda: None)
         self.batcher = Batcher(batch_size, timeout, 10_000)
         self.intake = Intake(
-            self.server,
-            lanes,
+            self.servers,
+            shards,
             consumer,
             self.batcher,
             self.state,
             Digester(FINGERPRINT),
-            Cemetery(self.server, lanes, consumer),
+            DeadLetters(self.servers, consumer),
             continuous,
         )
-        create_groups(self.server, lanes, consumer)
+        create_groups(self.servers, shards, consumer)
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
@@ -92,24 +95,24 @@ class Reader:
         self.batcher.wake()
         self.thread.join(10)
         assert not self.thread.is_alive()
-        self.server.close()
+        self.servers.close()
         assert not self.failures, self.failures
 
 
 @pytest.fixture
-def lane(pool_name: str, any_server: str) -> LaneKeys:
-    return lane_of_pool(pool_name)
+def shard(pool_name: str, any_server: str) -> ShardKeys:
+    return shard_of_pool(pool_name)
 
 
 @pytest.fixture
 def start(
-    any_server: str, lane: LaneKeys, monkeypatch: pytest.MonkeyPatch
+    any_server: str, shard: ShardKeys, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Reader]]:
     monkeypatch.setattr(intake_module, "IDLE_BLOCK_MS", 50)
     readers: list[Reader] = []
 
     def start(**options: Any) -> Reader:
-        readers.append(Reader(any_server, options.pop("lanes", [lane]), **options))
+        readers.append(Reader(any_server, options.pop("shards", [shard]), **options))
         return readers[-1]
 
     yield start
@@ -118,32 +121,31 @@ def start(
 
 
 def test_jobs_come_in_order(
-    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+    start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     jobs = [new_job(i, i + 1) for i in range(20)]
-    assert Caller(redis_client, lane).enqueue(*jobs) == ("q" * 20, True)
+    assert Caller(redis_client, shard).enqueue(*jobs) == ("q" * 20, True)
     reader = start(batch_size=100)
     assert reader.take(20) == jobs
-    assert len(Consumer(redis_client, lane, "reader").held()) == 20
+    assert len(Consumer(redis_client, shard, "reader").held()) == 20
 
 
 def test_jobs_that_were_there_before_the_first_worker_are_read(
-    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+    start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     job = new_job(1)
-    Caller(redis_client, lane).enqueue(job)  # no group yet
+    Caller(redis_client, shard).enqueue(job)  # no group yet
     assert start().take(1) == [job]
 
 
 def good_fields(**changed: Any) -> bytes:
     job = new_job(1, 2)
     fields = {
-        "v": 1,
-        "op": job.op,
+        "v": 2,
+        "want": ["row", "f32"],
         "digest": job.digest,
         "tokens": job.tokens,
         "adapter": None,
-        "want": {"encoding": "f32"},
         "deadline": None,
         "sent": 0,
         **changed,
@@ -161,85 +163,86 @@ def good_fields(**changed: Any) -> bytes:
         ({"other": b"field"}, "not msgpack"),
         ({"job": msgpack.packb([1, 2, 3])}, "a list instead of a map"),
         ({"job": msgpack.packb({})}, "no digest"),
-        ({"job": good_fields(v=99)}, "job version 99: this worker reads version 1"),
-        ({"job": good_fields(op="rm -rf")}, "unknown operation"),
+        ({"job": good_fields(v=99)}, "job version 99: this worker reads version 2"),
+        ({"job": good_fields(want=["rm -rf"])}, "unknown want"),
+        ({"job": good_fields(want=["generate", 1, [], 1.0, 7])}, "digest is not the one"),
         ({"job": good_fields(digest=b"x" * 16)}, "digest is not the one of this prompt"),
         ({"job": good_fields(tokens=b"\x09\x00\x00\x00")}, "digest is not the one"),
-        ({"job": good_fields(want={"encoding": "f16"})}, "digest is not the one"),
+        ({"job": good_fields(want=["row", "f16"])}, "digest is not the one"),
         ({"job": good_fields(adapter="a@1")}, "digest is not the one"),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_garbage_is_put_aside_with_its_reason_and_does_not_stop_anything(
     fields: dict[Any, Any],
     reason: str,
     start: Callable[..., Reader],
     redis_client: redis.Redis,
-    lane: LaneKeys,
+    shard: ShardKeys,
 ) -> None:
     good = new_job(7)
-    redis_client.xadd(lane.jobs, fields)
-    Caller(redis_client, lane).enqueue(good)
+    redis_client.xadd(shard.stream().key, fields)
+    Caller(redis_client, shard).enqueue(good)
     reader = start()
     assert reader.take(1) == [good]
-    ((_, dead),) = until(lambda: entries_of(redis_client, lane.dead))
+    ((_, dead),) = until(lambda: entries_of(redis_client, shard.dead))
     assert dead[b"job"] == fields.get("job", b"")
     assert dead[b"worker"] == b"reader"
     assert re.search(reason, dead[b"reason"].decode())
     # Acknowledged and deleted: only the good one is still held.
-    held = until(lambda: Consumer(redis_client, lane, "reader").held())
-    assert [entry for entry, _ in entries_of(redis_client, lane.jobs)] == held
+    held = until(lambda: Consumer(redis_client, shard, "reader").held())
+    assert [entry for entry, _ in entries_of(redis_client, shard.stream().key)] == held
     assert len(held) == 1
-    assert redis_client.hget(lane.counters, "failed") == b"1"
+    assert redis_client.hget(shard.counters, "failed") == b"1"
 
 
 def test_a_huge_entry_is_put_aside_cut(
-    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+    start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    redis_client.xadd(lane.jobs, {"job": b"\xc1" * 200_000})
+    redis_client.xadd(shard.stream().key, {"job": b"\xc1" * 200_000})
     start()
-    ((_, dead),) = until(lambda: entries_of(redis_client, lane.dead))
+    ((_, dead),) = until(lambda: entries_of(redis_client, shard.dead))
     assert len(dead[b"job"]) == 65_536
 
 
 @pytest.mark.parametrize("what", ["version", "digest"])
 def test_the_caller_of_a_refused_job_is_told(
-    what: str, start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+    what: str, start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    caller = Caller(redis_client, lane)
+    caller = Caller(redis_client, shard)
     job = new_job(1, 2) if what == "version" else new_job(1, 2, fingerprint="f" * 32)
     caller.enqueue(job)
     if what == "version":
-        ((entry, _),) = entries_of(redis_client, lane.jobs)
-        redis_client.delete(lane.jobs)
-        redis_client.xadd(lane.jobs, {"job": good_fields(v=2)}, id=entry)
+        ((entry, _),) = entries_of(redis_client, shard.stream().key)
+        redis_client.delete(shard.stream().key)
+        redis_client.xadd(shard.stream().key, {"job": good_fields(v=1)}, id=entry)
     start()
     (notice,) = until(caller.notices)
-    assert notice.digest.decode() == job.digest.hex()
+    assert notice.digest == job.digest
     assert notice.status == "refused"
-    assert ("version 2" if what == "version" else "digest") in notice.error
+    assert ("version 1:" if what == "version" else "digest") in notice.error
     assert not caller.flight(job)
 
 
 @pytest.mark.parametrize("how", ["group", "stream"])
 def test_a_group_that_vanished_is_made_again(
-    how: str, start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+    how: str, start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     reader = start()
     until(lambda: reader.blocks)
     if how == "group":
-        redis_client.xgroup_destroy(lane.jobs, GROUP)
+        redis_client.xgroup_destroy(shard.stream().key, GROUP)
     else:
-        redis_client.delete(lane.jobs)
+        redis_client.delete(shard.stream().key)
     job = new_job(5)
-    Caller(redis_client, lane).enqueue(job)
+    Caller(redis_client, shard).enqueue(job)
     assert reader.take(1) == [job]
 
 
 def test_an_idle_worker_blocks_and_a_busy_one_does_not(
-    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+    start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    caller = Caller(redis_client, lane)
+    caller = Caller(redis_client, shard)
     reader = start()
     until(lambda: len(reader.blocks) >= 3)
     assert None not in reader.blocks
@@ -258,60 +261,63 @@ def test_an_idle_worker_blocks_and_a_busy_one_does_not(
 
 
 def test_no_more_is_claimed_than_the_next_batch_takes(
-    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+    start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    Caller(redis_client, lane).enqueue(*(new_job(i) for i in range(50)))
+    Caller(redis_client, shard).enqueue(*(new_job(i) for i in range(50)))
     reader = start(batch_size=4)
     until(lambda: len(reader.batcher) == 4)
-    assert len(Consumer(redis_client, lane, "reader").held()) == 4
+    assert len(Consumer(redis_client, shard, "reader").held()) == 4
     # What a busy worker left, an idle one takes.
-    other = Consumer(redis_client, lane, "other")
+    other = Consumer(redis_client, shard, "other")
     assert len(other.read(100)) == 46
 
 
 def test_what_waits_for_a_batch_that_takes_too_long_is_given_back(
     start: Callable[..., Reader],
     redis_client: redis.Redis,
-    lane: LaneKeys,
+    shard: ShardKeys,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intake_module, "GIVE_BACK_AFTER", 0.05)
-    caller = Caller(redis_client, lane)
+    caller = Caller(redis_client, shard)
     reader = start(batch_size=1)
     reader.state.batch_seconds = 0.01
     first, second = new_job(1), new_job(2)
     caller.enqueue(first)
     assert reader.take(1) == [first]
     caller.enqueue(second)
-    other = Consumer(redis_client, lane, "other")
+    other = Consumer(redis_client, shard, "other")
     assert until(other.read)
     # It is the same job to its callers.
     (entry,) = other.held()
     assert caller.flight(second)[b"job"] == entry
-    assert len(Consumer(redis_client, lane, "reader").held()) == 1
+    assert len(Consumer(redis_client, shard, "reader").held()) == 1
 
 
-def test_several_lanes_are_read_together(
+def test_several_shards_are_read_together(
     any_server: str, redis_client: redis.Redis, pool_name: str, start: Callable[..., Reader]
 ) -> None:
-    lanes = [lane_of_pool(pool_name, lane=number) for number in range(3)]
+    shards = [shard_of_pool(pool_name, shard=number) for number in range(3)]
     jobs = [new_job(number) for number in range(3)]
-    for lane, job in zip(lanes, jobs, strict=True):
-        Caller(redis_client, lane).enqueue(job)
-    reader = start(lanes=lanes, batch_size=6)
+    for shard, job in zip(shards, jobs, strict=True):
+        Caller(redis_client, shard).enqueue(job)
+    reader = start(shards=shards, batch_size=6)
     until(lambda: len(reader.batcher) == 3)
     claimed = reader.batcher.take()
-    assert {(c.lane, c.job.digest) for c in claimed} == {
+    assert {(c.stream.shard.number, c.job.digest) for c in claimed} == {
         (number, job.digest) for number, job in enumerate(jobs)
     }
+    for c in claimed:
+        assert c.place == (shards[c.stream.shard.number].stream().key, c.entry)
+    assert reader.state.held == {c.place for c in claimed}
 
 
 def test_a_job_starts_its_batchs_clock_when_it_comes(
-    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+    start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     reader = start(timeout=30.0)
     before = time.monotonic()
-    Caller(redis_client, lane).enqueue(new_job(1))
+    Caller(redis_client, shard).enqueue(new_job(1))
     until(lambda: len(reader.batcher) == 1)
     (claimed,) = reader.batcher.take()
     assert before <= claimed.came <= time.monotonic()
@@ -326,7 +332,7 @@ def test_it_stops_while_it_waits(start: Callable[..., Reader]) -> None:
 
 
 def test_a_lost_server_is_waited_for(
-    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+    start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     reader = start()
     until(lambda: reader.blocks)
@@ -341,12 +347,12 @@ def test_a_lost_server_is_waited_for(
     reader._xreadgroup = fail
     until(lambda: not failures)
     job = new_job(3)
-    Caller(redis_client, lane).enqueue(job)
+    Caller(redis_client, shard).enqueue(job)
     assert reader.take(1) == [job]
 
 
 def test_a_server_that_vanishes_while_its_group_is_made_again_is_waited_for(
-    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+    start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     reader = start()
     until(lambda: reader.blocks)
@@ -359,9 +365,9 @@ def test_a_server_that_vanishes_while_its_group_is_made_again_is_waited_for(
         return create(*arguments, **options)
 
     reader.server.xgroup_create = fail
-    redis_client.delete(lane.jobs)
+    redis_client.delete(shard.stream().key)
     job = new_job(3)
-    Caller(redis_client, lane).enqueue(job)
+    Caller(redis_client, shard).enqueue(job)
     assert reader.take(1) == [job]
     assert not failures
 
@@ -385,9 +391,9 @@ def lose_an_answer(reader: Reader) -> list[int]:
 
 
 def test_jobs_lost_on_their_way_and_withdrawn_are_let_go(
-    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+    start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    caller = Caller(redis_client, lane)
+    caller = Caller(redis_client, shard)
     reader = start()
     original = reader.server.xreadgroup
     left = lose_an_answer(reader)
@@ -402,21 +408,21 @@ def test_jobs_lost_on_their_way_and_withdrawn_are_let_go(
     reader.server.xreadgroup = withdraw_first
     caller.enqueue(job, kept)
     assert reader.take(1) == [kept]
-    assert until(lambda: len(Consumer(redis_client, lane, "reader").held()) == 1)
-    assert not entries_of(redis_client, lane.dead)
+    assert until(lambda: len(Consumer(redis_client, shard, "reader").held()) == 1)
+    assert not entries_of(redis_client, shard.dead)
 
 
 def test_what_was_taken_over_is_not_read_again_after_a_failure(
-    start: Callable[..., Reader], redis_client: redis.Redis, lane: LaneKeys
+    start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    caller = Caller(redis_client, lane)
+    caller = Caller(redis_client, shard)
     caller.enqueue(new_job(1))
-    (entry,) = Consumer(redis_client, lane, "dead").read()
+    (entry,) = Consumer(redis_client, shard, "dead").read()
     reader = start()
     until(lambda: len(reader.blocks) >= 2)
     # The recovery's thread takes over the job of a dead worker: it waits for its turn alone.
-    reader.state.held.add((0, entry))
-    redis_client.xclaim(lane.jobs, GROUP, "reader", 0, [entry])
+    reader.state.held.add((shard.stream().key, entry))
+    redis_client.xclaim(shard.stream().key, GROUP, "reader", 0, [entry])
     left = lose_an_answer(reader)
     lost, after = new_job(2), new_job(3)
     caller.enqueue(lost)
@@ -430,46 +436,62 @@ def test_what_was_taken_over_is_not_read_again_after_a_failure(
 # --- giving back -------------------------------------------------------------------------------
 
 
-def test_a_group_is_made_once_and_joined(redis_client: redis.Redis, lane: LaneKeys) -> None:
-    create_groups(redis_client, [lane], "a")  # type: ignore[arg-type]
-    create_groups(redis_client, [lane], "a")  # type: ignore[arg-type]
-    create_groups(redis_client, [lane], "b")  # type: ignore[arg-type]
-    consumers: Any = redis_client.xinfo_consumers(lane.jobs, GROUP)
-    assert {c["name"] for c in consumers} == {b"a", b"b"}
+@pytest.fixture
+def servers(redis_client: redis.Redis) -> Servers:
+    return Servers(lambda: redis_client)  # type: ignore[arg-type,return-value]
+
+
+def test_a_group_is_made_once_and_joined(
+    servers: Servers, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    create_groups(servers, [shard], "a")
+    create_groups(servers, [shard], "a")
+    create_groups(servers, [shard], "b")
+    for stream in shard.streams:
+        consumers: Any = redis_client.xinfo_consumers(stream.key, GROUP)
+        assert {c["name"] for c in consumers} == {b"a", b"b"}
 
 
 def test_everything_that_is_held_is_given_back_at_once(
-    redis_client: redis.Redis, lane: LaneKeys
+    servers: Servers, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    caller, consumer = Caller(redis_client, lane), Consumer(redis_client, lane)
+    create_groups(servers, [shard], "worker")
+    caller, consumer = Caller(redis_client, shard), Consumer(redis_client, shard)
     jobs = [new_job(i, i // 256) for i in range(1203)]  # more than two portions
     for i in range(0, len(jobs), 400):
         caller.enqueue(*jobs[i : i + 400], bound=5000)
     held = consumer.read(5000)
     assert len(held) == len(jobs)
-    known = dict(zip(held[:600], jobs[:600], strict=True))  # the rest is looked up
-    redis_client.xadd(lane.jobs, {"job": b"garbage"})
+    key = shard.stream().key
+    known = {
+        (key, entry): job for entry, job in zip(held[:600], jobs[:600], strict=True)
+    }  # the rest is looked up
+    redis_client.xadd(shard.stream().key, {"job": b"garbage"})
     consumer.read()
-    assert release(redis_client, [lane], "worker", known) == len(jobs) + 1  # type: ignore[arg-type]
+    assert release(servers, [shard], "worker", known) == len(jobs) + 1
     assert consumer.held() == []
-    other = Consumer(redis_client, lane, "other")
+    other = Consumer(redis_client, shard, "other")
     entries = other.read(5000)
     assert len(entries) == len(jobs) + 1
     for job, entry in zip(jobs, entries, strict=False):
         assert caller.flight(job)[b"job"] == entry
-        assert redis_client.xrange(lane.jobs, entry, entry)[0][1] == {b"job": pack_job(job)}  # type: ignore[index]
+        assert redis_client.xrange(shard.stream().key, entry, entry)[0][1] == {
+            b"job": pack_job(job)
+        }  # type: ignore[index]
 
 
-def test_nothing_held_nothing_given_back(redis_client: redis.Redis, lane: LaneKeys) -> None:
-    Consumer(redis_client, lane)
-    assert release(redis_client, [lane], "worker", {}) == 0  # type: ignore[arg-type]
+def test_nothing_held_nothing_given_back(
+    servers: Servers, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    create_groups(servers, [shard], "worker")
+    assert release(servers, [shard], "worker", {}) == 0
 
 
 def test_jobs_of_a_read_whose_answer_was_lost_are_read_again(
-    redis_client: redis.Redis, lane: LaneKeys, start: Callable[..., Reader]
+    redis_client: redis.Redis, shard: ShardKeys, start: Callable[..., Reader]
 ) -> None:
     reader = start()
-    caller = Caller(redis_client, lane)
+    caller = Caller(redis_client, shard)
     jobs = [new_job(2, i) for i in range(20)]
     read, armed, lost = reader._xreadgroup, threading.Event(), []
 
@@ -495,12 +517,12 @@ def test_jobs_of_a_read_whose_answer_was_lost_are_read_again(
 
 def test_a_refusal_that_cannot_be_told_loses_no_other_job(
     redis_client: redis.Redis,
-    lane: LaneKeys,
+    shard: ShardKeys,
     start: Callable[..., Reader],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reader = start()
-    refuse, failures = Cemetery.refuse, []
+    refuse, failures = DeadLetters.refuse, []
 
     def fail_once(*arguments: Any) -> None:
         if not failures:
@@ -508,32 +530,35 @@ def test_a_refusal_that_cannot_be_told_loses_no_other_job(
             raise redis.exceptions.ConnectionError("cut")
         refuse(*arguments)
 
-    monkeypatch.setattr(Cemetery, "refuse", fail_once)
+    monkeypatch.setattr(DeadLetters, "refuse", fail_once)
     with redis_client.pipeline() as pipeline:
-        pipeline.xadd(lane.jobs, {"job": b"garbage"})
+        pipeline.xadd(shard.stream().key, {"job": b"garbage"})
         for i in range(5):
-            pipeline.xadd(lane.jobs, {"job": pack_job(new_job(i + 1))})
+            pipeline.xadd(shard.stream().key, {"job": pack_job(new_job(i + 1))})
         pipeline.execute()
     found = [job.digest for _ in range(5) for job in reader.take_some(1)]
     assert sorted(found) == sorted(new_job(i + 1).digest for i in range(5))
-    assert len(entries_of(redis_client, lane.dead)) == 1
+    assert len(entries_of(redis_client, shard.dead)) == 1
 
 
 def test_a_delivery_that_ran_nothing_does_not_count(
-    redis_client: redis.Redis, lane: LaneKeys
+    servers: Servers, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     def deliveries() -> dict[bytes, int]:
-        found: Any = redis_client.xpending_range(lane.jobs, GROUP, "-", "+", 10)
+        found: Any = redis_client.xpending_range(shard.stream().key, GROUP, "-", "+", 10)
         return {item["message_id"]: item["times_delivered"] for item in found}
 
-    Caller(redis_client, lane).enqueue(new_job(1), new_job(2))
-    worker = Consumer(redis_client, lane, "worker")
+    def claimed(entry: bytes) -> Claimed:
+        return Claimed(new_job(1), entry, shard.stream(), 0.0)
+
+    Caller(redis_client, shard).enqueue(new_job(1), new_job(2))
+    worker = Consumer(redis_client, shard, "worker")
     first, second = worker.read()
-    redis_client.xclaim(lane.jobs, GROUP, "worker", 0, [first, second])
-    uncount(redis_client, lane, "worker", first)  # type: ignore[arg-type]
-    uncount(redis_client, lane, "other", second)  # type: ignore[arg-type]
+    redis_client.xclaim(shard.stream().key, GROUP, "worker", 0, [first, second])
+    uncount(servers, claimed(first), "worker")
+    uncount(servers, claimed(second), "other")
     assert deliveries() == {first: 1, second: 2}
-    redis_client.xack(lane.jobs, GROUP, first)
-    uncount(redis_client, lane, "worker", first)  # type: ignore[arg-type]
+    redis_client.xack(shard.stream().key, GROUP, first)
+    uncount(servers, claimed(first), "worker")
     assert deliveries() == {second: 2}
     assert worker.held() == [second]

@@ -50,7 +50,7 @@ def test_what_is_unknown_is_refused(name: str, options: dict[str, Any], said: st
 def test_an_engine_that_is_not_installed_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    monkeypatch.delitem(sys.modules, f"lmpool.backends.{engine}", raising=False)
+    monkeypatch.delitem(sys.modules, f"lmpool.backends.{engine}.engine", raising=False)
     monkeypatch.setitem(sys.modules, engine, None)
     with pytest.raises(SettingsError, match=rf"needs {engine}.*pip install 'lmpool\[{engine}\]'"):
         load_engine(engine, "tiny")
@@ -61,7 +61,7 @@ def test_a_missing_package_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     pytest.importorskip("transformers")
-    for module in ("lmpool.backends.hf", "lmpool.backends.hf.model"):
+    for module in ("lmpool.backends.hf.engine", "lmpool.backends.hf.model"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(SettingsError, match=rf"needs {missing}.*pip install 'lmpool\[hf\]'"):

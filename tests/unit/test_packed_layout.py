@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmpool.backends.hf.packed_layout import BLANK, RESERVED_SLOTS, SPARE, Bounds, lay_out, passes
-from lmpool.backends.hf.trie import TokenTrie
-from lmpool.backends.hf.trie_runs import Lease
+from lmpool.backends.trie import TokenTrie
+from lmpool.backends.trie_runs import Lease
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=10).map(tuple)
 batches = st.lists(prompts, min_size=1, max_size=12, unique=True)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,17 @@ import redis
 
 from lmpool.backends.engine import Outcome
 from lmpool.errors import EngineBroken, PromptFailed, ServerRefused
-from lmpool.keys import LaneKeys
+from lmpool.keys import ShardKeys
+from lmpool.rows import bf16_to_f32, unpack_row
 from lmpool.server import open_server
-from lmpool.wire import Job, bf16_to_f32, unpack_row
+from lmpool.servers import Servers
+from lmpool.wants import Generate, Generation
+from lmpool.wire import Job
 from lmpool.worker import publishing
 from lmpool.worker.batching import Claimed
 from lmpool.worker.publishing import Done, Finished, Publisher, encode
 from lmpool.worker.state import WorkerState
-from tests.support.protocol import Caller, Consumer, entries_of, lane_of_pool, new_job
+from tests.support.protocol import Caller, Consumer, entries_of, new_job, shard_of_pool
 from tests.support.server import RealServer
 from tests.support.waiting import until
 
@@ -38,8 +42,13 @@ def bf16_logits(seed: int = 0) -> tuple[npt.NDArray[np.uint16], float]:
     return bits, float(np.log(np.exp(bf16_to_f32(bits).astype(np.float64)).sum()))
 
 
-def claimed(job: Job, entry: bytes = b"1-0", lane: int = 0) -> Claimed:
-    return Claimed(job, entry, lane, 0.0)
+def claimed(job: Job, entry: bytes = b"1-0", shard: ShardKeys | None = None) -> Claimed:
+    return Claimed(job, entry, (shard or shard_of_pool("p")).stream(), 0.0)
+
+
+def generating(job: Job) -> Job:
+    """The same prompt, continued."""
+    return replace(job, want=Generate(5, (), 1.0, 1))
 
 
 # --- what is stored ----------------------------------------------------------------------------
@@ -47,7 +56,7 @@ def claimed(job: Job, entry: bytes = b"1-0", lane: int = 0) -> Claimed:
 
 def test_f32_rows_are_stored_as_they_are() -> None:
     job, row = new_job(1), log_softmax()
-    done = encode(claimed(job), Outcome(job.digest, row))
+    done = encode(claimed(job), Outcome(job.digest, row), VOCAB)
     assert done.value is not None
     assert done.status == "ok"
     found = unpack_row(done.value, VOCAB)
@@ -58,14 +67,14 @@ def test_f32_rows_are_stored_as_they_are() -> None:
 def test_a_view_of_a_batchs_block_is_stored_as_its_own_row() -> None:
     block = np.stack([log_softmax(i) for i in range(4)], axis=1)  # rows are columns
     job = new_job(1)
-    done = encode(claimed(job), Outcome(job.digest, block[:, 2]))
+    done = encode(claimed(job), Outcome(job.digest, block[:, 2]), VOCAB)
     assert done.value is not None
     assert unpack_row(done.value, VOCAB).logprobs().tobytes() == log_softmax(2).tobytes()
 
 
 def test_f16_rows_are_stored_where_they_are_wanted() -> None:
     job, row = new_job(1, encoding="f16"), log_softmax()
-    done = encode(claimed(job), Outcome(job.digest, row))
+    done = encode(claimed(job), Outcome(job.digest, row), VOCAB)
     assert done.value is not None
     found = unpack_row(done.value, VOCAB)
     assert found.encoding == "f16"
@@ -76,7 +85,7 @@ def test_f16_rows_are_stored_where_they_are_wanted() -> None:
 def test_bfloat16_logits_are_stored_as_is_wanted(wanted: str) -> None:
     bits, logsumexp = bf16_logits()
     job = new_job(1, encoding=wanted)
-    done = encode(claimed(job), Outcome(job.digest, bits, logsumexp))
+    done = encode(claimed(job), Outcome(job.digest, bits, logsumexp), VOCAB)
     assert done.value is not None
     found = unpack_row(done.value, VOCAB)
     assert found.encoding == wanted
@@ -86,16 +95,18 @@ def test_bfloat16_logits_are_stored_as_is_wanted(wanted: str) -> None:
 
 def test_a_float32_row_cannot_be_stored_as_bfloat16() -> None:
     job = new_job(1, encoding="bf16")
-    done = encode(claimed(job), Outcome(job.digest, log_softmax()))
+    done = encode(claimed(job), Outcome(job.digest, log_softmax()), VOCAB)
     assert done.value is not None
     assert unpack_row(done.value).encoding == "f32"  # rather more than less
 
 
 def test_sampled_tokens_are_stored() -> None:
     for ids in ([3, 1, 2], []):
-        done = encode(claimed(new_job(1)), Outcome(b"", tokens=np.array(ids, np.uint32)))
+        job = generating(new_job(1))
+        outcome = Outcome(b"", answer=Generation(np.array(ids, np.uint32)))
+        done = encode(claimed(job), outcome, VOCAB)
         assert done.value is not None
-        assert unpack_row(done.value).token_ids() == ids
+        assert job.want.decode(done.value, None).token_ids.tolist() == ids  # type: ignore
 
 
 def nan_row(*places: int) -> npt.NDArray[np.float32]:
@@ -115,7 +126,7 @@ def nan_row(*places: int) -> npt.NDArray[np.float32]:
 )
 @pytest.mark.parametrize("wanted", ["f32", "f16", "bf16"])
 def test_rows_that_are_no_numbers_fail_with_a_hint(outcome: Outcome, wanted: str) -> None:
-    done = encode(claimed(new_job(1, encoding=wanted)), outcome)
+    done = encode(claimed(new_job(1, encoding=wanted)), outcome, VOCAB)
     assert done.value is None
     assert done.status == "failed"
     assert "NaN" in done.error
@@ -123,30 +134,35 @@ def test_rows_that_are_no_numbers_fail_with_a_hint(outcome: Outcome, wanted: str
 
 
 def test_errors_are_told_and_cut() -> None:
-    done = encode(claimed(new_job(1)), Outcome(b"", error=PromptFailed("why " * 10_000)))
+    done = encode(claimed(new_job(1)), Outcome(b"", error=PromptFailed("why " * 10_000)), VOCAB)
     assert (done.value, done.status) == (None, "failed")
     assert done.error.startswith("why why")
     assert len(done.error) <= publishing.MAX_ERROR_CHARS
-    assert encode(claimed(new_job(1)), Outcome(b"", error=EngineBroken(""))).error == "EngineBroken"
-    assert "neither a row nor an error" in encode(claimed(new_job(1)), Outcome(b"")).error
+    assert (
+        encode(claimed(new_job(1)), Outcome(b"", error=EngineBroken("")), VOCAB).error
+        == "EngineBroken"
+    )
+    assert "gave no row" in encode(claimed(new_job(1)), Outcome(b""), VOCAB).error
+    assert "gave no tokens" in encode(claimed(generating(new_job(1))), Outcome(b""), VOCAB).error
 
 
 # --- writing -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def lane(pool_name: str, any_server: str) -> LaneKeys:
-    return lane_of_pool(pool_name)
+def shard(pool_name: str, any_server: str) -> ShardKeys:
+    return shard_of_pool(pool_name)
 
 
 class Writer:
     """A publisher at work on a thread of its own."""
 
-    def __init__(self, url: str, lanes: Sequence[LaneKeys], ttl_ms: int = 60_000) -> None:
+    def __init__(self, url: str, ttl_ms: int = 60_000) -> None:
         self.failed: list[int] = []
         self.state = WorkerState({}, lambda: self.failed.append(1))
         self.server: Any = open_server(url)
-        self.publisher = Publisher(self.server, lanes, ttl_ms, self.state)
+        self.servers = Servers(lambda: self.server)
+        self.publisher = Publisher(self.servers, VOCAB, ttl_ms, self.state)
         self.thread = threading.Thread(target=self.publisher.run)
         self.thread.start()
 
@@ -157,7 +173,7 @@ class Writer:
         self.publisher.finish()
         self.thread.join(20)
         assert not self.thread.is_alive()
-        self.server.close()
+        self.servers.close()
 
 
 @pytest.fixture
@@ -176,61 +192,61 @@ def start() -> Iterator[Callable[..., Writer]]:
 
 
 def prepare(
-    server: redis.Redis, lane: LaneKeys, count: int, **options: Any
+    server: redis.Redis, shard: ShardKeys, count: int, **options: Any
 ) -> tuple[Caller, Consumer, list[Finished]]:
     """A caller who waits for `count` rows, the worker that holds their jobs, and the rows."""
-    caller, consumer = Caller(server, lane), Consumer(server, lane)
+    caller, consumer = Caller(server, shard), Consumer(server, shard)
     jobs = [new_job(i, 7, **options) for i in range(count)]
     caller.enqueue(*jobs, bound=10_000)
     entries = consumer.read(10_000)
     finished: list[Finished] = [
-        (claimed(job, entry), Outcome(job.digest, log_softmax(i)))
+        (claimed(job, entry, shard), Outcome(job.digest, log_softmax(i)))
         for i, (job, entry) in enumerate(zip(jobs, entries, strict=True))
     ]
     return caller, consumer, finished
 
 
-def value_of(server: redis.Redis, lane: LaneKeys, item: Finished) -> Any:
+def value_of(server: redis.Redis, shard: ShardKeys, item: Finished) -> Any:
     claimed = item.claimed if isinstance(item, Done) else item[0]
-    return server.get(lane.result(claimed.job.digest.hex()))
+    return server.get(shard.result(claimed.job.digest))
 
 
 def test_a_batch_is_written_told_and_acknowledged(
-    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, lane: LaneKeys
+    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    caller, consumer, finished = prepare(redis_client, lane, 5)
-    writer = start(any_server, [lane], 5000)
+    caller, consumer, finished = prepare(redis_client, shard, 5)
+    writer = start(any_server, 5000)
     writer.put(finished)
     writer.finish()
     for i, item in enumerate(finished):
-        digest = item[0].job.digest.hex()  # type: ignore[index]
-        assert unpack_row(value_of(redis_client, lane, item)).logprobs().tolist() == (
+        digest = item[0].job.digest  # type: ignore[index]
+        assert unpack_row(value_of(redis_client, shard, item)).logprobs().tolist() == (
             log_softmax(i).tolist()
         )
-        assert 0 < redis_client.pttl(lane.result(digest)) <= 5000  # type: ignore[operator]
-        assert not redis_client.exists(lane.flight(digest))
-    assert {n.digest.decode() for n in caller.notices() if n.status == "ok"} == {
-        item[0].job.digest.hex()  # type: ignore[index]
+        assert 0 < redis_client.pttl(shard.result(digest)) <= 5000  # type: ignore[operator]
+        assert not redis_client.exists(shard.flight(digest))
+    assert {n.digest for n in caller.notices() if n.status == "ok"} == {
+        item[0].job.digest  # type: ignore[index]
         for item in finished
     }
     assert consumer.held() == []
-    assert entries_of(redis_client, lane.jobs) == []
-    assert redis_client.hgetall(lane.counters) == {b"computed": b"5", b"batches": b"1"}
+    assert entries_of(redis_client, shard.stream().key) == []
+    assert redis_client.hgetall(shard.counters) == {b"computed": b"5", b"batches": b"1"}
 
 
 def test_an_error_is_told_and_no_row_written(
-    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, lane: LaneKeys
+    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    caller, consumer, ((first, _), second) = prepare(redis_client, lane, 2)  # type: ignore[misc]
-    writer = start(any_server, [lane])
+    caller, consumer, ((first, _), second) = prepare(redis_client, shard, 2)  # type: ignore[misc]
+    writer = start(any_server)
     writer.put([(first, Outcome(b"", error=PromptFailed("too odd"))), second])
     writer.finish()
-    told = {n.digest.decode(): (n.status, n.error) for n in caller.notices()}
-    assert told[first.job.digest.hex()] == ("failed", "too odd")
+    told = {n.digest: (n.status, n.error) for n in caller.notices()}
+    assert told[first.job.digest] == ("failed", "too odd")
     assert sorted(status for status, _ in told.values()) == ["failed", "ok"]
-    assert not redis_client.exists(lane.result(first.job.digest.hex()))
+    assert not redis_client.exists(shard.result(first.job.digest))
     assert consumer.held() == []
-    assert redis_client.hgetall(lane.counters) == {
+    assert redis_client.hgetall(shard.counters) == {
         b"computed": b"1",
         b"failed": b"1",
         b"batches": b"1",
@@ -238,16 +254,16 @@ def test_an_error_is_told_and_no_row_written(
 
 
 def test_what_is_there_already_is_only_announced(
-    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, lane: LaneKeys
+    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    caller, consumer, ((item, _),) = prepare(redis_client, lane, 1)  # type: ignore[misc]
-    redis_client.set(lane.result(item.job.digest.hex()), b"there")
-    writer = start(any_server, [lane])
+    caller, consumer, ((item, _),) = prepare(redis_client, shard, 1)  # type: ignore[misc]
+    redis_client.set(shard.result(item.job.digest), b"there")
+    writer = start(any_server)
     writer.put([Done(item, None)])
     writer.finish()
     assert [notice.status for notice in caller.notices()] == ["ok"]
-    assert redis_client.get(lane.result(item.job.digest.hex())) == b"there"
-    assert redis_client.ttl(lane.result(item.job.digest.hex())) == -1
+    assert redis_client.get(shard.result(item.job.digest)) == b"there"
+    assert redis_client.ttl(shard.result(item.job.digest)) == -1
     assert consumer.held() == []
 
 
@@ -258,65 +274,61 @@ def test_a_large_batch_is_written_in_portions(
     start: Callable[..., Writer],
     any_server: str,
     redis_client: redis.Redis,
-    lane: LaneKeys,
+    shard: ShardKeys,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(publishing, "CHUNK_MOST", most)
     monkeypatch.setattr(publishing, "CHUNK_BYTES", most_bytes)
-    caller, consumer, finished = prepare(redis_client, lane, 10)
-    writer = start(any_server, [lane])
+    caller, consumer, finished = prepare(redis_client, shard, 10)
+    writer = start(any_server)
     writer.put(finished)
     writer.finish()
     # Three rows of 88 bytes are the first to reach 200 bytes.
     told = [
-        fields for _, fields in entries_of(redis_client, lane.reply(caller.id)) if b"ok" in fields
+        fields for _, fields in entries_of(redis_client, shard.reply(caller.id)) if b"ok" in fields
     ]
     assert [len(fields[b"ok"]) // 32 for fields in told] == [3, 3, 3, 1]
     assert len(caller.notices()) == 10
     assert consumer.held() == []
     # It is one batch all the same.
-    assert redis_client.hgetall(lane.counters) == {b"computed": b"10", b"batches": b"1"}
+    assert redis_client.hgetall(shard.counters) == {b"computed": b"10", b"batches": b"1"}
 
 
-def test_jobs_of_several_lanes_go_where_they_came_from(
+def test_jobs_of_several_shards_go_where_they_came_from(
     start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, pool_name: str
 ) -> None:
-    lanes = [lane_of_pool(pool_name, lane=number) for number in range(3)]
-    prepared = [prepare(redis_client, lane, 2) for lane in lanes]
-    finished = [
-        (Claimed(item[0].job, item[0].entry, number, 0.0), item[1])  # type: ignore[index]
-        for number, (_, _, items) in enumerate(prepared)
-        for item in items
-    ]
-    writer = start(any_server, lanes)
+    shards = [shard_of_pool(pool_name, shard=number) for number in range(3)]
+    prepared = [prepare(redis_client, shard, 2) for shard in shards]
+    finished = [item for _, _, items in prepared for item in items]
+    writer = start(any_server)
     writer.put(finished[::2] + finished[1::2])
     writer.finish()
-    for lane, (caller, consumer, items) in zip(lanes, prepared, strict=True):
+    for shard, (caller, consumer, items) in zip(shards, prepared, strict=True):
         assert len(caller.notices()) == 2
         assert consumer.held() == []
-        assert all(value_of(redis_client, lane, item) for item in items)
-    batches = sum(int(redis_client.hget(lane.counters, "batches") or 0) for lane in lanes)  # type: ignore[arg-type]
+        assert all(value_of(redis_client, shard, item) for item in items)
+    batches = sum(int(redis_client.hget(shard.counters, "batches") or 0) for shard in shards)  # type: ignore[arg-type]
     assert batches == 1
 
 
 def test_a_forgotten_script_is_sent_again(
-    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, lane: LaneKeys
+    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    caller, consumer, finished = prepare(redis_client, lane, 3)
+    caller, consumer, finished = prepare(redis_client, shard, 3)
     redis_client.script_flush()
-    writer = start(any_server, [lane])
+    writer = start(any_server)
     writer.put(finished)
     writer.finish()
     assert len(caller.notices()) == 3
     assert consumer.held() == []
-    assert redis_client.hget(lane.counters, "computed") == b"3"
+    assert redis_client.hget(shard.counters, "computed") == b"3"
 
 
 def test_batches_are_written_in_their_order_and_only_two_may_wait(
-    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, lane: LaneKeys
+    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    caller, _, finished = prepare(redis_client, lane, 6)
-    publisher = Publisher(open_server(any_server), [lane], 1000, WorkerState({}, lambda: None))
+    caller, _, finished = prepare(redis_client, shard, 6)
+    publisher = Publisher(Servers.of_url(any_server), VOCAB, 1000, WorkerState({}, lambda: None))
     put: list[int] = []
 
     def put_all() -> None:
@@ -331,23 +343,30 @@ def test_batches_are_written_in_their_order_and_only_two_may_wait(
     assert not until_or_not(lambda: len(put) > publishing.QUEUE_MOST)
     publisher.run()
     thread.join(10)
-    assert [n.digest.decode() for n in caller.notices()] == [
-        item[0].job.digest.hex()  # type: ignore[index]
+    assert [n.digest for n in caller.notices()] == [
+        item[0].job.digest  # type: ignore[index]
         for item in finished
     ]
-    publisher._server.close()
+    publisher._servers.close()
 
 
-@pytest.mark.parametrize("bad", [Outcome(b"", np.zeros((2, 2))), Outcome(b"", tokens="text")])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Outcome(b"", np.zeros((2, 2))),  # type: ignore[arg-type]
+        Outcome(b"", np.zeros(VOCAB - 1, np.float32)),
+        Outcome(b"", answer=Generation("text")),  # type: ignore[arg-type]
+    ],
+)
 def test_an_outcome_that_is_none_fails_alone(
     bad: Outcome,
     start: Callable[..., Writer],
     any_server: str,
     redis_client: redis.Redis,
-    lane: LaneKeys,
+    shard: ShardKeys,
 ) -> None:
-    caller, consumer, ((first, _), second) = prepare(redis_client, lane, 2)  # type: ignore[misc]
-    writer = start(any_server, [lane])
+    caller, consumer, ((first, _), second) = prepare(redis_client, shard, 2)  # type: ignore[misc]
+    writer = start(any_server)
     writer.put([(first, bad), second])
     writer.finish()
     assert sorted(notice.status for notice in caller.notices()) == ["failed", "ok"]
@@ -355,10 +374,10 @@ def test_an_outcome_that_is_none_fails_alone(
 
 
 def test_nobody_waits_for_a_publisher_that_has_ended(
-    any_server: str, redis_client: redis.Redis, lane: LaneKeys
+    any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    _, consumer, finished = prepare(redis_client, lane, 1)
-    publisher = Publisher(open_server(any_server), [lane], 1000, WorkerState({}, lambda: None))
+    _, consumer, finished = prepare(redis_client, shard, 1)
+    publisher = Publisher(Servers.of_url(any_server), VOCAB, 1000, WorkerState({}, lambda: None))
     publisher._write = None  # type: ignore[assignment, method-assign]
     publisher.put(finished)
     with pytest.raises(TypeError):
@@ -367,7 +386,7 @@ def test_nobody_waits_for_a_publisher_that_has_ended(
         publisher.put(finished)
     publisher.finish()
     assert len(consumer.held()) == 1
-    publisher._server.close()
+    publisher._servers.close()
 
 
 def until_or_not(condition: Callable[[], bool], timeout: float = 0.1) -> bool:
@@ -397,11 +416,11 @@ def test_a_lost_server_is_tried_again_until_it_takes_the_rows(
     start: Callable[..., Writer],
     any_server: str,
     redis_client: redis.Redis,
-    lane: LaneKeys,
+    shard: ShardKeys,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caller, consumer, finished = prepare(redis_client, lane, 2)
-    writer = start(any_server, [lane])
+    caller, consumer, finished = prepare(redis_client, shard, 2)
+    writer = start(any_server)
     errors: list[Exception] = [redis.exceptions.ConnectionError("gone")] * 3
     fail_first(writer, errors)
     writer.put(finished)
@@ -414,10 +433,10 @@ def test_a_lost_server_is_tried_again_until_it_takes_the_rows(
 
 
 def test_a_write_that_was_done_but_not_answered_is_done_again_without_harm(
-    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, lane: LaneKeys
+    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    caller, consumer, finished = prepare(redis_client, lane, 2)
-    writer = start(any_server, [lane])
+    caller, consumer, finished = prepare(redis_client, shard, 2)
+    writer = start(any_server)
     write_in = writer.publisher._write_in
     lost: list[Exception] = [redis.exceptions.TimeoutError("no answer")]
 
@@ -438,12 +457,12 @@ def test_a_server_that_refuses_for_good_ends_the_worker(
     start: Callable[..., Writer],
     any_server: str,
     redis_client: redis.Redis,
-    lane: LaneKeys,
+    shard: ShardKeys,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    _, consumer, finished = prepare(redis_client, lane, 1)
-    writer = start(any_server, [lane])
+    _, consumer, finished = prepare(redis_client, shard, 1)
+    writer = start(any_server)
     monkeypatch.setattr(writer.state.stopping, "wait", lambda _: False)  # no back-off here
     fail_first(writer, [redis.exceptions.NoPermissionError("no permissions")] * 100)
     writer.put(finished)
@@ -454,10 +473,10 @@ def test_a_server_that_refuses_for_good_ends_the_worker(
 
 
 def test_a_worker_that_stops_does_not_wait_for_a_lost_server_for_ever(
-    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, lane: LaneKeys
+    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    _, consumer, finished = prepare(redis_client, lane, 1)
-    writer = start(any_server, [lane])
+    _, consumer, finished = prepare(redis_client, shard, 1)
+    writer = start(any_server)
     writer.state.stopping.set()
     fail_first(writer, [redis.exceptions.ConnectionError("gone")] * 1000)
     writer.put(finished)
@@ -471,10 +490,10 @@ def test_a_full_server_gets_nothing_acknowledged_until_there_is_room(
     pool_name: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    lane = lane_of_pool(pool_name)
+    shard = shard_of_pool(pool_name)
     with RealServer() as server, server.client() as client:
-        caller, consumer, finished = prepare(client, lane, 3)
-        writer = start(server.url, [lane])
+        caller, consumer, finished = prepare(client, shard, 3)
+        writer = start(server.url)
         client.config_set("maxmemory", 1)
         writer.put(finished)
         # More failures than an error for good would be given.

@@ -7,118 +7,122 @@ from typing import Any
 import pytest
 import redis
 
-from lmpool.keys import GROUP, LaneKeys
+from lmpool.keys import GROUP, ShardKeys
 from lmpool.scripts import script
 from lmpool.wire import pack_job
-from tests.support.protocol import Caller, Consumer, entries_of, lane_of_pool, new_job
+from tests.support.protocol import Caller, Consumer, entries_of, new_job, shard_of_pool
 
 A, B = new_job(1), new_job(2)
 
 
 @pytest.fixture
-def lane(pool_name: str, any_server: str) -> LaneKeys:
-    return lane_of_pool(pool_name)
+def shard(pool_name: str, any_server: str) -> ShardKeys:
+    return shard_of_pool(pool_name)
 
 
-def reclaim(server: redis.Redis, lane: LaneKeys, *forgotten: bytes) -> Any:
-    arguments = [lane.prefix, GROUP, "me", *forgotten]
-    return script("reclaim")(server, [lane.jobs], arguments)  # type: ignore[arg-type]
+def reclaim(server: redis.Redis, shard: ShardKeys, *forgotten: bytes) -> Any:
+    arguments = [shard.prefix, GROUP, "me", *forgotten]
+    return script("reclaim")(server, [shard.stream().key], arguments)  # type: ignore[arg-type]
 
 
-def bury(server: redis.Redis, lane: LaneKeys, job: Any, entry: bytes) -> Any:
-    arguments = [lane.prefix, GROUP, 60_000, 100, job.digest.hex(), entry, "failed", "it died"]
+def bury(server: redis.Redis, shard: ShardKeys, job: Any, entry: bytes) -> Any:
+    arguments = [shard.prefix, GROUP, 60_000, 100, job.digest.hex(), entry, "failed", "it died"]
     kept = ["job", pack_job(job), "reason", "it died"]
-    return script("bury")(server, [lane.jobs, lane.dead], [*arguments, *kept])  # type: ignore[arg-type]
+    return script("bury")(server, [shard.stream().key, shard.dead], [*arguments, *kept])  # type: ignore[arg-type]
 
 
 def test_jobs_of_the_dead_are_taken_over_one_at_a_time(
-    redis_client: redis.Redis, lane: LaneKeys
+    redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    Caller(redis_client, lane).enqueue(A, B)
-    owner, me = Consumer(redis_client, lane, "owner"), Consumer(redis_client, lane, "me")
+    Caller(redis_client, shard).enqueue(A, B)
+    owner, me = Consumer(redis_client, shard, "owner"), Consumer(redis_client, shard, "me")
     first, second = owner.read()
-    redis_client.set(lane.alive("owner"), b"")
-    assert reclaim(redis_client, lane) is None  # however long it takes
-    redis_client.delete(lane.alive("owner"))
-    assert reclaim(redis_client, lane) == [b"owner", first, 2, b"job", pack_job(A)]
+    redis_client.set(shard.alive("owner"), b"")
+    assert reclaim(redis_client, shard) is None  # however long it takes
+    redis_client.delete(shard.alive("owner"))
+    assert reclaim(redis_client, shard) == [b"owner", first, 2, b"job", pack_job(A)]
     assert (owner.held(), me.held()) == ([second], [first])
-    assert reclaim(redis_client, lane) == [b"owner", second, 2, b"job", pack_job(B)]
+    assert reclaim(redis_client, shard) == [b"owner", second, 2, b"job", pack_job(B)]
     assert owner.is_there()
-    assert reclaim(redis_client, lane) is None
+    assert reclaim(redis_client, shard) is None
     assert not owner.is_there()  # it holds nothing any more
     assert me.held() == [first, second]
 
 
-def test_what_was_withdrawn_is_not_taken_over(redis_client: redis.Redis, lane: LaneKeys) -> None:
-    caller = Caller(redis_client, lane)
+def test_what_was_withdrawn_is_not_taken_over(redis_client: redis.Redis, shard: ShardKeys) -> None:
+    caller = Caller(redis_client, shard)
     caller.enqueue(A, B)
-    owner = Consumer(redis_client, lane, "owner")
+    owner = Consumer(redis_client, shard, "owner")
     _, second = owner.read()
     caller.withdraw(A)
-    assert reclaim(redis_client, lane)[1] == second
-    assert reclaim(redis_client, lane) is None
+    assert reclaim(redis_client, shard)[1] == second
+    assert reclaim(redis_client, shard) is None
     assert not owner.is_there()
 
 
-def test_deliveries_add_up_over_owners(redis_client: redis.Redis, lane: LaneKeys) -> None:
-    Caller(redis_client, lane).enqueue(A)
-    (entry,) = Consumer(redis_client, lane, "owner").read()
-    assert reclaim(redis_client, lane)[2] == 2
-    redis_client.xclaim(lane.jobs, GROUP, "next", 0, [entry])
-    assert reclaim(redis_client, lane)[:3] == [b"next", entry, 4]
+def test_deliveries_add_up_over_owners(redis_client: redis.Redis, shard: ShardKeys) -> None:
+    Caller(redis_client, shard).enqueue(A)
+    (entry,) = Consumer(redis_client, shard, "owner").read()
+    assert reclaim(redis_client, shard)[2] == 2
+    redis_client.xclaim(shard.stream().key, GROUP, "next", 0, [entry])
+    assert reclaim(redis_client, shard)[:3] == [b"next", entry, 4]
 
 
-def test_what_a_worker_forgot_comes_back_to_it(redis_client: redis.Redis, lane: LaneKeys) -> None:
-    Caller(redis_client, lane).enqueue(A, B)
-    me = Consumer(redis_client, lane, "me")
+def test_what_a_worker_forgot_comes_back_to_it(redis_client: redis.Redis, shard: ShardKeys) -> None:
+    Caller(redis_client, shard).enqueue(A, B)
+    me = Consumer(redis_client, shard, "me")
     first, second = me.read()
-    assert reclaim(redis_client, lane) is None
-    assert reclaim(redis_client, lane, second)[:3] == [b"me", second, 2]
-    assert reclaim(redis_client, lane, b"1-1") is None  # not ours
+    assert reclaim(redis_client, shard) is None
+    assert reclaim(redis_client, shard, second)[:3] == [b"me", second, 2]
+    assert reclaim(redis_client, shard, b"1-1") is None  # not ours
     assert me.held() == [first, second]
 
 
 def test_without_a_stream_or_a_group_there_is_nothing(
-    redis_client: redis.Redis, lane: LaneKeys
+    redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    assert reclaim(redis_client, lane) is None
-    Caller(redis_client, lane).enqueue(A)
-    assert reclaim(redis_client, lane) is None
+    assert reclaim(redis_client, shard) is None
+    Caller(redis_client, shard).enqueue(A)
+    assert reclaim(redis_client, shard) is None
 
 
-def test_a_job_that_is_given_up_is_kept_and_told(redis_client: redis.Redis, lane: LaneKeys) -> None:
-    caller, other = Caller(redis_client, lane), Caller(redis_client, lane, "other")
+def test_a_job_that_is_given_up_is_kept_and_told(
+    redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller, other = Caller(redis_client, shard), Caller(redis_client, shard, "other")
     caller.enqueue(A)
     other.enqueue(A)
-    (entry,) = Consumer(redis_client, lane, "me").read()
-    assert bury(redis_client, lane, A, entry) == b""
+    (entry,) = Consumer(redis_client, shard, "me").read()
+    assert bury(redis_client, shard, A, entry) == b""
     for client in (caller, other):
         assert [(n.status, n.error) for n in client.notices()] == [("failed", "it died")]
-    ((_, kept),) = entries_of(redis_client, lane.dead)
+    ((_, kept),) = entries_of(redis_client, shard.dead)
     assert kept == {b"job": pack_job(A), b"reason": b"it died"}
     assert not caller.flight(A)
-    assert entries_of(redis_client, lane.jobs) == []
-    assert redis_client.hget(lane.counters, "failed") == b"1"
+    assert entries_of(redis_client, shard.stream().key) == []
+    assert redis_client.hget(shard.counters, "failed") == b"1"
 
 
-def test_who_cannot_be_kept_is_told_all_the_same(redis_client: redis.Redis, lane: LaneKeys) -> None:
-    caller = Caller(redis_client, lane)
+def test_who_cannot_be_kept_is_told_all_the_same(
+    redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller = Caller(redis_client, shard)
     caller.enqueue(A)
-    (entry,) = Consumer(redis_client, lane, "me").read()
-    redis_client.set(lane.dead, b"in the way")
-    assert b"WRONGTYPE" in bury(redis_client, lane, A, entry)
+    (entry,) = Consumer(redis_client, shard, "me").read()
+    redis_client.set(shard.dead, b"in the way")
+    assert b"WRONGTYPE" in bury(redis_client, shard, A, entry)
     assert [notice.status for notice in caller.notices()] == ["failed"]
-    assert entries_of(redis_client, lane.jobs) == []
+    assert entries_of(redis_client, shard.stream().key) == []
 
 
 def test_an_old_delivery_does_not_fail_the_job_that_is_queued_now(
-    redis_client: redis.Redis, lane: LaneKeys
+    redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    caller = Caller(redis_client, lane)
+    caller = Caller(redis_client, shard)
     caller.enqueue(A)
-    (entry,) = Consumer(redis_client, lane, "me").read()
-    redis_client.delete(lane.flight(A.digest.hex()))
+    (entry,) = Consumer(redis_client, shard, "me").read()
+    redis_client.delete(shard.flight(A.digest))
     caller.enqueue(A)
-    bury(redis_client, lane, A, entry)
+    bury(redis_client, shard, A, entry)
     assert caller.notices() == []
     assert caller.flight(A)

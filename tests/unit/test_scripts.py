@@ -88,7 +88,7 @@ def test_a_loaded_script_needs_no_second_try(
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "replace"])
 def test_scripts_touch_keys_of_one_slot_only(name: str) -> None:
-    # Keys are KEYS[..] or begin with the lane's prefix, which carries the hash tag.
+    # Keys are KEYS[..] or begin with the shard's prefix, which carries the hash tag.
     for line in script(name).source.splitlines():
         if "redis.call(" in line and "'TIME'" not in line:
             assert not any(f"'{word}:" in line for word in ("jobs", "lmpool")), line

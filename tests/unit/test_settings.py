@@ -50,8 +50,8 @@ BAD: list[tuple[Options, str, Any, str]] = [
     (WorkerOptions, "timeout", 61, "less than or equal to 60"),
     (WorkerOptions, "max_batch_tokens", 0, "greater than or equal to 1"),
     (WorkerOptions, "max_prompt_tokens", 0, "greater than or equal to 1"),
-    (WorkerOptions, "lanes", 0, "greater than or equal to 1"),
-    (WorkerOptions, "lanes", 65, "less than or equal to 64"),
+    (WorkerOptions, "shards", 0, "greater than or equal to 1"),
+    (WorkerOptions, "shards", 65, "less than or equal to 64"),
     (WorkerOptions, "max_backlog", 0, "greater than or equal to 1"),
     (WorkerOptions, "result_ttl", 0, "greater than 0"),
     (WorkerOptions, "replace", "perhaps", "boolean"),
@@ -89,8 +89,8 @@ def test_a_bad_variable_is_refused_by_name_value_and_remedy(
 
 
 def test_several_mistakes_are_told_together() -> None:
-    with pytest.raises(SettingsError, match=r"batch_size=0.*; lanes=0"):
-        WorkerOptions(batch_size=0, lanes=0)
+    with pytest.raises(SettingsError, match=r"batch_size=0.*; shards=0"):
+        WorkerOptions(batch_size=0, shards=0)
 
 
 @pytest.mark.parametrize(
@@ -309,3 +309,10 @@ def test_options_of_a_url_that_cannot_be_used(url: str, reason: str) -> None:
 )
 def test_options_of_a_url_that_can(url: str) -> None:
     assert ClientOptions(url=url).url == url
+
+
+def test_a_setting_that_was_renamed_says_so() -> None:
+    with pytest.raises(SettingsError, match="LMPOOL_LANES: it is called LMPOOL_SHARDS now"):
+        refuse_unknown_variables(["LMPOOL_LANES"])
+    with pytest.raises(SettingsError, match="argument lanes: it is called shards now"):
+        WorkerOptions(lanes=2)

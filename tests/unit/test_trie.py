@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lmpool.backends.hf.trie import TokenTrie
-from lmpool.backends.hf.trie_runs import Lease, Run, Tokens
+from lmpool.backends.trie import TokenTrie
+from lmpool.backends.trie_runs import Lease, Run, Tokens
 
 SLOTS = 24
 

@@ -1,0 +1,43 @@
+"""Which requests an engine takes: checked before any of them reaches a model.
+
+Engines and the libraries below them answer bad prompts badly: some with rows that mean nothing,
+some by failing the whole batch, some by ending the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import numpy as np
+
+from lmpool.backends.engine import EngineInfo, Request
+from lmpool.wants import Generate, Row
+
+
+def are_plain(requests: Sequence[Request], info: EngineInfo) -> bool:
+    """Whether all of these, at least one, are sound and want rows of the model itself.
+
+    One pass over all their tokens: nearly every batch is so.
+    """
+    sizes = [request.tokens.size for request in requests]
+    return (
+        min(sizes) > 0
+        and max(sizes) <= info.max_prompt_tokens
+        and int(np.concatenate([r.tokens for r in requests]).max()) < info.vocab_size
+        and all(r.adapter is None and type(r.want) is Row for r in requests)
+    )
+
+
+def reason_to_refuse(request: Request, info: EngineInfo, adapters: Container[str]) -> str | None:
+    """Why an engine with these `adapters` cannot run a request; None where it can."""
+    tokens, longest = request.tokens, info.max_prompt_tokens
+    if not 0 < tokens.size <= longest:
+        return f"a prompt of {tokens.size} tokens: 1 to {longest} expected"
+    if int(tokens.max()) >= info.vocab_size:
+        return f"token id {int(tokens.max())}: below {info.vocab_size} expected"
+    if request.adapter is not None and request.adapter not in adapters:
+        return f"no adapter named {request.adapter!r} is loaded"
+    want = request.want
+    if isinstance(want, Generate) and not 0.0 <= want.temperature < np.inf:
+        return f"temperature={want.temperature!r}: a finite number, 0 or more, expected"
+    return None

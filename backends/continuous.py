@@ -1,0 +1,231 @@
+"""Engines that are fed while they run."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Generic, TypeVar
+
+import numpy as np
+
+from lmpool.backends.admission import reason_to_refuse
+from lmpool.backends.engine import Engine, Outcome, Request, Tokens
+from lmpool.backends.sampling import Sampler
+from lmpool.errors import AdapterError, PromptFailed
+from lmpool.wants import Generate, Generation
+
+Adapter = TypeVar("Adapter", bound=Hashable)
+"""What an engine knows a loaded adapter by: a value that is used for one loading only."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Admitted(Generic[Adapter]):
+    """A request that was accepted.
+
+    `adapter` is the one that its name stood for then; `sampler` draws a continuation. With `alone`
+    it is to be run without company.
+    """
+
+    request: Request
+    adapter: Adapter | None
+    sampler: Sampler | None
+    alone: bool = False
+
+
+class ContinuousEngine(Engine, Generic[Adapter]):
+    """An engine that is fed while it runs: prompts join what is running, and leave it as they end.
+
+    Write `begin`, `advance` and `abort`; `drop_state` where state is kept between prompts;
+    `load_adapter` and `unload_adapter` where there are adapters. Who joins when, refusals,
+    cancelling, and adapters that are removed while requests use them are dealt with here.
+    """
+
+    continuous: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, Adapter] = {}
+        self.waiting: deque[Admitted[Adapter]] = deque()
+        """Accepted, and not running yet."""
+        self.running: dict[str, Admitted[Adapter]] = {}
+        """By the names that `begin` gave them."""
+        self._names: dict[bytes, str] = {}
+        self._outcomes: list[Outcome] = []
+        self.leaving: list[Adapter] = []
+        """Removed adapters that are loaded as long as requests in flight use them."""
+        self._clearing = False
+        """Whether kept state is to be dropped before anything else joins."""
+
+    # --- what an engine writes -----------------------------------------------------------------
+
+    @abstractmethod
+    def begin(self, admitted: Admitted[Adapter]) -> str:
+        """Let a request join, and return the name by which `advance` and `abort` know it.
+
+        Its prompt was checked: 1 to `max_prompt_tokens` ids, all below `vocab_size`; a continuation
+        has room for a token.
+        """
+
+    @abstractmethod
+    def advance(self) -> Iterable[Outcome]:
+        """Work once, while something runs: say what `ended`, and return its outcomes.
+
+        Raises `EngineBroken` when it cannot go on.
+        """
+
+    @abstractmethod
+    def abort(self, names: Sequence[str]) -> None:
+        """End these requests, which nobody waits for."""
+
+    def drop_state(self) -> None:
+        """Drop every state kept between prompts. Nothing runs."""
+
+    def load_adapter(self, name: str, path: str) -> Adapter:
+        """Load the LoRA adapter in folder `path`. Raises `AdapterError`."""
+        raise AdapterError(f"the {self.info.engine} engine has no adapters")
+
+    def unload_adapter(self, adapter: Adapter) -> None:
+        """Unload an adapter that nothing in flight uses."""
+
+    # --- what it may write otherwise -----------------------------------------------------------
+
+    def reason_to_refuse(self, request: Request) -> str | None:
+        """Why a request cannot be run; None where it can."""
+        return reason_to_refuse(request, self.info, self.adapters)
+
+    def next_to_join(self) -> Sequence[Admitted[Adapter]]:
+        """Take those out of `waiting`, of which there are some, that may join what runs now."""
+        running = next(iter(self.running.values()), None)
+        if running is not None and (running.alone or self.waiting[0].alone):
+            return ()
+        if self.waiting[0].alone:
+            return [self.waiting.popleft()]
+        joining = list(self.waiting)
+        self.waiting.clear()
+        return joining
+
+    def adapters_in_use(self) -> set[Adapter]:
+        """Those that must stay loaded for requests in flight."""
+        held = (*self.waiting, *self.running.values())
+        return {admitted.adapter for admitted in held if admitted.adapter is not None}
+
+    # --- requests ------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            reason = self.reason_to_refuse(request)
+            if reason is not None:
+                self._outcomes.append(Outcome(request.id, error=PromptFailed(reason)))
+                continue
+            sampler = None
+            if isinstance(request.want, Generate):
+                sampler = Sampler.of(request.want, request.tokens.size, self.info)
+                if sampler.max_tokens == 0:
+                    nothing = Generation(np.empty(0, np.uint32))
+                    self._outcomes.append(Outcome(request.id, answer=nothing))
+                    continue
+            adapter = None if request.adapter is None else self.adapters[request.adapter]
+            self.waiting.append(Admitted(request, adapter, sampler))
+        self._feed()
+
+    def step(self) -> Sequence[Outcome]:
+        self.work()
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def work(self) -> None:
+        """Work once, where something runs; what ends is given out by the next `step`."""
+        if self.running:
+            self._outcomes.extend(self.advance())
+        self._feed()
+        self._unload_unused()
+
+    def ended(self, name: str) -> Admitted[Adapter] | None:
+        """The request of this name, which runs no more; None for one that was cancelled."""
+        admitted = self.running.pop(name, None)
+        if admitted is not None:
+            del self._names[admitted.request.id]
+        return admitted
+
+    def retry_alone(self, admitted: Admitted[Adapter]) -> None:
+        """Run a request again that has `ended`, in no company and with no state kept before it."""
+        self.waiting.appendleft(replace(admitted, alone=True))
+        self._clearing = True
+
+    def _feed(self) -> None:
+        """Let those join that may run beside what runs."""
+        if self._clearing and not self.running:
+            self.drop_state()
+            self._clearing = False
+        if self.waiting and not self._clearing:
+            for admitted in self.next_to_join():
+                name = self.begin(admitted)
+                self.running[name] = admitted
+                self._names[admitted.request.id] = name
+
+    def in_flight(self) -> int:
+        return len(self.waiting) + len(self.running) + len(self._outcomes)
+
+    def cancel(self, ids: Collection[bytes]) -> None:
+        wanted = set(ids)
+        self.waiting = deque(w for w in self.waiting if w.request.id not in wanted)
+        self._outcomes = [outcome for outcome in self._outcomes if outcome.id not in wanted]
+        names = [self._names[cancelled] for cancelled in wanted & self._names.keys()]
+        for name in names:
+            self.ended(name)
+        if names:
+            self.abort(names)
+        self._feed()
+        self._unload_unused()
+
+    def run_to_end(self, request: Request) -> Outcome:
+        """Run one request to its end; what else ends meanwhile is given out by the next `step`."""
+        self.submit([request])
+        while True:
+            for outcome in self._outcomes:
+                if outcome.id == request.id:
+                    self._outcomes.remove(outcome)
+                    return outcome
+            self.work()
+
+    # --- kept state and adapters ---------------------------------------------------------------
+
+    def cache_prefix(self, tokens: Tokens) -> None:
+        """Compute a prefix, which the engine then keeps as long as it has room.
+
+        Raises `PromptFailed` for one that is no prompt.
+        """
+        outcome = self.run_to_end(Request(b"lmpool-prefix", tokens))
+        if outcome.error is not None:
+            raise outcome.error
+
+    def clear_cache(self) -> None:
+        """Drop every state kept, as soon as what runs has ended; nothing joins before."""
+        self._clearing = True
+        self._feed()
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """Load the LoRA adapter in folder `path` as `name`, replacing one of that name.
+
+        Requests in flight keep the one that they were submitted with. Raises `AdapterError` where
+        it cannot be used; nothing has changed then.
+        """
+        adapter = self.load_adapter(name, path)
+        self.remove_adapter(name)
+        self.adapters[name] = adapter
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter; its requests in flight are answered before it is unloaded."""
+        adapter = self.adapters.pop(name, None)
+        if adapter is not None:
+            self.leaving.append(adapter)
+            self._unload_unused()
+
+    def _unload_unused(self) -> None:
+        if not self.leaving:
+            return
+        used = self.adapters_in_use()
+        for adapter in [adapter for adapter in self.leaving if adapter not in used]:
+            self.unload_adapter(adapter)
+            self.leaving.remove(adapter)

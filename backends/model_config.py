@@ -1,0 +1,121 @@
+"""What a model says of itself: its longest prompt, its special tokens, its dtype."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lmpool.backends.options import check_positive
+from lmpool.errors import SettingsError
+
+LONGEST_PROMPT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
+
+_ENDLESS: Final = 1 << 24  # tokenizers without a bound say 10**30
+
+
+class ModelConfig:
+    """config.json and generation_config.json of a model's folder.
+
+    Raises `SettingsError` where config.json is no JSON object.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._generation = _read(folder / "generation_config.json")
+        outer = _read(folder / "config.json")
+        if not outer:
+            raise SettingsError(f"{str(folder / 'config.json')!r} is no JSON object")
+        text = outer.get("text_config")
+        # Of a model of text and pictures, only the text is served.
+        self.config: Mapping[str, Any] = {**outer, **text} if isinstance(text, dict) else outer
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype that the model was saved for."""
+        found = self.config.get("dtype", self.config.get("torch_dtype"))
+        return found if isinstance(found, str) else None
+
+    def rope_of_before(self) -> dict[str, Any]:
+        """``rope_theta`` and ``rope_scaling``, where config.json has ``rope_parameters`` instead.
+
+        transformers 5 writes those; who reads the old names only would take a default for them.
+        """
+        found = self.config.get("rope_parameters")
+        if not isinstance(found, dict) or "rope_theta" not in found or "rope_theta" in self.config:
+            return {}
+        rope: dict[str, Any] = {"rope_theta": found["rope_theta"]}
+        if found.get("rope_type", "default") != "default":
+            rope["rope_scaling"] = {k: v for k, v in found.items() if k != "rope_theta"}
+        return rope
+
+    def longest_prompt(self, wanted: int | None) -> int:
+        """The longest prompt to serve: the model's own bound, or fewer tokens where `wanted`.
+
+        Raises `SettingsError` for more, and where nobody names a bound.
+        """
+        return longest_prompt([self.config.get(name) for name in LONGEST_PROMPT_NAMES], wanted)
+
+    def special_tokens(self, vocab_size: int) -> SpecialTokens:
+        """The special tokens, each by the first of the files that knows it."""
+        return special_tokens((self._generation.get, self.config.get), vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """The token ids that a model begins, ends and pads its texts with."""
+
+    bos: int | None
+    eos: tuple[int, ...]
+    pad: int | None
+
+
+def special_tokens(sources: Iterable[Callable[[str], object]], vocab_size: int) -> SpecialTokens:
+    """The special tokens by `sources`, each of which looks up a name such as ``eos_token_id``.
+
+    The first of them that knows an id is believed; ids without a place in the row are left out.
+    """
+    known = tuple(sources)
+
+    def first(name: str) -> tuple[int, ...]:
+        for look_up in known:
+            value = look_up(name)
+            found = value if isinstance(value, list | tuple) else [value]
+            ids = [token for token in found if type(token) is int and 0 <= token < vocab_size]
+            if ids:
+                return tuple(dict.fromkeys(ids))
+        return ()
+
+    bos, pad = first("bos_token_id"), first("pad_token_id")
+    return SpecialTokens(
+        bos=bos[0] if bos else None, eos=first("eos_token_id"), pad=pad[0] if pad else None
+    )
+
+
+def longest_prompt(bounds: Iterable[object], wanted: int | None) -> int:
+    """The longest prompt to serve: the first bound that is one, or fewer tokens where `wanted`.
+
+    Raises `SettingsError` for more, and where there is no bound.
+    """
+    check_positive(max_prompt_tokens=wanted)
+    known = [int(b) for b in bounds if isinstance(b, int | float) and 0 < b < _ENDLESS]
+    if not known and wanted is None:
+        raise SettingsError(
+            "the model's config.json names no longest prompt: write one as max_prompt_tokens"
+        )
+    if wanted is not None and known and wanted > known[0]:
+        raise SettingsError(
+            f"max_prompt_tokens={wanted}: the model takes {known[0]} tokens; write that or less"
+        )
+    return known[0] if wanted is None else wanted
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise SettingsError(f"{str(path)!r} is no JSON: {error}") from None
+    return found if isinstance(found, dict) else {}

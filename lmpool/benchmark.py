@@ -1,0 +1,168 @@
+"""A quick measurement of a pool, as one client sees it from where it is run.
+
+::
+
+    from lmpool import benchmark
+
+    print(benchmark.measure(pool="llama", seconds=5).rows_per_second)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from lmpool.model_info import ModelInfo
+from lmpool.producer import NumpyRows, PooledLM, connect
+
+MOST_SINGLES: Final = 200
+"""Prompts asked one at a time, at most."""
+CACHED_SECONDS: Final = 1.0
+
+__all__ = ["Measurement", "measure"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Rows per second and latencies (milliseconds) of one pool, as one client sees them."""
+
+    pool: str
+    model: str
+    engine: str
+    workers: int
+    prompt_tokens: int
+    """Tokens in each prompt."""
+    single_ms_median: float
+    """How long a prompt takes that is asked alone."""
+    single_ms_p95: float
+    concurrency: int
+    """Prompts asked at a time under load."""
+    rows: int
+    rows_per_second: float
+    megabytes_per_second: float
+    """What rows took on the wire to this client."""
+    row_ms_median: float
+    """How long a prompt takes under load."""
+    row_ms_p95: float
+    rows_per_batch: float
+    """Rows in a batch of the pool's, other clients' among them."""
+    cached_rows_per_second: float
+    """Rows out of the pool's result cache."""
+
+
+class _Prompts:
+    """Random prompts that nobody has asked before."""
+
+    def __init__(self, info: ModelInfo, length: int) -> None:
+        self._random = np.random.default_rng()
+        self._vocab_size = info.vocab_size
+        self._length = length
+
+    def __call__(self) -> list[int]:
+        return self._random.integers(self._vocab_size, size=self._length).tolist()  # type: ignore[no-any-return]
+
+
+def measure(
+    url: str | None = None,
+    pool: str | None = None,
+    *,
+    seconds: float = 5.0,
+    concurrency: int = 256,
+    length: int = 32,
+) -> Measurement:
+    """Load a pool for `seconds` with random prompts of `length` tokens, `concurrency` at a time.
+
+    Blocks, and runs an event loop of its own. Raises what asking raises (see `lmpool.errors`).
+    """
+    with (
+        connect(url, pool, framework="numpy") as lm,
+        # Rows that the first has asked for come to the second from the pool.
+        connect(url, pool, framework="numpy", cache_bytes=0) as again,
+    ):
+        info = lm.info
+        prompts = _Prompts(info, length)
+        lm.next_token_logprobs_sync(prompts(), timeout=60.0)
+        single = _one_at_a_time(lm, prompts, seconds / 3)
+        before = lm.pool_statistics_sync()
+        load = asyncio.run(_load(lm, prompts, seconds, concurrency))
+        after = lm.pool_statistics_sync()
+        cached = _cached(again, load.prompts[-concurrency:])
+    rate = len(load.took) / load.seconds
+    batches = after["batches"] - before["batches"]
+    row_bytes = info.vocab_size * (4 if info.encoding == "f32" else 2)
+    return Measurement(
+        pool=lm.pool,
+        model=info.model,
+        engine=info.engine,
+        workers=len(after["workers"]),
+        prompt_tokens=length,
+        single_ms_median=_ms(single, 50),
+        single_ms_p95=_ms(single, 95),
+        concurrency=concurrency,
+        rows=len(load.took),
+        rows_per_second=round(rate, 1),
+        megabytes_per_second=round(rate * row_bytes / 1e6, 2),
+        row_ms_median=_ms(load.took, 50),
+        row_ms_p95=_ms(load.took, 95),
+        rows_per_batch=round((after["computed"] - before["computed"]) / max(1, batches), 1),
+        cached_rows_per_second=round(cached, 1),
+    )
+
+
+def _one_at_a_time(lm: PooledLM[NumpyRows], prompts: _Prompts, seconds: float) -> list[float]:
+    took: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(took) < MOST_SINGLES and (not took or time.perf_counter() < end):
+        prompt = prompts()
+        started = time.perf_counter()
+        lm.next_token_logprobs_sync(prompt)
+        took.append(time.perf_counter() - started)
+    return took
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What was asked, the seconds that each prompt took, and those of all together."""
+
+    prompts: list[list[int]]
+    took: list[float]
+    seconds: float
+
+
+async def _load(
+    lm: PooledLM[NumpyRows], prompts: _Prompts, seconds: float, concurrency: int
+) -> _Load:
+    """Keep `concurrency` prompts on their way."""
+    asked: list[list[int]] = []
+    took: list[float] = []
+    began = time.perf_counter()
+
+    async def one() -> None:
+        while time.perf_counter() < began + seconds:
+            prompt = prompts()
+            started = time.perf_counter()
+            await lm.next_token_logprobs(prompt)
+            took.append(time.perf_counter() - started)
+            asked.append(prompt)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(one())
+    return _Load(asked, took, time.perf_counter() - began)
+
+
+def _cached(lm: PooledLM[NumpyRows], prompts: list[list[int]]) -> float:
+    """Rows per second out of the result cache."""
+    rows, started = 0, time.perf_counter()
+    while time.perf_counter() - started < CACHED_SECONDS:
+        lm.batch_next_token_logprobs_sync(prompts)
+        rows += len(prompts)
+    return rows / (time.perf_counter() - started)
+
+
+def _ms(took: list[float], percentile: float) -> float:
+    return round(1000 * float(np.percentile(took, percentile)), 3)

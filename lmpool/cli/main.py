@@ -1,0 +1,70 @@
+"""``lmpool`` itself: its commands, and how its errors look.
+
+Each command imports what it needs when it runs: ``lmpool --help`` is quick.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from lmpool import __version__
+from lmpool.cli.bench import bench
+from lmpool.cli.dead import dead
+from lmpool.cli.demo import demo
+from lmpool.cli.doctor import doctor
+from lmpool.cli.pool import logprobs, ping, stats
+from lmpool.cli.terminal import FAILED, INTERRUPTED, print_error
+from lmpool.cli.worker import worker
+from lmpool.errors import LmpoolError
+
+
+class _Commands(TyperGroup):
+    """Says errors of ours in one line, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LmpoolError as error:
+            print_error(error)
+            raise typer.Exit(FAILED) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(
+    name="lmpool",
+    cls=_Commands,
+    help="Full-vocabulary next-token log-probabilities from a pool of language-model workers.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=False,
+    # A traceback with local variables would show passwords.
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"lmpool {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Full-vocabulary next-token log-probabilities from a pool of language-model workers."""
+
+
+for command in (demo, worker, logprobs, ping, stats, doctor, bench):
+    app.command()(command)
+app.add_typer(dead, name="dead")

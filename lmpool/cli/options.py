@@ -1,0 +1,19 @@
+"""Options that several commands take."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Url = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL", help="The server. [dim]\\[$LMPOOL_URL, or redis://localhost:6379/0][/]"
+    ),
+]
+Pool = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="The pool's name. [dim]\\[$LMPOOL_POOL, or default][/]"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="As one line of JSON.")]

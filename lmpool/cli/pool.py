@@ -1,0 +1,175 @@
+"""``lmpool logprobs``, ``ping`` and ``stats``."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from lmpool.cli.options import AsJson, Pool, Url
+from lmpool.cli.terminal import fits, lines, speaks_unicode, tables
+
+if TYPE_CHECKING:
+    from lmpool.producer import PooledLM
+    from lmpool.producer.statistics import PoolStatistics, WorkerStatistics
+
+
+def logprobs(
+    text: Annotated[str, typer.Argument(help="The prompt.")],
+    k: Annotated[int, typer.Option("-k", metavar="N", help="How many tokens to show.", min=1)] = 10,
+    adapter: Annotated[str | None, typer.Option(help="A LoRA adapter of the pool.")] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long to wait.", min=0.001)
+    ] = 60.0,
+    url: Url = None,
+    pool: Pool = None,
+) -> None:
+    """Show the likeliest next tokens of a prompt, as bars."""
+    from lmpool.cli.bars import bar_lines, likeliest
+    from lmpool.producer import connect
+    from lmpool.prompt_text import encoder, read_vocabulary
+
+    console = lines()
+    with connect(url, pool, framework="numpy") as lm:
+        vocabulary = read_vocabulary(lm)
+        ids = encoder(lm, vocabulary)(text)
+        row = lm.next_token_logprobs_sync(ids, adapter, timeout=timeout)
+    found, probabilities = likeliest(row, k)
+    plural = "token" if len(ids) == 1 else "tokens"
+    console.print(f"[dim]{escape(lm.info.model)}, {len(ids)} {plural}[/]")
+    for line in bar_lines(
+        vocabulary.tokens, found, probabilities, ascii_only=not speaks_unicode(console)
+    ):
+        console.print(escape(line))
+
+
+def ping(url: Url = None, pool: Pool = None) -> None:
+    """Ask whether server and pool answer, and how fast. Status 1 if no worker is alive."""
+    from lmpool import inspection
+
+    console = lines()
+    found = inspection.ping(url, pool)
+    model, fastest, slowest = found.model, found.latencies[0], found.latencies[-1]
+    console.print(
+        f"[bold]server[/]   {escape(found.url)}, {found.server}, "
+        f"{1000 * found.latency:.2f} ms (from {1000 * fastest:.2f} to {1000 * slowest:.2f} "
+        f"in {len(found.latencies)} pings)"
+    )
+    console.print(
+        f"[bold]pool[/]     {found.pool}: {escape(model.model)} ({model.engine}, {model.dtype}), "
+        f"{model.vocab_size:,} tokens, prompts up to {model.max_prompt_tokens:,}, rows as "
+        f"{model.encoding}"
+    )
+    color = "green" if found.workers else "red"
+    line = f"[bold]workers[/]  [{color}]{len(found.workers)} alive[/]"
+    if found.workers:
+        line += ": " + escape(", ".join(worker["id"] for worker in found.workers))
+    console.print(line)
+    raise typer.Exit(0 if found.workers else 1)
+
+
+def stats(
+    as_json: AsJson = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
+    every: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Between two looks.", min=0.1, max=86_400)
+    ] = 2.0,
+    url: Url = None,
+    pool: Pool = None,
+) -> None:
+    """Show what the pool has done, its backlog and its workers."""
+    from lmpool.producer import connect
+
+    console = tables()
+    with connect(url, pool) as lm:
+        looks = _looks(lm, every if watch else None)
+        if as_json:
+            for found, _ in looks:
+                print(json.dumps(found), flush=True)
+        elif watch and console.is_terminal:
+            with Live(console=console, auto_refresh=False) as live:
+                for found, rate in looks:
+                    live.update(_shown(lm, found, rate, console), refresh=True)
+        else:
+            for found, rate in looks:
+                console.print(_shown(lm, found, rate, console))
+
+
+def _looks(lm: PooledLM, every: float | None) -> Iterator[tuple[PoolStatistics, float | None]]:
+    """The pool's statistics, again each `every` seconds, with the rows a second since the last."""
+    found, looked = lm.pool_statistics_sync(), time.monotonic()
+    yield found, None
+    while every is not None:
+        time.sleep(every)
+        before, since = found["computed"], looked
+        found, looked = lm.pool_statistics_sync(), time.monotonic()
+        yield found, (found["computed"] - before) / (looked - since)
+
+
+def _shown(
+    lm: PooledLM, found: PoolStatistics, rate: float | None, console: Console
+) -> RenderableType:
+    counters = counters_table(f"pool {lm.pool}: {escape(lm.info.model)}", found, rate, console)
+    if not found["workers"]:
+        return Group(counters, "[red]no worker is alive[/]: start one with lmpool worker")
+    return Group(counters, workers_table(found["workers"], console))
+
+
+def counters_table(
+    title: str, found: PoolStatistics, rate: float | None, console: Console
+) -> RenderableType:
+    """What the pool has done: one row, or one line each where the terminal is narrow."""
+    batches, rows = found["batches"], found["computed"]
+    numbers = {
+        "computed": f"{rows:,}",
+        "batches": f"{batches:,}",
+        "a batch": f"{rows / batches:.1f}" if batches else "-",
+        "failed": f"{found['failed']:,}",
+        "expired": f"{found['expired']:,}",
+        "backlog": f"{found['backlog']:,}",
+    }
+    if rate is not None:
+        numbers["rows/s"] = f"{rate:,.0f}"
+    wide = Table(title=title, title_justify="left")
+    for name in numbers:
+        wide.add_column(name, justify="right")
+    wide.add_row(*numbers.values())
+    if fits(wide, console):
+        return wide
+    narrow = Table(title=title, title_justify="left", show_header=False)
+    narrow.add_column()
+    narrow.add_column(justify="right")
+    for name, number in numbers.items():
+        narrow.add_row(name, number)
+    return narrow
+
+
+def workers_table(workers: list[WorkerStatistics], console: Console) -> RenderableType:
+    """Who serves the pool: a row each, or some lines each where the terminal is narrow."""
+    table = Table()
+    for name in ("worker", "host", "pid", "engine", "gpu", "rows/s"):
+        table.add_column(name, justify="right" if name in ("pid", "rows/s") else "left")
+    for worker in workers:
+        table.add_row(
+            escape(worker["id"]),
+            escape(worker["host"]),
+            str(worker["pid"]),
+            escape(worker["engine"]),
+            escape(worker["gpu"]) or "-",
+            f"{worker['rows_per_second']:,.0f}",
+        )
+    if fits(table, console):
+        return table
+    return "\n".join(
+        f"[bold]{escape(worker['id'])}[/]\n"
+        f"  {escape(worker['host'])}, pid {worker['pid']}, {escape(worker['engine'])}, "
+        f"gpu {escape(worker['gpu']) or '-'}, {worker['rows_per_second']:,.0f} rows/s"
+        for worker in workers
+    )

@@ -1,0 +1,44 @@
+"""Where commands print, and what fits there."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table
+
+from lmpool.errors import LmpoolError
+
+FAILED: Final = 2
+"""Exit status after an error of ours."""
+INTERRUPTED: Final = 130
+
+
+def lines() -> Console:
+    """A console for lines, which the terminal wraps as it likes."""
+    return Console(highlight=False, soft_wrap=True)
+
+
+def tables() -> Console:
+    """A console for tables, which keep to its width."""
+    return Console(highlight=False)
+
+
+def print_error(error: LmpoolError) -> None:
+    """``error: ...`` on stderr."""
+    Console(stderr=True, soft_wrap=True, highlight=False).print(
+        f"[bold red]error:[/] {escape(str(error))}"
+    )
+
+
+def speaks_unicode(console: Console) -> bool:
+    """Whether the terminal, or the file, takes more than ASCII."""
+    return console.encoding.lower().replace("-", "").startswith("utf")
+
+
+def fits(table: Table, console: Console) -> bool:
+    """Whether nothing of the table would have to be wrapped or cut."""
+    unbounded = console.options.update(max_width=10_000)
+    return Measurement.get(console, unbounded, table).maximum <= console.width

@@ -1,0 +1,38 @@
+"""The names of what is counted: in the counters' hash of a pool, and as metrics.
+
+Metric names follow Prometheus: base units, ``_total`` for what only grows, `LABELS` on each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+LABELS: Final = ("pool", "model_name")
+"""The labels of every metric of a pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """Something that workers count: its field in the hash, its metric, what it means."""
+
+    field: str
+    metric: str
+    meaning: str
+
+
+COMPUTED: Final = Counter(
+    "computed",
+    "lmpool_jobs_computed_total",
+    "Jobs that workers computed and wrote the result of.",
+)
+BATCHES: Final = Counter("batches", "lmpool_batches_total", "Batches that engines ran.")
+FAILED: Final = Counter(
+    "failed", "lmpool_jobs_failed_total", "Jobs that ended in an error, those given up among them."
+)
+EXPIRED: Final = Counter(
+    "expired", "lmpool_jobs_expired_total", "Jobs whose deadline passed before a worker ran them."
+)
+
+COUNTERS: Final = (COMPUTED, BATCHES, FAILED, EXPIRED)
+"""All of them, in the order in which they are shown."""

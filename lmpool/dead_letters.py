@@ -1,0 +1,136 @@
+"""Jobs that were given up: what a pool keeps of them, asking for them again, forgetting them.
+
+A job ends here after `max_deliveries`, or because it was none. Its callers got the error.
+
+::
+
+    from lmpool import dead_letters
+
+    with lmpool.connect(pool="llama") as lm:
+        for letter in dead_letters.read(lm):
+            print(letter.name, letter.given_up, letter.reason)
+            dead_letters.retry(lm, letter, timeout=60)
+
+Every function blocks, and takes a connected `PooledLM`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from lmpool.commands import Entry, Server
+from lmpool.errors import JobFormatError, PromptError, PromptFailed
+from lmpool.keys import ShardKeys
+from lmpool.producer import PooledLM
+from lmpool.server import explained
+from lmpool.servers import Servers
+from lmpool.wants import Answer
+from lmpool.wire import Job, unpack_job
+
+__all__ = ["DeadLetter", "drop", "read", "retry"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """One job that was given up."""
+
+    name: str
+    """Its entry's id, after the number of its shard and a slash where the pool has several."""
+    shard: int
+    entry: str
+    reason: str
+    deliveries: int
+    """How many workers it was given to; 0 for what was no job."""
+    worker: str
+    """The last of them."""
+    data: bytes
+    """The entry, as it was sent."""
+    job: Job | None
+    """What it says; None for what is no job."""
+
+    @property
+    def given_up(self) -> datetime:
+        """When, by the server's clock, in UTC."""
+        return datetime.fromtimestamp(int(self.entry.partition("-")[0]) / 1000, UTC)
+
+
+def read(lm: PooledLM) -> list[DeadLetter]:
+    """Every job that was given up and is kept, the oldest of each shard first."""
+    shards = lm.shards
+    with _servers(lm) as servers:
+        return [
+            _letter(shard, entry, f"{shard.number}/" if len(shards) > 1 else "")
+            for shard in shards
+            for entry in _entries(servers.for_shard(shard), shard.dead)
+        ]
+
+
+def retry(lm: PooledLM, letter: DeadLetter, *, timeout: float | None = None) -> Answer:
+    """Ask for it again: whoever asks the same meanwhile gets the answer, too.
+
+    Dropped once it is answered, and when it is given up again, which makes a new one. Raises
+    `PromptError` for what is no job, else what asking raises: `PromptFailed`, `PoolTimeout`, ...
+    """
+    if letter.job is None:
+        raise PromptError("this entry is no job: drop it")
+    try:
+        answer = lm.ask_again(letter.job, timeout=timeout)
+    except PromptFailed as error:
+        # Else it failed by itself, its worker lives, and nothing new is kept of it.
+        if "given up" in str(error):
+            drop(lm, [letter])
+        raise
+    drop(lm, [letter])
+    return answer
+
+
+def drop(lm: PooledLM, letters: Iterable[DeadLetter]) -> int:
+    """Forget them. Returns how many there were still."""
+    shards = lm.shards
+    with _servers(lm) as servers:
+        return sum(
+            servers.for_shard(shards[letter.shard]).xdel(shards[letter.shard].dead, letter.entry)
+            for letter in letters
+        )
+
+
+@contextmanager
+def _servers(lm: PooledLM) -> Iterator[Servers]:
+    servers = Servers.of_url(lm.url, name="lmpool-dead-letters")
+    try:
+        with explained(lm.url):
+            yield servers
+    finally:
+        servers.close()
+
+
+def _entries(server: Server, stream: str) -> Iterator[Entry]:
+    start = "-"
+    while entries := server.xrange(stream, start, "+", 500):
+        yield from entries
+        start = f"({entries[-1][0].decode()}"
+
+
+def _letter(shard: ShardKeys, entry: Entry, prefix: str) -> DeadLetter:
+    fields = {name.decode(): value for name, value in entry[1].items()}
+    data = fields.get("job", b"")
+    try:
+        job = unpack_job(data)
+    except JobFormatError:
+        job = None
+    texts = {name: value.decode("utf-8", "replace") for name, value in fields.items()}
+    deliveries = texts.get("deliveries", "")
+    name = entry[0].decode()
+    return DeadLetter(
+        name=prefix + name,
+        shard=shard.number,
+        entry=name,
+        reason=texts.get("reason", ""),
+        deliveries=int(deliveries) if deliveries.isdecimal() else 0,
+        worker=texts.get("worker", ""),
+        data=data,
+        job=job,
+    )

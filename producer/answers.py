@@ -1,0 +1,109 @@
+"""Reading answers from the server and handing them to whoever waits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+import redis.exceptions
+
+from lmpool.errors import AnswerFormatError, LmpoolError, PromptFailed
+from lmpool.keys import ShardKeys
+from lmpool.producer.flights import Flight
+from lmpool.producer.pending import PendingCall, wake
+from lmpool.producer.session import Session
+from lmpool.servers import Servers
+from lmpool.wants import Digest
+
+logger = logging.getLogger(__name__)
+
+FETCH_BYTES: Final = 8 << 20
+"""Rows read by one command."""
+MAX_TRIES: Final = 5
+
+
+class AnswerReader:
+    """Reads answers with the connections of the thread that owns it."""
+
+    def __init__(self, session: Session, servers: Servers) -> None:
+        self._session = session
+        self._servers = servers
+
+    def fetch(self, shard: ShardKeys, digests: Sequence[Digest]) -> None:
+        """Read answers that are there and hand them out; ask again for those that are gone."""
+        session = self._session
+        assert session.info is not None
+        width = session.info.vocab_size * (2 if session.info.encoding == "bf16" else 4)
+        step = max(1, FETCH_BYTES // width)
+        for i in range(0, len(digests), step):
+            part = digests[i : i + step]
+            start = f"{shard.prefix}:result:"
+            values = self._servers.for_shard(shard).mget([start + d.hex() for d in part])
+            spoiled = self._hand_out(part, values)
+            if spoiled:
+                self._compute_again(shard, spoiled)
+
+    def _hand_out(
+        self, digests: Sequence[Digest], values: Sequence[bytes | None]
+    ) -> dict[Digest, AnswerFormatError]:
+        """Give answers to whoever waits. Returns what was refused, and why."""
+        session = self._session
+        info, table = session.info, session.table
+        assert info is not None
+        ended: list[PendingCall] = []
+        spoiled: dict[Digest, AnswerFormatError] = {}
+        with session.lock:
+            for digest, value in zip(digests, values, strict=True):
+                flight = table.flights.get(digest)
+                if flight is None:
+                    continue
+                if value is None:
+                    if flight.tries < MAX_TRIES:
+                        table.resend(flight)
+                    else:
+                        ended += session.fail(flight, _vanished(flight))
+                    continue
+                want = flight.job.want
+                try:
+                    answer = want.decode(value, info)
+                except AnswerFormatError as error:
+                    spoiled[digest] = error
+                    continue
+                if want.cached:
+                    session.cache.put(digest, answer)
+                ended += table.land(digest, answer)
+            if table.has_unsent():
+                session.work.notify()
+        wake(ended)
+        return spoiled
+
+    def _compute_again(self, shard: ShardKeys, spoiled: dict[Digest, AnswerFormatError]) -> None:
+        """Delete values that are no answers, and ask for them anew; not without end."""
+        session = self._session
+        reason = next(iter(spoiled.values()))
+        logger.warning("refused %d values that are no answers: %s", len(spoiled), reason)
+        try:
+            self._servers.for_shard(shard).delete(*map(shard.result, spoiled))
+            deleted = True
+        except redis.exceptions.NoPermissionError:
+            deleted = False
+        ended: list[PendingCall] = []
+        with session.lock:
+            for digest, error in spoiled.items():
+                flight = session.table.flights.get(digest)
+                if flight is None:
+                    continue
+                if deleted and flight.tries < MAX_TRIES:
+                    session.table.resend(flight)
+                else:
+                    ended += session.fail(flight, error)
+            session.work.notify()
+        wake(ended)
+
+
+def _vanished(flight: Flight) -> LmpoolError:
+    return PromptFailed(
+        f"the result was gone {flight.tries} times before it could be read: the server's memory "
+        "is too small for the rows in use, or result_ttl too short"
+    )

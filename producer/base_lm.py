@@ -1,0 +1,178 @@
+"""What `PooledLM` and `SyncPooledLM` share: all that is asked of a pool besides rows and tokens."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import NoReturn, Self
+
+from lmpool.commands import Fields
+from lmpool.keys import ShardKeys
+from lmpool.model_info import ModelInfo
+from lmpool.producer.blocking import outcome, run_blocking
+from lmpool.producer.client import Client
+from lmpool.producer.control import Argument, ask_workers
+from lmpool.producer.prompts import TokenIds, prompt_bytes
+from lmpool.producer.served_model import ServedModel, ServedModels
+from lmpool.producer.statistics import PoolStatistics, pool_statistics
+from lmpool.producer.tokens import ByteToken, Tokenizer
+from lmpool.servers import Servers
+from lmpool.settings import ClientOptions, mask_url
+
+
+class BaseLM:
+    """A model that a pool serves. These methods may block; all work from any thread."""
+
+    def __init__(self, options: ClientOptions, client: Client, models: ServedModels) -> None:
+        self.options = options
+        self._client = client
+        self._models = models
+
+    # --- life ----------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """The server's URL, password included: what another process needs to connect."""
+        return self.options.url
+
+    @property
+    def pool(self) -> str:
+        """The pool's name."""
+        return self.options.pool
+
+    @property
+    def info(self) -> ModelInfo:
+        """What the pool serves: model, vocabulary size, longest prompt, special token ids.
+
+        Connects at the first call. Raises `UnknownPool` where nobody has served it, and
+        `ServerError` where there is no server.
+        """
+        return self._client.info or run_blocking(self._load_info())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(url={mask_url(self.url)!r}, pool={self.pool!r})"
+
+    def close(self) -> None:
+        """Withdraw what is waited for and end the connection."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        try:
+            self.info  # noqa: B018 - connects
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def _load_info(self) -> ModelInfo:
+        if self._client.info is not None:
+            return self._client.info
+        return await outcome(self._client.load_info(), shared=True)
+
+    def _model(self) -> ServedModel:
+        return self._models.of(self.info)
+
+    @property
+    def shards(self) -> tuple[ShardKeys, ...]:
+        """The keys of the pool's shards. Connects at the first call."""
+        self.info  # noqa: B018 - connects
+        return self._client.shards
+
+    # --- vocabulary ----------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, of transformers, as the pool published it.
+
+        Raises `PoolError` where the pool published none, or transformers is not installed.
+        """
+        return self._model().tokenizer
+
+    @property
+    def byte_vocab(self) -> list[ByteToken]:
+        """Every token: its bytes, with its `token_id`; genlm's ``Token`` where installed."""
+        return self._model().byte_vocab
+
+    @property
+    def str_vocab(self) -> list[str]:
+        """Every token as text; what is no UTF-8 as the tokenizer spells it."""
+        return self._model().str_vocab
+
+    # --- adapters and caches -------------------------------------------------------------------
+
+    def add_new_lora(self, lora_path: str, lora_name: str) -> None:
+        """Register the LoRA adapter in folder `lora_path` (on the workers) as `lora_name`.
+
+        The folder must be one that the operator allows (LMPOOL_ADAPTER_DIRS). Replaces an adapter
+        of that name. Raises `AdapterError` with each worker's reason.
+        """
+        self._control("add_lora", lora_name, lora_path)
+        self._model().adapters.forget()
+
+    def remove_lora(self, lora_name: str) -> None:
+        """Unregister an adapter on every worker; unknown names raise `UnknownAdapter`."""
+        self._follow()
+        adapters = self._model().adapters
+        adapters.keep(self._client.run(self._read_adapters).result())
+        adapters.reference(lora_name)
+        self._control("remove_lora", lora_name)
+        adapters.forget()
+
+    def set_lora(self, lora_path: str, lora_name: str) -> NoReturn:
+        """Not offered: an adapter is chosen per call, with `lora_name=`."""
+        raise RuntimeError("there is no active adapter: pass lora_name= to each call")
+
+    def clear_lora(self) -> NoReturn:
+        """Not offered: an adapter is chosen per call, with `lora_name=`."""
+        raise RuntimeError("there is no active adapter: leave lora_name= out for the base model")
+
+    def cache_kv(self, prompt_tokens: TokenIds) -> None:
+        """Have every worker compute and keep a prefix's state, where its engine keeps state.
+
+        Raises `PromptError` for what is no prompt, `PoolError` with each worker's reason.
+        """
+        info = self.info
+        tokens = prompt_bytes(prompt_tokens, info.vocab_size, info.max_prompt_tokens)
+        self._control("cache_prefix", tokens)
+
+    def clear_kv_cache(self) -> None:
+        """Have every worker drop its engine's state."""
+        self._control("clear_cache")
+
+    def clear_cache(self) -> None:
+        """Drop this client's own cache of rows."""
+        self._client.cache.clear()
+
+    def reset_async_queries(self) -> None:
+        """Withdraw everything that is waited for through this client."""
+        self._client.withdraw_all()
+
+    def _control(self, function: str, *arguments: Argument) -> None:
+        self._follow()
+        found = self._client.run(self._read_statistics).result()
+        workers = [worker["id"] for worker in found["workers"]]
+        ask_workers(self.url, self._client.keys, workers, function, *arguments)
+
+    def _follow(self) -> None:
+        self.info  # noqa: B018 - connects
+        self._client.follow().result()
+
+    def _read_adapters(self, servers: Servers) -> Fields:
+        shard = self._client.shards[0]
+        return servers.for_shard(shard).hgetall(shard.adapters)
+
+    # --- numbers -------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, int]:
+        """This client's counters: `requests`, and how each was answered; see the README."""
+        return self._client.statistics
+
+    def _read_statistics(self, servers: Servers) -> PoolStatistics:
+        return pool_statistics(servers, self._client.shards)

@@ -1,0 +1,78 @@
+"""One way to write a method that waits, for event loops and for threads.
+
+A coroutine that awaits nothing but what stands here (and other such coroutines) can be awaited in
+an event loop, where it waits as coroutines do, and can be run by `run_blocking`, where each of its
+waits blocks the thread: then it never suspends, and its first step is its last. So a blocking
+method is made of an async one, and works inside a running event loop too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+SelfT = TypeVar("SelfT")
+T = TypeVar("T")
+
+
+class _Thread(threading.local):
+    blocking = False
+
+
+_thread = _Thread()
+
+
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end in this thread, which blocks wherever the coroutine waits."""
+    before, _thread.blocking = _thread.blocking, True
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    finally:
+        _thread.blocking = before
+    coroutine.close()
+    raise RuntimeError("a blocking call awaited what only an event loop can wait for")
+
+
+def blocking(
+    method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[SelfT, P], T]:
+    """The blocking twin of a method of the same class."""
+
+    @functools.wraps(method)
+    def twin(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return run_blocking(method(self, *args, **kwargs))
+
+    return twin
+
+
+def is_blocking() -> bool:
+    """Whether the running coroutine may block this thread, and must not suspend."""
+    return _thread.blocking
+
+
+async def outcome(future: Future[T], *, shared: bool = False) -> T:
+    """What a future of another thread brings.
+
+    One that is `shared` others wait for too: it goes on when this wait is cancelled.
+    """
+    if _thread.blocking:
+        return future.result()
+    wrapped = asyncio.wrap_future(future)
+    return await (asyncio.shield(wrapped) if shared else wrapped)
+
+
+async def pause(seconds: float) -> None:
+    """Sleep."""
+    if _thread.blocking:
+        time.sleep(seconds)  # noqa: ASYNC251 - there is no event loop
+    else:
+        await asyncio.sleep(seconds)

@@ -1,0 +1,136 @@
+"""Handing jobs to the client and waiting for their answers, with timeouts and progress bars."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, cast
+
+from lmpool.errors import LmpoolError, PoolTimeout
+from lmpool.model_info import ModelInfo
+from lmpool.producer.blocking import is_blocking
+from lmpool.producer.call_options import CallOptions
+from lmpool.producer.client import Client
+from lmpool.producer.pending import PendingCall
+from lmpool.wants import Answer
+from lmpool.wire import Job
+
+BAR_EVERY: Final = 0.1
+"""Seconds between two looks at how many answers are there."""
+
+
+class Caller:
+    """Makes the calls of one client. What an event loop's turn asks for leaves together."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[PendingCall]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    async def answers(
+        self, info: ModelInfo, jobs: Sequence[Job], options: CallOptions
+    ) -> list[Answer]:
+        """The answers to these jobs, which were made for the model `info`.
+
+        Whoever stops waiting, by `options`, cancellation or Ctrl-C, withdraws them. Raises
+        `PoolTimeout`, and what the pool found wrong.
+        """
+        call = PendingCall(jobs, options.deadline, priority=options.priority, info=info)
+        try:
+            self._submit(call)
+            wait = _show_and_wait if options.progress else _wait
+            done = await wait(call, options.left())
+        except GeneratorExit:  # the garbage collector's doing, in whichever thread
+            self._client.abandon(call)
+            raise
+        except BaseException:
+            self._client.forget(call)
+            raise
+        if not done:
+            self._client.forget(call)
+            if call.left:  # else the last answer came at the same moment
+                raise self._timed_out(call, options)
+        return _answers_of(call)
+
+    def _submit(self, call: PendingCall) -> None:
+        if is_blocking():
+            self._client.submit([call.for_thread()])
+            return
+        loop = asyncio.get_running_loop()
+        turn = self._turns.get(loop)
+        if turn is None:
+            turn = self._turns[loop] = []
+            loop.call_soon(self._end_turn, loop)
+        turn.append(call.for_loop(loop))
+
+    def _end_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        calls = self._turns.pop(loop, [])
+        try:
+            self._client.submit(calls)
+        except Exception as error:
+            failure = (
+                error
+                if isinstance(error, LmpoolError)
+                else LmpoolError(f"{type(error).__name__}: {error}")
+            )
+            for call in calls:
+                if not call.done:
+                    call.error = failure
+                call._wake()
+            if failure is not error:
+                raise
+
+    def _timed_out(self, call: PendingCall, options: CallOptions) -> PoolTimeout:
+        return PoolTimeout(
+            f"{call.left} of {len(call.jobs)} answers were not there after {options.timeout:g} s; "
+            f"they were withdrawn (pool {self._client.options.pool!r})"
+        )
+
+
+async def _wait(call: PendingCall, timeout: float | None) -> bool:
+    """Wait until `call` is done; False when `timeout` seconds went by first."""
+    if is_blocking():
+        return call.wait(timeout)
+    if timeout is None:
+        await call.wait_async()
+    elif not call.done:
+        await asyncio.wait({call.future}, timeout=timeout)  # which leaves the future as it is
+    return call.done
+
+
+async def _show_and_wait(call: PendingCall, timeout: float | None) -> bool:
+    """`_wait` with a progress bar."""
+    end = None if timeout is None else time.monotonic() + timeout
+    done = False
+    with _bar(len(call.jobs)) as update:
+        while not done:
+            left = BAR_EVERY if end is None else end - time.monotonic()
+            if left <= 0:
+                break
+            done = await _wait(call, min(BAR_EVERY, left))
+            update(len(call.jobs) - call.left)
+    return done
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar; yields a function that takes how many answers are there."""
+    from tqdm.auto import tqdm
+
+    with tqdm(total=total, unit="prompt") as bar:
+
+        def update(done: int) -> None:
+            bar.update(done - bar.n)
+
+        yield update
+
+
+def _answers_of(call: PendingCall) -> list[Answer]:
+    if call.error is not None:
+        # Several callers may share one error: each raises its own.
+        raise type(call.error)(*call.error.args)
+    return cast(list[Answer], call.answers)

@@ -1,0 +1,218 @@
+"""`lmpool.embedded`: a server and workers of one's own, for as long as they are needed."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal, Unpack, cast, overload
+
+from lmpool.arguments import (
+    AllClientArguments,
+    AllWorkerArguments,
+    EmbeddedArguments,
+    FrameworkName,
+    spelled_out,
+)
+from lmpool.errors import SettingsError
+from lmpool.producer.client import Client
+from lmpool.producer.embedded.private_pool import PrivatePool
+from lmpool.producer.frameworks import NumpyRows, RowT_co, TorchRows
+from lmpool.producer.pooled_lm import PooledLM
+from lmpool.settings import ClientOptions, WorkerOptions, refuse_unknown_variables
+
+DRAIN_TIMEOUT: Final = 3.0
+"""Seconds in which a worker may finish its batch when the pool ends: nobody waits for it then."""
+
+
+class EmbeddedLM(PooledLM[RowT_co]):
+    """A `PooledLM` that owns its pool: closing it ends the workers and their server.
+
+    So does losing the last reference to it, and the end of the interpreter or of its process, even
+    by SIGKILL. A forked child may use it, and does not own it.
+    """
+
+    def __init__(self, options: ClientOptions, private: PrivatePool) -> None:
+        super().__init__(options)
+        self._private = private
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _end, self._client, private)
+
+    @property
+    def folder(self) -> Path:
+        """The pool's temporary folder: socket and logs."""
+        return self._private.folder
+
+    @property
+    def worker_log(self) -> Path:
+        """What the workers say; gone with the pool."""
+        return self._private.log
+
+    def processes(self) -> dict[str, int]:
+        """Process ids of the `reaper`, the `server`, and the launcher of the `workers`.
+
+        The reaper is their parent, and ends them when this process is gone.
+        """
+        return self._private.processes()
+
+
+def _end(client: Client, private: PrivatePool) -> None:
+    try:
+        client.close_soon()
+    finally:
+        private.stop()
+
+
+@overload
+def embedded(
+    model: str | os.PathLike[str] = "tiny",
+    engine: str = "auto",
+    workers: int = 1,
+    *,
+    pool: str | None = None,
+    gpus: Sequence[int | str] | str | None = None,
+    start_timeout: float = 300.0,
+    verbose: bool = False,
+    framework: Literal["numpy"],
+    **settings: Unpack[EmbeddedArguments],
+) -> EmbeddedLM[NumpyRows]: ...
+@overload
+def embedded(
+    model: str | os.PathLike[str] = "tiny",
+    engine: str = "auto",
+    workers: int = 1,
+    *,
+    pool: str | None = None,
+    gpus: Sequence[int | str] | str | None = None,
+    start_timeout: float = 300.0,
+    verbose: bool = False,
+    framework: Literal["auto", "torch"] | None = None,
+    **settings: Unpack[EmbeddedArguments],
+) -> EmbeddedLM[TorchRows]: ...
+@spelled_out(EmbeddedArguments)
+def embedded(
+    model: str | os.PathLike[str] = "tiny",
+    engine: str = "auto",
+    workers: int = 1,
+    *,
+    pool: str | None = None,
+    gpus: Sequence[int | str] | str | None = None,
+    start_timeout: float = 300.0,
+    verbose: bool = False,
+    framework: FrameworkName | None = None,
+    **settings: Unpack[EmbeddedArguments],
+) -> EmbeddedLM[NumpyRows | TorchRows]:
+    """Start a private server and worker processes, and connect to them.
+
+    Blocks until all workers are ready; in an event loop, run it with `asyncio.to_thread`. Use what
+    it returns as a context manager, sync or async, or call its `close`. What is left out, or None,
+    is as its ``LMPOOL_*`` variable says.
+
+    Args:
+        model: tiny, a folder, or a hub id
+        engine: auto, hf, vllm, sglang, mlx, mock, or an added one
+        workers: how many worker processes; each sees what this process sees
+        pool: the pool's name
+        gpus: the GPUs' numbers, one worker for each, instead of `workers`
+        start_timeout: seconds in which all workers must be ready
+        verbose: show on stderr what the workers log to `worker_log`; so does a `log_level`
+        framework: what rows are: torch tensors where torch is installed, else numpy
+        cache_bytes: bound of the local cache of rows, e.g. 512MiB; 0 for none
+        encoding: how rows travel; auto is the smallest lossless one, f16 is lossy
+        request_timeout: seconds a call may wait when it names no timeout of its own
+        workers_timeout: seconds to wait for a worker before NoWorkers, while none is alive
+        reconnect_timeout: seconds to keep trying to reach a lost server before giving up
+        priority: of calls that name none; batch lets interactive jobs go first
+        when_busy: at the backlog's bound: wait for room, or raise PoolBusy
+        when_replaced: when the pool serves another model: raise PoolMismatch, or ask the new one
+        engine_opts: options for the engine, as JSON
+        revision: the model's revision on the hub
+        dtype: what the model computes in
+        batch_size: most prompts in a batch
+        timeout: seconds a batch waits to fill, from its first job
+        max_batch_tokens: most prompt tokens in a batch; at least the longest prompt
+        max_prompt_tokens: longest prompt served; at most what the model takes
+        shards: slots that the pool's keys lie in
+        max_backlog: jobs that may wait in a shard, of each priority
+        client_backlog: jobs of one client and priority that may wait: the others wait at the
+            client
+        result_ttl: seconds a row stays in the result cache
+        max_deliveries: times a prompt is tried whose workers die of it
+        engine_timeout: seconds a batch may take before the engine counts as hung
+        adapter_dirs: folders that adapters may be loaded from, as a JSON list
+        replace: take the pool over from workers that serve another model
+        worker_name: what the worker is called in logs and statistics
+        drain_timeout: seconds a worker that is told to stop may finish its batch in
+        log_level: how much a worker says
+
+    Raises:
+        SettingsError: for what cannot be used, also where a worker finds out (a model that is not
+            there), and for an unknown ``LMPOOL_*`` variable.
+        PoolError: with the last lines of a worker that died.
+        PoolTimeout: after `start_timeout`.
+    """
+    _check(workers, start_timeout)
+    for_client, for_workers = _split(settings)
+    for_client |= {"pool": pool, "framework": framework}
+    for_workers |= {"pool": pool, "model": os.fspath(model), "engine": engine}
+    # Nonsense is refused before anything is started.
+    for_workers["drain_timeout"] = WorkerOptions(**for_workers).drain_timeout
+    for_client["pool"] = name = ClientOptions(**for_client).pool
+    where = _where(workers, gpus)
+    private = PrivatePool(name, where.split(), for_workers)
+    try:
+        if verbose or "log_level" in settings:
+            private.copy_log_to_stderr()
+        count = workers if gpus is None else where.count(",") + 1
+        private.wait_until_alive(count, start_timeout)
+        for_client["url"] = private.url
+        return EmbeddedLM(ClientOptions(**for_client), private)
+    except BaseException:
+        private.stop()
+        raise
+
+
+def _check(workers: object, start_timeout: float) -> None:
+    refuse_unknown_variables()
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise SettingsError(f"workers={workers!r}: write a positive integer")
+    if not start_timeout > 0:
+        raise SettingsError(f"start_timeout={start_timeout!r}: write a positive number of seconds")
+
+
+def _split(settings: Mapping[str, object]) -> tuple[AllClientArguments, AllWorkerArguments]:
+    """What goes to the client, and what to the workers."""
+    client, worker = set(ClientOptions.model_fields), set(WorkerOptions.model_fields)
+    for name in settings:
+        if name not in client | worker or name == "url":
+            raise SettingsError(_unknown(name, sorted(client | worker)))
+    for_client = {name: value for name, value in settings.items() if name in client}
+    for_workers = {name: value for name, value in settings.items() if name in worker}
+    if "LMPOOL_DRAIN_TIMEOUT" not in os.environ:
+        for_workers.setdefault("drain_timeout", DRAIN_TIMEOUT)
+    return cast(AllClientArguments, for_client), cast(AllWorkerArguments, for_workers)
+
+
+def _unknown(name: str, settings: Sequence[str]) -> str:
+    if name == "url":
+        return "url: an embedded pool has a server of its own; write lmpool.connect(url) for yours"
+    known = [*settings, "model", "engine", "workers", "gpus", "start_timeout", "verbose"]
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known))}"
+    return f"unknown argument {name}: {hint}"
+
+
+def _where(workers: int, gpus: Sequence[int | str] | str | None) -> str:
+    """The arguments of ``lmpool worker`` that say how many there are, and where."""
+    if gpus is None:
+        return f"--workers {workers}"
+    names = gpus.split(",") if isinstance(gpus, str) else [str(gpu) for gpu in gpus]
+    names = [name.strip() for name in names]
+    bad = [name for name in names if not name or name == "all" or " " in name or "," in name]
+    if not names or bad:
+        raise SettingsError(f"gpus={gpus!r}: write the GPUs' numbers, such as [0, 1]")
+    if workers not in (1, len(names)):
+        raise SettingsError(f"workers={workers} and {len(names)} gpus: leave workers= out")
+    return f"--gpus {','.join(names)}"

@@ -1,0 +1,54 @@
+"""Checked prompts as jobs: what is wanted of each, and what its result is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+from lmpool.errors import PromptError
+from lmpool.model_info import ModelInfo
+from lmpool.producer.prompts import TokenIds, prompt_bytes
+from lmpool.wants import Digester, Want
+from lmpool.wire import Job
+
+
+class JobMaker:
+    """Makes jobs for one model; every prompt and want is checked before anything is sent."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        self._info = info
+        self._digester = Digester(info.fingerprint)
+
+    def check(self, want: Want) -> Want:
+        """A want with this model's defaults. Raises `PromptError`."""
+        return want.checked(self._info)
+
+    def one(self, prompt: TokenIds, want: Want, adapter: str | None) -> Job:
+        """The job of a prompt and a checked want; `adapter` is ``name@fingerprint``."""
+        info = self._info
+        tokens = prompt_bytes(prompt, info.vocab_size, info.max_prompt_tokens)
+        (mine,) = want.each(1)
+        return Job(mine, self._digester.digest(mine, tokens, adapter), tokens, adapter)
+
+    def many(self, prompts: Sequence[TokenIds], want: Want, adapter: str | None) -> list[Job]:
+        """One job for each prompt. An error names the prompt by its place."""
+        info = self._info
+        packed = []
+        for number, prompt in enumerate(_several(prompts)):
+            try:
+                packed.append(prompt_bytes(prompt, info.vocab_size, info.max_prompt_tokens))
+            except PromptError as error:
+                raise PromptError(f"prompt {number}: {error}") from None
+        digest = self._digester.digest
+        wants: Sequence[Want] = want.each(len(packed))
+        return [
+            Job(mine, digest(mine, tokens, adapter), tokens, adapter)
+            for mine, tokens in zip(wants, packed, strict=True)
+        ]
+
+
+def _several(prompts: Any) -> Sequence[TokenIds]:
+    if not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise PromptError(f"prompts of type {kind}: a list of prompts is needed")
+    return cast(Sequence[TokenIds], prompts)

@@ -1,0 +1,112 @@
+"""A caller's wait for answers, from a thread or from an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from lmpool.errors import LmpoolError
+from lmpool.keys import Priority
+from lmpool.model_info import ModelInfo
+from lmpool.wants import Answer
+from lmpool.wire import Job
+
+
+class PendingCall:
+    """One caller's wait for the answers to its jobs.
+
+    Filled by the client's threads under the client's lock. `deadline` is on the monotonic clock;
+    `info` is the model that the jobs were made for.
+    """
+
+    __slots__ = (
+        "_event", "_future", "_loop", "answers", "deadline", "error", "info", "jobs", "left",
+        "priority",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        deadline: float | None,
+        *,
+        priority: Priority = "interactive",
+        info: ModelInfo | None = None,
+    ) -> None:
+        self.jobs = jobs
+        self.priority: Priority = priority
+        self.info = info
+        self.answers: list[Answer | None] = [None] * len(jobs)
+        self.left = len(jobs)
+        self.deadline = deadline
+        self.error: LmpoolError | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._future: asyncio.Future[None] | None = None
+        self._event: threading.Event | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether every answer is there, or an error."""
+        return self.left == 0 or self.error is not None
+
+    def for_thread(self) -> PendingCall:
+        """Prepare to be waited for by a thread."""
+        self._event = threading.Event()
+        return self
+
+    def for_loop(self, loop: asyncio.AbstractEventLoop) -> PendingCall:
+        """Prepare to be awaited in `loop`."""
+        self._loop = loop
+        self._future = loop.create_future()
+        return self
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block until done; False when `timeout` seconds went by first."""
+        assert self._event is not None
+        return self.done or self._event.wait(timeout)
+
+    async def wait_async(self) -> None:
+        """Wait in the loop until done."""
+        assert self._future is not None
+        if not self.done:
+            await self._future
+
+    @property
+    def future(self) -> asyncio.Future[None]:
+        """Done when the call is (only in the loop it was prepared for)."""
+        assert self._future is not None
+        return self._future
+
+    def _wake(self) -> None:
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
+
+
+def wake(calls: Iterable[PendingCall]) -> None:
+    """Wake whoever waits for these calls: one crossing for each event loop."""
+    loops: dict[asyncio.AbstractEventLoop, list[PendingCall]] = {}
+    for call in calls:
+        if call._event is not None:
+            call._event.set()
+        elif call._loop is not None:
+            loops.setdefault(call._loop, []).append(call)
+    for loop, waiting in loops.items():
+        # A loop that was closed has nobody left who waits.
+        _call_soon(loop, _wake_all, waiting)
+
+
+def _call_soon(
+    loop: asyncio.AbstractEventLoop,
+    callback: Callable[[list[PendingCall]], None],
+    calls: list[PendingCall],
+) -> None:
+    try:
+        loop.call_soon_threadsafe(callback, calls)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+
+
+def _wake_all(calls: list[PendingCall]) -> None:
+    for call in calls:
+        call._wake()

@@ -1,0 +1,78 @@
+"""What a client does when its pool serves another model than it did."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from lmpool.clock import to_ms
+from lmpool.errors import PoolMismatch, WireError
+from lmpool.keys import ShardKeys
+from lmpool.model_info import ModelInfo
+from lmpool.producer.pending import wake
+from lmpool.producer.session import REPLY_TTL, Session
+from lmpool.producer.withdrawal import withdraw
+from lmpool.servers import Servers
+from lmpool.settings import ClientOptions
+
+logger = logging.getLogger(__name__)
+
+
+def look_at(session: Session, servers: Servers, current: bytes) -> bool:
+    """Compare the pool's model info with what the client knows. True if the pool was replaced.
+
+    Then the client moves to the new pool, or fails what it waits for, as its options say. Whoever
+    waited gets `PoolMismatch` in both cases: after a move the prompts have to be checked anew, and
+    asked under other names. On the sender's thread.
+    """
+    known = session.info
+    assert known is not None
+    try:
+        info = ModelInfo.unpack(current)
+    except WireError as error:  # of another version of lmpool
+        session.fail_everything(replaced(session.options, known, f" ({error})"))
+        return True
+    if (info.fingerprint, info.shards) == (known.fingerprint, known.shards):
+        return False
+    if session.options.when_replaced == "follow":
+        _move(session, servers, known, info)
+    else:
+        session.fail_everything(replaced(session.options, known))
+    return True
+
+
+def replaced(options: ClientOptions, known: ModelInfo, detail: str = "") -> PoolMismatch:
+    """The error of who asks a pool that was replaced."""
+    return PoolMismatch(
+        f"pool {options.pool!r} now serves another model, or in another number of shards, than the "
+        f"{known.model!r} this client knows{detail}: connect again, or with when_replaced='follow'"
+    )
+
+
+def _move(session: Session, servers: Servers, known: ModelInfo, info: ModelInfo) -> None:
+    logger.warning(
+        "pool %s now serves %s instead of %s: it is asked from now on",
+        session.options.pool,
+        info.model,
+        known.model,
+    )
+    left = session.shards
+    error = replaced(session.options, known)
+    with session.lock:
+        ended = session.end_all(error)
+    try:
+        withdraw(session, servers)
+    finally:
+        ended += session.move(info, error)
+        wake(ended)
+    wake_collector(session, servers, left)
+
+
+def wake_collector(session: Session, servers: Servers, shards: Sequence[ShardKeys]) -> None:
+    """End the blocking reads of streams that nobody writes to any longer."""
+    for server, of_server in servers.by_connection(shards):
+        reply = of_server[0].reply(session.id)
+        with server.pipeline(transaction=True) as pipeline:
+            pipeline.execute_command("XADD", reply, "*", "bye", "1")
+            pipeline.execute_command("PEXPIRE", reply, to_ms(REPLY_TTL))
+            pipeline.execute()

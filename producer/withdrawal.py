@@ -1,0 +1,33 @@
+"""Telling the server what nobody here waits for any longer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from lmpool.producer.session import CLAIM_MOST, Session
+from lmpool.scripts import script
+from lmpool.server import is_lost
+from lmpool.servers import Servers
+
+
+def withdraw(session: Session, servers: Servers) -> None:
+    """Withdraw what the session has withdrawn; what could not be told is kept for the next time."""
+    with session.lock:
+        withdrawn = session.table.take_withdrawn()
+    by_shard: dict[int, list[str]] = defaultdict(list)
+    for number, digest in withdrawn:
+        by_shard[number].append(digest.hex())
+    try:
+        for number, digests in by_shard.items():
+            shard = session.shards[number]
+            for i in range(0, len(digests), CLAIM_MOST):
+                script("withdraw")(
+                    servers.for_shard(shard),
+                    [shard.stream().key],
+                    [shard.prefix, session.id, *digests[i : i + CLAIM_MOST]],
+                )
+    except Exception as error:
+        if is_lost(error):  # what is refused now would be refused again, at once
+            with session.lock:
+                session.table.withdrawn = withdrawn + session.table.withdrawn
+        raise

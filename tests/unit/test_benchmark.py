@@ -1,0 +1,29 @@
+"""The quick measurement of a pool, without a real server."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmpool import benchmark
+from lmpool.errors import UnknownPool
+from tests.support.workers import in_process_worker
+
+
+def test_a_pool_is_measured(fake_url: str, pool_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "CACHED_SECONDS", 0.05)
+    with in_process_worker(fake_url, pool_name) as worker:
+        found = benchmark.measure(fake_url, pool_name, seconds=0.2, concurrency=8, length=5)
+        assert found.workers == 1
+    assert (found.pool, found.engine) == (pool_name, "mock")
+    assert (found.prompt_tokens, found.concurrency) == (5, 8)
+    assert found.rows >= 8
+    assert 0 < found.single_ms_median <= found.single_ms_p95
+    assert 0 < found.row_ms_median <= found.row_ms_p95
+    assert found.megabytes_per_second == pytest.approx(found.rows_per_second * 1024 / 1e6, abs=0.01)
+    assert 1 <= found.rows_per_batch <= worker.service.options.batch_size
+    assert found.cached_rows_per_second > 0
+
+
+def test_a_pool_that_is_none_is_not_measured(fake_url: str, pool_name: str) -> None:
+    with pytest.raises(UnknownPool):
+        benchmark.measure(fake_url, pool_name, seconds=0.1)

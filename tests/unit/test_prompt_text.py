@@ -1,0 +1,34 @@
+"""Prompts from text, with what a pool publishes."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+
+from lmpool.errors import PoolError, PromptError
+from lmpool.keys import PoolKeys
+from lmpool.prompt_text import decode, encoder, read_vocabulary
+from lmpool.vocabulary import Vocabulary
+from tests.support.clients import connected
+from tests.support.workers import in_process_worker
+
+BYTES = Vocabulary([bytes([i]) for i in range(256)], {})
+
+
+def test_a_vocabulary_is_read_from_the_pool(fake_url: str, pool_name: str) -> None:
+    with in_process_worker(fake_url, pool_name), connected(fake_url, pool_name) as lm:
+        vocabulary = read_vocabulary(lm)
+        assert list(vocabulary.tokens) == list(BYTES.tokens)
+        encode = encoder(lm, vocabulary)
+        assert encode("aé") == [97, 0xC3, 0xA9]
+        with pytest.raises(PromptError, match="no text in UTF-8"):
+            encode("\udc80")
+        with redis.Redis.from_url(fake_url) as server:
+            server.delete(PoolKeys(pool_name).vocabulary(lm.info.fingerprint8))
+        with pytest.raises(PoolError, match="ask by token ids"):
+            read_vocabulary(lm)
+
+
+def test_ids_become_text() -> None:
+    assert decode(BYTES.tokens, [97, 0xC3, 0xA9, 999]) == "aé"
+    assert decode(BYTES.tokens, [0xC3]) == "\ufffd"

@@ -1,0 +1,73 @@
+"""What a pool's workers have done, read from a server that tests fill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgpack
+import pytest
+import redis
+
+from lmpool.counters import COUNTERS
+from lmpool.keys import PoolKeys, ShardKeys
+from lmpool.producer.statistics import PoolStatistics, pool_statistics
+from lmpool.servers import Servers
+from tests.support.protocol import Consumer
+
+
+@pytest.fixture
+def shards(fake_url: str, pool_name: str) -> tuple[ShardKeys, ...]:
+    return PoolKeys(pool_name).shards("0" * 8, 2)
+
+
+@pytest.fixture
+def server(fake_url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(fake_url, protocol=2) as client:
+        yield client
+
+
+def read(server: redis.Redis, shards: tuple[ShardKeys, ...]) -> PoolStatistics:
+    return pool_statistics(Servers(lambda: server), shards)  # type: ignore[arg-type]
+
+
+def test_a_pool_that_nobody_has_served_has_done_nothing(server, shards) -> None:
+    found = read(server, shards)
+    assert {name: found[name] for name in found if name != "workers"} == dict.fromkeys(
+        ("computed", "batches", "failed", "expired", "backlog"), 0
+    )
+    assert found["workers"] == []
+
+
+def test_every_counter_is_summed_over_the_lanes_and_others_are_left_out(server, shards) -> None:
+    for number, shard in enumerate(shards, start=1):
+        for power, counter in enumerate(COUNTERS):
+            server.hset(shard.counters, counter.field, number * 10**power)
+        server.hset(shard.counters, "of_a_later_release", 5)
+    found = read(server, shards)
+    assert [found[counter.field] for counter in COUNTERS] == [3, 30, 300, 3000]
+
+
+def test_the_backlog_is_of_both_priorities_and_all_shards(server, shards) -> None:
+    for shard in shards:
+        server.xadd(shard.stream().key, {"job": "a"})
+        server.xadd(shard.stream("batch").key, {"job": "b"})
+        server.xadd(shard.stream("batch").key, {"job": "c"})
+    assert read(server, shards)["backlog"] == 6
+
+
+def test_workers_with_a_heartbeat_are_listed_by_name(server, shards) -> None:
+    for name in ("w-2", "w-1", "dead"):
+        Consumer(server, shards[0], name)
+    beat = {"id": "w-1", "host": "h", "pid": 7, "engine": "hf", "gpu": "0", "rows_per_second": 1.5}
+    server.set(shards[0].alive("w-1"), msgpack.packb(beat))
+    server.set(shards[0].alive("w-2"), msgpack.packb({"id": "w-2"}))
+    first, second = read(server, shards)["workers"]
+    assert first == beat
+    assert second["id"] == "w-2"
+    assert second["rows_per_second"] == 0.0
+
+
+def test_a_key_of_another_type_is_the_servers_error(server, shards) -> None:
+    server.set(shards[0].stream().key, "no stream")
+    with pytest.raises(redis.exceptions.ResponseError, match="WRONGTYPE"):
+        read(server, shards)

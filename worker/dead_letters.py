@@ -1,0 +1,70 @@
+"""Dead letters: jobs that are given up, kept with the reason, their callers told."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from lmpool.errors import JobFormatError
+from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream
+from lmpool.scripts import script
+from lmpool.servers import Servers
+from lmpool.wire import Job, RefusedJob
+
+logger = logging.getLogger(__name__)
+
+DEAD_MOST: Final = 10_000
+"""Entries kept in a shard, about."""
+GARBAGE_BYTES: Final = 65_536
+"""Bytes kept of an entry that is no job."""
+
+
+class DeadLetters:
+    """Gives jobs up, with the connections of the thread that uses it."""
+
+    def __init__(self, servers: Servers, consumer: str) -> None:
+        self._servers = servers
+        self._consumer = consumer
+
+    def refuse(self, stream: JobStream, entry: bytes, data: bytes, error: JobFormatError) -> None:
+        """Garbage in the job stream: tell whoever can be told."""
+        logger.warning("refused an entry of the job stream: %s", error)
+        digest = error.digest.hex() if isinstance(error, RefusedJob) else ""
+        self._bury(
+            stream, entry, data[:GARBAGE_BYTES], digest, "refused", str(error), 0, self._consumer
+        )
+
+    def give_up(
+        self, stream: JobStream, entry: bytes, data: bytes, job: Job, deliveries: int, last: str
+    ) -> None:
+        """A job whose workers have died again and again; `last` is the last of them."""
+        reason = (
+            f"given up after {deliveries} deliveries: every worker that ran this prompt died or "
+            f"hung, the last one {last}; see its log, and lmpool dead show"
+        )
+        logger.error("a job was %s", reason)
+        self._bury(stream, entry, data, job.digest.hex(), "failed", reason, deliveries, last)
+
+    def _bury(
+        self,
+        stream: JobStream,
+        entry: bytes,
+        data: bytes,
+        digest: str,
+        status: str,
+        reason: str,
+        deliveries: int,
+        worker: str,
+    ) -> None:
+        shard = stream.shard
+        kept = (
+            *("job", data, "reason", reason),
+            *("deliveries", deliveries, "worker", worker),
+        )
+        refusal = script("bury")(
+            self._servers.for_shard(shard),
+            [stream.key, shard.dead],
+            [shard.prefix, GROUP, COUNTERS_TTL_MS, DEAD_MOST, digest, entry, status, reason, *kept],
+        )
+        if refusal:
+            logger.error("%s cannot be written, the job is not kept: %s", shard.dead, refusal)

@@ -1,0 +1,155 @@
+"""Joining a pool: only what serves the same numbers may serve under one name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Final
+
+from lmpool.backends.engine import Engine, EngineInfo
+from lmpool.clock import to_ms
+from lmpool.commands import Server
+from lmpool.errors import PoolMismatch, SettingsError, WireError
+from lmpool.keys import PoolKeys
+from lmpool.model_info import ModelInfo, fingerprint
+from lmpool.scripts import script
+from lmpool.settings import WorkerOptions
+from lmpool.vocabulary import TOKENIZER_FILES, Vocabulary
+
+logger = logging.getLogger(__name__)
+
+OLD_KEYS_MS: Final = 86_400_000
+"""How long what another model, or another number of shards, left in the pool is kept."""
+_MAY_DIFFER = frozenset({"model", "revision", "max_backlog", "client_backlog", "result_ttl_ms"})
+"""Fields in which the workers of one pool may differ; the latest to join decides."""
+
+
+def model_info(engine: EngineInfo, options: WorkerOptions) -> ModelInfo:
+    """What the pool serves with this engine and these settings."""
+    longest = engine.max_prompt_tokens
+    if options.max_prompt_tokens is not None:
+        if options.max_prompt_tokens > longest:
+            raise SettingsError(
+                f"max_prompt_tokens={options.max_prompt_tokens}: {engine.model} takes at most "
+                f"{longest} tokens; write {longest} or less"
+            )
+        longest = options.max_prompt_tokens
+    identity = {
+        **engine.identity,
+        "engine": engine.engine,
+        "dtype": engine.dtype,
+        "vocab_size": engine.vocab_size,
+    }
+    return ModelInfo(
+        model=engine.model,
+        revision=engine.revision,
+        fingerprint=fingerprint(identity),
+        vocab_size=engine.vocab_size,
+        max_prompt_tokens=longest,
+        dtype=engine.dtype,
+        engine=engine.engine,
+        encoding=engine.encoding,
+        bos_token_id=engine.bos_token_id,
+        eos_token_ids=tuple(engine.eos_token_ids),
+        pad_token_id=engine.pad_token_id,
+        shards=options.shards,
+        max_backlog=options.max_backlog,
+        client_backlog=options.client_backlog,
+        result_ttl_ms=to_ms(options.result_ttl),
+    )
+
+
+def batch_budget(options: WorkerOptions, info: ModelInfo) -> int:
+    """`max_batch_tokens`: as set, or the default; never below the longest prompt."""
+    longest = info.max_prompt_tokens
+    if options.max_batch_tokens is None:
+        return max(options.default_max_batch_tokens, longest)
+    if options.max_batch_tokens < longest:
+        raise SettingsError(
+            f"max_batch_tokens={options.max_batch_tokens} is below the longest prompt, {longest} "
+            f"tokens: raise it to {longest}, or serve shorter prompts with max_prompt_tokens"
+        )
+    return options.max_batch_tokens
+
+
+def mark(info: ModelInfo) -> bytes:
+    """What a living worker says that it serves: equal for those that may share a pool."""
+    must_agree = {
+        f.name: getattr(info, f.name) for f in fields(ModelInfo) if f.name not in _MAY_DIFFER
+    }
+    return fingerprint(must_agree).encode()
+
+
+def join(server: Server, keys: PoolKeys, info: ModelInfo, replace: bool, life_ms: int) -> None:
+    """Publish `info` as what the pool serves, and for `life_ms` that a worker lives who does.
+
+    Raises `PoolMismatch` while living workers serve something else, unless `replace`. Of two
+    workers that join at the same time the second sees the first.
+    """
+    packed, mine = info.pack(), mark(info)
+    while True:
+        held, serving = server.get(keys.info) or b"", server.get(keys.serving) or b""
+        other = _check_same(keys, held, info, replace, serving not in (b"", mine)) if held else None
+        if script("replace")(
+            server, [keys.info, keys.serving], [held, packed, serving, mine, life_ms]
+        ):
+            break
+    kept = frozenset(_kept_keys(keys, info))
+    for key in _kept_keys(keys, other) if other is not None else ():
+        if key not in kept:  # another model's, or of shards that there are no more
+            server.pexpire(key, OLD_KEYS_MS)
+    for key in kept:  # it may have been served, replaced, and now served again
+        server.persist(key)
+
+
+def _kept_keys(keys: PoolKeys, info: ModelInfo) -> Iterator[str]:
+    """The keys of one model in a pool that do not end by themselves."""
+    yield keys.vocabulary(info.fingerprint8)
+    for shard in info.shard_keys(keys):
+        yield from (*(stream.key for stream in shard.streams), shard.dead, shard.adapters)
+
+
+def _check_same(
+    keys: PoolKeys, held: bytes, info: ModelInfo, replace: bool, others_live: bool
+) -> ModelInfo | None:
+    """What the pool served until now. Raises `PoolMismatch` where it must not be replaced."""
+    try:
+        other = ModelInfo.unpack(held)
+    except WireError as error:
+        if replace:
+            return None
+        raise PoolMismatch(
+            f"pool {keys.pool!r} holds a model info this lmpool cannot read ({error}): "
+            "set LMPOOL_REPLACE=1 to overwrite it, or use another pool name"
+        ) from None
+    different = [
+        f.name
+        for f in fields(ModelInfo)
+        if f.name not in _MAY_DIFFER and getattr(other, f.name) != getattr(info, f.name)
+    ]
+    if not different:
+        return other
+    if replace or not others_live:
+        logger.info("pool %s now serves %s instead of %s", keys.pool, info.model, other.model)
+        return other
+    text = ", ".join(
+        f"{name} {getattr(other, name)!r} there, {getattr(info, name)!r} here" for name in different
+    )
+    raise PoolMismatch(
+        f"pool {keys.pool!r} serves {other.model!r} with living workers, and this worker's "
+        f"{info.model!r} differs: {text}. Use another LMPOOL_POOL, or set LMPOOL_REPLACE=1 to take "
+        "the pool over"
+    )
+
+
+def publish_vocabulary(server: Server, keys: PoolKeys, info: ModelInfo, engine: Engine) -> None:
+    """Put tokenizer and byte vocabulary where clients find them, unless they are there."""
+    key = keys.vocabulary(info.fingerprint8)
+    if server.exists(key):
+        return
+    tokens = engine.byte_vocabulary()
+    if tokens is None:
+        return
+    files = {n: f for n, f in engine.tokenizer_files().items() if n in TOKENIZER_FILES}
+    server.set(key, Vocabulary(tokens, files).pack())
