@@ -7,7 +7,6 @@ some by failing the whole batch, some by ending the process.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import assert_never
 
 import numpy as np
 
@@ -38,12 +37,7 @@ def reason_to_refuse(request: Request, info: EngineInfo, adapters: Container[str
         return f"token id {int(tokens.max())}: below {info.vocab_size} expected"
     if request.adapter is not None and request.adapter not in adapters:
         return f"no adapter named {request.adapter!r} is loaded"
-    match request.want:
-        case Row():
-            return None
-        case Generate(temperature=temperature):
-            if not 0.0 <= temperature < np.inf:
-                return f"temperature={temperature!r}: a finite number, 0 or more, expected"
-            return None
-        case _:
-            assert_never(request.want)
+    want = request.want
+    if isinstance(want, Generate) and not 0.0 <= want.temperature < np.inf:
+        return f"temperature={want.temperature!r}: a finite number, 0 or more, expected"
+    return None

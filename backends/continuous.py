@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Generic, TypeVar, assert_never
+from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from lmpool.backends.admission import reason_to_refuse
 from lmpool.backends.engine import Engine, Outcome, Request, Tokens
 from lmpool.backends.sampling import Sampler
 from lmpool.errors import AdapterError, PromptFailed
-from lmpool.wants import Generate, Generation, Row
+from lmpool.wants import Generate, Generation
 
 Adapter = TypeVar("Adapter", bound=Hashable)
 """What an engine knows a loaded adapter by: a value that is used for one loading only."""
@@ -24,8 +24,8 @@ Adapter = TypeVar("Adapter", bound=Hashable)
 class Admitted(Generic[Adapter]):
     """A request that was accepted.
 
-    `adapter` is the one that its name stood for then; `sampler` says how its continuation is drawn,
-    and is None where it wants a row. With `alone` it is to be run without company.
+    `adapter` is the one that its name stood for then; `sampler` draws a continuation. With `alone`
+    it is to be run without company.
     """
 
     request: Request
@@ -118,23 +118,16 @@ class ContinuousEngine(Engine, Generic[Adapter]):
             if reason is not None:
                 self._outcomes.append(Outcome(request.id, error=PromptFailed(reason)))
                 continue
-            sampler = self._sampler(request)
-            if sampler is not None and sampler.max_tokens == 0:
-                nothing = Generation(np.empty(0, np.uint32))
-                self._outcomes.append(Outcome(request.id, answer=nothing))
-                continue
+            sampler = None
+            if isinstance(request.want, Generate):
+                sampler = Sampler.of(request.want, request.tokens.size, self.info)
+                if sampler.max_tokens == 0:
+                    nothing = Generation(np.empty(0, np.uint32))
+                    self._outcomes.append(Outcome(request.id, answer=nothing))
+                    continue
             adapter = None if request.adapter is None else self.adapters[request.adapter]
             self.waiting.append(Admitted(request, adapter, sampler))
         self._feed()
-
-    def _sampler(self, request: Request) -> Sampler | None:
-        match request.want:
-            case Row():
-                return None
-            case Generate() as want:
-                return Sampler.of(want, request.tokens.size, self.info)
-            case _:
-                assert_never(request.want)
 
     def step(self) -> Sequence[Outcome]:
         self.work()

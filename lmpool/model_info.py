@@ -72,11 +72,19 @@ class ModelInfo:
             found: Any = msgpack.unpackb(data, strict_map_key=True)
         except (ValueError, msgpack.UnpackException) as error:
             raise WireError(f"model info is not msgpack: {error}") from None
+        try:
+            return cls._of(found)
+        except RecursionError:  # of a message about it
+            raise WireError("model info whose fields are nested too deeply") from None
+
+    @classmethod
+    def _of(cls, found: object) -> ModelInfo:
+        """The model info of what was unpacked. Raises `WireError`."""
         if not isinstance(found, dict) or found.get("v") != INFO_VERSION:
             version = found.get("v") if isinstance(found, dict) else type(found).__name__
             older = type(version) is int and version < INFO_VERSION
             raise WireError(
-                f"model info of version {version!r}: this lmpool reads version {INFO_VERSION}; "
+                f"model info of version {version!r:.40}: this lmpool reads version {INFO_VERSION}; "
                 + (
                     "upgrade the lmpool of the pool's workers"
                     if older
@@ -86,7 +94,7 @@ class ModelInfo:
         # Fields that a later release adds are ignored; one of ours that is missing is an error.
         known = {f.name: found[f.name] for f in fields(cls) if f.name in found}
         try:
-            for name in ("eos_token_ids", "protocols"):
+            for name in known.keys() & {"eos_token_ids", "protocols"}:
                 known[name] = tuple(known[name])
             info = cls(**known)
         except (KeyError, TypeError) as error:
@@ -106,7 +114,7 @@ class ModelInfo:
         ):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise WireError(f"model info has {name}={value!r}: a positive integer expected")
+                raise WireError(f"model info has {name}={value!r:.40}: a positive integer expected")
         for name, most in (("shards", MAX_SHARDS), ("lanes", MAX_LANES)):
             if getattr(self, name) > most:
                 raise WireError(
@@ -114,7 +122,9 @@ class ModelInfo:
                 )
         for name in ("eos_token_ids", "protocols"):
             if not all(type(number) is int for number in getattr(self, name)):
-                raise WireError(f"model info has {name}={getattr(self, name)!r}: integers expected")
+                raise WireError(
+                    f"model info has {name}={getattr(self, name)!r:.80}: integers expected"
+                )
         if PROTOCOL not in self.protocols:
             newer = max(self.protocols, default=0) > PROTOCOL
             raise WireError(
@@ -124,10 +134,13 @@ class ModelInfo:
             )
         for name in ("model", "fingerprint", "dtype", "engine", "encoding"):
             if not isinstance(getattr(self, name), str):
-                raise WireError(f"model info has {name}={getattr(self, name)!r}: a string expected")
+                raise WireError(
+                    f"model info has {name}={getattr(self, name)!r:.40}: a string expected"
+                )
         if len(self.fingerprint) != 32 or self.encoding not in ("f32", "bf16", "f16"):
             raise WireError(
-                f"model info has fingerprint={self.fingerprint!r}, encoding={self.encoding!r}"
+                f"model info has fingerprint={self.fingerprint!r:.40}, "
+                f"encoding={self.encoding!r:.40}"
             )
 
 

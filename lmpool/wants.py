@@ -101,7 +101,7 @@ class Row:
         """With every default resolved for a model. Raises `PromptError`."""
         if self.encoding is None:
             return _ROWS[info.encoding]
-        if self.encoding not in ENTRY_BYTES:
+        if not isinstance(self.encoding, str) or self.encoding not in ENTRY_BYTES:
             raise PromptError(
                 f"encoding={self.encoding!r:.60}: write one of {', '.join(ENTRY_BYTES)}"
             )
@@ -183,7 +183,7 @@ class Generate:
             self,
             max_tokens=most,
             eos_token_ids=_eos(self.eos_token_ids, info),
-            temperature=float(self.temperature),
+            temperature=_plain_zero(float(self.temperature)),
             seed=None if seed is None else seed & MAX_SEED,
         )
 
@@ -209,7 +209,7 @@ class Generate:
             raise JobFormatError(f"eos is not a list of at most {MAX_EOS_IDS} integers")
         if any(type(token) is not int for token in eos):
             raise JobFormatError(f"eos is not a list of at most {MAX_EOS_IDS} integers")
-        return cls(most, tuple(eos), float(temperature), seed)
+        return cls(most, tuple(eos), _plain_zero(float(temperature)), seed)
 
     def encode(self, computed: Computed, vocab_size: int) -> bytes:
         """What is stored of the continuation. Raises `PromptFailed` where there is none."""
@@ -244,6 +244,11 @@ def _expect(kind: str, fields: Sequence[Any], count: int) -> Sequence[Any]:
     if len(fields) != count:
         raise JobFormatError(f"{kind} wants {count} fields, not {list(fields)!r:.100}")
     return fields
+
+
+def _plain_zero(value: float) -> float:
+    """-0.0 as 0.0: equal wants travel, and are hashed, in one form."""
+    return value + 0.0
 
 
 def _eos(given: Iterable[int] | None, info: ModelInfo) -> tuple[int, ...]:

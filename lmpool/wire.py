@@ -175,10 +175,15 @@ def read_notices(fields: Mapping[bytes, bytes]) -> list[Notice]:
 
 
 def _digests(text: bytes) -> list[Digest]:
-    """Digests written as 32 hex digits each, one after another; none from anything else."""
+    """Digests written as 32 hex digits each, one after another; none from anything else.
+
+    Of a text that was cut, those that are whole.
+    """
+    whole = len(text) - len(text) % (2 * DIGEST_BYTES)
     try:
-        found = bytes.fromhex(text.decode("ascii"))
+        found = bytes.fromhex(text[:whole].decode("ascii"))
     except ValueError:
         return []
-    whole = len(found) - len(found) % DIGEST_BYTES
-    return [Digest(found[i : i + DIGEST_BYTES]) for i in range(0, whole, DIGEST_BYTES)]
+    if 2 * len(found) != whole:  # blanks are read over
+        return []
+    return [Digest(found[i : i + DIGEST_BYTES]) for i in range(0, len(found), DIGEST_BYTES)]

@@ -105,7 +105,7 @@ class LifeContract(Subject):
         engine = self.open_engine(**self.bounded)
         try:
             random = np.random.default_rng(28)
-            after_warm_up = grown = 0
+            after_warm_up = 0
             for done in range(100, MEMORY_PROMPTS + 1, 100):
                 prompts = random.integers(0, engine.info.vocab_size, (100, MEMORY_LENGTH))
                 outcomes = self.ask_rows(engine, prompts.tolist())
@@ -113,8 +113,7 @@ class LifeContract(Subject):
                 del outcomes
                 if done == MEMORY_WARM_UP:
                     after_warm_up = resident_bytes()
-                elif done > MEMORY_WARM_UP:
-                    grown = resident_bytes() - after_warm_up
+            grown = resident_bytes() - after_warm_up
             assert grown < MEMORY_GROWTH, f"{grown / 2**20:.1f} MiB more after 3,500 prompts"
             self.check(engine, [[1, 2, 3]])
         finally:

@@ -1,9 +1,10 @@
-"""What is right: one float32 forward pass a prompt, with adapters merged into the weights."""
+"""What is right: transformers in float32 without any padding, adapters merged into the weights."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import importlib
 import json
 import math
@@ -18,11 +19,19 @@ import numpy.typing as npt
 from lmpool.backends.model_files import resolve_model
 
 PromptTokens = Sequence[int]
+
+_CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+_TOGETHER = 64
+_Key = tuple[bytes, bytes]
 _PREFIX = "base_model.model."
 
 
 class Reference:
-    """A causal model of transformers in float32 on the CPU, with no option of any kind."""
+    """A causal model of transformers in float32 on the CPU, with no option of any kind.
+
+    Prompts of one length share a forward pass; nothing is padded, and nothing kept but the rows.
+    """
 
     def __init__(self, model: str) -> None:
         self.folder = resolve_model(model)
@@ -31,7 +40,8 @@ class Reference:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=self._torch.float32
         ).eval()
-        self._known: dict[tuple[str, bytes], npt.NDArray[np.float32]] = {}
+        self._adapted: dict[bytes, Any] = {}
+        self._known: dict[_Key, npt.NDArray[np.float32]] = {}
 
     @classmethod
     @functools.cache
@@ -46,28 +56,38 @@ class Reference:
 
         `adapter` is the folder of a LoRA adapter as PEFT writes it.
         """
-        model = self._model if adapter is None else self._merged(os.fspath(adapter))
-        rows = []
-        for prompt in prompts:
-            key = (os.fspath(adapter or ""), np.asarray(prompt, "<u4").tobytes())
+        model, name = (self._model, b"") if adapter is None else self._with_adapter(Path(adapter))
+        keys = [(name, np.asarray(prompt, "<u4").tobytes()) for prompt in prompts]
+        by_length: dict[int, list[_Key]] = {}
+        for key in dict.fromkeys(keys):
             if key not in self._known:
-                self._known[key] = self._row(model, prompt)
-            rows.append(self._known[key])
-        return np.stack(rows)
+                by_length.setdefault(len(key[1]), []).append(key)
+        for alike in by_length.values():
+            for start in range(0, len(alike), _TOGETHER):
+                part = alike[start : start + _TOGETHER]
+                self._known.update(zip(part, self._rows(model, part), strict=True))
+        return np.stack([self._known[key] for key in keys])
 
-    def _row(self, model: Any, prompt: PromptTokens) -> npt.NDArray[np.float32]:
+    def _rows(self, model: Any, keys: Sequence[_Key]) -> npt.NDArray[np.float32]:
         torch = self._torch
+        tokens = np.stack([np.frombuffer(prompt, "<u4") for _, prompt in keys]).astype(np.int64)
         with torch.inference_mode():
-            logits = model(torch.tensor([[int(t) for t in prompt]]), use_cache=False).logits[0, -1]
-            row: npt.NDArray[np.float32] = torch.log_softmax(logits.float(), dim=-1).numpy()
-        return row
+            logits = model(torch.from_numpy(tokens), use_cache=False).logits[:, -1]
+            rows: npt.NDArray[np.float32] = torch.log_softmax(logits.float(), dim=-1).numpy()
+        return rows
 
-    @functools.cache  # noqa: B019 -- there is one reference for each model, for the whole run
-    def _merged(self, folder: str) -> Any:
-        """The model with the adapter in `folder` added to its weights."""
-        load_file = importlib.import_module("safetensors.torch").load_file
-        config = json.loads((Path(folder) / "adapter_config.json").read_text())
-        tensors = load_file(Path(folder) / "adapter_model.safetensors")
+    def _with_adapter(self, folder: Path) -> tuple[Any, bytes]:
+        """The model with an adapter added to its weights, and what it is known by."""
+        contents = [(folder / file).read_bytes() for file in (_CONFIG, _WEIGHTS)]
+        # Not by its folder, which may hold another one later.
+        name = hashlib.blake2b(b"".join(contents), digest_size=16).digest()
+        if name not in self._adapted:
+            self._adapted[name] = self._merged(*contents)
+        return self._adapted[name], name
+
+    def _merged(self, written: bytes, weights: bytes) -> Any:
+        config = json.loads(written)
+        tensors = importlib.import_module("safetensors.torch").load(weights)
         rank, alpha = config["r"], config["lora_alpha"]
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         model = copy.deepcopy(self._model)
@@ -113,7 +133,7 @@ def write_adapter(
         raise ValueError(f"targets={chosen!r}: the model {model!r} has no such layers")
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, place / "adapter_model.safetensors")
+    save_file(tensors, place / _WEIGHTS)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -129,5 +149,5 @@ def write_adapter(
         "init_lora_weights": True,
         "modules_to_save": None,
     }
-    (place / "adapter_config.json").write_text(json.dumps(config))
+    (place / _CONFIG).write_text(json.dumps(config))
     return str(place)

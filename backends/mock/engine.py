@@ -1,6 +1,6 @@
 """An engine without a model: rows that look random, are known in advance and cost nothing.
 
-`mock_row` gives the right answer to any prompt, so that a test can tell a row from another
+`mock_row` knows the right row of any prompt, so that a test can tell a row from another
 prompt's, and a benchmark measures the pool instead of a model.
 """
 
@@ -30,7 +30,7 @@ _LARGEST_VOCABULARY: Final = 1 << 24
 def mock_row(
     tokens: Tokens | Sequence[int], vocab_size: int, adapter: str | None = None
 ) -> npt.NDArray[np.float32]:
-    """The row that `MockEngine` answers a prompt with: float32 [vocab_size], read-only.
+    """The row that `MockEngine` gives for a prompt: float32 [vocab_size], read-only.
 
     Normalized log-probabilities, the same on every machine and in every run. There are about
     2**20 different rows of a vocabulary size, so two prompts share theirs once in a million.
@@ -75,7 +75,7 @@ def _pick(
 
 
 class MockEngine(BatchEngine):
-    """Answers with `mock_row`, as slowly and as badly as it is told to.
+    """Returns `mock_row`, as slowly and as badly as it is told to.
 
     `delay` is seconds a batch takes, `delay_per_token` seconds more for each token in it. A prompt
     that contains `fail_token` makes its batch fail; one that contains `break_token` breaks the
@@ -152,7 +152,7 @@ class MockEngine(BatchEngine):
             raise RuntimeError(f"a prompt contains the token {self._fail_token}")
 
     def add_adapter(self, name: str, path: str) -> None:
-        """Answer requests for the adapter `name`; its folder is not looked at."""
+        """Take requests for the adapter `name`; its folder is not looked at."""
         self.adapters[name] = path
 
     def remove_adapter(self, name: str) -> None:

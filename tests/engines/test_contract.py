@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,8 @@ import pytest
 from lmpool.backends import Outcome, Request
 from lmpool.backends.contract import Adapter, EngineContract
 from lmpool.backends.mock import MockEngine, mock_row
+from lmpool.wants import Generate
+from tests.support.fed_engine import FedEngine
 
 VOCAB = 2000
 
@@ -36,20 +38,20 @@ class TestMock(EngineContract):
         return Adapter(name, str(folder))
 
 
+class TestFed(TestMock):
+    """The same rows from an engine that is fed while it runs."""
+
+    @classmethod
+    def open_engine(cls, **options: Any) -> FedEngine:
+        return FedEngine(**{**cls.options, "most": 64, **options})
+
+
 class TestHF(EngineContract):
     """On one thread of torch: threads that wait for each other take most of the time."""
 
     engine = "hf"
     options = {"threads": 1}
     bounded = {"kv_cache_bytes": 8 << 20}
-
-    @pytest.fixture(autouse=True, scope="class")
-    @classmethod
-    def threads(cls) -> Iterator[None]:
-        torch = pytest.importorskip("torch")
-        before = torch.get_num_threads()
-        yield
-        torch.set_num_threads(before)
 
 
 # --- the suite itself: engines that break one promise each are found out -------------------------
@@ -135,8 +137,8 @@ class Cold(MockEngine):
     def submit(self, requests: Sequence[Request]) -> None:
         super().submit(
             [
-                replace(r, sampling=replace(r.sampling, temperature=r.sampling.temperature / 2))
-                if r.sampling
+                replace(r, want=replace(r.want, temperature=r.want.temperature / 2))
+                if isinstance(r.want, Generate)
                 else r
                 for r in requests
             ]

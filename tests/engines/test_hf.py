@@ -3,139 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from lmpool.backends import Outcome, Request, Sampling, tiny
+from lmpool.backends import Request, tiny
+from lmpool.backends.contract import ask
 from lmpool.backends.sampling import sample_token
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
+from lmpool.wants import Generate
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from lmpool.backends.hf import HFEngine  # noqa: E402
 from lmpool.backends.hf.model import with_quantization  # noqa: E402
+from tests.support.engines import drawn, requests_of, rows_of  # noqa: E402
+from tests.support.hf_texts import reference_rows  # noqa: E402
+from tests.support.models import LONGEST, VOCAB, save_model  # noqa: E402
 
-VOCAB = 211
-LONGEST = 96
+pytestmark = pytest.mark.timeout(120)
 
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=LONGEST,
-        bos_token_id=1,
-        eos_token_id=[2, 7],
-    ),
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=2, n_positions=LONGEST
-    ),
-    "qwen2": lambda: transformers.Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=LONGEST,
-        sliding_window=8,
-        use_sliding_window=True,
-        max_window_layers=1,
-    ),
-    # A recurrent state and no position ids: padding on the left would be part of every prompt.
-    "mamba": lambda: transformers.MambaConfig(
-        vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2
-    ),
-    # Soft-capped logits, and a head that is not the last thing computed.
-    "gemma2": lambda: transformers.Gemma2Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=LONGEST,
-        sliding_window=16,
-    ),
-    # Not causal, so that its rows depend on padding.
-    "bert": lambda: transformers.BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=LONGEST,
-    ),
-}
+MODELS = ("bert", "gemma2", "gpt2", "llama", "mamba", "windowed qwen2")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two threads on cores that are not theirs alone wait for each other most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def save(folder: Path, name: str) -> str:
-    torch.manual_seed(0)
-    config = CONFIGS[name]()
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    if name != "mamba":  # whose state would overflow
-        with torch.no_grad():
-            for parameter in model.parameters():  # rows that differ by nats, not by thousandths
-                parameter.mul_(3.0)
-    model.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="session", params=sorted(CONFIGS))
+@pytest.fixture(scope="session", params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save(tmp_path_factory.mktemp(request.param), request.param)
+    return save_model(tmp_path_factory.mktemp(request.param), request.param, hidden=64)
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save(tmp_path_factory.mktemp("llama"), "llama")
-
-
-def requests_of(prompts: Sequence[Sequence[int]], **options: Any) -> list[Request]:
-    return [
-        Request(i.to_bytes(2, "big"), np.array(p, dtype=np.uint32), **options)
-        for i, p in enumerate(prompts)
-    ]
-
-
-def run(engine: HFEngine, requests: Sequence[Request]) -> list[Outcome]:
-    """The outcomes in the order of the requests."""
-    engine.submit(requests)
-    outcomes: dict[bytes, Outcome] = {}
-    while engine.in_flight():
-        for outcome in engine.step():
-            assert outcome.id not in outcomes
-            outcomes[outcome.id] = outcome
-    return [outcomes[r.id] for r in requests]
-
-
-def reference(
-    folder: str, prompts: Sequence[Sequence[int]], dtype: str = "float32"
-) -> npt.NDArray[np.float32]:
-    """One forward pass a prompt, with no option of any kind."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    with torch.inference_mode():
-        logits = [model(torch.tensor([list(p)])).logits[0, -1].float() for p in prompts]
-        return torch.log_softmax(torch.stack(logits), dim=-1).numpy()
+    special = {"bos_token_id": 1, "eos_token_id": [2, 7]}
+    return save_model(tmp_path_factory.mktemp("llama"), "llama", hidden=64, **special)
 
 
 def prompts_of_all_lengths(longest: int, seed: int = 0) -> list[list[int]]:
@@ -150,9 +52,8 @@ def prompts_of_all_lengths(longest: int, seed: int = 0) -> list[list[int]]:
 def test_rows_equal_one_forward_pass_a_prompt(folder: str) -> None:
     engine = HFEngine(folder, max_prompt_tokens=None if "mamba" not in folder else LONGEST)
     prompts = prompts_of_all_lengths(LONGEST)
-    outcomes = run(engine, requests_of(prompts))
-    rows = np.stack([outcome.logprobs() for outcome in outcomes])
-    expected = reference(folder, prompts)
+    rows = rows_of(engine, prompts)
+    expected = reference_rows(folder, prompts)
     assert rows.dtype == np.float32
     assert np.abs(rows - expected).max() < 1e-5
     assert np.abs(np.exp(rows.astype(np.float64)).sum(axis=1) - 1).max() < 1e-5
@@ -169,8 +70,8 @@ def test_the_tiny_model() -> None:
         rng.integers(0, info.vocab_size, n).tolist()
         for n in (1, 2, 40, info.max_prompt_tokens, 3, 40)
     ]
-    rows = np.stack([outcome.logprobs() for outcome in run(engine, requests_of(prompts))])
-    assert np.abs(rows - reference(tiny.path(), prompts)).max() < 1e-5
+    rows = rows_of(engine, prompts)
+    assert np.abs(rows - reference_rows(tiny.path(), prompts)).max() < 1e-5
 
     vocabulary = engine.byte_vocabulary()
     assert vocabulary is not None
@@ -192,9 +93,8 @@ def test_clients_get_the_tokenizer_from_the_engine(tmp_path: Path) -> None:
 
 def test_small_forward_passes_give_the_same_rows(llama: str) -> None:
     prompts = prompts_of_all_lengths(LONGEST, seed=1)
-    outcomes = run(HFEngine(llama, forward_tokens=100), requests_of(prompts))
-    rows = np.stack([outcome.logprobs() for outcome in outcomes])
-    assert np.abs(rows - reference(llama, prompts)).max() < 1e-5
+    rows = rows_of(HFEngine(llama, forward_tokens=100), prompts)
+    assert np.abs(rows - reference_rows(llama, prompts)).max() < 1e-5
 
 
 def test_the_head_sees_one_position_a_prompt(llama: str) -> None:
@@ -202,7 +102,7 @@ def test_the_head_sees_one_position_a_prompt(llama: str) -> None:
     seen: list[tuple[int, ...]] = []
     head = engine._open()._model.get_output_embeddings()
     head.register_forward_hook(lambda _module, _inputs, output: seen.append(output.shape))
-    run(engine, requests_of([[1] * 50, [2] * 45, [3] * 48]))
+    ask(engine, requests_of([[1] * 50, [2] * 45, [3] * 48]))
     assert seen == [(3, 1, VOCAB)]
 
 
@@ -214,9 +114,9 @@ def test_a_model_without_an_output_embedding(llama: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(transformers.LlamaForCausalLM, "get_output_embeddings", lambda _: None)
     engine = HFEngine(llama)
     prompts = [[1], [2, 3, 4], [5] * 30]
-    rows = np.stack([outcome.logprobs() for outcome in run(engine, requests_of(prompts))])
+    rows = rows_of(engine, prompts)
     assert engine._open().may_pad
-    assert np.abs(rows - reference(llama, prompts)).max() < 1e-5
+    assert np.abs(rows - reference_rows(llama, prompts)).max() < 1e-5
 
 
 def test_rows_of_a_bfloat16_head_are_the_bits_of_its_logits(llama: str) -> None:
@@ -224,10 +124,10 @@ def test_rows_of_a_bfloat16_head_are_the_bits_of_its_logits(llama: str) -> None:
     assert engine.info.encoding == "bf16"
     assert engine.info.dtype == "bfloat16"
     prompts = [[5, 6, 7], [9] * 11, [3, 1, 4, 1, 5]]
-    alone = [run(engine, requests_of([p]))[0] for p in prompts]
+    alone = [ask(engine, requests_of([p]))[0] for p in prompts]
     assert all(o.row is not None and o.row.dtype == np.uint16 for o in alone)
     rows = np.stack([outcome.logprobs() for outcome in alone])
-    assert np.abs(rows - reference(llama, prompts, "bfloat16")).max() < 2e-5
+    assert np.abs(rows - reference_rows(llama, prompts, dtype="bfloat16")).max() < 2e-5
     assert np.abs(np.exp(rows.astype(np.float64)).sum(axis=1) - 1).max() < 1e-5
 
 
@@ -235,7 +135,7 @@ def test_logits_that_bfloat16_would_round_are_sent_as_float32(llama: str) -> Non
     engine = HFEngine(llama, dtype="bfloat16")
     head = engine._open()._model.get_output_embeddings()
     head.register_forward_hook(lambda _module, _inputs, output: output.float() * 1.001)
-    (outcome,) = run(engine, requests_of([[5, 6, 7]]))
+    (outcome,) = ask(engine, requests_of([[5, 6, 7]]))
     assert outcome.row is not None
     assert outcome.row.dtype == np.float32
     assert abs(np.exp(outcome.row.astype(np.float64)).sum() - 1) < 1e-5
@@ -252,11 +152,11 @@ def test_logits_that_bfloat16_would_round_are_sent_as_float32(llama: str) -> Non
 )
 def test_a_bad_prompt_fails_alone(llama: str, bad: list[int], said: str) -> None:
     good = [[1, 2, 3], [4], [5, 6]]
-    outcomes = run(HFEngine(llama), requests_of([good[0], bad, good[1], good[2]]))
+    outcomes = ask(HFEngine(llama), requests_of([good[0], bad, good[1], good[2]]))
     assert isinstance(outcomes[1].error, PromptFailed)
     assert said in str(outcomes[1].error)
     rows = np.stack([outcomes[i].logprobs() for i in (0, 2, 3)])
-    assert np.abs(rows - reference(llama, good)).max() < 1e-5
+    assert np.abs(rows - reference_rows(llama, good)).max() < 1e-5
 
 
 def test_a_row_that_is_not_a_number_fails_alone(llama: str) -> None:
@@ -265,7 +165,7 @@ def test_a_row_that_is_not_a_number_fails_alone(llama: str) -> None:
     with torch.no_grad():
         embedding.weight[13] = float("nan")
     # Tied or not, the head is another tensor here: only prompts with the token 13 are touched.
-    outcomes = run(engine, requests_of([[1, 2], [1, 13], [3, 4, 5]]))
+    outcomes = ask(engine, requests_of([[1, 2], [1, 13], [3, 4, 5]]))
     assert "logsumexp nan" in str(outcomes[1].error)
     assert outcomes[0].error is None
     assert outcomes[2].error is None
@@ -278,7 +178,7 @@ def test_a_token_that_is_impossible_spoils_no_row(llama: str) -> None:
         return output.index_fill(-1, torch.tensor([0, 5]), -torch.inf)
 
     engine._open()._model.get_output_embeddings().register_forward_hook(forbid)
-    for outcome in run(engine, requests_of([[1, 2], [3]])):
+    for outcome in ask(engine, requests_of([[1, 2], [3]])):
         row = outcome.logprobs()
         assert row[0] == row[5] == -np.inf
         assert abs(np.exp(row.astype(np.float64)).sum() - 1) < 1e-5
@@ -294,7 +194,7 @@ def test_a_prompt_that_raises_is_found_and_fails_alone(llama: str) -> None:
 
     model.register_forward_pre_hook(refuse, with_kwargs=True)
     prompts = [[i, i + 1] for i in range(30)] + [[99, 1]]
-    outcomes = run(engine, requests_of(prompts))
+    outcomes = ask(engine, requests_of(prompts))
     assert [o.error is None for o in outcomes] == [True] * 30 + [False]
     assert "out of memory, say" in str(outcomes[30].error)
 
@@ -314,35 +214,31 @@ def test_a_broken_device_breaks_the_engine(llama: str, monkeypatch: pytest.Monke
 def test_a_continuation_is_what_its_rows_say_alone_and_in_company(llama: str) -> None:
     engine = HFEngine(llama)
     prompt = [3, 1, 4]
-    sampling = Sampling(max_tokens=12, eos_token_ids=(), temperature=0.9, seed=17)
-    (alone,) = run(engine, requests_of([prompt], sampling=sampling))
-    assert alone.tokens is not None
+    want = Generate(max_tokens=12, eos_token_ids=(), temperature=0.9, seed=17)
+    (alone,) = ask(engine, requests_of([prompt], want=want))
     expected = list(prompt)
     for step in range(12):
-        row = reference(llama, [expected])[0]
+        row = reference_rows(llama, [expected])[0]
         expected.append(sample_token(row, 0.9, 17, step))
-    assert alone.tokens.tolist() == expected[3:]
+    assert drawn(alone) == expected[3:]
 
-    ending = Sampling(max_tokens=12, eos_token_ids=(expected[7],), temperature=0.9, seed=17)
-    (ended,) = run(engine, requests_of([prompt], sampling=ending))
-    assert ended.tokens is not None
-    assert ended.tokens.tolist() == expected[3 : expected.index(expected[7], 3)]
+    ending = Generate(max_tokens=12, eos_token_ids=(expected[7],), temperature=0.9, seed=17)
+    (ended,) = ask(engine, requests_of([prompt], want=ending))
+    assert drawn(ended) == expected[3 : expected.index(expected[7], 3)]
 
     company = [
         *requests_of([[9, 9], [8] * 30]),
-        Request(b"it", np.array(prompt, np.uint32), sampling=sampling),
+        Request(b"it", np.array(prompt, np.uint32), want=want),
         Request(
             b"other",
             np.array(prompt, np.uint32),
-            sampling=Sampling(max_tokens=5, eos_token_ids=(), temperature=0.9, seed=18),
+            want=Generate(max_tokens=5, eos_token_ids=(), temperature=0.9, seed=18),
         ),
     ]
-    outcomes = run(engine, company)
+    outcomes = ask(engine, company)
     assert outcomes[0].row is not None
-    assert outcomes[2].tokens is not None
-    assert outcomes[2].tokens.tolist() == expected[3:]
-    assert outcomes[3].tokens is not None
-    assert len(outcomes[3].tokens) == 5
+    assert drawn(outcomes[2]) == expected[3:]
+    assert len(drawn(outcomes[3])) == 5
 
 
 def test_special_tokens_and_bounds(llama: str) -> None:
@@ -403,7 +299,7 @@ def test_weights_of_another_model_are_refused(llama: str, tmp_path: Path) -> Non
 
 def test_an_unknown_adapter_fails_its_prompt_alone(llama: str) -> None:
     engine = HFEngine(llama)
-    (outcome,) = run(engine, requests_of([[1]], adapter="french"))
+    (outcome,) = ask(engine, requests_of([[1]], adapter="french"))
     assert "no adapter named 'french'" in str(outcome.error)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,10 @@ import numpy.typing as npt
 import pytest
 
 import lmpool
-from lmpool.backends import Request, Sampling, tiny
+from lmpool.backends import Request, tiny
+from lmpool.backends.contract import ask
 from lmpool.errors import AdapterError, PoolError
+from lmpool.wants import Generate
 from tests.support.clients import connected
 from tests.support.workers import worker_process
 
@@ -25,38 +27,15 @@ pytest.importorskip("peft")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from lmpool.backends.hf import HFEngine  # noqa: E402
-from tests.support.hf_texts import (  # noqa: E402
-    TOLERANCE,
-    VOCAB,
-    make,
-    reference_model,
-    run,
-    save_adapter,
-)
+from tests.support.engines import drawn  # noqa: E402
+from tests.support.hf_texts import TOLERANCE, reference_rows, save_adapter  # noqa: E402
+from tests.support.models import VOCAB, save_model  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
 
-CONFIGS: dict[str, Any] = {
-    "llama": lambda: transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=96,
-    ),
-    # Its projections are one transposed matrix.
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=96
-    ),
-    "mamba": lambda: transformers.MambaConfig(
-        vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2
-    ),
-}
 TARGETS = {
     "llama": ["q_proj", "v_proj", "down_proj"],
-    "gpt2": ["c_attn"],
+    "gpt2": ["c_attn"],  # one transposed matrix for all projections
     "mamba": ["in_proj"],
 }
 Rows = npt.NDArray[np.float32]
@@ -64,26 +43,14 @@ STARTING = 90.0
 """Seconds that a worker may take to import torch and load a model on a busy machine."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make(tmp_path_factory.mktemp("llama"), CONFIGS["llama"]())
+    return save_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
 def reference(model: str, adapter: str | None, prompts: Sequence[Sequence[int]]) -> Rows:
     """PEFT's own model, one forward pass a prompt."""
-    lm = reference_model(model, adapter)
-    with torch.inference_mode():
-        logits = [lm(torch.tensor([list(p)])).logits[0, -1].float() for p in prompts]
-        rows: Rows = torch.log_softmax(torch.stack(logits), dim=-1).numpy()
-    return rows
+    return reference_rows(model, prompts, adapter)
 
 
 def rows_of(
@@ -95,7 +62,7 @@ def rows_of(
         for i, prompt in enumerate(prompts)
         for adapter in adapters
     ]
-    rows = np.stack([outcome.logprobs() for outcome in run(engine, requests)])
+    rows = np.stack([outcome.logprobs() for outcome in ask(engine, requests)])
     return rows.reshape(len(prompts), len(adapters), -1)
 
 
@@ -108,9 +75,9 @@ def some_prompts(vocab: int, count: int = 20, seed: int = 0) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.parametrize("name", sorted(TARGETS))
 def test_each_adapter_has_its_own_rows_and_states(name: str, tmp_path: Path) -> None:
-    model = make(tmp_path / "model", CONFIGS[name]())
+    model = save_model(tmp_path / "model", name)
     targets = TARGETS[name]
     options = {"fan_in_fan_out": True} if name == "gpt2" else {}
     one = save_adapter(model, tmp_path / "one", target_modules=targets, **options)
@@ -131,7 +98,7 @@ def test_each_adapter_has_its_own_rows_and_states(name: str, tmp_path: Path) -> 
         assert np.abs(rows - expected).max() < TOLERANCE
     engine.remove_adapter("one@a.b")
     engine.remove_adapter("one@a.b")
-    (refused,) = run(engine, [Request(b"1", np.array([1], np.uint32), "one@a.b")])
+    (refused,) = ask(engine, [Request(b"1", np.array([1], np.uint32), "one@a.b")])
     assert "no adapter named 'one@a.b'" in str(refused.error)
     rows = rows_of(engine, prompts, [None, "two@"])
     assert np.abs(rows - expected[:, [0, 2]]).max() < TOLERANCE
@@ -194,21 +161,20 @@ def test_continuations_with_adapters(llama: str, tmp_path: Path) -> None:
     path = save_adapter(llama, tmp_path / "one")
     engine = HFEngine(llama)
     engine.add_adapter("one", path)
-    greedy = Sampling(6, (), 0.0, 0)
+    greedy = Generate(6, (), 0.0, 0)
     prompt = np.array([3, 1, 4], np.uint32)
-    outcomes = run(
+    outcomes = ask(
         engine,
         [
-            Request(b"base", prompt, sampling=greedy),
-            Request(b"one", prompt, "one", sampling=greedy),
+            Request(b"base", prompt, want=greedy),
+            Request(b"one", prompt, "one", want=greedy),
         ],
     )
     for outcome, adapter in zip(outcomes, (None, path), strict=True):
         tokens = [3, 1, 4]
         for _ in range(6):
             tokens.append(int(reference(llama, adapter, [tokens])[0].argmax()))
-        assert outcome.tokens is not None
-        assert outcome.tokens.tolist() == tokens[3:]
+        assert drawn(outcome) == tokens[3:]
 
 
 def changed(folder: str, **config: Any) -> None:
@@ -303,7 +269,7 @@ def test_another_models_adapter_is_refused(llama: str, tmp_path: Path) -> None:
     other = save_adapter(tiny.path(), tmp_path / "tiny")
     with pytest.raises(AdapterError, match="another model's"):
         engine.add_adapter("tiny", other)
-    gpt2 = make(tmp_path / "gpt2", CONFIGS["gpt2"]())
+    gpt2 = save_model(tmp_path / "gpt2", "gpt2")
     path = save_adapter(gpt2, tmp_path / "two", target_modules=["c_attn"], fan_in_fan_out=True)
     with pytest.raises(AdapterError, match=r"c_attn.* not found"):
         engine.add_adapter("gpt2", path)
@@ -376,11 +342,10 @@ def test_a_pool_of_two_workers(server_url: str, pool_name: str, tmp_path: Path) 
         sampled = lm.batch_sample_sync(prompts, 6, [2], temperature=0.9, seed=5)
         alone = HFEngine("tiny", threads=1)
         for prompt, tokens in zip(prompts[:4], sampled, strict=False):
-            sampling = Sampling(6, (2,), 0.9, 5)
-            request = Request(b"alone", np.array(prompt, np.uint32), sampling=sampling)
-            (outcome,) = run(alone, [request])
-            assert outcome.tokens is not None
-            assert outcome.tokens.tolist() == list(tokens)
+            want = Generate(6, (2,), 0.9, 5)
+            request = Request(b"alone", np.array(prompt, np.uint32), want=want)
+            (outcome,) = ask(alone, [request])
+            assert drawn(outcome) == list(tokens)
         # Prefixes are kept on every worker, within bounds that the caller hears of.
         lm.cache_kv(prompts[0])
         with pytest.raises(PoolError, match="more than there is room for") as full:

@@ -12,33 +12,24 @@ import numpy as np
 import pytest
 
 from lmpool.backends import Request
+from lmpool.backends.contract import ask
 from lmpool.errors import PromptFailed
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from lmpool.backends.hf import HFEngine  # noqa: E402
-from tests.support.hf_texts import (  # noqa: E402
-    TOLERANCE,
-    VOCAB,
-    Texts,
-    make,
-    run,
-    save_adapter,
-)
+from lmpool.backends.hf import HFEngine
+from tests.support.hf_texts import TOLERANCE, Texts, save_adapter
+from tests.support.models import save_model
 
-CONFIGS = {
-    "llama": lambda **base: transformers.LlamaConfig(**base),
-    "gemma3": lambda **base: transformers.Gemma3TextConfig(**base, head_dim=16, sliding_window=12),
-}
 POSITIONS = 150
 """Fewer than the prompts of a batch may need, so that there is eviction in the middle of it."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3_600)
-@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.parametrize("name", ["gemma3", "llama"])
 def test_random_batches(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Rows, the trie's invariants and the bound of memory hold after each of them.
 
@@ -46,18 +37,7 @@ def test_random_batches(name: str, tmp_path: Path, request: pytest.FixtureReques
     are computed in chunks, under eviction, with adapters that come and go, and with kept prefixes.
     """
     batches: int = request.config.getoption("--soak-batches")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    config = CONFIGS[name](
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=96,
-    )
-    folder = make(tmp_path / "model", config)
+    folder = save_model(tmp_path / "model", name, num_hidden_layers=2)
     adapters = {f"a{n}": save_adapter(folder, tmp_path / f"a{n}", seed=n) for n in range(2)}
     texts = Texts(folder, seed=0, sequences=60, adapters=adapters)
     slot_bytes = HFEngine(folder, kv_cache_bytes=1 << 20).kv_cache_bytes() // (1 << 12)
@@ -91,7 +71,7 @@ def test_random_batches(name: str, tmp_path: Path, request: pytest.FixtureReques
             Request(place.to_bytes(2, "big"), texts.sequences[i][:n], adapter)
             for place, ((i, n), adapter) in enumerate(zip(batch, drawn, strict=True))
         ]
-        for (i, n), adapter, outcome in zip(batch, drawn, run(engine, requests), strict=True):
+        for (i, n), adapter, outcome in zip(batch, drawn, ask(engine, requests), strict=True):
             error = np.abs(outcome.logprobs() - texts.rows_with[adapter][i][n - 1].numpy()).max()
             assert error < TOLERANCE, f"batch {number}, {n} tokens of {i}, {adapter}: {error}"
         rows += len(batch)
@@ -103,4 +83,3 @@ def test_random_batches(name: str, tmp_path: Path, request: pytest.FixtureReques
     assert rows > 5 * batches
     assert statistics.found > 0
     assert statistics.evicted > 0
-    torch.set_num_threads(before)

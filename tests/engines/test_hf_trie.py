@@ -3,116 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lmpool.backends import Request, Sampling
+from lmpool.backends import Request
+from lmpool.backends.cache_memory import default_cache_bytes
+from lmpool.backends.contract import ask
 from lmpool.errors import PromptFailed, SettingsError
+from lmpool.wants import Generate
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from lmpool.backends.hf import HFEngine  # noqa: E402
 from lmpool.backends.hf.forward import Forward  # noqa: E402
-from lmpool.backends.hf.packed_fit import default_kv_cache_bytes  # noqa: E402
-from tests.support.hf_texts import VOCAB, Texts, make, requests_of, rows_of, run  # noqa: E402
-
-LONGEST = 96
-WINDOW = 12
-
-BASE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": LONGEST,
-}
-SERVED: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaConfig(**BASE),
-    "qwen2": lambda: transformers.Qwen2Config(**BASE),
-    "qwen3": lambda: transformers.Qwen3Config(**BASE, head_dim=16),
-    "mistral": lambda: transformers.MistralConfig(**BASE, sliding_window=None),
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=LONGEST
-    ),
-    "gpt_neox": lambda: transformers.GPTNeoXConfig(**{**BASE, "num_key_value_heads": 2}),
-    "phi": lambda: transformers.PhiConfig(**{**BASE, "num_key_value_heads": 2}),
-}
-WINDOWED: dict[str, Callable[[], Any]] = {
-    "mistral": lambda: transformers.MistralConfig(**BASE, sliding_window=WINDOW),
-    # All layers but the first see no further than the window.
-    "qwen2": lambda: transformers.Qwen2Config(
-        **BASE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
-    ),
-    "qwen3": lambda: transformers.Qwen3Config(
-        **BASE, head_dim=16, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
-    ),
-    # Every second layer, and soft caps on attention and on logits.
-    "gemma2": lambda: transformers.Gemma2Config(
-        **BASE,
-        head_dim=16,
-        sliding_window=WINDOW,
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=5.0,
-    ),
-    # Five layers of six, with rotary positions of their own.
-    "gemma3": lambda: transformers.Gemma3TextConfig(
-        **{**BASE, "num_hidden_layers": 7}, head_dim=16, sliding_window=WINDOW
-    ),
-    "phi3": lambda: transformers.Phi3Config(**BASE, sliding_window=WINDOW, pad_token_id=0),
-    "starcoder2": lambda: transformers.Starcoder2Config(**BASE, sliding_window=WINDOW),
-    # Three layers of four see the chunk that they are in.
-    "llama4": lambda: transformers.Llama4TextConfig(
-        **{**BASE, "num_hidden_layers": 4},
-        head_dim=16,
-        num_local_experts=2,
-        attention_chunk_size=WINDOW,
-    ),
-}
-LIMITED: dict[str, Callable[[], Any]] = {
-    "dynamic_rope": lambda: transformers.LlamaConfig(
-        **{**BASE, "max_position_embeddings": WINDOW},
-        rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10_000.0},
-    ),
-}
-UNFIT: dict[str, Callable[[], Any]] = {
-    "mamba": lambda: transformers.MambaConfig(
-        vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2
-    ),
-    # A causal mask of its own, by the places of keys in the cache.
-    "gpt_neo": lambda: transformers.GPTNeoConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=2,
-        attention_types=[[["global", "local"], 1]],
-        window_size=WINDOW,
-        max_position_embeddings=LONGEST,
-    ),
-    # Positions by the attention mask.
-    "bloom": lambda: transformers.BloomConfig(
-        vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=2
-    ),
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from tests.support.engines import drawn, requests_of, rows_of  # noqa: E402
+from tests.support.hf_texts import Texts  # noqa: E402
+from tests.support.models import (  # noqa: E402
+    LONGEST,
+    SERVED,
+    UNFIT,
+    VOCAB,
+    WINDOW,
+    WINDOWED,
+    save_model,
+)
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make(tmp_path_factory.mktemp("llama"), SERVED["llama"]())
+    return save_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
 def slot_bytes(folder: str) -> int:
@@ -162,7 +85,7 @@ def test_a_soak_of_small_batches(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
 def test_a_soak_of_other_models(name: str, tmp_path: Path) -> None:
-    folder = make(tmp_path, SERVED[name]())
+    folder = save_model(tmp_path, name)
     engine = HFEngine(folder, kv_cache_bytes=150 * slot_bytes(folder), forward_tokens=24)
     texts = Texts(folder, seed=1)
     for _ in range(100):
@@ -170,9 +93,9 @@ def test_a_soak_of_other_models(name: str, tmp_path: Path) -> None:
         check(engine)
 
 
-@pytest.mark.parametrize("name", sorted(SERVED))
+@pytest.mark.parametrize("name", SERVED)
 def test_models_that_are_served(name: str, tmp_path: Path) -> None:
-    engine = HFEngine(make(tmp_path, SERVED[name]()))
+    engine = HFEngine(save_model(tmp_path, name))
     texts = Texts(str(tmp_path), seed=2)
     for _ in range(10):
         texts.compare(engine, texts.batch(30))
@@ -182,11 +105,11 @@ def test_models_that_are_served(name: str, tmp_path: Path) -> None:
     assert statistics.found > 0
 
 
-@pytest.mark.parametrize("name", sorted(WINDOWED))
+@pytest.mark.parametrize("name", WINDOWED)
 def test_layers_that_see_less_than_all(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = make(tmp_path, WINDOWED[name]())
+    folder = save_model(tmp_path, name)
     engine = HFEngine(folder, forward_tokens=64)
     assert "keep nothing" not in caplog.text
     assert "keeps nothing" not in caplog.text
@@ -207,7 +130,7 @@ def test_layers_that_see_less_than_all(
     assert statistics.found > statistics.added
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["windowed mistral", "gemma3"])
 def test_windows_that_cannot_be_told_a_model(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +138,7 @@ def test_windows_that_cannot_be_told_a_model(
     from lmpool.backends.hf import packed_fit
 
     monkeypatch.setattr(packed_fit, "_reach", lambda *_: packed_fit.Reach())
-    folder = make(tmp_path, WINDOWED[name]())
+    folder = save_model(tmp_path, name)
     engine = HFEngine(folder)
     assert f"prompts of more than {WINDOW} tokens" in caplog.text
     texts = Texts(folder, seed=3)
@@ -227,11 +150,11 @@ def test_windows_that_cannot_be_told_a_model(
     assert statistics.found > 0
 
 
-@pytest.mark.parametrize("name", sorted(LIMITED))
+@pytest.mark.parametrize("name", ["dynamic_rope"])
 def test_positions_that_depend_on_the_longest_prompt(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = make(tmp_path, LIMITED[name]())
+    folder = save_model(tmp_path, name)
     engine = HFEngine(folder, max_prompt_tokens=WINDOW)
     texts = Texts(folder, seed=3, length=WINDOW)
     for _ in range(10):
@@ -242,12 +165,12 @@ def test_positions_that_depend_on_the_longest_prompt(
     assert statistics.found > 0
 
 
-@pytest.mark.parametrize("name", sorted(UNFIT))
+@pytest.mark.parametrize("name", UNFIT)
 def test_models_that_are_computed_plainly(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    folder = make(tmp_path, UNFIT[name]())
+    folder = save_model(tmp_path, name)
     engine = HFEngine(folder, max_prompt_tokens=LONGEST)
     assert "keeps nothing between batches" in caplog.text
     assert engine.statistics() is None
@@ -305,14 +228,14 @@ def test_what_is_known_is_not_computed_again(llama: str) -> None:
         with_kwargs=True,
     )
     prompt = np.random.default_rng(0).integers(0, VOCAB, 60)
-    run(engine, requests_of([prompt]))
+    ask(engine, requests_of([prompt]))
     assert computed == [60]
-    run(engine, requests_of([prompt]))
+    ask(engine, requests_of([prompt]))
     assert computed == [60, 1]
-    run(engine, requests_of([[*prompt, n] for n in range(20)] + [prompt[:30]]))
+    ask(engine, requests_of([[*prompt, n] for n in range(20)] + [prompt[:30]]))
     assert sum(computed[2:]) < 30
     engine.clear_cache()
-    run(engine, requests_of([prompt, prompt]))
+    ask(engine, requests_of([prompt, prompt]))
     assert computed[-1] == 60
 
 
@@ -325,16 +248,14 @@ def test_a_continuation_costs_a_position_a_token(llama: str) -> None:
     )
     prompt = list(range(40))
     requests = [
-        Request(bytes([seed]), np.array(prompt, np.uint32), sampling=Sampling(16, (), 1.0, seed))
+        Request(bytes([seed]), np.array(prompt, np.uint32), want=Generate(16, (), 1.0, seed))
         for seed in range(8)
     ]
-    kept = run(engine, requests)
+    kept = ask(engine, requests)
     assert sum(positions) <= 40 + 16 * 8 + 16
-    plain = run(HFEngine(llama, kv_cache_bytes=0), requests)
+    plain = ask(HFEngine(llama, kv_cache_bytes=0), requests)
     for one, other in zip(kept, plain, strict=True):
-        assert one.tokens is not None
-        assert other.tokens is not None
-        assert one.tokens.tolist() == other.tokens.tolist()
+        assert drawn(one) == drawn(other)
     check(engine)
 
 
@@ -348,13 +269,13 @@ def test_a_row_that_is_not_a_number_spoils_no_other(llama: str) -> None:
     batch = texts.batch(12)
     prompts = [texts.sequences[i][:n] for i, n in batch]
     bad = [[*prompts[0], spoiled], [spoiled], [*prompts[1], spoiled, 4]]
-    outcomes = run(engine, requests_of([*prompts, *bad]))
+    outcomes = ask(engine, requests_of([*prompts, *bad]))
     for (i, n), outcome in zip(batch, outcomes, strict=False):
         assert np.abs(outcome.logprobs() - texts.rows[i][n - 1].numpy()).max() < 1e-5
     assert all("logsumexp nan" in str(o.error) for o in outcomes[-3:])
     check(engine)
     texts.compare(engine, batch)
-    outcomes = run(engine, requests_of([bad[0], prompts[0]]))
+    outcomes = ask(engine, requests_of([bad[0], prompts[0]]))
     assert outcomes[0].error is not None
     texts.compare(engine, batch)
     with pytest.raises(PromptFailed, match="logsumexp nan"):
@@ -378,7 +299,7 @@ def test_a_failed_forward_pass_leaves_nothing_behind(llama: str) -> None:
     hook = engine._open()._model.model.layers[1].register_forward_pre_hook(fail)
     for _ in range(20):
         batch = texts.batch(6)
-        outcomes = run(engine, requests_of([texts.sequences[i][:n] for i, n in batch]))
+        outcomes = ask(engine, requests_of([texts.sequences[i][:n] for i, n in batch]))
         for (i, n), outcome in zip(batch, outcomes, strict=True):
             if outcome.error is None:
                 assert np.abs(outcome.logprobs() - texts.rows[i][n - 1].numpy()).max() < 1e-5
@@ -441,4 +362,4 @@ def test_the_bound_is_said(llama: str, caplog: pytest.LogCaptureFixture) -> None
     HFEngine(llama, kv_cache_bytes=256_000)
     assert "keeps the keys and values of 998 positions in 256,000 bytes" in caplog.text
     assert HFEngine(llama, kv_cache_bytes=0).statistics() is None
-    assert 0 < default_kv_cache_bytes(torch.device("cpu")) <= 4 << 30
+    assert 0 < default_cache_bytes() <= 4 << 30

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,83 +13,33 @@ import pytest
 
 from lmpool.backends import tiny
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
+from lmpool.wants import Generate
 
 pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from lmpool.backends.contract import EngineContract, Reference, ask, request_for, write_adapter  # noqa: E402
-from lmpool.backends.engine import Sampling  # noqa: E402
+from lmpool.backends.contract import Reference, ask, request_for, write_adapter  # noqa: E402
 from lmpool.backends.mlx import MLXEngine  # noqa: E402
-from tests.support.engines import check_engines  # noqa: E402
+from tests.support.engines import rows_of  # noqa: E402
+from tests.support.models import LONGEST, VOCAB, save_model, without_prefix  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Of torch, for the reference: two threads on busy cores wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-class TestContract(EngineContract):
-    engine = "mlx"
-    bounded = {"cache_bytes": 8 << 20}
-
-
-LONGEST = 96
-VOCAB = 211
-
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=LONGEST,
-        bos_token_id=1,
-        eos_token_id=[2, 7],
-    ),
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=2, n_positions=LONGEST, n_ctx=LONGEST
-    ),
-    "qwen2": lambda: transformers.Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=LONGEST,
-        rope_parameters={"rope_type": "linear", "rope_theta": 3000.0, "factor": 2.0},
-    ),
-    # Sliding windows: keys and values alone do not tell where a prefix ends.
-    "gemma3_text": lambda: transformers.Gemma3TextConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=6,  # five with a sliding window, one without
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=LONGEST,
-        sliding_window=16,
-    ),
-    # A recurrent state.
-    "mamba": lambda: transformers.MambaConfig(
-        vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2
-    ),
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"bos_token_id": 1, "eos_token_id": [2, 7]},
+    "gpt2": {"n_ctx": LONGEST},
+    "qwen2": {"rope_parameters": {"rope_type": "linear", "rope_theta": 3000.0, "factor": 2.0}},
+    "gemma3": {},
+    "mamba": {},
 }
-PLAIN = {"gemma3_text", "mamba"}
+# Keys and values alone do not tell where a prefix ends: sliding windows, a recurrent state.
+PLAIN = {"gemma3", "mamba"}
 
 
-@pytest.fixture(scope="session", params=sorted(CONFIGS))
+@pytest.fixture(scope="session", params=sorted(MODELS))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return save(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -101,25 +50,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def save(folder: Path, name: str) -> str:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
-    if name != "mamba":  # whose state would overflow
-        with torch.no_grad():
-            for parameter in model.parameters():  # rows that differ by nats
-                parameter.mul_(2.0)
-    model.save_pretrained(folder)
-    if name == "gpt2":  # mlx-lm knows it as it is on the hub: without this prefix
-        from safetensors.torch import load_file, save_file
-
-        weights = load_file(folder / "model.safetensors")
-        plain = {key.removeprefix("transformer."): value for key, value in weights.items()}
-        save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
-
-
-def rows(engine: MLXEngine, prompts: Sequence[Sequence[int]], **options: Any) -> Any:
-    outcomes = ask(engine, [request_for(prompt, **options) for prompt in prompts])
-    return np.stack([outcome.logprobs() for outcome in outcomes])
+    saved = save_model(folder, name, hidden=64, scale=2.0, **MODELS[name])
+    # mlx-lm knows it as it is on the hub.
+    return without_prefix(saved, "transformer.") if name == "gpt2" else saved
 
 
 def some_prompts(seed: int, count: int = 24, longest: int = LONGEST) -> list[list[int]]:
@@ -139,8 +72,8 @@ def test_models_that_batch_and_models_that_do_not(
     reference = Reference(folder)
     for seed in (0, 1):
         prompts = some_prompts(seed, count=10)
-        assert np.abs(rows(engine, prompts) - reference.rows(prompts)).max() < 1e-4
-    assert np.abs(rows(engine, prompts) - reference.rows(prompts)).max() < 1e-4
+        assert np.abs(rows_of(engine, prompts) - reference.rows(prompts)).max() < 1e-4
+    assert np.abs(rows_of(engine, prompts) - reference.rows(prompts)).max() < 1e-4
     assert engine.info.vocab_size == VOCAB
     engine.cache_prefix(np.array([1, 2, 3], np.uint32))
 
@@ -162,19 +95,19 @@ def test_what_is_shared_is_computed_once(llama: str, monkeypatch: pytest.MonkeyP
     engine = MLXEngine(llama)
     counted = count_positions(engine, monkeypatch)
     prefix = list(range(60))
-    rows(engine, [[*prefix, 100 + n] for n in range(32)])
+    rows_of(engine, [[*prefix, 100 + n] for n in range(32)])
     assert sum(counted) == 60 + 32
     counted.clear()
-    rows(engine, [[*prefix, 100 + n, n] for n in range(32)])
+    rows_of(engine, [[*prefix, 100 + n, n] for n in range(32)])
     assert sum(counted) == 32
     counted.clear()
-    rows(engine, [[*prefix, 100]] * 5)
+    rows_of(engine, [[*prefix, 100]] * 5)
     assert sum(counted) == 1
     counted.clear()
     engine.clear_cache()
     engine.cache_prefix(np.array(prefix, np.uint32))
     assert sum(counted) == 60
-    rows(engine, [[*prefix, 7]])
+    rows_of(engine, [[*prefix, 7]])
     assert sum(counted) == 61
 
 
@@ -187,17 +120,17 @@ def test_kept_prefixes_stay_within_their_bytes(llama: str) -> None:
         assert store is not None
         for seed in (3, 4, 3):
             prompts = some_prompts(seed)
-            assert np.abs(rows(engine, prompts) - reference.rows(prompts)).max() < 1e-4
+            assert np.abs(rows_of(engine, prompts) - reference.rows(prompts)).max() < 1e-4
             kept = sum(array.nbytes for pair in store._arrays for array in pair)
             assert kept <= cache_bytes
-            assert len(engine._tree) * store.position_bytes <= cache_bytes
+            assert len(engine._kept) * store.position_bytes <= cache_bytes
 
 
 @pytest.mark.parametrize("cache_bytes", [1 << 20, 0])
 def test_long_prompts_in_pieces(llama: str, cache_bytes: int) -> None:
     engine = MLXEngine(llama, forward_tokens=20, cache_bytes=cache_bytes)
     prompts = some_prompts(5)
-    assert np.abs(rows(engine, prompts) - Reference(llama).rows(prompts)).max() < 1e-4
+    assert np.abs(rows_of(engine, prompts) - Reference(llama).rows(prompts)).max() < 1e-4
 
 
 @pytest.mark.parametrize("options", [{}, {"forward_tokens": 20}])
@@ -222,9 +155,9 @@ def test_a_row_that_is_not_a_number_fails_alone(
         failed, *found = ask(engine, [request_for(prompt) for prompt in (bad, *good)])
         assert "logsumexp nan" in str(failed.error)
         assert np.abs(np.stack([row.logprobs() for row in found]) - right).max() < 1e-4
-        assert np.abs(rows(engine, good) - right).max() < 1e-4
-        sampling = Sampling(5, (), 0.0, 0)
-        (failed,) = ask(engine, [request_for(bad, sampling=sampling)])
+        assert np.abs(rows_of(engine, good) - right).max() < 1e-4
+        want = Generate(5, (), 0.0, 0)
+        (failed,) = ask(engine, [request_for(bad, want=want)])
         assert "logsumexp nan" in str(failed.error)
         with pytest.raises(PromptFailed, match="logsumexp nan"):
             engine.cache_prefix(np.array(bad, np.uint32))
@@ -265,12 +198,12 @@ def test_a_quantized_model_and_its_adapters(tmp_path: Path) -> None:
     assert engine.keeps_prefixes
     prompts = [[1, 5, 9], [7] * 30, [1, 5, 9, 4]]
     reference = Reference.of("tiny")
-    assert np.abs(rows(engine, prompts) - reference.rows(prompts)).max() < 0.5
+    assert np.abs(rows_of(engine, prompts) - reference.rows(prompts)).max() < 0.5
     adapter = write_adapter(tmp_path / "a", seed=1, targets=["q_proj", "down_proj"])
     engine.add_adapter("a", adapter)
-    by_adapter = rows(engine, prompts, adapter="a")
+    by_adapter = rows_of(engine, prompts, adapter="a")
     assert np.abs(by_adapter - reference.rows(prompts, adapter)).max() < 0.5
-    assert np.abs(by_adapter - rows(engine, prompts)).max() > 0.5
+    assert np.abs(by_adapter - rows_of(engine, prompts)).max() > 0.5
 
 
 @pytest.mark.parametrize(
@@ -329,16 +262,16 @@ def test_an_adapter_of_gpt2_whose_layers_mlx_calls_otherwise(tmp_path: Path) -> 
     (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 3}))
     engine.add_adapter("a", str(folder))
     prompts = some_prompts(6, count=5)
-    by_adapter = rows(engine, prompts, adapter="a")
+    by_adapter = rows_of(engine, prompts, adapter="a")
 
     reference = Reference(str(tmp_path / "model"))
-    assert np.abs(rows(engine, prompts) - reference.rows(prompts)).max() < 1e-4
+    assert np.abs(rows_of(engine, prompts) - reference.rows(prompts)).max() < 1e-4
     layer = reference._model.transformer.h[1].attn.c_attn
     with torch.no_grad():  # its weight is [inputs, outputs]
         layer.weight += torch.from_numpy((1.5 * b @ a).T)
     reference._known.clear()
     assert np.abs(by_adapter - reference.rows(prompts)).max() < 1e-4
-    assert np.abs(by_adapter - rows(engine, prompts)).max() > 0.1
+    assert np.abs(by_adapter - rows_of(engine, prompts)).max() > 0.1
 
 
 @pytest.mark.parametrize(
@@ -368,8 +301,3 @@ def test_special_tokens_vocabulary_and_identity(llama: str, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SettingsError):
         MLXEngine(str(tmp_path))
-
-
-@pytest.mark.usefixtures("server_binary")
-def test_a_pool_of_it_answers_as_one_of_transformers() -> None:
-    check_engines("mlx")

@@ -20,50 +20,48 @@ torch = pytest.importorskip("torch")
 zmq = pytest.importorskip("zmq")
 pytest.importorskip("sglang")
 
-from lmpool.backends.contract import EngineContract, Reference, ask, request_for, write_adapter  # noqa: E402
-from lmpool.backends.engine import Sampling  # noqa: E402
+from lmpool.backends.contract import Reference, ask, request_for, write_adapter  # noqa: E402
 from lmpool.backends.sampling import sample_token  # noqa: E402
 from lmpool.backends.sglang import SGLangEngine  # noqa: E402
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError  # noqa: E402
-from tests.support.engines import check_engines  # noqa: E402
+from lmpool.wants import Generate  # noqa: E402
+from tests.support.engines import drawn, rows_of  # noqa: E402
+from tests.support.models import LONGEST, VOCAB, save_model  # noqa: E402
+from tests.support.sglang_engine import SMALL, WARNINGS, OneAtATime  # noqa: E402
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(180),
-    # Of SGLang's and its dependencies' own making.
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(180), *WARNINGS]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two threads on cores that are not theirs alone wait for each other most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    Reference.of("tiny").rows([[0]])  # SGLang changes how models are loaded
-    yield
-    torch.set_num_threads(before)
+def reference_first() -> None:
+    """SGLang changes how models are loaded."""
+    Reference.of("tiny").rows([[0]])
+
+
+@pytest.fixture(scope="module")
+def engines(reference_first: None) -> Iterator[OneAtATime]:
+    made = OneAtATime()
+    yield made
+    made.close()
 
 
 @pytest.fixture
-def tiny_engine() -> Iterator[Callable[..., SGLangEngine]]:
-    """Makes an engine of the tiny model, which is closed after the test."""
-    made: list[SGLangEngine] = []
-
-    def make(**options: Any) -> SGLangEngine:
-        made.append(SGLangEngine("tiny", **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+def tiny_engine(engines: OneAtATime) -> Iterator[Callable[..., SGLangEngine]]:
+    """Makes an engine of the tiny model for one test, which may do with it what it wants."""
+    yield engines.make
+    engines.close()
 
 
-class TestContract(EngineContract):
-    engine = "sglang"
-    options = {"max_loras": 4}
-    bounded = {"server_args": {"max_total_tokens": 4096}}
+@pytest.fixture
+def shared_engine(engines: OneAtATime) -> Callable[..., SGLangEngine]:
+    """An engine of the tiny model that others have used, and others will."""
+    return engines.shared
+
+
+@pytest.fixture
+def no_engine(engines: OneAtATime) -> None:
+    """The process has none."""
+    engines.close()
 
 
 NAN = 13
@@ -76,54 +74,38 @@ def overflow(engine: SGLangEngine) -> None:
     )
 
 
-SMALL = {"server_args": {"chunked_prefill_size": 48, "max_total_tokens": 1200}}
-
-
-class TestInPieces(EngineContract):
-    """Prompts in pieces of 48 tokens, and room for two of the longest at most."""
-
-    engine = "sglang"
-    options = SMALL
-    bounded = SMALL
-    lacks = {"adapters": "opened without, which is the default"}
-
-
 def test_continuations_that_are_put_off(tiny_engine: Callable[..., SGLangEngine]) -> None:
     """More continuations than there is room for: some give way, and draw the same in the end."""
     engine = tiny_engine(**SMALL)
     prompts = [[n, n + 1, n + 2] for n in range(1, 13)]
     requests = [
-        request_for(prompt, sampling=Sampling(150, (), 1.0, seed))
+        request_for(prompt, want=Generate(150, (), 1.0, seed))
         for seed, prompt in enumerate(prompts)
     ]
-    together = [outcome.tokens for outcome in ask(engine, requests)]
+    together = [drawn(outcome) for outcome in ask(engine, requests)]
     for request, tokens in zip(requests[::5], together[::5], strict=True):
         (alone,) = ask(engine, [request])
-        assert tokens is not None
-        assert alone.tokens is not None
-        assert alone.tokens.tolist() == tokens.tolist()
-        assert tokens.size == 150
+        assert drawn(alone) == tokens
+        assert len(tokens) == 150
 
 
 def test_the_models_own_end_does_not_end_a_continuation(
-    tiny_engine: Callable[..., SGLangEngine],
+    shared_engine: Callable[..., SGLangEngine],
 ) -> None:
-    engine = tiny_engine()
+    engine = shared_engine()
     (end,) = engine.info.eos_token_ids
     rows = Reference.of("tiny").rows([[7, 8, 9]])
     seed = next(s for s in range(100_000) if sample_token(rows[0], 5.0, s, 0) == end)
-    (outcome,) = ask(engine, [request_for([7, 8, 9], sampling=Sampling(4, (), 5.0, seed))])
-    assert outcome.tokens is not None
-    assert outcome.tokens.tolist()[0] == end
-    assert outcome.tokens.size == 4
-    (ended,) = ask(engine, [request_for([7, 8, 9], sampling=Sampling(4, (end,), 5.0, seed))])
-    assert ended.tokens is not None
-    assert ended.tokens.size == 0
+    (outcome,) = ask(engine, [request_for([7, 8, 9], want=Generate(4, (), 5.0, seed))])
+    assert drawn(outcome)[0] == end
+    assert len(drawn(outcome)) == 4
+    (ended,) = ask(engine, [request_for([7, 8, 9], want=Generate(4, (end,), 5.0, seed))])
+    assert len(drawn(ended)) == 0
 
 
-def test_requests_are_taken_in_while_others_run(tiny_engine: Callable[..., SGLangEngine]) -> None:
-    engine = tiny_engine()
-    long = request_for([1, 2], sampling=Sampling(40, (), 1.0, 3))
+def test_requests_are_taken_in_while_others_run(shared_engine: Callable[..., SGLangEngine]) -> None:
+    engine = shared_engine()
+    long = request_for([1, 2], want=Generate(40, (), 1.0, 3))
     engine.submit([long])
     seen: list[bytes] = [outcome.id for outcome in engine.step()]
     row = request_for([3, 4])
@@ -133,8 +115,8 @@ def test_requests_are_taken_in_while_others_run(tiny_engine: Callable[..., SGLan
     assert seen == [row.id, long.id]
 
 
-def test_prefixes_are_kept_and_dropped(tiny_engine: Callable[..., SGLangEngine]) -> None:
-    engine = tiny_engine()
+def test_prefixes_are_kept_and_dropped(shared_engine: Callable[..., SGLangEngine]) -> None:
+    engine = shared_engine()
     scheduler = engine._open()._scheduler
     engine.cache_prefix(np.arange(100, dtype=np.uint32))
     assert scheduler.tree_cache.evictable_size() >= 100
@@ -162,17 +144,17 @@ def test_closing_frees_the_model(tiny_engine: Callable[..., SGLangEngine]) -> No
     assert model() is None
 
 
-def test_one_engine_in_a_process(tiny_engine: Callable[..., SGLangEngine]) -> None:
-    tiny_engine()
+def test_one_engine_in_a_process(shared_engine: Callable[..., SGLangEngine]) -> None:
+    shared_engine()
     with pytest.raises(SettingsError, match="this process has an SGLang engine"):
         SGLangEngine("tiny")
 
 
 def test_an_engine_without_adapters_names_the_option(
-    tiny_engine: Callable[..., SGLangEngine],
+    shared_engine: Callable[..., SGLangEngine],
 ) -> None:
     with pytest.raises(AdapterError, match=r"engine_opts=\{'max_loras': 4\}"):
-        tiny_engine().add_adapter("a", "/anywhere")
+        shared_engine().add_adapter("a", "/anywhere")
 
 
 @pytest.mark.parametrize(
@@ -185,7 +167,7 @@ def test_an_engine_without_adapters_names_the_option(
     ],
 )
 def test_adapters_that_are_refused(
-    tiny_engine: Callable[..., SGLangEngine],
+    shared_engine: Callable[..., SGLangEngine],
     tmp_path: Path,
     how: dict[str, Any],
     change: dict[str, Any],
@@ -195,7 +177,7 @@ def test_adapters_that_are_refused(
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(AdapterError, match=said):
-        tiny_engine(max_loras=2, max_lora_rank=8).add_adapter("a", str(folder))
+        shared_engine(max_loras=2, max_lora_rank=8).add_adapter("a", str(folder))
 
 
 @pytest.mark.parametrize(
@@ -211,12 +193,13 @@ def test_adapters_that_are_refused(
         ({"revision": "main"}, "revision='main'"),
     ],
 )
+@pytest.mark.usefixtures("no_engine")
 def test_bad_options_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         SGLangEngine("tiny", **options)
 
 
-@pytest.mark.usefixtures("tiny_engine")
+@pytest.mark.usefixtures("no_engine")
 def test_after_a_refusal_the_process_has_room_for_an_engine(
     tiny_engine: Callable[..., SGLangEngine],
 ) -> None:
@@ -231,37 +214,20 @@ def test_another_release_of_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -
         SGLangEngine("tiny")
 
 
+@pytest.mark.usefixtures("no_engine")
 def test_a_qwen2_model(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=211,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=96,
-        bos_token_id=1,
-        eos_token_id=[2, 7],
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    special = {"bos_token_id": 1, "eos_token_id": [2, 7]}
+    save_model(tmp_path, "qwen2", hidden=64, scale=1.0, **special)
     random = np.random.default_rng(0)
-    prompts = [random.integers(0, 211, n).tolist() for n in (1, 5, 40, 89, 5)]
+    prompts = [random.integers(0, VOCAB, n).tolist() for n in (1, 5, 40, LONGEST - 7, 5)]
     expected = Reference(str(tmp_path)).rows(prompts)
-    engine = SGLangEngine(str(tmp_path), max_prompt_tokens=89)
+    engine = SGLangEngine(str(tmp_path), max_prompt_tokens=LONGEST - 7)
     try:
-        rows = [o.logprobs() for o in ask(engine, [request_for(prompt) for prompt in prompts])]
-        assert np.abs(np.stack(rows) - expected).max() < 1e-4
+        assert np.abs(rows_of(engine, prompts) - expected).max() < 1e-4
         assert engine.info.eos_token_ids == (2, 7)
         assert engine.byte_vocabulary() is None
     finally:
         engine.close()
-
-
-@pytest.mark.usefixtures("server_binary")
-def test_a_pool_of_it_answers_as_one_of_transformers() -> None:
-    check_engines("sglang")
 
 
 @pytest.fixture(params=[{}, SMALL], ids=["whole", "in pieces"])
@@ -289,25 +255,22 @@ def test_a_row_that_is_not_a_number_fails_alone(overflows: SGLangEngine) -> None
 
 
 def test_a_continuation_that_is_not_a_number_fails_alone(overflows: SGLangEngine) -> None:
-    sampling = Sampling(5, (), 0.0, 0)
-    good = request_for([1, 2, 3], sampling=sampling)
-    failed, beside = ask(overflows, [request_for([1, 2, 3, NAN], sampling=sampling), good])
+    want = Generate(5, (), 0.0, 0)
+    good = request_for([1, 2, 3], want=want)
+    failed, beside = ask(overflows, [request_for([1, 2, 3, NAN], want=want), good])
     assert "has no token to draw" in str(failed.error)
     (after,) = ask(overflows, [good])
-    assert beside.tokens is not None
-    assert after.tokens is not None
-    assert after.tokens.tolist() == beside.tokens.tolist()
-    assert int(beside.tokens[0]) == int(Reference.of("tiny").rows([[1, 2, 3]])[0].argmax())
+    assert drawn(after) == drawn(beside)
+    assert int(drawn(beside)[0]) == int(Reference.of("tiny").rows([[1, 2, 3]])[0].argmax())
 
 
 def test_a_token_that_overflows_when_it_was_drawn(
     tiny_engine: Callable[..., SGLangEngine],
 ) -> None:
     engine = tiny_engine()
-    request = request_for([1, 2, 3], sampling=Sampling(5, (), 0.0, 0))
+    request = request_for([1, 2, 3], want=Generate(5, (), 0.0, 0))
     (right,) = ask(engine, [request])
-    assert right.tokens is not None
-    second = int(right.tokens[1])
+    second = int(drawn(right)[1])
     embedding = engine._open()._runner.model.model.embed_tokens
     engine.clear_cache()
     hook = embedding.register_forward_hook(
@@ -316,8 +279,7 @@ def test_a_token_that_overflows_when_it_was_drawn(
     assert "has no token to draw" in str(ask(engine, [request])[0].error)
     hook.remove()
     (again,) = ask(engine, [request])
-    assert again.tokens is not None
-    assert again.tokens.tolist() == right.tokens.tolist()
+    assert drawn(again) == drawn(right)
 
 
 @pytest.mark.parametrize("call", ["step", "cache_prefix", "clear_cache", "remove_adapter"])
@@ -329,7 +291,7 @@ def test_a_batch_that_raises_breaks_the_engine(
 ) -> None:
     engine = tiny_engine(max_loras=1)
     engine.add_adapter("a", write_adapter(tmp_path / "a", seed=1))
-    cancelled = request_for([1, 2], adapter="a", sampling=Sampling(9, (), 0.0, 0))
+    cancelled = request_for([1, 2], adapter="a", want=Generate(9, (), 0.0, 0))
     engine.submit([cancelled])
     engine.step()  # what was cancelled runs for one more step
     engine.cancel([cancelled.id])
@@ -357,23 +319,22 @@ def test_a_scheduler_that_runs_nothing_breaks_the_engine(
         engine.step()
 
 
-def test_what_sglang_aborts_fails(tiny_engine: Callable[..., SGLangEngine]) -> None:
+def test_what_sglang_aborts_fails(shared_engine: Callable[..., SGLangEngine]) -> None:
     """As it does for want of memory or time, whether a request waits or runs."""
-    engine = tiny_engine()
+    engine = shared_engine()
     scheduler = engine._open()
     for steps in (0, 1):
-        requests = [request_for([n], sampling=Sampling(3, (), 0.0, 0)) for n in (1, 2)]
+        requests = [request_for([n], want=Generate(3, (), 0.0, 0)) for n in (1, 2)]
         engine.submit(requests)
         for _ in range(steps):
             assert engine.step() == []
-        scheduler.abort(engine._places[requests[0].id])
+        scheduler.abort(engine._names[requests[0].id])
         outcomes = {}
         while engine.in_flight():
             outcomes |= {outcome.id: outcome for outcome in engine.step()}
         aborted, other = (outcomes[request.id] for request in requests)
         assert isinstance(aborted.error, PromptFailed)
-        assert other.tokens is not None
-        assert other.tokens.size == 3
+        assert len(drawn(other)) == 3
 
 
 def test_an_adapter_goes_while_others_are_asked_for(
@@ -383,8 +344,8 @@ def test_an_adapter_goes_while_others_are_asked_for(
     for seed, name in enumerate(("mine", "other")):
         engine.add_adapter(name, write_adapter(tmp_path / name, seed=seed))
     loaded = engine._open()._runner.lora_manager.loras
-    mine = request_for([1, 2], adapter="mine", sampling=Sampling(3, (), 0.0, 0))
-    other = request_for([1, 2], adapter="other", sampling=Sampling(30, (), 0.0, 0))
+    mine = request_for([1, 2], adapter="mine", want=Generate(3, (), 0.0, 0))
+    other = request_for([1, 2], adapter="other", want=Generate(30, (), 0.0, 0))
     engine.submit([mine, other])
     engine.remove_adapter("mine")
     outcomes = list(engine.step())
@@ -403,9 +364,11 @@ def test_an_engine_leaves_nothing_behind(
     """Neither files, nor sockets, which Python's collector might wait for, nor a hook."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     hook = sys.excepthook
+    opened = {file.path for file in psutil.Process().open_files()}
     engine = tiny_engine()
     assert ask(engine, [request_for([1])])[0].error is None
     assert not [one for one in gc.get_objects() if issubclass(type(one), zmq.Socket)]
-    assert not [file.path for file in psutil.Process().open_files() if "sglang" in file.path]
+    left = {file.path for file in psutil.Process().open_files()} - opened
+    assert not [path for path in left if "sglang" in path]
     assert list(tmp_path.iterdir()) == []
     assert sys.excepthook is hook

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmpool.backends import Request, Sampling
+from lmpool.backends import Request
+from lmpool.backends.contract import Reference
 from lmpool.errors import PromptFailed
+from lmpool.wants import Generate
+from tests.support.engines import drawn, requests_of
 from tests.support.vllm_engine import (
-    Reference,
     Watched,
     answer,
     assert_nothing_left,
@@ -19,7 +21,6 @@ from tests.support.vllm_engine import (
     drain,
     need_vllm,
     prompts,
-    requests_of,
     vllm_engine,
 )
 
@@ -41,7 +42,7 @@ TIGHT = {
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    return Reference()
+    return Reference.of("tiny")
 
 
 @pytest.fixture(scope="class")  # two engines at a time do not get along in one process
@@ -82,8 +83,8 @@ class TestRows:
 
         given = prompts(60, 80, seed=3)
         foreign = prompts(24, 60, seed=4)
-        sampled = Sampling(max_tokens=9, eos_token_ids=(), temperature=0.8, seed=1)
-        greedy = Sampling(max_tokens=9, eos_token_ids=(), temperature=0.0, seed=1)
+        sampled = Generate(max_tokens=9, eos_token_ids=(), temperature=0.8, seed=1)
+        greedy = Generate(max_tokens=9, eos_token_ids=(), temperature=0.0, seed=1)
         for i, prompt in enumerate(foreign):
             # As another user of the same vLLM: biased, penalized, several tokens, never captured.
             params = SamplingParams(
@@ -100,14 +101,14 @@ class TestRows:
                 )
             )
         engine.submit(requests_of(given[:20]))
-        engine.submit(requests_of(foreign[:12], 100, sampling=sampled))
+        engine.submit(requests_of(foreign[:12], 100, want=sampled))
         outcomes = {o.id: o for o in engine.step()}
-        engine.submit(requests_of(foreign[12:], 112, sampling=greedy))
+        engine.submit(requests_of(foreign[12:], 112, want=greedy))
         engine.submit(requests_of(given[20:], 20))
         outcomes.update(drain(engine))
         rows = [outcomes[b"%d" % i] for i in range(60)]
         assert_rows(rows, reference.rows(given))
-        assert all(outcomes[b"%d" % i].tokens.size == 9 for i in range(100, 124))
+        assert all(len(drawn(outcomes[b"%d" % i])) == 9 for i in range(100, 124))
         engine._core.abort_requests([f"foreign-{i}" for i in range(24)])
         assert_nothing_left(engine)
 
@@ -136,22 +137,42 @@ class TestRows:
             if i % 3:
                 outcomes.update({o.id: o for o in engine.step()})
             if i == 5:
-                long = Sampling(max_tokens=150, eos_token_ids=(), temperature=1.0, seed=2)
-                engine.submit([Request(b"long", given[0], sampling=long)])
+                long = Generate(max_tokens=150, eos_token_ids=(), temperature=1.0, seed=2)
+                engine.submit([Request(b"long", given[0], want=long)])
         outcomes.update(drain(engine))
         assert joined > 150
-        assert outcomes.pop(b"long").tokens.size == 150
+        assert len(drawn(outcomes.pop(b"long"))) == 150
         assert_rows([outcomes[b"%d" % i] for i in range(200)], reference.rows(given))
         assert_nothing_left(engine)
+
+    @pytest.mark.parametrize(
+        ("tokens", "words"),
+        [([5, 2000], "token id 2000: below 2000"), ([3] * 512, "a prompt of 512 tokens: 1 to 511")],
+    )
+    def test_beside_prompts_that_fail(self, engine, reference, tokens, words):
+        good = prompts(8, 30, seed=13)
+        engine.submit(requests_of(good[:4]))
+        engine.submit([Request(b"bad", np.array(tokens, np.uint32))])
+        engine.submit(requests_of(good[4:], 4))
+        outcomes = drain(engine)
+        error = outcomes.pop(b"bad").error
+        assert isinstance(error, PromptFailed)
+        assert words in str(error)
+        assert_rows([outcomes[b"%d" % i] for i in range(8)], reference.rows(good))
+        assert_nothing_left(engine)
+
+    def test_of_the_longest_prompt(self, engine, reference):
+        given = [np.full(511, 7, np.uint32), np.full(510, 8, np.uint32)]
+        assert_rows(answer(engine, given), reference.rows(given))
 
 
 @pytest.mark.parametrize("options", TIGHT.values(), ids=TIGHT.keys())
 def test_rows_however_vllm_schedules(reference, options):
     given = prompts(64, 200, seed=7) + prompts(30, 9, seed=8, shared=150)
     expected = reference.rows(given)
-    sampled = Sampling(max_tokens=5, eos_token_ids=(), temperature=0.8, seed=1)
+    sampled = Generate(max_tokens=5, eos_token_ids=(), temperature=0.8, seed=1)
     with vllm_engine(**options) as engine:
-        engine.submit(requests_of(prompts(10, 50), 1000, sampling=sampled))
+        engine.submit(requests_of(prompts(10, 50), 1000, want=sampled))
         engine.submit(requests_of(given[:60]))
         outcomes = {o.id: o for o in engine.step()}
         engine.clear_cache()
@@ -186,34 +207,12 @@ def test_rows_with_preemptions(reference):
     ) as engine:
         given = prompts(40, 120, seed=11)
         growing = prompts(12, 60, seed=12)
-        long = Sampling(max_tokens=120, eos_token_ids=(), temperature=0.8, seed=3)
+        long = Generate(max_tokens=120, eos_token_ids=(), temperature=0.8, seed=3)
         with Watched(engine) as seen:
-            engine.submit(requests_of(growing, 1000, sampling=long))
+            engine.submit(requests_of(growing, 1000, want=long))
             engine.submit(requests_of(given))
             outcomes = drain(engine)
         assert seen.preempted > 0
         assert_rows([outcomes[b"%d" % i] for i in range(40)], reference.rows(given))
-        assert all(outcomes[b"%d" % i].tokens.size == 120 for i in range(1000, 1012))
+        assert all(len(drawn(outcomes[b"%d" % i])) == 120 for i in range(1000, 1012))
         assert_nothing_left(engine)
-
-
-class TestBadPrompts:
-    @pytest.mark.parametrize(
-        ("tokens", "words"),
-        [([5, 2000], "token id 2000: below 2000"), ([3] * 512, "a prompt of 512 tokens: 1 to 511")],
-    )
-    def test_fail_alone(self, engine, reference, tokens, words):
-        good = prompts(8, 30, seed=13)
-        engine.submit(requests_of(good[:4]))
-        engine.submit([Request(b"bad", np.array(tokens, np.uint32))])
-        engine.submit(requests_of(good[4:], 4))
-        outcomes = drain(engine)
-        error = outcomes.pop(b"bad").error
-        assert isinstance(error, PromptFailed)
-        assert words in str(error)
-        assert_rows([outcomes[b"%d" % i] for i in range(8)], reference.rows(good))
-        assert_nothing_left(engine)
-
-    def test_the_longest_prompt_is_answered(self, engine, reference):
-        given = [np.full(511, 7, np.uint32), np.full(510, 8, np.uint32)]
-        assert_rows(answer(engine, given), reference.rows(given))

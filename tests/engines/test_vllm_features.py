@@ -12,13 +12,15 @@ import numpy as np
 import psutil
 import pytest
 
-from lmpool.backends import Request, Sampling, load_engine, tiny
-from lmpool.backends.model_files import model_identity
+from lmpool.backends import Request, load_engine, tiny
+from lmpool.backends.contract import Reference
+from lmpool.backends.model_identity import model_identity
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
+from lmpool.wants import Generate
+from tests.support.engines import drawn, requests_of
 from tests.support.vllm_engine import (
     QUICK,
     VOCAB,
-    Reference,
     Watched,
     answer,
     assert_nothing_left,
@@ -26,7 +28,6 @@ from tests.support.vllm_engine import (
     drain,
     need_vllm,
     prompts,
-    requests_of,
     scheduler,
     spoiled_model,
     vllm_engine,
@@ -38,6 +39,7 @@ need_vllm()
 from lmpool.backends.vllm import engine as engine_module  # noqa: E402
 from lmpool.backends.vllm import internals  # noqa: E402
 from lmpool.backends.vllm.adapters import weight_shapes  # noqa: E402
+from lmpool.backends.vllm.options import MOST_ADAPTERS  # noqa: E402
 
 pytestmark = [
     pytest.mark.engine,
@@ -48,7 +50,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    return Reference()
+    return Reference.of("tiny")
 
 
 def extended(prompt: np.ndarray, *tokens: int) -> np.ndarray:
@@ -118,10 +120,10 @@ class TestLivePrompts:
     def test_a_cleared_cache_is_used_by_nobody_who_comes_later(self, engine, reference):
         start = prompts(1, 1, seed=8, shared=300)[0]
         more = [extended(start, i) for i in (4, 5)]
-        sampling = Sampling(max_tokens=40, eos_token_ids=(), temperature=0.8, seed=1)
-        (alone,) = answer(engine, [start], sampling=sampling)
+        want = Generate(max_tokens=40, eos_token_ids=(), temperature=0.8, seed=1)
+        (alone,) = answer(engine, [start], want=want)
         answer(engine, [start])
-        engine.submit([Request(b"runs", start, sampling=sampling), Request(b"row", start)])
+        engine.submit([Request(b"runs", start, want=want), Request(b"row", start)])
         outcomes = {outcome.id: outcome for outcome in engine.step()}
         engine.clear_cache()
         engine.submit(requests_of(more))
@@ -129,7 +131,7 @@ class TestLivePrompts:
         while b"runs" not in outcomes:
             assert not outcomes.keys() & {b"0", b"1"}  # they wait
             outcomes |= {outcome.id: outcome for outcome in engine.step()}
-        assert outcomes[b"runs"].tokens.tolist() == alone.tokens.tolist()
+        assert drawn(outcomes[b"runs"]) == drawn(alone)
         with Watched(engine) as seen:
             outcomes |= drain(engine)
         assert sum(seen.tokens) > start.size
@@ -178,7 +180,7 @@ class TestAdapters:
             engine.add_adapter(name, folder)
         given = prompts(12, 60, seed=8)
         expected = {None: reference.rows(given)}
-        expected |= {n: Reference(adapter=f).rows(given) for n, f in folders.items()}
+        expected |= {n: reference.rows(given, f) for n, f in folders.items()}
         assert np.abs(expected["a"] - expected["b"]).max() > 0.1
         assert np.abs(expected["a"] - expected[None]).max() > 0.1
         for _ in range(2):  # and again, from what is live and cached
@@ -191,12 +193,12 @@ class TestAdapters:
             engine.remove_adapter(name)
         assert_nothing_left(engine)
 
-    def test_replaced_files_are_another_adapter(self, engine, tmp_path):
+    def test_replaced_files_are_another_adapter(self, engine, reference, tmp_path):
         given = prompts(5, 300, seed=9)
         for seed in (5, 6):
             folder = write_adapter(tmp_path / "one", seed)
             engine.add_adapter("one", folder)
-            expected = Reference(adapter=folder).rows(given)
+            expected = reference.rows(given, folder)
             assert_rows(answer(engine, given, adapter="one"), expected)
         engine.remove_adapter("one")
         engine.remove_adapter("one")
@@ -209,7 +211,7 @@ class TestAdapters:
         before = loaded(engine)
         engine.add_adapter("leaving", str(folder))
         given = prompts(6, 60, seed=30)
-        expected = {None: reference.rows(given), "leaving": Reference(adapter=folder).rows(given)}
+        expected = {None: reference.rows(given), "leaving": reference.rows(given, folder)}
         # On a CPU the others wait for their turn.
         for adapter in (first, "leaving" if first is None else None):
             engine.submit(
@@ -225,7 +227,9 @@ class TestAdapters:
         assert loaded(engine) == before
         assert_nothing_left(engine)
 
-    def test_replaced_ones_leave_no_live_prompt_to_their_successors(self, engine, tmp_path):
+    def test_replaced_ones_leave_no_live_prompt_to_their_successors(
+        self, engine, reference, tmp_path
+    ):
         given = prompts(4, 60, seed=31)
         more = [extended(p, 7) for p in given]
         before = loaded(engine)
@@ -234,8 +238,8 @@ class TestAdapters:
         engine.submit(requests_of(given, adapter="style"))
         engine.add_adapter("style", new)
         outcomes = drain(engine)
-        assert_rows([outcomes[b"%d" % i] for i in range(4)], Reference(adapter=old).rows(given))
-        assert_rows(answer(engine, more, adapter="style"), Reference(adapter=new).rows(more))
+        assert_rows([outcomes[b"%d" % i] for i in range(4)], reference.rows(given, old))
+        assert_rows(answer(engine, more, adapter="style"), reference.rows(more, new))
         engine.remove_adapter("style")
         assert loaded(engine) == before
         assert_nothing_left(engine)
@@ -256,7 +260,7 @@ class TestAdapters:
         (prompt,) = given = prompts(1, 20, seed=33)
         engine.submit(
             [
-                Request(b"nothing", prompt, sampling=Sampling(0, (), 1.0, 0)),
+                Request(b"nothing", prompt, want=Generate(0, (), 1.0, 0)),
                 Request(b"row", prompt, "style"),
             ]
         )
@@ -264,14 +268,14 @@ class TestAdapters:
         for _ in range(50):
             outcomes |= {outcome.id: outcome for outcome in engine.step()}
         assert engine.in_flight() == 0
-        assert outcomes[b"nothing"].tokens.size == 0
-        assert_rows([outcomes[b"row"]], Reference(adapter=folder).rows(given))
+        assert len(drawn(outcomes[b"nothing"])) == 0
+        assert_rows([outcomes[b"row"]], reference.rows(given, folder))
         engine.remove_adapter("style")
 
-    def test_more_than_vllm_has_slots_for_wait_their_turn(self, engine, tmp_path):
+    def test_more_than_vllm_has_slots_for_wait_their_turn(self, engine, reference, tmp_path):
         before = loaded(engine)
         (prompt,) = prompts(1, 40, seed=34)
-        names = [f"style {i}" for i in range(engine_module.MOST_ADAPTERS)]
+        names = [f"style {i}" for i in range(MOST_ADAPTERS)]
         folders = [write_adapter(tmp_path / name, i) for i, name in enumerate(names)]
         for name, folder in zip(names, folders, strict=True):
             engine.add_adapter(name, folder)
@@ -287,7 +291,7 @@ class TestAdapters:
         outcomes = drain(engine)
         rows = np.stack([outcomes[name.encode()].logprobs() for name in names])
         for i in (1, 40, 63):
-            assert np.abs(rows[i] - Reference(adapter=folders[i]).rows([prompt])).max() < 5e-5
+            assert np.abs(rows[i] - reference.rows([prompt], folders[i])).max() < 5e-5
         assert np.abs(rows[:, None] - rows[None]).max(axis=2)[~np.eye(64, dtype=bool)].min() > 0.05
         assert_rows([outcomes[b"new %d" % i] for i in range(3)], rows[3:6])
         for name in [*names, "new 0", "new 1", "new 2"]:
@@ -295,14 +299,14 @@ class TestAdapters:
         assert loaded(engine) == before
         assert_nothing_left(engine)
 
-    def test_that_do_not_load_leave_their_predecessors(self, engine, tmp_path):
+    def test_that_do_not_load_leave_their_predecessors(self, engine, reference, tmp_path):
         given = prompts(4, 30, seed=35)
         old = write_adapter(tmp_path / "old", 5)
         engine.add_adapter("style", old)
         with pytest.raises(AdapterError, match="rank"):
             engine.add_adapter("style", write_adapter(tmp_path / "large", 1, rank=64))
         rows = answer(engine, given, adapter="style")
-        assert_rows(rows, Reference(adapter=old).rows(given))
+        assert_rows(rows, reference.rows(given, old))
         engine.remove_adapter("style")
 
     def test_the_models_files_are_read_once(self, engine, tmp_path, monkeypatch):
@@ -358,37 +362,37 @@ class TestOneEngine:
 
         def sample(company: int = 0, **options: Any) -> list[int]:
             chosen = {"max_tokens": 12, "eos_token_ids": (), "temperature": 0.8, "seed": 7}
-            sampling = Sampling(**{**chosen, **options})
-            engine.submit(requests_of(prompts(company, 40, seed=1), sampling=sampling))
-            engine.submit([Request(b"s", prompt, sampling=sampling)])
-            return drain(engine)[b"s"].tokens.tolist()
+            want = Generate(**{**chosen, **options})
+            engine.submit(requests_of(prompts(company, 40, seed=1), want=want))
+            engine.submit([Request(b"s", prompt, want=want)])
+            return drawn(drain(engine)[b"s"])
 
-        drawn = sample()
-        assert len(drawn) == 12
-        assert sample() == sample(company=9) == drawn
-        assert sample(seed=8) != drawn
+        first = sample()
+        assert len(first) == 12
+        assert sample() == sample(company=9) == first
+        assert sample(seed=8) != first
         assert sample(seed=-7) != sample(seed=2**64 - 1)
-        assert sample(eos_token_ids=(drawn[4],)) == drawn[: drawn.index(drawn[4])]
+        assert sample(eos_token_ids=(first[4],)) == first[: first.index(first[4])]
         assert sample(max_tokens=0) == []
         greedy = sample(temperature=0.0)
         for i, token in enumerate(greedy):
             row = reference.rows([extended(prompt, *greedy[:i])])[0]
             assert row[token] >= row.max() - 1e-4
         long = np.full(500, 9, np.uint32)
-        (outcome,) = answer(engine, [long], sampling=Sampling(10_000, (), 0.8, 1))
-        assert outcome.tokens.size == 12  # as many as vLLM has positions for
+        (outcome,) = answer(engine, [long], want=Generate(10_000, (), 0.8, 1))
+        assert len(drawn(outcome)) == 12  # as many as vLLM has positions for
         assert_nothing_left(engine)
 
     @pytest.mark.parametrize("temperature", [2.5, 1e39])
     def test_a_temperature_that_vllm_refuses_fails_alone(self, engine, reference, temperature):
         given = prompts(2, 20, seed=41)
-        hot = Sampling(3, (), temperature, 1)
-        odd = Sampling(3, (-1, VOCAB, 2**64), 2.0, 1)
-        engine.submit([Request(b"hot", given[0], sampling=hot), *requests_of(given)])
-        engine.submit([Request(b"odd", given[0], sampling=odd)])
+        hot = Generate(3, (), temperature, 1)
+        odd = Generate(3, (-1, VOCAB, 2**64), 2.0, 1)
+        engine.submit([Request(b"hot", given[0], want=hot), *requests_of(given)])
+        engine.submit([Request(b"odd", given[0], want=odd)])
         outcomes = drain(engine)
         assert "from 0 to 2" in str(outcomes[b"hot"].error)
-        assert outcomes[b"odd"].tokens.size == 3
+        assert len(drawn(outcomes[b"odd"])) == 3
         assert_rows([outcomes[b"0"], outcomes[b"1"]], reference.rows(given))
 
     def test_logits_that_are_not_finite_fail_their_own_prompts(self, engine, reference):
@@ -397,15 +401,15 @@ class TestOneEngine:
 
         given = [p[p != 13] for p in prompts(40, 200, seed=40, shared=1)]
         bad = [extended(p, 13, 5) for p in given[:20]]
-        sampling = Sampling(5, (), 1.0, 0)
+        want = Generate(5, (), 1.0, 0)
         embed = engine.underlying_model.model.embed_tokens
         hook = embed.register_forward_hook(spoil)
         try:
             engine.submit(requests_of([*bad, *given]))
             engine.submit(
                 [
-                    Request(b"bad", bad[0], sampling=sampling),
-                    Request(b"good", given[0], sampling=sampling),
+                    Request(b"bad", bad[0], want=want),
+                    Request(b"good", given[0], want=want),
                 ]
             )
             outcomes = drain(engine)
@@ -418,7 +422,7 @@ class TestOneEngine:
         assert all("not finite" in str(o.error) for o in failed)
         assert_rows([outcomes[b"%d" % i] for i in range(20, 60)], reference.rows(given))
         assert_rows(again[20:], reference.rows(given))
-        assert outcomes[b"good"].tokens.size == 5
+        assert len(drawn(outcomes[b"good"])) == 5
         # What the bad prompts had of the KV cache is others' now.
         engine.clear_cache()
         given = prompts(300, 300, seed=42)
@@ -452,8 +456,8 @@ def test_without_capture_rows_come_through_logprobs(reference, caplog, tmp_path)
         engine.submit(requests_of(given))
         engine.cancel([b"%d" % i for i in range(0, 40, 2)])
         assert len(drain(engine)) == 20
-        sampling = Sampling(5, (1,), 1.0, 0)
-        good, spoiled = answer(engine, [given[0], extended(given[0], 1)], sampling=sampling)
+        want = Generate(5, (1,), 1.0, 0)
+        good, spoiled = answer(engine, [given[0], extended(given[0], 1)], want=want)
         assert good.error is None
         assert "not finite" in str(spoiled.error)
         assert_nothing_left(engine)
@@ -472,22 +476,21 @@ def test_a_runner_without_a_place_for_capture_is_used_through_logprobs(
 def test_an_engine_in_another_process(reference, tmp_path):
     given = prompts(300, 60, seed=13)
     particles = [extended(p, 4) for p in given[-20:]]
-    sampling = Sampling(max_tokens=5, eos_token_ids=(1,), temperature=0.8, seed=1)
+    want = Generate(max_tokens=5, eos_token_ids=(1,), temperature=0.8, seed=1)
     model = spoiled_model(tmp_path / "spoiled", token=1)
     adapter = write_adapter(tmp_path / "style", 5)
     lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
     with vllm_engine(model=model, own_process=True, **lora) as engine:
         assert_rows(answer(engine, given), reference.rows(given))
         assert_rows(answer(engine, particles), reference.rows(particles))
-        engine.submit(requests_of(given, sampling=sampling))
+        engine.submit(requests_of(given, want=want))
         engine.cancel([b"%d" % i for i in range(0, 300, 2)])
         sampled = drain(engine)
         assert len(sampled) == 150
-        assert {len(o.tokens) for o in sampled.values()} <= {0, 1, 2, 3, 4, 5}
+        assert {len(drawn(o)) for o in sampled.values()} <= {0, 1, 2, 3, 4, 5}
         # Where a prompt's row is NaN, it fails alone, and leaves none to those after it.
         bad = [extended(p, 1, 5) for p in given[:40]]
-        drawn = [Request(b"%d" % i, p, sampling=sampling) for i, p in enumerate(bad, 40)]
-        engine.submit([*requests_of(bad), *drawn])
+        engine.submit([*requests_of(bad), *requests_of(bad, 40, want=want)])
         failed = drain(engine).values()
         assert len(failed) == 80
         assert all("not finite" in str(outcome.error) for outcome in failed)

@@ -12,11 +12,13 @@ import numpy as np
 import psutil
 import pytest
 
+from lmpool.backends.contract import Reference
 from lmpool.errors import PoolTimeout, PromptError
 from lmpool.keys import PoolKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.statistics import PoolStatistics
-from lmpool.wire import Digester, Job
+from lmpool.wants import Digester, Generate
+from lmpool.wire import Job
 from tests.support.clients import connected
 from tests.support.engines import check_engines
 from tests.support.pools import Asking, assert_at_rest, until_at_rest
@@ -26,7 +28,6 @@ from tests.support.vllm_engine import (
     ENVIRONMENT,
     QUICK,
     TOLERANCE,
-    Reference,
     need_vllm,
     prompts,
     write_adapter,
@@ -54,7 +55,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    return Reference()
+    return Reference.of("tiny")
 
 
 def start(stack: ExitStack, url: str, pool: str, **options: object) -> WorkerProcess:
@@ -171,14 +172,14 @@ class TestPool:
         packed = server.get(PoolKeys(POOL).info)
         fingerprint = ModelInfo.unpack(packed).fingerprint
         caller = Caller(server, PoolKeys(POOL).shard(fingerprint[:8], 0))
-        want = {"max_tokens": 500, "eos": [], "temperature": 1.0, "seed": 0}
+        want = Generate(500, (), 1.0, 0)
         seconds, microseconds = server.time()
         now = seconds * 1000 + microseconds // 1000
 
         def job(number: int, deadline: int | None) -> Job:
             plain = new_job(9, 9, number, deadline=deadline)
-            digest = Digester(fingerprint).job("sample", plain.tokens, want, None)
-            return replace(plain, op="sample", digest=digest, want=want, sent=now)
+            digest = Digester(fingerprint).digest(want, plain.tokens)
+            return replace(plain, digest=digest, want=want, sent=now)
 
         # In this company it takes several seconds.
         company = [job(10 + number, None) for number in range(60)]
@@ -186,8 +187,8 @@ class TestPool:
         try:
             caller.enqueue(late, *company)
             notices = until(caller.notices, 30)
-            told = [(notice.digest.decode(), notice.status) for notice in notices]
-            assert told == [(late.digest.hex(), "expired")]
+            told = [(notice.digest, notice.status) for notice in notices]
+            assert told == [(late.digest, "expired")]
             until(lambda: sum(w.log.count("that nobody waits for") for w in started) > ended)
         finally:
             caller.withdraw(*company)
@@ -198,14 +199,13 @@ class TestPool:
     def test_adapters(self, workers, folder, reference):
         url, _ = workers
         given = prompts(30, 40, seed=23)
-        merged = Reference(adapter=folder)
         with connected(url, POOL) as lm:
             lm.add_new_lora(folder, "style")
             ids = [p.tolist() for p in given]
             for _ in range(2):  # base and adapter in the stream together
                 asking = Asking(lm, ids)
                 rows = lm.batch_next_token_logprobs_sync(ids, lora_name="style", timeout=60)
-                assert np.abs(rows - merged.rows(given)).max() <= TOLERANCE
+                assert np.abs(rows - reference.rows(given, folder)).max() <= TOLERANCE
                 assert np.abs(asking.rows() - reference.rows(given)).max() <= TOLERANCE
                 lm.clear_cache()
 

@@ -86,7 +86,7 @@ def test_a_wait_ends_at_its_timeout_and_is_withdrawn(
         running = threads.submit(lm.next_token_logprobs_sync, [1])
         until(lambda: lm.statistics()["queued"] == 1)
         began = time.monotonic()
-        with pytest.raises(PoolTimeout, match=r"2 of 2 rows were not there after 0\.1 s"):
+        with pytest.raises(PoolTimeout, match=r"2 of 2 answers were not there after 0\.1 s"):
             lm.batch_next_token_logprobs_sync([[2], [3]], timeout=0.1)
         assert time.monotonic() - began < 0.35
 

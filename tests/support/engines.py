@@ -1,12 +1,46 @@
-"""``lmpool doctor --engines`` where an engine is installed beside transformers."""
+"""Asking an engine under test, and ``lmpool doctor --engines`` with one beside transformers."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from lmpool.backends import Engine, Outcome, Request
+from lmpool.backends.contract import ask
+from lmpool.wants import Generation
 from tests.support.workers import clean_environment
+
+
+def requests_of(
+    prompts: Iterable[Sequence[int] | npt.NDArray[Any]], start: int = 0, **options: Any
+) -> list[Request]:
+    """A request for each prompt, with their numbers as ids."""
+    return [
+        Request(b"%d" % number, np.asarray(prompt, dtype=np.uint32), **options)
+        for number, prompt in enumerate(prompts, start)
+    ]
+
+
+def rows_of(
+    engine: Engine, prompts: Iterable[Sequence[int] | npt.NDArray[Any]], **options: Any
+) -> npt.NDArray[np.float32]:
+    """The rows of prompts that are asked for at once, float32 [prompts, vocab]."""
+    outcomes = ask(engine, requests_of(prompts, **options))
+    return np.stack([outcome.logprobs() for outcome in outcomes])
+
+
+def drawn(outcome: Outcome) -> list[int]:
+    """The token ids of a continuation."""
+    assert outcome.error is None, outcome.error
+    assert isinstance(outcome.answer, Generation)
+    assert outcome.answer.token_ids.dtype == np.uint32
+    return outcome.answer.token_ids.tolist()
 
 
 def check_engines(name: str, drawn: str = "same") -> None:

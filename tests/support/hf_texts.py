@@ -1,4 +1,4 @@
-"""Small models of random weights, token sequences with much in common, and their right rows."""
+"""Token sequences with much in common, and their right rows by transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -12,22 +12,11 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from lmpool.backends import Outcome, Request
-from lmpool.backends.hf import HFEngine
+from lmpool.backends import Engine
+from tests.support.engines import rows_of
+from tests.support.models import VOCAB
 
-VOCAB = 211
 TOLERANCE = 1e-5
-
-
-def make(folder: Path, config: Any) -> str:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    if config.model_type != "mamba":
-        with torch.no_grad():
-            for parameter in model.parameters():  # rows that differ by nats
-                parameter.mul_(3.0)
-    model.save_pretrained(folder)
-    return str(folder)
 
 
 def save_adapter(model: str, folder: Path, *, seed: int = 1, **options: Any) -> str:
@@ -48,15 +37,29 @@ def save_adapter(model: str, folder: Path, *, seed: int = 1, **options: Any) -> 
     return str(folder)
 
 
-def reference_model(model: str, adapter: str | None = None) -> Any:
+def reference_model(model: str, adapter: str | None = None, dtype: str = "float32") -> Any:
     """transformers' model, or PEFT's around it, with no device of ours."""
-    lm = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    lm = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
     if adapter is not None:
         import peft
 
         with warnings.catch_warnings(action="ignore"):
             lm = peft.PeftModel.from_pretrained(lm, adapter)
     return lm.eval()
+
+
+def reference_rows(
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    adapter: str | None = None,
+    dtype: str = "float32",
+) -> npt.NDArray[np.float32]:
+    """One forward pass a prompt, with no option of any kind: float32 [prompts, vocab]."""
+    lm = reference_model(model, adapter, dtype)
+    with torch.inference_mode():
+        logits = [lm(torch.tensor([list(p)])).logits[0, -1].float() for p in prompts]
+        rows: npt.NDArray[np.float32] = torch.log_softmax(torch.stack(logits), dim=-1).numpy()
+    return rows
 
 
 class Texts:
@@ -115,27 +118,8 @@ class Texts:
             for _ in range(self.rng.integers(1, most + 1))
         ]
 
-    def compare(self, engine: HFEngine, batch: Sequence[tuple[int, int]]) -> None:
-        outcomes = run(engine, requests_of([self.sequences[i][:n] for i, n in batch]))
-        for (i, n), outcome in zip(batch, outcomes, strict=True):
-            error = np.abs(outcome.logprobs() - self.rows[i][n - 1].numpy()).max()
+    def compare(self, engine: Engine, batch: Sequence[tuple[int, int]]) -> None:
+        rows = rows_of(engine, [self.sequences[i][:n] for i, n in batch])
+        for (i, n), row in zip(batch, rows, strict=True):
+            error = np.abs(row - self.rows[i][n - 1].numpy()).max()
             assert error < TOLERANCE, f"{n} tokens of sequence {i}: {error}"
-
-
-def requests_of(prompts: Sequence[Any], **options: Any) -> list[Request]:
-    return [
-        Request(i.to_bytes(2, "big"), np.array(p, dtype=np.uint32), **options)
-        for i, p in enumerate(prompts)
-    ]
-
-
-def run(engine: HFEngine, requests: Sequence[Request]) -> list[Outcome]:
-    engine.submit(requests)
-    outcomes: dict[bytes, Outcome] = {}
-    while engine.in_flight():
-        outcomes.update((outcome.id, outcome) for outcome in engine.step())
-    return [outcomes[r.id] for r in requests]
-
-
-def rows_of(engine: HFEngine, prompts: Sequence[Any]) -> npt.NDArray[np.float32]:
-    return np.stack([outcome.logprobs() for outcome in run(engine, requests_of(prompts))])

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lmpool.backends import Outcome, Request, load_engine, tiny
+from lmpool.backends import Outcome, contract, load_engine, tiny
+from lmpool.backends.contract import ask
+from tests.support.engines import requests_of
 
 Prompts = list[npt.NDArray[np.uint32]]
 
@@ -65,13 +67,6 @@ def prompts(count: int, longest: int, seed: int = 0, shared: int = 0) -> Prompts
     ]
 
 
-def requests_of(
-    given: Iterable[npt.NDArray[np.uint32]], start: int = 0, **more: Any
-) -> list[Request]:
-    """A request for each prompt, with their numbers as ids."""
-    return [Request(b"%d" % i, p, **more) for i, p in enumerate(given, start)]
-
-
 def drain(engine: Any) -> dict[bytes, Outcome]:
     """Every outcome until nothing is in flight."""
     outcomes: dict[bytes, Outcome] = {}
@@ -84,46 +79,12 @@ def drain(engine: Any) -> dict[bytes, Outcome]:
 
 def answer(engine: Any, given: Sequence[npt.NDArray[np.uint32]], **more: Any) -> list[Outcome]:
     """The prompts' outcomes in their order."""
-    engine.submit(requests_of(given, **more))
-    outcomes = drain(engine)
-    assert len(outcomes) == len(given)
-    return [outcomes[b"%d" % i] for i in range(len(given))]
+    return ask(engine, requests_of(given, **more))
 
 
 def scheduler(engine: Any) -> Any:
     """The scheduler of an engine in this process."""
     return engine._core.engine_core.scheduler
-
-
-class Reference:
-    """Hugging Face's float32 rows, each prompt alone or among others of its length."""
-
-    def __init__(self, folder: str | None = None, adapter: str | None = None) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(
-            folder or tiny.path(), dtype=torch.float32
-        ).eval()
-        if adapter is not None:
-            _merge(self._model, adapter)
-
-    def rows(self, given: Sequence[npt.NDArray[np.uint32]]) -> npt.NDArray[np.float32]:
-        """float32 [prompts, vocab]."""
-        torch = self._torch
-        found = np.empty((len(given), VOCAB), np.float32)
-        by_length: dict[int, list[int]] = {}
-        for i, prompt in enumerate(given):
-            by_length.setdefault(prompt.size, []).append(i)
-        with torch.inference_mode():
-            for group in by_length.values():
-                for start in range(0, len(group), 64):
-                    part = group[start : start + 64]
-                    ids = torch.tensor(np.stack([given[i] for i in part]).astype(np.int64))
-                    logits = self._model(ids, use_cache=False, logits_to_keep=1).logits[:, -1]
-                    found[part] = torch.log_softmax(logits, dim=-1).numpy()
-        return found
 
 
 def assert_rows(outcomes: Sequence[Outcome], expected: npt.NDArray[np.float32]) -> None:
@@ -205,48 +166,5 @@ def spoiled_model(folder: Path, token: int) -> str:
 
 
 def write_adapter(folder: Path, seed: int, rank: int = 4) -> str:
-    """A LoRA adapter of the tiny model that moves its rows by nats, as PEFT writes them."""
-    import torch
-    from safetensors.torch import save_file
-
-    config = json.loads((Path(tiny.path()) / "config.json").read_text())
-    generator = torch.Generator().manual_seed(seed)
-    hidden, heads, size = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
-    kv = config["num_key_value_heads"]
-    tensors = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, out in (("q_proj", heads * size), ("v_proj", kv * size)):
-            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{stem}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator) / 4
-            tensors[f"{stem}.lora_B.weight"] = torch.randn(out, rank, generator=generator) / 4
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, str(folder / "adapter_model.safetensors"))
-    (folder / "adapter_config.json").write_text(
-        json.dumps(
-            {
-                "peft_type": "LORA",
-                "task_type": "CAUSAL_LM",
-                "r": rank,
-                "lora_alpha": 2 * rank,
-                "target_modules": ["q_proj", "v_proj"],
-                "bias": "none",
-                "lora_dropout": 0.0,
-            }
-        )
-    )
-    return str(folder)
-
-
-def _merge(model: Any, adapter: str) -> None:
-    """Add an adapter's product to the weights that it changes: what LoRA means, without PEFT."""
-    from safetensors.torch import load_file
-
-    config = json.loads((Path(adapter) / "adapter_config.json").read_text())
-    scale = config["lora_alpha"] / config["r"]
-    tensors = load_file(str(Path(adapter) / "adapter_model.safetensors"))
-    parameters = dict(model.named_parameters())
-    for name, a in tensors.items():
-        if ".lora_A." in name:
-            b = tensors[name.replace(".lora_A.", ".lora_B.")]
-            target = name.removeprefix("base_model.model.").replace(".lora_A", "")
-            parameters[target].data += scale * (b @ a)
+    """A LoRA adapter of the tiny model that moves its rows by nats."""
+    return contract.write_adapter(folder, seed=seed, rank=rank, alpha=8.0 * rank)

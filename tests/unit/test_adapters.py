@@ -9,10 +9,11 @@ import pytest
 from lmpool.backends.mock import MockEngine
 from lmpool.errors import AdapterError, EngineBroken
 from lmpool.keys import PoolKeys
+from lmpool.servers import Servers
 from lmpool.worker import adapters as adapters_module
 from lmpool.worker.adapters import Adapters, adapter_fingerprint, adapter_folder
 
-LANES = PoolKeys("p").shards("01234567", 2)
+SHARDS = PoolKeys("p").shards("01234567", 2)
 
 
 def save_adapter(folder: Path, config: str = "{}", weights: bytes = b"w") -> Path:
@@ -141,13 +142,18 @@ def server() -> Iterator[fakeredis.FakeRedis]:
 
 
 @pytest.fixture
+def servers(server: fakeredis.FakeRedis) -> Servers:
+    return Servers(lambda: server)  # type: ignore[arg-type,return-value]
+
+
+@pytest.fixture
 def engine() -> MockEngine:
     return MockEngine()
 
 
 @pytest.fixture
-def adapters(engine: MockEngine, server: fakeredis.FakeRedis, allowed: Path) -> Adapters:
-    return Adapters(engine, server, LANES, [str(allowed)])  # type: ignore[arg-type]
+def adapters(engine: MockEngine, servers: Servers, allowed: Path) -> Adapters:
+    return Adapters(engine, servers, SHARDS, [str(allowed)])
 
 
 def test_an_added_adapter_is_loaded_and_registered_in_every_shard(
@@ -157,7 +163,7 @@ def test_an_added_adapter_is_loaded_and_registered_in_every_shard(
     fingerprint = adapters.add("mine", str(folder))
     assert fingerprint == adapter_fingerprint(folder)
     assert engine.adapters == {f"mine@{fingerprint}": str(folder)}
-    for shard in LANES:
+    for shard in SHARDS:
         assert server.hget(shard.adapters, "mine") == f"{fingerprint}\n{folder}".encode()
 
 
@@ -175,15 +181,15 @@ def test_an_adapter_that_is_refused_is_not_registered(
 ) -> None:
     with pytest.raises(AdapterError):
         adapters.add("mine", str(save_adapter(tmp_path / "elsewhere")))
-    assert not server.exists(LANES[0].adapters)
+    assert not server.exists(SHARDS[0].adapters)
 
 
 def test_another_worker_finds_what_was_registered(
-    adapters: Adapters, server: fakeredis.FakeRedis, allowed: Path
+    adapters: Adapters, servers: Servers, allowed: Path
 ) -> None:
     fingerprint = adapters.add("mine", str(save_adapter(allowed / "a")))
     other_engine = MockEngine()
-    other = Adapters(other_engine, server, LANES, [str(allowed)])  # type: ignore[arg-type]
+    other = Adapters(other_engine, servers, SHARDS, [str(allowed)])
     other.ensure(f"mine@{fingerprint}")
     other.ensure(f"mine@{fingerprint}")
     assert list(other_engine.adapters) == [f"mine@{fingerprint}"]
@@ -195,31 +201,29 @@ def test_a_removed_adapter_is_unloaded_and_unknown(
     fingerprint = adapters.add("mine", str(save_adapter(allowed / "a")))
     adapters.remove("mine")
     assert not engine.adapters
-    assert not server.exists(LANES[0].adapters)
+    assert not server.exists(SHARDS[0].adapters)
     with pytest.raises(AdapterError, match="'mine' was removed or replaced"):
         adapters.ensure(f"mine@{fingerprint}")
     adapters.remove("mine")
 
 
-def test_a_replaced_adapter_is_another(
-    adapters: Adapters, server: fakeredis.FakeRedis, allowed: Path
-) -> None:
+def test_a_replaced_adapter_is_another(adapters: Adapters, servers: Servers, allowed: Path) -> None:
     old = adapters.add("mine", str(save_adapter(allowed / "a")))
     new = adapters.add("mine", str(save_adapter(allowed / "b", weights=b"new")))
     assert old != new
-    other = Adapters(MockEngine(), server, LANES, [str(allowed)])  # type: ignore[arg-type]
+    other = Adapters(MockEngine(), servers, SHARDS, [str(allowed)])
     other.ensure(f"mine@{new}")
     with pytest.raises(AdapterError, match="removed or replaced"):
         other.ensure(f"mine@{old}")
 
 
 def test_files_that_changed_on_disk_are_another_adapter(
-    adapters: Adapters, server: fakeredis.FakeRedis, allowed: Path
+    adapters: Adapters, servers: Servers, allowed: Path
 ) -> None:
     folder = save_adapter(allowed / "a")
     fingerprint = adapters.add("mine", str(folder))
     (folder / "adapter_model.safetensors").write_bytes(b"other")
-    other = Adapters(MockEngine(), server, LANES, [str(allowed)])  # type: ignore[arg-type]
+    other = Adapters(MockEngine(), servers, SHARDS, [str(allowed)])
     with pytest.raises(AdapterError, match="changed on disk: register it again"):
         other.ensure(f"mine@{fingerprint}")
 
@@ -242,14 +246,14 @@ def test_files_that_change_while_they_are_loaded_are_not_used(
     with pytest.raises(AdapterError, match="changed while they were read: register it again"):
         adapters.add("mine", str(folder))
     assert not engine.adapters
-    assert not server.exists(LANES[0].adapters)
+    assert not server.exists(SHARDS[0].adapters)
 
 
 def test_a_worker_that_does_not_allow_the_folder_does_not_load_it(
-    adapters: Adapters, server: fakeredis.FakeRedis, allowed: Path, tmp_path: Path
+    adapters: Adapters, servers: Servers, allowed: Path, tmp_path: Path
 ) -> None:
     fingerprint = adapters.add("mine", str(save_adapter(allowed / "a")))
-    other = Adapters(MockEngine(), server, LANES, [str(tmp_path / "other")])  # type: ignore[arg-type]
+    other = Adapters(MockEngine(), servers, SHARDS, [str(tmp_path / "other")])
     with pytest.raises(AdapterError, match="not inside"):
         other.ensure(f"mine@{fingerprint}")
 
@@ -317,7 +321,7 @@ def test_files_that_are_no_adapter_of_the_model_are_refused(
     monkeypatch.setattr(engine, "add_adapter", refuse)
     with pytest.raises(AdapterError, match=r"cannot be loaded: KeyError: 'lora_A'"):
         adapters.add("mine", str(save_adapter(allowed / "a")))
-    assert not server.exists(LANES[0].adapters)
+    assert not server.exists(SHARDS[0].adapters)
 
 
 def test_an_engine_that_breaks_while_it_loads_is_broken(

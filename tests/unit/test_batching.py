@@ -3,17 +3,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from lmpool.keys import PoolKeys, Priority
+from lmpool.wants import Digest, Row
 from lmpool.wire import Job
-from lmpool.worker.batching import Batcher, Claimed
+from lmpool.worker.batching import Batcher, Delivery
 from tests.support.protocol import new_job
 from tests.support.waiting import until
+
+SHARD = PoolKeys("p").shard("0" * 8, 0)
 
 
 class Clock:
@@ -26,9 +29,11 @@ class Clock:
         return self.now
 
 
-def claimed(number: int, tokens: int = 1, came: float = 1000.0) -> Claimed:
-    job = Job("logprobs", b"%016d" % number, b"\0" * 4 * tokens, None, {"encoding": "f32"})  # type: ignore[arg-type]
-    return Claimed(job, b"%d-0" % number, 0, came)
+def delivery(
+    number: int, tokens: int = 1, came: float = 1000.0, priority: Priority = "interactive"
+) -> Delivery:
+    job = Job(Row("f32"), Digest(b"%016d" % number), b"\0" * 4 * tokens, None)
+    return Delivery(job, b"%d-0" % number, SHARD.stream(priority), came)
 
 
 def new(
@@ -47,19 +52,19 @@ def test_without_a_job_there_is_nothing_due() -> None:
 
 def test_a_full_batch_is_due_at_once() -> None:
     batcher, _ = new(batch_size=3)
-    batcher.add([claimed(0), claimed(1)])
+    batcher.add([delivery(0), delivery(1)])
     assert batcher.due_in() == 1.0
-    batcher.add([claimed(2)])
+    batcher.add([delivery(2)])
     assert batcher.due_in() == 0.0
     assert batcher.room() == 0
 
 
 def test_a_batch_is_due_at_its_most_tokens() -> None:
     batcher, _ = new(max_batch_tokens=10)
-    batcher.add([claimed(0, 4), claimed(1, 5)])
+    batcher.add([delivery(0, 4), delivery(1, 5)])
     assert batcher.due_in() == 1.0
     assert batcher.room() == 2
-    batcher.add([claimed(2, 1)])
+    batcher.add([delivery(2, 1)])
     assert batcher.due_in() == 0.0
     assert batcher.room() == 0
 
@@ -70,10 +75,10 @@ def test_a_partial_batch_is_due_at_its_timeout_after_its_first_job(
 ) -> None:
     clock = Clock()
     batcher = Batcher(10, timeout, 100, clock)
-    batcher.add([claimed(0, came=clock.now)])
+    batcher.add([delivery(0, came=clock.now)])
     clock.now += age
     # Later jobs do not put it off.
-    batcher.add([claimed(1, came=clock.now)])
+    batcher.add([delivery(1, came=clock.now)])
     due = batcher.due_in()
     assert due is not None
     assert due == max(0.0, 1000.0 + timeout - clock.now)
@@ -83,7 +88,7 @@ def test_a_partial_batch_is_due_at_its_timeout_after_its_first_job(
 
 def test_a_job_longer_than_the_budget_goes_alone() -> None:
     batcher, _ = new(max_batch_tokens=10)
-    batcher.add([claimed(0, 3), claimed(1, 50), claimed(2, 3), claimed(3, 3)])
+    batcher.add([delivery(0, 3), delivery(1, 50), delivery(2, 3), delivery(3, 3)])
     assert [[c.entry for c in batcher.take()] for _ in range(3)] == [
         [b"0-0"],
         [b"1-0"],
@@ -94,7 +99,7 @@ def test_a_job_longer_than_the_budget_goes_alone() -> None:
 
 def test_what_is_left_over_keeps_its_age() -> None:
     batcher, clock = new(batch_size=2)
-    batcher.add([claimed(0), claimed(1), claimed(2, came=1000.5)])
+    batcher.add([delivery(0), delivery(1), delivery(2, came=1000.5)])
     batcher.take()
     clock.now = 1001.0
     assert batcher.due_in() == 0.5
@@ -102,7 +107,7 @@ def test_what_is_left_over_keeps_its_age() -> None:
 
 def test_a_taken_batch_is_running_until_it_is_done() -> None:
     batcher, clock = new()
-    batcher.add([claimed(0)])
+    batcher.add([delivery(0)])
     assert not batcher.busy
     batcher.take()
     assert batcher.busy
@@ -111,7 +116,7 @@ def test_a_taken_batch_is_running_until_it_is_done() -> None:
     assert batcher.stepped() == 3
     clock.now += 2
     assert batcher.running_for() == 2
-    batcher.add([claimed(1)])
+    batcher.add([delivery(1)])
     batcher.take()
     assert batcher.running_for() == 2  # the engine was at it already
     batcher.done()
@@ -126,7 +131,7 @@ def test_an_empty_take_starts_nothing() -> None:
 
 def test_jobs_are_given_up_only_while_a_batch_runs() -> None:
     batcher, _ = new(batch_size=2)
-    batcher.add([claimed(0), claimed(1), claimed(2)])
+    batcher.add([delivery(0), delivery(1), delivery(2)])
     assert batcher.give_up() == []
     batcher.take()
     assert [c.entry for c in batcher.give_up()] == [b"2-0"]
@@ -137,10 +142,10 @@ def test_jobs_are_given_up_only_while_a_batch_runs() -> None:
 
 def test_jobs_that_are_put_back_go_first() -> None:
     batcher, _ = new(batch_size=3, max_batch_tokens=10)
-    later = replace(claimed(3, 4), later=True)
-    batcher.add([claimed(0, 2), claimed(1, 3), later, replace(claimed(4), later=True)])
+    of_batch = [delivery(3, 4, priority="batch"), delivery(4, priority="batch")]
+    batcher.add([delivery(0, 2), delivery(1, 3), *of_batch])
     first = batcher.take()
-    batcher.add([claimed(2)])
+    batcher.add([delivery(2)])
     batcher.put_back([c for c in first if c.entry != b"0-0"])
     assert batcher.due_in() == 0.0
     assert [c.entry for c in batcher.take()] == [b"1-0", b"2-0", b"3-0"]
@@ -148,9 +153,9 @@ def test_jobs_that_are_put_back_go_first() -> None:
     assert batcher.room() == 3
 
 
-def test_closing_answers_what_waited() -> None:
+def test_closing_returns_what_waited() -> None:
     batcher, _ = new()
-    batcher.add([claimed(0), claimed(1)])
+    batcher.add([delivery(0), delivery(1)])
     assert [c.entry for c in batcher.close()] == [b"0-0", b"1-0"]
     assert batcher.wait() == []
     assert batcher.close() == []
@@ -164,12 +169,12 @@ class BatchesAgainstModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.batcher, self.clock = new(self.SIZE, self.TIMEOUT, self.TOKENS)
-        self.waiting: list[Claimed] = []
+        self.waiting: list[Delivery] = []
         self.count = 0
 
     @rule(sizes=st.lists(st.integers(1, 20), max_size=6))
     def add(self, sizes: list[int]) -> None:
-        jobs = [claimed(self.count + i, size, self.clock.now) for i, size in enumerate(sizes)]
+        jobs = [delivery(self.count + i, size, self.clock.now) for i, size in enumerate(sizes)]
         self.count += len(jobs)
         self.waiting += jobs
         self.batcher.add(jobs)
@@ -230,7 +235,7 @@ class Waiter:
     """A thread in `Batcher.wait`."""
 
     def __init__(self, batcher: Batcher, interrupted: Callable[[], bool] = lambda: False) -> None:
-        self.batch: list[Claimed] | None = None
+        self.batch: list[Delivery] | None = None
         self.took = 0.0
 
         def wait() -> None:
@@ -241,7 +246,7 @@ class Waiter:
         self.thread = threading.Thread(target=wait)
         self.thread.start()
 
-    def result(self) -> list[Claimed]:
+    def result(self) -> list[Delivery]:
         self.thread.join(10)
         assert self.batch is not None, "it still waits"
         return self.batch
@@ -250,8 +255,8 @@ class Waiter:
 def test_a_wait_ends_at_once_when_the_batch_is_full() -> None:
     batcher = Batcher(2, 60.0, 100)
     waiter = Waiter(batcher)
-    batcher.add([claimed(0, came=time.monotonic())])
-    batcher.add([claimed(1, came=time.monotonic())])
+    batcher.add([delivery(0, came=time.monotonic())])
+    batcher.add([delivery(1, came=time.monotonic())])
     assert len(waiter.result()) == 2
     assert waiter.took < 5
 
@@ -260,9 +265,9 @@ def test_a_wait_ends_at_the_timeout_of_the_first_job() -> None:
     batcher = Batcher(100, 0.1, 1000)
     waiter = Waiter(batcher)
     began = time.monotonic()
-    batcher.add([claimed(0, came=began)])
+    batcher.add([delivery(0, came=began)])
     until(lambda: time.monotonic() - began > 0.05)
-    batcher.add([claimed(1, came=time.monotonic())])
+    batcher.add([delivery(1, came=time.monotonic())])
     assert len(waiter.result()) == 2
     assert 0.09 < time.monotonic() - began < 5
 
@@ -283,7 +288,7 @@ def test_a_wait_ends_without_a_batch(how: str) -> None:
 
 def test_nothing_is_lost_or_doubled_between_threads() -> None:
     batcher = Batcher(7, 0.0005, 30)
-    taken: list[Claimed] = []
+    taken: list[Delivery] = []
     ended = threading.Event()
 
     def take() -> None:
@@ -293,7 +298,7 @@ def test_nothing_is_lost_or_doubled_between_threads() -> None:
 
     consumer = threading.Thread(target=take)
     consumer.start()
-    jobs = [claimed(i, 1 + i % 5, time.monotonic()) for i in range(2000)]
+    jobs = [delivery(i, 1 + i % 5, time.monotonic()) for i in range(2000)]
     for i in range(0, len(jobs), 13):
         batcher.add(jobs[i : i + 13])
     ended.set()
@@ -306,47 +311,50 @@ def test_nothing_is_lost_or_doubled_between_threads() -> None:
 # --- who goes first ----------------------------------------------------------------------------
 
 
-def of_kind(number: int, *, later: bool = False, alone: bool = False, tokens: int = 1) -> Claimed:
+def of_kind(
+    number: int, priority: Priority = "interactive", *, alone: bool = False, tokens: int = 1
+) -> Delivery:
     settled = threading.Event() if alone else None
-    return Claimed(new_job(*[number] * tokens), str(number).encode(), 0, 0.0, settled, later)
+    stream = SHARD.stream(priority)
+    return Delivery(new_job(*[number] * tokens), str(number).encode(), stream, 0.0, settled)
 
 
-def kinds(batch: list[Claimed]) -> str:
-    return "".join("a" if c.settled else "l" if c.later else "f" for c in batch)
+def kinds(batch: list[Delivery]) -> str:
+    return "".join("a" if c.settled else c.stream.priority[0] for c in batch)
 
 
-def test_jobs_that_others_go_before_have_a_place_in_eight() -> None:
+def test_jobs_of_priority_batch_have_a_place_in_eight() -> None:
     batcher = Batcher(8, 0.0, 10_000)
-    batcher.add([of_kind(i, later=True) for i in range(20)])
+    batcher.add([of_kind(i, "batch") for i in range(20)])
     assert batcher.room() == 8  # they take no room from those that go first
-    assert batcher.room_for_later() == 0
+    assert batcher.room_for_batch_priority() == 0
     batcher.add([of_kind(100 + i) for i in range(8)])
-    assert kinds(batcher.take()) == "fffffffl"
-    assert kinds(batcher.take()) == "flllllll"
-    assert kinds(batcher.take()) == "llllllll"
+    assert kinds(batcher.take()) == "iiiiiiib"
+    assert kinds(batcher.take()) == "ibbbbbbb"
+    assert kinds(batcher.take()) == "bbbbbbbb"
 
 
 def test_batches_of_one_take_turns() -> None:
     batcher = Batcher(1, 0.0, 10_000)
-    batcher.add([of_kind(i, later=True) for i in range(2)] + [of_kind(9 + i) for i in range(20)])
-    assert "".join(kinds(batcher.take()) for _ in range(16)) == "fffffffl" * 2
+    batcher.add([of_kind(i, "batch") for i in range(2)] + [of_kind(9 + i) for i in range(20)])
+    assert "".join(kinds(batcher.take()) for _ in range(16)) == "iiiiiiib" * 2
 
 
 def test_batches_full_of_tokens_take_turns() -> None:
     batcher = Batcher(64, 0.0, 10)
-    batcher.add([of_kind(i, later=True, tokens=5) for i in range(3)])
+    batcher.add([of_kind(i, "batch", tokens=5) for i in range(3)])
     batcher.add([of_kind(9 + i, tokens=5) for i in range(40)])
     taken = [kinds(batcher.take()) for _ in range(16)]
-    assert taken == [*["ff"] * 7, "lf"] * 2
+    assert taken == [*["ii"] * 7, "bi"] * 2
 
 
-def test_an_order_that_is_short_of_room_starves_nobody() -> None:
+def test_a_long_job_of_priority_batch_is_not_starved() -> None:
     batcher = Batcher(8, 0.0, 10)
-    batcher.add([of_kind(0, later=True, tokens=10)])  # as long as prompts may be
+    batcher.add([of_kind(0, "batch", tokens=10)])  # as long as prompts may be
     batcher.add([of_kind(9 + i, tokens=1 + i % 3) for i in range(100)])
     taken = [kinds(batcher.take()) for _ in range(8)]
-    assert taken[-1] == "l"
-    assert "l" not in "".join(taken[:-1])
+    assert taken[-1] == "b"
+    assert "b" not in "".join(taken[:-1])
 
 
 def test_a_second_delivery_runs_alone_and_every_other_batch_is_of_others() -> None:
@@ -354,6 +362,6 @@ def test_a_second_delivery_runs_alone_and_every_other_batch_is_of_others() -> No
     for number in range(2):
         batcher.add_alone(of_kind(number, alone=True))
     batcher.add([of_kind(10 + i) for i in range(6)])
-    assert [kinds(batcher.take()) for _ in range(4)] == ["a", "ffff", "a", "ff"]
+    assert [kinds(batcher.take()) for _ in range(4)] == ["a", "iiii", "a", "ii"]
     batcher.add_alone(of_kind(3, alone=True))
-    assert [kinds([claimed]) for claimed in batcher.close()] == ["a"]
+    assert [kinds([delivery]) for delivery in batcher.close()] == ["a"]

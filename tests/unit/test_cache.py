@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lmpool.producer.cache import AnswerCache
-from lmpool.wire import Row, pack_logprobs, unpack_row
+from lmpool.rows import EncodedRow, pack_logprobs, unpack_row
+from lmpool.wants import Digest, Generation
 
 OVERHEAD = 200
+D = {name: Digest(name.encode() * 16) for name in "abcde"}
 
 
-def row(entries: int, value: float = 0.0) -> Row:
+def row(entries: int, value: float = 0.0) -> EncodedRow:
     return unpack_row(pack_logprobs(np.full(entries, value, np.float32)))
 
 
@@ -24,13 +26,13 @@ def cost(entries: int) -> int:
 def test_rows_come_back_until_they_are_the_least_recently_used() -> None:
     cache = AnswerCache(3 * cost(10))
     a, b, c, d = (row(10, value) for value in range(4))
-    cache.put(b"a", a)
-    cache.put(b"b", b)
-    cache.put(b"c", c)
-    assert cache.get(b"a") is a  # now b is the oldest
-    cache.put(b"d", d)
-    assert cache.get(b"b") is None
-    assert (cache.get(b"a"), cache.get(b"c"), cache.get(b"d")) == (a, c, d)
+    cache.put(D["a"], a)
+    cache.put(D["b"], b)
+    cache.put(D["c"], c)
+    assert cache.get(D["a"]) is a  # now b is the oldest
+    cache.put(D["d"], d)
+    assert cache.get(D["b"]) is None
+    assert (cache.get(D["a"]), cache.get(D["c"]), cache.get(D["d"])) == (a, c, d)
     assert len(cache) == 3
     assert cache.size == 3 * cost(10)
 
@@ -38,25 +40,42 @@ def test_rows_come_back_until_they_are_the_least_recently_used() -> None:
 def test_a_row_larger_than_the_cache_drops_no_other() -> None:
     cache = AnswerCache(cost(10))
     kept = row(10)
-    cache.put(b"a", kept)
-    cache.put(b"b", row(11))
-    assert cache.get(b"a") is kept
-    assert cache.get(b"b") is None
+    cache.put(D["a"], kept)
+    cache.put(D["b"], row(11))
+    assert cache.get(D["a"]) is kept
+    assert cache.get(D["b"]) is None
 
 
 def test_no_bytes_no_cache() -> None:
     cache = AnswerCache(0)
-    cache.put(b"a", row(1))
-    assert cache.get(b"a") is None
+    cache.put(D["a"], row(1))
+    assert cache.get(D["a"]) is None
     assert cache.size == 0
 
 
 def test_clear() -> None:
     cache = AnswerCache(1 << 20)
-    cache.put(b"a", row(10))
+    cache.put(D["a"], row(10))
     cache.clear()
-    assert (len(cache), cache.size, cache.get(b"a")) == (0, 0, None)
-    cache.put(b"a", row(10))
+    assert (len(cache), cache.size, cache.get(D["a"])) == (0, 0, None)
+    cache.put(D["a"], row(10))
+    assert cache.size == cost(10)
+
+
+def test_answers_of_every_kind_are_kept_by_their_bytes() -> None:
+    cache = AnswerCache(1 << 20)
+    answer = Generation(np.arange(10, dtype=np.uint32))
+    cache.put(D["a"], answer)
+    assert cache.get(D["a"]) is answer
+    assert cache.size == cost(10)
+
+
+def test_what_is_there_stays() -> None:
+    cache = AnswerCache(1 << 20)
+    first = row(10)
+    cache.put(D["a"], first)
+    cache.put(D["a"], row(20))
+    assert cache.get(D["a"]) is first
     assert cache.size == cost(10)
 
 
@@ -68,10 +87,10 @@ class CacheAgainstModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cache = AnswerCache(self.BOUND)
-        self.model: list[tuple[bytes, Row]] = []  # the least recently used first
+        self.model: list[tuple[Digest, EncodedRow]] = []  # the least recently used first
 
-    @rule(digest=st.sampled_from([b"a", b"b", b"c", b"d", b"e"]), entries=st.integers(1, 250))
-    def put(self, digest: bytes, entries: int) -> None:
+    @rule(digest=st.sampled_from(sorted(D.values())), entries=st.integers(1, 250))
+    def put(self, digest: Digest, entries: int) -> None:
         new = row(entries)
         self.cache.put(digest, new)
         if cost(entries) <= self.BOUND and digest not in dict(self.model):
@@ -79,8 +98,8 @@ class CacheAgainstModel(RuleBasedStateMachine):
             while sum(cost(kept.size) for _, kept in self.model) > self.BOUND:
                 self.model.pop(0)
 
-    @rule(digest=st.sampled_from([b"a", b"b", b"c", b"d", b"e"]))
-    def get(self, digest: bytes) -> None:
+    @rule(digest=st.sampled_from(sorted(D.values())))
+    def get(self, digest: Digest) -> None:
         expected = dict(self.model).get(digest)
         assert self.cache.get(digest) is expected
         if expected is not None:
@@ -104,12 +123,12 @@ TestCacheAgainstModel = CacheAgainstModel.TestCase
 @given(seeds=st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=4))
 def test_threads_may_share_it(seeds: list[int]) -> None:
     cache = AnswerCache(2 * cost(10))
-    rows = {bytes([i]): row(10, i) for i in range(5)}
-    wrong: list[bytes] = []
+    rows = {digest: row(10, i) for i, digest in enumerate(D.values())}
+    wrong: list[Digest] = []
 
     def use(seed: int) -> None:
         for pick in np.random.default_rng(seed).integers(0, 5, 50):
-            digest = bytes([pick])
+            digest = list(rows)[pick]
             found = cache.get(digest)
             if found is None:
                 cache.put(digest, rows[digest])
@@ -127,7 +146,7 @@ def test_threads_may_share_it(seeds: list[int]) -> None:
 
 def test_a_forked_child_gets_a_lock_of_its_own() -> None:
     cache = AnswerCache(1 << 20)
-    cache.put(b"a", row(1))
+    cache.put(D["a"], row(1))
     cache._lock.acquire()  # as another thread of the parent may have
     cache.unlock()
-    assert cache.get(b"a") is not None
+    assert cache.get(D["a"]) is not None

@@ -15,13 +15,17 @@ import redis
 import lmpool
 from lmpool.errors import LmpoolError, NoWorkers
 from lmpool.producer import client as client_module
-from lmpool.producer import session as session_module
+from lmpool.producer import withdrawal as withdrawal_module
 from lmpool.producer.cache import AnswerCache
 from lmpool.producer.collector import Collector
 from lmpool.producer.flights import Statistics
-from lmpool.producer.pending import Ask, Call
+from lmpool.producer.pending import PendingCall
 from lmpool.producer.session import Session
+from lmpool.producer.withdrawal import withdraw
+from lmpool.servers import Servers
 from lmpool.settings import ClientOptions
+from lmpool.wants import Digest, Row
+from lmpool.wire import Job
 from tests.support.clients import connected
 from tests.support.server import RealServer
 from tests.support.waiting import until
@@ -127,26 +131,27 @@ def test_workers_have_their_time_to_appear_however_long_ago_they_were_missed(
 def test_what_is_asked_again_is_not_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(ClientOptions(), AnswerCache(0), Statistics())
     session.shards = session.keys.shards("0" * 8, 1)
-    told: list[bytes] = []
+    told: list[str] = []
     monkeypatch.setattr(
-        session_module, "script", lambda name: lambda server, keys, given: told.extend(given[2:])
+        withdrawal_module, "script", lambda name: lambda server, keys, given: told.extend(given[2:])
     )
-    first, again, other = (Call([ask(name)], None) for name in "aab")
+    servers = Servers(lambda: None)  # type: ignore[arg-type,return-value]
+    first, again, other = (PendingCall([job(name)], None) for name in "aab")
     for call in (first, other):
         session.table.add(call, 0.0)
     session.table.take_unsent(10, 1 << 20)
     session.table.forget(first)
     session.table.forget(other)
     session.table.add(again, 0.0)
-    session.withdraw(None)  # type: ignore[arg-type]
-    assert told == [ask("b").digest]
+    withdraw(session, servers)
+    assert told == [job("b").digest.hex()]
     session.table.forget(again)  # never sent, but the server knows of its predecessor
-    session.withdraw(None)  # type: ignore[arg-type]
-    assert told == [ask("b").digest, ask("a").digest]
+    withdraw(session, servers)
+    assert told == [job("b").digest.hex(), job("a").digest.hex()]
 
 
-def ask(name: str) -> Ask:
-    return Ask(name.encode().rjust(32, b"0"), "logprobs", b"\0" * 4, None, {})
+def job(name: str) -> Job:
+    return Job(Row("f32"), Digest(name.encode().rjust(16, b"0")), b"\0" * 4, None)
 
 
 def test_a_call_may_be_collected_in_a_thread_that_holds_the_lock(
@@ -187,7 +192,7 @@ def test_a_client_may_be_collected_in_a_thread_that_holds_its_lock(
 def test_many_flights_are_all_looked_after() -> None:
     session = Session(ClientOptions(), AnswerCache(0), Statistics())
     for name in "abcde":
-        session.table.add(Call([ask(name)], None), 0.0)
+        session.table.add(PendingCall([job(name)], None), 0.0)
     session.table.take_unsent(10, 1 << 20)
     seen = [session.table.overdue(now, 2.0, 2) for now in (2.0, 4.0, 6.0)]
-    assert {f.ask.digest for found in seen for f in found} == {ask(n).digest for n in "abcde"}
+    assert {f.job.digest for found in seen for f in found} == {job(n).digest for n in "abcde"}

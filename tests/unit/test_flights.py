@@ -9,26 +9,31 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lmpool.errors import LmpoolError
+from lmpool.keys import PRIORITIES, Priority, shard_of
 from lmpool.producer.flights import Flight, FlightTable
-from lmpool.producer.pending import Ask, Call
-from lmpool.wire import Row, pack_logprobs, unpack_row
+from lmpool.producer.pending import PendingCall
+from lmpool.rows import EncodedRow, pack_logprobs, unpack_row
+from lmpool.wants import Digest, Row
+from lmpool.wire import Job
 
 
-def row(value: float = 0.0) -> Row:
+def row(value: float = 0.0) -> EncodedRow:
     return unpack_row(pack_logprobs(np.full(2, value, np.float32)))
 
 
-def ask(name: str) -> Ask:
-    return Ask(name.encode().rjust(32, b"0"), "logprobs", b"\0" * 4, None, {})
+def job(name: str) -> Job:
+    return Job(Row("f32"), digest(name), name.encode() * 4, None)
 
 
-def call(names: str, deadline: float | None = None, later: bool = False) -> Call:
+def call(
+    names: str, deadline: float | None = None, priority: Priority = "interactive"
+) -> PendingCall:
     """A call for the prompts of those one-letter names."""
-    return Call([ask(name) for name in names], deadline, later=later)
+    return PendingCall([job(name) for name in names], deadline, priority=priority)
 
 
-def digest(name: str) -> bytes:
-    return ask(name).digest
+def digest(name: str) -> Digest:
+    return Digest(name.encode().rjust(16, b"0"))
 
 
 @pytest.fixture
@@ -36,10 +41,14 @@ def table() -> FlightTable:
     return FlightTable()
 
 
-def sent(table: FlightTable, later: bool = False) -> str:
+def sent(table: FlightTable, priority: Priority = "interactive") -> str:
     """The names of what is sent now."""
-    taken = table.take_unsent(1000, 1 << 20, later)
-    return "".join(flight.ask.digest[-1:].decode() for flight in taken)
+    taken = table.take_unsent(1000, 1 << 20, priority)
+    return "".join(flight.job.digest[-1:].decode() for flight in taken)
+
+
+def under_way(table: FlightTable) -> tuple[int, int]:
+    return table.under_way("interactive"), table.under_way("batch")
 
 
 def test_equal_prompts_share_a_flight(table: FlightTable) -> None:
@@ -51,15 +60,15 @@ def test_equal_prompts_share_a_flight(table: FlightTable) -> None:
     a, b = row(1), row(2)
     assert table.land(digest("a"), a) == []
     assert set(table.land(digest("b"), b)) == {first, second}
-    assert first.rows == [a, b, a]
-    assert second.rows == [b]
+    assert first.answers == [a, b, a]
+    assert second.answers == [b]
     assert not table.flights
     assert table.land(digest("a"), a) == []  # a late notice
 
 
 def test_what_is_sent_is_sent_once_and_in_order(table: FlightTable) -> None:
     table.add(call("abc"), 0.0)
-    assert [f.ask.digest for f in table.take_unsent(2, 1 << 20)] == [digest("a"), digest("b")]
+    assert [f.job.digest for f in table.take_unsent(2, 1 << 20)] == [digest("a"), digest("b")]
     table.add(call("ad"), 0.0)
     assert sent(table) == "cd"
     assert sent(table) == ""
@@ -75,27 +84,27 @@ def test_a_request_holds_no_more_bytes_than_its_bound_and_one_prompt(table: Flig
 
 def test_rows_from_the_cache_need_no_flight(table: FlightTable) -> None:
     waiting = call("ab")
-    waiting.rows[0] = row()
+    waiting.answers[0] = row()
     waiting.left = 1
     table.add(waiting, 0.0)
     assert sent(table) == "b"
 
 
-def test_what_goes_later_goes_first_once_somebody_asks_it_who_does(table: FlightTable) -> None:
-    table.add(call("abcd", later=True), 0.0)
+def test_what_is_of_priority_batch_is_interactive_once_somebody_asks_so(table: FlightTable) -> None:
+    table.add(call("abcd", priority="batch"), 0.0)
     assert sent(table) == ""
     table.add(call("be"), 0.0)
     assert sent(table) == "be"
-    assert sent(table, later=True) == "acd"
-    assert (table.under_way(False), table.under_way(True)) == (2, 3)
-    table.add(call("a", later=True), 0.0)  # as it was
-    table.add(call("b", later=True), 0.0)  # once first, it stays so
+    assert sent(table, "batch") == "acd"
+    assert under_way(table) == (2, 3)
+    table.add(call("a", priority="batch"), 0.0)  # as it was
+    table.add(call("b", priority="batch"), 0.0)  # once interactive, it stays so
     table.add(call("c"), 0.0)  # the server must hear of it
-    assert (sent(table), sent(table, later=True)) == ("c", "")
-    assert (table.under_way(False), table.under_way(True)) == (3, 2)
+    assert (sent(table), sent(table, "batch")) == ("c", "")
+    assert under_way(table) == (3, 2)
     for name in "abcde":
         table.land(digest(name), row())
-    assert (table.under_way(False), table.under_way(True)) == (0, 0)
+    assert under_way(table) == (0, 0)
 
 
 def test_a_flight_waits_as_long_as_its_longest_waiter(table: FlightTable) -> None:
@@ -123,7 +132,7 @@ def test_a_failed_prompt_ends_its_calls_and_withdraws_their_others(table: Flight
     assert set(table.fail(digest("b"), error)) == {first, second}
     assert first.error is second.error is error
     assert not third.done
-    assert table.withdrawn == [digest("a")]  # nobody else wants it
+    assert table.withdrawn == [(0, digest("a"))]  # nobody else wants it
     assert table.flights.keys() == {digest("c")}
     assert table.land(digest("c"), row()) == [third]
     assert table.fail(digest("b"), error) == []
@@ -138,7 +147,7 @@ def test_only_what_was_sent_and_nobody_wants_is_withdrawn(table: FlightTable) ->
     table.add(unsent, 0.0)
     assert table.forget(first) == 1
     assert table.forget(unsent) == 1
-    assert table.withdrawn == [digest("a")]
+    assert table.withdrawn == [(0, digest("a"))]
     assert table.statistics.withdrawn == 2
     assert sent(table) == ""  # c is not sent any more
     assert table.land(digest("b"), row()) == [second]
@@ -149,8 +158,37 @@ def test_a_call_with_a_prompt_twice_is_forgotten_whole(table: FlightTable) -> No
     table.add(waiting, 0.0)
     sent(table)
     assert table.forget(waiting) == 1
-    assert table.withdrawn == [digest("a")]
+    assert table.withdrawn == [(0, digest("a"))]
     assert not table.flights
+
+
+def test_a_flight_has_the_shard_of_its_prompt_whatever_is_wanted(table: FlightTable) -> None:
+    table.shards = 3
+    names = "abcdefgh"
+    waiting = call(names)
+    other = [Job(Row("f16"), Digest(f.digest[::-1]), f.tokens, "x@1") for f in waiting.jobs]
+    table.add(waiting, 0.0)
+    table.add(PendingCall(other, None), 0.0)
+    taken = table.take_unsent(1000, 1 << 20)
+    assert {flight.shard for flight in taken} == {0, 1, 2}
+    for flight in taken:
+        assert flight.shard == shard_of(flight.job.tokens, flight.job.adapter, 3)
+    table.forget(waiting)
+    told = {digest: shard for shard, digest in table.take_withdrawn()}
+    assert told == {digest(name): shard_of(name.encode() * 4, None, 3) for name in names}
+
+
+def test_what_is_to_be_withdrawn_and_is_asked_again_is_not_withdrawn(table: FlightTable) -> None:
+    first, second = call("ab"), call("a")
+    table.add(first, 0.0)
+    sent(table)
+    table.forget(first)
+    table.add(second, 0.0)
+    assert table.take_withdrawn() == [(0, digest("b"))]
+    assert table.take_withdrawn() == []
+    # The server knows the new flight under its predecessor's name: it is withdrawn in its turn.
+    table.forget(second)
+    assert table.take_withdrawn() == [(0, digest("a"))]
 
 
 def test_what_was_withdrawn_and_asked_again_is_a_new_flight(table: FlightTable) -> None:
@@ -219,31 +257,31 @@ class FlightsAgainstCallers(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table = FlightTable()
-        self.waiting: list[Call] = []
-        self.ended: list[Call] = []
+        self.waiting: list[PendingCall] = []
+        self.ended: list[PendingCall] = []
         self.taken: list[Flight] = []
         self.known: set[bytes] = set()  # what the server was told of
         self.now = 0.0
 
-    def end(self, calls: list[Call]) -> None:
+    def end(self, calls: list[PendingCall]) -> None:
         for ended in calls:
             assert ended in self.waiting, "a call ended twice, or was never made"
             assert ended.done
             self.waiting.remove(ended)
             self.ended.append(ended)
 
-    @rule(names=NAMES, deadline=DEADLINES, later=st.booleans())
-    def ask(self, names: str, deadline: float | None, later: bool) -> None:
-        new = call(names, deadline, later)
+    @rule(names=NAMES, deadline=DEADLINES, priority=st.sampled_from(PRIORITIES))
+    def ask(self, names: str, deadline: float | None, priority: Priority) -> None:
+        new = call(names, deadline, priority)
         self.waiting.append(new)
         self.table.add(new, self.now)
 
-    @rule(most=st.integers(1, 4), later=st.booleans())
-    def send(self, most: int, later: bool) -> None:
-        self.taken = self.table.take_unsent(most, 1 << 20, later)
+    @rule(most=st.integers(1, 4), priority=st.sampled_from(PRIORITIES))
+    def send(self, most: int, priority: Priority) -> None:
+        self.taken = self.table.take_unsent(most, 1 << 20, priority)
         for flight in self.taken:
             assert flight.sent
-            self.known.add(flight.ask.digest)
+            self.known.add(flight.job.digest)
 
     @rule()
     def lose_the_connection(self) -> None:
@@ -263,8 +301,8 @@ class FlightsAgainstCallers(RuleBasedStateMachine):
         found = row(float("abcdef".index(name)))
         self.end(self.table.land(digest(name), found))
         for waiter, place in waiters:
-            assert waiter.rows[place] is found
-            assert waiter.asks[place].digest == digest(name)
+            assert waiter.answers[place] is found
+            assert waiter.jobs[place].digest == digest(name)
 
     @rule(name=st.sampled_from("abcdef"))
     def fail(self, name: str) -> None:
@@ -283,9 +321,10 @@ class FlightsAgainstCallers(RuleBasedStateMachine):
 
     @rule()
     def tell_of_withdrawals(self) -> None:
-        for withdrawn in self.table.withdrawn:
+        for shard, withdrawn in self.table.take_withdrawn():
             assert withdrawn in self.known, "withdrawn, but never sent"
-        self.table.withdrawn = []
+            assert withdrawn not in self.table.flights, "withdrawn, and waited for"
+            assert shard == 0
 
     @rule(step=st.floats(0, 5))
     def look_after(self, step: float) -> None:
@@ -298,24 +337,26 @@ class FlightsAgainstCallers(RuleBasedStateMachine):
         wanted: dict[bytes, set[int]] = {}
         for waiting in self.waiting:
             assert not waiting.done
-            assert waiting.left == waiting.rows.count(None) > 0
-            for place, asked in enumerate(waiting.asks):
-                if waiting.rows[place] is None:
+            assert waiting.left == waiting.answers.count(None) > 0
+            for place, asked in enumerate(waiting.jobs):
+                if waiting.answers[place] is None:
                     wanted.setdefault(asked.digest, set()).add(id(waiting))
         found = {d: {id(w) for w, _ in f.waiters} for d, f in self.table.flights.items()}
         assert found == wanted
 
     @invariant()
     def whatever_was_not_sent_will_be(self) -> None:
-        unsent = [{id(flight) for flight in queue} for queue in self.table.unsent]
+        unsent = {p: {id(flight) for flight in queue} for p, queue in self.table.unsent.items()}
         for flight in self.table.flights.values():
-            assert flight.sent or id(flight) in unsent[flight.later]
+            assert flight.sent or id(flight) in unsent[flight.priority]
 
     @invariant()
-    def a_flight_goes_later_if_all_of_its_waiters_do(self) -> None:
-        for flight in self.table.flights.values():
-            assert not flight.later or all(waiter.later for waiter, _ in flight.waiters)
-        counts = [sum(f.later == later for f in self.table.flights.values()) for later in (0, 1)]
+    def a_flight_is_of_priority_batch_only_if_all_of_its_waiters_are(self) -> None:
+        flights = self.table.flights.values()
+        for flight in flights:
+            waiters = [waiter.priority for waiter, _ in flight.waiters]
+            assert flight.priority == "interactive" or set(waiters) == {"batch"}
+        counts = {p: sum(flight.priority == p for flight in flights) for p in PRIORITIES}
         assert counts == self.table._counts
 
     @invariant()
@@ -330,9 +371,9 @@ class FlightsAgainstCallers(RuleBasedStateMachine):
     @invariant()
     def rows_are_the_prompts_own(self) -> None:
         for some in (*self.waiting, *self.ended):
-            for place, found in enumerate(some.rows):
+            for place, found in enumerate(some.answers):
                 if found is not None:
-                    name = some.asks[place].digest[-1:].decode()
+                    name = some.jobs[place].digest[-1:].decode()
                     assert found.logprobs()[0] == "abcdef".index(name)
 
     def teardown(self) -> None:

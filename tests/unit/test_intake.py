@@ -12,12 +12,14 @@ import redis
 
 from lmpool.keys import GROUP, ShardKeys
 from lmpool.server import open_server
-from lmpool.wire import Digester, Job, pack_job
+from lmpool.servers import Servers
+from lmpool.wants import Digester
+from lmpool.wire import Job, pack_job
 from lmpool.worker import intake as intake_module
-from lmpool.worker.batching import Batcher
+from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.intake import Intake, create_groups, release, uncount
-from lmpool.worker.state import WorkerState
+from lmpool.worker.status import WorkerStatus
 from tests.support.protocol import (
     FINGERPRINT,
     Caller,
@@ -42,23 +44,24 @@ class Reader:
         continuous: bool = False,
     ) -> None:
         self.server: Any = open_server(url, blocks_for=1.0)
+        self.servers = Servers(lambda: self.server)
         self.blocks: list[int | None] = []
         self._xreadgroup = self.server.xreadgroup
         self.server.xreadgroup = self._read
         self.failures: list[BaseException] = []
-        self.state = WorkerState({}, lambda: None)
+        self.status = WorkerStatus({}, lambda: None)
         self.batcher = Batcher(batch_size, timeout, 10_000)
         self.intake = Intake(
-            self.server,
+            self.servers,
             shards,
             consumer,
             self.batcher,
-            self.state,
+            self.status,
             Digester(FINGERPRINT),
-            DeadLetters(self.server, shards, consumer),
+            DeadLetters(self.servers, consumer),
             continuous,
         )
-        create_groups(self.server, shards, consumer)
+        create_groups(self.servers, shards, consumer)
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
@@ -77,22 +80,22 @@ class Reader:
         until(lambda: len(self.batcher) >= count, what=f"{count} jobs")
         jobs: list[Job] = []
         while len(jobs) < count:
-            jobs += [claimed.job for claimed in self.batcher.take()]
+            jobs += [delivery.job for delivery in self.batcher.take()]
         return jobs
 
     def take_some(self, most: int) -> list[Job]:
         """Take what is there, at most so many, and be done with them."""
         until(lambda: len(self.batcher), what="a job")
-        jobs = [claimed.job for claimed in self.batcher.take(most)]
+        jobs = [delivery.job for delivery in self.batcher.take(most)]
         self.batcher.done()
         return jobs
 
     def stop(self) -> None:
-        self.state.stopping.set()
+        self.status.stopping.set()
         self.batcher.wake()
         self.thread.join(10)
         assert not self.thread.is_alive()
-        self.server.close()
+        self.servers.close()
         assert not self.failures, self.failures
 
 
@@ -138,12 +141,11 @@ def test_jobs_that_were_there_before_the_first_worker_are_read(
 def good_fields(**changed: Any) -> bytes:
     job = new_job(1, 2)
     fields = {
-        "v": 1,
-        "op": job.op,
+        "v": 2,
+        "want": ["row", "f32"],
         "digest": job.digest,
         "tokens": job.tokens,
         "adapter": None,
-        "want": {"encoding": "f32"},
         "deadline": None,
         "sent": 0,
         **changed,
@@ -161,14 +163,15 @@ def good_fields(**changed: Any) -> bytes:
         ({"other": b"field"}, "not msgpack"),
         ({"job": msgpack.packb([1, 2, 3])}, "a list instead of a map"),
         ({"job": msgpack.packb({})}, "no digest"),
-        ({"job": good_fields(v=99)}, "job version 99: this worker reads version 1"),
-        ({"job": good_fields(op="rm -rf")}, "unknown operation"),
+        ({"job": good_fields(v=99)}, "job version 99: this worker reads version 2"),
+        ({"job": good_fields(want=["rm -rf"])}, "unknown want"),
+        ({"job": good_fields(want=["generate", 1, [], 1.0, 7])}, "digest is not the one"),
         ({"job": good_fields(digest=b"x" * 16)}, "digest is not the one of this prompt"),
         ({"job": good_fields(tokens=b"\x09\x00\x00\x00")}, "digest is not the one"),
-        ({"job": good_fields(want={"encoding": "f16"})}, "digest is not the one"),
+        ({"job": good_fields(want=["row", "f16"])}, "digest is not the one"),
         ({"job": good_fields(adapter="a@1")}, "digest is not the one"),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_garbage_is_put_aside_with_its_reason_and_does_not_stop_anything(
     fields: dict[Any, Any],
@@ -212,12 +215,12 @@ def test_the_caller_of_a_refused_job_is_told(
     if what == "version":
         ((entry, _),) = entries_of(redis_client, shard.stream().key)
         redis_client.delete(shard.stream().key)
-        redis_client.xadd(shard.stream().key, {"job": good_fields(v=2)}, id=entry)
+        redis_client.xadd(shard.stream().key, {"job": good_fields(v=1)}, id=entry)
     start()
     (notice,) = until(caller.notices)
-    assert notice.digest.decode() == job.digest.hex()
+    assert notice.digest == job.digest
     assert notice.status == "refused"
-    assert ("version 2" if what == "version" else "digest") in notice.error
+    assert ("version 1:" if what == "version" else "digest") in notice.error
     assert not caller.flight(job)
 
 
@@ -244,7 +247,7 @@ def test_an_idle_worker_blocks_and_a_busy_one_does_not(
     until(lambda: len(reader.blocks) >= 3)
     assert None not in reader.blocks
     caller.enqueue(new_job(1))
-    reader.state.batch_seconds = 0.05
+    reader.status.batch_seconds = 0.05
     reader.take(1)  # the engine is at work
     # One blocking read may have begun before.
     until(lambda: reader.blocks[-1] is None)
@@ -278,7 +281,7 @@ def test_what_waits_for_a_batch_that_takes_too_long_is_given_back(
     monkeypatch.setattr(intake_module, "GIVE_BACK_AFTER", 0.05)
     caller = Caller(redis_client, shard)
     reader = start(batch_size=1)
-    reader.state.batch_seconds = 0.01
+    reader.status.batch_seconds = 0.01
     first, second = new_job(1), new_job(2)
     caller.enqueue(first)
     assert reader.take(1) == [first]
@@ -300,10 +303,13 @@ def test_several_shards_are_read_together(
         Caller(redis_client, shard).enqueue(job)
     reader = start(shards=shards, batch_size=6)
     until(lambda: len(reader.batcher) == 3)
-    claimed = reader.batcher.take()
-    assert {(c.shard, c.job.digest) for c in claimed} == {
+    delivery = reader.batcher.take()
+    assert {(c.stream.shard.number, c.job.digest) for c in delivery} == {
         (number, job.digest) for number, job in enumerate(jobs)
     }
+    for c in delivery:
+        assert c.place == (shards[c.stream.shard.number].stream().key, c.entry)
+    assert reader.status.held == {c.place for c in delivery}
 
 
 def test_a_job_starts_its_batchs_clock_when_it_comes(
@@ -313,8 +319,8 @@ def test_a_job_starts_its_batchs_clock_when_it_comes(
     before = time.monotonic()
     Caller(redis_client, shard).enqueue(new_job(1))
     until(lambda: len(reader.batcher) == 1)
-    (claimed,) = reader.batcher.take()
-    assert before <= claimed.came <= time.monotonic()
+    (delivery,) = reader.batcher.take()
+    assert before <= delivery.came <= time.monotonic()
 
 
 def test_it_stops_while_it_waits(start: Callable[..., Reader]) -> None:
@@ -415,7 +421,7 @@ def test_what_was_taken_over_is_not_read_again_after_a_failure(
     reader = start()
     until(lambda: len(reader.blocks) >= 2)
     # The recovery's thread takes over the job of a dead worker: it waits for its turn alone.
-    reader.state.held.add((0, entry))
+    reader.status.held.add((shard.stream().key, entry))
     redis_client.xclaim(shard.stream().key, GROUP, "reader", 0, [entry])
     left = lose_an_answer(reader)
     lost, after = new_job(2), new_job(3)
@@ -430,27 +436,39 @@ def test_what_was_taken_over_is_not_read_again_after_a_failure(
 # --- giving back -------------------------------------------------------------------------------
 
 
-def test_a_group_is_made_once_and_joined(redis_client: redis.Redis, shard: ShardKeys) -> None:
-    create_groups(redis_client, [shard], "a")  # type: ignore[arg-type]
-    create_groups(redis_client, [shard], "a")  # type: ignore[arg-type]
-    create_groups(redis_client, [shard], "b")  # type: ignore[arg-type]
-    consumers: Any = redis_client.xinfo_consumers(shard.stream().key, GROUP)
-    assert {c["name"] for c in consumers} == {b"a", b"b"}
+@pytest.fixture
+def servers(redis_client: redis.Redis) -> Servers:
+    return Servers(lambda: redis_client)  # type: ignore[arg-type,return-value]
+
+
+def test_a_group_is_made_once_and_joined(
+    servers: Servers, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    create_groups(servers, [shard], "a")
+    create_groups(servers, [shard], "a")
+    create_groups(servers, [shard], "b")
+    for stream in shard.streams:
+        consumers: Any = redis_client.xinfo_consumers(stream.key, GROUP)
+        assert {c["name"] for c in consumers} == {b"a", b"b"}
 
 
 def test_everything_that_is_held_is_given_back_at_once(
-    redis_client: redis.Redis, shard: ShardKeys
+    servers: Servers, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
+    create_groups(servers, [shard], "worker")
     caller, consumer = Caller(redis_client, shard), Consumer(redis_client, shard)
     jobs = [new_job(i, i // 256) for i in range(1203)]  # more than two portions
     for i in range(0, len(jobs), 400):
         caller.enqueue(*jobs[i : i + 400], bound=5000)
     held = consumer.read(5000)
     assert len(held) == len(jobs)
-    known = dict(zip(held[:600], jobs[:600], strict=True))  # the rest is looked up
+    key = shard.stream().key
+    known = {
+        (key, entry): job for entry, job in zip(held[:600], jobs[:600], strict=True)
+    }  # the rest is looked up
     redis_client.xadd(shard.stream().key, {"job": b"garbage"})
     consumer.read()
-    assert release(redis_client, [shard], "worker", known) == len(jobs) + 1  # type: ignore[arg-type]
+    assert release(servers, [shard], "worker", known) == len(jobs) + 1
     assert consumer.held() == []
     other = Consumer(redis_client, shard, "other")
     entries = other.read(5000)
@@ -462,9 +480,11 @@ def test_everything_that_is_held_is_given_back_at_once(
         }  # type: ignore[index]
 
 
-def test_nothing_held_nothing_given_back(redis_client: redis.Redis, shard: ShardKeys) -> None:
-    Consumer(redis_client, shard)
-    assert release(redis_client, [shard], "worker", {}) == 0  # type: ignore[arg-type]
+def test_nothing_held_nothing_given_back(
+    servers: Servers, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    create_groups(servers, [shard], "worker")
+    assert release(servers, [shard], "worker", {}) == 0
 
 
 def test_jobs_of_a_read_whose_answer_was_lost_are_read_again(
@@ -522,20 +542,23 @@ def test_a_refusal_that_cannot_be_told_loses_no_other_job(
 
 
 def test_a_delivery_that_ran_nothing_does_not_count(
-    redis_client: redis.Redis, shard: ShardKeys
+    servers: Servers, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     def deliveries() -> dict[bytes, int]:
         found: Any = redis_client.xpending_range(shard.stream().key, GROUP, "-", "+", 10)
         return {item["message_id"]: item["times_delivered"] for item in found}
 
+    def delivery(entry: bytes) -> Delivery:
+        return Delivery(new_job(1), entry, shard.stream(), 0.0)
+
     Caller(redis_client, shard).enqueue(new_job(1), new_job(2))
     worker = Consumer(redis_client, shard, "worker")
     first, second = worker.read()
     redis_client.xclaim(shard.stream().key, GROUP, "worker", 0, [first, second])
-    uncount(redis_client, shard, "worker", first)  # type: ignore[arg-type]
-    uncount(redis_client, shard, "other", second)  # type: ignore[arg-type]
+    uncount(servers, delivery(first), "worker")
+    uncount(servers, delivery(second), "other")
     assert deliveries() == {first: 1, second: 2}
     redis_client.xack(shard.stream().key, GROUP, first)
-    uncount(redis_client, shard, "worker", first)  # type: ignore[arg-type]
+    uncount(servers, delivery(first), "worker")
     assert deliveries() == {second: 2}
     assert worker.held() == [second]

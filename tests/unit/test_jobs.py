@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,9 @@ import pytest
 
 from lmpool.errors import PromptError
 from lmpool.model_info import ModelInfo
-from lmpool.producer.jobs import Asking
-from lmpool.producer.pending import Ask
-from lmpool.wire import Digester, Job, pack_job, unpack_job
+from lmpool.producer.jobs import JobMaker
+from lmpool.wants import Digester, Generate, Row, Want
+from lmpool.wire import Job, pack_job, unpack_job
 
 INFO = ModelInfo(
     model="tiny",
@@ -24,95 +25,123 @@ INFO = ModelInfo(
 )
 
 
-def asking(encoding: Any = "auto") -> Asking:
-    return Asking(INFO, encoding)
+MAKER = JobMaker(INFO)
 
 
-def sample(
+def row(prompt: Any = (1, 2), encoding: Any = None, adapter: str | None = None) -> Job:
+    return MAKER.one(prompt, MAKER.check(Row(encoding)), adapter)
+
+
+def generate(
     prompt: Any = (1, 2),
     max_tokens: Any = 5,
     eos: Any = (2,),
     temperature: Any = 1.0,
     seed: Any = 7,
     adapter: str | None = None,
-) -> Ask:
-    (ask,) = asking().samples([prompt], max_tokens, eos, temperature, seed, adapter)
-    return ask
-
-
-def as_job(ask: Ask) -> Job:
-    """The job that a client sends for it, as a worker reads it."""
-    digest = bytes.fromhex(ask.digest.decode())
-    return unpack_job(
-        pack_job(Job(ask.op, digest, ask.tokens, ask.adapter, ask.want))  # type: ignore[arg-type]
-    )
+) -> Job:
+    want = MAKER.check(Generate(max_tokens, eos, temperature, seed))
+    job = MAKER.one(prompt, want, adapter)
+    # Many at once are asked as each alone, but for the seeds that nobody gave.
+    if seed is not None:
+        assert MAKER.many([prompt, prompt], want, adapter) == [job, job]
+    return job
 
 
 def test_rows_are_asked_in_the_pools_encoding_or_in_the_one_that_is_wanted() -> None:
-    assert asking().logprobs([1], None).want == {"encoding": "bf16"}
-    assert asking("f16").logprobs([1], None).want == {"encoding": "f16"}
+    assert row().want == Row("bf16")
+    assert row(encoding="f16").want == Row("f16")
 
 
 def test_what_is_asked_is_what_a_worker_takes() -> None:
-    asks = [
-        asking().logprobs([1, 299], None),
-        asking("f32").logprobs([1], "a@77"),
-        sample(),
-        sample(eos=()),
-        sample(temperature=0, seed=-1, max_tokens=2**31 - 1),
+    jobs = [
+        row([1, 299]),
+        row([1], "f32", "a@77"),
+        generate(),
+        generate(eos=()),
+        generate(temperature=0, seed=-1, max_tokens=2**31 - 1),
+        generate(temperature=-0.0),
+        generate(seed=None),
+        *MAKER.many([[1], [2, 3]], MAKER.check(Row()), "a@77"),
+        *MAKER.many([[1], [1]], MAKER.check(Generate(3)), None),
     ]
-    for ask in asks:
-        job = as_job(ask)
-        assert Digester(INFO.fingerprint).job(job.op, job.tokens, job.want, job.adapter) == (
-            job.digest
-        )
+    for job in jobs:
+        found = unpack_job(pack_job(job))
+        assert found == job
+        digest = Digester(INFO.fingerprint).digest(found.want, found.tokens, found.adapter)
+        assert digest == job.digest
+
+
+def test_many_prompts_are_many_jobs_in_their_order() -> None:
+    prompts = [[1], [2, 3], [1]]
+    jobs = MAKER.many(prompts, Row("f32"), "a@77")
+    assert [job.token_ids().tolist() for job in jobs] == prompts
+    assert jobs == [MAKER.one(prompt, Row("f32"), "a@77") for prompt in prompts]
+    assert MAKER.many([], Row("f32"), None) == []
 
 
 def test_an_error_in_a_batch_names_the_prompt() -> None:
-    with pytest.raises(PromptError, match=r"^prompt 2: token id 300 at position 1"):
-        asking().batch([[1], [2], [3, 300]], None)
+    for want in (Row("f32"), Generate(1, ())):
+        with pytest.raises(PromptError, match=r"^prompt 2: token id 300 at position 1"):
+            MAKER.many([[1], [2], [3, 300]], want, None)
 
 
 @pytest.mark.parametrize("prompts", [None, 5])
 def test_what_is_no_list_of_prompts_is_refused(prompts: Any) -> None:
-    asking = Asking(INFO, "auto")
     with pytest.raises(PromptError, match=f"prompts of type {type(prompts).__name__}: a list"):
-        asking.batch(prompts, None)
-    with pytest.raises(PromptError, match="a list of prompts is needed"):
-        asking.samples(prompts, 1, [], 1.0, None, None)
+        MAKER.many(prompts, Row("f32"), None)
 
 
 def test_a_seed_repeats_and_none_never_does() -> None:
-    assert sample(seed=3).digest == sample(seed=3).digest
-    assert sample(seed=3).digest != sample(seed=4).digest
-    assert len({sample(seed=None).digest for _ in range(10)}) == 10
+    assert generate(seed=3).digest == generate(seed=3).digest
+    assert generate(seed=3).digest != generate(seed=4).digest
+    assert len({generate(seed=None).digest for _ in range(10)}) == 10
+    (first, *others) = MAKER.many([[1]] * 10, MAKER.check(Generate(2)), None)
+    assert first.digest not in {job.digest for job in others}
+    assert len({job.digest for job in others}) == 9
 
 
 def test_whatever_is_wanted_changes_the_digest() -> None:
-    asks = [
-        sample(),
-        sample(prompt=[1]),
-        sample(max_tokens=6),
-        sample(eos=(3,)),
-        sample(eos=()),
-        sample(temperature=0.5),
-        sample(seed=8),
-        sample(adapter="a@77"),
-        asking().logprobs([1, 2], None),
+    jobs = [
+        generate(),
+        generate(prompt=[1]),
+        generate(max_tokens=6),
+        generate(eos=(3,)),
+        generate(eos=()),
+        generate(temperature=0.5),
+        generate(seed=8),
+        generate(adapter="a@77"),
+        row(),
+        row(encoding="f32"),
     ]
-    assert len({ask.digest for ask in asks}) == len(asks)
+    assert len({job.digest for job in jobs}) == len(jobs)
 
 
 def test_numbers_come_from_any_library() -> None:
-    expected = sample(max_tokens=5, eos=[1, 2], temperature=0.5, seed=7)
+    expected = generate(max_tokens=5, eos=[1, 2], temperature=0.5, seed=7)
     for same in (
-        sample(max_tokens=np.int64(5), eos=[1, 2], temperature=0.5, seed=np.uint32(7)),
-        sample(eos=np.array([2, 1, 2]), temperature=np.float32(0.5)),
-        sample(eos=(t for t in (1, 2)), temperature=np.float64(0.5)),
+        generate(max_tokens=np.int64(5), eos=[1, 2], temperature=0.5, seed=np.uint32(7)),
+        generate(eos=np.array([2, 1, 2]), temperature=np.float32(0.5)),
+        generate(eos=frozenset([1, 2]), temperature=np.float64(0.5)),
     ):
         assert same == expected
-    assert sample(temperature=1).digest == sample(temperature=1.0).digest
-    assert as_job(expected).want["temperature"] == 0.5
+    generated = MAKER.check(Generate(5, (t for t in (1, 2)), 0.5, 7))  # type: ignore[arg-type]
+    assert generated == expected.want
+    assert generate(temperature=1).digest == generate(temperature=1.0).digest
+    found: Want = unpack_job(pack_job(expected)).want
+    assert isinstance(found, Generate)
+    assert found.temperature == 0.5
+
+
+def test_nothing_said_of_the_end_is_the_models_own() -> None:
+    info = replace(INFO, eos_token_ids=(9, 11))
+    assert JobMaker(info).check(Generate(5)) == Generate(5, (9, 11), 1.0, None)
+
+
+@pytest.mark.parametrize("encoding", ["f64", "", "u32", 3, ["f32"]])
+def test_an_encoding_that_there_is_not_is_refused(encoding: Any) -> None:
+    with pytest.raises(PromptError, match=r"encoding=.*: write one of f32, bf16, f16"):
+        row(encoding=encoding)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +171,6 @@ def test_numbers_come_from_any_library() -> None:
         ({"eos": ["1"]}, "eos_token_ids="),
         ({"eos": "1"}, "eos_token_ids="),
         ({"eos": 1}, "eos_token_ids=1"),
-        ({"eos": None}, "eos_token_ids=None"),
         ({"eos": range(257)}, "at most 256"),
         ({"prompt": []}, "empty prompt"),
         ({"prompt": [300]}, "token id 300"),
@@ -151,4 +179,4 @@ def test_numbers_come_from_any_library() -> None:
 )
 def test_what_cannot_be_sampled_is_refused(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(PromptError, match=reason):
-        sample(**changed)
+        generate(**changed)

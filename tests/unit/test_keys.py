@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import re
 
 import pytest
@@ -9,15 +8,24 @@ from hypothesis import strategies as st
 from redis.crc import key_slot
 
 from lmpool.errors import SettingsError
-from lmpool.keys import GROUP, PoolKeys, ShardKeys, check_pool_name, shard_of
+from lmpool.keys import (
+    GROUP,
+    PRIORITIES,
+    PROTOCOL,
+    PoolKeys,
+    ShardKeys,
+    check_pool_name,
+    shard_of,
+    streams,
+)
 
 FINGERPRINT8 = "0123abcd"
-DIGEST = "ab" * 16
+DIGEST = b"\xab" * 16
 
 
 def every_key(shard: ShardKeys) -> list[str]:
     return [
-        shard.stream().key,
+        *(stream.key for stream in shard.streams),
         shard.dead,
         shard.counters,
         shard.adapters,
@@ -31,13 +39,15 @@ def every_key(shard: ShardKeys) -> list[str]:
 def test_names_are_those_of_the_design() -> None:
     keys = PoolKeys("llama")
     shard = keys.shard(FINGERPRINT8, 3)
-    prefix = "{lmpool:llama:0123abcd:3}"
+    assert PROTOCOL == 2
+    prefix = "{lmpool:llama:0123abcd:2:3}"
     assert keys.info == "lmpool:llama"
     assert shard.prefix == prefix
-    assert shard.stream().key == f"{prefix}:jobs"
+    assert shard.stream().key == f"{prefix}:jobs:0"
+    assert shard.stream("batch").key == f"{prefix}:batch:0"
     assert shard.dead == f"{prefix}:dead"
-    assert shard.result(DIGEST) == f"{prefix}:result:{DIGEST}"
-    assert shard.flight(DIGEST) == f"{prefix}:flight:{DIGEST}"
+    assert shard.result(DIGEST) == f"{prefix}:result:{'ab' * 16}"
+    assert shard.flight(DIGEST) == f"{prefix}:flight:{'ab' * 16}"
     assert shard.reply("c") == f"{prefix}:reply:c"
     assert shard.alive("w") == f"{prefix}:alive:w"
     assert GROUP == "workers"
@@ -46,9 +56,11 @@ def test_names_are_those_of_the_design() -> None:
 @given(
     pool=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True),
     shard=st.integers(0, 63),
+    lanes=st.integers(1, 5),
 )
-def test_all_keys_of_a_shard_are_in_one_cluster_slot(pool: str, shard: int) -> None:
-    keys = every_key(PoolKeys(pool).shard(FINGERPRINT8, shard))
+def test_all_keys_of_a_shard_are_in_one_cluster_slot(pool: str, shard: int, lanes: int) -> None:
+    keys = every_key(PoolKeys(pool).shard(FINGERPRINT8, shard, lanes))
+    assert len(keys) == 2 * lanes + 7
     assert len(set(keys)) == len(keys)
     assert len({key_slot(key.encode()) for key in keys}) == 1
 
@@ -85,19 +97,63 @@ def test_what_cannot_be_part_of_a_key_is_no_pool_name(name: object) -> None:
         PoolKeys(name)  # type: ignore[arg-type]
 
 
-@given(digest=st.binary(min_size=16, max_size=16), shards=st.integers(1, 64))
-def test_every_digest_has_one_of_the_shards(digest: bytes, shards: int) -> None:
-    assert 0 <= shard_of(digest, shards) < shards
-    assert shard_of(digest, 1) == 0
+def test_every_lane_of_a_shard_has_a_stream_for_each_priority() -> None:
+    shard = PoolKeys("p").shard(FINGERPRINT8, 1, lanes=3)
+    assert [(s.priority, s.lane) for s in shard.streams] == [
+        (priority, lane) for lane in range(3) for priority in ("interactive", "batch")
+    ]
+    for stream in shard.streams:
+        assert shard.stream(stream.priority, stream.lane) is stream
+        assert stream.shard is shard
+    names = [stream.key.removeprefix(shard.prefix) for stream in shard.streams]
+    assert names == [":jobs:0", ":batch:0", ":jobs:1", ":batch:1", ":jobs:2", ":batch:2"]
+    assert shard.stream() is shard.stream("interactive", 0)
 
 
-def test_digests_are_spread_over_the_shards() -> None:
+def test_the_streams_of_several_shards_are_all_of_theirs() -> None:
+    shards = PoolKeys("p").shards(FINGERPRINT8, 2, lanes=2)
+    found = streams(shards)
+    assert len(found) == 8
+    assert [(s.shard.number, s.lane, s.priority) for s in found] == sorted(
+        ((n, lane, p) for n in range(2) for lane in range(2) for p in PRIORITIES),
+        key=lambda place: (place[0], place[1], PRIORITIES.index(place[2])),
+    )
+    assert streams([]) == ()
+
+
+PROMPTS = st.binary(min_size=4, max_size=40)
+ADAPTERS = st.none() | st.text(min_size=1, max_size=10)
+
+
+@given(tokens=PROMPTS, adapter=ADAPTERS, shards=st.integers(1, 64))
+def test_every_prompt_has_one_of_the_shards(
+    tokens: bytes, adapter: str | None, shards: int
+) -> None:
+    assert 0 <= shard_of(tokens, adapter, shards) < shards
+    assert shard_of(tokens, adapter, 1) == 0
+
+
+def test_a_prompt_has_the_same_shard_in_every_release() -> None:
+    # Two clients that disagree compute a prompt twice.
+    assert [shard_of(bytes([i]) * 4, None, 8) for i in range(8)] == [4, 1, 7, 2, 2, 7, 1, 4]
+    assert [shard_of(bytes([i]) * 4, "a@1", 8) for i in range(8)] == [5, 0, 6, 3, 3, 6, 0, 5]
+
+
+@pytest.mark.parametrize("adapter", [None, "a@77"])
+def test_prompts_are_spread_over_the_shards(adapter: str | None) -> None:
     counts = [0] * 4
     for i in range(2000):
-        counts[shard_of(hashlib.blake2b(bytes(i), digest_size=16).digest(), 4)] += 1
+        counts[shard_of(i.to_bytes(4, "little"), adapter, 4)] += 1
     assert min(counts) > 400, counts
+
+
+def test_prompts_of_adapters_are_spread_as_well() -> None:
+    # One prompt under many adapters: not all in its own shard.
+    found = {shard_of(b"0000", f"a@{i}", 4) for i in range(50)}
+    assert found == {0, 1, 2, 3}
 
 
 def test_shards_are_numbered() -> None:
     shards = PoolKeys("p").shards(FINGERPRINT8, 3)
     assert [re.search(r":(\d)}", shard.prefix)[1] for shard in shards] == ["0", "1", "2"]  # type: ignore[index]
+    assert [shard.number for shard in shards] == [0, 1, 2]

@@ -9,8 +9,9 @@ import redis
 from lmpool.backends.engine import EngineInfo
 from lmpool.backends.mock import MockEngine
 from lmpool.errors import PoolMismatch, SettingsError
-from lmpool.keys import PoolKeys
+from lmpool.keys import PoolKeys, Priority
 from lmpool.model_info import ModelInfo
+from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
 from lmpool.vocabulary import Vocabulary
 from lmpool.worker.intake import create_groups
@@ -108,7 +109,7 @@ def served(server: redis.Redis, keys: PoolKeys) -> ModelInfo:
 def appear(server: redis.Redis, keys: PoolKeys, info: ModelInfo, consumer: str = "w") -> None:
     """As a living worker."""
     shards = info.shard_keys(keys)
-    create_groups(server, shards, consumer)  # type: ignore[arg-type]
+    create_groups(Servers(lambda: server), shards, consumer)  # type: ignore[arg-type,return-value]
     server.set(shards[0].alive(consumer), b"", px=60_000)
     server.set(keys.serving, mark(info), px=60_000)
 
@@ -137,6 +138,8 @@ def test_the_same_model_joins(redis_client: redis.Redis, keys: PoolKeys) -> None
         {"engine": "vllm"},
         {"encoding": "f32"},
         {"shards": 2},
+        {"lanes": 2},
+        {"protocols": (2, 3)},
         {"bos_token_id": None},
         {"eos_token_ids": (2,)},
         {"pad_token_id": 7},
@@ -205,24 +208,27 @@ def test_two_that_join_at_once_see_each_other(
     assert served(redis_client, keys) == OTHER
 
 
+@pytest.mark.parametrize("priority", ["interactive", "batch"])
+@pytest.mark.parametrize("lane", [0, 1])
 def test_what_nobody_serves_any_more_ends_and_what_is_served_again_stays(
-    redis_client: redis.Redis, keys: PoolKeys
+    priority: Priority, lane: int, redis_client: redis.Redis, keys: PoolKeys
 ) -> None:
     def ends(info: ModelInfo) -> list[bool]:
-        lives = (redis_client.pttl(shard.stream().key) for shard in info.shard_keys(keys))
-        return [life > 0 for life in lives]  # type: ignore[operator]
+        names = (shard.stream(priority, lane).key for shard in info.shard_keys(keys))
+        return [redis_client.pttl(name) > 0 for name in names]  # type: ignore[operator]
 
-    wide = replace(INFO, shards=3)
-    for info in (wide, OTHER):
+    narrow, other = replace(INFO, lanes=2), replace(OTHER, lanes=2)
+    wide = replace(narrow, shards=3)
+    for info in (wide, other):
         for shard in info.shard_keys(keys):
-            redis_client.xadd(shard.stream().key, {"job": b""})
+            redis_client.xadd(shard.stream(priority, lane).key, {"job": b""})
     join(redis_client, keys, wide, False, 5000)  # type: ignore[arg-type]
     assert ends(wide) == [False, False, False]
-    join(redis_client, keys, OTHER, True, 5000)  # type: ignore[arg-type]
-    assert (ends(wide), ends(OTHER)) == ([True, True, True], [False])
+    join(redis_client, keys, other, True, 5000)  # type: ignore[arg-type]
+    assert (ends(wide), ends(other)) == ([True, True, True], [False])
     join(redis_client, keys, wide, True, 5000)  # type: ignore[arg-type]
-    assert (ends(wide), ends(OTHER)) == ([False, False, False], [True])
-    join(redis_client, keys, INFO, True, 5000)  # type: ignore[arg-type]
+    assert (ends(wide), ends(other)) == ([False, False, False], [True])
+    join(redis_client, keys, narrow, True, 5000)  # type: ignore[arg-type]
     assert ends(wide) == [False, True, True]  # the same model in fewer shards
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmpool.backends.engine import Tokens
-from lmpool.backends.mlx.prefixes import PrefixTree
+from lmpool.backends.mlx.prefixes import KeptPrefixes
 
 
 def ids(*tokens: int) -> Tokens:
@@ -16,7 +16,7 @@ class Filled:
     """A tree and a store: what each slot was filled with is the prefix that ends there."""
 
     def __init__(self, capacity: int) -> None:
-        self.tree = PrefixTree(capacity)
+        self.tree = KeptPrefixes(capacity)
         self.store: dict[int, tuple[str | None, tuple[int, ...]]] = {}
 
     def add(self, adapter: str | None, tokens: Tokens) -> int:

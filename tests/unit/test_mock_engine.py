@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmpool.backends import Outcome, Request, Sampling
+from lmpool.backends import Outcome, Request
 from lmpool.backends.mock import MockEngine, mock_row
 from lmpool.backends.sampling import sample_token
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
+from lmpool.wants import Generate
+from tests.support.engines import drawn
 
 
 def request_of(tokens: Sequence[int], id: bytes = b"r", **options: Any) -> Request:
@@ -121,15 +123,15 @@ def test_adapters_change_rows_and_unknown_ones_fail() -> None:
     assert run(engine, requests[1:2])[0].error is not None
 
 
-def follow(prompt: Sequence[int], sampling: Sampling, longest: int = 4096) -> list[int]:
+def follow(prompt: Sequence[int], want: Generate, longest: int = 4096) -> list[int]:
     """The continuation, one row at a time."""
     tokens = list(prompt)
-    for step in range(sampling.max_tokens):
+    for step in range(want.max_tokens):
         if len(tokens) > longest:
             break
         row = mock_row(tokens, 256)
-        token = sample_token(row, sampling.temperature, sampling.seed, step)
-        if token in sampling.eos_token_ids:
+        token = sample_token(row, want.temperature, want.seed, step)
+        if token in want.eos_token_ids:
             break
         tokens.append(token)
     return tokens[len(prompt) :]
@@ -145,27 +147,24 @@ def follow(prompt: Sequence[int], sampling: Sampling, longest: int = 4096) -> li
 def test_continuations_in_company_are_what_their_rows_say_alone(
     prompts: list[list[int]], max_tokens: int, eos: set[int], temperature: float, seed: int
 ) -> None:
-    sampling = Sampling(max_tokens, tuple(eos), temperature, seed)
-    requests = [request_of(p, b"s%d" % i, sampling=sampling) for i, p in enumerate(prompts)]
+    want = Generate(max_tokens, tuple(eos), temperature, seed)
+    requests = [request_of(p, b"s%d" % i, want=want) for i, p in enumerate(prompts)]
     outcomes = run(MockEngine(), [*numbered(prompts), *requests])
     for prompt, row, continued in zip(prompts, outcomes, outcomes[len(prompts) :], strict=False):
         assert np.array_equal(row.logprobs(), mock_row(prompt, 256))
-        assert continued.tokens is not None
-        assert continued.tokens.dtype == np.uint32
-        assert continued.tokens.tolist() == follow(prompt, sampling)
+        assert drawn(continued) == follow(prompt, want)
 
 
 def test_a_continuation_ends_at_the_longest_prompt() -> None:
-    sampling = Sampling(100, (), 0.0, 0)
-    (outcome,) = run(MockEngine(max_prompt_tokens=8), [request_of([1] * 5, sampling=sampling)])
-    assert outcome.tokens is not None
-    assert outcome.tokens.tolist() == follow([1] * 5, sampling, longest=8)
-    assert len(outcome.tokens) == 4
+    want = Generate(100, (), 0.0, 0)
+    (outcome,) = run(MockEngine(max_prompt_tokens=8), [request_of([1] * 5, want=want)])
+    assert drawn(outcome) == follow([1] * 5, want, longest=8)
+    assert len(drawn(outcome)) == 4
 
 
 def test_rows_do_not_wait_for_continuations() -> None:
     engine = MockEngine()
-    long = request_of([1], b"long", sampling=Sampling(1000, (), 1.0, 0))
+    long = request_of([1], b"long", want=Generate(1000, (), 1.0, 0))
     engine.submit([long, request_of([2], b"row")])
     assert [o.id for o in engine.step()] == [b"row"]
     engine.submit([request_of([3], b"later")])
@@ -179,11 +178,11 @@ def test_rows_do_not_wait_for_continuations() -> None:
 def test_a_continuation_whose_adapter_was_removed_fails_alone() -> None:
     engine = MockEngine()
     engine.add_adapter("french", "/anywhere")
-    sampling = Sampling(max_tokens=5, eos_token_ids=(), temperature=1.0, seed=1)
+    want = Generate(max_tokens=5, eos_token_ids=(), temperature=1.0, seed=1)
     engine.submit(
         [
-            Request(b"french", np.array([1], np.uint32), "french", sampling),
-            Request(b"plain", np.array([1], np.uint32), None, sampling),
+            Request(b"french", np.array([1], np.uint32), "french", want),
+            Request(b"plain", np.array([1], np.uint32), None, want),
         ]
     )
     engine.step()
@@ -192,7 +191,6 @@ def test_a_continuation_whose_adapter_was_removed_fails_alone() -> None:
     while engine.in_flight():
         outcomes |= {outcome.id: outcome for outcome in engine.step()}
     assert "no adapter named 'french' is loaded" in str(outcomes[b"french"].error)
-    assert outcomes[b"plain"].tokens is not None
 
 
 def test_cancelled_requests_are_not_run(tmp_path: Path) -> None:
@@ -206,24 +204,23 @@ def test_cancelled_requests_are_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("token", [3, 4])
 def test_a_continuation_that_fails_does_not_take_others_along(token: int) -> None:
     prompts = [[i] for i in range(20)]
-    sampling = Sampling(20, (), 1.0, 5)
-    requests = [request_of(p, str(p[0]).encode(), sampling=sampling) for p in prompts]
+    want = Generate(20, (), 1.0, 5)
+    requests = [request_of(p, str(p[0]).encode(), want=want) for p in prompts]
     outcomes = run(MockEngine(fail_token=token), requests)
     failed = 0
     for prompt, outcome in zip(prompts, outcomes, strict=True):
-        expected = follow(prompt, sampling)
+        expected = follow(prompt, want)
         if token in [*prompt, *expected[:-1]]:
             failed += 1
             assert isinstance(outcome.error, PromptFailed)
         else:
-            assert outcome.tokens is not None
-            assert outcome.tokens.tolist() == expected
+            assert drawn(outcome) == expected
     assert 0 < failed < len(prompts)
 
 
 def test_a_bad_temperature_fails_alone() -> None:
-    sampling = Sampling(3, (), float("nan"), 0)
-    bad, good = run(MockEngine(), [request_of([1], b"bad", sampling=sampling), *numbered([[2]])])
+    want = Generate(3, (), float("nan"), 0)
+    bad, good = run(MockEngine(), [request_of([1], b"bad", want=want), *numbered([[2]])])
     assert "temperature=nan" in str(bad.error)
     assert good.error is None
 

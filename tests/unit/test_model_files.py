@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmpool.backends import model_files, tiny
-from lmpool.backends.model_files import model_identity, resolve_model, tokenizer_files
+from lmpool.backends import model_identity as model_identity_module
+from lmpool.backends import tiny
+from lmpool.backends.model_files import resolve_model, tokenizer_files
+from lmpool.backends.model_identity import model_identity
 from lmpool.errors import SettingsError
 
 
@@ -99,9 +101,9 @@ def test_python_files_count_where_they_are_run(folder: Path) -> None:
 def test_sampled_weights_show_a_change_in_any_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor: int
 ) -> None:
-    monkeypatch.setattr(model_files, "FULL_HASH_BYTES", 1000)
-    monkeypatch.setattr(model_files, "SAMPLE_BYTES", 64)
-    monkeypatch.setattr(model_files, "TENSOR_SAMPLE_BYTES", 16)
+    monkeypatch.setattr(model_identity_module, "FULL_HASH_BYTES", 1000)
+    monkeypatch.setattr(model_identity_module, "SAMPLE_BYTES", 64)
+    monkeypatch.setattr(model_identity_module, "TENSOR_SAMPLE_BYTES", 16)
     (tmp_path / "config.json").write_text("{}")
     tensors = {str(i): noise(3000, seed=i) for i in range(40)}
     safetensors(tmp_path / "model.safetensors", tensors)
@@ -116,7 +118,7 @@ def test_sampled_weights_show_a_change_in_any_tensor(
 def test_weights_of_any_content_have_an_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, data: bytes
 ) -> None:
-    monkeypatch.setattr(model_files, "FULL_HASH_BYTES", -1)
+    monkeypatch.setattr(model_identity_module, "FULL_HASH_BYTES", -1)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).write_bytes(data)
     assert model_identity(tmp_path)[name].startswith(f"{len(data)}:")

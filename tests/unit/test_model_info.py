@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmpool.errors import WireError
+from lmpool.keys import PROTOCOL, PoolKeys
 from lmpool.model_info import ModelInfo, fingerprint
 
 INFO = ModelInfo(
@@ -41,8 +42,11 @@ def infos(draw: st.DrawFn) -> ModelInfo:
         bos_token_id=draw(st.none() | st.integers(0, 2**32)),
         eos_token_ids=tuple(draw(st.lists(st.integers(0, 2**32), max_size=5))),
         pad_token_id=draw(st.none() | st.integers(0, 2**32)),
+        protocols=tuple({PROTOCOL, *draw(st.lists(st.integers(0, 9), max_size=3))}),
         shards=draw(st.integers(1, 64)),
+        lanes=draw(st.integers(1, 1024)),
         max_backlog=draw(POSITIVE),
+        client_backlog=draw(POSITIVE),
         result_ttl_ms=draw(POSITIVE),
     )
 
@@ -53,7 +57,7 @@ def test_model_info_round_trips(info: ModelInfo) -> None:
 
 
 def packed(**changed: Any) -> bytes:
-    fields = {"v": 1, **asdict(INFO), **changed}
+    fields = {"v": 2, **asdict(INFO), **changed}
     data: bytes = msgpack.packb({n: v for n, v in fields.items() if v is not ...})
     return data
 
@@ -63,19 +67,45 @@ def test_fields_of_a_later_release_are_ignored() -> None:
 
 
 def test_fields_with_defaults_may_be_missing() -> None:
-    found = ModelInfo.unpack(packed(shards=..., max_backlog=..., eos_token_ids=...))
-    assert found == replace(INFO, shards=1, max_backlog=100_000, eos_token_ids=())
+    left_out = dict.fromkeys(("shards", "lanes", "max_backlog", "eos_token_ids", "protocols"), ...)
+    expected = replace(INFO, shards=1, lanes=1, max_backlog=100_000, eos_token_ids=())
+    assert ModelInfo.unpack(packed(**left_out)) == expected
+    for name in left_out:
+        ModelInfo.unpack(packed(**{name: ...}))
 
 
 def test_key_names_carry_eight_digits_of_the_fingerprint() -> None:
     assert INFO.fingerprint8 == "01234567"
 
 
+def test_the_shards_of_a_pool_have_its_lanes() -> None:
+    info = replace(INFO, shards=2, lanes=3)
+    shards = info.shard_keys(PoolKeys("p"))
+    assert [shard.prefix for shard in shards] == [f"{{lmpool:p:01234567:2:{i}}}" for i in (0, 1)]
+    assert [len(shard.streams) for shard in shards] == [6, 6]
+
+
+def test_a_pool_in_several_protocols_serves_who_speaks_one_of_them() -> None:
+    assert ModelInfo.unpack(packed(protocols=[1, 2, 3])).protocols == (1, 2, 3)
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (packed(v=2), "version 2: this lmpool reads version 1; install the lmpool"),
+        (packed(v=1), "version 1: this .* version 2; upgrade the lmpool of the pool's workers"),
+        (packed(v=3), "version 3: this .* version 2; upgrade this lmpool"),
+        (packed(v="1"), "version '1': .*; upgrade this lmpool"),
         (packed(v=...), "version None"),
+        (packed(protocols=[]), "served in protocol .*upgrade the lmpool of the pool's workers"),
+        (
+            packed(protocols=[1]),
+            "served in protocol 1, .* speaks 2: upgrade the lmpool of the pool",
+        ),
+        (packed(protocols=[3, 4]), "served in protocol 3, 4, .* speaks 2: upgrade this lmpool"),
+        (packed(protocols=["2"]), "protocols=.*integers expected"),
+        (packed(protocols=[True]), "protocols=.*integers expected"),
+        (packed(protocols=2), "incomplete"),
+        (packed(eos_token_ids=[1.0]), "eos_token_ids=.*integers expected"),
         (packed(vocab_size=...), "incomplete.*vocab_size"),
         (packed(vocab_size=0), "vocab_size=0: a positive integer"),
         (packed(vocab_size="256"), "vocab_size='256'"),
@@ -85,6 +115,9 @@ def test_key_names_carry_eight_digits_of_the_fingerprint() -> None:
         (packed(shards=0), "shards=0"),
         (packed(shards=1.0), "shards=1.0"),
         (packed(shards=10**12), "shards=1000000000000: at most 64"),
+        (packed(lanes=0), "lanes=0"),
+        (packed(lanes=1025), "lanes=1025: at most 1024"),
+        (packed(client_backlog=-1), "client_backlog=-1"),
         (packed(max_backlog=0), "max_backlog=0"),
         (packed(result_ttl_ms=0), "result_ttl_ms=0"),
         (packed(model=None), "model=None: a string"),
@@ -107,6 +140,16 @@ def test_key_names_carry_eight_digits_of_the_fingerprint() -> None:
 def test_what_is_no_model_info_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(WireError, match=reason):
         ModelInfo.unpack(data)
+
+
+@pytest.mark.parametrize("depth", [10, 400, 1000])
+@pytest.mark.parametrize("field", ["v", "model", "vocab_size", "eos_token_ids", "encoding"])
+def test_nesting_and_size_do_no_harm(field: str, depth: int) -> None:
+    nested = packed(**{field: "XX"}).replace(b"\xa2XX", b"\x91" * depth + b"\x01")
+    for data in (nested, packed(**{field: ["x" * 50_000]})):
+        with pytest.raises(WireError) as refused:
+            ModelInfo.unpack(data)
+        assert len(str(refused.value)) < 300
 
 
 @given(data=st.binary(max_size=300))

@@ -7,36 +7,38 @@ import time
 import numpy as np
 
 from lmpool.errors import LmpoolError
-from lmpool.producer.pending import Ask, Call, wake
-from lmpool.wire import pack_logprobs, unpack_row
+from lmpool.producer.pending import PendingCall, wake
+from lmpool.rows import pack_logprobs, unpack_row
+from lmpool.wants import Digest, Row
+from lmpool.wire import Job
 
 ROW = unpack_row(pack_logprobs(np.zeros(3, np.float32)))
 
 
-def asks(count: int) -> list[Ask]:
-    return [Ask(b"%032d" % i, "logprobs", b"\0" * 4, None, {}) for i in range(count)]
+def jobs(count: int) -> list[Job]:
+    return [Job(Row("f32"), Digest(b"%016d" % i), b"\0" * 4, None) for i in range(count)]
 
 
-def fill(call: Call) -> Call:
-    for place in range(len(call.asks)):
-        call.rows[place] = ROW
+def fill(call: PendingCall) -> PendingCall:
+    for place in range(len(call.jobs)):
+        call.answers[place] = ROW
     call.left = 0
     return call
 
 
 def test_a_call_is_done_with_its_last_row_or_an_error() -> None:
-    call = Call(asks(2), None)
-    assert (call.done, call.left, call.rows) == (False, 2, [None, None])
+    call = PendingCall(jobs(2), None)
+    assert (call.done, call.left, call.answers) == (False, 2, [None, None])
     call.left = 1
     assert not call.done
     call.error = LmpoolError("why")
     assert call.done
-    assert fill(Call(asks(1), None)).done
-    assert Call([], None).done  # nothing was asked
+    assert fill(PendingCall(jobs(1), None)).done
+    assert PendingCall([], None).done  # nothing was asked
 
 
 def test_a_thread_waits_until_it_is_woken() -> None:
-    call = Call(asks(1), None).for_thread()
+    call = PendingCall(jobs(1), None).for_thread()
     assert not call.wait(0.001)
     began = threading.Event()
 
@@ -53,11 +55,11 @@ def test_a_thread_waits_until_it_is_woken() -> None:
 
 
 def test_a_call_that_is_done_does_not_wait() -> None:
-    assert fill(Call(asks(1), None).for_thread()).wait(0)
+    assert fill(PendingCall(jobs(1), None).for_thread()).wait(0)
 
     async def main() -> None:
         await asyncio.wait_for(
-            fill(Call(asks(1), None).for_loop(asyncio.get_running_loop())).wait_async(), 1
+            fill(PendingCall(jobs(1), None).for_loop(asyncio.get_running_loop())).wait_async(), 1
         )
 
     asyncio.run(main())
@@ -78,7 +80,7 @@ def test_calls_of_a_loop_are_woken_from_another_thread_in_one_crossing() -> None
             return original(*arguments, **options)  # type: ignore[arg-type]
 
         loop.call_soon_threadsafe = counted  # type: ignore[method-assign, assignment]
-        calls = [Call(asks(1), None).for_loop(loop) for _ in range(50)]
+        calls = [PendingCall(jobs(1), None).for_loop(loop) for _ in range(50)]
         thread = threading.Thread(target=lambda: wake([fill(call) for call in calls]))
         thread.start()
         await asyncio.wait_for(asyncio.gather(*(call.wait_async() for call in calls)), 5)
@@ -91,12 +93,12 @@ def test_calls_of_a_loop_are_woken_from_another_thread_in_one_crossing() -> None
 
 def test_calls_of_several_loops_and_threads_are_woken_together() -> None:
     done: list[str] = []
-    calls: list[Call] = []
+    calls: list[PendingCall] = []
     ready = threading.Semaphore(0)
 
     def in_a_loop() -> None:
         async def main() -> None:
-            call = Call(asks(1), None).for_loop(asyncio.get_running_loop())
+            call = PendingCall(jobs(1), None).for_loop(asyncio.get_running_loop())
             calls.append(call)
             ready.release()
             await asyncio.wait_for(call.wait_async(), 5)
@@ -105,7 +107,7 @@ def test_calls_of_several_loops_and_threads_are_woken_together() -> None:
         asyncio.run(main())
 
     def in_a_thread() -> None:
-        call = Call(asks(1), None).for_thread()
+        call = PendingCall(jobs(1), None).for_thread()
         calls.append(call)
         ready.release()
         assert call.wait(5)
@@ -124,8 +126,8 @@ def test_calls_of_several_loops_and_threads_are_woken_together() -> None:
 
 def test_a_loop_that_was_closed_has_nobody_left_to_wake() -> None:
     loop = asyncio.new_event_loop()
-    call = Call(asks(1), None).for_loop(loop)
-    other = Call(asks(1), None).for_thread()
+    call = PendingCall(jobs(1), None).for_loop(loop)
+    other = PendingCall(jobs(1), None).for_thread()
     loop.close()
     wake([fill(call), fill(other)])
     assert other.wait(0)
@@ -133,7 +135,7 @@ def test_a_loop_that_was_closed_has_nobody_left_to_wake() -> None:
 
 def test_waking_twice_does_no_harm() -> None:
     async def main() -> None:
-        call = fill(Call(asks(1), None).for_loop(asyncio.get_running_loop()))
+        call = fill(PendingCall(jobs(1), None).for_loop(asyncio.get_running_loop()))
         wake([call])
         wake([call])
         await asyncio.wait_for(call.future, 1)
@@ -144,7 +146,7 @@ def test_waking_twice_does_no_harm() -> None:
 
 def test_a_cancelled_wait_is_not_woken() -> None:
     async def main() -> None:
-        call = Call(asks(1), None).for_loop(asyncio.get_running_loop())
+        call = PendingCall(jobs(1), None).for_loop(asyncio.get_running_loop())
         waiting = asyncio.ensure_future(call.wait_async())
         await asyncio.sleep(0)
         waiting.cancel()
@@ -158,5 +160,5 @@ def test_a_cancelled_wait_is_not_woken() -> None:
 
 def test_waiting_takes_no_longer_than_its_timeout() -> None:
     began = time.monotonic()
-    assert not Call(asks(1), None).for_thread().wait(0.02)
+    assert not PendingCall(jobs(1), None).for_thread().wait(0.02)
     assert 0.01 < time.monotonic() - began < 2

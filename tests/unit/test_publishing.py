@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,15 @@ import redis
 from lmpool.backends.engine import Outcome
 from lmpool.errors import EngineBroken, PromptFailed, ServerRefused
 from lmpool.keys import ShardKeys
+from lmpool.rows import bf16_to_f32, unpack_row
 from lmpool.server import open_server
-from lmpool.wire import Job, bf16_to_f32, unpack_row
+from lmpool.servers import Servers
+from lmpool.wants import Generate, Generation
+from lmpool.wire import Job
 from lmpool.worker import publishing
-from lmpool.worker.batching import Claimed
+from lmpool.worker.batching import Delivery
 from lmpool.worker.publishing import Done, Finished, Publisher, encode
-from lmpool.worker.state import WorkerState
+from lmpool.worker.status import WorkerStatus
 from tests.support.protocol import Caller, Consumer, entries_of, new_job, shard_of_pool
 from tests.support.server import RealServer
 from tests.support.waiting import until
@@ -38,8 +42,13 @@ def bf16_logits(seed: int = 0) -> tuple[npt.NDArray[np.uint16], float]:
     return bits, float(np.log(np.exp(bf16_to_f32(bits).astype(np.float64)).sum()))
 
 
-def claimed(job: Job, entry: bytes = b"1-0", shard: int = 0) -> Claimed:
-    return Claimed(job, entry, shard, 0.0)
+def delivery(job: Job, entry: bytes = b"1-0", shard: ShardKeys | None = None) -> Delivery:
+    return Delivery(job, entry, (shard or shard_of_pool("p")).stream(), 0.0)
+
+
+def generating(job: Job) -> Job:
+    """The same prompt, continued."""
+    return replace(job, want=Generate(5, (), 1.0, 1))
 
 
 # --- what is stored ----------------------------------------------------------------------------
@@ -47,7 +56,7 @@ def claimed(job: Job, entry: bytes = b"1-0", shard: int = 0) -> Claimed:
 
 def test_f32_rows_are_stored_as_they_are() -> None:
     job, row = new_job(1), log_softmax()
-    done = encode(claimed(job), Outcome(job.digest, row))
+    done = encode(delivery(job), Outcome(job.digest, row), VOCAB)
     assert done.value is not None
     assert done.status == "ok"
     found = unpack_row(done.value, VOCAB)
@@ -58,14 +67,14 @@ def test_f32_rows_are_stored_as_they_are() -> None:
 def test_a_view_of_a_batchs_block_is_stored_as_its_own_row() -> None:
     block = np.stack([log_softmax(i) for i in range(4)], axis=1)  # rows are columns
     job = new_job(1)
-    done = encode(claimed(job), Outcome(job.digest, block[:, 2]))
+    done = encode(delivery(job), Outcome(job.digest, block[:, 2]), VOCAB)
     assert done.value is not None
     assert unpack_row(done.value, VOCAB).logprobs().tobytes() == log_softmax(2).tobytes()
 
 
 def test_f16_rows_are_stored_where_they_are_wanted() -> None:
     job, row = new_job(1, encoding="f16"), log_softmax()
-    done = encode(claimed(job), Outcome(job.digest, row))
+    done = encode(delivery(job), Outcome(job.digest, row), VOCAB)
     assert done.value is not None
     found = unpack_row(done.value, VOCAB)
     assert found.encoding == "f16"
@@ -76,7 +85,7 @@ def test_f16_rows_are_stored_where_they_are_wanted() -> None:
 def test_bfloat16_logits_are_stored_as_is_wanted(wanted: str) -> None:
     bits, logsumexp = bf16_logits()
     job = new_job(1, encoding=wanted)
-    done = encode(claimed(job), Outcome(job.digest, bits, logsumexp))
+    done = encode(delivery(job), Outcome(job.digest, bits, logsumexp), VOCAB)
     assert done.value is not None
     found = unpack_row(done.value, VOCAB)
     assert found.encoding == wanted
@@ -86,16 +95,18 @@ def test_bfloat16_logits_are_stored_as_is_wanted(wanted: str) -> None:
 
 def test_a_float32_row_cannot_be_stored_as_bfloat16() -> None:
     job = new_job(1, encoding="bf16")
-    done = encode(claimed(job), Outcome(job.digest, log_softmax()))
+    done = encode(delivery(job), Outcome(job.digest, log_softmax()), VOCAB)
     assert done.value is not None
     assert unpack_row(done.value).encoding == "f32"  # rather more than less
 
 
 def test_sampled_tokens_are_stored() -> None:
     for ids in ([3, 1, 2], []):
-        done = encode(claimed(new_job(1)), Outcome(b"", tokens=np.array(ids, np.uint32)))
+        job = generating(new_job(1))
+        outcome = Outcome(b"", answer=Generation(np.array(ids, np.uint32)))
+        done = encode(delivery(job), outcome, VOCAB)
         assert done.value is not None
-        assert unpack_row(done.value).token_ids() == ids
+        assert job.want.decode(done.value, None).token_ids.tolist() == ids  # type: ignore
 
 
 def nan_row(*places: int) -> npt.NDArray[np.float32]:
@@ -115,7 +126,7 @@ def nan_row(*places: int) -> npt.NDArray[np.float32]:
 )
 @pytest.mark.parametrize("wanted", ["f32", "f16", "bf16"])
 def test_rows_that_are_no_numbers_fail_with_a_hint(outcome: Outcome, wanted: str) -> None:
-    done = encode(claimed(new_job(1, encoding=wanted)), outcome)
+    done = encode(delivery(new_job(1, encoding=wanted)), outcome, VOCAB)
     assert done.value is None
     assert done.status == "failed"
     assert "NaN" in done.error
@@ -123,12 +134,16 @@ def test_rows_that_are_no_numbers_fail_with_a_hint(outcome: Outcome, wanted: str
 
 
 def test_errors_are_told_and_cut() -> None:
-    done = encode(claimed(new_job(1)), Outcome(b"", error=PromptFailed("why " * 10_000)))
+    done = encode(delivery(new_job(1)), Outcome(b"", error=PromptFailed("why " * 10_000)), VOCAB)
     assert (done.value, done.status) == (None, "failed")
     assert done.error.startswith("why why")
     assert len(done.error) <= publishing.MAX_ERROR_CHARS
-    assert encode(claimed(new_job(1)), Outcome(b"", error=EngineBroken(""))).error == "EngineBroken"
-    assert "neither a row nor an error" in encode(claimed(new_job(1)), Outcome(b"")).error
+    assert (
+        encode(delivery(new_job(1)), Outcome(b"", error=EngineBroken("")), VOCAB).error
+        == "EngineBroken"
+    )
+    assert "gave no row" in encode(delivery(new_job(1)), Outcome(b""), VOCAB).error
+    assert "gave no tokens" in encode(delivery(generating(new_job(1))), Outcome(b""), VOCAB).error
 
 
 # --- writing -----------------------------------------------------------------------------------
@@ -142,11 +157,12 @@ def shard(pool_name: str, any_server: str) -> ShardKeys:
 class Writer:
     """A publisher at work on a thread of its own."""
 
-    def __init__(self, url: str, shards: Sequence[ShardKeys], ttl_ms: int = 60_000) -> None:
+    def __init__(self, url: str, ttl_ms: int = 60_000) -> None:
         self.failed: list[int] = []
-        self.state = WorkerState({}, lambda: self.failed.append(1))
+        self.status = WorkerStatus({}, lambda: self.failed.append(1))
         self.server: Any = open_server(url)
-        self.publisher = Publisher(self.server, shards, ttl_ms, self.state)
+        self.servers = Servers(lambda: self.server)
+        self.publisher = Publisher(self.servers, VOCAB, ttl_ms, self.status)
         self.thread = threading.Thread(target=self.publisher.run)
         self.thread.start()
 
@@ -157,7 +173,7 @@ class Writer:
         self.publisher.finish()
         self.thread.join(20)
         assert not self.thread.is_alive()
-        self.server.close()
+        self.servers.close()
 
 
 @pytest.fixture
@@ -171,7 +187,7 @@ def start() -> Iterator[Callable[..., Writer]]:
     yield start
     for writer in writers:
         if writer.thread.is_alive():
-            writer.state.stopping.set()
+            writer.status.stopping.set()
             writer.finish()
 
 
@@ -184,33 +200,33 @@ def prepare(
     caller.enqueue(*jobs, bound=10_000)
     entries = consumer.read(10_000)
     finished: list[Finished] = [
-        (claimed(job, entry), Outcome(job.digest, log_softmax(i)))
+        (delivery(job, entry, shard), Outcome(job.digest, log_softmax(i)))
         for i, (job, entry) in enumerate(zip(jobs, entries, strict=True))
     ]
     return caller, consumer, finished
 
 
 def value_of(server: redis.Redis, shard: ShardKeys, item: Finished) -> Any:
-    claimed = item.claimed if isinstance(item, Done) else item[0]
-    return server.get(shard.result(claimed.job.digest))
+    delivery = item.delivery if isinstance(item, Done) else item[0]
+    return server.get(shard.result(delivery.job.digest))
 
 
 def test_a_batch_is_written_told_and_acknowledged(
     start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller, consumer, finished = prepare(redis_client, shard, 5)
-    writer = start(any_server, [shard], 5000)
+    writer = start(any_server, 5000)
     writer.put(finished)
     writer.finish()
     for i, item in enumerate(finished):
-        digest = item[0].job.digest.hex()  # type: ignore[index]
+        digest = item[0].job.digest  # type: ignore[index]
         assert unpack_row(value_of(redis_client, shard, item)).logprobs().tolist() == (
             log_softmax(i).tolist()
         )
         assert 0 < redis_client.pttl(shard.result(digest)) <= 5000  # type: ignore[operator]
         assert not redis_client.exists(shard.flight(digest))
-    assert {n.digest.decode() for n in caller.notices() if n.status == "ok"} == {
-        item[0].job.digest.hex()  # type: ignore[index]
+    assert {n.digest for n in caller.notices() if n.status == "ok"} == {
+        item[0].job.digest  # type: ignore[index]
         for item in finished
     }
     assert consumer.held() == []
@@ -222,11 +238,11 @@ def test_an_error_is_told_and_no_row_written(
     start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller, consumer, ((first, _), second) = prepare(redis_client, shard, 2)  # type: ignore[misc]
-    writer = start(any_server, [shard])
+    writer = start(any_server)
     writer.put([(first, Outcome(b"", error=PromptFailed("too odd"))), second])
     writer.finish()
-    told = {n.digest.decode(): (n.status, n.error) for n in caller.notices()}
-    assert told[first.job.digest.hex()] == ("failed", "too odd")
+    told = {n.digest: (n.status, n.error) for n in caller.notices()}
+    assert told[first.job.digest] == ("failed", "too odd")
     assert sorted(status for status, _ in told.values()) == ["failed", "ok"]
     assert not redis_client.exists(shard.result(first.job.digest))
     assert consumer.held() == []
@@ -242,7 +258,7 @@ def test_what_is_there_already_is_only_announced(
 ) -> None:
     caller, consumer, ((item, _),) = prepare(redis_client, shard, 1)  # type: ignore[misc]
     redis_client.set(shard.result(item.job.digest), b"there")
-    writer = start(any_server, [shard])
+    writer = start(any_server)
     writer.put([Done(item, None)])
     writer.finish()
     assert [notice.status for notice in caller.notices()] == ["ok"]
@@ -264,7 +280,7 @@ def test_a_large_batch_is_written_in_portions(
     monkeypatch.setattr(publishing, "CHUNK_MOST", most)
     monkeypatch.setattr(publishing, "CHUNK_BYTES", most_bytes)
     caller, consumer, finished = prepare(redis_client, shard, 10)
-    writer = start(any_server, [shard])
+    writer = start(any_server)
     writer.put(finished)
     writer.finish()
     # Three rows of 88 bytes are the first to reach 200 bytes.
@@ -283,12 +299,8 @@ def test_jobs_of_several_shards_go_where_they_came_from(
 ) -> None:
     shards = [shard_of_pool(pool_name, shard=number) for number in range(3)]
     prepared = [prepare(redis_client, shard, 2) for shard in shards]
-    finished = [
-        (Claimed(item[0].job, item[0].entry, number, 0.0), item[1])  # type: ignore[index]
-        for number, (_, _, items) in enumerate(prepared)
-        for item in items
-    ]
-    writer = start(any_server, shards)
+    finished = [item for _, _, items in prepared for item in items]
+    writer = start(any_server)
     writer.put(finished[::2] + finished[1::2])
     writer.finish()
     for shard, (caller, consumer, items) in zip(shards, prepared, strict=True):
@@ -304,7 +316,7 @@ def test_a_forgotten_script_is_sent_again(
 ) -> None:
     caller, consumer, finished = prepare(redis_client, shard, 3)
     redis_client.script_flush()
-    writer = start(any_server, [shard])
+    writer = start(any_server)
     writer.put(finished)
     writer.finish()
     assert len(caller.notices()) == 3
@@ -316,7 +328,7 @@ def test_batches_are_written_in_their_order_and_only_two_may_wait(
     start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller, _, finished = prepare(redis_client, shard, 6)
-    publisher = Publisher(open_server(any_server), [shard], 1000, WorkerState({}, lambda: None))
+    publisher = Publisher(Servers.of_url(any_server), VOCAB, 1000, WorkerStatus({}, lambda: None))
     put: list[int] = []
 
     def put_all() -> None:
@@ -331,14 +343,21 @@ def test_batches_are_written_in_their_order_and_only_two_may_wait(
     assert not until_or_not(lambda: len(put) > publishing.QUEUE_MOST)
     publisher.run()
     thread.join(10)
-    assert [n.digest.decode() for n in caller.notices()] == [
-        item[0].job.digest.hex()  # type: ignore[index]
+    assert [n.digest for n in caller.notices()] == [
+        item[0].job.digest  # type: ignore[index]
         for item in finished
     ]
-    publisher._server.close()
+    publisher._servers.close()
 
 
-@pytest.mark.parametrize("bad", [Outcome(b"", np.zeros((2, 2))), Outcome(b"", tokens="text")])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Outcome(b"", np.zeros((2, 2))),  # type: ignore[arg-type]
+        Outcome(b"", np.zeros(VOCAB - 1, np.float32)),
+        Outcome(b"", answer=Generation("text")),  # type: ignore[arg-type]
+    ],
+)
 def test_an_outcome_that_is_none_fails_alone(
     bad: Outcome,
     start: Callable[..., Writer],
@@ -347,7 +366,7 @@ def test_an_outcome_that_is_none_fails_alone(
     shard: ShardKeys,
 ) -> None:
     caller, consumer, ((first, _), second) = prepare(redis_client, shard, 2)  # type: ignore[misc]
-    writer = start(any_server, [shard])
+    writer = start(any_server)
     writer.put([(first, bad), second])
     writer.finish()
     assert sorted(notice.status for notice in caller.notices()) == ["failed", "ok"]
@@ -358,7 +377,7 @@ def test_nobody_waits_for_a_publisher_that_has_ended(
     any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     _, consumer, finished = prepare(redis_client, shard, 1)
-    publisher = Publisher(open_server(any_server), [shard], 1000, WorkerState({}, lambda: None))
+    publisher = Publisher(Servers.of_url(any_server), VOCAB, 1000, WorkerStatus({}, lambda: None))
     publisher._write = None  # type: ignore[assignment, method-assign]
     publisher.put(finished)
     with pytest.raises(TypeError):
@@ -367,7 +386,7 @@ def test_nobody_waits_for_a_publisher_that_has_ended(
         publisher.put(finished)
     publisher.finish()
     assert len(consumer.held()) == 1
-    publisher._server.close()
+    publisher._servers.close()
 
 
 def until_or_not(condition: Callable[[], bool], timeout: float = 0.1) -> bool:
@@ -401,7 +420,7 @@ def test_a_lost_server_is_tried_again_until_it_takes_the_rows(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caller, consumer, finished = prepare(redis_client, shard, 2)
-    writer = start(any_server, [shard])
+    writer = start(any_server)
     errors: list[Exception] = [redis.exceptions.ConnectionError("gone")] * 3
     fail_first(writer, errors)
     writer.put(finished)
@@ -417,7 +436,7 @@ def test_a_write_that_was_done_but_not_answered_is_done_again_without_harm(
     start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller, consumer, finished = prepare(redis_client, shard, 2)
-    writer = start(any_server, [shard])
+    writer = start(any_server)
     write_in = writer.publisher._write_in
     lost: list[Exception] = [redis.exceptions.TimeoutError("no answer")]
 
@@ -443,13 +462,13 @@ def test_a_server_that_refuses_for_good_ends_the_worker(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     _, consumer, finished = prepare(redis_client, shard, 1)
-    writer = start(any_server, [shard])
-    monkeypatch.setattr(writer.state.stopping, "wait", lambda _: False)  # no back-off here
+    writer = start(any_server)
+    monkeypatch.setattr(writer.status.stopping, "wait", lambda _: False)  # no back-off here
     fail_first(writer, [redis.exceptions.NoPermissionError("no permissions")] * 100)
     writer.put(finished)
     until(lambda: writer.failed)
-    assert isinstance(writer.state.failure, ServerRefused)
-    assert str(writer.state.failure) == "rows cannot be written: no permissions"
+    assert isinstance(writer.status.failure, ServerRefused)
+    assert str(writer.status.failure) == "rows cannot be written: no permissions"
     assert len(consumer.held()) == 1  # the job stays with the pool
 
 
@@ -457,8 +476,8 @@ def test_a_worker_that_stops_does_not_wait_for_a_lost_server_for_ever(
     start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     _, consumer, finished = prepare(redis_client, shard, 1)
-    writer = start(any_server, [shard])
-    writer.state.stopping.set()
+    writer = start(any_server)
+    writer.status.stopping.set()
     fail_first(writer, [redis.exceptions.ConnectionError("gone")] * 1000)
     writer.put(finished)
     writer.finish()
@@ -474,7 +493,7 @@ def test_a_full_server_gets_nothing_acknowledged_until_there_is_room(
     shard = shard_of_pool(pool_name)
     with RealServer() as server, server.client() as client:
         caller, consumer, finished = prepare(client, shard, 3)
-        writer = start(server.url, [shard])
+        writer = start(server.url)
         client.config_set("maxmemory", 1)
         writer.put(finished)
         # More failures than an error for good would be given.

@@ -1,0 +1,399 @@
+"""The wants: checks, wire forms, digests, and how answers are stored and read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmpool.backends.engine import Outcome
+from lmpool.errors import AnswerFormatError, JobFormatError, PromptFailed, RowFormatError
+from lmpool.model_info import ModelInfo
+from lmpool.rows import EncodedRow, pack_logprobs
+from lmpool.wants import (
+    Digester,
+    Generate,
+    Generation,
+    Row,
+    Want,
+    want_from_wire,
+    want_to_wire,
+)
+from tests.support.strategies import ADAPTERS, ANYTHING, PROMPTS, UINT32, WANTS, token_bytes
+
+FINGERPRINT = "0123456789abcdef" * 2
+VOCAB = 300
+INFO = ModelInfo(
+    model="tiny",
+    revision=None,
+    fingerprint=FINGERPRINT,
+    vocab_size=VOCAB,
+    max_prompt_tokens=8,
+    dtype="bfloat16",
+    engine="mock",
+    encoding="bf16",
+    eos_token_ids=(2, 5),
+)
+
+
+def generate(**changed: Any) -> Generate:
+    return replace(Generate(3, (0,), 1.0, 1), **changed)
+
+
+# --- checks ------------------------------------------------------------------------------------
+
+
+def test_what_is_left_open_is_the_models_own() -> None:
+    assert Row().checked(INFO) == Row("bf16")
+    assert Row("f32").checked(INFO) == Row("f32")
+    assert Generate(4).checked(INFO) == Generate(4, (2, 5), 1.0, None)
+    assert Generate(4, ()).checked(INFO) == Generate(4, (), 1.0, None)
+
+
+@given(want=WANTS)
+def test_a_checked_want_stays_as_it_is_and_travels(want: Want) -> None:
+    info = replace(INFO, vocab_size=2**32)
+    checked = want.checked(info)
+    assert checked.checked(info) == checked
+    assert want_from_wire(want_to_wire(checked)) == checked
+
+
+def test_a_seed_repeats_and_none_is_another_for_each() -> None:
+    assert list(generate(seed=3).each(2)) == [generate(seed=3)] * 2
+    drawn = generate(seed=None).each(20)
+    assert len({want.seed for want in drawn}) == 20
+    assert all(0 <= want.seed < 2**63 for want in drawn if want.seed is not None)
+    assert {replace(want, seed=None) for want in drawn} == {generate(seed=None)}
+    assert list(Row("f32").each(3)) == [Row("f32")] * 3
+
+
+# --- wire form ---------------------------------------------------------------------------------
+
+
+@given(want=WANTS)
+def test_wants_round_trip(want: Want) -> None:
+    packed = msgpack.packb(want_to_wire(want))
+    found = want_from_wire(msgpack.unpackb(packed))
+    assert found == want
+    assert type(found) is type(want)
+    assert hash(found) == hash(want)
+    assert msgpack.packb(want_to_wire(found)) == packed
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (None, "no want: None"),
+        ({}, "no want"),
+        ("row", "no want"),
+        ([], "no want"),
+        ([None], "no want"),
+        ([b"row", "f32"], "no want"),
+        ([["row"], "f32"], "no want"),
+        (["embed"], "unknown want 'embed'; there are row, generate"),
+        (["Row", "f32"], "unknown want 'Row'"),
+        (["row"], "row wants 1 fields"),
+        (["row", "f32", 1], "row wants 1 fields"),
+        (["row", None], "unknown encoding None"),
+        (["row", 3], "unknown encoding 3"),
+        (["row", ["f32"]], "unknown encoding"),
+        (["row", "f64"], "unknown encoding 'f64'"),
+        (["row", "u32"], "unknown encoding 'u32'"),
+        (["generate"], "generate wants 4 fields"),
+        (["generate", 3, [0], 1.0], "generate wants 4 fields"),
+        (["generate", 3, [0], 1.0, 1, 1], "generate wants 4 fields"),
+        (["generate", 3, [0], 1.0, 1.0], "seed"),
+        (["generate", 3, [0], 1.0, True], "seed"),
+        (["generate", 3, [0], 1.0, None], "seed"),
+        (["generate", True, [0], 1.0, 1], "max_tokens"),
+        (["generate", 3.0, [0], 1.0, 1], "max_tokens"),
+        (["generate", None, [0], 1.0, 1], "max_tokens"),
+        (["generate", 3, [1.0], 1.0, 1], "eos"),
+        (["generate", 3, [True], 1.0, 1], "eos"),
+        (["generate", 3, [[0]], 1.0, 1], "eos"),
+        (["generate", 3, [0] * 257, 1.0, 1], "eos"),
+        (["generate", 3, None, 1.0, 1], "eos"),
+        (["generate", 3, {}, 1.0, 1], "eos"),
+        (["generate", 3, [0], "hot", 1], "temperature"),
+        (["generate", 3, [0], True, 1], "temperature"),
+        (["generate", 3, [0], None, 1], "temperature"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_what_is_no_want_is_refused_with_its_reason(found: Any, reason: str) -> None:
+    with pytest.raises(JobFormatError, match=reason):
+        want_from_wire(found)
+
+
+@given(kind=st.sampled_from(["row", "generate", "x"]), fields=st.lists(ANYTHING, max_size=5))
+def test_any_fields_are_read_or_refused(kind: str, fields: list[Any]) -> None:
+    try:
+        want = want_from_wire([kind, *fields])
+    except JobFormatError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+        assert len(Digester(FINGERPRINT).digest(want, b"0000")) == 16  # it can be hashed
+    assert len(refusal) < 300
+
+
+# --- digests -----------------------------------------------------------------------------------
+
+
+def test_everything_that_changes_the_result_changes_the_digest() -> None:
+    wants: list[Want] = [
+        *(Row(encoding) for encoding in ("f32", "bf16", "f16")),
+        generate(),
+        generate(seed=2),
+        generate(max_tokens=4),
+        generate(eos_token_ids=(1,)),
+        generate(eos_token_ids=(0, 1)),
+        generate(eos_token_ids=()),
+        generate(temperature=0.5),
+    ]
+    digests = []
+    for fingerprint in (FINGERPRINT, FINGERPRINT[::-1]):
+        digester = Digester(fingerprint)
+        for tokens in (token_bytes(1), token_bytes(2), token_bytes(1, 2), token_bytes(2, 1)):
+            for adapter in (None, "a@1", "a@2"):
+                digests += [digester.digest(want, tokens, adapter) for want in wants]
+    assert len(set(digests)) == len(digests) == 2 * 4 * 3 * len(wants)
+    assert {len(digest) for digest in digests} == {16}
+
+
+ASKED = st.tuples(WANTS, PROMPTS, st.none() | st.sampled_from(["a@1", "b@1", "a@2", "@", "a@"]))
+
+
+@given(first=ASKED, second=ASKED)
+def test_what_is_asked_has_the_same_digest_only_if_it_is_the_same(
+    first: tuple[Want, bytes, str | None], second: tuple[Want, bytes, str | None]
+) -> None:
+    def identity(asked: tuple[Want, bytes, str | None]) -> tuple[Any, ...]:
+        want, tokens, adapter = asked
+        return want, tokens, adapter if adapter is None else adapter.rpartition("@")[2]
+
+    digester = Digester(FINGERPRINT)
+    digests = [digester.digest(*asked) for asked in (first, second)]
+    assert (digests[0] == digests[1]) == (identity(first) == identity(second))
+    # As another process has it, which has seen nothing before.
+    assert digests == [Digester(FINGERPRINT).digest(*asked) for asked in (first, second)]
+
+
+@given(want=WANTS, prompts=st.lists(PROMPTS, max_size=5), adapter=ADAPTERS)
+def test_digests_of_many_are_those_of_each(
+    want: Want, prompts: list[bytes], adapter: str | None
+) -> None:
+    digester = Digester(FINGERPRINT)
+    expected = [Digester(FINGERPRINT).digest(want, tokens, adapter) for tokens in prompts]
+    assert digester.digests(want, prompts, adapter) == expected
+    assert digester.digests(want, iter(prompts), adapter) == expected
+    assert [digester.digest(want, tokens, adapter) for tokens in prompts] == expected
+
+
+@given(
+    first=st.lists(UINT32, min_size=1, max_size=6), second=st.lists(UINT32, min_size=1, max_size=6)
+)
+def test_prompts_have_the_same_digest_only_if_they_are_the_same(
+    first: list[int], second: list[int]
+) -> None:
+    digester = Digester(FINGERPRINT)
+    digests = digester.digests(Row("f32"), [token_bytes(*first), token_bytes(*second)])
+    assert (digests[0] == digests[1]) == (first == second)
+
+
+def test_bytes_do_not_move_between_one_token_and_the_next() -> None:
+    # The same digits, grouped in other ways.
+    prompts = [[1, 11], [11, 1], [111], [1, 1, 1], [0, 1], [1, 0], [1], [256], [1, 256], [257]]
+    digests = Digester(FINGERPRINT).digests(Row("f32"), [token_bytes(*ids) for ids in prompts])
+    assert len(set(digests)) == len(prompts)
+
+
+def test_tokens_cannot_be_taken_for_what_precedes_them() -> None:
+    digester = Digester(FINGERPRINT)
+    head = msgpack.packb([FINGERPRINT, None, "row", "f32"])
+    padded = head + b"\0" * (-len(head) % 4)
+    tokens = token_bytes(1)
+    assert digester.digest(Row("f32"), padded + tokens) != digester.digest(Row("f32"), tokens)
+
+
+def test_two_names_of_one_adapter_share_results() -> None:
+    digester, tokens = Digester(FINGERPRINT), token_bytes(1)
+    first = digester.digest(Row("f32"), tokens, "a@77")
+    assert digester.digest(Row("f32"), tokens, "b@77") == first
+    assert digester.digest(Row("f32"), tokens, "a@b@77") == first
+    # An adapter without a fingerprint is not the base model.
+    assert digester.digest(Row("f32"), tokens, "a@") != digester.digest(Row("f32"), tokens)
+
+
+def test_digests_are_the_same_in_every_release() -> None:
+    # A change here makes every cached result unreachable: raise the protocol instead.
+    digester = Digester(FINGERPRINT)
+    row = digester.digest(Row("f32"), token_bytes(1, 5, 9))
+    assert row.hex() == "057c9b5c0cd60bf8098e2e6c4e21b4b2"
+    generated = digester.digest(generate(), token_bytes(7), "x@1f")
+    assert generated.hex() == "b2c8bf1faf24ff80e6dd6024f14544b4"
+
+
+@given(tokens=st.binary(min_size=4, max_size=40), adapters=st.lists(st.text(max_size=3)))
+def test_what_a_digester_keeps_changes_no_digest(tokens: bytes, adapters: list[str]) -> None:
+    used = Digester(FINGERPRINT)
+    for adapter in adapters:
+        used.digest(Row("bf16"), b"other", adapter)
+    for other in (None, "a@1"):
+        fresh = Digester(FINGERPRINT).digest(Row("bf16"), tokens, other)
+        assert used.digest(Row("bf16"), tokens, other) == fresh
+
+
+def test_a_digester_keeps_a_bounded_number_of_beginnings() -> None:
+    used = Digester(FINGERPRINT)
+    expected = [Digester(FINGERPRINT).digest(generate(seed=i), b"0000") for i in range(3)]
+    for i in range(5000):
+        used.digest(generate(seed=i), b"0000")
+    assert len(used._started) <= 1024
+    assert [used.digest(generate(seed=i), b"0000") for i in range(3)] == expected
+
+
+@pytest.mark.parametrize("first", [0.0, -0.0])
+def test_the_two_zeros_are_one_temperature(first: float) -> None:
+    # Equal wants, hence one entry wherever wants are kept; their bits must be equal as well.
+    digester = Digester(FINGERPRINT)
+    wants = [generate(temperature=zero).checked(INFO) for zero in (first, 0.0, -0.0)]
+    for want in wants:
+        assert math.copysign(1.0, want.temperature) == 1.0
+        assert digester.digest(want, b"0000") == Digester(FINGERPRINT).digest(want, b"0000")
+    assert len({digester.digest(want, b"0000") for want in wants}) == 1
+    (found,) = {want_from_wire(["generate", 3, [0], zero, 1]) for zero in (first, 0.0, -0.0)}
+    assert isinstance(found, Generate)
+    assert math.copysign(1.0, found.temperature) == 1.0
+
+
+# --- what is stored ----------------------------------------------------------------------------
+
+
+@given(
+    values=st.lists(st.floats(-60, 0, width=32), min_size=1, max_size=50),
+    wanted=st.sampled_from(["f32", "f16", "bf16"]),
+)
+def test_a_row_that_was_stored_is_read(values: list[float], wanted: Any) -> None:
+    row = np.array(values, np.float32)
+    want = Row(wanted)
+    data = want.encode(Outcome(b"", row), row.size)
+    found = want.decode(data, replace(INFO, vocab_size=row.size))
+    assert isinstance(found, EncodedRow)
+    # What was computed in float32 is never stored as bfloat16: rather more than less.
+    assert found.encoding == ("f16" if wanted == "f16" else "f32")
+    if wanted != "f16":
+        assert found.logprobs().tobytes() == row.tobytes()
+    with pytest.raises(RowFormatError):
+        want.decode(data, replace(INFO, vocab_size=row.size + 1))
+
+
+@given(bits=st.lists(st.integers(0, 0x7F00), min_size=1, max_size=50))
+def test_logits_that_were_stored_are_read_as_log_probabilities(bits: list[int]) -> None:
+    logits = np.array(bits, np.uint16)
+    outcome = Outcome(b"", logits, 2.5)
+    info = replace(INFO, vocab_size=logits.size)
+    short, exact = (
+        Row(e).decode(Row(e).encode(outcome, logits.size), info) for e in ("bf16", "f32")
+    )
+    assert (short.encoding, exact.encoding) == ("bf16", "f32")
+    assert short.logprobs().tobytes() == exact.logprobs().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (None, "gave no row"),
+        (np.zeros(VOCAB - 1, np.float32), r"shape \(299,\), float32: \(300,\) was expected"),
+        (np.zeros((1, VOCAB), np.float32), r"shape \(1, 300\)"),
+        (np.zeros(VOCAB, np.float64), "float64"),
+        (np.zeros(VOCAB, np.int16), "int16"),
+        ([0.0] * VOCAB, "shape None, list"),
+        ("a row", "str"),
+        (np.full(VOCAB, np.nan, np.float32), "NaN for this prompt; another dtype"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+@pytest.mark.parametrize("encoding", ["f32", "bf16", "f16"])
+def test_what_is_no_row_of_the_model_fails(row: Any, reason: str, encoding: Any) -> None:
+    with pytest.raises(PromptFailed, match=reason):
+        Row(encoding).encode(Outcome(b"", row), VOCAB)
+
+
+def test_logits_that_are_no_numbers_fail() -> None:
+    for encoding in ("f32", "bf16", "f16"):
+        with pytest.raises(PromptFailed, match="NaN"):
+            Row(encoding).encode(Outcome(b"", np.zeros(VOCAB, np.uint16), math.nan), VOCAB)
+
+
+@given(ids=st.lists(UINT32, max_size=100))
+def test_a_continuation_that_was_stored_is_read(ids: list[int]) -> None:
+    tokens: npt.NDArray[np.uint32] = np.array(ids, np.uint32)
+    want = generate()
+    found = want.decode(want.encode(Outcome(b"", answer=Generation(tokens)), VOCAB), INFO)
+    assert isinstance(found, Generation)
+    assert found.token_ids.tolist() == ids
+    assert found.token_ids.dtype == np.uint32
+    assert found.nbytes == 4 * len(ids)
+
+
+def test_a_continuation_of_another_layout_is_stored_in_one() -> None:
+    tokens = np.arange(20, dtype=np.int64)[::2]
+    data = generate().encode(Outcome(b"", answer=Generation(tokens)), VOCAB)  # type: ignore[arg-type]
+    assert generate().decode(data, INFO).token_ids.tolist() == list(range(0, 20, 2))
+
+
+def test_an_answer_to_another_want_is_none() -> None:
+    row = Outcome(b"", np.zeros(VOCAB, np.float32))
+    tokens = Outcome(b"", answer=Generation(np.zeros(VOCAB, np.uint32)))
+    with pytest.raises(PromptFailed, match="no tokens"):
+        generate().encode(row, VOCAB)
+    with pytest.raises(PromptFailed, match="no row"):
+        Row("f32").encode(tokens, VOCAB)
+    with pytest.raises(AnswerFormatError):
+        generate().decode(Row("f32").encode(row, VOCAB), INFO)
+    with pytest.raises(RowFormatError):
+        Row("f32").decode(generate().encode(tokens, VOCAB), INFO)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb(None),
+        msgpack.packb([]),
+        msgpack.packb([1]),
+        msgpack.packb([1, "generate"]),
+        msgpack.packb([2, "generate", b"\0" * 4]),
+        msgpack.packb([1, "row", b"\0" * 4]),
+        msgpack.packb([1, "generate", b"\0" * 3]),
+        msgpack.packb([1, "generate", "text"]),
+        msgpack.packb([1, "generate", [1]]),
+        msgpack.packb([1, "generate", b"\0" * 4, 1]),
+        msgpack.packb([1, "generate", msgpack.ExtType(1, b"0000")]),
+        msgpack.packb([1, "generate", b"\0" * 4])[:-1],
+        msgpack.packb([1, "generate", b"\0" * 4]) + b"\0",
+        b"\x91" * 10_000,
+        pack_logprobs(np.zeros(3, np.float32)),
+    ],
+    ids=range(17),
+)
+def test_what_is_no_continuation_is_refused(data: bytes) -> None:
+    with pytest.raises(AnswerFormatError) as refused:
+        generate().decode(data, INFO)
+    assert 0 < len(str(refused.value)) < 300
+
+
+@given(data=st.binary(max_size=100))
+def test_random_bytes_are_no_answer_and_do_no_harm(data: bytes) -> None:
+    for want in (Row("bf16"), generate()):
+        with pytest.raises(AnswerFormatError):
+            want.decode(data, INFO)
