@@ -58,8 +58,8 @@ async def drain(ctx: dict[str, Any]) -> ControlReply:
 
 async def describe(ctx: dict[str, Any]) -> ControlReply:
     """Who this worker is."""
-    state = _service(ctx).state
-    return {"result": {**state.description, "rows_per_second": state.rows_per_second()}}
+    status = _service(ctx).status
+    return {"result": {**status.description, "rows_per_second": status.rows_per_second()}}
 
 
 FUNCTIONS = [add_lora, remove_lora, cache_prefix, clear_cache, drain, describe]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from lmpool.worker.launcher import Backoff, Launcher
-from lmpool.worker.places import Place
+from lmpool.worker.placement import Place
 from tests.support.clients import connected
 from tests.support.processes import runs, wait_until_gone
 from tests.support.waiting import until

@@ -112,9 +112,9 @@ def test_who_speaks_another_protocol_is_told_what_to_upgrade(
         packed: Any = redis_client.get(key)
         other = {**msgpack.unpackb(packed), "protocols": protocols}
         redis_client.set(key, msgpack.packb(other))
-        with closing(lmpool.connect(any_server, pool_name)) as lm:
-            with pytest.raises(WireError, match=whose):
-                lm.next_token_logprobs_sync([1], timeout=10)
+        lm = lmpool.connect(any_server, pool_name)
+        with closing(lm), pytest.raises(WireError, match=whose):
+            lm.next_token_logprobs_sync([1], timeout=10)
         redis_client.set(key, packed)
 
 
