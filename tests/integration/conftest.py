@@ -12,6 +12,7 @@ import redis
 import lmpool
 from lmpool.keys import PoolKeys, ShardKeys
 from tests.support.clients import connected
+from tests.support.hold import Hold
 from tests.support.pools import until_at_rest
 from tests.support.protocol import Caller, Consumer, shard_of_pool
 from tests.support.workers import in_process_worker
@@ -63,6 +64,13 @@ def start_pool(any_server: str, pool_name: str) -> Iterator[Callable[..., str]]:
             return pool_name
 
         yield start
+
+
+@pytest.fixture
+def hold(start_pool: Callable[..., str]) -> Iterator[Hold]:
+    """Nothing is computed until the test opens it. Workers of `start_pool` outlive it."""
+    with Hold() as hold:
+        yield hold
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def test_a_partial_batch_leaves_a_timeout_after_its_first_job(server_url, pool_n
     batches = read_batches(log)
     assert sum(batch.size for batch in batches) == count
     # Not before its time, and while jobs were still coming (they came for more than 3 s).
-    assert timeout - 0.1 <= batches[0].start - began <= timeout + 1.5
+    assert began + timeout - 0.1 <= batches[0].start < ended
     assert ended - began >= every * count
     # Each batch took what came meanwhile, and the next one began with the next job.
     assert 2 <= len(batches) <= 2 + (ended - began) / timeout
@@ -127,7 +127,7 @@ def test_the_next_batch_fills_while_one_is_computed(server_url, pool_name, tmp_p
     batches = read_batches(log)
     assert [batch.size for batch in batches] == [16] * 8
     gaps = [b.start - a.end for a, b in itertools.pairwise(batches)]
-    assert statistics.median(gaps) < delay / 10
+    assert statistics.median(gaps) < delay / 2
     assert max(gaps) < LONG / 2  # none waited for company
 
 

@@ -230,14 +230,12 @@ def instead_of_arq(folder: Path, program: str) -> Iterator[None]:
 
 
 def test_a_worker_that_dies_at_start_is_told_with_its_last_words(folder: Path) -> None:
-    started = time.monotonic()
     with (
         instead_of_arq(folder, "import sys; print('out of luck', flush=True); sys.exit(3)"),
         pytest.raises(PoolError, match="status 3") as died,
     ):
         lmpool.embedded(**MOCK, start_timeout=60)
     assert "out of luck" in str(died.value)
-    assert time.monotonic() - started < 30
 
 
 def test_a_worker_that_is_killed_at_start_is_told(folder: Path) -> None:
