@@ -25,7 +25,7 @@ import numpy.typing as npt
 from lmpool.backends.model_files import ModelFiles
 from lmpool.errors import AdapterError, EngineError, PromptFailed
 from lmpool.model_info import Encoding
-from lmpool.wants import Generation, Row, Want
+from lmpool.wants import Reduced, Row, Want
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -57,7 +57,7 @@ class Outcome:
     id: bytes
     row: npt.NDArray[np.float32] | npt.NDArray[np.uint16] | None = None
     logsumexp: float = 0.0
-    answer: Generation | None = None
+    answer: Reduced | None = None
     error: EngineError | None = None
 
     @classmethod

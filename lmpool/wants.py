@@ -58,7 +58,10 @@ class Generation:
         return self.token_ids.nbytes
 
 
-Answer: TypeAlias = EncodedRow | Generation
+Reduced: TypeAlias = Generation
+"""Answers that an engine hands over as they are: to every want but `Row`."""
+
+Answer: TypeAlias = EncodedRow | Reduced
 """What a want is answered with, as a client decodes it."""
 
 
@@ -76,7 +79,7 @@ class Computed(Protocol):
         ...
 
     @property
-    def answer(self) -> Generation | None:
+    def answer(self) -> Reduced | None:
         """The answer to a want other than `Row`."""
         ...
 
@@ -235,7 +238,7 @@ class Generate:
 Want: TypeAlias = Row | Generate
 """Every kind of question."""
 
-_KINDS: Final[dict[str, type[Row] | type[Generate]]] = {want.kind: want for want in get_args(Want)}
+_KINDS: Final[dict[str, type[Want]]] = {want.kind: want for want in get_args(Want)}
 _ROWS: Final[dict[str, Row]] = {encoding: Row(encoding) for encoding in ENTRY_BYTES}
 _FLOAT32, _UINT16 = np.dtype(np.float32), np.dtype(np.uint16)
 

@@ -32,7 +32,8 @@ def look_at(session: Session, servers: Servers, current: bytes) -> bool:
     except WireError as error:  # of another version of lmpool
         session.fail_everything(replaced(session.options, known, f" ({error})"))
         return True
-    if (info.fingerprint, info.shards) == (known.fingerprint, known.shards):
+    keys = session.keys
+    if info.shard_keys(keys) == known.shard_keys(keys) and info.fingerprint == known.fingerprint:
         return False
     if session.options.when_replaced == "follow":
         _move(session, servers, known, info)

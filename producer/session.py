@@ -113,6 +113,8 @@ class Session:
 
     def fail(self, flight: Flight, error: LmpoolError) -> list[PendingCall]:
         """One prompt failed: the calls that this ends. Under the lock."""
+        if not self.table.is_waiting(flight):
+            return []  # its calls have ended with another prompt of theirs
         self.table.statistics.failed += 1
         return self.table.fail(flight.job.digest, error)
 

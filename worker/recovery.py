@@ -11,10 +11,11 @@ from typing import Final
 
 import redis.exceptions
 
-from lmpool.commands import Value
+from lmpool.commands import Server, Value
 from lmpool.errors import JobFormatError
 from lmpool.keys import GROUP, JobStream, ShardKeys, streams
 from lmpool.scripts import script
+from lmpool.server import is_lost
 from lmpool.servers import Servers
 from lmpool.wants import Digester
 from lmpool.worker.batching import Batcher, Delivery
@@ -67,14 +68,26 @@ class Recovery:
             # Where our own heartbeat had trouble, that of others is no sign of their death.
             if not self._heartbeat.steady():
                 continue
+            error = self._look_everywhere()
+            failures = 0 if error is None else failures + 1
+            if failures in (1, 10):
+                logger.warning("jobs of dead workers cannot be looked for: %s", error)
+
+    def _look_everywhere(self) -> Exception | None:
+        """Look through every stream that can be read. Returns why one could not."""
+        failure: Exception | None = None
+        lost: list[Server] = []
+        for stream in streams(self._shards):
+            server = self._servers.for_shard(stream.shard)
+            if server in lost:
+                continue
             try:
-                for stream in streams(self._shards):
-                    self._look(stream)
-                failures = 0
+                self._look(stream)
             except (redis.exceptions.RedisError, OSError) as error:
-                failures += 1
-                if failures in (1, 10):
-                    logger.warning("jobs of dead workers cannot be looked for: %s", error)
+                failure = error
+                if is_lost(error):  # so are its other streams, those of other servers are not
+                    lost.append(server)
+        return failure
 
     def _look(self, stream: JobStream) -> None:
         """Run what a stream has to be taken over, one by one."""

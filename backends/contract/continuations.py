@@ -122,7 +122,7 @@ class ContinuationContract(Subject):
         with loaded(opened, [adapter]):
             want = Generate(6, (), 0.0, 0)
             (outcome,) = ask(opened, [request_for(prompt, adapter="x", want=want)])
-        assert outcome.answer is not None
+        assert isinstance(outcome.answer, Generation), outcome.error
         drawn = outcome.answer.token_ids
         rows = self.reference([[*prompt, *drawn[:n]] for n in range(6)], adapter)
         for row, token in zip(rows, drawn, strict=True):

@@ -1,0 +1,732 @@
+"""The client's sender: claims by shard and priority, bounds, losses, looking after, leaving."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import redis
+
+from lmpool.errors import (
+    LmpoolError,
+    NoWorkers,
+    PoolBusy,
+    ServerRefused,
+    ServerUnreachable,
+    UnknownAdapter,
+)
+from lmpool.keys import PRIORITIES, Priority
+from lmpool.producer import sender as sender_module
+from lmpool.producer.sender import CLAIM_BYTES, Sender
+from lmpool.producer.session import CLAIM_MOST, FLIGHT_TTL, REPLY_TTL, Session
+from lmpool.servers import Servers
+from lmpool.wants import Digest, Generate, Row
+from lmpool.wire import Job, unpack_job
+from tests.support.fake import FakeServer
+from tests.support.parts import (
+    Flag,
+    Guarded,
+    SplitServers,
+    Time,
+    ask,
+    info_of,
+    is_row_of,
+    jobs_of,
+    new_session,
+    row_of,
+    shard_of_job,
+    some_prompts,
+)
+from tests.support.protocol import Consumer, queued
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def server(fake_url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(fake_url, protocol=2) as client:
+        yield client
+
+
+@pytest.fixture
+def session(fake_url: str, pool_name: str) -> Session:
+    return new_session(fake_url, pool_name)
+
+
+@pytest.fixture
+def new_sender() -> Iterator[Callable[..., Sender]]:
+    made: list[Sender] = []
+
+    def new(session: Session, farewell: Callable[[], None] = lambda: None) -> Sender:
+        made.append(Sender(session, farewell))
+        made[-1]._next_check = (
+            time.monotonic() + 3600
+        )  # nothing is looked after unless a test says so
+        return made[-1]
+
+    yield new
+    for sender in made:
+        sender._servers.close()
+
+
+@pytest.fixture
+def sender(session: Session, new_sender: Callable[..., Sender]) -> Sender:
+    return new_sender(session)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
+    """The sender's time."""
+    clock = Time(time.monotonic())
+    monkeypatch.setattr(sender_module, "time", clock)
+    return clock
+
+
+def statistics(session: Session) -> dict[str, int]:
+    """The counters that are not 0."""
+    return {name: count for name, count in session.table.statistics.as_dict().items() if count}
+
+
+def waiting(server: redis.Redis, session: Session, priority: Priority) -> list[list[Job]]:
+    """The jobs in the streams of that priority, by shard."""
+    found = []
+    for shard in session.shards:
+        entries: Any = server.xrange(shard.stream(priority).key)
+        found.append([unpack_job(fields[b"job"]) for _, fields in entries])
+    return found
+
+
+def by_shard(session: Session, jobs: list[Job]) -> list[list[Digest]]:
+    """The digests of jobs, by the shard that they belong to."""
+    found: list[list[Digest]] = [[] for _ in session.shards]
+    for job in jobs:
+        found[shard_of_job(session, job).number].append(job.digest)
+    return found
+
+
+# --- claims ------------------------------------------------------------------------------------
+
+
+def test_each_job_goes_to_its_shard_once(
+    session: Session, sender: Sender, server: redis.Redis
+) -> None:
+    jobs = jobs_of(some_prompts(9))
+    ask(session, jobs)
+    sender._serve()
+    sender._serve()
+    found = waiting(server, session, "interactive")
+    assert [[job.digest for job in mine] for mine in found] == by_shard(session, jobs)
+    assert all(mine for mine in found)
+    for job in jobs:
+        shard = shard_of_job(session, job)
+        flight: Any = server.hgetall(shard.flight(job.digest))
+        assert flight[b"stream"] == shard.stream().key.encode()
+        assert flight[f"c:{session.id}".encode()] == b""
+        assert flight[b"deadline"] == b""
+        assert 0 < server.pttl(shard.flight(job.digest)) <= FLIGHT_TTL * 1000  # type: ignore[operator]
+    assert statistics(session) == {"requests": 9, "queued": 9}
+    for shard in session.shards:
+        reply = shard.reply(session.id)
+        assert 0 < server.pttl(reply) <= REPLY_TTL * 1000  # type: ignore[operator]
+        assert session.made[reply] == 1
+
+
+def test_a_job_travels_with_its_want_adapter_and_time(
+    session: Session, sender: Sender, server: redis.Redis
+) -> None:
+    for shard in session.shards:
+        server.hset(shard.adapters, "x", "77\n/folder")
+    (job,) = jobs_of([[5, 6]], Generate(3, (1,), 0.5, 9), "x@77")
+    before = session.clock.now_ms()
+    ask(session, [job], deadline=time.monotonic() + 5)
+    sender._serve()
+    ((found,),) = filter(None, waiting(server, session, "interactive"))
+    assert replace(found, deadline=None, sent=0) == job
+    assert before <= found.sent <= session.clock.now_ms()
+    assert found.deadline is not None
+    assert abs(found.deadline - found.sent - 5000) < 1000
+    flight = server.hget(shard_of_job(session, job).flight(job.digest), "deadline")
+    assert flight == str(found.deadline).encode()
+
+
+def test_interactive_jobs_are_claimed_before_the_others_and_apart_from_them(
+    session: Session, sender: Sender, server: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed: list[str] = []
+    claim = sender._claim_in
+
+    def recorded(shard: Any, flights: Any, priority: Priority) -> None:
+        claimed.append(priority)
+        claim(shard, flights, priority)
+
+    monkeypatch.setattr(sender, "_claim_in", recorded)
+    batch, interactive = jobs_of(some_prompts(5)), jobs_of(some_prompts(5, start=20))
+    ask(session, batch, priority="batch")
+    ask(session, interactive)
+    sender._serve()
+    assert claimed == sorted(claimed, key=PRIORITIES.index)
+    for priority, jobs in (("batch", batch), ("interactive", interactive)):
+        found = waiting(server, session, priority)  # type: ignore[arg-type]
+        assert [[job.digest for job in mine] for mine in found] == by_shard(session, jobs)
+
+
+def test_whoever_asks_interactively_for_what_waits_as_batch_brings_it_forward(
+    session: Session, sender: Sender, server: redis.Redis
+) -> None:
+    jobs = jobs_of(some_prompts(6))
+    ask(session, jobs, priority="batch")
+    sender._serve()
+    ask(session, jobs[:4])
+    sender._serve()
+    assert sum(len(mine) for mine in waiting(server, session, "batch")) == 2
+    found = waiting(server, session, "interactive")
+    assert [[job.digest for job in mine] for mine in found] == by_shard(session, jobs[:4])
+    # It is one request for each prompt, whatever became of it.
+    assert statistics(session) == {"requests": 10, "queued": 6, "joined": 4}
+
+
+def test_a_claim_is_bounded_in_jobs_and_bytes(
+    session: Session, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(sender, "_claim_in", lambda shard, flights, _: sizes.append(len(flights)))
+    session.join(info_of(1, client_backlog=10_000, max_prompt_tokens=10**6))
+    long = b"\1\0\0\0" * (CLAIM_BYTES // 8)
+    several = [Job(Row("f32"), Digest(i.to_bytes(16, "big")), long, None) for i in range(5)]
+    ask(session, several)
+    sender._serve()
+    assert sizes == [2, 2, 1]
+    sizes.clear()
+    small = [Job(Row("f32"), Digest(i.to_bytes(16, "big")), b"0000", None) for i in range(9, 1209)]
+    ask(session, small)
+    sender._serve()
+    assert sizes == [CLAIM_MOST, CLAIM_MOST, 1200 - 2 * CLAIM_MOST]
+
+
+def test_results_that_are_there_are_fetched_at_once_from_each_shard(
+    session: Session, sender: Sender, server: redis.Redis
+) -> None:
+    jobs = jobs_of(some_prompts(9))
+    there = jobs[::2]
+    for job in there:
+        server.set(shard_of_job(session, job).result(job.digest), row_of(job))
+    call = ask(session, jobs)
+    sender._serve()
+    for job, answer in zip(jobs, call.answers, strict=True):
+        assert is_row_of(job, answer) if job in there else answer is None
+    assert call.left == len(jobs) - len(there)
+    counted = statistics(session)
+    assert (counted["cache_hits"], counted["queued"]) == (len(there), len(jobs) - len(there))
+
+
+def test_what_another_client_asked_is_waited_for_with_it(
+    session: Session,
+    sender: Sender,
+    server: redis.Redis,
+    fake_url: str,
+    pool_name: str,
+    new_sender: Callable[..., Sender],
+) -> None:
+    jobs = jobs_of(some_prompts(6))
+    other = new_session(fake_url, pool_name)
+    ask(other, jobs[:4])
+    new_sender(other)._serve()
+    ask(session, jobs)
+    sender._serve()
+    assert statistics(session) == {"requests": 6, "joined": 4, "queued": 2}
+    assert sum(len(mine) for mine in waiting(server, session, "interactive")) == 6
+    for job in jobs[:4]:
+        fields: Any = server.hgetall(shard_of_job(session, job).flight(job.digest))
+        assert {f"c:{session.id}".encode(), f"c:{other.id}".encode()} <= set(fields)
+
+
+def test_shards_on_several_servers_are_claimed_where_they_lie(
+    session: Session, sender: Sender
+) -> None:
+    with FakeServer() as first, FakeServer() as second:
+        sender._servers.close()
+        clients = [first.client(), second.client()]
+        sender._servers = SplitServers(clients)
+        sender._answers._servers = sender._servers
+        jobs = jobs_of(some_prompts(9))
+        ask(session, jobs)
+        sender._serve()
+        for shard, mine in zip(session.shards, by_shard(session, jobs), strict=True):
+            here, elsewhere = clients[shard.number % 2], clients[1 - shard.number % 2]
+            assert len(queued(here, shard)) == len(mine) > 0
+            assert not elsewhere.exists(shard.stream().key)
+
+
+# --- bounds ------------------------------------------------------------------------------------
+
+
+def test_at_the_backlogs_bound_the_rest_is_asked_again_in_order_and_not_at_once(
+    session: Session,
+    sender: Sender,
+    server: redis.Redis,
+    clock: Time,
+) -> None:
+    session.join(info_of(1, max_backlog=2))
+    jobs = jobs_of(some_prompts(5))
+    call = ask(session, jobs)
+    sender._serve()
+    (found,) = waiting(server, session, "interactive")
+    assert [job.digest for job in found] == [job.digest for job in jobs[:2]]
+    assert statistics(session) == {"requests": 5, "queued": 2}
+    assert not call.done
+    # It asks again in a while: until then there is nothing to do.
+    assert not sender._has_work()
+    pause = sender._until_check()
+    assert pause is not None
+    assert 0.01 <= pause <= 0.03
+    sender._serve()
+    assert len(session.table.unsent["interactive"]) == 3
+    clock.now += 0.031
+    assert sender._has_work()
+    server.delete(session.shards[0].stream().key)
+    sender._serve()
+    (found,) = waiting(server, session, "interactive")
+    assert [job.digest for job in found] == [job.digest for job in jobs[2:4]]
+
+
+def test_one_full_stream_holds_back_neither_other_shards_nor_the_other_priority(
+    session: Session, sender: Sender, server: redis.Redis, clock: Time
+) -> None:
+    session.join(info_of(3, max_backlog=1))
+    jobs = jobs_of(some_prompts(9))
+    ask(session, jobs)
+    sender._serve()
+    assert [len(mine) for mine in waiting(server, session, "interactive")] == [1, 1, 1]
+    others = jobs_of(some_prompts(3, start=40))
+    ask(session, others, priority="batch")
+    assert sender._has_work()
+    sender._serve()
+    found = waiting(server, session, "batch")
+    assert [len(mine) for mine in found] == [bool(d) for d in by_shard(session, others)]
+
+
+def test_a_flight_that_found_no_room_is_not_withdrawn_on_the_server(
+    session: Session, sender: Sender, clock: Time
+) -> None:
+    session.join(info_of(1, max_backlog=1))
+    jobs = jobs_of(some_prompts(3))
+    call = ask(session, jobs)
+    sender._serve()
+    with session.lock:
+        session.forget(call)
+    assert session.table.withdrawn == [(0, jobs[0].digest)]
+
+
+def test_whoever_does_not_wait_for_room_is_told_and_its_other_jobs_are_withdrawn(
+    fake_url: str, pool_name: str, server: redis.Redis, new_sender: Callable[..., Sender]
+) -> None:
+    session = new_session(fake_url, pool_name, info_of(1, max_backlog=2), when_busy="raise")
+    sender = new_sender(session)
+    jobs = jobs_of(some_prompts(5))
+    call, other = ask(session, jobs), ask(session, jobs[:1])
+    sender._serve()
+    assert isinstance(call.error, PoolBusy)
+    assert "has 2 jobs waiting, its bound" in str(call.error)
+    assert repr(pool_name) in str(call.error)
+    assert call.wait(0)
+    assert not other.done
+    sender._serve()
+    (found,) = waiting(server, session, "interactive")
+    assert [job.digest for job in found] == [jobs[0].digest]
+    assert statistics(session)["failed"] == 1
+
+
+def test_a_client_has_a_bounded_number_of_jobs_on_the_server(
+    session: Session, sender: Sender, server: redis.Redis
+) -> None:
+    session.join(info_of(1, client_backlog=4))
+    jobs = jobs_of(some_prompts(10))
+    ask(session, jobs)
+    sender._serve()
+    assert [len(mine) for mine in waiting(server, session, "interactive")] == [4]
+    assert not sender._has_work()
+    with session.lock:
+        for job in jobs[:3]:
+            session.table.land(job.digest, Row("f32").decode(row_of(job), info_of()))
+    assert sender._has_work()
+    sender._serve()
+    assert [len(mine) for mine in waiting(server, session, "interactive")] == [7]
+
+
+# --- adapters ----------------------------------------------------------------------------------
+
+
+def test_an_adapter_that_is_not_registered_any_more_is_named(
+    session: Session, sender: Sender, server: redis.Redis
+) -> None:
+    for shard in session.shards:
+        server.hset(shard.adapters, "kept", "1\n/folder")
+        server.hset(shard.adapters, "new", "2\n/folder")
+    prompts = some_prompts(3)
+    kept = ask(session, jobs_of(prompts, adapter="kept@1"))
+    gone = ask(session, jobs_of(prompts, adapter="gone@3"))
+    replaced = ask(session, jobs_of(prompts, adapter="new@4"))
+    beginning = ask(session, jobs_of(prompts, adapter="new@"))
+    sender._serve()
+    for call, name in ((gone, "gone"), (replaced, "new"), (beginning, "new")):
+        assert isinstance(call.error, UnknownAdapter)
+        assert f"adapter {name!r} was removed or replaced" in str(call.error)
+        assert call.wait(0)
+    assert not kept.done
+    sender._serve()  # withdraws what the failed calls left
+    assert sum(len(mine) for mine in waiting(server, session, "interactive")) == 3
+
+
+# --- losses ------------------------------------------------------------------------------------
+
+
+def test_a_claim_that_is_cut_in_the_midst_is_made_again_and_counted_once(
+    session: Session, sender: Sender, server: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = jobs_of(some_prompts(9))
+    call = ask(session, jobs)
+    claim, left = sender._claim_in, [1]
+
+    def cut(shard: Any, *arguments: Any) -> None:
+        claim(shard, *arguments)
+        if shard.number == 1 and left:
+            left.pop()
+            raise redis.exceptions.ConnectionError("the answer was lost")
+
+    monkeypatch.setattr(sender, "_claim_in", cut)
+    with pytest.raises(redis.exceptions.ConnectionError):
+        sender._serve()
+    unsent = [flight.job.digest for flight in session.table.unsent["interactive"]]
+    assert unsent == [job.digest for job in jobs]  # as they were
+    sender._serve()
+    assert not call.done
+    found = waiting(server, session, "interactive")
+    assert [[job.digest for job in mine] for mine in found] == by_shard(session, jobs)
+    assert statistics(session) == {"requests": 9, "queued": 9}
+
+
+def test_a_lost_server_is_waited_for_and_then_given_up(
+    fake_url: str, pool_name: str, new_sender: Callable[..., Sender], clock: Time
+) -> None:
+    session = new_session(fake_url, pool_name, reconnect_timeout=5.0)
+    sender = new_sender(session)
+    session.closing = Flag(clock)  # type: ignore[assignment]
+    call = ask(session, jobs_of(some_prompts(2)))
+    session.table.withdrawn.append((0, Digest(b"0" * 16)))
+    lost, began = None, clock.now
+    while not call.done:
+        lost = sender._after_loss(redis.exceptions.ConnectionError("refused"), lost)
+        assert lost == began
+    assert isinstance(call.error, ServerUnreachable)
+    assert "no answer from redis://127.0.0.1" in str(call.error)
+    assert 5 <= clock.now - began < 7
+    assert max(session.closing.waits) <= 1.0  # type: ignore[attr-defined]
+    assert session.table.withdrawn == []  # nobody is there to be told
+
+
+def test_a_server_that_refuses_for_long_is_named_with_its_reason(
+    session: Session, sender: Sender, clock: Time
+) -> None:
+    session.closing = Flag(clock)  # type: ignore[assignment]
+    call = ask(session, jobs_of(some_prompts(2)))
+    error = redis.exceptions.OutOfMemoryError("OOM command not allowed")
+    lost = sender._after_loss(error, None)
+    assert not call.done
+    clock.now += session.options.reconnect_timeout
+    sender._after_loss(error, lost)
+    assert isinstance(call.error, ServerRefused)
+    assert "has refused for 60 s: OOM command" in str(call.error)
+
+
+def test_what_the_server_refuses_for_good_is_told_at_once(session: Session, sender: Sender) -> None:
+    session.closing = Flag()  # type: ignore[assignment]
+    call = ask(session, jobs_of(some_prompts(2)))
+    sender._after_loss(redis.exceptions.NoPermissionError("no permission for evalsha"), None)
+    assert isinstance(call.error, ServerRefused)
+    assert "no permission for evalsha" in str(call.error)
+    assert session.closing.waits == []  # type: ignore[attr-defined]
+
+
+# --- tasks -------------------------------------------------------------------------------------
+
+
+def test_tasks_get_the_connections_and_their_callers_what_became_of_them(
+    session: Session, sender: Sender
+) -> None:
+    def run(function: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        sender._run_task((function, future))
+        return future
+
+    assert run(lambda servers: servers.pool.ping()).result(0) is True
+    assert isinstance(run(lambda servers: servers.nothing).exception(0), AttributeError)
+    tried: list[int] = []
+
+    def lost_once(servers: Servers) -> int:
+        tried.append(1)
+        if len(tried) == 1:
+            raise redis.exceptions.ConnectionError("an idle connection was dead")
+        return len(tried)
+
+    assert run(lost_once).result(0) == 2
+
+    def refuse(servers: Servers) -> None:
+        tried.append(1)
+        raise redis.exceptions.NoPermissionError("no")
+
+    tried.clear()
+    assert isinstance(run(refuse).exception(0), ServerRefused)
+    assert len(tried) == 1  # not a second time
+
+    def lost(servers: Servers) -> None:
+        raise redis.exceptions.ConnectionError("gone")
+
+    assert isinstance(run(lost).exception(0), ServerUnreachable)
+    cancelled: Future[Any] = Future()
+    cancelled.cancel()
+    sender._run_task((refuse, cancelled))
+    assert len(tried) == 1
+
+
+# --- looking after -----------------------------------------------------------------------------
+
+
+def let_check(sender: Sender, session: Session) -> None:
+    """Let the next look after come now, for every flight."""
+    sender._next_check = 0.0
+    for flight in session.table.flights.values():
+        flight.since = 0.0
+
+
+def test_what_the_server_lost_is_asked_again_whatever_was_lost(
+    session: Session, sender: Sender, server: redis.Redis
+) -> None:
+    jobs = jobs_of(some_prompts(9))
+    flight_lost, job_lost, there, kept = jobs[:2], jobs[2:4], jobs[4:6], jobs[6:]
+    call = ask(session, jobs)
+    sender._serve()
+    for job in flight_lost:
+        server.delete(shard_of_job(session, job).flight(job.digest))
+    for job in job_lost:
+        shard = shard_of_job(session, job)
+        entry: Any = server.hget(shard.flight(job.digest), "job")
+        server.xdel(shard.stream().key, entry)
+    for job in there:  # and the notice was lost
+        server.set(shard_of_job(session, job).result(job.digest), row_of(job))
+    for job in kept:
+        server.pexpire(shard_of_job(session, job).flight(job.digest), 1000)
+    for shard in session.shards:
+        server.pexpire(shard.reply(session.id), 1000)
+    let_check(sender, session)
+    sender._serve()
+    assert [is_row_of(job, answer) for job, answer in zip(jobs, call.answers, strict=True)] == [
+        job in there for job in jobs
+    ]
+    assert statistics(session)["resubmitted"] == 4
+    for job in kept:
+        assert server.pttl(shard_of_job(session, job).flight(job.digest)) > 1000  # type: ignore[operator]
+    for shard in session.shards:
+        assert server.pttl(shard.reply(session.id)) > 1000  # type: ignore[operator]
+    sender._serve()
+    digests = {job.digest for mine in waiting(server, session, "interactive") for job in mine}
+    assert digests >= {job.digest for job in (*flight_lost, *job_lost, *kept)}
+    for job in (*flight_lost, *job_lost):
+        fields: Any = server.hgetall(shard_of_job(session, job).flight(job.digest))
+        assert f"c:{session.id}".encode() in fields
+    assert statistics(session)["queued"] == 9  # each once
+
+
+def test_a_job_of_priority_batch_that_was_lost_comes_back_as_one(
+    session: Session, sender: Sender, server: redis.Redis
+) -> None:
+    jobs = jobs_of(some_prompts(6))
+    ask(session, jobs, priority="batch")
+    sender._serve()
+    server.delete(*(stream.key for shard in session.shards for stream in shard.streams))
+    let_check(sender, session)
+    sender._serve()
+    sender._serve()
+    assert sum(len(mine) for mine in waiting(server, session, "batch")) == 6
+    assert sum(len(mine) for mine in waiting(server, session, "interactive")) == 0
+
+
+def test_what_was_read_is_trimmed_and_what_was_not_is_kept(
+    session: Session, sender: Sender, server: redis.Redis
+) -> None:
+    ask(session, jobs_of(some_prompts(9)))
+    sender._serve()
+    entries = []
+    for shard in session.shards:
+        reply = shard.reply(session.id)
+        added: list[Any] = [server.xadd(reply, {"ok": b""}) for _ in range(3)]
+        session.last_ids[reply] = added[1].decode()
+        entries.append(added)
+    let_check(sender, session)
+    sender._serve()
+    for shard, added in zip(session.shards, entries, strict=True):
+        left: Any = server.xrange(shard.reply(session.id))
+        assert [entry for entry, _ in left] == added[1:]
+
+
+def test_a_reply_stream_that_the_server_forgot_is_made_anew_and_counted(
+    session: Session, sender: Sender, server: redis.Redis
+) -> None:
+    ask(session, jobs_of(some_prompts(9)))
+    sender._serve()
+    first, second, third = (shard.reply(session.id) for shard in session.shards)
+    server.delete(first, third)
+    let_check(sender, session)
+    sender._serve()
+    assert [session.made[reply] for reply in (first, second, third)] == [2, 1, 2]
+    assert server.exists(first, second, third) == 3
+
+
+def appear(server: redis.Redis, session: Session, numbers: tuple[int, ...] = (0, 1, 2)) -> None:
+    """A worker with a heartbeat in these shards."""
+    for number in numbers:
+        Consumer(server, session.shards[number], "w")
+        server.set(session.shards[number].alive("w"), b"")
+
+
+@pytest.mark.parametrize("living", [(), (0,), (0, 2), (1, 2)])
+def test_without_a_worker_in_every_shard_nobody_waits_for_ever(
+    living: tuple[int, ...], session: Session, sender: Sender, server: redis.Redis, clock: Time
+) -> None:
+    appear(server, session, living)
+    server.set(session.keys.info, info_of().pack())
+    call = ask(session, jobs_of(some_prompts(2)))
+    sender._serve()
+    began = clock.now
+    while not call.done:
+        clock.now += 1.0
+        let_check(sender, session)
+        sender._serve()
+        assert clock.now - began < 20
+    assert isinstance(call.error, NoWorkers)
+    assert "no worker alive for 10 s: start one" in str(call.error)
+    assert 7.5 <= clock.now - began <= 10.5
+
+
+def test_while_workers_live_everybody_waits(
+    session: Session, sender: Sender, server: redis.Redis, clock: Time
+) -> None:
+    appear(server, session)
+    call = ask(session, jobs_of(some_prompts(2)))
+    sender._serve()
+    for number in range(100):
+        clock.now += 1.0
+        if number == 50:  # one is missed for a moment
+            server.delete(session.shards[1].alive("w"))
+        if number == 55:
+            appear(server, session)
+        let_check(sender, session)
+        sender._serve()
+    assert not call.done
+
+
+def test_who_asks_only_now_does_not_pay_for_a_long_absence(
+    session: Session, sender: Sender, clock: Time
+) -> None:
+    first = ask(session, jobs_of(some_prompts(1)))
+    sender._serve()
+    let_check(sender, session)
+    sender._serve()  # nobody is alive
+    with session.lock:
+        session.forget(first)
+    clock.now += 100.0  # nobody looks meanwhile
+    call = ask(session, jobs_of(some_prompts(1, start=50)))
+    sender._serve()
+    let_check(sender, session)
+    sender._serve()
+    assert not call.done
+
+
+# --- its life ----------------------------------------------------------------------------------
+
+
+def run(sender: Sender) -> Guarded:
+    return Guarded(sender.run)
+
+
+def close(session: Session) -> None:
+    with session.work:
+        session.closed = True
+        session.closing.set()
+        session.work.notify()
+
+
+def test_it_serves_what_comes_and_leaves_nothing(
+    session: Session, server: redis.Redis, new_sender: Callable[..., Sender]
+) -> None:
+    farewells: list[int] = []
+    sender = new_sender(session, lambda: farewells.append(server.exists(*replies)))  # type: ignore[arg-type]
+    replies = [shard.reply(session.id) for shard in session.shards]
+    thread = run(sender)
+    jobs = jobs_of(some_prompts(6))
+    call = ask(session, jobs)
+    with session.work:
+        session.work.notify()
+    until(lambda: sum(len(mine) for mine in waiting(server, session, "interactive")) == 6)
+    with session.lock:
+        session.forget(call)
+    close(session)
+    thread.end()
+    assert farewells == [3]  # the collector ends before its streams go
+    prefixes = [shard.prefix for shard in session.shards]
+    left = [key for prefix in prefixes for key in server.scan_iter(f"{prefix}:*", count=1000)]
+    left = [key for key in left if server.type(key) != b"stream" or server.xlen(key)]
+    assert left == []
+
+
+def test_the_collectors_blocking_read_is_ended_by_a_word_in_its_stream(
+    session: Session, server: redis.Redis, new_sender: Callable[..., Sender]
+) -> None:
+    seen: list[Any] = []
+    reply = session.shards[0].reply(session.id)
+    sender = new_sender(session, lambda: seen.extend(server.xrange(reply)))  # type: ignore[arg-type]
+    thread = run(sender)
+    close(session)
+    thread.end()
+    assert [fields for _, fields in seen] == [{b"bye": b"1"}]
+
+
+def test_a_defect_of_ours_leaves_nobody_waiting_and_the_next_is_served(
+    session: Session,
+    sender: Sender,
+    server: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    claim = sender._claim_in
+    monkeypatch.setattr(sender, "_claim_in", None)
+    call = ask(session, jobs_of(some_prompts(2)))
+    thread = run(sender)
+    assert call.wait(10)
+    assert type(call.error) is LmpoolError
+    assert "TypeError" in str(call.error)
+    assert "the client's sender failed" in caplog.text
+    monkeypatch.setattr(sender, "_claim_in", claim)
+    ask(session, jobs_of(some_prompts(3, start=30)))
+    with session.work:
+        session.work.notify()
+    until(lambda: sum(len(mine) for mine in waiting(server, session, "interactive")) == 3)
+    close(session)
+    thread.end()
+
+
+def test_calls_that_the_garbage_collector_ended_are_forgotten(
+    session: Session, sender: Sender, server: redis.Redis
+) -> None:
+    call = ask(session, jobs_of(some_prompts(4)))
+    thread = run(sender)
+    until(lambda: sum(len(mine) for mine in waiting(server, session, "interactive")) == 4)
+    session.abandoned.append(call)
+    with session.work:
+        session.work.notify()
+    until(lambda: sum(len(mine) for mine in waiting(server, session, "interactive")) == 0)
+    assert not session.table.flights
+    close(session)
+    thread.end()
