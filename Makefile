@@ -62,7 +62,7 @@ lint: $(READY)
 
 types: $(READY) ## Both type checkers, mypy and pyright
 	$(BIN)/mypy -p lmpool
-	$(BIN)/pyright
+	PYRIGHT_PYTHON_CACHE_DIR=.mypy_cache PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
 unit: $(READY)
 	$(BIN)/python -m pytest -q -m "not slow and not server and not engine" tests/unit $(ARGS)
