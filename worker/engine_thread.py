@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import redis.exceptions
@@ -61,14 +62,17 @@ class EngineLoop:
         self._status = status
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._held: dict[bytes, list[Delivery]] = {}
+        self._ended = False
         self._review_due = 0.0
         self._alone = False
         """Whether what is in flight is to have no company."""
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run `function` on this thread, between two batches."""
+        """Run `function` on this thread, between two batches; cancelled once it has ended."""
         future: Future[T] = Future()
         self._calls.append((function, future))
+        if self._ended:
+            self._cancel_calls()
         self._batcher.wake()
         return future
 
@@ -88,7 +92,12 @@ class EngineLoop:
                 elif batch:
                     self._batcher.done()  # nothing of it had to be run
         finally:
-            while self._calls:
+            self._ended = True
+            self._cancel_calls()
+
+    def _cancel_calls(self) -> None:
+        with suppress(IndexError):  # the thread that ends and one that calls may both be here
+            while True:
                 self._calls.popleft()[1].cancel()
 
     def _next_batch(self) -> list[Delivery]:

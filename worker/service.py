@@ -251,11 +251,14 @@ class Service:
                 thread.join(limit)
             self._leave()
             self._publisher = None
+        self._end_heartbeat()
+        self._close_servers()
+
+    def _end_heartbeat(self) -> None:
         self._heartbeat_ended.set()
         heartbeat = self._threads.pop("heartbeat", None)
         if heartbeat is not None:
             heartbeat.join(5)
-        self._close_servers()
 
     def _leave(self) -> None:
         left = self._batcher.close() if self._batcher is not None else []
@@ -272,6 +275,7 @@ class Service:
             for delivery in untried:
                 uncount(servers, delivery, self.consumer)
             released = release(servers, self.shards, self.consumer, known, keep)
+            self._end_heartbeat()  # a beat on its way would bring the worker back
             self._end_membership(servers)
             logger.info(
                 "%s left the pool; %d jobs given back, %d left for others to try alone",

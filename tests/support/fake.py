@@ -1,7 +1,8 @@
 """fakeredis on a loopback port: the product connects to it as to any server.
 
 One command at a time, as Redis runs them. What fakeredis lacks or does otherwise is made up for
-here: it has no INFO, and its ``XREADGROUP ... COUNT n BLOCK ms`` answers at once, with nothing.
+here: it has no INFO, its ``XREADGROUP ... COUNT n BLOCK ms`` answers at once, with nothing, and of
+a stream that is not there it says something else than ``NOGROUP``.
 """
 
 from __future__ import annotations
@@ -121,6 +122,8 @@ def _execute(client: redis.Redis, command: Command) -> Any:
     try:
         return client.execute_command(*command)
     except redis.exceptions.RedisError as error:
+        if "subcommand requires the key to exist" in str(error) and command[0].upper() != b"XGROUP":
+            return redis.exceptions.ResponseError("NOGROUP No such key or consumer group")
         return error
 
 

@@ -1,0 +1,112 @@
+"""From a shard to its server: one way, which everything takes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import redis
+
+from lmpool.keys import GROUP, PoolKeys
+from lmpool.producer import collector as collector_module
+from lmpool.server import ANSWER_TIMEOUT
+from lmpool.servers import Servers
+from tests.support.clients import connected
+from tests.support.fake import FakeServer
+from tests.support.mock_rows import VOCAB, prompts_of, rows_of
+from tests.support.parts import Guarded, SplitServers, split_over
+from tests.support.waiting import until
+from tests.support.workers import in_process_worker
+
+SHARDS = PoolKeys("p").shards("0" * 8, 4, lanes=2)
+
+
+@pytest.fixture
+def two() -> Iterator[list[FakeServer]]:
+    with FakeServer() as first, FakeServer() as second:
+        yield [first, second]
+
+
+def test_nothing_connects_before_its_first_command() -> None:
+    servers = Servers.of_url("redis://127.0.0.1:1/0", blocks_for=3.0, name="somebody")
+    options = servers.pool.connection_pool.connection_kwargs
+    assert options["socket_timeout"] == ANSWER_TIMEOUT + 3.0
+    assert options["client_name"] == "somebody"
+    servers.close()
+
+
+def test_every_shard_lies_on_the_one_server() -> None:
+    servers = Servers.of_url("redis://127.0.0.1:1/0")
+    assert {id(servers.for_shard(shard)) for shard in SHARDS} == {id(servers.pool)}
+    assert servers.by_connection(SHARDS) == [(servers.pool, list(SHARDS))]
+    assert servers.by_connection([]) == []
+    servers.close()
+
+
+def test_shards_are_grouped_by_the_connection_that_reads_them() -> None:
+    opened = [object(), object(), object()]
+    servers = SplitServers(opened)
+    found = servers.by_connection(SHARDS)
+    assert [server for server, _ in found] == opened
+    numbers = [[shard.number for shard in shards] for _, shards in found]
+    assert numbers == [[0, 3], [1], [2]]
+
+
+def test_a_read_that_is_blocked_ends_when_it_is_cut(fake_url: str) -> None:
+    servers = Servers.of_url(fake_url, blocks_for=60.0)
+    reading = threading.Event()
+
+    def read() -> None:
+        servers.pool.ping()
+        reading.set()
+        with pytest.raises(redis.exceptions.ConnectionError):
+            servers.pool.xread({"nothing-here": "0-0"}, block=60_000)
+
+    thread = Guarded(read)
+    assert reading.wait(10)
+
+    def ended() -> bool:
+        servers.cut()  # again where it was only about to read
+        return not thread.is_alive()
+
+    until(ended)
+    thread.end()
+    servers.close()
+
+
+def test_a_pool_whose_shards_lie_on_several_servers_serves(
+    two: list[FakeServer], pool_name: str
+) -> None:
+    """Whatever asked a shard's key of another server than the shard's would find nothing."""
+    prompts = prompts_of(60)
+    with (
+        patch.object(collector_module, "BLOCK", 0.02),
+        split_over([server.url for server in two]),
+        in_process_worker(two[0].url, pool_name, shards=3, batch_size=8),
+        connected(two[0].url, pool_name) as lm,
+    ):
+        rows = lm.batch_next_token_logprobs_sync(prompts, timeout=20)
+        assert np.array_equal(rows, rows_of(prompts))
+        assert lm.sync.sample([1, 2], 5, [], seed=3, timeout=20) == lm.sync.sample(
+            [1, 2], 5, [], seed=3, timeout=20
+        )
+        statistics = lm.pool_statistics_sync()
+        assert statistics["computed"] == 61
+        assert statistics["backlog"] == 0
+        shards = PoolKeys(pool_name).shards(lm.info.fingerprint8, 3)
+        clients = [server.client() for server in two]
+        for shard in shards:
+            here, elsewhere = clients[shard.number % 2], clients[1 - shard.number % 2]
+            for stream in shard.streams:
+                (group,) = here.xinfo_groups(stream.key)  # type: ignore[misc, union-attr]
+                assert group["name"] == GROUP.encode()
+            assert int(here.hget(shard.counters, "computed") or 0) > 0  # type: ignore[arg-type]
+            assert not list(elsewhere.scan_iter(f"{shard.prefix}:*", count=1000))
+        assert lm.info.vocab_size == VOCAB
+    for client in clients:
+        left = [key for key in client.keys("*") if b":reply:" in key or b":alive:" in key]
+        assert left == []
+        client.close()

@@ -1,0 +1,530 @@
+"""A worker's life: joining, serving, leaving, and every way in which one of them goes wrong."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+from lmpool.backends.mock import MockEngine, mock_row
+from lmpool.errors import EngineBroken, LmpoolError, PoolMismatch, ServerUnreachable, SettingsError
+from lmpool.keys import GROUP, PRIORITIES, PoolKeys, ShardKeys, streams
+from lmpool.model_info import ModelInfo
+from lmpool.settings import WorkerOptions
+from lmpool.wire import pack_job
+from lmpool.worker import intake as intake_module
+from lmpool.worker import service as service_module
+from lmpool.worker.heartbeat import Heartbeat
+from lmpool.worker.recovery import Recovery
+from lmpool.worker.service import Service, consumer_name
+from tests.support.clients import connected
+from tests.support.fake import FakeServer
+from tests.support.parts import Guarded
+from tests.support.protocol import Caller, Consumer, new_job
+from tests.support.waiting import until
+from tests.support.workers import InProcessWorker, lmpool_threads
+
+SHARDS = 3
+
+
+class GatedEngine(MockEngine):
+    """The mock engine, which computes when the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computing = threading.Event()
+        self.gate = threading.Event()
+        self.closed = threading.Event()
+        self.thread: int | None = None
+        self.error: Exception | None = None
+
+    def compute(self, requests: Any) -> Any:
+        self.thread = threading.get_ident()
+        self.computing.set()
+        assert self.gate.wait(20), "the test lets nobody compute"
+        if self.error is not None:
+            raise self.error
+        return super().compute(requests)
+
+    def close(self) -> None:
+        self.closed.set()
+        super().close()
+
+
+@pytest.fixture
+def server(fake_url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(fake_url, protocol=2) as client:
+        yield client
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedEngine]:
+    """What workers load; it computes once the gate is open."""
+    engine = GatedEngine()
+    monkeypatch.setattr(service_module, "load_engine", lambda *_, **__: engine)
+    yield engine
+    engine.gate.set()
+
+
+@pytest.fixture
+def new(
+    fake_url: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., InProcessWorker]]:
+    monkeypatch.setattr(intake_module, "IDLE_BLOCK_MS", 20)
+    workers: list[InProcessWorker] = []
+
+    def new(url: str = fake_url, **settings: Any) -> InProcessWorker:
+        workers.append(InProcessWorker(url, pool_name, **{"shards": SHARDS, **settings}))
+        return workers[-1]
+
+    yield new
+    for worker in workers:
+        worker.stop()
+
+
+@pytest.fixture
+def keys(pool_name: str) -> PoolKeys:
+    return PoolKeys(pool_name)
+
+
+def served(server: Any, keys: PoolKeys) -> tuple[ModelInfo, tuple[ShardKeys, ...]]:
+    info = ModelInfo.unpack(server.get(keys.info))
+    return info, info.shard_keys(keys)
+
+
+def members(server: Any, shards: tuple[ShardKeys, ...]) -> list[set[str]]:
+    """The consumers of each stream."""
+    found = []
+    for stream in streams(shards):
+        consumers = server.xinfo_consumers(stream.key, GROUP)
+        found.append({consumer["name"].decode() for consumer in consumers})
+    return found
+
+
+def enqueue(server: Any, shard: ShardKeys, info: ModelInfo, *numbers: int) -> Caller:
+    """A caller who waits for prompts of one token each."""
+    caller = Caller(server, shard)
+    caller.enqueue(*(new_job(number, fingerprint=info.fingerprint) for number in numbers))
+    return caller
+
+
+# --- joining -----------------------------------------------------------------------------------
+
+
+def test_a_worker_that_has_started_is_there_in_every_shard(
+    new: Callable[..., InProcessWorker], server: redis.Redis, keys: PoolKeys
+) -> None:
+    worker = new()
+    worker.start()
+    info, shards = served(server, keys)
+    assert len(shards) == SHARDS == info.shards
+    assert members(server, shards) == [{worker.id}] * SHARDS * len(PRIORITIES)
+    for shard in shards:
+        assert server.exists(shard.alive(worker.id))
+    assert server.exists(keys.serving, keys.vocabulary(info.fingerprint8)) == 2
+    names = {thread.name for thread in lmpool_threads()}
+    expected = {"engine", "heartbeat", "publisher", "intake", "recovery", "watchdog"}
+    assert {f"lmpool-{name}" for name in expected} <= names
+
+
+def test_a_worker_that_has_stopped_leaves_the_pool_and_nothing_else(
+    new: Callable[..., InProcessWorker], server: redis.Redis, keys: PoolKeys
+) -> None:
+    stays, worker = new(), new()
+    before = lmpool_threads()
+    stays.start()
+    worker.start()
+    info, shards = served(server, keys)
+    worker.stop()
+    assert members(server, shards) == [{stays.id}] * SHARDS * len(PRIORITIES)
+    assert not any(server.exists(shard.alive(worker.id)) for shard in shards)
+    assert all(server.exists(shard.alive(stays.id)) for shard in shards)
+    assert server.exists(keys.serving)  # somebody still serves
+    stays.stop()
+    assert members(server, shards) == [set()] * SHARDS * len(PRIORITIES)
+    assert not server.exists(keys.serving)
+    # What the pool served stays known.
+    assert server.exists(keys.info, keys.vocabulary(info.fingerprint8)) == 2
+    assert lmpool_threads() == before
+    assert worker.service._opened == []
+    worker.stop()  # again
+    assert worker.service.status.failure is None
+
+
+def test_the_engine_is_loaded_used_and_closed_on_one_thread(
+    new: Callable[..., InProcessWorker],
+    engine: GatedEngine,
+    server: redis.Redis,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[int] = []
+
+    def load(*_: Any, **options: Any) -> GatedEngine:
+        threads.append(threading.get_ident())
+        assert options == {"revision": "abc", "dtype": "float32"}
+        return engine
+
+    close = engine.close
+    monkeypatch.setattr(service_module, "load_engine", load)
+    monkeypatch.setattr(engine, "close", lambda: (threads.append(threading.get_ident()), close()))
+    engine.gate.set()
+    worker = new(revision="abc", dtype="float32")
+    worker.start()
+    info, shards = served(server, keys)
+    caller = enqueue(server, shards[1], info, 1)
+    until(caller.notices)
+    worker.stop()
+    assert threads == [engine.thread] * 2
+    assert engine.thread != threading.get_ident()
+
+
+@pytest.mark.parametrize("error", [ValueError("no such model"), SettingsError("model='x'")])
+def test_an_engine_that_cannot_be_loaded_is_told_and_leaves_nothing(
+    error: Exception,
+    new: Callable[..., InProcessWorker],
+    server: redis.Redis,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(service_module, "load_engine", fail)
+    worker, before = new(), lmpool_threads()
+    with pytest.raises(type(error)) as told:
+        worker.start()
+    assert told.value is error
+    assert lmpool_threads() == before
+    assert worker.service._opened == []
+    assert not server.exists(keys.info, keys.serving)
+    assert not worker.failed.is_set()  # whoever started it knows
+    worker.stop()
+
+
+def test_a_server_that_is_not_there_is_told_before_the_engine_is_loaded(
+    new: Callable[..., InProcessWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[int] = []
+    monkeypatch.setattr(service_module, "load_engine", lambda *_, **__: loaded.append(1))
+    with pytest.raises(ServerUnreachable):
+        new("redis://127.0.0.1:1/0").start()
+    assert loaded == []
+
+
+def test_a_worker_that_may_not_join_closes_its_engine_and_is_nobody(
+    new: Callable[..., InProcessWorker], engine: GatedEngine, server: redis.Redis, keys: PoolKeys
+) -> None:
+    first = new()
+    first.start()
+    _, shards = served(server, keys)
+    engine.closed.clear()
+    other = new(shards=2)
+    with pytest.raises(PoolMismatch, match="shards 3 there, 2 here"):
+        other.start()
+    assert engine.closed.is_set()
+    assert members(server, shards) == [{first.id}] * SHARDS * len(PRIORITIES)
+    assert not any(server.exists(shard.alive(other.id)) for shard in shards)
+
+
+def test_a_worker_that_fails_in_the_midst_of_joining_is_nobody(
+    new: Callable[..., InProcessWorker],
+    engine: GatedEngine,
+    server: redis.Redis,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the tokenizer cannot be read")
+
+    monkeypatch.setattr(service_module, "publish_vocabulary", fail)
+    worker = new()
+    with pytest.raises(RuntimeError, match="tokenizer"):
+        worker.start()
+    _, shards = served(server, keys)
+    assert members(server, shards) == [set()] * SHARDS * len(PRIORITIES)
+    assert not any(server.exists(shard.alive(worker.id)) for shard in shards)
+    assert not server.exists(keys.serving)
+    assert engine.closed.is_set()
+
+
+def test_a_worker_that_is_stopped_while_it_loads_never_joins(
+    new: Callable[..., InProcessWorker],
+    engine: GatedEngine,
+    server: redis.Redis,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loading, loaded = threading.Event(), threading.Event()
+
+    def load(*_: Any, **__: Any) -> GatedEngine:
+        loading.set()
+        assert loaded.wait(10)
+        return engine
+
+    monkeypatch.setattr(service_module, "load_engine", load)
+    worker = new()
+    starting = Guarded(worker.start)
+    assert loading.wait(10)
+    worker.stop()  # does not wait for the engine
+    loaded.set()
+    with pytest.raises(LmpoolError, match="told to stop while the engine was loading"):
+        starting.end()
+    assert engine.closed.is_set()
+    assert not server.exists(keys.info, keys.serving)
+
+
+# --- serving -----------------------------------------------------------------------------------
+
+
+def test_what_is_asked_in_any_shard_and_priority_is_answered(
+    new: Callable[..., InProcessWorker], fake_url: str, pool_name: str
+) -> None:
+    new().start()
+    prompts = [[number, 7] for number in range(30)]
+    expected = np.stack([mock_row(prompt, 256) for prompt in prompts])
+    with connected(fake_url, pool_name, cache_bytes=0) as lm:
+        for priority in PRIORITIES:
+            rows = lm.batch_next_token_logprobs_sync(prompts, timeout=20, priority=priority)
+            assert np.array_equal(rows, expected)
+        assert lm.statistics()["queued"] == 30
+        assert lm.statistics()["cache_hits"] == 30
+        assert lm.pool_statistics_sync()["computed"] == 30
+
+
+def test_a_server_that_lost_everything_gets_all_of_it_again(
+    new: Callable[..., InProcessWorker], tmp_path: Path, pool_name: str, keys: PoolKeys
+) -> None:
+    folder = tmp_path / "adapters" / "a"
+    folder.mkdir(parents=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).write_bytes(b"{}")
+    with FakeServer() as server, server.client() as client:
+        worker = new(server.url, adapter_dirs=[str(tmp_path / "adapters")])
+        worker.start()
+        info, shards = served(client, keys)
+        service = worker.service
+        assert service.loop is not None
+        assert service.adapters is not None
+        adapters = service.adapters
+        service.loop.call(lambda: adapters.add("x", str(folder))).result(10)
+        registered = client.hgetall(shards[2].adapters)
+        vocabulary = client.get(keys.vocabulary(info.fingerprint8))
+        client.flushall()
+        until(lambda: all(client.hgetall(shard.adapters) == registered for shard in shards))
+        assert client.get(keys.vocabulary(info.fingerprint8)) == vocabulary
+        assert served(client, keys) == (info, shards)
+        assert members(client, shards) == [{worker.id}] * SHARDS * len(PRIORITIES)
+        assert all(client.exists(shard.alive(worker.id)) for shard in shards)
+        caller = enqueue(client, shards[2], info, 1)
+        assert [notice.status for notice in until(caller.notices)] == ["ok"]
+        worker.stop()
+
+
+def test_an_engine_that_breaks_ends_the_worker_and_its_jobs_are_for_others(
+    new: Callable[..., InProcessWorker], engine: GatedEngine, server: redis.Redis, keys: PoolKeys
+) -> None:
+    engine.error = EngineBroken("CUDA error")
+    worker = new(batch_size=2)
+    worker.start()
+    info, shards = served(server, keys)
+    caller = enqueue(server, shards[0], info, 1, 2, 3, 4)
+    assert engine.computing.wait(10)
+    engine.gate.set()
+    assert worker.failed.wait(10)
+    assert isinstance(worker.service.status.failure, EngineBroken)
+    worker.stop()
+    # What the engine was at counts as delivered, whoever tries it next tries it alone. The rest was
+    # given back as if nobody had seen it.
+    pending: Any = server.xpending_range(shards[0].stream().key, GROUP, "-", "+", 10)
+    assert len(pending) in (1, 2)
+    assert {item["consumer"].decode() for item in pending} == {worker.id}
+    assert server.xlen(shards[0].stream().key) == 4
+    assert len(Consumer(server, shards[0], "other").read()) == 4 - len(pending)
+    assert caller.notices() == []
+    assert not any(server.exists(shard.alive(worker.id)) for shard in shards)
+
+
+@pytest.mark.parametrize("name", ["intake", "recovery", "heartbeat"])
+def test_a_thread_that_fails_ends_the_worker(
+    name: str, new: Callable[..., InProcessWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("a defect")
+
+    owner: Any = {"intake": intake_module.Intake, "recovery": Recovery, "heartbeat": Heartbeat}[
+        name
+    ]
+    monkeypatch.setattr(owner, "run", fail)
+    worker = new()
+    worker.start()
+    assert worker.failed.wait(10)
+    assert isinstance(worker.service.status.failure, ZeroDivisionError)
+
+
+# --- leaving -----------------------------------------------------------------------------------
+
+
+def test_what_runs_is_finished_and_what_waits_is_given_back(
+    new: Callable[..., InProcessWorker], engine: GatedEngine, server: redis.Redis, keys: PoolKeys
+) -> None:
+    worker = new(batch_size=1)
+    worker.start()
+    info, shards = served(server, keys)
+    caller = enqueue(server, shards[1], info, 1)
+    assert engine.computing.wait(10)
+    worker.service.status.batch_seconds = 0.01  # so that it claims the next ones already
+    others = enqueue(server, shards[2], info, 2, 3)
+    stopping = Guarded(worker.stop)
+    until(worker.service.status.stopping.is_set)
+    assert stopping.is_alive()
+    engine.gate.set()
+    stopping.end()
+    assert [notice.status for notice in caller.notices()] == ["ok"]
+    assert others.notices() == []
+    assert server.xlen(shards[1].stream().key) == 0
+    # As good as new: delivered to nobody.
+    assert server.xpending(shards[2].stream().key, GROUP)["pending"] == 0  # type: ignore[index]
+    assert len(Consumer(server, shards[2], "other").read()) == 2
+    assert members(server, shards) == [
+        {"other"} if stream is shards[2].stream() else set() for stream in streams(shards)
+    ]
+
+
+def test_an_engine_that_hangs_is_left_after_the_time_for_draining(
+    new: Callable[..., InProcessWorker],
+    engine: GatedEngine,
+    server: redis.Redis,
+    keys: PoolKeys,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = new(drain_timeout=0.1)
+    worker.start()
+    info, shards = served(server, keys)
+    enqueue(server, shards[0], info, 1)
+    assert engine.computing.wait(10)
+    worker.stop()
+    assert "the engine is still busy after 0.1 s: leaving without it" in caplog.text
+    # The job is its own still: others try it alone, once they miss its heartbeat.
+    pending: Any = server.xpending_range(shards[0].stream().key, GROUP, "-", "+", 10)
+    assert [item["consumer"].decode() for item in pending] == [worker.id]
+    assert not server.exists(shards[0].alive(worker.id))
+    engine.gate.set()
+
+
+def test_a_job_that_waits_to_be_run_alone_keeps_its_deliveries_without_this_one(
+    new: Callable[..., InProcessWorker],
+    engine: GatedEngine,
+    server: redis.Redis,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lmpool.worker.recovery.LOOK_EVERY", 0.01)
+    worker = new(batch_size=1)
+    worker.start()
+    info, shards = served(server, keys)
+    key = shards[0].stream().key
+    server.set(shards[0].alive("dying"), b"")
+    enqueue(server, shards[1], info, 1)
+    assert engine.computing.wait(10)
+    # In one step: the worker itself is to read nothing of it.
+    with server.pipeline(transaction=True) as pipeline:
+        job = pack_job(new_job(2, fingerprint=info.fingerprint))
+        pipeline.xadd(key, {"job": job})
+        pipeline.xreadgroup(GROUP, "dying", {key: ">"})
+        ((_, ((entry, _),)),) = pipeline.execute()[1]
+    server.delete(shards[0].alive("dying"))
+    batcher = worker.service._batcher
+    assert batcher is not None
+    until(lambda: len(batcher._alone))
+    stopping = Guarded(worker.stop)
+    until(worker.service.status.stopping.is_set)
+    engine.gate.set()
+    stopping.end()
+    (item,) = server.xpending_range(key, GROUP, "-", "+", 10)  # type: ignore[misc, union-attr]
+    assert item["message_id"] == entry
+    assert item["times_delivered"] == 1
+
+
+def test_a_server_that_is_gone_keeps_nobody_from_leaving(
+    new: Callable[..., InProcessWorker], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = lmpool_threads()
+    with FakeServer() as server:
+        worker = new(server.url)
+        worker.start()
+    began = time.monotonic()
+    worker.stop()
+    assert time.monotonic() - began < 10
+    assert "left without a word to the server" in caplog.text
+    assert worker.service.status.failure is None
+    assert lmpool_threads() == before
+
+
+def test_a_heartbeat_that_is_on_its_way_does_not_bring_the_worker_back(
+    new: Callable[..., InProcessWorker],
+    server: redis.Redis,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lmpool.worker.heartbeat.EVERY", 0.01)
+    beat, beating, awaited = Heartbeat.beat, threading.Event(), threading.Event()
+
+    def slow(self: Heartbeat, servers: Any) -> None:
+        if threading.current_thread().name == "lmpool-heartbeat":
+            beating.set()
+            assert awaited.wait(10)  # until the worker waits for it
+        beat(self, servers)
+
+    monkeypatch.setattr(Heartbeat, "beat", slow)
+    worker = new()
+    worker.start()
+    _, shards = served(server, keys)
+    assert beating.wait(10)
+    thread = worker.service._threads["heartbeat"]
+    join = thread.join
+
+    def wait_for_it(timeout: float | None = None) -> None:
+        awaited.set()
+        join(timeout)
+
+    monkeypatch.setattr(thread, "join", wait_for_it)
+    worker.stop()
+    assert not any(server.exists(shard.alive(worker.id)) for shard in shards)
+    assert members(server, shards) == [set()] * SHARDS * len(PRIORITIES)
+    assert not server.exists(keys.serving)
+
+
+# --- names and options ---------------------------------------------------------------------------
+
+
+def test_a_name_that_no_other_worker_has_says_where_to_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = WorkerOptions(worker_name="host-3")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    names = {consumer_name(options) for _ in range(20)}
+    assert len(names) == 20
+    assert all(name.startswith("host-3-") for name in names)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert consumer_name(options).startswith("host-3-gpu2+3-")
+
+
+def test_an_option_that_is_given_twice_is_refused(new: Callable[..., InProcessWorker]) -> None:
+    worker = new(revision="a", engine_opts={"revision": "b"})
+    with pytest.raises(SettingsError, match="revision is set twice: write it as LMPOOL_REVISION"):
+        worker.start()
+
+
+def test_who_it_is_says_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    service = Service(WorkerOptions(engine="mock"), lambda: None)
+    described = service.status.description
+    assert described.keys() == {"id", "host", "pid", "engine", "gpu"}
+    assert (described["id"], described["gpu"]) == (service.consumer, "5")
