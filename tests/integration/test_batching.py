@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import lmpool
-from lmpool.backends.mock import mock_row
 from tests.support.clients import connected
 from tests.support.gate import Gate
+from tests.support.mock_rows import rows_of
 from tests.support.pools import Asking, pending, pool_shards, read_batches, some_prompts
 from tests.support.waiting import until
 from tests.support.workers import worker_process
@@ -22,10 +22,6 @@ pytestmark = pytest.mark.timeout(60)
 
 LONG = 30.0
 """Seconds that no test waits for: what would wait for them comes far too late."""
-
-
-def rows_of(prompts):
-    return np.stack([mock_row(prompt, 256) for prompt in prompts])
 
 
 def test_a_full_batch_leaves_at_once(server_url, pool_name, tmp_path):
