@@ -2,12 +2,16 @@
 #
 #   PYTHON=python3.12   the interpreter that .venv is made of (3.11 or newer)
 #   ARGS="-k flight"    more arguments for pytest, the demo or the measurements
+#   WORKERS=0           how many processes run the tests (4, as they wait a lot; 0: this one alone)
 
-PYTHON ?= python3
-BIN    := .venv/bin
-READY  := .venv/.installed
+PYTHON  ?= python3
+WORKERS ?= 4
+BIN     := .venv/bin
+READY   := .venv/.installed
 
 TORCH        := torch==2.13.0
+# A process that crashes ends the run: pytest-xdist may wait forever for one that it replaces.
+TOGETHER     := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 INSTALL      := bin/python -m pip install --quiet --disable-pip-version-check
 REQUIREMENTS := tests/engines/requirements
 OTHERS       := $(patsubst $(REQUIREMENTS)/%.txt,%,$(wildcard $(REQUIREMENTS)/*.txt))
@@ -27,10 +31,10 @@ demo: $(READY) ## See lmpool work: a private server, two workers and a small mod
 	@$(BIN)/lmpool demo $(ARGS)
 
 test: $(READY) ## The tests
-	$(BIN)/python -m pytest -m "not chaos and not genlm" $(IGNORE) $(ARGS)
+	$(BIN)/python -m pytest $(TOGETHER) -m "not chaos and not genlm" $(IGNORE) $(ARGS)
 
 test-server: $(READY) ## The tests of a server again, on LMPOOL_TEST_SERVER=/usr/bin/redis-server
-	$(BIN)/python -m pytest -m "server and not chaos and not genlm" $(IGNORE) $(ARGS)
+	$(BIN)/python -m pytest $(TOGETHER) -m "server and not chaos and not genlm" $(IGNORE) $(ARGS)
 
 # An engine, or a library to be compatible with, whose packages would not live beside those of
 # .venv: its test modules are tests/engines/test_NAME.py and test_NAME_*.py, what it needs
@@ -58,7 +62,7 @@ lint: $(READY)
 
 types: $(READY) ## Both type checkers, mypy and pyright
 	$(BIN)/mypy -p lmpool
-	$(BIN)/pyright
+	PYRIGHT_PYTHON_CACHE_DIR=.mypy_cache PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
 unit: $(READY)
 	$(BIN)/python -m pytest -q -m "not slow and not server and not engine" tests/unit $(ARGS)

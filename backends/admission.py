@@ -1,7 +1,7 @@
 """Which requests an engine takes: checked before any of them reaches a model.
 
-Engines and the libraries below them answer bad prompts badly: some with rows that mean nothing,
-some by failing the whole batch, some by ending the process.
+The libraries below do badly with a bad prompt: some give it a row that means nothing, some fail the
+whole batch, some end the process.
 """
 
 from __future__ import annotations

@@ -30,6 +30,33 @@
 
 from __future__ import annotations
 
+__all__ = [
+    "AdapterError",
+    "AnswerFormatError",
+    "ClientClosed",
+    "EngineBroken",
+    "EngineError",
+    "JobExpired",
+    "JobFormatError",
+    "LmpoolError",
+    "NoWorkers",
+    "PoolBusy",
+    "PoolError",
+    "PoolMismatch",
+    "PoolTimeout",
+    "PromptError",
+    "PromptFailed",
+    "RowFormatError",
+    "ServerError",
+    "ServerRefused",
+    "ServerTooOld",
+    "ServerUnreachable",
+    "SettingsError",
+    "UnknownAdapter",
+    "UnknownPool",
+    "WireError",
+]
+
 
 class LmpoolError(Exception):
     """Base of every error lmpool raises."""

@@ -26,7 +26,7 @@ class Script:
         self.sha = hashlib.sha1(self.source.encode()).hexdigest()
 
     def __call__(self, server: Server, keys: Sequence[str], arguments: Sequence[Value]) -> Any:
-        """Run it, and answer what it answers."""
+        """Run it. Returns what it returns."""
         try:
             return server.evalsha(self.sha, len(keys), *keys, *arguments)
         except redis.exceptions.NoScriptError:

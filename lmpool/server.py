@@ -110,7 +110,7 @@ def explained(url: str) -> Iterator[None]:
 
 
 def greet(server: Server, url: str, clock: ServerClock | None = None) -> str:
-    """Connect, refuse a server that is too old, take its time. Answers its name and version."""
+    """Connect, refuse a server that is too old, take its time. Returns its name and version."""
     with explained(url):
         server.ping()
         try:

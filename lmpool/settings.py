@@ -218,7 +218,9 @@ class WorkerOptions(_Options):
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="longest prompt served; at most what the model takes"
     )
-    shards: int = Field(1, ge=1, le=MAX_SHARDS, description="slots that the pool's keys lie in")
+    shards: int = Field(
+        1, ge=1, le=MAX_SHARDS, description="parts that the pool's keys are spread over"
+    )
     max_backlog: int = Field(
         100_000, ge=1, description="jobs that may wait in a shard, of each priority"
     )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from lmpool.errors import SettingsError
 from lmpool.settings import PREFIX
 
 
-def as_variables(settings: Mapping[str, Any]) -> dict[str, str]:
+def as_variables(settings: Mapping[str, object]) -> dict[str, str]:
     """``LMPOOL_*`` variables that say what `settings` say; None says nothing."""
     return {
         f"{PREFIX}{name.upper()}": _as_text(name, value)
@@ -19,7 +18,7 @@ def as_variables(settings: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _as_text(name: str, value: Any) -> str:
+def _as_text(name: str, value: object) -> str:
     if isinstance(value, bool):
         return "1" if value else "0"
     if isinstance(value, (dict, list, tuple)):

@@ -95,25 +95,33 @@ async def _wait(call: PendingCall, timeout: float | None) -> bool:
     """Wait until `call` is done; False when `timeout` seconds went by first."""
     if is_blocking():
         return call.wait(timeout)
-    if timeout is None:
+    if timeout is None or call.done:
         await call.wait_async()
-    elif not call.done:
-        await asyncio.wait({call.future}, timeout=timeout)  # which leaves the future as it is
+        return True
+    # A timer costs less than asyncio.timeout, and nobody has to be cancelled.
+    timer = asyncio.get_running_loop().call_later(timeout, call._wake)
+    try:
+        await call.wait_async()
+    finally:
+        timer.cancel()
     return call.done
 
 
 async def _show_and_wait(call: PendingCall, timeout: float | None) -> bool:
     """`_wait` with a progress bar."""
     end = None if timeout is None else time.monotonic() + timeout
-    done = False
     with _bar(len(call.jobs)) as update:
-        while not done:
+        while not call.done:
             left = BAR_EVERY if end is None else end - time.monotonic()
             if left <= 0:
                 break
-            done = await _wait(call, min(BAR_EVERY, left))
+            if is_blocking():
+                call.wait(min(BAR_EVERY, left))
+            else:
+                await asyncio.wait({call.future}, timeout=min(BAR_EVERY, left))
             update(len(call.jobs) - call.left)
-    return done
+        update(len(call.jobs) - call.left)
+    return call.done
 
 
 @contextmanager

@@ -130,7 +130,7 @@ class Client:
                 look_at(self._session, servers, current)
 
     def submit(self, calls: Sequence[PendingCall]) -> None:
-        """Take calls in. Answers in the local cache come at once."""
+        """Take calls in. What the local cache has is there at once."""
         self._start()
         answered = []
         now = time.monotonic()

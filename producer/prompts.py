@@ -6,14 +6,22 @@ import operator
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from lmpool.errors import PromptError
 
-TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | Iterable[int]
+
+class Tensor(Protocol):
+    """A torch tensor, to type checkers that need not find torch."""
+
+    def detach(self) -> object: ...
+    def numel(self) -> int: ...
+
+
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor | Iterable[int]
 """A prompt: integers in a list, tuple, numpy array or torch tensor, one-dimensional."""
 
 

@@ -28,6 +28,10 @@ settings.load_profile("lmpool")
 
 _pool_numbers = itertools.count(1)
 
+# Where tests run side by side there is no core to spare for a second thread of a library's.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def _required() -> bool:
     return os.environ.get("LMPOOL_REQUIRE_SERVERS", "") not in ("", "0")

@@ -145,7 +145,7 @@ async def shutdown(ctx: dict[str, Any]) -> None:
     """Drain and leave the pool."""
     service: Service = ctx["service"]
     await asyncio.to_thread(service.stop)
-    if service.state.failure is not None:
+    if service.status.failure is not None:
         raise SystemExit(EXIT_BROKEN)
 
 

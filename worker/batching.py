@@ -14,7 +14,7 @@ from lmpool.wire import Job
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Claimed:
+class Delivery:
     """A job this worker holds: its entry, the stream that it stands in, and when it came.
 
     One that was delivered before, to a worker that died, has `settled`, which is set once it is
@@ -48,7 +48,7 @@ BATCH_PRIORITY_SHARE: Final = 8
 
 
 class Batcher:
-    """Claimed jobs that wait for the engine, in the order they came.
+    """Deliveries that wait for the engine, in the order they came.
 
     The intake adds and the engine's thread takes. `clock` is monotonic, in seconds.
     """
@@ -64,9 +64,9 @@ class Batcher:
         self.timeout = timeout
         self.max_batch_tokens = max_batch_tokens
         self._clock = clock
-        self._interactive: deque[Claimed] = deque()
-        self._batch_priority: deque[Claimed] = deque()
-        self._alone: deque[Claimed] = deque()
+        self._interactive: deque[Delivery] = deque()
+        self._batch_priority: deque[Delivery] = deque()
+        self._alone: deque[Delivery] = deque()
         self._alone_was_last = False
         self._passed_over = 0
         """Batches in a row that left jobs of priority ``batch`` behind, and took none."""
@@ -93,7 +93,7 @@ class Batcher:
         """The same of jobs of priority ``batch``."""
         return max(0, min(self.room(), self.batch_size - len(self)))
 
-    def add(self, jobs: Iterable[Claimed]) -> None:
+    def add(self, jobs: Iterable[Delivery]) -> None:
         """Take jobs in. What is over the budget stays for the batch after."""
         with self.changed:
             for job in jobs:
@@ -104,7 +104,7 @@ class Batcher:
                     self._tokens += job.size
             self.changed.notify_all()
 
-    def put_back(self, jobs: Sequence[Claimed]) -> None:
+    def put_back(self, jobs: Sequence[Delivery]) -> None:
         """Take jobs in again that were taken and have to wait, before all others."""
         with self.changed:
             for job in reversed(jobs):
@@ -115,10 +115,10 @@ class Batcher:
                     self._tokens += job.size
             self.changed.notify_all()
 
-    def add_alone(self, claimed: Claimed) -> None:
+    def add_alone(self, delivery: Delivery) -> None:
         """Take in a job that is to be the only one of its batch."""
         with self.changed:
-            self._alone.append(claimed)
+            self._alone.append(delivery)
             self.changed.notify_all()
 
     def alone_is_next(self) -> bool:
@@ -136,10 +136,10 @@ class Batcher:
         came = min(jobs[0].came for jobs in (self._interactive, self._batch_priority) if jobs)
         return max(0.0, came + self.timeout - self._clock())
 
-    def take(self, most: int | None = None) -> list[Claimed]:
+    def take(self, most: int | None = None) -> list[Delivery]:
         """The next batch's jobs now, ready or not; `most` narrows `batch_size`."""
         limit = self.batch_size if most is None else min(most, self.batch_size)
-        batch: list[Claimed] = []
+        batch: list[Delivery] = []
         tokens = 0
         with self.changed:
             self._alone_was_last = self.alone_is_next()
@@ -166,11 +166,11 @@ class Batcher:
                     if batch and tokens + size > self.max_batch_tokens:
                         break
                     tokens += size
-                    claimed = jobs.popleft()
-                    batch.append(claimed)
-                    if not claimed.is_batch_priority:
+                    delivery = jobs.popleft()
+                    batch.append(delivery)
+                    if not delivery.is_batch_priority:
                         self._tokens -= size
-            if not self._batch_priority or any(claimed.is_batch_priority for claimed in batch):
+            if not self._batch_priority or any(delivery.is_batch_priority for delivery in batch):
                 self._passed_over = 0
             elif batch and not self._alone_was_last:
                 self._passed_over += 1
@@ -197,7 +197,7 @@ class Batcher:
             self.busy = False
             self.changed.notify_all()
 
-    def wait(self, interrupted: Callable[[], bool] = lambda: False) -> list[Claimed]:
+    def wait(self, interrupted: Callable[[], bool] = lambda: False) -> list[Delivery]:
         """Block until a batch is due and take it; nothing once closed or `interrupted`.
 
         Whoever makes `interrupted` true calls `wake`.
@@ -210,7 +210,7 @@ class Batcher:
                 self.changed.wait(due)
         return []
 
-    def give_up(self) -> list[Claimed]:
+    def give_up(self) -> list[Delivery]:
         """The jobs that wait for the running batch to end, which wait here no longer."""
         with self.changed:
             if not self.busy:
@@ -227,7 +227,7 @@ class Batcher:
         with self.changed:
             self.changed.notify_all()
 
-    def close(self) -> list[Claimed]:
+    def close(self) -> list[Delivery]:
         """End every wait; returns the jobs that were still waiting."""
         with self.changed:
             self._closed = True

@@ -1,6 +1,6 @@
 """Control functions: arq jobs that reach one worker by its own queue.
 
-Each answers ``{"result": ...}`` or ``{"error": text}``: an exception of ours is an answer, not a
+Each returns ``{"result": ...}`` or ``{"error": text}``: an exception of ours is a reply, not a
 failed job to be tried again.
 """
 
@@ -17,25 +17,25 @@ import numpy as np
 from lmpool.errors import LmpoolError
 from lmpool.worker.service import Service
 
-Answer = dict[str, Any]
+ControlReply = dict[str, Any]
 
 
-async def add_lora(ctx: dict[str, Any], name: str, path: str) -> Answer:
-    """Load an adapter and register it; answers its fingerprint."""
+async def add_lora(ctx: dict[str, Any], name: str, path: str) -> ControlReply:
+    """Load an adapter and register it; returns its fingerprint."""
     adapters, loop = _service(ctx).adapters, _service(ctx).loop
     assert adapters is not None
     assert loop is not None
     return await _on_engine(ctx, lambda: adapters.add(name, path, loop.adapters_in_use()))
 
 
-async def remove_lora(ctx: dict[str, Any], name: str) -> Answer:
+async def remove_lora(ctx: dict[str, Any], name: str) -> ControlReply:
     """Unregister and unload an adapter."""
     adapters = _service(ctx).adapters
     assert adapters is not None
     return await _on_engine(ctx, lambda: adapters.remove(name))
 
 
-async def cache_prefix(ctx: dict[str, Any], tokens: bytes) -> Answer:
+async def cache_prefix(ctx: dict[str, Any], tokens: bytes) -> ControlReply:
     """Compute and keep a prefix's state (ids as little-endian uint32)."""
     engine = _service(ctx).engine
     assert engine is not None
@@ -43,23 +43,23 @@ async def cache_prefix(ctx: dict[str, Any], tokens: bytes) -> Answer:
     return await _on_engine(ctx, lambda: engine.cache_prefix(ids))
 
 
-async def clear_cache(ctx: dict[str, Any]) -> Answer:
+async def clear_cache(ctx: dict[str, Any]) -> ControlReply:
     """Drop the engine's state."""
     engine = _service(ctx).engine
     assert engine is not None
     return await _on_engine(ctx, engine.clear_cache)
 
 
-async def drain(ctx: dict[str, Any]) -> Answer:
+async def drain(ctx: dict[str, Any]) -> ControlReply:
     """Finish what runs, give the rest back, and end this worker, as SIGTERM does."""
     asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGTERM)
     return {"result": None}
 
 
-async def describe(ctx: dict[str, Any]) -> Answer:
+async def describe(ctx: dict[str, Any]) -> ControlReply:
     """Who this worker is."""
-    state = _service(ctx).state
-    return {"result": {**state.description, "rows_per_second": state.rows_per_second()}}
+    status = _service(ctx).status
+    return {"result": {**status.description, "rows_per_second": status.rows_per_second()}}
 
 
 FUNCTIONS = [add_lora, remove_lora, cache_prefix, clear_cache, drain, describe]
@@ -70,7 +70,7 @@ def _service(ctx: dict[str, Any]) -> Service:
     return service
 
 
-async def _on_engine(ctx: dict[str, Any], function: Callable[[], Any]) -> Answer:
+async def _on_engine(ctx: dict[str, Any], function: Callable[[], Any]) -> ControlReply:
     loop = _service(ctx).loop
     assert loop is not None
     try:

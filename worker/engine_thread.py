@@ -20,10 +20,10 @@ from lmpool.keys import COUNTERS_TTL_MS, GROUP
 from lmpool.scripts import script
 from lmpool.servers import Servers
 from lmpool.worker.adapters import Adapters
-from lmpool.worker.batching import Batcher, Claimed
+from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.intake import by_stream
 from lmpool.worker.publishing import Done, Finished, Publisher
-from lmpool.worker.state import WorkerState
+from lmpool.worker.status import WorkerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class EngineLoop:
         adapters: Adapters,
         servers: Servers,
         clock: ServerClock,
-        state: WorkerState,
+        status: WorkerStatus,
     ) -> None:
         self._engine = engine
         self._batcher = batcher
@@ -59,9 +59,9 @@ class EngineLoop:
         self._adapters = adapters
         self._servers = servers
         self._clock = clock
-        self._state = state
+        self._status = status
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._held: dict[bytes, list[Claimed]] = {}
+        self._held: dict[bytes, list[Delivery]] = {}
         self._ended = False
         self._review_due = 0.0
         self._alone = False
@@ -81,7 +81,7 @@ class EngineLoop:
         try:
             while True:
                 self._run_calls()
-                if self._state.stopping.is_set() and not self._engine.in_flight():
+                if self._status.stopping.is_set() and not self._engine.in_flight():
                     break
                 batch = self._next_batch()
                 if batch:
@@ -100,12 +100,12 @@ class EngineLoop:
             while True:
                 self._calls.popleft()[1].cancel()
 
-    def _next_batch(self) -> list[Claimed]:
+    def _next_batch(self) -> list[Delivery]:
         running = self._engine.in_flight()
-        if self._state.stopping.is_set():
+        if self._status.stopping.is_set():
             return []
         if not running:
-            batch = self._batcher.wait(lambda: bool(self._calls) or self._state.stopping.is_set())
+            batch = self._batcher.wait(lambda: bool(self._calls) or self._status.stopping.is_set())
             self._alone = bool(batch) and batch[0].settled is not None
             return batch
         with self._batcher.changed:  # a job to be run alone must not come between look and take
@@ -113,9 +113,9 @@ class EngineLoop:
                 return []
             return self._batcher.take(self._batcher.batch_size - running)
 
-    def running(self) -> list[Claimed]:
+    def running(self) -> list[Delivery]:
         """The jobs that the engine has; for once it has ended."""
-        return [claimed for held in self._held.values() for claimed in held]
+        return [delivery for held in self._held.values() for delivery in held]
 
     def _run_calls(self) -> None:
         while self._calls:
@@ -129,7 +129,7 @@ class EngineLoop:
                 if isinstance(error, EngineBroken):
                     raise
 
-    def _admit(self, batch: list[Claimed]) -> list[Claimed]:
+    def _admit(self, batch: list[Delivery]) -> list[Delivery]:
         """Drop what nobody waits for any more, what expired, and what is there already.
 
         Only jobs that have waited are asked about: for the others it would cost a round trip to
@@ -137,15 +137,15 @@ class EngineLoop:
         """
         now, now_ms = time.monotonic(), self._clock.now_ms()
         doubtful = [
-            claimed
-            for claimed in batch
-            if now - claimed.came > LONG_WAIT
-            or now_ms - claimed.job.sent > LONG_BACKLOG_MS
-            or (claimed.job.deadline is not None and claimed.job.deadline <= now_ms)
+            delivery
+            for delivery in batch
+            if now - delivery.came > LONG_WAIT
+            or now_ms - delivery.job.sent > LONG_BACKLOG_MS
+            or (delivery.job.deadline is not None and delivery.job.deadline <= now_ms)
         ]
         if not doubtful:
             return batch
-        dropped: dict[Claimed, str] = {}  # not by entry: two streams may share an id
+        dropped: dict[Delivery, str] = {}  # not by entry: two streams may share an id
         try:
             for stream, mine in by_stream(doubtful):
                 pairs = [v for c in mine for v in (c.job.digest.hex(), c.entry)]
@@ -155,49 +155,49 @@ class EngineLoop:
                     [stream.shard.prefix, GROUP, COUNTERS_TTL_MS, *pairs],
                 )
                 judged = zip(mine, verdicts.decode(), strict=True)
-                dropped |= {claimed: verdict for claimed, verdict in judged if verdict != "r"}
+                dropped |= {delivery: verdict for delivery, verdict in judged if verdict != "r"}
         except (redis.exceptions.RedisError, OSError) as error:
             logger.debug("running jobs without asking who waits: %s", error)
         there = [Done(c, None) for c in batch if dropped.get(c) == "x"]
         if there:
             self._publisher.put(there)
-        self._state.let_go(claimed for claimed, verdict in dropped.items() if verdict != "x")
-        return [claimed for claimed in batch if claimed not in dropped]
+        self._status.let_go(delivery for delivery, verdict in dropped.items() if verdict != "x")
+        return [delivery for delivery in batch if delivery not in dropped]
 
     def adapters_in_use(self) -> set[str]:
         """The adapters of the jobs that the engine has."""
         jobs = [held[0].job for held in self._held.values()]
         return {job.adapter for job in jobs if job.adapter is not None}
 
-    def _start(self, batch: list[Claimed]) -> None:
+    def _start(self, batch: list[Delivery]) -> None:
         requests = []
         refused: list[Finished] = []
-        waiting: list[Claimed] = []
+        waiting: list[Delivery] = []
         unusable: dict[str, str] = {}
         in_use = self.adapters_in_use()
-        for claimed in batch:
-            job = claimed.job
+        for delivery in batch:
+            job = delivery.job
             held = self._held.get(job.digest)
             if held is not None:
-                held.append(claimed)  # a second delivery of what is being computed
+                held.append(delivery)  # a second delivery of what is being computed
                 continue
             if job.adapter is not None:
                 # Behind one that waits for room all wait, or it might never get any.
                 if waiting or not self._adapters.has_room(job.adapter, in_use):
-                    waiting.append(claimed)
+                    waiting.append(delivery)
                     continue
                 if text := self._why_not(job.adapter, unusable, in_use):
-                    refused.append(Done(claimed, None, "unknown_adapter", text))
+                    refused.append(Done(delivery, None, "unknown_adapter", text))
                     continue
                 in_use.add(job.adapter)
-            self._held[job.digest] = [claimed]
+            self._held[job.digest] = [delivery]
             requests.append(Request(job.digest, job.token_ids(), job.adapter, job.want))
         if waiting:
             self._batcher.put_back(waiting)
         if refused:
             self._publisher.put(refused)
         if requests:
-            with self._state.step():
+            with self._status.step():
                 self._engine.submit(requests)
 
     def _why_not(self, adapter: str, unusable: dict[str, str], in_use: set[str]) -> str:
@@ -213,11 +213,11 @@ class EngineLoop:
         return unusable[adapter]
 
     def _step(self) -> None:
-        with self._state.step():
+        with self._status.step():
             outcomes = self._engine.step()
         # A step, not all that is in flight: between two tokens of continuations there is room for
         # other prompts, and the intake must know when.
-        self._state.end_batch(len(outcomes), self._batcher.stepped())
+        self._status.end_batch(len(outcomes), self._batcher.stepped())
         idle = not self._engine.in_flight()
         finished: list[Finished] = []
         for outcome in outcomes:
@@ -243,39 +243,38 @@ class EngineLoop:
             return
         ended = []
         for digest, held in list(self._held.items()):
-            left = [claimed for claimed in held if claimed not in dropped]
+            left = [delivery for delivery in held if delivery not in dropped]
             if left:
                 self._held[digest] = left
             else:
                 del self._held[digest]
                 ended.append(digest)
         logger.debug("ended %d requests that nobody waits for", len(ended))
-        with self._state.step():
+        with self._status.step():
             self._engine.cancel(ended)
         if not self._engine.in_flight():
             self._batcher.done()
 
     def _finish(self, outcome: Outcome) -> list[Finished]:
-        claimed = self._held.pop(outcome.id, None)
-        if claimed is None:
+        held = self._held.pop(outcome.id, None)
+        if held is None:
             logger.error("the engine gave an outcome for an unknown request: dropped")
             return []
-        first: list[Finished] = [(claimed[0], outcome)]
+        first: list[Finished] = [(held[0], outcome)]
         # Other deliveries of the same job are announced with it.
         return first + [
-            Done(other, None) if outcome.error is None else (other, outcome)
-            for other in claimed[1:]
+            Done(other, None) if outcome.error is None else (other, outcome) for other in held[1:]
         ]
 
 
-def spawn(name: str, target: Callable[[], None], state: WorkerState) -> threading.Thread:
+def spawn(name: str, target: Callable[[], None], status: WorkerStatus) -> threading.Thread:
     """A started thread whose failure ends the worker."""
 
     def guarded() -> None:
         try:
             target()
         except BaseException as error:
-            state.fail(error)
+            status.fail(error)
 
     thread = threading.Thread(target=guarded, name=f"lmpool-{name}", daemon=True)
     thread.start()

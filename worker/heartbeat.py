@@ -17,7 +17,7 @@ from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
 from lmpool.servers import Servers
 from lmpool.worker.membership import mark
-from lmpool.worker.state import WorkerState
+from lmpool.worker.status import WorkerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +33,14 @@ class Heartbeat:
         servers: Servers,
         shards: Sequence[ShardKeys],
         consumer: str,
-        state: WorkerState,
+        status: WorkerStatus,
         keys: PoolKeys,
         info: ModelInfo,
     ) -> None:
         self._servers = servers
         self._shards = shards
         self._consumer = consumer
-        self._state = state
+        self._status = status
         self._pool = [keys.info, keys.serving]
         self._serves: list[Value] = [info.pack(), mark(info), LIFE_MS]
         self._trouble = -math.inf
@@ -48,7 +48,7 @@ class Heartbeat:
 
     def beat(self, servers: Servers) -> None:
         """Renew once, and publish the model info again where it was lost."""
-        value = self._state.heartbeat()
+        value = self._status.heartbeat()
         for shard in self._shards:
             script("alive")(
                 servers.for_shard(shard),

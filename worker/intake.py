@@ -17,9 +17,9 @@ from lmpool.server import is_lost
 from lmpool.servers import Servers
 from lmpool.wants import Digester
 from lmpool.wire import Job, RefusedJob, unpack_job
-from lmpool.worker.batching import Batcher, Claimed
+from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.dead_letters import DeadLetters
-from lmpool.worker.state import WorkerState
+from lmpool.worker.status import WorkerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Intake:
         shards: Sequence[ShardKeys],
         consumer: str,
         batcher: Batcher,
-        state: WorkerState,
+        status: WorkerStatus,
         digester: Digester,
         dead_letters: DeadLetters,
         continuous: bool,
@@ -58,7 +58,7 @@ class Intake:
         self._streams = {stream.key: stream for stream in streams(shards)}
         self._consumer = consumer
         self._batcher = batcher
-        self._state = state
+        self._status = status
         self._digester = digester
         self._dead_letters = dead_letters
         self._continuous = continuous
@@ -72,7 +72,7 @@ class Intake:
         """Read until the worker stops."""
         failures = 0
         group_is_gone = False
-        while not self._state.stopping.is_set():
+        while not self._status.stopping.is_set():
             try:
                 if group_is_gone:
                     create_groups(self._servers, self._shards, self._consumer)
@@ -89,7 +89,7 @@ class Intake:
                 failures += 1
                 if not is_lost(error) or failures in (1, 10):
                     logger.warning("jobs cannot be read: %s", error)
-                self._state.stopping.wait(min(2.0, 0.05 * 2 ** min(failures, 6)))
+                self._status.stopping.wait(min(2.0, 0.05 * 2 ** min(failures, 6)))
 
     def _turn(self) -> None:
         room = self._batcher.room()
@@ -125,7 +125,7 @@ class Intake:
     def _wait_while(self, busy: bool, seconds: float) -> None:
         """Wait, unless the engine starts or ends meanwhile."""
         with self._batcher.changed:
-            if self._batcher.busy == busy and not self._state.stopping.is_set():
+            if self._batcher.busy == busy and not self._status.stopping.is_set():
                 self._batcher.changed.wait(seconds)
 
     def _pause(self, room: int, busy: bool) -> float:
@@ -133,7 +133,7 @@ class Intake:
         if room <= 0:
             return 0.25
         if busy and not self._continuous:
-            expected = self._state.batch_seconds
+            expected = self._status.batch_seconds
             about = max(0.02, expected / 4)
             left = expected - self._batcher.running_for()
             if left < -about or not expected:
@@ -145,7 +145,7 @@ class Intake:
         """Whether the running batch takes so long that others had better run what waits here."""
         if self._continuous or not len(self._batcher):
             return False
-        expected = self._state.batch_seconds
+        expected = self._status.batch_seconds
         return self._batcher.running_for() > expected + max(GIVE_BACK_AFTER, 2 * expected)
 
     def _give_back(self) -> None:
@@ -158,22 +158,22 @@ class Intake:
                 script("release")(
                     self._servers.for_shard(shard), [stream.key], [shard.prefix, GROUP, *pairs]
                 )
-                self._state.let_go(mine)
+                self._status.let_go(mine)
         except (redis.exceptions.RedisError, OSError):
             self._batcher.add(left)  # running one that was given back does no harm
             raise
 
     def _poll_seconds(self) -> float:
         due = self._batcher.due_in()
-        poll = min(0.02, max(0.0005, self._state.batch_seconds / 16))
+        poll = min(0.02, max(0.0005, self._status.batch_seconds / 16))
         return poll if due is None else max(due, poll) if due < SHORT_WAIT else min(due, poll)
 
-    def _read(self, room: int, block: int | None) -> tuple[list[Claimed], dict[str, str]]:
+    def _read(self, room: int, block: int | None) -> tuple[list[Delivery], dict[str, str]]:
         """Jobs, and the last entry of each stream."""
         batch_too = bool(self._batcher.room_for_batch_priority())
         # COUNT holds for each stream: with several each gives its share.
         count = -(-2 * room // len(self._streams))
-        claimed: list[Claimed] = []
+        deliveries: list[Delivery] = []
         last: dict[str, str] = {}
         for server, shards in self._servers.by_connection(self._shards):
             wanted = {
@@ -185,17 +185,17 @@ class Intake:
             came = time.monotonic()
             for name, entries in found or ():
                 stream = self._streams[name.decode()]
-                claimed += self._parse(server, stream, entries, came)
+                deliveries += self._parse(server, stream, entries, came)
                 if entries:
                     last[stream.key] = entries[-1][0].decode()
-        return claimed, last
+        return deliveries, last
 
     def _parse(
         self, server: Server, stream: JobStream, entries: Sequence[Entry], came: float
-    ) -> list[Claimed]:
-        claimed = []
+    ) -> list[Delivery]:
+        deliveries = []
         for entry, fields in entries:
-            if (stream.key, entry) in self._state.held:
+            if (stream.key, entry) in self._status.held:
                 continue  # read again after a failure: taken over meanwhile, to be run alone
             if not fields:  # ours, and withdrawn since
                 server.xack(stream.key, GROUP, entry)
@@ -206,9 +206,9 @@ class Intake:
             except JobFormatError as error:
                 self._dead_letters.refuse(stream, entry, data, error)
             else:
-                claimed.append(Claimed(job, entry, stream, came))
-        self._state.held.update(job.place for job in claimed)
-        return claimed
+                deliveries.append(Delivery(job, entry, stream, came))
+        self._status.held.update(delivery.place for delivery in deliveries)
+        return deliveries
 
     @staticmethod
     def _group_is_gone(error: BaseException) -> bool:
@@ -226,11 +226,11 @@ def read_job(data: bytes, digester: Digester) -> Job:
     return job
 
 
-def by_stream(jobs: Iterable[Claimed]) -> list[tuple[JobStream, list[Claimed]]]:
+def by_stream(jobs: Iterable[Delivery]) -> list[tuple[JobStream, list[Delivery]]]:
     """Jobs by the stream that they stand in."""
-    found: dict[str, tuple[JobStream, list[Claimed]]] = {}
-    for claimed in jobs:
-        found.setdefault(claimed.stream.key, (claimed.stream, []))[1].append(claimed)
+    found: dict[str, tuple[JobStream, list[Delivery]]] = {}
+    for delivery in jobs:
+        found.setdefault(delivery.stream.key, (delivery.stream, []))[1].append(delivery)
     return list(found.values())
 
 
@@ -278,14 +278,14 @@ def release(
     return released
 
 
-def uncount(servers: Servers, claimed: Claimed, consumer: str) -> None:
+def uncount(servers: Servers, delivery: Delivery, consumer: str) -> None:
     """Let an entry that this consumer holds count as never delivered to it."""
-    server, key = servers.for_shard(claimed.stream.shard), claimed.stream.key
-    name = claimed.entry.decode()
+    server, key = servers.for_shard(delivery.stream.shard), delivery.stream.key
+    name = delivery.entry.decode()
     held = server.xpending_range(key, GROUP, name, name, 1, consumername=consumer)
     if held:
         before = held[0]["times_delivered"] - 1
-        server.xclaim(key, GROUP, consumer, 0, [claimed.entry], retrycount=before, justid=True)
+        server.xclaim(key, GROUP, consumer, 0, [delivery.entry], retrycount=before, justid=True)
 
 
 def _digest_of(server: Server, stream: JobStream, entry: bytes) -> str:

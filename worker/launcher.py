@@ -28,7 +28,7 @@ from lmpool.errors import SettingsError
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.variables import as_variables
 from lmpool.worker.logs import logging_config
-from lmpool.worker.places import Place, places
+from lmpool.worker.placement import Placement, placements
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +68,9 @@ class Backoff:
 
 @dataclass
 class Launcher:
-    """Keeps a worker running in each of its places."""
+    """Keeps a worker running in each of its placements."""
 
-    places: Sequence[Place]
+    placements: Sequence[Placement]
     environment: Mapping[str, str]
     drain_timeout: float
     events: Path | None = None
@@ -82,7 +82,7 @@ class Launcher:
     async def run(self) -> int:
         """Until told to stop by SIGTERM, SIGINT or SIGHUP, or every worker is down for good.
 
-        Answers the exit status: 0, 78 where all were refused, 1 where one had to be killed.
+        Returns the exit status: 0, 78 where all were refused, 1 where one had to be killed.
         """
         self._stopping = asyncio.Event()
         self._die = _die_with_parent()
@@ -91,7 +91,7 @@ class Launcher:
             if signal.getsignal(told) is not signal.SIG_IGN:  # as nohup has it
                 loop.add_signal_handler(told, self._stop, told)
         async with asyncio.TaskGroup() as group:
-            kept = [group.create_task(self._keep(place)) for place in self.places]
+            kept = [group.create_task(self._keep(placement)) for placement in self.placements]
         statuses = [task.result() for task in kept]
         if self._killed:
             return EXIT_KILLED
@@ -100,39 +100,39 @@ class Launcher:
             return EXIT_REFUSED
         return 0
 
-    async def _keep(self, place: Place) -> int:
+    async def _keep(self, placement: Placement) -> int:
         """Run a worker, and another one when it dies; the exit status of the last."""
         backoff = self.new_backoff()
         while True:
             started = time.monotonic()
-            process, copying = await self._start(place)
-            status = await self._wait(place, process, copying)
+            process, copying = await self._start(placement)
+            status = await self._wait(placement, process, copying)
             if self._stopping.is_set():
                 return status
             lived = time.monotonic() - started
             if status == EXIT_REFUSED:
-                logger.error("%s refused to start, and is not started again", place.name)
+                logger.error("%s refused to start, and is not started again", placement.name)
                 return status
             if status == 0:
-                logger.info("%s was told to leave, and is not started again", place.name)
+                logger.info("%s was told to leave, and is not started again", placement.name)
                 return status
             wait = backoff.after(lived)
             logger.error(
                 "%s (pid %d) %s after %.0f s: another one starts in %.1f s",
-                place.name, process.pid, how_it_ended(status), lived, wait,
+                placement.name, process.pid, how_it_ended(status), lived, wait,
             )  # fmt: skip
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), wait)
                 return status
 
-    async def _start(self, place: Place) -> tuple[Process, asyncio.Task[None] | None]:
+    async def _start(self, placement: Placement) -> tuple[Process, asyncio.Task[None] | None]:
         """The worker's process, and the task that copies what it says."""
         # Several workers' lines are told apart; a single one has the terminal to itself.
-        reading, writing = os.pipe() if len(self.places) > 1 else (None, None)
+        reading, writing = os.pipe() if len(self.placements) > 1 else (None, None)
         try:
             process = await asyncio.create_subprocess_exec(
                 *self.command,
-                env={**os.environ, **self.environment, **place.environment},
+                env={**os.environ, **self.environment, **placement.environment},
                 stdin=DEVNULL,
                 # Not asyncio's own pipes: those would have us wait for whoever else holds them.
                 stdout=writing,
@@ -152,13 +152,13 @@ class Launcher:
         self._running.add(process)
         if self._stopping.is_set():
             process.terminate()  # told while it was being started
-        self._report("worker started", place, process)
+        self._report("worker started", placement, process)
         if reading is None:
             return process, None
-        return process, asyncio.create_task(_copy_lines(reading, f"[{place.name}] "))
+        return process, asyncio.create_task(_copy_lines(reading, f"[{placement.name}] "))
 
     async def _wait(
-        self, place: Place, process: Process, copying: asyncio.Task[None] | None
+        self, placement: Placement, process: Process, copying: asyncio.Task[None] | None
     ) -> int:
         status = await process.wait()
         self._running.discard(process)
@@ -167,7 +167,7 @@ class Launcher:
         if copying is not None:
             await asyncio.wait({copying}, timeout=2.0)
             copying.cancel()
-        self._report("worker ended", place, process, status=status)
+        self._report("worker ended", placement, process, status=status)
         return status
 
     def _stop(self, told: signal.Signals) -> None:
@@ -193,9 +193,11 @@ class Launcher:
             self._killed = True
             _kill_group(process)
 
-    def _report(self, event: str, place: Place, process: Process, **more: Any) -> None:
+    def _report(self, event: str, placement: Placement, process: Process, **more: Any) -> None:
         if self.events is not None:
-            line = json.dumps({"event": event, "place": place.name, "pid": process.pid, **more})
+            line = json.dumps(
+                {"event": event, "placement": placement.name, "pid": process.pid, **more}
+            )
             with self.events.open("ab", buffering=0) as events:
                 events.write(line.encode() + b"\n")
 
@@ -274,7 +276,7 @@ def launch(
     options = WorkerOptions(**settings)
     if importlib.util.find_spec("arq") is None:
         raise SettingsError("workers are run by arq: pip install 'lmpool[worker]'")
-    chosen = places(gpus, workers, os.environ)
+    chosen = placements(gpus, workers, os.environ)
     logging.config.dictConfig(logging_config(options.log_level))
     launcher = Launcher(chosen, as_variables(settings), options.drain_timeout, events)
     return asyncio.run(launcher.run())

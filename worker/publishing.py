@@ -20,8 +20,8 @@ from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream
 from lmpool.scripts import script
 from lmpool.server import is_full, is_lost
 from lmpool.servers import Servers
-from lmpool.worker.batching import Claimed
-from lmpool.worker.state import WorkerState
+from lmpool.worker.batching import Delivery
+from lmpool.worker.status import WorkerStatus
 from lmpool.worker.transaction import set_and_call
 
 logger = logging.getLogger(__name__)
@@ -40,34 +40,34 @@ class Done:
     A row that is there already (`value` None, status ok) is only announced.
     """
 
-    claimed: Claimed
+    delivery: Delivery
     value: bytes | None
     status: str = "ok"
     error: str = ""
 
 
-Finished = tuple[Claimed, Outcome] | Done
+Finished = tuple[Delivery, Outcome] | Done
 
 
-def encode(claimed: Claimed, outcome: Outcome, vocab_size: int) -> Done:
+def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
     """An outcome as it is stored: the answer to the job's want, or the error."""
     if outcome.error is not None:
         text = str(outcome.error)[:MAX_ERROR_CHARS]
-        return Done(claimed, None, "failed", text or type(outcome.error).__name__)
+        return Done(delivery, None, "failed", text or type(outcome.error).__name__)
     try:
-        return Done(claimed, claimed.job.want.encode(outcome, vocab_size))
+        return Done(delivery, delivery.job.want.encode(outcome, vocab_size))
     except PromptFailed as error:
-        return Done(claimed, None, "failed", str(error)[:MAX_ERROR_CHARS])
+        return Done(delivery, None, "failed", str(error)[:MAX_ERROR_CHARS])
     except Exception as error:
         # One outcome that makes no sense must not keep the others from being written.
         logger.exception("an outcome of the engine cannot be stored")
-        return Done(claimed, None, "failed", f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
+        return Done(delivery, None, "failed", f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
 
 
 def _by_stream(chunk: Sequence[Done]) -> list[tuple[JobStream, list[Done]]]:
     found: dict[str, tuple[JobStream, list[Done]]] = {}
     for done in chunk:
-        stream = done.claimed.stream
+        stream = done.delivery.stream
         found.setdefault(stream.key, (stream, []))[1].append(done)
     return list(found.values())
 
@@ -80,12 +80,12 @@ class Publisher:
         servers: Servers,
         vocab_size: int,
         result_ttl_ms: int,
-        state: WorkerState,
+        status: WorkerStatus,
     ) -> None:
         self._servers = servers
         self._vocab_size = vocab_size
         self._result_ttl_ms = result_ttl_ms
-        self._state = state
+        self._status = status
         self._queue: queue.Queue[Sequence[Finished] | None] = queue.Queue(QUEUE_MOST)
         self._ended = False
 
@@ -139,7 +139,7 @@ class Publisher:
             try:
                 for stream, mine in _by_stream(chunk):
                     self._write_in(stream, mine, batches if mine[0] is chunk[0] else 0)
-                self._state.let_go(done.claimed for done in chunk)
+                self._status.let_go(done.delivery for done in chunk)
                 return
             except (redis.exceptions.RedisError, OSError) as error:
                 failures += 1
@@ -155,14 +155,14 @@ class Publisher:
                         time.monotonic() - began,
                         reason,
                     )
-                if self._state.stopping.is_set() and failures > 5:
+                if self._status.stopping.is_set() and failures > 5:
                     logger.error("%d jobs were not written and stay with the pool", len(chunk))
                     return
                 if not (full or is_lost(error)) and failures > 5:
-                    self._state.fail(ServerRefused(f"rows cannot be written: {reason}"))
+                    self._status.fail(ServerRefused(f"rows cannot be written: {reason}"))
                     return
                 pause = min(2.0, 0.05 * 2 ** min(failures, 6))
-                self._state.stopping.wait(pause * random.uniform(0.5, 1.0))
+                self._status.stopping.wait(pause * random.uniform(0.5, 1.0))
 
     def _write_in(self, stream: JobStream, chunk: list[Done], batches: int) -> None:
         """One transaction: every row with its TTL, then the notices and acknowledgements."""
@@ -182,10 +182,10 @@ class Publisher:
         ]
         values: list[tuple[str, bytes]] = []
         for done in chunk:
-            digest = done.claimed.job.digest
+            digest = done.delivery.job.digest
             if done.value is not None:
                 values.append((shard.result(digest), done.value))
-            arguments += (digest.hex(), done.claimed.entry, done.status, done.error)
+            arguments += (digest.hex(), done.delivery.entry, done.status, done.error)
         set_and_call(
             self._servers.for_shard(shard),
             values,

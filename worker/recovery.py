@@ -18,11 +18,11 @@ from lmpool.scripts import script
 from lmpool.server import is_lost
 from lmpool.servers import Servers
 from lmpool.wants import Digester
-from lmpool.worker.batching import Batcher, Claimed
+from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.heartbeat import Heartbeat
 from lmpool.worker.intake import read_job
-from lmpool.worker.state import WorkerState
+from lmpool.worker.status import WorkerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Recovery:
         shards: Sequence[ShardKeys],
         consumer: str,
         batcher: Batcher,
-        state: WorkerState,
+        status: WorkerStatus,
         digester: Digester,
         heartbeat: Heartbeat,
         dead_letters: DeadLetters,
@@ -55,7 +55,7 @@ class Recovery:
         self._shards = shards
         self._consumer = consumer
         self._batcher = batcher
-        self._state = state
+        self._status = status
         self._digester = digester
         self._heartbeat = heartbeat
         self._dead_letters = dead_letters
@@ -64,7 +64,7 @@ class Recovery:
     def run(self) -> None:
         """Look, until the worker stops."""
         failures = 0
-        while not self._state.stopping.wait(LOOK_EVERY * random.uniform(0.75, 1.25)):
+        while not self._status.stopping.wait(LOOK_EVERY * random.uniform(0.75, 1.25)):
             # Where our own heartbeat had trouble, that of others is no sign of their death.
             if not self._heartbeat.steady():
                 continue
@@ -94,7 +94,7 @@ class Recovery:
         server, prefix = self._servers.for_shard(stream.shard), stream.shard.prefix
         owners: dict[str, int] = {}
         forgotten = self._forgotten(stream)
-        while not self._state.stopping.is_set():
+        while not self._status.stopping.is_set():
             arguments: list[Value] = [prefix, GROUP, self._consumer, *forgotten]
             found = script("reclaim")(server, [stream.key], arguments)
             if not found:
@@ -125,7 +125,7 @@ class Recovery:
             item["message_id"]
             for item in pending
             if item["time_since_delivered"] > FORGOTTEN_MS
-            and (stream.key, item["message_id"]) not in self._state.held
+            and (stream.key, item["message_id"]) not in self._status.held
         ]
 
     def _take_over(
@@ -140,9 +140,9 @@ class Recovery:
             self._dead_letters.give_up(stream, entry, data, job, deliveries - 1, owner)
             return
         settled = threading.Event()
-        claimed = Claimed(job, entry, stream, time.monotonic(), settled)
-        self._state.held.add(claimed.place)
-        self._batcher.add_alone(claimed)
+        delivery = Delivery(job, entry, stream, time.monotonic(), settled)
+        self._status.held.add(delivery.place)
+        self._batcher.add_alone(delivery)
         while not settled.wait(0.25):
-            if self._state.stopping.is_set():
+            if self._status.stopping.is_set():
                 return

@@ -35,7 +35,7 @@ from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups, release, 
 from lmpool.worker.membership import batch_budget, join, model_info, publish_vocabulary
 from lmpool.worker.publishing import Publisher
 from lmpool.worker.recovery import Recovery
-from lmpool.worker.state import WorkerState
+from lmpool.worker.status import WorkerStatus
 from lmpool.worker.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Service:
         self.options = options
         self.keys = PoolKeys(options.pool)
         self.consumer = consumer_name(options)
-        self.state = WorkerState(
+        self.status = WorkerStatus(
             {
                 "id": self.consumer,
                 "host": socket.gethostname(),
@@ -100,7 +100,7 @@ class Service:
             finally:
                 self._close_engine()
 
-        self._threads["engine"] = spawn("engine", engine_thread, self.state)
+        self._threads["engine"] = spawn("engine", engine_thread, self.status)
         started.wait()
         if failure:
             self._threads.pop("engine").join()
@@ -119,7 +119,7 @@ class Service:
         )
         warn_about(control.pool, url)
         with self._joining:
-            if self.state.stopping.is_set():
+            if self.status.stopping.is_set():
                 raise LmpoolError("told to stop while the engine was loading")
             return self._join(engine, control, clock, version)
 
@@ -132,10 +132,10 @@ class Service:
             budget = batch_budget(options, info)
             heartbeat = self._enter_pool(control, info, engine)
         self._batcher = Batcher(options.batch_size, options.timeout, budget)
-        self._publisher = Publisher(self._open(), info.vocab_size, info.result_ttl_ms, self.state)
+        self._publisher = Publisher(self._open(), info.vocab_size, info.result_ttl_ms, self.status)
         self.adapters = Adapters(engine, control, self.shards, options.adapter_dirs)
         self.loop = EngineLoop(
-            engine, self._batcher, self._publisher, self.adapters, control, clock, self.state
+            engine, self._batcher, self._publisher, self.adapters, control, clock, self.status
         )
         digester = Digester(info.fingerprint)
         intake = self._intake(
@@ -147,9 +147,9 @@ class Service:
             ("publisher", self._publisher.run),
             ("intake", intake.run),
             ("recovery", recovery.run),
-            ("watchdog", Watchdog(self.state, options.engine_timeout).run),
+            ("watchdog", Watchdog(self.status, options.engine_timeout).run),
         ):
-            self._threads[name] = spawn(name, target, self.state)
+            self._threads[name] = spawn(name, target, self.status)
         logger.info(
             "%s serves %s as pool %s on %s (%s): %s engine, %s, %d tokens, prompts up to %d, "
             "batches up to %d prompts or %d tokens",
@@ -161,10 +161,12 @@ class Service:
 
     def _enter_pool(self, control: Servers, info: ModelInfo, engine: Engine) -> Heartbeat:
         """Become one of the pool's workers; all that is left is to read jobs."""
-        self.state.description["engine"] = info.engine
+        self.status.description["engine"] = info.engine
         join(control.pool, self.keys, info, self.options.replace, LIFE_MS)
         self.shards = info.shard_keys(self.keys)
-        heartbeat = Heartbeat(self._open(), self.shards, self.consumer, self.state, self.keys, info)
+        heartbeat = Heartbeat(
+            self._open(), self.shards, self.consumer, self.status, self.keys, info
+        )
         heartbeat.beat(control)  # before the consumer is there: nobody must take it for dead
         try:
             create_groups(control, self.shards, self.consumer)
@@ -187,7 +189,7 @@ class Service:
             self.shards,
             self.consumer,
             batcher,
-            self.state,
+            self.status,
             digester,
             DeadLetters(servers, self.consumer),
             engine.continuous,
@@ -201,7 +203,7 @@ class Service:
             self.shards,
             self.consumer,
             batcher,
-            self.state,
+            self.status,
             digester,
             heartbeat,
             DeadLetters(servers, self.consumer),
@@ -228,13 +230,13 @@ class Service:
 
     def stop(self) -> None:
         """Claim nothing more, finish what runs, give the rest back, leave. Blocks; idempotent."""
-        self.state.stopping.set()
+        self.status.stopping.set()
         with self._joining:  # either it has joined, or it never will
             serves = self.loop is not None
         if self._batcher is not None:
             self._batcher.wake()
         # An engine that is broken or hangs will not finish.
-        limit = HUNG_WAIT if self.state.failure is not None else self.options.drain_timeout
+        limit = HUNG_WAIT if self.status.failure is not None else self.options.drain_timeout
         # An engine that is being loaded has nothing to finish: the process ends without it.
         for name in ("intake", "recovery", "watchdog", "engine") if serves else ():
             thread = self._threads.pop(name, None)
@@ -260,18 +262,18 @@ class Service:
 
     def _leave(self) -> None:
         left = self._batcher.close() if self._batcher is not None else []
-        known = {claimed.place: claimed.job for claimed in left}
+        known = {delivery.place: delivery.job for delivery in left}
         # What the engine could not finish is not given back as if it were new: others try it alone,
         # and what was tried alone before keeps its deliveries, without this one that ran nothing.
-        suspects = untried = [claimed for claimed in left if claimed.settled is not None]
+        suspects = untried = [delivery for delivery in left if delivery.settled is not None]
         if self.loop is not None:
             suspects = untried + self.loop.running()
-        keep = {claimed.place for claimed in suspects}
+        keep = {delivery.place for delivery in suspects}
         servers = self._open()
         try:
             self._heartbeat_ended.set()
-            for claimed in untried:
-                uncount(servers, claimed, self.consumer)
+            for delivery in untried:
+                uncount(servers, delivery, self.consumer)
             released = release(servers, self.shards, self.consumer, known, keep)
             self._end_heartbeat()  # a beat on its way would bring the worker back
             self._end_membership(servers)

@@ -76,7 +76,7 @@ class Forward:
     the padding needs no mask, models without position ids or with a recurrent state are right too,
     and attention keeps its fastest kernels. The head sees the last position of each prompt only.
 
-    Both are tried when this is made. A model that answers otherwise then is run without them:
+    Both are tried when this is made. A model that then computes otherwise is run without them:
     `may_pad` is False, and only prompts of one length may share a call.
     """
 

@@ -213,7 +213,7 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
 
     The V1 runner makes it with a device and whether to pin memory, and speaks of batch positions;
     the V2 runner with its request states, and speaks of slots. `unfinished`, where it is set, tells
-    which positions of the V1 runner's batch are prefills that go on: their rows are no answers.
+    which positions of the V1 runner's batch are prefills that go on: their rows are nobody's.
     Without it they are overwritten by the row of the whole prompt, which comes last.
     """
 

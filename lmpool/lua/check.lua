@@ -1,6 +1,6 @@
 -- A client looks after what it waits for: one answer each, and leases renewed.
 --   h  the result is there    j  it is still being computed    u  nobody knows of it
--- KEYS[1] a key of the lane. ARGV: prefix, client, reply TTL, flight TTL, digests
+-- KEYS[1] a key of the shard. ARGV: prefix, client, reply TTL, flight TTL, digests
 local prefix, client = ARGV[1], ARGV[2]
 local reply = prefix .. ':reply:' .. client
 local fresh = 0

@@ -3,7 +3,7 @@
 --   q  the job is queued          f  the backlog is at its bound: nothing was done
 --   a  the adapter is not the registered one any more
 -- A job that waits in the other stream comes into this one if `promote` is 1 and nobody has it yet.
--- KEYS[1] job stream. The other keys are derived from the lane's prefix: they share its slot.
+-- KEYS[1] job stream. The other keys are derived from the shard's prefix: they share its slot.
 -- ARGV: prefix, client, reply TTL, flight TTL, backlog bound, group, promote, then per job:
 --       digest, deadline or '', adapter or '', job
 local jobs, prefix, client = KEYS[1], ARGV[1], ARGV[2]

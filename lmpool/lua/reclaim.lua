@@ -2,7 +2,7 @@
 -- consumers that hold nothing are removed (deleting one that holds entries would drop them).
 -- Owner and heartbeat are looked at in the same step as the claim: a living worker loses nothing.
 -- KEYS[1] job stream. ARGV: prefix, group, who asks, then ids of its own that it has forgotten
--- Answers {owner, id, deliveries, field, value...} or nothing.
+-- Returns {owner, id, deliveries, field, value...} or nothing.
 local jobs, prefix, group, me = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 
 local function claim(owner, id, deliveries)

@@ -1,5 +1,5 @@
 -- A client waits no longer for digests: a job that nobody else waits for is not run.
--- KEYS[1] a key of the lane. ARGV: prefix, client, digests
+-- KEYS[1] a key of the shard. ARGV: prefix, client, digests
 local prefix, waiter = ARGV[1], 'c:' .. ARGV[2]
 local dropped = 0
 for i = 3, #ARGV do

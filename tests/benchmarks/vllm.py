@@ -52,9 +52,9 @@ def measure(scale: Scale) -> Report:
         report = Report(
             NAME, f"a random Llama (hidden 192, 4 layers), rows of {VOCAB:,} float32, prompts of 32"
         )
-        with served(folder) as url:
+        with served(folder) as wait_for_server:
             engine = load(folder)
-            rows_of_every_way(engine, url, scale, report)
+            rows_of_every_way(engine, wait_for_server(), scale, report)
             with_particles(engine, folder, scale, report)
             from_another_process(engine, folder, scale, report)
             engine.close()
@@ -198,8 +198,8 @@ def by_logprobs(engine: Any, prompts: Prompts, *, flat: bool) -> Rows:
 
 
 @contextmanager
-def served(folder: str) -> Iterator[str | None]:
-    """The URL of ``vllm serve`` with this model; None where it does not start."""
+def served(folder: str) -> Iterator[Callable[[], str | None]]:
+    """``vllm serve`` with this model: what waits for its URL, None where it does not start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -212,18 +212,21 @@ def served(folder: str) -> Iterator[str | None]:
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 150
+
+        def wait() -> str | None:
+            while process.poll() is None and time.monotonic() < deadline:
+                with suppress(OSError):
+                    if urllib.request.urlopen(f"{url}/health", timeout=2).status == 200:
+                        return url
+                time.sleep(0.5)
+            log.seek(0)
+            progress(log.read()[-2000:].decode("utf-8", "replace"))
+            return None
+
         try:
             progress("  starting vllm serve")
-            deadline = time.monotonic() + 150
-            answers = False
-            while not answers and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.5)
-                with suppress(OSError):
-                    answers = urllib.request.urlopen(f"{url}/health", timeout=2).status == 200
-            if not answers:
-                log.seek(0)
-                progress(log.read()[-2000:].decode("utf-8", "replace"))
-            yield url if answers else None
+            yield wait
         finally:
             process.terminate()
             try:
@@ -322,9 +325,9 @@ def from_another_process(local: Any, folder: str, scale: Scale, report: Report) 
     remote = load(folder, own_process=True)
 
     def by_rpc(numbers: Sequence[int]) -> dict[int, Any]:
-        answers = internals.call_workers(remote._core, rows_as_bytes, list(numbers))
+        replies = internals.call_workers(remote._core, rows_as_bytes, list(numbers))
         found: dict[int, Any] = {}
-        for ids, data, scales in remote._rows._of_publisher(answers):
+        for ids, data, scales in remote._rows._of_publisher(replies):
             rows = np.frombuffer(data, np.float32).reshape(len(ids), VOCAB)
             found.update(zip(ids, zip(rows, scales, strict=True), strict=True))
         return found
@@ -368,6 +371,6 @@ def from_another_process(local: Any, folder: str, scale: Scale, report: Report) 
 
 
 def rows_as_bytes(worker: Any, numbers: Sequence[int]) -> Any:
-    """What vLLM's worker answers where rows travel in its answers."""
+    """What vLLM's worker returns where rows travel in what its calls return."""
     taken = worker.lmpool_take_rows(numbers)
     return taken and [(list(ids), rows.tobytes(), s.tolist()) for ids, rows, s in taken]

@@ -20,17 +20,12 @@ pytest.importorskip("mlx_lm")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from lmpool.backends.contract import EngineContract, Reference, ask, request_for, write_adapter  # noqa: E402
+from lmpool.backends.contract import Reference, ask, request_for, write_adapter  # noqa: E402
 from lmpool.backends.mlx import MLXEngine  # noqa: E402
-from tests.support.engines import check_engines, rows_of  # noqa: E402
+from tests.support.engines import rows_of  # noqa: E402
 from tests.support.models import LONGEST, VOCAB, save_model, without_prefix  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
-
-
-class TestContract(EngineContract):
-    engine = "mlx"
-    bounded = {"cache_bytes": 8 << 20}
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -306,8 +301,3 @@ def test_special_tokens_vocabulary_and_identity(llama: str, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SettingsError):
         MLXEngine(str(tmp_path))
-
-
-@pytest.mark.usefixtures("server_binary")
-def test_a_pool_of_it_answers_as_one_of_transformers() -> None:
-    check_engines("mlx")

@@ -20,21 +20,16 @@ torch = pytest.importorskip("torch")
 zmq = pytest.importorskip("zmq")
 pytest.importorskip("sglang")
 
-from lmpool.backends.contract import EngineContract, Reference, ask, request_for, write_adapter  # noqa: E402
+from lmpool.backends.contract import Reference, ask, request_for, write_adapter  # noqa: E402
 from lmpool.backends.sampling import sample_token  # noqa: E402
 from lmpool.backends.sglang import SGLangEngine  # noqa: E402
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError  # noqa: E402
 from lmpool.wants import Generate  # noqa: E402
-from tests.support.engines import check_engines, drawn, rows_of  # noqa: E402
+from tests.support.engines import drawn, rows_of  # noqa: E402
 from tests.support.models import LONGEST, VOCAB, save_model  # noqa: E402
+from tests.support.sglang_engine import SMALL, WARNINGS, OneAtATime  # noqa: E402
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.timeout(180),
-    # Of SGLang's and its dependencies' own making.
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(180), *WARNINGS]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,24 +38,30 @@ def reference_first() -> None:
     Reference.of("tiny").rows([[0]])
 
 
+@pytest.fixture(scope="module")
+def engines(reference_first: None) -> Iterator[OneAtATime]:
+    made = OneAtATime()
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def tiny_engine() -> Iterator[Callable[..., SGLangEngine]]:
-    """Makes an engine of the tiny model, which is closed after the test."""
-    made: list[SGLangEngine] = []
-
-    def make(**options: Any) -> SGLangEngine:
-        made.append(SGLangEngine("tiny", **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+def tiny_engine(engines: OneAtATime) -> Iterator[Callable[..., SGLangEngine]]:
+    """Makes an engine of the tiny model for one test, which may do with it what it wants."""
+    yield engines.make
+    engines.close()
 
 
-class TestContract(EngineContract):
-    engine = "sglang"
-    options = {"max_loras": 4}
-    bounded = {"server_args": {"max_total_tokens": 4096}}
+@pytest.fixture
+def shared_engine(engines: OneAtATime) -> Callable[..., SGLangEngine]:
+    """An engine of the tiny model that others have used, and others will."""
+    return engines.shared
+
+
+@pytest.fixture
+def no_engine(engines: OneAtATime) -> None:
+    """The process has none."""
+    engines.close()
 
 
 NAN = 13
@@ -71,18 +72,6 @@ def overflow(engine: SGLangEngine) -> None:
     engine._open()._runner.model.model.embed_tokens.register_forward_hook(
         lambda _, inputs, states: states.masked_fill((inputs[0] == NAN)[:, None], float("nan"))
     )
-
-
-SMALL = {"server_args": {"chunked_prefill_size": 48, "max_total_tokens": 1200}}
-
-
-class TestInPieces(EngineContract):
-    """Prompts in pieces of 48 tokens, and room for two of the longest at most."""
-
-    engine = "sglang"
-    options = SMALL
-    bounded = SMALL
-    lacks = {"adapters": "opened without, which is the default"}
 
 
 def test_continuations_that_are_put_off(tiny_engine: Callable[..., SGLangEngine]) -> None:
@@ -101,9 +90,9 @@ def test_continuations_that_are_put_off(tiny_engine: Callable[..., SGLangEngine]
 
 
 def test_the_models_own_end_does_not_end_a_continuation(
-    tiny_engine: Callable[..., SGLangEngine],
+    shared_engine: Callable[..., SGLangEngine],
 ) -> None:
-    engine = tiny_engine()
+    engine = shared_engine()
     (end,) = engine.info.eos_token_ids
     rows = Reference.of("tiny").rows([[7, 8, 9]])
     seed = next(s for s in range(100_000) if sample_token(rows[0], 5.0, s, 0) == end)
@@ -114,8 +103,8 @@ def test_the_models_own_end_does_not_end_a_continuation(
     assert len(drawn(ended)) == 0
 
 
-def test_requests_are_taken_in_while_others_run(tiny_engine: Callable[..., SGLangEngine]) -> None:
-    engine = tiny_engine()
+def test_requests_are_taken_in_while_others_run(shared_engine: Callable[..., SGLangEngine]) -> None:
+    engine = shared_engine()
     long = request_for([1, 2], want=Generate(40, (), 1.0, 3))
     engine.submit([long])
     seen: list[bytes] = [outcome.id for outcome in engine.step()]
@@ -126,8 +115,8 @@ def test_requests_are_taken_in_while_others_run(tiny_engine: Callable[..., SGLan
     assert seen == [row.id, long.id]
 
 
-def test_prefixes_are_kept_and_dropped(tiny_engine: Callable[..., SGLangEngine]) -> None:
-    engine = tiny_engine()
+def test_prefixes_are_kept_and_dropped(shared_engine: Callable[..., SGLangEngine]) -> None:
+    engine = shared_engine()
     scheduler = engine._open()._scheduler
     engine.cache_prefix(np.arange(100, dtype=np.uint32))
     assert scheduler.tree_cache.evictable_size() >= 100
@@ -155,17 +144,17 @@ def test_closing_frees_the_model(tiny_engine: Callable[..., SGLangEngine]) -> No
     assert model() is None
 
 
-def test_one_engine_in_a_process(tiny_engine: Callable[..., SGLangEngine]) -> None:
-    tiny_engine()
+def test_one_engine_in_a_process(shared_engine: Callable[..., SGLangEngine]) -> None:
+    shared_engine()
     with pytest.raises(SettingsError, match="this process has an SGLang engine"):
         SGLangEngine("tiny")
 
 
 def test_an_engine_without_adapters_names_the_option(
-    tiny_engine: Callable[..., SGLangEngine],
+    shared_engine: Callable[..., SGLangEngine],
 ) -> None:
     with pytest.raises(AdapterError, match=r"engine_opts=\{'max_loras': 4\}"):
-        tiny_engine().add_adapter("a", "/anywhere")
+        shared_engine().add_adapter("a", "/anywhere")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +167,7 @@ def test_an_engine_without_adapters_names_the_option(
     ],
 )
 def test_adapters_that_are_refused(
-    tiny_engine: Callable[..., SGLangEngine],
+    shared_engine: Callable[..., SGLangEngine],
     tmp_path: Path,
     how: dict[str, Any],
     change: dict[str, Any],
@@ -188,7 +177,7 @@ def test_adapters_that_are_refused(
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(AdapterError, match=said):
-        tiny_engine(max_loras=2, max_lora_rank=8).add_adapter("a", str(folder))
+        shared_engine(max_loras=2, max_lora_rank=8).add_adapter("a", str(folder))
 
 
 @pytest.mark.parametrize(
@@ -204,12 +193,13 @@ def test_adapters_that_are_refused(
         ({"revision": "main"}, "revision='main'"),
     ],
 )
+@pytest.mark.usefixtures("no_engine")
 def test_bad_options_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         SGLangEngine("tiny", **options)
 
 
-@pytest.mark.usefixtures("tiny_engine")
+@pytest.mark.usefixtures("no_engine")
 def test_after_a_refusal_the_process_has_room_for_an_engine(
     tiny_engine: Callable[..., SGLangEngine],
 ) -> None:
@@ -224,6 +214,7 @@ def test_another_release_of_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -
         SGLangEngine("tiny")
 
 
+@pytest.mark.usefixtures("no_engine")
 def test_a_qwen2_model(tmp_path: Path) -> None:
     special = {"bos_token_id": 1, "eos_token_id": [2, 7]}
     save_model(tmp_path, "qwen2", hidden=64, scale=1.0, **special)
@@ -237,11 +228,6 @@ def test_a_qwen2_model(tmp_path: Path) -> None:
         assert engine.byte_vocabulary() is None
     finally:
         engine.close()
-
-
-@pytest.mark.usefixtures("server_binary")
-def test_a_pool_of_it_answers_as_one_of_transformers() -> None:
-    check_engines("sglang")
 
 
 @pytest.fixture(params=[{}, SMALL], ids=["whole", "in pieces"])
@@ -333,9 +319,9 @@ def test_a_scheduler_that_runs_nothing_breaks_the_engine(
         engine.step()
 
 
-def test_what_sglang_aborts_fails(tiny_engine: Callable[..., SGLangEngine]) -> None:
+def test_what_sglang_aborts_fails(shared_engine: Callable[..., SGLangEngine]) -> None:
     """As it does for want of memory or time, whether a request waits or runs."""
-    engine = tiny_engine()
+    engine = shared_engine()
     scheduler = engine._open()
     for steps in (0, 1):
         requests = [request_for([n], want=Generate(3, (), 0.0, 0)) for n in (1, 2)]

@@ -145,6 +145,26 @@ class TestRows:
         assert_rows([outcomes[b"%d" % i] for i in range(200)], reference.rows(given))
         assert_nothing_left(engine)
 
+    @pytest.mark.parametrize(
+        ("tokens", "words"),
+        [([5, 2000], "token id 2000: below 2000"), ([3] * 512, "a prompt of 512 tokens: 1 to 511")],
+    )
+    def test_beside_prompts_that_fail(self, engine, reference, tokens, words):
+        good = prompts(8, 30, seed=13)
+        engine.submit(requests_of(good[:4]))
+        engine.submit([Request(b"bad", np.array(tokens, np.uint32))])
+        engine.submit(requests_of(good[4:], 4))
+        outcomes = drain(engine)
+        error = outcomes.pop(b"bad").error
+        assert isinstance(error, PromptFailed)
+        assert words in str(error)
+        assert_rows([outcomes[b"%d" % i] for i in range(8)], reference.rows(good))
+        assert_nothing_left(engine)
+
+    def test_of_the_longest_prompt(self, engine, reference):
+        given = [np.full(511, 7, np.uint32), np.full(510, 8, np.uint32)]
+        assert_rows(answer(engine, given), reference.rows(given))
+
 
 @pytest.mark.parametrize("options", TIGHT.values(), ids=TIGHT.keys())
 def test_rows_however_vllm_schedules(reference, options):
@@ -196,25 +216,3 @@ def test_rows_with_preemptions(reference):
         assert_rows([outcomes[b"%d" % i] for i in range(40)], reference.rows(given))
         assert all(len(drawn(outcomes[b"%d" % i])) == 120 for i in range(1000, 1012))
         assert_nothing_left(engine)
-
-
-class TestBadPrompts:
-    @pytest.mark.parametrize(
-        ("tokens", "words"),
-        [([5, 2000], "token id 2000: below 2000"), ([3] * 512, "a prompt of 512 tokens: 1 to 511")],
-    )
-    def test_fail_alone(self, engine, reference, tokens, words):
-        good = prompts(8, 30, seed=13)
-        engine.submit(requests_of(good[:4]))
-        engine.submit([Request(b"bad", np.array(tokens, np.uint32))])
-        engine.submit(requests_of(good[4:], 4))
-        outcomes = drain(engine)
-        error = outcomes.pop(b"bad").error
-        assert isinstance(error, PromptFailed)
-        assert words in str(error)
-        assert_rows([outcomes[b"%d" % i] for i in range(8)], reference.rows(good))
-        assert_nothing_left(engine)
-
-    def test_the_longest_prompt_is_answered(self, engine, reference):
-        given = [np.full(511, 7, np.uint32), np.full(510, 8, np.uint32)]
-        assert_rows(answer(engine, given), reference.rows(given))

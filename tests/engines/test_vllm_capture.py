@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+from importlib.metadata import EntryPoint, EntryPoints
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,12 +34,14 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch  # noq
 from lmpool.backends.vllm.capture import (  # noqa: E402
     CAPTURE,
     WATCH,
+    CapturedRows,
     CaptureProcessor,
     HostCopy,
     RowBlock,
     RowStore,
     WatchedLogits,
 )
+from lmpool.backends.vllm.options import capture_processors  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -83,6 +87,33 @@ def test_one_class_is_both_runners_processor_and_their_entry_point():
     assert issubclass(CaptureProcessor, ProcessorV2)
     assert _load_logitsprocs_plugins() == [CaptureProcessor]
     assert _load_v2_logitsprocs_plugins() == [CaptureProcessor]
+
+
+def test_who_names_it_as_before_gets_the_same():
+    from lmpool.backends import vllm_capture
+
+    assert vllm_capture.CaptureProcessor is CaptureProcessor
+    assert vllm_capture.CapturedRows is CapturedRows
+    assert (vllm_capture.CAPTURE, vllm_capture.WATCH) == (CAPTURE, WATCH)
+    point = EntryPoint(
+        "lmpool", "lmpool.backends.vllm_capture:CaptureProcessor", "vllm.logits_processors"
+    )
+    assert point.load() is CaptureProcessor
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("lmpool.backends.vllm.capture:CaptureProcessor", []),
+        ("lmpool.backends.vllm_capture:CaptureProcessor", []),
+        ("others:Processor", ["lmpool.backends.vllm.capture:CaptureProcessor"]),
+    ],
+)
+def test_vllm_is_told_of_it_where_no_entry_point_names_it(value, told, monkeypatch):
+    group = "vllm.logits_processors"
+    found = EntryPoints([EntryPoint("lmpool", value, group)])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: found)
+    assert capture_processors() == told
 
 
 class TestV1:

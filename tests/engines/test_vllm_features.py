@@ -193,7 +193,7 @@ class TestAdapters:
             engine.remove_adapter(name)
         assert_nothing_left(engine)
 
-    def test_replaced_files_are_another_adapter(self, engine, tmp_path):
+    def test_replaced_files_are_another_adapter(self, engine, reference, tmp_path):
         given = prompts(5, 300, seed=9)
         for seed in (5, 6):
             folder = write_adapter(tmp_path / "one", seed)
@@ -227,7 +227,9 @@ class TestAdapters:
         assert loaded(engine) == before
         assert_nothing_left(engine)
 
-    def test_replaced_ones_leave_no_live_prompt_to_their_successors(self, engine, tmp_path):
+    def test_replaced_ones_leave_no_live_prompt_to_their_successors(
+        self, engine, reference, tmp_path
+    ):
         given = prompts(4, 60, seed=31)
         more = [extended(p, 7) for p in given]
         before = loaded(engine)
@@ -270,7 +272,7 @@ class TestAdapters:
         assert_rows([outcomes[b"row"]], reference.rows(given, folder))
         engine.remove_adapter("style")
 
-    def test_more_than_vllm_has_slots_for_wait_their_turn(self, engine, tmp_path):
+    def test_more_than_vllm_has_slots_for_wait_their_turn(self, engine, reference, tmp_path):
         before = loaded(engine)
         (prompt,) = prompts(1, 40, seed=34)
         names = [f"style {i}" for i in range(MOST_ADAPTERS)]
@@ -297,7 +299,7 @@ class TestAdapters:
         assert loaded(engine) == before
         assert_nothing_left(engine)
 
-    def test_that_do_not_load_leave_their_predecessors(self, engine, tmp_path):
+    def test_that_do_not_load_leave_their_predecessors(self, engine, reference, tmp_path):
         given = prompts(4, 30, seed=35)
         old = write_adapter(tmp_path / "old", 5)
         engine.add_adapter("style", old)

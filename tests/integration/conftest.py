@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,10 @@ import redis
 import lmpool
 from lmpool.keys import PoolKeys, ShardKeys
 from tests.support.clients import connected
+from tests.support.embedded import assert_nothing_left
+from tests.support.hold import Hold
 from tests.support.pools import until_at_rest
+from tests.support.processes import short_folder
 from tests.support.protocol import Caller, Consumer, shard_of_pool
 from tests.support.workers import in_process_worker
 
@@ -66,6 +71,13 @@ def start_pool(any_server: str, pool_name: str) -> Iterator[Callable[..., str]]:
 
 
 @pytest.fixture
+def hold(start_pool: Callable[..., str]) -> Iterator[Hold]:
+    """Nothing is computed until the test opens it. Workers of `start_pool` outlive it."""
+    with Hold() as hold:
+        yield hold
+
+
+@pytest.fixture
 def nothing_is_left(any_server: str, pool_name: str) -> Iterator[None]:
     """When all is done the streams are empty, and nobody has left a key that does not expire.
 
@@ -75,3 +87,16 @@ def nothing_is_left(any_server: str, pool_name: str) -> Iterator[None]:
     with redis.Redis.from_url(any_server, protocol=2) as server:
         if server.exists(PoolKeys(pool_name).info):
             until_at_rest(server, pool_name)
+
+
+@pytest.fixture
+def pool_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where this test's pools put their folders. At the end nothing is there, and nobody.
+
+    `tmp_path`, which must not come to lie there, is made first.
+    """
+    with short_folder() as short:
+        monkeypatch.setattr(tempfile, "tempdir", str(short))
+        monkeypatch.setenv("TMPDIR", str(short))
+        yield short
+        assert_nothing_left(short)

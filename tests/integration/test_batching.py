@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import lmpool
-from lmpool.backends.mock import mock_row
 from tests.support.clients import connected
 from tests.support.gate import Gate
+from tests.support.mock_rows import rows_of
 from tests.support.pools import Asking, pending, pool_shards, read_batches, some_prompts
 from tests.support.waiting import until
 from tests.support.workers import worker_process
@@ -22,10 +22,6 @@ pytestmark = pytest.mark.timeout(60)
 
 LONG = 30.0
 """Seconds that no test waits for: what would wait for them comes far too late."""
-
-
-def rows_of(prompts):
-    return np.stack([mock_row(prompt, 256) for prompt in prompts])
 
 
 def test_a_full_batch_leaves_at_once(server_url, pool_name, tmp_path):
@@ -68,7 +64,7 @@ def test_a_partial_batch_leaves_a_timeout_after_its_first_job(server_url, pool_n
     batches = read_batches(log)
     assert sum(batch.size for batch in batches) == count
     # Not before its time, and while jobs were still coming (they came for more than 3 s).
-    assert timeout - 0.1 <= batches[0].start - began <= timeout + 1.5
+    assert began + timeout - 0.1 <= batches[0].start < ended
     assert ended - began >= every * count
     # Each batch took what came meanwhile, and the next one began with the next job.
     assert 2 <= len(batches) <= 2 + (ended - began) / timeout
@@ -127,7 +123,7 @@ def test_the_next_batch_fills_while_one_is_computed(server_url, pool_name, tmp_p
     batches = read_batches(log)
     assert [batch.size for batch in batches] == [16] * 8
     gaps = [b.start - a.end for a, b in itertools.pairwise(batches)]
-    assert statistics.median(gaps) < delay / 10
+    assert statistics.median(gaps) < delay / 2
     assert max(gaps) < LONG / 2  # none waited for company
 
 

@@ -6,7 +6,6 @@ Each on fakeredis and on a real server, with a client and one worker.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -30,6 +29,7 @@ from lmpool.errors import (
 from lmpool.keys import PoolKeys
 from lmpool.model_info import ModelInfo
 from tests.support.clients import connected
+from tests.support.hold import Hold
 from tests.support.mock_rows import VOCAB, prompts_of, rows_of
 from tests.support.pools import pool_shards as shards_of
 from tests.support.protocol import Caller, new_job, told
@@ -38,10 +38,16 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
+def jobs_left(client: redis.Redis, pool: str) -> int:
+    """How many jobs wait or are computed."""
+    (shard,) = shards_of(client, pool)
+    return int(client.xlen(shard.stream().key))  # type: ignore[arg-type]
+
+
 def test_a_cancelled_call_is_withdrawn_and_its_job_not_run(
-    any_server: str, start_pool: Callable[..., str], redis_client: redis.Redis
+    any_server: str, start_pool: Callable[..., str], hold: Hold, redis_client: redis.Redis
 ) -> None:
-    pool = start_pool(delay=0.25, batch_size=1)
+    pool = start_pool(batch_size=1)
     with connected(any_server, pool) as lm:
 
         async def main() -> None:
@@ -52,6 +58,8 @@ def test_a_cancelled_call_is_withdrawn_and_its_job_not_run(
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
+            await asyncio.to_thread(until, lambda: jobs_left(redis_client, pool) == 2)
+            hold.open()
             assert np.array_equal(await running, mock_row([1], VOCAB))
             for row in await both:
                 assert np.array_equal(row, mock_row([3], VOCAB))
@@ -79,16 +87,14 @@ def test_a_call_cancelled_in_the_turn_it_was_made_is_never_sent(lm: lmpool.Poole
 
 
 def test_a_wait_ends_at_its_timeout_and_is_withdrawn(
-    any_server: str, start_pool: Callable[..., str]
+    any_server: str, start_pool: Callable[..., str], hold: Hold, redis_client: redis.Redis
 ) -> None:
-    pool = start_pool(delay=0.4, batch_size=1)
+    pool = start_pool(batch_size=1)
     with connected(any_server, pool) as lm, ThreadPoolExecutor(1) as threads:
         running = threads.submit(lm.next_token_logprobs_sync, [1])
         until(lambda: lm.statistics()["queued"] == 1)
-        began = time.monotonic()
         with pytest.raises(PoolTimeout, match=r"2 of 2 answers were not there after 0\.1 s"):
             lm.batch_next_token_logprobs_sync([[2], [3]], timeout=0.1)
-        assert time.monotonic() - began < 0.35
 
         async def main() -> None:
             with pytest.raises(PoolTimeout):
@@ -97,10 +103,12 @@ def test_a_wait_ends_at_its_timeout_and_is_withdrawn(
                 await asyncio.wait_for(lm.next_token_logprobs([5]), 0.05)
 
         asyncio.run(main())
+        until(lambda: jobs_left(redis_client, pool) == 1)
+        assert lm.statistics()["withdrawn"] == 4
+        hold.open()
         assert np.array_equal(running.result(), mock_row([1], VOCAB))
         until(lambda: lm.pool_statistics_sync()["backlog"] == 0)
         assert lm.pool_statistics_sync()["computed"] == 1
-        assert lm.statistics()["withdrawn"] == 4
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), True, "5", [5]], ids=repr)
@@ -118,13 +126,14 @@ def test_a_timeout_may_be_as_long_as_one_likes(timeout: Any, lm: lmpool.PooledLM
 
 
 def test_a_timeout_of_the_client_holds_for_calls_that_name_none(
-    any_server: str, start_pool: Callable[..., str]
+    any_server: str, start_pool: Callable[..., str], hold: Hold
 ) -> None:
-    pool = start_pool(delay=0.3)
+    pool = start_pool()
     with connected(any_server, pool, request_timeout=0.05) as lm:
         with pytest.raises(PoolTimeout):
             lm.next_token_logprobs_sync([1])
-        assert np.array_equal(lm.next_token_logprobs_sync([1], timeout=5), mock_row([1], VOCAB))
+        hold.open()
+        assert np.array_equal(lm.next_token_logprobs_sync([1], timeout=20), mock_row([1], VOCAB))
 
 
 def test_a_job_that_comes_too_late_is_not_run(
@@ -217,18 +226,18 @@ def test_an_unknown_adapter_is_told_at_once(lm: lmpool.PooledLM) -> None:
     assert lm.statistics()["requests"] == 0
 
 
-def test_closing_ends_every_wait(any_server: str, start_pool: Callable[..., str]) -> None:
-    pool = start_pool(delay=0.3, batch_size=1)
+def test_closing_ends_every_wait(
+    any_server: str, start_pool: Callable[..., str], hold: Hold
+) -> None:
+    pool = start_pool(batch_size=1)
     lm = lmpool.connect(any_server, pool, framework="numpy")
     with ThreadPoolExecutor(3) as threads:
         waits = [threads.submit(lm.next_token_logprobs_sync, [i]) for i in range(3)]
         until(lambda: lm.statistics()["queued"] == 3)
-        began = time.monotonic()
         lm.close()
         for wait in waits:
             with pytest.raises(ClientClosed):
-                wait.result()
-        assert time.monotonic() - began < 2
+                wait.result(20)
     for _ in range(2):
         with pytest.raises(ClientClosed):
             lm.next_token_logprobs_sync([1])
@@ -238,9 +247,9 @@ def test_closing_ends_every_wait(any_server: str, start_pool: Callable[..., str]
 
 
 def test_resetting_withdraws_what_is_waited_for(
-    any_server: str, start_pool: Callable[..., str]
+    any_server: str, start_pool: Callable[..., str], hold: Hold, redis_client: redis.Redis
 ) -> None:
-    pool = start_pool(delay=0.3, batch_size=1)
+    pool = start_pool(batch_size=1)
     with connected(any_server, pool) as lm:
 
         async def main() -> list[Any]:
@@ -254,7 +263,8 @@ def test_resetting_withdraws_what_is_waited_for(
         for error in asyncio.run(main()):
             assert isinstance(error, LmpoolError)
             assert "reset_async_queries" in str(error)
-        until(lambda: lm.pool_statistics_sync()["backlog"] == 0)
-        assert lm.pool_statistics_sync()["computed"] <= 1
+        until(lambda: jobs_left(redis_client, pool) == 0)
+        hold.open()
         lm.reset_async_queries()
         assert np.array_equal(lm.next_token_logprobs_sync([2]), mock_row([2], VOCAB))
+        assert lm.pool_statistics_sync()["computed"] <= 2  # what was running, and this one

@@ -14,8 +14,10 @@ import redis
 import lmpool
 from lmpool.backends.mock import mock_row
 from tests.support.clients import connected
+from tests.support.hold import Hold
 from tests.support.mock_rows import VOCAB, prompts_of, rows_of
 from tests.support.pools import pool_shards as shards_of
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -63,20 +65,25 @@ def test_equal_prompts_are_computed_once(lm: lmpool.PooledLM) -> None:
 
 
 def test_clients_share_what_is_computed_and_what_was(
-    any_server: str, start_pool: Callable[..., str]
+    any_server: str, start_pool: Callable[..., str], hold: Hold
 ) -> None:
-    pool = start_pool(delay=0.2)
+    pool = start_pool()
     prompts = prompts_of(10)
     with connected(any_server, pool) as first, connected(any_server, pool) as second:
+
+        def counted(name: str) -> int:
+            return sum(lm.statistics()[name] for lm in (first, second))
+
         with ThreadPoolExecutor(2) as threads:
-            for rows in threads.map(
-                lambda lm: lm.batch_next_token_logprobs_sync(prompts), (first, second)
-            ):
-                assert np.array_equal(rows, rows_of(prompts))
+            asked = [
+                threads.submit(lm.batch_next_token_logprobs_sync, prompts) for lm in (first, second)
+            ]
+            until(lambda: counted("queued") == 10)
+            until(lambda: counted("joined") == 10)
+            hold.open()
+            for rows in asked:
+                assert np.array_equal(rows.result(), rows_of(prompts))
         assert first.pool_statistics_sync()["computed"] == 10
-        counted = [lm.statistics() for lm in (first, second)]
-        assert sum(each["queued"] for each in counted) == 10
-        assert sum(each["joined"] for each in counted) == 10
         with connected(any_server, pool) as third:
             assert np.array_equal(third.batch_next_token_logprobs_sync(prompts), rows_of(prompts))
             assert third.statistics()["cache_hits"] == 10

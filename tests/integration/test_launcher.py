@@ -6,101 +6,22 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmpool.worker.launcher import Backoff, Launcher
-from lmpool.worker.places import Place
+from lmpool.worker.placement import Placement
 from tests.support.clients import connected
+from tests.support.launchers import launcher
 from tests.support.processes import runs, wait_until_gone
 from tests.support.waiting import until
-from tests.support.workers import clean_environment, living_workers, worker_process
+from tests.support.workers import living_workers, worker_process
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a Linux system call")
-
-
-class LauncherProcess:
-    """``lmpool worker`` as an operator starts it."""
-
-    def __init__(
-        self, url: str, pool: str, *options: str, nohup: bool = False, **environment: str
-    ) -> None:
-        self.url, self.pool = url, pool
-        self.folder = tempfile.TemporaryDirectory(prefix="lmpool-launcher-")
-        self._log = Path(self.folder.name) / "log"
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    *(["nohup"] if nohup else []),
-                    *(sys.executable, "-m", "lmpool", "worker"),
-                    *("--url", url, "--pool", pool, "--engine", "mock", *options),
-                ],
-                env={**clean_environment(), **environment},
-                cwd=self.folder.name,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                process_group=0,
-            )
-
-    @property
-    def log(self) -> str:
-        """What it and its workers have said so far."""
-        return self._log.read_text("utf-8", "replace")
-
-    def workers(self) -> dict[int, str]:
-        """Process id and GPU of each living worker."""
-        return {w["pid"]: w["gpu"] for w in living_workers(self.url, self.pool)}
-
-    def wait_for_workers(self, count: int, *, without: Sequence[int] = ()) -> dict[int, str]:
-        """So many living workers, none of which is one of those."""
-
-        def found() -> dict[int, str] | None:
-            assert self.process.poll() is None, self.log
-            alive = self.workers()
-            return alive if len(alive) == count and not set(without) & set(alive) else None
-
-        workers = until(found, 30, what=f"{count} workers", every=0.05)
-        assert workers is not None
-        return workers
-
-    def send(self, number: signal.Signals) -> None:
-        """Send it a signal."""
-        self.process.send_signal(number)
-
-    def wait(self, timeout: float = 30.0) -> int:
-        """Its exit status."""
-        try:
-            return self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"it has not ended after {timeout:g} s:\n{self.log}") from None
-
-
-@contextmanager
-def launcher(url: str, pool: str, *options: str, **environment: str) -> Iterator[LauncherProcess]:
-    found = LauncherProcess(url, pool, *options, **environment)
-    workers: dict[int, str] = {}
-    try:
-        yield found
-        workers = found.workers()
-        if found.process.poll() is None:
-            found.send(signal.SIGTERM)
-            assert found.wait() == 0, found.log
-    finally:
-        if found.process.poll() is None:
-            found.process.kill()
-            found.process.wait()
-        if workers:
-            wait_until_gone(workers)
-        found.folder.cleanup()
 
 
 # --- real workers --------------------------------------------------------------------------------
@@ -159,23 +80,22 @@ def test_a_worker_that_was_told_to_leave_stays_away(server_url: str, pool_name: 
 
 
 def test_refused_workers_end_it_with_the_reason(server_url: str, pool_name: str) -> None:
-    with worker_process(server_url, pool_name, engine_opts={"vocab_size": 300}):
-        found = LauncherProcess(server_url, pool_name, "--workers", "2")
+    with (
+        worker_process(server_url, pool_name, engine_opts={"vocab_size": 300}),
+        launcher(server_url, pool_name, "--workers", "2") as found,
+    ):
         assert found.wait() == 78
         assert "vocab_size 300 there, 256 here" in found.log
         assert "Traceback" not in found.log
         assert found.log.count("is not started again") == 2
-        found.folder.cleanup()
 
 
-def test_a_server_that_is_not_there_is_tried_again(pool_name: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="lmpool-") as folder:
-        found = LauncherProcess(f"unix://{folder}/nobody", pool_name)
+def test_a_server_that_is_not_there_is_tried_again(pool_name: str, tmp_path: Path) -> None:
+    with launcher(f"unix://{tmp_path}/nobody", pool_name) as found:
         until(lambda: found.log.count("another one starts in") >= 1, 30, what="it to be tried")
         found.send(signal.SIGTERM)
         assert found.wait() == 0
         assert "Traceback" not in found.log
-        found.folder.cleanup()
 
 
 @pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGHUP])
@@ -190,15 +110,14 @@ def test_it_drains_on_other_signals_too(
 
 
 def test_under_nohup_it_outlives_its_terminal(server_url: str, pool_name: str) -> None:
-    found = LauncherProcess(server_url, pool_name, nohup=True)
-    pids = found.wait_for_workers(1)
-    found.send(signal.SIGHUP)
-    found.send(signal.SIGTERM)
-    assert found.wait() == 0
-    wait_until_gone(pids, timeout=1)
-    assert "SIGHUP" not in found.log
-    assert "SIGTERM: the workers finish" in found.log
-    found.folder.cleanup()
+    with launcher(server_url, pool_name, nohup=True) as found:
+        pids = found.wait_for_workers(1)
+        found.send(signal.SIGHUP)
+        found.send(signal.SIGTERM)
+        assert found.wait() == 0
+        wait_until_gone(pids, timeout=1)
+        assert "SIGHUP" not in found.log
+        assert "SIGTERM: the workers finish" in found.log
 
 
 def test_a_second_signal_hastens(server_url: str, pool_name: str) -> None:
@@ -251,22 +170,20 @@ def test_nonsense_is_refused_before_anything_is_started(
     pool_name: str, tmp_path: Path, options: list[str], said: str
 ) -> None:
     events = tmp_path / "events"
-    found = LauncherProcess("redis://u:secret@h:1", pool_name, *options, "--events", str(events))
-    assert found.wait() == 78
-    lines = found.log.strip().splitlines()
-    assert len(lines) == 1, found.log
-    assert lines[0].startswith("error: ")
-    assert said in lines[0]
-    assert "secret" not in found.log
-    assert not events.exists()
-    found.folder.cleanup()
+    with launcher("redis://u:secret@h:1", pool_name, *options, "--events", str(events)) as found:
+        assert found.wait() == 78
+        lines = found.log.strip().splitlines()
+        assert len(lines) == 1, found.log
+        assert lines[0].startswith("error: ")
+        assert said in lines[0]
+        assert "secret" not in found.log
+        assert not events.exists()
 
 
 def test_a_variable_that_nothing_reads_is_refused(pool_name: str) -> None:
-    found = LauncherProcess("redis://localhost", pool_name, LMPOOL_BATCHSIZE="3")
-    assert found.wait() == 78
-    assert "did you mean LMPOOL_BATCH_SIZE?" in found.log
-    found.folder.cleanup()
+    with launcher("redis://localhost", pool_name, LMPOOL_BATCHSIZE="3") as found:
+        assert found.wait() == 78
+        assert "did you mean LMPOOL_BATCH_SIZE?" in found.log
 
 
 # --- programs in place of workers ----------------------------------------------------------------
@@ -278,7 +195,9 @@ def run_launcher(
     """Run Python code in place of workers; the exit status, and what was reported."""
     events = tmp_path / "events"
     found = Launcher(
-        places=[Place(f"place {number}", {"PLACE": str(number)}) for number in range(count)],
+        placements=[
+            Placement(f"place {number}", {"PLACE": str(number)}) for number in range(count)
+        ],
         environment={"FOLDER": str(tmp_path)},
         drain_timeout=drain_timeout,
         events=events,
@@ -309,7 +228,7 @@ def test_a_refusal_ends_one_place_and_not_the_others(tmp_path: Path) -> None:
     status, reported = run_launcher(DIES_TWICE, tmp_path, count=2)
     assert status == 78
     for place, last in (("place 0", 0), ("place 1", 78)):
-        ends = [e["status"] for e in reported if e["place"] == place and "status" in e]
+        ends = [e["status"] for e in reported if e["placement"] == place and "status" in e]
         assert ends == [3, 3, last]
 
 

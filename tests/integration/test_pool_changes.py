@@ -6,8 +6,10 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import redis
@@ -18,8 +20,9 @@ from lmpool.errors import (
     NoWorkers,
     PoolMismatch,
     UnknownPool,
+    WireError,
 )
-from lmpool.keys import PoolKeys
+from lmpool.keys import PROTOCOL, PoolKeys
 from tests.support.clients import connected
 from tests.support.mock_rows import VOCAB, prompts_of, rows_of
 from tests.support.pools import pending
@@ -91,6 +94,28 @@ def test_a_client_of_what_a_later_release_serves_is_told(
         with pytest.raises(PoolMismatch, match="connect again"):
             lm.next_token_logprobs_sync([1], timeout=10)
         redis_client.delete(PoolKeys(pool_name).info)
+
+
+@pytest.mark.parametrize(
+    ("protocols", "whose"),
+    [((PROTOCOL + 1,), "upgrade this lmpool"), ((1,), "upgrade the lmpool of the pool's workers")],
+)
+def test_who_speaks_another_protocol_is_told_what_to_upgrade(
+    protocols: tuple[int, ...],
+    whose: str,
+    any_server: str,
+    pool_name: str,
+    redis_client: redis.Redis,
+) -> None:
+    with in_process_worker(any_server, pool_name):
+        key = PoolKeys(pool_name).info
+        packed: Any = redis_client.get(key)
+        other = {**msgpack.unpackb(packed), "protocols": protocols}
+        redis_client.set(key, msgpack.packb(other))
+        lm = lmpool.connect(any_server, pool_name)
+        with closing(lm), pytest.raises(WireError, match=whose):
+            lm.next_token_logprobs_sync([1], timeout=10)
+        redis_client.set(key, packed)
 
 
 def test_a_worker_that_comes_in_time_is_waited_for(any_server: str, pool_name: str) -> None:

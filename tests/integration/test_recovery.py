@@ -9,7 +9,6 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from lmpool.backends.mock import mock_row
 from lmpool.errors import PromptFailed
 from lmpool.keys import GROUP
 from lmpool.liveness import consumers
@@ -18,6 +17,7 @@ from lmpool.wire import pack_job
 from tests.support.clients import connected
 from tests.support.faults import STEPS, Faults
 from tests.support.gate import Gate
+from tests.support.mock_rows import rows_of
 from tests.support.pools import Asking, pending, pool_shards, some_prompts, until_at_rest
 from tests.support.protocol import new_job
 from tests.support.waiting import until
@@ -27,10 +27,6 @@ pytestmark = pytest.mark.timeout(60)
 
 RECOVERED_IN = 10.0
 """Seconds within which the jobs of a killed worker are answered."""
-
-
-def rows_of(prompts: list[list[int]]) -> np.ndarray:
-    return np.stack([mock_row(prompt, 256) for prompt in prompts])
 
 
 def test_workers_killed_at_every_step_lose_nothing(server_url, redis_client, pool_name, tmp_path):

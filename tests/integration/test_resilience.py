@@ -16,7 +16,7 @@ from tests.support.clients import connected
 from tests.support.pools import Asking, pool_shards, some_prompts, until_at_rest
 from tests.support.server import RealServer
 from tests.support.waiting import until
-from tests.support.workers import in_process_worker, worker_process
+from tests.support.workers import in_process_worker, living_workers, worker_process
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,12 +45,12 @@ def test_two_models_that_join_at_once_are_one(server_url, redis_client, pool_nam
             stack.enter_context(worker_process(server_url, pool_name, alive=False, **model))
             for model in models
         ]
-        until(
-            lambda: sum(worker.process.poll() is not None for worker in workers) >= 2,
-            30,
-            what="the others to be refused",
-        )
-        time.sleep(0.5)
+
+        def decided() -> bool:
+            alive = {worker["pid"] for worker in living_workers(server_url, pool_name)}
+            return all(w.process.poll() is not None or w.pid in alive for w in workers)
+
+        until(decided, 30, what="each to serve or to be refused", every=0.05)
         ended = [worker.process.poll() for worker in workers]
         assert sorted(ended, key=str) == [78, 78, None, None]
         assert ended[:2] == ended[2:]

@@ -9,6 +9,7 @@ import pytest
 from lmpool.backends.mock import mock_row
 from tests.support.clients import connected
 from tests.support.server import RealServer
+from tests.support.waiting import until
 from tests.support.workers import worker_process
 
 pytestmark = pytest.mark.timeout(60)
@@ -38,7 +39,7 @@ def test_a_worker_that_is_told_to_stop_without_a_server_stops(server_binary, poo
         worker_process(server.url, pool_name, drain_timeout=2) as worker,
     ):
         server.kill()
-        time.sleep(0.5)
+        until(lambda: "jobs cannot be read" in worker.log, what="the worker to notice")
         worker.terminate()
         assert worker.wait(20) == 0
         assert "Traceback" not in worker.log

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -53,15 +53,20 @@ class Flood:
         return len(self._prompts) - len(table.flights)
 
 
-def waits(lm: lmpool.PooledLM, count: int, seed: int) -> list[float]:
-    """Seconds that each of some prompts took, asked one after another."""
-    took = []
-    for prompt in some_prompts(count, seed=seed):
-        began = time.monotonic()
-        row = lm.next_token_logprobs_sync(prompt, timeout=30)
-        took.append(time.monotonic() - began)
+def turns(
+    lm: lmpool.PooledLM, prompts: Sequence[Sequence[int]], priority: str | None = None
+) -> list[int]:
+    """How many rows the pool computed while each of the prompts, one after another, was waited for.
+
+    Its own is one of them, and so are those of the batches that were under way.
+    """
+    found = []
+    for prompt in prompts:
+        before = lm.pool_statistics_sync()["computed"]
+        row = lm.next_token_logprobs_sync(prompt, priority=priority, timeout=30)
+        found.append(lm.pool_statistics_sync()["computed"] - before)
         np.testing.assert_array_equal(row, mock_row(prompt, 256))
-    return took
+    return found
 
 
 def test_an_unknown_priority_is_refused() -> None:
@@ -77,8 +82,8 @@ def test_batch_lets_interactive_go_first(server_url, redis_client, pool_name):
         with Flood(server_url, pool_name, 1, priority="batch") as flood:
             (shard,) = pool_shards(redis_client, pool_name)
             until(lambda: redis_client.xlen(shard.stream("batch").key) > 1000, what="the backlog")
-            # Ten seconds of jobs are waiting; these wait for the batches under way.
-            assert median(waits(lm, 10, seed=2)) < 1.0
+            # A thousand jobs are waiting; these wait for the batches under way.
+            assert median(turns(lm, some_prompts(10, seed=2))) < 100
             assert flood.answered() > 0
         until_at_rest_of(lm, redis_client, pool_name)
 
@@ -94,14 +99,13 @@ def test_interactive_does_not_starve_batch(server_url, pool_name):
         connected(server_url, pool_name, cache_bytes=0, priority="batch") as lm,
         Flood(server_url, pool_name, 3) as flood,
     ):
-        began, before = time.monotonic(), flood.answered()
+        before = flood.answered()
         prompts = some_prompts(40, seed=4)
         rows = lm.batch_next_token_logprobs_sync(prompts, timeout=30)
         np.testing.assert_array_equal(rows, [mock_row(prompt, 256) for prompt in prompts])
         # One place in eight is theirs, not less and hardly more.
         share = 40 / (40 + flood.answered() - before)
         assert share > 0.06, share
-        assert time.monotonic() - began < 15
 
 
 def test_batch_of_one_does_not_starve_either(server_url, pool_name):
@@ -111,7 +115,7 @@ def test_batch_of_one_does_not_starve_either(server_url, pool_name):
         connected(server_url, pool_name, cache_bytes=0, priority="batch") as lm,
         Flood(server_url, pool_name, 5),
     ):
-        assert max(waits(lm, 5, seed=6)) < 10
+        assert max(turns(lm, some_prompts(5, seed=6))) < 100
 
 
 def test_an_interactive_caller_takes_a_batch_job_along(server_url, redis_client, pool_name):
@@ -123,11 +127,9 @@ def test_an_interactive_caller_takes_a_batch_job_along(server_url, redis_client,
     ):
         last = flood._prompts[2999]
         until(lambda: flood._lm.statistics()["queued"] == 3000, what="all to be queued")
-        began = time.monotonic()
-        row = lm.next_token_logprobs_sync(last, timeout=30)
-        np.testing.assert_array_equal(row, mock_row(last, 256))
+        (before,) = turns(lm, [last])
         assert lm.statistics()["joined"] == 1
-        assert time.monotonic() - began < 2.0  # it would be its turn after seven seconds
+        assert before < 500  # it would be its turn after nearly three thousand
 
 
 def test_one_client_asks_with_both_priorities(server_url, redis_client, pool_name):
@@ -143,14 +145,11 @@ def test_one_client_asks_with_both_priorities(server_url, redis_client, pool_nam
             flood.start()
         (shard,) = pool_shards(redis_client, pool_name)
         until(lambda: redis_client.xlen(shard.stream("batch").key) > 128, what="the backlog")
-        # Forty seconds of its own jobs are waiting, most of them at the client.
-        assert median(waits(lm, 10, seed=14)) < 1.0
+        # Sixteen thousand of its own jobs are waiting, most of them at the client.
+        assert median(turns(lm, some_prompts(10, seed=14))) < 100
         # What waits at the client goes first as well, once it is asked for so.
-        (last,) = some_prompts(8000, seed=12)[-1:]
-        began = time.monotonic()
-        row = lm.next_token_logprobs_sync(last, priority="interactive", timeout=30)
-        np.testing.assert_array_equal(row, mock_row(last, 256))
-        assert time.monotonic() - began < 5.0
+        (before,) = turns(lm, some_prompts(8000, seed=12)[-1:], "interactive")
+        assert before < 1000
         lm.reset_async_queries()
         for flood in floods:
             flood.join()
@@ -204,10 +203,10 @@ def test_a_greedy_client_starves_nobody(server_url, redis_client, pool_name):
         Flood(server_url, pool_name, 8) as flood,
     ):
         (shard,) = pool_shards(redis_client, pool_name)
-        found = waits(lm, 5, seed=9)
+        found = turns(lm, some_prompts(5, seed=9))
         assert redis_client.xlen(shard.stream().key) <= 64 + 16
-        assert median(found) < 1.5  # 64 jobs take 160 ms; all 20,000 would take 50 s
-        assert flood.answered() > 100
+        assert median(found) < 400  # not all of the 20,000
+        until(lambda: flood.answered() > 100, what="the flood to go on")
 
 
 def test_greedy_clients_share_evenly(server_url, pool_name):
@@ -217,6 +216,9 @@ def test_greedy_clients_share_evenly(server_url, pool_name):
             Flood(server_url, pool_name, 11, count=5000) as two,
         ):
             before = one.answered(), two.answered()
-            time.sleep(2)
-            shares = one.answered() - before[0], two.answered() - before[1]
-        assert min(shares) > 0.6 * max(shares), shares
+
+            def shares() -> tuple[int, int]:
+                return one.answered() - before[0], two.answered() - before[1]
+
+            found = until(lambda: now if sum(now := shares()) > 800 else None, 30)
+        assert min(found) > 0.6 * max(found), found

@@ -15,7 +15,7 @@ from typing import Any
 from lmpool.backends.engine import Outcome, Request
 from lmpool.backends.mock import MockEngine
 from lmpool.errors import EngineBroken
-from lmpool.worker import intake, publishing, recovery, state, watchdog
+from lmpool.worker import intake, publishing, recovery, status, watchdog
 
 
 def _die() -> None:
@@ -67,7 +67,7 @@ class FaultyEngine(MockEngine):
         if unguarded:
             for thread in (recovery.Recovery, watchdog.Watchdog):
                 thread.run = lambda self: None  # type: ignore[method-assign]
-            state.WorkerState.let_go = lambda self, jobs: self.held.clear()  # type: ignore[method-assign]
+            status.WorkerStatus.let_go = lambda self, jobs: self.held.clear()  # type: ignore[method-assign]
         if clock:
             right = time.time
             time.time = lambda: right() + clock
@@ -106,10 +106,10 @@ class FaultyEngine(MockEngine):
             read = intake.Intake._parse
 
             def parse(*arguments: Any) -> Any:
-                claimed = read(*arguments)
-                if claimed:
+                delivery = read(*arguments)
+                if delivery:
                     self._die_once()
-                return claimed
+                return delivery
 
             intake.Intake._parse = parse  # type: ignore[method-assign]
             return

@@ -218,7 +218,7 @@ def in_process_worker(
         finally:
             worker.stop()
     if not may_fail:
-        assert worker.service.state.failure is None, worker.service.state.failure
+        assert worker.service.status.failure is None, worker.service.status.failure
 
 
 def lmpool_threads() -> set[threading.Thread]:

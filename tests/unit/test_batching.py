@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lmpool.keys import PoolKeys, Priority
 from lmpool.wants import Digest, Row
 from lmpool.wire import Job
-from lmpool.worker.batching import Batcher, Claimed
+from lmpool.worker.batching import Batcher, Delivery
 from tests.support.protocol import new_job
 from tests.support.waiting import until
 
@@ -29,11 +29,11 @@ class Clock:
         return self.now
 
 
-def claimed(
+def delivery(
     number: int, tokens: int = 1, came: float = 1000.0, priority: Priority = "interactive"
-) -> Claimed:
+) -> Delivery:
     job = Job(Row("f32"), Digest(b"%016d" % number), b"\0" * 4 * tokens, None)
-    return Claimed(job, b"%d-0" % number, SHARD.stream(priority), came)
+    return Delivery(job, b"%d-0" % number, SHARD.stream(priority), came)
 
 
 def new(
@@ -52,19 +52,19 @@ def test_without_a_job_there_is_nothing_due() -> None:
 
 def test_a_full_batch_is_due_at_once() -> None:
     batcher, _ = new(batch_size=3)
-    batcher.add([claimed(0), claimed(1)])
+    batcher.add([delivery(0), delivery(1)])
     assert batcher.due_in() == 1.0
-    batcher.add([claimed(2)])
+    batcher.add([delivery(2)])
     assert batcher.due_in() == 0.0
     assert batcher.room() == 0
 
 
 def test_a_batch_is_due_at_its_most_tokens() -> None:
     batcher, _ = new(max_batch_tokens=10)
-    batcher.add([claimed(0, 4), claimed(1, 5)])
+    batcher.add([delivery(0, 4), delivery(1, 5)])
     assert batcher.due_in() == 1.0
     assert batcher.room() == 2
-    batcher.add([claimed(2, 1)])
+    batcher.add([delivery(2, 1)])
     assert batcher.due_in() == 0.0
     assert batcher.room() == 0
 
@@ -75,10 +75,10 @@ def test_a_partial_batch_is_due_at_its_timeout_after_its_first_job(
 ) -> None:
     clock = Clock()
     batcher = Batcher(10, timeout, 100, clock)
-    batcher.add([claimed(0, came=clock.now)])
+    batcher.add([delivery(0, came=clock.now)])
     clock.now += age
     # Later jobs do not put it off.
-    batcher.add([claimed(1, came=clock.now)])
+    batcher.add([delivery(1, came=clock.now)])
     due = batcher.due_in()
     assert due is not None
     assert due == max(0.0, 1000.0 + timeout - clock.now)
@@ -88,7 +88,7 @@ def test_a_partial_batch_is_due_at_its_timeout_after_its_first_job(
 
 def test_a_job_longer_than_the_budget_goes_alone() -> None:
     batcher, _ = new(max_batch_tokens=10)
-    batcher.add([claimed(0, 3), claimed(1, 50), claimed(2, 3), claimed(3, 3)])
+    batcher.add([delivery(0, 3), delivery(1, 50), delivery(2, 3), delivery(3, 3)])
     assert [[c.entry for c in batcher.take()] for _ in range(3)] == [
         [b"0-0"],
         [b"1-0"],
@@ -99,7 +99,7 @@ def test_a_job_longer_than_the_budget_goes_alone() -> None:
 
 def test_what_is_left_over_keeps_its_age() -> None:
     batcher, clock = new(batch_size=2)
-    batcher.add([claimed(0), claimed(1), claimed(2, came=1000.5)])
+    batcher.add([delivery(0), delivery(1), delivery(2, came=1000.5)])
     batcher.take()
     clock.now = 1001.0
     assert batcher.due_in() == 0.5
@@ -107,7 +107,7 @@ def test_what_is_left_over_keeps_its_age() -> None:
 
 def test_a_taken_batch_is_running_until_it_is_done() -> None:
     batcher, clock = new()
-    batcher.add([claimed(0)])
+    batcher.add([delivery(0)])
     assert not batcher.busy
     batcher.take()
     assert batcher.busy
@@ -116,7 +116,7 @@ def test_a_taken_batch_is_running_until_it_is_done() -> None:
     assert batcher.stepped() == 3
     clock.now += 2
     assert batcher.running_for() == 2
-    batcher.add([claimed(1)])
+    batcher.add([delivery(1)])
     batcher.take()
     assert batcher.running_for() == 2  # the engine was at it already
     batcher.done()
@@ -131,7 +131,7 @@ def test_an_empty_take_starts_nothing() -> None:
 
 def test_jobs_are_given_up_only_while_a_batch_runs() -> None:
     batcher, _ = new(batch_size=2)
-    batcher.add([claimed(0), claimed(1), claimed(2)])
+    batcher.add([delivery(0), delivery(1), delivery(2)])
     assert batcher.give_up() == []
     batcher.take()
     assert [c.entry for c in batcher.give_up()] == [b"2-0"]
@@ -142,10 +142,10 @@ def test_jobs_are_given_up_only_while_a_batch_runs() -> None:
 
 def test_jobs_that_are_put_back_go_first() -> None:
     batcher, _ = new(batch_size=3, max_batch_tokens=10)
-    of_batch = [claimed(3, 4, priority="batch"), claimed(4, priority="batch")]
-    batcher.add([claimed(0, 2), claimed(1, 3), *of_batch])
+    of_batch = [delivery(3, 4, priority="batch"), delivery(4, priority="batch")]
+    batcher.add([delivery(0, 2), delivery(1, 3), *of_batch])
     first = batcher.take()
-    batcher.add([claimed(2)])
+    batcher.add([delivery(2)])
     batcher.put_back([c for c in first if c.entry != b"0-0"])
     assert batcher.due_in() == 0.0
     assert [c.entry for c in batcher.take()] == [b"1-0", b"2-0", b"3-0"]
@@ -155,7 +155,7 @@ def test_jobs_that_are_put_back_go_first() -> None:
 
 def test_closing_returns_what_waited() -> None:
     batcher, _ = new()
-    batcher.add([claimed(0), claimed(1)])
+    batcher.add([delivery(0), delivery(1)])
     assert [c.entry for c in batcher.close()] == [b"0-0", b"1-0"]
     assert batcher.wait() == []
     assert batcher.close() == []
@@ -169,12 +169,12 @@ class BatchesAgainstModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.batcher, self.clock = new(self.SIZE, self.TIMEOUT, self.TOKENS)
-        self.waiting: list[Claimed] = []
+        self.waiting: list[Delivery] = []
         self.count = 0
 
     @rule(sizes=st.lists(st.integers(1, 20), max_size=6))
     def add(self, sizes: list[int]) -> None:
-        jobs = [claimed(self.count + i, size, self.clock.now) for i, size in enumerate(sizes)]
+        jobs = [delivery(self.count + i, size, self.clock.now) for i, size in enumerate(sizes)]
         self.count += len(jobs)
         self.waiting += jobs
         self.batcher.add(jobs)
@@ -235,7 +235,7 @@ class Waiter:
     """A thread in `Batcher.wait`."""
 
     def __init__(self, batcher: Batcher, interrupted: Callable[[], bool] = lambda: False) -> None:
-        self.batch: list[Claimed] | None = None
+        self.batch: list[Delivery] | None = None
         self.took = 0.0
 
         def wait() -> None:
@@ -246,7 +246,7 @@ class Waiter:
         self.thread = threading.Thread(target=wait)
         self.thread.start()
 
-    def result(self) -> list[Claimed]:
+    def result(self) -> list[Delivery]:
         self.thread.join(10)
         assert self.batch is not None, "it still waits"
         return self.batch
@@ -255,8 +255,8 @@ class Waiter:
 def test_a_wait_ends_at_once_when_the_batch_is_full() -> None:
     batcher = Batcher(2, 60.0, 100)
     waiter = Waiter(batcher)
-    batcher.add([claimed(0, came=time.monotonic())])
-    batcher.add([claimed(1, came=time.monotonic())])
+    batcher.add([delivery(0, came=time.monotonic())])
+    batcher.add([delivery(1, came=time.monotonic())])
     assert len(waiter.result()) == 2
     assert waiter.took < 5
 
@@ -265,9 +265,9 @@ def test_a_wait_ends_at_the_timeout_of_the_first_job() -> None:
     batcher = Batcher(100, 0.1, 1000)
     waiter = Waiter(batcher)
     began = time.monotonic()
-    batcher.add([claimed(0, came=began)])
+    batcher.add([delivery(0, came=began)])
     until(lambda: time.monotonic() - began > 0.05)
-    batcher.add([claimed(1, came=time.monotonic())])
+    batcher.add([delivery(1, came=time.monotonic())])
     assert len(waiter.result()) == 2
     assert 0.09 < time.monotonic() - began < 5
 
@@ -288,7 +288,7 @@ def test_a_wait_ends_without_a_batch(how: str) -> None:
 
 def test_nothing_is_lost_or_doubled_between_threads() -> None:
     batcher = Batcher(7, 0.0005, 30)
-    taken: list[Claimed] = []
+    taken: list[Delivery] = []
     ended = threading.Event()
 
     def take() -> None:
@@ -298,7 +298,7 @@ def test_nothing_is_lost_or_doubled_between_threads() -> None:
 
     consumer = threading.Thread(target=take)
     consumer.start()
-    jobs = [claimed(i, 1 + i % 5, time.monotonic()) for i in range(2000)]
+    jobs = [delivery(i, 1 + i % 5, time.monotonic()) for i in range(2000)]
     for i in range(0, len(jobs), 13):
         batcher.add(jobs[i : i + 13])
     ended.set()
@@ -313,13 +313,13 @@ def test_nothing_is_lost_or_doubled_between_threads() -> None:
 
 def of_kind(
     number: int, priority: Priority = "interactive", *, alone: bool = False, tokens: int = 1
-) -> Claimed:
+) -> Delivery:
     settled = threading.Event() if alone else None
     stream = SHARD.stream(priority)
-    return Claimed(new_job(*[number] * tokens), str(number).encode(), stream, 0.0, settled)
+    return Delivery(new_job(*[number] * tokens), str(number).encode(), stream, 0.0, settled)
 
 
-def kinds(batch: list[Claimed]) -> str:
+def kinds(batch: list[Delivery]) -> str:
     return "".join("a" if c.settled else c.stream.priority[0] for c in batch)
 
 
@@ -364,4 +364,4 @@ def test_a_second_delivery_runs_alone_and_every_other_batch_is_of_others() -> No
     batcher.add([of_kind(10 + i) for i in range(6)])
     assert [kinds(batcher.take()) for _ in range(4)] == ["a", "iiii", "a", "ii"]
     batcher.add_alone(of_kind(3, alone=True))
-    assert [kinds([claimed]) for claimed in batcher.close()] == ["a"]
+    assert [kinds([delivery]) for delivery in batcher.close()] == ["a"]

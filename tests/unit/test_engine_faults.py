@@ -90,7 +90,7 @@ def test_a_continuation_that_nobody_waits_for_is_ended(any_server: str, pool_nam
     ):
         with pytest.raises(PoolTimeout):
             lm.sample_sync(GOOD, 90_000, [], seed=1, timeout=0.5)
-        until(lambda: not worker.service.state.held, 20)  # it would take 15 minutes
+        until(lambda: not worker.service.status.held, 20)  # it would take 15 minutes
         engine = worker.service.engine
         assert engine is not None
         until(lambda: engine.in_flight() == 0)

@@ -19,10 +19,10 @@ from lmpool.keys import ShardKeys
 from lmpool.servers import Servers
 from lmpool.wants import Row
 from lmpool.worker import engine_thread as engine_thread_module
-from lmpool.worker.batching import Batcher, Claimed
+from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.engine_thread import EngineLoop, spawn
 from lmpool.worker.publishing import Done, Finished
-from lmpool.worker.state import WorkerState
+from lmpool.worker.status import WorkerStatus
 from tests.support.fake import FakeServer
 from tests.support.parts import Guarded, SplitServers
 from tests.support.protocol import Caller, Consumer, new_job, put_result, shard_of_pool
@@ -86,11 +86,11 @@ class Loop:
         self.engine = ToyEngine(**options)
         self.batcher = Batcher(8, 0.0, 1000)
         self.adapters = ToyAdapters()
-        self.state = WorkerState({}, lambda: None)
+        self.status = WorkerStatus({}, lambda: None)
         self.published: list[Finished] = []
         self.shards = shards
         self.loop = EngineLoop(
-            self.engine, self.batcher, self, self.adapters, servers, ServerClock(), self.state  # type: ignore[arg-type]
+            self.engine, self.batcher, self, self.adapters, servers, ServerClock(), self.status  # type: ignore[arg-type]
         )  # fmt: skip
         self.thread: Guarded | None = None
 
@@ -102,31 +102,31 @@ class Loop:
         self.thread = Guarded(self.loop.run)
 
     def stop(self) -> None:
-        self.state.stopping.set()
+        self.status.stopping.set()
         self.batcher.wake()
         self.engine.gate.release(100)
         if self.thread is not None:
             self.thread.end()
 
-    def claimed(self, *tokens: int, **options: Any) -> Claimed:
+    def delivery(self, *tokens: int, **options: Any) -> Delivery:
         """A job that just came."""
         alone = threading.Event() if options.pop("alone", False) else None
         shard, entry = options.pop("shard", self.shards[0]), options.pop("entry", b"1-0")
         came = time.monotonic() - options.pop("age", 0.0)
         job = new_job(*tokens, **options)
         object.__setattr__(job, "sent", ServerClock().now_ms())
-        return Claimed(job, entry, shard.stream(), came, alone)
+        return Delivery(job, entry, shard.stream(), came, alone)
 
     def wait_for(self, count: int) -> None:
         """Wait until so many have been published."""
         until(lambda: len(self.published) >= count, what=f"{count} to be published")
 
-    def of(self, item: Finished) -> tuple[Claimed, str]:
+    def of(self, item: Finished) -> tuple[Delivery, str]:
         """What was published of which delivery."""
         if isinstance(item, Done):
-            return item.claimed, item.status
-        claimed, outcome = item
-        return claimed, "row" if outcome.error is None else str(outcome.error)
+            return item.delivery, item.status
+        delivery, outcome = item
+        return delivery, "row" if outcome.error is None else str(outcome.error)
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def loop(new: Callable[..., Loop]) -> Loop:
 
 
 def test_a_batch_is_run_and_each_job_gets_its_own_outcome(loop: Loop) -> None:
-    jobs = [loop.claimed(i) for i in range(5)]
+    jobs = [loop.delivery(i) for i in range(5)]
     loop.engine.outcomes = lambda requests: [
         Outcome(r.id, np.full(4, r.tokens[0], np.float32)) for r in reversed(requests)
     ]
@@ -173,16 +173,16 @@ def test_a_batch_is_run_and_each_job_gets_its_own_outcome(loop: Loop) -> None:
     loop.batcher.add(jobs)
     loop.start()
     loop.wait_for(5)
-    assert loop.engine.submitted == [[claimed.job.digest for claimed in jobs]]
+    assert loop.engine.submitted == [[delivery.job.digest for delivery in jobs]]
     for item in loop.published:
         assert not isinstance(item, Done)
-        claimed, outcome = item
-        assert claimed in jobs
+        delivery, outcome = item
+        assert delivery in jobs
         assert outcome.row is not None
-        assert outcome.row[0] == claimed.job.token_ids()[0]
+        assert outcome.row[0] == delivery.job.token_ids()[0]
     until(lambda: not loop.batcher.busy)
-    assert loop.state.rows_per_second() == 0.5
-    assert loop.state.step_since is None
+    assert loop.status.rows_per_second() == 0.5
+    assert loop.status.step_since is None
 
 
 def test_a_request_is_the_jobs_prompt_want_and_adapter(loop: Loop) -> None:
@@ -194,7 +194,7 @@ def test_a_request_is_the_jobs_prompt_want_and_adapter(loop: Loop) -> None:
 
     loop.engine.outcomes = outcomes
     loop.engine.gate.release()
-    loop.batcher.add([loop.claimed(4, 5, encoding="f16", adapter="x@1")])
+    loop.batcher.add([loop.delivery(4, 5, encoding="f16", adapter="x@1")])
     loop.start()
     loop.wait_for(1)
     (request,) = seen
@@ -204,20 +204,21 @@ def test_a_request_is_the_jobs_prompt_want_and_adapter(loop: Loop) -> None:
 
 
 def test_several_deliveries_of_one_job_are_run_once_and_all_announced(loop: Loop) -> None:
-    first = loop.claimed(1, entry=b"1-0")
-    again = loop.claimed(1, entry=b"2-0")
-    third = loop.claimed(1, entry=b"1-0", shard=loop.shards[1])
+    first = loop.delivery(1, entry=b"1-0")
+    again = loop.delivery(1, entry=b"2-0")
+    third = loop.delivery(1, entry=b"1-0", shard=loop.shards[1])
     loop.engine.gate.release()
-    loop.batcher.add([first, again, third, loop.claimed(2)])
+    loop.batcher.add([first, again, third, loop.delivery(2)])
     loop.start()
     loop.wait_for(4)
     assert len(loop.engine.submitted[0]) == 2
     found = dict(map(loop.of, loop.published))
-    assert (found[first], found[again], found[third]) == ("row", "ok", "ok")
+    # Each with the outcome: where it cannot be stored, all of them end in the error.
+    assert (found[first], found[again], found[third]) == ("row", "row", "row")
 
 
 def test_an_error_is_told_of_every_delivery(loop: Loop) -> None:
-    both = [loop.claimed(1, entry=b"1-0"), loop.claimed(1, entry=b"2-0")]
+    both = [loop.delivery(1, entry=b"1-0"), loop.delivery(1, entry=b"2-0")]
     loop.engine.outcomes = lambda requests: [
         Outcome(request.id, error=PromptFailed("odd")) for request in requests
     ]
@@ -231,7 +232,7 @@ def test_an_error_is_told_of_every_delivery(loop: Loop) -> None:
 def test_what_the_engine_forgets_fails_and_what_nobody_asked_is_dropped(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
-    jobs = [loop.claimed(i) for i in range(3)]
+    jobs = [loop.delivery(i) for i in range(3)]
     loop.engine.outcomes = lambda requests: [
         Outcome(b"nobody's", np.zeros(4, np.float32)),
         Outcome(requests[0].id, np.zeros(4, np.float32)),
@@ -262,12 +263,12 @@ def test_a_job_that_is_run_alone_has_no_company(new: Callable[..., Loop]) -> Non
         steps += 1
         if steps == 1:
             loop.engine.running = requests  # it takes another step
-            loop.batcher.add([loop.claimed(2), loop.claimed(3)])
+            loop.batcher.add([loop.delivery(2), loop.delivery(3)])
             return []
         return [Outcome(request.id, np.zeros(4, np.float32)) for request in requests]
 
     loop.engine.outcomes = outcomes
-    loop.batcher.add_alone(loop.claimed(1, alone=True))
+    loop.batcher.add_alone(loop.delivery(1, alone=True))
     loop.engine.gate.release(10)
     loop.start()
     loop.wait_for(3)
@@ -286,17 +287,17 @@ def test_a_continuous_engine_is_fed_while_it_runs_and_one_to_be_alone_waits(
         steps += 1
         if steps == 1:
             loop.engine.running = requests  # they take another step
-            loop.batcher.add([loop.claimed(2)])
+            loop.batcher.add([loop.delivery(2)])
             return []
         if steps == 2:
             loop.engine.running = requests
-            loop.batcher.add_alone(loop.claimed(3, alone=True))
-            loop.batcher.add([loop.claimed(4)])
+            loop.batcher.add_alone(loop.delivery(3, alone=True))
+            loop.batcher.add([loop.delivery(4)])
             return []
         return [Outcome(request.id, np.zeros(4, np.float32)) for request in requests]
 
     loop.engine.outcomes = outcomes
-    loop.batcher.add([loop.claimed(1)])
+    loop.batcher.add([loop.delivery(1)])
     loop.engine.gate.release(10)
     loop.start()
     loop.wait_for(4)
@@ -321,27 +322,27 @@ def test_jobs_that_have_waited_are_run_only_if_somebody_still_wants_them(
     for shard in shards:
         for number, group in enumerate((kept, withdrawn, there)):
             entry = wait_in_stream(server, shard, shard.number, number)
-            group.append(loop.claimed(shard.number, number, entry=entry, shard=shard, age=60.0))
-    for claimed in withdrawn:
-        Caller(server, claimed.stream.shard, "c").withdraw(claimed.job)
-    for claimed in there:
-        put_result(server, claimed.stream.shard, claimed.job)
-    loop.state.held.update(claimed.place for claimed in (*kept, *withdrawn, *there))
+            group.append(loop.delivery(shard.number, number, entry=entry, shard=shard, age=60.0))
+    for delivery in withdrawn:
+        Caller(server, delivery.stream.shard, "c").withdraw(delivery.job)
+    for delivery in there:
+        put_result(server, delivery.stream.shard, delivery.job)
+    loop.status.held.update(delivery.place for delivery in (*kept, *withdrawn, *there))
     loop.engine.gate.release()
     loop.batcher.add([*kept, *withdrawn, *there])
     loop.start()
     loop.wait_for(6)
-    assert loop.engine.submitted == [[claimed.job.digest for claimed in kept]]
+    assert loop.engine.submitted == [[delivery.job.digest for delivery in kept]]
     found = dict(map(loop.of, loop.published))
     assert found == {**dict.fromkeys(kept, "row"), **dict.fromkeys(there, "ok")}
     # What was dropped is let go here, the rest by whoever publishes it.
-    assert loop.state.held == {claimed.place for claimed in (*kept, *there)}
-    for claimed in withdrawn:
-        assert claimed.entry not in Consumer(server, claimed.stream.shard, "me").held()
+    assert loop.status.held == {delivery.place for delivery in (*kept, *there)}
+    for delivery in withdrawn:
+        assert delivery.entry not in Consumer(server, delivery.stream.shard, "me").held()
 
 
 def test_jobs_that_have_just_come_are_run_without_asking(loop: Loop) -> None:
-    job = loop.claimed(1)  # nobody waits for it: to ask would show that
+    job = loop.delivery(1)  # nobody waits for it: to ask would show that
     loop.engine.gate.release()
     loop.batcher.add([job])
     loop.start()
@@ -360,11 +361,11 @@ def test_old_jobs_are_asked_about_even_if_they_have_just_come(
     (entry,) = Consumer(server, shards[1], "me").read()
     if why == "sent long ago":
         caller.vanish()
-    claimed = loop.claimed(1, entry=entry, shard=shards[1], deadline=deadline)
+    delivery = loop.delivery(1, entry=entry, shard=shards[1], deadline=deadline)
     if why == "sent long ago":
-        object.__setattr__(claimed.job, "sent", ServerClock().now_ms() - 6000)
+        object.__setattr__(delivery.job, "sent", ServerClock().now_ms() - 6000)
     loop.engine.gate.release()
-    loop.batcher.add([claimed, loop.claimed(2)])
+    loop.batcher.add([delivery, loop.delivery(2)])
     loop.start()
     loop.wait_for(1)
     until(lambda: not loop.batcher.busy)
@@ -379,11 +380,11 @@ def test_a_batch_of_which_nothing_is_left_is_done(
 ) -> None:
     entry = wait_in_stream(server, shards[0], 1)
     Caller(server, shards[0], "c").withdraw(new_job(1))
-    claimed = loop.claimed(1, entry=entry, age=60.0)
-    loop.state.held.add(claimed.place)
-    loop.batcher.add([claimed])
+    delivery = loop.delivery(1, entry=entry, age=60.0)
+    loop.status.held.add(delivery.place)
+    loop.batcher.add([delivery])
     loop.start()
-    until(lambda: not loop.state.held)
+    until(lambda: not loop.status.held)
     until(lambda: not loop.batcher.busy)
     assert loop.engine.submitted == []
 
@@ -397,12 +398,12 @@ def test_shards_on_several_servers_are_asked_where_they_lie(
         jobs = []
         for shard in shards:
             entry = wait_in_stream(clients[shard.number % 2], shard, shard.number)
-            jobs.append(loop.claimed(shard.number, entry=entry, shard=shard, age=60.0))
+            jobs.append(loop.delivery(shard.number, entry=entry, shard=shard, age=60.0))
         loop.engine.gate.release()
         loop.batcher.add(jobs)
         loop.start()
         loop.wait_for(3)
-        assert loop.engine.submitted == [[claimed.job.digest for claimed in jobs]]
+        assert loop.engine.submitted == [[delivery.job.digest for delivery in jobs]]
 
 
 def test_where_nobody_can_be_asked_everything_is_run(loop: Loop, monkeypatch: Any) -> None:
@@ -411,7 +412,7 @@ def test_where_nobody_can_be_asked_everything_is_run(loop: Loop, monkeypatch: An
 
     monkeypatch.setattr(loop.loop._servers, "for_shard", lose)
     loop.engine.gate.release()
-    loop.batcher.add([loop.claimed(1, age=60.0)])
+    loop.batcher.add([loop.delivery(1, age=60.0)])
     loop.start()
     loop.wait_for(1)
     assert loop.of(loop.published[0])[1] == "row"
@@ -427,8 +428,8 @@ def test_running_requests_that_nobody_waits_for_are_ended_unless_another_deliver
     loop = new(continuous=True)
     entry = wait_in_stream(server, shards[0], 1)
     other = wait_in_stream(server, shards[1], 2)
-    gone = loop.claimed(1, entry=entry, age=60.0)
-    kept = loop.claimed(2, entry=other, shard=shards[1], age=60.0)
+    gone = loop.delivery(1, entry=entry, age=60.0)
+    kept = loop.delivery(2, entry=other, shard=shards[1], age=60.0)
     steps = 0
 
     def outcomes(requests: list[Request]) -> list[Outcome]:
@@ -442,14 +443,14 @@ def test_running_requests_that_nobody_waits_for_are_ended_unless_another_deliver
         return [Outcome(request.id, np.zeros(4, np.float32)) for request in requests]
 
     loop.engine.outcomes = outcomes
-    loop.state.held.update((gone.place, kept.place))
+    loop.status.held.update((gone.place, kept.place))
     loop.batcher.add([gone, kept])
     loop.engine.gate.release(10)
     loop.start()
     loop.wait_for(1)
     assert loop.engine.cancelled == [gone.job.digest]
     assert list(map(loop.of, loop.published)) == [(kept, "row")]
-    assert gone.place not in loop.state.held
+    assert gone.place not in loop.status.held
 
 
 # --- adapters ------------------------------------------------------------------------------------
@@ -462,14 +463,14 @@ def test_a_job_whose_adapter_cannot_be_used_is_refused_alone_and_asked_once_a_ba
         "gone@1": AdapterError("adapter 'gone' was removed"),
         "odd@2": ValueError(),
     }
-    gone = [loop.claimed(i, adapter="gone@1") for i in range(3)]
-    odd, good = loop.claimed(4, adapter="odd@2"), loop.claimed(5, adapter="x@3")
-    other, base = loop.claimed(7, adapter="x@3"), loop.claimed(6)
+    gone = [loop.delivery(i, adapter="gone@1") for i in range(3)]
+    odd, good = loop.delivery(4, adapter="odd@2"), loop.delivery(5, adapter="x@3")
+    other, base = loop.delivery(7, adapter="x@3"), loop.delivery(6)
     loop.engine.gate.release()
     loop.batcher.add([*gone, odd, good, other, base])
     loop.start()
     loop.wait_for(7)
-    refused = {c: i for i in loop.published if isinstance(i, Done) for c in [i.claimed]}
+    refused = {c: i for i in loop.published if isinstance(i, Done) for c in [i.delivery]}
     assert set(refused) == {*gone, odd}
     assert all(item.status == "unknown_adapter" for item in refused.values())
     assert refused[gone[0]].error == "adapter 'gone' was removed"
@@ -483,15 +484,15 @@ def test_behind_a_job_whose_adapter_has_no_room_those_of_adapters_wait(
 ) -> None:
     loop = new(continuous=True)
     loop.adapters.room = 1
-    first, second, third = (loop.claimed(i, adapter=f"a@{i % 2}") for i in (0, 1, 2))
-    base = loop.claimed(9)
+    first, second, third = (loop.delivery(i, adapter=f"a@{i % 2}") for i in (0, 1, 2))
+    base = loop.delivery(9)
     loop.batcher.add([first, second, third, base])
     loop.engine.gate.release(10)
     loop.start()
     loop.wait_for(4)
     # The third has the first one's adapter, but the second's turn comes before it.
     digests = [
-        [claimed.job.digest for claimed in batch] for batch in ([first, base], [second], [third])
+        [delivery.job.digest for delivery in batch] for batch in ([first, base], [second], [third])
     ]
     assert loop.engine.submitted == digests
     assert set(map(loop.of, loop.published)) == {(c, "row") for c in (first, second, third, base)}
@@ -499,7 +500,7 @@ def test_behind_a_job_whose_adapter_has_no_room_those_of_adapters_wait(
 
 def test_an_adapter_that_breaks_the_engine_breaks_it(loop: Loop) -> None:
     loop.adapters.refused = {"x@1": EngineBroken("out of memory")}
-    loop.batcher.add([loop.claimed(1, adapter="x@1")])
+    loop.batcher.add([loop.delivery(1, adapter="x@1")])
     loop.start()
     assert loop.thread is not None
     with pytest.raises(EngineBroken):
@@ -515,7 +516,7 @@ def test_calls_are_run_between_batches_on_the_same_thread(loop: Loop) -> None:
     threads = [loop.loop.call(threading.get_ident).result(10) for _ in range(2)]
     assert loop.thread is not None
     assert threads == [loop.thread.ident] * 2
-    loop.batcher.add([loop.claimed(1)])
+    loop.batcher.add([loop.delivery(1)])
     until(lambda: loop.engine.submitted)
     call = loop.loop.call(lambda: len(loop.published))
     assert not call.done()
@@ -543,7 +544,7 @@ def test_an_engine_that_breaks_ends_the_thread_and_leaves_what_it_had(loop: Loop
         raise EngineBroken("CUDA error")
 
     loop.engine.outcomes = outcomes
-    jobs = [loop.claimed(i) for i in range(3)]
+    jobs = [loop.delivery(i) for i in range(3)]
     loop.batcher.add(jobs)
     loop.engine.gate.release()
     loop.start()
@@ -553,16 +554,16 @@ def test_an_engine_that_breaks_ends_the_thread_and_leaves_what_it_had(loop: Loop
     loop.thread = None
     assert loop.loop.running() == jobs
     assert loop.published == []
-    assert loop.state.step_since is None
+    assert loop.status.step_since is None
 
 
 def test_it_stops_when_what_runs_is_done_and_takes_nothing_more(loop: Loop) -> None:
-    running, waiting = loop.claimed(1), loop.claimed(2)
+    running, waiting = loop.delivery(1), loop.delivery(2)
     loop.batcher.add([running])
     loop.start()
     until(lambda: loop.engine.submitted)
     loop.batcher.add([waiting])
-    loop.state.stopping.set()
+    loop.status.stopping.set()
     loop.batcher.wake()
     loop.engine.gate.release()
     assert loop.thread is not None
@@ -576,7 +577,7 @@ def test_a_continuous_engine_takes_its_steps_to_the_end_when_it_stops_and_is_fed
     new: Callable[..., Loop],
 ) -> None:
     loop = new(continuous=True)
-    running, waiting = loop.claimed(1), loop.claimed(2)
+    running, waiting = loop.delivery(1), loop.delivery(2)
     steps = 0
 
     def outcomes(requests: list[Request]) -> list[Outcome]:
@@ -584,7 +585,7 @@ def test_a_continuous_engine_takes_its_steps_to_the_end_when_it_stops_and_is_fed
         steps += 1
         if steps < 3:
             loop.engine.running = requests
-            loop.state.stopping.set()
+            loop.status.stopping.set()
             if steps == 1:
                 loop.batcher.add([waiting])
             return []
@@ -601,7 +602,7 @@ def test_a_continuous_engine_takes_its_steps_to_the_end_when_it_stops_and_is_fed
 
 
 def test_calls_that_are_left_when_it_ends_are_cancelled(loop: Loop) -> None:
-    loop.batcher.add([loop.claimed(1)])
+    loop.batcher.add([loop.delivery(1)])
     loop.engine.outcomes = lambda requests: (_ for _ in ()).throw(EngineBroken("gone"))  # type: ignore[assignment]
     loop.start()
     until(lambda: loop.engine.submitted)
@@ -614,14 +615,14 @@ def test_calls_that_are_left_when_it_ends_are_cancelled(loop: Loop) -> None:
 
 def test_a_thread_that_fails_ends_the_worker() -> None:
     ended = threading.Event()
-    state = WorkerState({}, ended.set)
+    status = WorkerStatus({}, ended.set)
     error = RuntimeError("why")
 
     def fail() -> None:
         raise error
 
-    thread = spawn("test", fail, state)
+    thread = spawn("test", fail, status)
     assert ended.wait(10)
     thread.join(10)
     assert thread.name == "lmpool-test"
-    assert state.failure is error
+    assert status.failure is error

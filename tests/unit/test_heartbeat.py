@@ -19,7 +19,7 @@ from lmpool.worker import heartbeat as heartbeat_module
 from lmpool.worker.heartbeat import EVERY, LIFE_MS, Heartbeat
 from lmpool.worker.intake import create_groups
 from lmpool.worker.membership import mark
-from lmpool.worker.state import WorkerState
+from lmpool.worker.status import WorkerStatus
 from tests.support.fake import FakeServer
 from tests.support.parts import SplitServers, Time, info_of
 
@@ -55,8 +55,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 def new(servers: Servers, keys: PoolKeys, info: ModelInfo = INFO) -> Heartbeat:
-    state = WorkerState({"id": "me", "pid": 7}, lambda: None)
-    return Heartbeat(servers, info.shard_keys(keys), "me", state, keys, info)
+    status = WorkerStatus({"id": "me", "pid": 7}, lambda: None)
+    return Heartbeat(servers, info.shard_keys(keys), "me", status, keys, info)
 
 
 def consumers(server: Any, shard: ShardKeys) -> set[bytes]:

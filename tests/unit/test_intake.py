@@ -16,10 +16,10 @@ from lmpool.servers import Servers
 from lmpool.wants import Digester
 from lmpool.wire import Job, pack_job
 from lmpool.worker import intake as intake_module
-from lmpool.worker.batching import Batcher, Claimed
+from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.intake import Intake, create_groups, release, uncount
-from lmpool.worker.state import WorkerState
+from lmpool.worker.status import WorkerStatus
 from tests.support.protocol import (
     FINGERPRINT,
     Caller,
@@ -49,14 +49,14 @@ class Reader:
         self._xreadgroup = self.server.xreadgroup
         self.server.xreadgroup = self._read
         self.failures: list[BaseException] = []
-        self.state = WorkerState({}, lambda: None)
+        self.status = WorkerStatus({}, lambda: None)
         self.batcher = Batcher(batch_size, timeout, 10_000)
         self.intake = Intake(
             self.servers,
             shards,
             consumer,
             self.batcher,
-            self.state,
+            self.status,
             Digester(FINGERPRINT),
             DeadLetters(self.servers, consumer),
             continuous,
@@ -80,18 +80,18 @@ class Reader:
         until(lambda: len(self.batcher) >= count, what=f"{count} jobs")
         jobs: list[Job] = []
         while len(jobs) < count:
-            jobs += [claimed.job for claimed in self.batcher.take()]
+            jobs += [delivery.job for delivery in self.batcher.take()]
         return jobs
 
     def take_some(self, most: int) -> list[Job]:
         """Take what is there, at most so many, and be done with them."""
         until(lambda: len(self.batcher), what="a job")
-        jobs = [claimed.job for claimed in self.batcher.take(most)]
+        jobs = [delivery.job for delivery in self.batcher.take(most)]
         self.batcher.done()
         return jobs
 
     def stop(self) -> None:
-        self.state.stopping.set()
+        self.status.stopping.set()
         self.batcher.wake()
         self.thread.join(10)
         assert not self.thread.is_alive()
@@ -247,7 +247,7 @@ def test_an_idle_worker_blocks_and_a_busy_one_does_not(
     until(lambda: len(reader.blocks) >= 3)
     assert None not in reader.blocks
     caller.enqueue(new_job(1))
-    reader.state.batch_seconds = 200.0
+    reader.status.batch_seconds = 200.0
     reader.take(1)  # the engine is at work, and about to end
     reader.batcher.busy_since -= 200.0
     reader.batcher.wake()
@@ -283,7 +283,7 @@ def test_what_waits_for_a_batch_that_takes_too_long_is_given_back(
     monkeypatch.setattr(intake_module, "GIVE_BACK_AFTER", 0.05)
     caller = Caller(redis_client, shard)
     reader = start(batch_size=1)
-    reader.state.batch_seconds = 0.01
+    reader.status.batch_seconds = 0.01
     first, second = new_job(1), new_job(2)
     caller.enqueue(first)
     assert reader.take(1) == [first]
@@ -305,13 +305,13 @@ def test_several_shards_are_read_together(
         Caller(redis_client, shard).enqueue(job)
     reader = start(shards=shards, batch_size=6)
     until(lambda: len(reader.batcher) == 3)
-    claimed = reader.batcher.take()
-    assert {(c.stream.shard.number, c.job.digest) for c in claimed} == {
+    delivery = reader.batcher.take()
+    assert {(c.stream.shard.number, c.job.digest) for c in delivery} == {
         (number, job.digest) for number, job in enumerate(jobs)
     }
-    for c in claimed:
+    for c in delivery:
         assert c.place == (shards[c.stream.shard.number].stream().key, c.entry)
-    assert reader.state.held == {c.place for c in claimed}
+    assert reader.status.held == {c.place for c in delivery}
 
 
 def test_of_priority_batch_no_more_is_claimed_than_is_left_and_none_before_the_others(
@@ -330,7 +330,7 @@ def test_of_priority_batch_no_more_is_claimed_than_is_left_and_none_before_the_o
     assert len(Consumer(redis_client, shard, "reader", "batch").held()) == 4
     assert len(Consumer(redis_client, shard, "reader").held()) == 4
     found = reader.batcher.take()
-    assert [claimed.job for claimed in found if not claimed.is_batch_priority] == interactive[:3]
+    assert [delivery.job for delivery in found if not delivery.is_batch_priority] == interactive[:3]
 
 
 def test_a_job_starts_its_batchs_clock_when_it_comes(
@@ -340,8 +340,8 @@ def test_a_job_starts_its_batchs_clock_when_it_comes(
     before = time.monotonic()
     Caller(redis_client, shard).enqueue(new_job(1))
     until(lambda: len(reader.batcher) == 1)
-    (claimed,) = reader.batcher.take()
-    assert before <= claimed.came <= time.monotonic()
+    (delivery,) = reader.batcher.take()
+    assert before <= delivery.came <= time.monotonic()
 
 
 def test_it_stops_while_it_waits(start: Callable[..., Reader]) -> None:
@@ -442,7 +442,7 @@ def test_what_was_taken_over_is_not_read_again_after_a_failure(
     reader = start()
     until(lambda: len(reader.blocks) >= 2)
     # The recovery's thread takes over the job of a dead worker: it waits for its turn alone.
-    reader.state.held.add((shard.stream().key, entry))
+    reader.status.held.add((shard.stream().key, entry))
     redis_client.xclaim(shard.stream().key, GROUP, "reader", 0, [entry])
     left = lose_an_answer(reader)
     lost, after = new_job(2), new_job(3)
@@ -569,17 +569,17 @@ def test_a_delivery_that_ran_nothing_does_not_count(
         found: Any = redis_client.xpending_range(shard.stream().key, GROUP, "-", "+", 10)
         return {item["message_id"]: item["times_delivered"] for item in found}
 
-    def claimed(entry: bytes) -> Claimed:
-        return Claimed(new_job(1), entry, shard.stream(), 0.0)
+    def delivery(entry: bytes) -> Delivery:
+        return Delivery(new_job(1), entry, shard.stream(), 0.0)
 
     Caller(redis_client, shard).enqueue(new_job(1), new_job(2))
     worker = Consumer(redis_client, shard, "worker")
     first, second = worker.read()
     redis_client.xclaim(shard.stream().key, GROUP, "worker", 0, [first, second])
-    uncount(servers, claimed(first), "worker")
-    uncount(servers, claimed(second), "other")
+    uncount(servers, delivery(first), "worker")
+    uncount(servers, delivery(second), "other")
     assert deliveries() == {first: 1, second: 2}
     redis_client.xack(shard.stream().key, GROUP, first)
-    uncount(servers, claimed(first), "worker")
+    uncount(servers, delivery(first), "worker")
     assert deliveries() == {second: 2}
     assert worker.held() == [second]

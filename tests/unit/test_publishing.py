@@ -19,9 +19,9 @@ from lmpool.servers import Servers
 from lmpool.wants import Generate, Generation
 from lmpool.wire import Job
 from lmpool.worker import publishing
-from lmpool.worker.batching import Claimed
+from lmpool.worker.batching import Delivery
 from lmpool.worker.publishing import Done, Finished, Publisher, encode
-from lmpool.worker.state import WorkerState
+from lmpool.worker.status import WorkerStatus
 from tests.support.protocol import Caller, Consumer, entries_of, new_job, shard_of_pool
 from tests.support.server import RealServer
 from tests.support.waiting import until
@@ -42,8 +42,8 @@ def bf16_logits(seed: int = 0) -> tuple[npt.NDArray[np.uint16], float]:
     return bits, float(np.log(np.exp(bf16_to_f32(bits).astype(np.float64)).sum()))
 
 
-def claimed(job: Job, entry: bytes = b"1-0", shard: ShardKeys | None = None) -> Claimed:
-    return Claimed(job, entry, (shard or shard_of_pool("p")).stream(), 0.0)
+def delivery(job: Job, entry: bytes = b"1-0", shard: ShardKeys | None = None) -> Delivery:
+    return Delivery(job, entry, (shard or shard_of_pool("p")).stream(), 0.0)
 
 
 def generating(job: Job) -> Job:
@@ -56,7 +56,7 @@ def generating(job: Job) -> Job:
 
 def test_f32_rows_are_stored_as_they_are() -> None:
     job, row = new_job(1), log_softmax()
-    done = encode(claimed(job), Outcome(job.digest, row), VOCAB)
+    done = encode(delivery(job), Outcome(job.digest, row), VOCAB)
     assert done.value is not None
     assert done.status == "ok"
     found = unpack_row(done.value, VOCAB)
@@ -67,14 +67,14 @@ def test_f32_rows_are_stored_as_they_are() -> None:
 def test_a_view_of_a_batchs_block_is_stored_as_its_own_row() -> None:
     block = np.stack([log_softmax(i) for i in range(4)], axis=1)  # rows are columns
     job = new_job(1)
-    done = encode(claimed(job), Outcome(job.digest, block[:, 2]), VOCAB)
+    done = encode(delivery(job), Outcome(job.digest, block[:, 2]), VOCAB)
     assert done.value is not None
     assert unpack_row(done.value, VOCAB).logprobs().tobytes() == log_softmax(2).tobytes()
 
 
 def test_f16_rows_are_stored_where_they_are_wanted() -> None:
     job, row = new_job(1, encoding="f16"), log_softmax()
-    done = encode(claimed(job), Outcome(job.digest, row), VOCAB)
+    done = encode(delivery(job), Outcome(job.digest, row), VOCAB)
     assert done.value is not None
     found = unpack_row(done.value, VOCAB)
     assert found.encoding == "f16"
@@ -85,7 +85,7 @@ def test_f16_rows_are_stored_where_they_are_wanted() -> None:
 def test_bfloat16_logits_are_stored_as_is_wanted(wanted: str) -> None:
     bits, logsumexp = bf16_logits()
     job = new_job(1, encoding=wanted)
-    done = encode(claimed(job), Outcome(job.digest, bits, logsumexp), VOCAB)
+    done = encode(delivery(job), Outcome(job.digest, bits, logsumexp), VOCAB)
     assert done.value is not None
     found = unpack_row(done.value, VOCAB)
     assert found.encoding == wanted
@@ -95,7 +95,7 @@ def test_bfloat16_logits_are_stored_as_is_wanted(wanted: str) -> None:
 
 def test_a_float32_row_cannot_be_stored_as_bfloat16() -> None:
     job = new_job(1, encoding="bf16")
-    done = encode(claimed(job), Outcome(job.digest, log_softmax()), VOCAB)
+    done = encode(delivery(job), Outcome(job.digest, log_softmax()), VOCAB)
     assert done.value is not None
     assert unpack_row(done.value).encoding == "f32"  # rather more than less
 
@@ -104,7 +104,7 @@ def test_sampled_tokens_are_stored() -> None:
     for ids in ([3, 1, 2], []):
         job = generating(new_job(1))
         outcome = Outcome(b"", answer=Generation(np.array(ids, np.uint32)))
-        done = encode(claimed(job), outcome, VOCAB)
+        done = encode(delivery(job), outcome, VOCAB)
         assert done.value is not None
         assert job.want.decode(done.value, None).token_ids.tolist() == ids  # type: ignore
 
@@ -126,7 +126,7 @@ def nan_row(*places: int) -> npt.NDArray[np.float32]:
 )
 @pytest.mark.parametrize("wanted", ["f32", "f16", "bf16"])
 def test_rows_that_are_no_numbers_fail_with_a_hint(outcome: Outcome, wanted: str) -> None:
-    done = encode(claimed(new_job(1, encoding=wanted)), outcome, VOCAB)
+    done = encode(delivery(new_job(1, encoding=wanted)), outcome, VOCAB)
     assert done.value is None
     assert done.status == "failed"
     assert "NaN" in done.error
@@ -134,16 +134,16 @@ def test_rows_that_are_no_numbers_fail_with_a_hint(outcome: Outcome, wanted: str
 
 
 def test_errors_are_told_and_cut() -> None:
-    done = encode(claimed(new_job(1)), Outcome(b"", error=PromptFailed("why " * 10_000)), VOCAB)
+    done = encode(delivery(new_job(1)), Outcome(b"", error=PromptFailed("why " * 10_000)), VOCAB)
     assert (done.value, done.status) == (None, "failed")
     assert done.error.startswith("why why")
     assert len(done.error) <= publishing.MAX_ERROR_CHARS
     assert (
-        encode(claimed(new_job(1)), Outcome(b"", error=EngineBroken("")), VOCAB).error
+        encode(delivery(new_job(1)), Outcome(b"", error=EngineBroken("")), VOCAB).error
         == "EngineBroken"
     )
-    assert "gave no row" in encode(claimed(new_job(1)), Outcome(b""), VOCAB).error
-    assert "gave no tokens" in encode(claimed(generating(new_job(1))), Outcome(b""), VOCAB).error
+    assert "gave no row" in encode(delivery(new_job(1)), Outcome(b""), VOCAB).error
+    assert "gave no tokens" in encode(delivery(generating(new_job(1))), Outcome(b""), VOCAB).error
 
 
 # --- writing -----------------------------------------------------------------------------------
@@ -159,10 +159,10 @@ class Writer:
 
     def __init__(self, url: str, ttl_ms: int = 60_000) -> None:
         self.failed: list[int] = []
-        self.state = WorkerState({}, lambda: self.failed.append(1))
+        self.status = WorkerStatus({}, lambda: self.failed.append(1))
         self.server: Any = open_server(url)
         self.servers = Servers(lambda: self.server)
-        self.publisher = Publisher(self.servers, VOCAB, ttl_ms, self.state)
+        self.publisher = Publisher(self.servers, VOCAB, ttl_ms, self.status)
         self.thread = threading.Thread(target=self.publisher.run)
         self.thread.start()
 
@@ -187,7 +187,7 @@ def start() -> Iterator[Callable[..., Writer]]:
     yield start
     for writer in writers:
         if writer.thread.is_alive():
-            writer.state.stopping.set()
+            writer.status.stopping.set()
             writer.finish()
 
 
@@ -200,15 +200,15 @@ def prepare(
     caller.enqueue(*jobs, bound=10_000)
     entries = consumer.read(10_000)
     finished: list[Finished] = [
-        (claimed(job, entry, shard), Outcome(job.digest, log_softmax(i)))
+        (delivery(job, entry, shard), Outcome(job.digest, log_softmax(i)))
         for i, (job, entry) in enumerate(zip(jobs, entries, strict=True))
     ]
     return caller, consumer, finished
 
 
 def value_of(server: redis.Redis, shard: ShardKeys, item: Finished) -> Any:
-    claimed = item.claimed if isinstance(item, Done) else item[0]
-    return server.get(shard.result(claimed.job.digest))
+    delivery = item.delivery if isinstance(item, Done) else item[0]
+    return server.get(shard.result(delivery.job.digest))
 
 
 def test_a_batch_is_written_told_and_acknowledged(
@@ -328,7 +328,7 @@ def test_batches_are_written_in_their_order_and_only_two_may_wait(
     start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller, _, finished = prepare(redis_client, shard, 6)
-    publisher = Publisher(Servers.of_url(any_server), VOCAB, 1000, WorkerState({}, lambda: None))
+    publisher = Publisher(Servers.of_url(any_server), VOCAB, 1000, WorkerStatus({}, lambda: None))
     put: list[int] = []
 
     def put_all() -> None:
@@ -377,7 +377,7 @@ def test_nobody_waits_for_a_publisher_that_has_ended(
     any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     _, consumer, finished = prepare(redis_client, shard, 1)
-    publisher = Publisher(Servers.of_url(any_server), VOCAB, 1000, WorkerState({}, lambda: None))
+    publisher = Publisher(Servers.of_url(any_server), VOCAB, 1000, WorkerStatus({}, lambda: None))
     publisher._write = None  # type: ignore[assignment, method-assign]
     publisher.put(finished)
     with pytest.raises(TypeError):
@@ -463,12 +463,12 @@ def test_a_server_that_refuses_for_good_ends_the_worker(
 ) -> None:
     _, consumer, finished = prepare(redis_client, shard, 1)
     writer = start(any_server)
-    monkeypatch.setattr(writer.state.stopping, "wait", lambda _: False)  # no back-off here
+    monkeypatch.setattr(writer.status.stopping, "wait", lambda _: False)  # no back-off here
     fail_first(writer, [redis.exceptions.NoPermissionError("no permissions")] * 100)
     writer.put(finished)
     until(lambda: writer.failed)
-    assert isinstance(writer.state.failure, ServerRefused)
-    assert str(writer.state.failure) == "rows cannot be written: no permissions"
+    assert isinstance(writer.status.failure, ServerRefused)
+    assert str(writer.status.failure) == "rows cannot be written: no permissions"
     assert len(consumer.held()) == 1  # the job stays with the pool
 
 
@@ -477,7 +477,7 @@ def test_a_worker_that_stops_does_not_wait_for_a_lost_server_for_ever(
 ) -> None:
     _, consumer, finished = prepare(redis_client, shard, 1)
     writer = start(any_server)
-    writer.state.stopping.set()
+    writer.status.stopping.set()
     fail_first(writer, [redis.exceptions.ConnectionError("gone")] * 1000)
     writer.put(finished)
     writer.finish()

@@ -14,11 +14,11 @@ from lmpool.servers import Servers
 from lmpool.wants import Digester
 from lmpool.wire import Job, pack_job
 from lmpool.worker import recovery as recovery_module
-from lmpool.worker.batching import Batcher, Claimed
+from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.intake import create_groups
 from lmpool.worker.recovery import Recovery
-from lmpool.worker.state import WorkerState
+from lmpool.worker.status import WorkerStatus
 from tests.support.fake import FakeServer
 from tests.support.parts import Guarded, SplitServers
 from tests.support.protocol import (
@@ -49,29 +49,29 @@ class Worker:
 
     def __init__(self, servers: Servers, shards: list[ShardKeys]) -> None:
         self.servers = servers
-        self.state = WorkerState({}, lambda: None)
+        self.status = WorkerStatus({}, lambda: None)
         self.batcher = Batcher(8, 0.0, 10_000)
         self.heartbeat: Any = Steady()
         create_groups(servers, shards, "me")
         self.recovery = Recovery(
-            servers, shards, "me", self.batcher, self.state, Digester(FINGERPRINT),
+            servers, shards, "me", self.batcher, self.status, Digester(FINGERPRINT),
             self.heartbeat, DeadLetters(servers, "me"), 3,
         )  # fmt: skip
         self.thread = Guarded(self.recovery.run)
 
-    def take(self) -> Claimed:
+    def take(self) -> Delivery:
         """The job that it took over, when it has its turn."""
         until(self.batcher.alone_is_next, what="a job to be run alone")
-        (claimed,) = self.batcher.take()
+        (delivery,) = self.batcher.take()
         self.batcher.done()
-        return claimed
+        return delivery
 
-    def settle(self, claimed: Claimed) -> None:
+    def settle(self, delivery: Delivery) -> None:
         """As the publisher does, once it is answered."""
-        server = self.servers.for_shard(claimed.stream.shard)
-        server.xack(claimed.stream.key, GROUP, claimed.entry)
-        server.xdel(claimed.stream.key, claimed.entry)  # type: ignore[attr-defined]
-        self.state.let_go([claimed])
+        server = self.servers.for_shard(delivery.stream.shard)
+        server.xack(delivery.stream.key, GROUP, delivery.entry)
+        server.xdel(delivery.stream.key, delivery.entry)  # type: ignore[attr-defined]
+        self.status.let_go([delivery])
 
     def looks_again(self) -> None:
         """Wait until it has looked through all of its streams from now on."""
@@ -79,7 +79,7 @@ class Worker:
         until(lambda: self.heartbeat.looks >= seen + 3)
 
     def stop(self) -> None:
-        self.state.stopping.set()
+        self.status.stopping.set()
         self.thread.end()
 
 
@@ -143,11 +143,11 @@ def test_jobs_of_the_dead_are_run_from_every_stream_of_every_shard(
     worker = start()
     found = {}
     for _ in left:
-        claimed = worker.take()
-        found[claimed.place] = claimed.job
-        assert claimed.place in worker.state.held
-        assert claimed.settled is not None
-        worker.settle(claimed)
+        delivery = worker.take()
+        found[delivery.place] = delivery.job
+        assert delivery.place in worker.status.held
+        assert delivery.settled is not None
+        worker.settle(delivery)
     assert found == left
     worker.looks_again()
     for stream in streams(shards):
@@ -165,9 +165,9 @@ def test_shards_on_several_servers_are_looked_through_where_they_lie(
         worker = start(SplitServers(clients))
         found = set()
         for _ in shards:
-            claimed = worker.take()
-            found.add((claimed.stream.shard.number, claimed.job.digest))
-            worker.settle(claimed)
+            delivery = worker.take()
+            found.add((delivery.stream.shard.number, delivery.job.digest))
+            worker.settle(delivery)
         assert found == {(number, new_job(number).digest) for number in range(3)}
         worker.stop()
 
@@ -179,14 +179,14 @@ def test_the_next_is_taken_over_only_when_the_last_is_answered(
     entries = leave_behind(server, shard, new_job(1), new_job(2), new_job(3))
     worker = start()
     for entry in entries:
-        claimed = worker.take()
-        assert claimed.entry == entry
+        delivery = worker.take()
+        assert delivery.entry == entry
         # Only this one counts another delivery; the rest is still the dead one's.
         pending: Any = server.xpending_range(shard.stream().key, GROUP, "-", "+", 10)
         counts = {item["message_id"]: item["times_delivered"] for item in pending}
         assert counts == {e: 2 if e == entry else 1 for e in entries if e >= entry}
         assert not worker.batcher.alone_is_next()
-        worker.settle(claimed)
+        worker.settle(delivery)
 
 
 def test_the_living_lose_nothing_however_long_it_takes(
@@ -199,9 +199,9 @@ def test_the_living_lose_nothing_however_long_it_takes(
     worker.looks_again()
     assert consumers(server, shard.stream()) == {b"me": 0, b"slow": 1}
     server.delete(shard.alive("slow"))
-    claimed = worker.take()
-    assert claimed.job == new_job(1)
-    worker.settle(claimed)
+    delivery = worker.take()
+    assert delivery.job == new_job(1)
+    worker.settle(delivery)
 
 
 def test_a_heartbeat_in_another_shard_keeps_nothing_here(
@@ -276,9 +276,9 @@ def test_what_is_no_job_of_this_pool_is_put_aside(
     server.xadd(shard.stream().key, fields)
     leave_behind(server, shard, new_job(1))
     worker = start()
-    claimed = worker.take()
-    assert claimed.job == new_job(1)
-    worker.settle(claimed)
+    delivery = worker.take()
+    assert delivery.job == new_job(1)
+    worker.settle(delivery)
     ((_, dead),) = entries_of(server, shard.dead)
     assert dead[b"job"] == fields.get("job", b"")
     assert dead[b"worker"] == b"me"
@@ -291,9 +291,9 @@ def test_what_was_withdrawn_is_let_go(
     gone, kept = leave_behind(server, shard, new_job(1), new_job(2))
     server.xdel(shard.stream().key, gone)
     worker = start()
-    claimed = worker.take()
-    assert claimed.entry == kept
-    worker.settle(claimed)
+    delivery = worker.take()
+    assert delivery.entry == kept
+    worker.settle(delivery)
     until(lambda: consumers(server, shard.stream()) == {b"me": 0})
 
 
@@ -308,13 +308,13 @@ def test_what_it_has_forgotten_itself_comes_back_and_what_it_holds_does_not(
     worker = start()
     # Younger ones may be on their way to it.
     forgotten, held = leave_behind(server, shard, new_job(1), new_job(2), owner="me")
-    worker.state.held.add((shard.stream().key, held))
+    worker.status.held.add((shard.stream().key, held))
     worker.looks_again()
     assert not worker.batcher.alone_is_next()
     monkeypatch.setattr(recovery_module, "FORGOTTEN_MS", -1)
-    claimed = worker.take()
-    assert claimed.entry == forgotten
-    worker.settle(claimed)
+    delivery = worker.take()
+    assert delivery.entry == forgotten
+    worker.settle(delivery)
     worker.looks_again()
     assert not worker.batcher.alone_is_next()
     assert "took over 1 jobs forgotten here" in caplog.text
@@ -329,10 +329,10 @@ def test_the_same_entry_of_another_stream_is_another(
         server.xadd(key, {"job": pack_job(new_job(number))}, id="7-1")
         Consumer(server, shards[number], "me").read()
     worker = start()
-    worker.state.held.add((shards[0].stream().key, b"7-1"))
-    claimed = worker.take()
-    assert claimed.place == (shards[1].stream().key, b"7-1")
-    worker.settle(claimed)
+    worker.status.held.add((shards[0].stream().key, b"7-1"))
+    delivery = worker.take()
+    assert delivery.place == (shards[1].stream().key, b"7-1")
+    worker.settle(delivery)
 
 
 def test_it_stops_while_a_job_is_not_answered(
@@ -340,10 +340,10 @@ def test_it_stops_while_a_job_is_not_answered(
 ) -> None:
     leave_behind(server, shards[0], new_job(1), new_job(2))
     worker = start()
-    claimed = worker.take()
+    delivery = worker.take()
     worker.stop()
     assert not worker.batcher.alone_is_next()  # the second one is for others
-    assert claimed.place in worker.state.held
+    assert delivery.place in worker.status.held
 
 
 def test_a_lost_server_is_waited_for(
@@ -374,9 +374,9 @@ def test_one_stream_that_cannot_be_read_keeps_no_other_from_being_looked_through
     worker = start()
     server.xgroup_destroy(shards[0].stream().key, GROUP)
     leave_behind(server, shards[2], new_job(1))
-    claimed = worker.take()
-    assert claimed.job == new_job(1)
-    worker.settle(claimed)
+    delivery = worker.take()
+    assert delivery.job == new_job(1)
+    worker.settle(delivery)
 
 
 def test_one_server_that_is_lost_keeps_no_other_from_being_looked_through(
@@ -393,10 +393,10 @@ def test_one_server_that_is_lost_keeps_no_other_from_being_looked_through(
 
         worker = start(SplitServers(clients))
         clients[0].xpending_range = refuse  # type: ignore[method-assign]
-        claimed = worker.take()
-        assert claimed.job == new_job(1)
+        delivery = worker.take()
+        assert delivery.job == new_job(1)
         asked.clear()
-        worker.settle(claimed)
+        worker.settle(delivery)
         until(lambda: len(asked) >= 3)
         assert set(asked) == {shards[0].stream().key}  # once a look, not once a stream
         worker.stop()

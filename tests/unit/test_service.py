@@ -154,7 +154,7 @@ def test_a_worker_that_has_stopped_leaves_the_pool_and_nothing_else(
     assert lmpool_threads() == before
     assert worker.service._opened == []
     worker.stop()  # again
-    assert worker.service.state.failure is None
+    assert worker.service.status.failure is None
 
 
 def test_the_engine_is_loaded_used_and_closed_on_one_thread(
@@ -338,7 +338,7 @@ def test_an_engine_that_breaks_ends_the_worker_and_its_jobs_are_for_others(
     assert engine.computing.wait(10)
     engine.gate.set()
     assert worker.failed.wait(10)
-    assert isinstance(worker.service.state.failure, EngineBroken)
+    assert isinstance(worker.service.status.failure, EngineBroken)
     worker.stop()
     # What the engine was at counts as delivered, whoever tries it next tries it alone. The rest was
     # given back as if nobody had seen it.
@@ -365,7 +365,7 @@ def test_a_thread_that_fails_ends_the_worker(
     worker = new()
     worker.start()
     assert worker.failed.wait(10)
-    assert isinstance(worker.service.state.failure, ZeroDivisionError)
+    assert isinstance(worker.service.status.failure, ZeroDivisionError)
 
 
 # --- leaving -----------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ def test_what_runs_is_finished_and_what_waits_is_given_back(
     others = enqueue(server, shards[2], info, 2, 3)
     until(lambda: Consumer(server, shards[2], worker.id).held())
     stopping = Guarded(worker.stop)
-    until(worker.service.state.stopping.is_set)
+    until(worker.service.status.stopping.is_set)
     assert stopping.is_alive()
     engine.gate.set()
     stopping.end()
@@ -449,7 +449,7 @@ def test_a_job_that_waits_to_be_run_alone_keeps_its_deliveries_without_this_one(
     assert batcher is not None
     until(lambda: len(batcher._alone))
     stopping = Guarded(worker.stop)
-    until(worker.service.state.stopping.is_set)
+    until(worker.service.status.stopping.is_set)
     engine.gate.set()
     stopping.end()
     (item,) = server.xpending_range(key, GROUP, "-", "+", 10)  # type: ignore[misc, union-attr]
@@ -468,7 +468,7 @@ def test_a_server_that_is_gone_keeps_nobody_from_leaving(
     worker.stop()
     assert time.monotonic() - began < 10
     assert "left without a word to the server" in caplog.text
-    assert worker.service.state.failure is None
+    assert worker.service.status.failure is None
     assert lmpool_threads() == before
 
 
@@ -530,6 +530,6 @@ def test_an_option_that_is_given_twice_is_refused(new: Callable[..., InProcessWo
 def test_who_it_is_says_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     service = Service(WorkerOptions(engine="mock"), lambda: None)
-    described = service.state.description
+    described = service.status.description
     assert described.keys() == {"id", "host", "pid", "engine", "gpu"}
     assert (described["id"], described["gpu"]) == (service.consumer, "5")

@@ -105,6 +105,14 @@ class Batches(RuleBasedStateMachine):
         assert self.trie.statistics().pinned == len(prompt[1])
         self.kept.append((prompt, lease))
 
+    @rule(prompt=prompts)
+    def look(self, prompt: Prompt) -> None:
+        lease = self.trie.hold(ids(prompt[1]), prompt[0])
+        self.trie.check()
+        there = [self.known[p] for p in beginnings(prompt) if p in self.known]
+        assert self.trie.path(lease).tolist() == there
+        self.trie.release([lease])
+
     @rule()
     def let_go(self) -> None:
         while self.kept:
@@ -218,6 +226,32 @@ def test_leases_are_never_evicted() -> None:
     add(trie, [1, 2, 3, 5])
     assert found(trie, [2] * 6) == 6
     assert found(trie, [1, 2, 3, 4]) == 3
+
+
+def test_what_is_held_was_there_and_stays() -> None:
+    trie = TokenTrie(10)
+    add(trie, [1, 2, 3, 4], [5, 6])
+    before = trie.statistics()
+    part, nothing = trie.hold(ids([1, 2, 9])), trie.hold(ids([7]))
+    assert (part.end, part.found, nothing.end) == (2, 2, 0)
+    assert trie.statistics().held == before.held
+    assert trie.statistics().found == before.found
+    slots = trie.path(part).tolist()
+    assert trie.path(nothing).size == 0
+    add(trie, [1, 8])  # parts the run that is held
+    assert trie.lease(ids([2] * 7)) is None
+    assert trie.path(part).tolist() == slots
+    trie.check()
+    trie.release([part, nothing])
+    add(trie, [2] * 7)
+    trie.check()
+
+
+def test_a_prompt_beyond_all_slots_evicts_nothing() -> None:
+    trie = TokenTrie(4)
+    add(trie, [1, 2, 3])
+    assert trie.lease(ids([4] * 5)) is None
+    assert found(trie, [1, 2, 3]) == 3
 
 
 def test_a_run_is_not_evicted_for_its_own_continuation() -> None:

@@ -17,20 +17,22 @@ _EXAMPLE: Final = "write numbers such as 0,1,2,3, all, or 0+1,2+3 for two GPUs t
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """Where one worker runs: what it is called, and its variables."""
 
     name: str
     environment: Mapping[str, str]
 
 
-def places(gpus: str | None, workers: int | None, environ: Mapping[str, str]) -> list[Place]:
-    """One place for each GPU, or `workers` places without one of their own."""
+def placements(
+    gpus: str | None, workers: int | None, environ: Mapping[str, str]
+) -> list[Placement]:
+    """One placement for each GPU, or `workers` of them without one of their own."""
     if gpus is not None:
         if workers is not None:
             raise SettingsError(f"gpus={gpus!r} and workers={workers}: write one of them")
         return [
-            Place(
+            Placement(
                 f"gpu {visible.replace(',', '+')}",
                 # Numbers as nvidia-smi shows them.
                 {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
@@ -46,7 +48,7 @@ def places(gpus: str | None, workers: int | None, environ: Mapping[str, str]) ->
     if count > 1:
         mine["OMP_NUM_THREADS"] = str(max(1, _cores() // count))
     mine = {name: value for name, value in mine.items() if name not in environ}
-    return [Place(f"worker {number}", mine) for number in range(1, count + 1)]
+    return [Placement(f"worker {number}", mine) for number in range(1, count + 1)]
 
 
 def _cores() -> int:

@@ -12,14 +12,14 @@ from typing import Any, Final
 
 import msgpack
 
-from lmpool.worker.batching import Claimed
+from lmpool.worker.batching import Delivery
 
 logger = logging.getLogger(__name__)
 
 RATE_WINDOW: Final = 10.0
 
 
-class WorkerState:
+class WorkerStatus:
     """The worker's flags and counters. Any thread may use it."""
 
     def __init__(self, description: dict[str, Any], on_failure: Callable[[], None]) -> None:
@@ -55,12 +55,12 @@ class WorkerState:
         finally:
             self.step_since = None
 
-    def let_go(self, jobs: Iterable[Claimed]) -> None:
+    def let_go(self, jobs: Iterable[Delivery]) -> None:
         """These are acknowledged, or given back."""
-        for claimed in jobs:
-            self.held.discard(claimed.place)
-            if claimed.settled is not None:
-                claimed.settled.set()
+        for delivery in jobs:
+            self.held.discard(delivery.place)
+            if delivery.settled is not None:
+                delivery.settled.set()
 
     def end_batch(self, rows: int, took: float) -> None:
         """The engine is done with a batch, or a step of one, in `took` seconds; it gave `rows`."""

@@ -9,7 +9,7 @@ import pytest
 
 from lmpool.errors import SettingsError
 from lmpool.worker.launcher import Backoff, how_it_ended
-from lmpool.worker.places import parse_gpus, places
+from lmpool.worker.placement import parse_gpus, placements
 
 
 @pytest.mark.parametrize(
@@ -60,28 +60,28 @@ def test_all_gpus_are_those_of_nvidia_smi(
 
 
 def test_each_gpu_is_one_place() -> None:
-    found = places("0,2+3", None, {})
+    found = placements("0,2+3", None, {})
     assert [place.name for place in found] == ["gpu 0", "gpu 2+3"]
     assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in found] == ["0", "2,3"]
     assert all("OMP_NUM_THREADS" not in place.environment for place in found)
 
 
 def test_workers_without_gpus_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmpool.worker.places._cores", lambda: 8)
-    (alone,) = places(None, None, {})
+    monkeypatch.setattr("lmpool.worker.placement._cores", lambda: 8)
+    (alone,) = placements(None, None, {})
     assert "OMP_NUM_THREADS" not in alone.environment
-    assert [p.environment["OMP_NUM_THREADS"] for p in places(None, 3, {})] == ["2", "2", "2"]
-    assert {p.environment["OMP_NUM_THREADS"] for p in places(None, 20, {})} == {"1"}
+    assert [p.environment["OMP_NUM_THREADS"] for p in placements(None, 3, {})] == ["2", "2", "2"]
+    assert {p.environment["OMP_NUM_THREADS"] for p in placements(None, 20, {})} == {"1"}
     # What is set stays.
     chosen = {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE"}
-    assert {len(place.environment) for place in places(None, 3, chosen)} == {0}
+    assert {len(place.environment) for place in placements(None, 3, chosen)} == {0}
 
 
 def test_places_are_gpus_or_workers() -> None:
     with pytest.raises(SettingsError, match="one of them"):
-        places("0", 2, {})
+        placements("0", 2, {})
     with pytest.raises(SettingsError, match="workers=0"):
-        places(None, 0, {})
+        placements(None, 0, {})
 
 
 def test_pauses_grow_to_a_bound_and_start_again_after_a_life() -> None:

@@ -1,0 +1,43 @@
+"""Holding the mock engine of workers in the test's own process, instead of making it slow."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Self
+from unittest.mock import patch
+
+from lmpool.backends.engine import Outcome, Request
+from lmpool.backends.mock import MockEngine
+
+LONGEST = 50.0
+"""Seconds after which a batch goes on, so that a test that failed can end."""
+
+
+class Hold:
+    """Batches that begin while the block runs are computed from `open` on, or from its end.
+
+    The engines of processes that a test starts are held by `tests.support.gate`.
+    """
+
+    def __init__(self) -> None:
+        self._opened = threading.Event()
+        compute = MockEngine.compute
+
+        def held(engine: MockEngine, requests: Sequence[Request]) -> Iterable[Outcome]:
+            self._opened.wait(LONGEST)
+            return compute(engine, requests)
+
+        self._patch = patch.object(MockEngine, "compute", held)
+
+    def __enter__(self) -> Self:
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+        self.open()
+
+    def open(self) -> None:
+        """Let them all compute, at their own pace."""
+        self._opened.set()

@@ -1,0 +1,109 @@
+"""One coroutine, awaited or run: how blocking methods are made."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from lmpool.producer.blocking import blocking, is_blocking, outcome, pause, run_blocking
+
+
+class Counter:
+    async def add(self, future: Future[int], more: int = 1, *, seconds: float = 0.0) -> int:
+        """Add."""
+        await pause(seconds)
+        return await outcome(future) + more
+
+    add_sync = blocking(add)
+
+
+def later(value: int | Exception, seconds: float = 0.02) -> Future[int]:
+    """A future that another thread completes."""
+    future: Future[int] = Future()
+
+    def complete() -> None:
+        time.sleep(seconds)
+        if isinstance(value, Exception):
+            future.set_exception(value)
+        else:
+            future.set_result(value)
+
+    threading.Thread(target=complete, daemon=True).start()
+    return future
+
+
+def test_a_twin_does_what_the_method_does() -> None:
+    assert asyncio.run(Counter().add(later(3), seconds=0.01)) == 4
+    assert Counter().add_sync(later(3), more=2, seconds=0.01) == 5
+    with pytest.raises(ZeroDivisionError):
+        Counter().add_sync(later(ZeroDivisionError()))
+
+
+def test_a_twin_looks_as_the_method_does() -> None:
+    assert inspect.signature(Counter.add_sync) == inspect.signature(Counter.add)
+    assert Counter.add_sync.__doc__ == Counter.add.__doc__
+    assert not inspect.iscoroutinefunction(Counter.add_sync)
+
+
+def test_it_blocks_inside_a_running_loop_and_leaves_it_as_it_was() -> None:
+    async def both() -> tuple[int, int]:
+        first = Counter().add_sync(later(1))
+        assert not is_blocking()
+        return first, await Counter().add(later(2))
+
+    assert asyncio.run(both()) == (2, 3)
+
+
+def test_only_the_thread_that_blocks_blocks() -> None:
+    future: Future[int] = Future()
+    thread = threading.Thread(target=Counter().add_sync, args=(future,))
+    thread.start()
+    try:
+        assert not is_blocking()
+        assert asyncio.run(Counter().add(later(1))) == 2
+    finally:
+        future.set_result(0)
+        thread.join(5)
+
+
+def test_a_blocking_call_within_another() -> None:
+    async def outer() -> int:
+        inner = Counter().add_sync(later(1))
+        assert is_blocking()
+        return inner + await outcome(later(1))
+
+    assert run_blocking(outer()) == 3
+
+
+def test_what_only_a_loop_can_wait_for_is_refused() -> None:
+    cleaned = []
+
+    async def wrong() -> None:
+        try:
+            await asyncio.sleep(0)
+        finally:
+            cleaned.append(True)
+
+    with pytest.raises(RuntimeError, match="only an event loop"):
+        run_blocking(wrong())
+    assert cleaned
+    assert not is_blocking()
+
+
+def test_a_shared_future_outlives_who_waited_for_it() -> None:
+    async def cancelled(shared: bool) -> bool:
+        future: Future[int] = Future()
+        task = asyncio.ensure_future(outcome(future, shared=shared))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return future.cancelled()
+
+    assert not asyncio.run(cancelled(shared=True))
+    assert asyncio.run(cancelled(shared=False))

@@ -1,0 +1,110 @@
+"""What a model's files say, without loading the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmpool.backends import tiny
+from lmpool.backends.cache_memory import default_cache_bytes
+from lmpool.backends.model_config import ModelConfig, longest_prompt, special_tokens
+from lmpool.backends.model_files import ModelFiles
+from lmpool.backends.model_identity import model_identity
+from lmpool.errors import SettingsError
+
+
+def written(folder: Path, config: object, generation: object = None) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return ModelConfig(folder)
+
+
+def test_one_object_knows_a_models_files() -> None:
+    files = ModelFiles("tiny")
+    assert files.folder == Path(tiny.path())
+    assert files.identity() == model_identity(files.folder)
+    assert files.config.longest_prompt(None) == 512
+    assert files.config.dtype == "float32"
+    special = files.config.special_tokens(2000)
+    assert (special.bos, special.eos, special.pad) == (1, (2,), 0)
+    assert "tokenizer.json" in files.tokenizer_files()
+
+
+def test_a_tokenizer_is_loaded_once_and_not_before_it_is_asked_for(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    files = ModelFiles("tiny")
+    assert "tokenizer" not in vars(files)
+    vocabulary = files.byte_vocabulary()
+    assert vocabulary is not None
+    assert len(vocabulary) == 2000
+    assert files.tokenizer is files.tokenizer
+    written(tmp_path, {"model_type": "llama"})
+    without = ModelFiles(str(tmp_path))
+    assert (without.tokenizer, without.byte_vocabulary()) == (None, None)
+    assert without.tokenizer_files() == {}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "wanted", "found"),
+    [
+        ([512], None, 512),
+        ([512], 100, 100),
+        ([512], 512, 512),
+        ([None, 256.0, 64], None, 256),
+        ([None, 10**30], 7, 7),  # a tokenizer without a bound
+        ([0, -1, "many", 9], None, 9),
+    ],
+)
+def test_the_longest_prompt(bounds: list[object], wanted: int | None, found: int) -> None:
+    assert longest_prompt(bounds, wanted) == found
+
+
+@pytest.mark.parametrize(
+    ("bounds", "wanted", "said"),
+    [
+        ([512], 513, "max_prompt_tokens=513: the model takes 512 tokens"),
+        ([512], 0, "max_prompt_tokens=0: a positive integer"),
+        ([512], "9", "max_prompt_tokens='9': a positive integer"),
+        ([512], True, "max_prompt_tokens=True: a positive integer"),
+        ([None, 10**30], None, "names no longest prompt"),
+    ],
+)
+def test_a_longest_prompt_that_cannot_be(bounds: list[object], wanted: Any, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        longest_prompt(bounds, wanted)
+
+
+def test_special_tokens_are_those_of_the_first_file_that_knows_them(tmp_path: Path) -> None:
+    config = written(
+        tmp_path,
+        {"bos_token_id": 3, "eos_token_id": 4, "pad_token_id": 99},
+        {"eos_token_id": [7, 2, 7, 50, None, True]},
+    )
+    special = config.special_tokens(40)
+    assert (special.bos, special.eos, special.pad) == (3, (7, 2), None)
+    assert special_tokens([], 40).eos == ()
+
+
+def test_of_a_model_of_text_and_pictures_the_text_counts(tmp_path: Path) -> None:
+    text = {"max_position_embeddings": 64, "dtype": "bfloat16"}
+    config = written(tmp_path, {"max_position_embeddings": 9, "text_config": text})
+    assert config.longest_prompt(None) == 64
+    assert config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("content", ["[]", "{", ""])
+def test_a_config_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(SettingsError, match=r"config\.json.* no JSON"):
+        ModelConfig(tmp_path)
+
+
+def test_a_cache_takes_a_share_of_what_is_free() -> None:
+    assert 0 < default_cache_bytes() <= 4 << 30
+    assert default_cache_bytes(10 << 30) == 5 << 30
+    assert default_cache_bytes(80 << 30) == 32 << 30
+    assert default_cache_bytes(0) == 0

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import threading
+
+import msgpack
+import pytest
+
+from lmpool.worker import status as status_module
+from lmpool.worker.status import RATE_WINDOW, WorkerStatus
+
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(status_module, "time", clock)
+    return clock
+
+
+def new_status() -> WorkerStatus:
+    return WorkerStatus({"id": "w", "pid": 1}, lambda: None)
+
+
+def test_rows_per_second_are_those_of_the_last_ten_seconds(clock: Clock) -> None:
+    status = new_status()
+    assert status.rows_per_second() == 0.0
+    status.end_batch(300, took=1.0)
+    clock.now += 4
+    status.end_batch(200, took=1.0)
+    assert status.rows_per_second() == pytest.approx(500 / RATE_WINDOW)
+    clock.now += RATE_WINDOW - 3
+    assert status.rows_per_second() == pytest.approx(200 / RATE_WINDOW)
+    clock.now += RATE_WINDOW
+    assert status.rows_per_second() == 0.0
+
+
+def test_how_long_a_batch_will_take_goes_by_the_last_ones() -> None:
+    status = new_status()
+    assert status.batch_seconds == 0.0
+    status.end_batch(1, took=2.0)
+    assert status.batch_seconds == pytest.approx(2.0)
+    for _ in range(30):
+        status.end_batch(1, took=1.0)
+    assert status.batch_seconds == pytest.approx(1.0, rel=1e-2)
+
+
+def test_the_heartbeat_says_who_it_is_and_how_fast(clock: Clock) -> None:
+    status = new_status()
+    status.end_batch(123, took=1.0)
+    assert msgpack.unpackb(status.heartbeat()) == {"id": "w", "pid": 1, "rows_per_second": 12.3}
+
+
+def test_the_first_failure_is_the_workers(caplog: pytest.LogCaptureFixture) -> None:
+    failures: list[int] = []
+    status = WorkerStatus({}, lambda: failures.append(1))
+    first = RuntimeError("the first")
+    status.fail(first)
+    status.fail(RuntimeError("the second"))
+    assert status.failure is first
+    assert failures == [1]
+    assert "the first" in caplog.text
+    assert "the second" not in caplog.text
+
+
+def test_threads_that_fail_together_end_the_worker_once() -> None:
+    failures: list[int] = []
+    status = WorkerStatus({}, lambda: failures.append(1))
+    start = threading.Barrier(8)
+
+    def fail() -> None:
+        start.wait()
+        status.fail(RuntimeError("broken"))
+
+    threads = [threading.Thread(target=fail) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == [1]
