@@ -260,11 +260,8 @@ class EngineLoop:
         if held is None:
             logger.error("the engine gave an outcome for an unknown request: dropped")
             return []
-        first: list[Finished] = [(held[0], outcome)]
-        # Other deliveries of the same job are announced with it.
-        return first + [
-            Done(other, None) if outcome.error is None else (other, outcome) for other in held[1:]
-        ]
+        # Other deliveries of the same job end as it does, also where its answer cannot be stored.
+        return [(delivery, outcome) for delivery in held]
 
 
 def spawn(name: str, target: Callable[[], None], status: WorkerStatus) -> threading.Thread:
