@@ -36,6 +36,8 @@ class ToyEngine(Engine):
         self.continuous = continuous  # type: ignore[misc]
         self.running: list[Request] = []
         self.submitted: list[list[bytes]] = []
+        self.company: list[int] = []
+        """How many were in flight at each submission."""
         self.cancelled: list[bytes] = []
         self.gate = threading.Semaphore(0)
         self.outcomes: Callable[[list[Request]], list[Outcome]] = lambda requests: [
@@ -44,6 +46,7 @@ class ToyEngine(Engine):
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.submitted.append([request.id for request in requests])
+        self.company.append(len(self.running))
         self.running += requests
 
     def step(self) -> Sequence[Outcome]:
@@ -135,6 +138,11 @@ def server(fake_url: str) -> Iterator[redis.Redis]:
 @pytest.fixture
 def shards(pool_name: str) -> list[ShardKeys]:
     return [shard_of_pool(pool_name, shard=number) for number in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def _only_old_jobs_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread_module, "LONG_WAIT", 30.0)  # however slow the machine is
 
 
 @pytest.fixture
@@ -248,16 +256,24 @@ def test_what_the_engine_forgets_fails_and_what_nobody_asked_is_dropped(
 
 def test_a_job_that_is_run_alone_has_no_company(new: Callable[..., Loop]) -> None:
     loop = new(continuous=True)
+    steps = 0
+
+    def outcomes(requests: list[Request]) -> list[Outcome]:
+        nonlocal steps
+        steps += 1
+        if steps == 1:
+            loop.engine.running = requests  # it takes another step
+            loop.batcher.add([loop.delivery(2), loop.delivery(3)])
+            return []
+        return [Outcome(request.id, np.zeros(4, np.float32)) for request in requests]
+
+    loop.engine.outcomes = outcomes
     loop.batcher.add_alone(loop.delivery(1, alone=True))
+    loop.engine.gate.release(10)
     loop.start()
-    until(lambda: loop.engine.submitted)
-    loop.batcher.add([loop.delivery(2), loop.delivery(3)])
-    loop.engine.gate.release()
-    loop.wait_for(1)
-    until(lambda: len(loop.engine.submitted) == 2)
-    assert [len(batch) for batch in loop.engine.submitted] == [1, 2]
-    loop.engine.gate.release()
     loop.wait_for(3)
+    assert [len(batch) for batch in loop.engine.submitted] == [1, 2]
+    assert loop.engine.company == [0, 0]
 
 
 def test_a_continuous_engine_is_fed_while_it_runs_and_one_to_be_alone_waits(
@@ -287,6 +303,7 @@ def test_a_continuous_engine_is_fed_while_it_runs_and_one_to_be_alone_waits(
     loop.wait_for(4)
     digests = [[new_job(number).digest for number in batch] for batch in ([1], [2], [3], [4])]
     assert loop.engine.submitted == digests
+    assert loop.engine.company == [0, 1, 0, 0]
 
 
 # --- what nobody waits for -----------------------------------------------------------------------
@@ -305,7 +322,7 @@ def test_jobs_that_have_waited_are_run_only_if_somebody_still_wants_them(
     for shard in shards:
         for number, group in enumerate((kept, withdrawn, there)):
             entry = wait_in_stream(server, shard, shard.number, number)
-            group.append(loop.delivery(shard.number, number, entry=entry, shard=shard, age=1.0))
+            group.append(loop.delivery(shard.number, number, entry=entry, shard=shard, age=60.0))
     for delivery in withdrawn:
         Caller(server, delivery.stream.shard, "c").withdraw(delivery.job)
     for delivery in there:
@@ -363,7 +380,7 @@ def test_a_batch_of_which_nothing_is_left_is_done(
 ) -> None:
     entry = wait_in_stream(server, shards[0], 1)
     Caller(server, shards[0], "c").withdraw(new_job(1))
-    delivery = loop.delivery(1, entry=entry, age=1.0)
+    delivery = loop.delivery(1, entry=entry, age=60.0)
     loop.status.held.add(delivery.place)
     loop.batcher.add([delivery])
     loop.start()
@@ -381,7 +398,7 @@ def test_shards_on_several_servers_are_asked_where_they_lie(
         jobs = []
         for shard in shards:
             entry = wait_in_stream(clients[shard.number % 2], shard, shard.number)
-            jobs.append(loop.delivery(shard.number, entry=entry, shard=shard, age=1.0))
+            jobs.append(loop.delivery(shard.number, entry=entry, shard=shard, age=60.0))
         loop.engine.gate.release()
         loop.batcher.add(jobs)
         loop.start()
@@ -395,7 +412,7 @@ def test_where_nobody_can_be_asked_everything_is_run(loop: Loop, monkeypatch: An
 
     monkeypatch.setattr(loop.loop._servers, "for_shard", lose)
     loop.engine.gate.release()
-    loop.batcher.add([loop.delivery(1, age=1.0)])
+    loop.batcher.add([loop.delivery(1, age=60.0)])
     loop.start()
     loop.wait_for(1)
     assert loop.of(loop.published[0])[1] == "row"
@@ -411,8 +428,8 @@ def test_running_requests_that_nobody_waits_for_are_ended_unless_another_deliver
     loop = new(continuous=True)
     entry = wait_in_stream(server, shards[0], 1)
     other = wait_in_stream(server, shards[1], 2)
-    gone = loop.delivery(1, entry=entry, age=1.0)
-    kept = loop.delivery(2, entry=other, shard=shards[1], age=1.0)
+    gone = loop.delivery(1, entry=entry, age=60.0)
+    kept = loop.delivery(2, entry=other, shard=shards[1], age=60.0)
     steps = 0
 
     def outcomes(requests: list[Request]) -> list[Outcome]:
@@ -447,22 +464,19 @@ def test_a_job_whose_adapter_cannot_be_used_is_refused_alone_and_asked_once_a_ba
         "odd@2": ValueError(),
     }
     gone = [loop.delivery(i, adapter="gone@1") for i in range(3)]
-    odd, good, base = (
-        loop.delivery(4, adapter="odd@2"),
-        loop.delivery(5, adapter="x@3"),
-        loop.delivery(6),
-    )
+    odd, good = loop.delivery(4, adapter="odd@2"), loop.delivery(5, adapter="x@3")
+    other, base = loop.delivery(7, adapter="x@3"), loop.delivery(6)
     loop.engine.gate.release()
-    loop.batcher.add([*gone, odd, good, base])
+    loop.batcher.add([*gone, odd, good, other, base])
     loop.start()
-    loop.wait_for(6)
+    loop.wait_for(7)
     refused = {c: i for i in loop.published if isinstance(i, Done) for c in [i.delivery]}
     assert set(refused) == {*gone, odd}
     assert all(item.status == "unknown_adapter" for item in refused.values())
     assert refused[gone[0]].error == "adapter 'gone' was removed"
     assert refused[odd].error == "ValueError"
-    assert loop.adapters.ensured.count("gone@1") == 1
-    assert loop.engine.submitted == [[good.job.digest, base.job.digest]]
+    assert sorted(loop.adapters.ensured) == ["gone@1", "odd@2", "x@3"]
+    assert loop.engine.submitted == [[c.job.digest for c in (good, other, base)]]
 
 
 def test_behind_a_job_whose_adapter_has_no_room_those_of_adapters_wait(
@@ -557,6 +571,34 @@ def test_it_stops_when_what_runs_is_done_and_takes_nothing_more(loop: Loop) -> N
     assert list(map(loop.of, loop.published)) == [(running, "row")]
     assert loop.batcher.close() == [waiting]
     assert loop.loop.call(lambda: 1).cancelled()  # nobody is there any more
+
+
+def test_a_continuous_engine_takes_its_steps_to_the_end_when_it_stops_and_is_fed_no_more(
+    new: Callable[..., Loop],
+) -> None:
+    loop = new(continuous=True)
+    running, waiting = loop.delivery(1), loop.delivery(2)
+    steps = 0
+
+    def outcomes(requests: list[Request]) -> list[Outcome]:
+        nonlocal steps
+        steps += 1
+        if steps < 3:
+            loop.engine.running = requests
+            loop.status.stopping.set()
+            if steps == 1:
+                loop.batcher.add([waiting])
+            return []
+        return [Outcome(request.id, np.zeros(4, np.float32)) for request in requests]
+
+    loop.engine.outcomes = outcomes
+    loop.batcher.add([running])
+    loop.engine.gate.release(10)
+    loop.start()
+    assert loop.thread is not None
+    loop.thread.end()
+    assert list(map(loop.of, loop.published)) == [(running, "row")]
+    assert loop.batcher.close() == [waiting]
 
 
 def test_calls_that_are_left_when_it_ends_are_cancelled(loop: Loop) -> None:

@@ -247,8 +247,10 @@ def test_an_idle_worker_blocks_and_a_busy_one_does_not(
     until(lambda: len(reader.blocks) >= 3)
     assert None not in reader.blocks
     caller.enqueue(new_job(1))
-    reader.status.batch_seconds = 0.05
-    reader.take(1)  # the engine is at work
+    reader.status.batch_seconds = 200.0
+    reader.take(1)  # the engine is at work, and about to end
+    reader.batcher.busy_since -= 200.0
+    reader.batcher.wake()
     # One blocking read may have begun before.
     until(lambda: reader.blocks[-1] is None)
     seen = len(reader.blocks)
@@ -310,6 +312,25 @@ def test_several_shards_are_read_together(
     for c in delivery:
         assert c.place == (shards[c.stream.shard.number].stream().key, c.entry)
     assert reader.status.held == {c.place for c in delivery}
+
+
+def test_of_priority_batch_no_more_is_claimed_than_is_left_and_none_before_the_others(
+    start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    create_groups(Servers(lambda: redis_client), [shard], "reader")  # type: ignore[arg-type,return-value]
+    for number in range(8):
+        redis_client.xadd(shard.stream("batch").key, {"job": pack_job(new_job(number))})
+    reader = start(batch_size=4, timeout=30.0)
+    until(lambda: len(reader.batcher) == 4)
+    seen = len(reader.blocks)
+    until(lambda: len(reader.blocks) > seen + 2)
+    interactive = [new_job(100 + number) for number in range(4)]
+    Caller(redis_client, shard).enqueue(*interactive)
+    until(lambda: len(reader.batcher) == 8)
+    assert len(Consumer(redis_client, shard, "reader", "batch").held()) == 4
+    assert len(Consumer(redis_client, shard, "reader").held()) == 4
+    found = reader.batcher.take()
+    assert [delivery.job for delivery in found if not delivery.is_batch_priority] == interactive[:3]
 
 
 def test_a_job_starts_its_batchs_clock_when_it_comes(

@@ -18,14 +18,18 @@ NAMES = sorted(
 def test_every_script_is_known() -> None:
     assert {
         "admit",
+        "alive",
+        "bury",
         "check",
         "complete",
         "enqueue",
         "leave",
+        "reclaim",
         "release",
         "replace",
+        "serve",
         "withdraw",
-    } <= set(NAMES)
+    } == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -292,6 +292,18 @@ def test_at_the_backlogs_bound_the_rest_is_asked_again_in_order_and_not_at_once(
     assert [job.digest for job in found] == [job.digest for job in jobs[2:4]]
 
 
+def test_what_found_no_room_goes_before_what_was_asked_after_it(
+    session: Session, sender: Sender, clock: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender_module, "CLAIM_MOST", 3)
+    session.join(info_of(1, max_backlog=2))
+    jobs = jobs_of(some_prompts(7))
+    ask(session, jobs)
+    sender._serve()
+    unsent = [flight.job.digest for flight in session.table.unsent["interactive"]]
+    assert unsent == [job.digest for job in jobs[2:]]
+
+
 def test_one_full_stream_holds_back_neither_other_shards_nor_the_other_priority(
     session: Session, sender: Sender, server: redis.Redis, clock: Time
 ) -> None:
@@ -618,9 +630,9 @@ def test_while_workers_live_everybody_waits(
     sender._serve()
     for number in range(100):
         clock.now += 1.0
-        if number == 50:  # one is missed for a moment
+        if number % 10 == 0:  # one is missed for a moment, now and then
             server.delete(session.shards[1].alive("w"))
-        if number == 55:
+        if number % 10 == 5:
             appear(server, session)
         let_check(sender, session)
         sender._serve()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import redis
 
+from lmpool.backends.mock import mock_row
 from lmpool.keys import GROUP, PoolKeys
 from lmpool.producer import collector as collector_module
 from lmpool.server import ANSWER_TIMEOUT
@@ -78,14 +80,20 @@ def test_a_read_that_is_blocked_ends_when_it_is_cut(fake_url: str) -> None:
 
 
 def test_a_pool_whose_shards_lie_on_several_servers_serves(
-    two: list[FakeServer], pool_name: str
+    two: list[FakeServer], pool_name: str, tmp_path: Path
 ) -> None:
     """Whatever asked a shard's key of another server than the shard's would find nothing."""
     prompts = prompts_of(60)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).write_bytes(b"{}")
     with (
         patch.object(collector_module, "BLOCK", 0.02),
         split_over([server.url for server in two]),
-        in_process_worker(two[0].url, pool_name, shards=3, batch_size=8),
+        in_process_worker(
+            two[0].url, pool_name, shards=3, batch_size=8, adapter_dirs=[str(tmp_path)]
+        ) as worker,
         connected(two[0].url, pool_name) as lm,
     ):
         rows = lm.batch_next_token_logprobs_sync(prompts, timeout=20)
@@ -93,8 +101,15 @@ def test_a_pool_whose_shards_lie_on_several_servers_serves(
         assert lm.sync.sample([1, 2], 5, [], seed=3, timeout=20) == lm.sync.sample(
             [1, 2], 5, [], seed=3, timeout=20
         )
+        loop, adapters = worker.service.loop, worker.service.adapters
+        assert loop is not None
+        assert adapters is not None
+        fingerprint = loop.call(lambda: adapters.add("x", str(folder))).result(10)
+        rows = lm.batch_next_token_logprobs_sync(prompts, "x", timeout=20)
+        expected = [mock_row(prompt, VOCAB, f"x@{fingerprint}") for prompt in prompts]
+        assert np.array_equal(rows, np.stack(expected))
         statistics = lm.pool_statistics_sync()
-        assert statistics["computed"] == 61
+        assert statistics["computed"] == 121
         assert statistics["backlog"] == 0
         shards = PoolKeys(pool_name).shards(lm.info.fingerprint8, 3)
         clients = [server.client() for server in two]

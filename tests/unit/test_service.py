@@ -372,15 +372,20 @@ def test_a_thread_that_fails_ends_the_worker(
 
 
 def test_what_runs_is_finished_and_what_waits_is_given_back(
-    new: Callable[..., InProcessWorker], engine: GatedEngine, server: redis.Redis, keys: PoolKeys
+    new: Callable[..., InProcessWorker],
+    engine: GatedEngine,
+    server: redis.Redis,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(engine, "continuous", True)  # so that it claims the next ones already
     worker = new(batch_size=1)
     worker.start()
     info, shards = served(server, keys)
     caller = enqueue(server, shards[1], info, 1)
     assert engine.computing.wait(10)
-    worker.service.status.batch_seconds = 0.01  # so that it claims the next ones already
     others = enqueue(server, shards[2], info, 2, 3)
+    until(lambda: Consumer(server, shards[2], worker.id).held())
     stopping = Guarded(worker.stop)
     until(worker.service.status.stopping.is_set)
     assert stopping.is_alive()

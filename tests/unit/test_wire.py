@@ -231,6 +231,7 @@ def test_notices() -> None:
         {b"ok": b"short"},
         {b"ok": b"x" * 32},
         {b"ok": b"a " * 16},
+        {b"ok": b"ab " * 10 + b"ab"},
         {b"ok": b"\xff" * 32},
         {b"digest": FIRST},
         {b"digest": b"short", b"status": b"failed"},
