@@ -129,7 +129,7 @@ class _Options(BaseSettings):
     def __init__(self, **given: Any) -> None:
         unknown = [name for name in given if name not in type(self).model_fields]
         if unknown:
-            raise SettingsError(_unknown(unknown[0], type(self).model_fields, "argument"))
+            raise SettingsError(unknown_name(unknown[0], type(self).model_fields, "argument"))
         given = {name: value for name, value in given.items() if value is not None}
         try:
             super().__init__(**given)
@@ -279,10 +279,13 @@ def refuse_unknown_variables(environ: Iterable[str] | None = None) -> None:
         if rest == name or rest.startswith(("TEST_", "REQUIRE_", "BENCH_")):
             continue
         if rest.lower() not in fields:
-            raise SettingsError(_unknown(name, (PREFIX + f.upper() for f in fields), "variable"))
+            raise SettingsError(
+                unknown_name(name, (PREFIX + f.upper() for f in fields), "variable")
+            )
 
 
-def _unknown(name: str, known: Iterable[str], what: str) -> str:
+def unknown_name(name: str, known: Iterable[str], what: str) -> str:
+    """What to say of a name that is none of the `known` ones; `what` it is, as users call it."""
     renamed = RENAMED.get(name.removeprefix(PREFIX).lower())
     if renamed is not None:
         new = PREFIX + renamed.upper() if what == "variable" else renamed

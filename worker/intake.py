@@ -188,6 +188,8 @@ class Intake:
                 deliveries += self._parse(server, stream, entries, came)
                 if entries:
                     last[stream.key] = entries[-1][0].decode()
+        # Not before all of them are parsed: of a read that fails they are read again.
+        self._status.held.update(delivery.place for delivery in deliveries)
         return deliveries, last
 
     def _parse(
@@ -207,7 +209,6 @@ class Intake:
                 self._dead_letters.refuse(stream, entry, data, error)
             else:
                 deliveries.append(Delivery(job, entry, stream, came))
-        self._status.held.update(delivery.place for delivery in deliveries)
         return deliveries
 
     @staticmethod

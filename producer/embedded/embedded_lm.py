@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,12 @@ from lmpool.producer.client import Client
 from lmpool.producer.embedded.private_pool import PrivatePool
 from lmpool.producer.frameworks import NumpyRows, RowT_co, TorchRows
 from lmpool.producer.pooled_lm import PooledLM
-from lmpool.settings import ClientOptions, WorkerOptions, refuse_unknown_variables
+from lmpool.settings import (
+    ClientOptions,
+    WorkerOptions,
+    refuse_unknown_variables,
+    unknown_name,
+)
 
 DRAIN_TIMEOUT: Final = 3.0
 """Seconds in which a worker may finish its batch when the pool ends: nobody waits for it then."""
@@ -187,7 +191,7 @@ def _split(settings: Mapping[str, object]) -> tuple[AllClientArguments, AllWorke
     client, worker = set(ClientOptions.model_fields), set(WorkerOptions.model_fields)
     for name in settings:
         if name not in client | worker or name == "url":
-            raise SettingsError(_unknown(name, sorted(client | worker)))
+            raise SettingsError(_unknown(name, client | worker))
     for_client = {name: value for name, value in settings.items() if name in client}
     for_workers = {name: value for name, value in settings.items() if name in worker}
     if "LMPOOL_DRAIN_TIMEOUT" not in os.environ:
@@ -195,13 +199,11 @@ def _split(settings: Mapping[str, object]) -> tuple[AllClientArguments, AllWorke
     return cast(AllClientArguments, for_client), cast(AllWorkerArguments, for_workers)
 
 
-def _unknown(name: str, settings: Sequence[str]) -> str:
+def _unknown(name: str, settings: set[str]) -> str:
     if name == "url":
         return "url: an embedded pool has a server of its own; write lmpool.connect(url) for yours"
-    known = [*settings, "model", "engine", "workers", "gpus", "start_timeout", "verbose"]
-    close = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known))}"
-    return f"unknown argument {name}: {hint}"
+    known = settings - {"url"} | {"workers", "gpus", "start_timeout", "verbose"}
+    return unknown_name(name, known, "argument")
 
 
 def _where(workers: int, gpus: Sequence[int | str] | str | None) -> str:

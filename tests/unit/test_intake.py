@@ -562,6 +562,31 @@ def test_a_refusal_that_cannot_be_told_loses_no_other_job(
     assert len(entries_of(redis_client, shard.dead)) == 1
 
 
+def test_a_refusal_in_one_stream_that_cannot_be_told_loses_no_job_of_another(
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    start: Callable[..., Reader],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader = start()
+    refuse, failures = DeadLetters.refuse, []
+
+    def fail_once(*arguments: Any) -> None:
+        if not failures:
+            failures.append(1)
+            raise redis.exceptions.ConnectionError("cut")
+        refuse(*arguments)
+
+    monkeypatch.setattr(DeadLetters, "refuse", fail_once)
+    with redis_client.pipeline() as pipeline:
+        pipeline.xadd(shard.stream().key, {"job": pack_job(new_job(1))})
+        pipeline.xadd(shard.stream("batch").key, {"job": b"garbage"})
+        pipeline.execute()
+    assert reader.take(1) == [new_job(1)]
+    until(lambda: len(entries_of(redis_client, shard.dead)) == 1)
+    assert failures
+
+
 def test_a_delivery_that_ran_nothing_does_not_count(
     servers: Servers, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
