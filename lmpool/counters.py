@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+__all__ = ["BATCHES", "COMPUTED", "COUNTERS", "EXPIRED", "FAILED", "LABELS", "Counter"]
+
 LABELS: Final = ("pool", "model_name")
 """The labels of every metric of a pool."""
 

@@ -30,7 +30,8 @@ from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer import connect
 from lmpool.producer.statistics import WorkerStatistics
-from lmpool.server import explained, greet, open_server
+from lmpool.server import explained, greet
+from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
 
 PINGS: Final = 25
@@ -66,7 +67,8 @@ def ping(url: str | None = None, pool: str | None = None) -> Ping:
     name. A pool without workers answers: `Ping.workers` is empty.
     """
     with connect(url, pool) as lm:
-        with _connection(lm.url) as server:
+        with _connections(lm.url) as servers:
+            server = servers.pool
             version = greet(server, lm.url)
             with explained(lm.url):
                 latencies = measure_latency(server)
@@ -103,19 +105,18 @@ def read_facts(url: str | None = None, pool: str | None = None) -> Facts:
     Raises `ServerError` where the server does not answer.
     """
     options = ClientOptions(url=url, pool=pool)
-    with _connection(options.url) as server, explained(options.url):
-        server.ping()
-        return _with_pool(server, _server_facts(server, options.url), options.pool)
+    with _connections(options.url) as servers, explained(options.url):
+        servers.pool.ping()
+        return _with_pool(servers, _server_facts(servers.pool, options.url), options.pool)
 
 
 @contextmanager
-def _connection(url: str) -> Iterator[Server]:
-    server = open_server(url, name="lmpool-inspection")
+def _connections(url: str) -> Iterator[Servers]:
+    servers = Servers.of_url(url, name="lmpool-inspection")
     try:
-        yield server
+        yield servers
     finally:
-        server.close()
-        server.connection_pool.disconnect()
+        servers.close()
 
 
 def _server_facts(server: Server, url: str) -> Facts:
@@ -144,11 +145,11 @@ def _server_facts(server: Server, url: str) -> Facts:
     return Facts(url, info, config, measure_latency(server), offset, refused)
 
 
-def _with_pool(server: Server, facts: Facts, pool: str) -> Facts:
+def _with_pool(servers: Servers, facts: Facts, pool: str) -> Facts:
     """The server's facts and those of a pool, all its shards together."""
     facts = replace(facts, pool=pool)
     keys = PoolKeys(pool)
-    packed = server.get(keys.info)
+    packed = servers.pool.get(keys.info)
     if packed is None:
         return facts
     try:
@@ -159,6 +160,7 @@ def _with_pool(server: Server, facts: Facts, pool: str) -> Facts:
     pending: dict[str, int] = {}
     backlog = dead = 0
     for shard in model.shard_keys(keys):
+        server = servers.for_shard(shard)
         jobs, given_up = _lengths(server, shard)
         backlog += jobs
         dead += given_up

@@ -17,6 +17,8 @@ import numpy.typing as npt
 from lmpool.errors import RowFormatError
 from lmpool.model_info import Encoding
 
+__all__ = ["EncodedRow", "bf16_to_f32", "pack_logprobs", "pack_values", "unpack_row"]
+
 ROW_VERSION: Final = 1
 
 ENTRY_BYTES: Final[dict[Encoding, int]] = {"f32": 4, "bf16": 2, "f16": 2}

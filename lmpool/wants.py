@@ -32,6 +32,11 @@ from lmpool.rows import (
     unpack_row,
 )
 
+__all__ = [
+    "Answer", "Digest", "Digester", "Generate", "Generation", "Row", "Want", "want_from_wire",
+    "want_to_wire",
+]  # fmt: skip
+
 Digest = NewType("Digest", bytes)
 """16 bytes, blake2b-128: the identity of a result. Hex only in the names of keys, and in Lua."""
 
@@ -109,6 +114,11 @@ class Row:
                 f"encoding={self.encoding!r:.60}: write one of {', '.join(ENTRY_BYTES)}"
             )
         return self
+
+    @property
+    def repeats(self) -> bool:
+        """Whether asked again it is answered alike."""
+        return True
 
     def each(self, count: int) -> Sequence[Self]:
         """This want for `count` prompts."""
@@ -190,9 +200,14 @@ class Generate:
             seed=None if seed is None else seed & MAX_SEED,
         )
 
+    @property
+    def repeats(self) -> bool:
+        """Whether asked again it is answered alike: with a seed."""
+        return self.seed is not None
+
     def each(self, count: int) -> Sequence[Self]:
         """This want for `count` prompts: without a seed, each has a fresh one of its own."""
-        if self.seed is not None:
+        if self.repeats:
             return (self,) * count
         return [replace(self, seed=secrets.randbits(63)) for _ in range(count)]
 
@@ -300,6 +315,8 @@ class Digester:
 
     fingerprint: str
     _started: dict[tuple[str | None, Want], Any] = field(default_factory=dict, repr=False)
+    _last: tuple[Want, str | None, Any] | None = field(default=None, repr=False)
+    """What was started last: mostly it is asked for again, and then it is not even looked up."""
 
     def digest(self, want: Want, tokens: bytes, adapter: str | None = None) -> Digest:
         """The digest of one checked want; `adapter` is ``name@fingerprint``."""
@@ -321,14 +338,18 @@ class Digester:
 
     def _start(self, want: Want, adapter: str | None) -> Any:
         # Prompts differ by their tokens alone: the hash of all else is kept and copied.
-        key = (adapter, want)
-        started = self._started.get(key)
+        last = self._last
+        if last is not None and last[0] is want and last[1] is adapter:
+            return last[2]
+        started = self._started.get((adapter, want)) if want.cached else None
         if started is None:
-            if len(self._started) >= _STARTED_MOST:
-                self._started.clear()
             # One msgpack value delimits itself: no choice of fields can run into the tokens.
             adapter_fingerprint = None if adapter is None else adapter.rpartition("@")[2]
             head = [self.fingerprint, adapter_fingerprint, *want_to_wire(want)]
             started = hashlib.blake2b(msgpack.packb(head), digest_size=DIGEST_BYTES)
-            self._started[key] = started
+            if want.cached:  # others differ from each other: they would push out what is used
+                if len(self._started) >= _STARTED_MOST:
+                    self._started.clear()
+                self._started[adapter, want] = started
+        self._last = (want, adapter, started)
         return started

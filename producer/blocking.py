@@ -12,17 +12,23 @@ import asyncio
 import functools
 import threading
 import time
+from asyncio.events import _get_running_loop
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 SelfT = TypeVar("SelfT")
 T = TypeVar("T")
 
 
+_NOWHERE: Final = object()
+
+
 class _Thread(threading.local):
-    blocking = False
+    blocks_in: object = _NOWHERE
+    """The event loop that ran when a blocking call began, which may be None. One that something
+    in it begins, such as an iterable of prompts or a signal handler, waits as event loops do."""
 
 
 _thread = _Thread()
@@ -30,14 +36,14 @@ _thread = _Thread()
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in this thread, which blocks wherever the coroutine waits."""
-    before, _thread.blocking = _thread.blocking, True
+    before, _thread.blocks_in = _thread.blocks_in, _get_running_loop()
     try:
         coroutine.send(None)
     except StopIteration as end:
         result: T = end.value
         return result
     finally:
-        _thread.blocking = before
+        _thread.blocks_in = before
     coroutine.close()
     raise RuntimeError("a blocking call awaited what only an event loop can wait for")
 
@@ -56,7 +62,7 @@ def blocking(
 
 def is_blocking() -> bool:
     """Whether the running coroutine may block this thread, and must not suspend."""
-    return _thread.blocking
+    return _thread.blocks_in is _get_running_loop()
 
 
 async def outcome(future: Future[T], *, shared: bool = False) -> T:
@@ -64,7 +70,7 @@ async def outcome(future: Future[T], *, shared: bool = False) -> T:
 
     One that is `shared` others wait for too: it goes on when this wait is cancelled.
     """
-    if _thread.blocking:
+    if is_blocking():
         return future.result()
     wrapped = asyncio.wrap_future(future)
     return await (asyncio.shield(wrapped) if shared else wrapped)
@@ -72,7 +78,7 @@ async def outcome(future: Future[T], *, shared: bool = False) -> T:
 
 async def pause(seconds: float) -> None:
     """Sleep."""
-    if _thread.blocking:
+    if is_blocking():
         time.sleep(seconds)  # noqa: ASYNC251 - there is no event loop
     else:
         await asyncio.sleep(seconds)

@@ -27,7 +27,7 @@ class JobMaker:
         """The job of a prompt and a checked want; `adapter` is ``name@fingerprint``."""
         info = self._info
         tokens = prompt_bytes(prompt, info.vocab_size, info.max_prompt_tokens)
-        (mine,) = want.each(1)
+        mine = want if want.repeats else want.each(1)[0]
         return Job(mine, self._digester.digest(mine, tokens, adapter), tokens, adapter)
 
     def many(self, prompts: Sequence[TokenIds], want: Want, adapter: str | None) -> list[Job]:
@@ -39,10 +39,16 @@ class JobMaker:
                 packed.append(prompt_bytes(prompt, info.vocab_size, info.max_prompt_tokens))
             except PromptError as error:
                 raise PromptError(f"prompt {number}: {error}") from None
-        digest = self._digester.digest
+        if want.repeats:
+            digests = self._digester.digests(want, packed, adapter)
+            return [
+                Job(want, digest, tokens, adapter)
+                for digest, tokens in zip(digests, packed, strict=True)
+            ]
+        digest_of = self._digester.digest
         wants: Sequence[Want] = want.each(len(packed))
         return [
-            Job(mine, digest(mine, tokens, adapter), tokens, adapter)
+            Job(mine, digest_of(mine, tokens, adapter), tokens, adapter)
             for mine, tokens in zip(wants, packed, strict=True)
         ]
 

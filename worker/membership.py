@@ -117,11 +117,18 @@ def _check_same(
     try:
         other = ModelInfo.unpack(held)
     except WireError as error:
-        if replace:
+        if replace or not others_live:
+            logger.info(
+                "pool %s now serves %s; its model info was of no use: %s",
+                keys.pool,
+                info.model,
+                error,
+            )
             return None
         raise PoolMismatch(
-            f"pool {keys.pool!r} holds a model info this lmpool cannot read ({error}): "
-            "set LMPOOL_REPLACE=1 to overwrite it, or use another pool name"
+            f"pool {keys.pool!r} has living workers of another lmpool, whose model info this one "
+            f"cannot read ({error}). Run one lmpool on all workers, use another LMPOOL_POOL, or "
+            "set LMPOOL_REPLACE=1 to take the pool over"
         ) from None
     different = [
         f.name

@@ -80,6 +80,26 @@ def test_a_blocking_call_within_another() -> None:
     assert run_blocking(outer()) == 3
 
 
+def test_an_event_loop_that_a_blocking_call_runs_waits_as_event_loops_do() -> None:
+    never: Future[int] = Future()
+
+    async def patient() -> int:
+        assert not is_blocking()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(Counter().add(never), 0.01)
+        assert Counter().add_sync(later(1)) == 2
+        return await Counter().add(later(2))
+
+    async def outer() -> int:
+        # As an iterable of prompts may, or a signal handler.
+        found = asyncio.run(patient())
+        assert is_blocking()
+        return found
+
+    assert run_blocking(outer()) == 3
+    assert not is_blocking()
+
+
 def test_what_only_a_loop_can_wait_for_is_refused() -> None:
     cleaned = []
 

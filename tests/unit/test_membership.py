@@ -181,10 +181,20 @@ def test_what_cannot_be_read_is_not_overwritten_unasked(
     redis_client: redis.Redis, keys: PoolKeys
 ) -> None:
     redis_client.set(keys.info, b"from the future")
+    redis_client.set(keys.serving, b"as its workers say", px=60_000)
     with pytest.raises(PoolMismatch, match=r"cannot read .*LMPOOL_REPLACE=1"):
         join(redis_client, keys, INFO, False, 5000)  # type: ignore[arg-type]
     assert redis_client.get(keys.info) == b"from the future"
     join(redis_client, keys, INFO, True, 5000)  # type: ignore[arg-type]
+    assert served(redis_client, keys) == INFO
+
+
+def test_what_cannot_be_read_and_nobody_serves_is_taken_over(
+    redis_client: redis.Redis, keys: PoolKeys
+) -> None:
+    """An upgrade after all workers have left needs no more than their start."""
+    redis_client.set(keys.info, b"of an older release")
+    join(redis_client, keys, INFO, False, 5000)  # type: ignore[arg-type]
     assert served(redis_client, keys) == INFO
 
 
