@@ -16,6 +16,7 @@ from lmpool.backends.hf.device import to_device
 # By how much of its largest logit a prompt in company may differ from the same prompt alone.
 _TOLERANCE: Final = 2e-4
 _TOLERANCE_HALF_PRECISION: Final = 0.1
+_TOLERANCE_SAME_SHAPES: Final = 0.01
 _LEAST_LOGIT: Final = 0.1
 
 
@@ -167,10 +168,16 @@ class Forward:
             logits: torch.Tensor = self._model(input_ids=ids, use_cache=False, **inputs).logits
             return logits
 
-    def difference(self, logits: torch.Tensor, plain: torch.Tensor) -> float | None:
-        """By how much logits differ from `plain` ones; None where it is no more than rounding."""
+    def difference(
+        self, logits: torch.Tensor, plain: torch.Tensor, *, same_shapes: bool = False
+    ) -> float | None:
+        """By how much logits differ from `plain` ones; None where it is no more than rounding.
+
+        Of which there is hardly any where both come of forward passes of the `same_shapes`.
+        """
+        half = _TOLERANCE_SAME_SHAPES if same_shapes else _TOLERANCE_HALF_PRECISION
         exact = self._model.dtype in (torch.float32, torch.float64)
-        tolerance = _TOLERANCE if exact else _TOLERANCE_HALF_PRECISION
+        tolerance = _TOLERANCE if exact else half
         alone = plain.float()
         finite = alone.isfinite()
         if not finite.any():

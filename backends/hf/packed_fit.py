@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -53,6 +54,7 @@ def packed_forward(
     if kv_cache_bytes == 0:
         return None, 0
     name = type(model).__name__
+    began = time.monotonic()
     try:
         shapes, limit = _requirements(model, forward, device)
         slots = _slots(shapes, device, kv_cache_bytes)
@@ -61,6 +63,7 @@ def packed_forward(
         packed = PackedForward(
             head, shapes, slots=slots, dtype=model.dtype, device=device, bounds=bounds
         )
+        logger.info("%s is tried in packed forward passes", name)
         limit = _longest_right(packed, forward, model, min(limit, longest))
         limit = longest_by_cache_length(packed, forward, limit)
     except Unfit as reason:
@@ -70,6 +73,12 @@ def packed_forward(
             reason,
         )
         return None, 0
+    logger.info(
+        "%s computes each distinct position once, packed with others: trials in %.1f s gave the "
+        "rows of plain forward passes",
+        name,
+        time.monotonic() - began,
+    )
     logger.info(
         "%s keeps the keys and values of %s positions in %s bytes%s",
         name,

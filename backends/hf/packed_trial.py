@@ -44,14 +44,16 @@ def compare(packed: PackedForward, forward: Forward, longest: int) -> None:
 
 
 def _compare(packed: PackedForward, trial: _Trial) -> None:
+    """Raise `Unfit` where any layout gives other rows."""
     head, long, *branches = trial.family
     with packed.on_trial():
         for batch in ([long], [head, *branches], [long, branches[2], trial.random(1)]):
             trial.check(batch, "a trial")
-    everything = [head, long, *branches]
     for width in _WIDTHS:
+        what = f"a trial in rows of {min(width, trial.positions)}"
         with packed.on_trial(width=width):
-            trial.check(everything, f"a trial in rows of {min(width, trial.positions)}")
+            trial.check([head], what)
+            trial.check([head, long, *branches], what)
 
 
 def longest_by_cache_length(packed: PackedForward, forward: Forward, longest: int) -> int:
@@ -61,12 +63,17 @@ def longest_by_cache_length(packed: PackedForward, forward: Forward, longest: in
     rows of `packed` are kept as short. Raises `Unfit` where that is shorter than a few tokens.
     """
     trial = _Trial(packed, forward, longest)
+    prompts = [trial.family[0], trial.family[3]]
 
-    def right(claimed: int) -> bool:
+    def rows(claimed: int) -> torch.Tensor:
         # In rows of one position, so that it counts none but what is claimed.
         with packed.on_trial(width=1, claimed=claimed):
-            return trial.error(trial.family) is None
+            return trial.rows(prompts)
 
+    def right(claimed: int) -> bool:
+        return forward.difference(rows(claimed), plain, same_shapes=True) is None
+
+    plain = rows(0)
     claimed = min(_CLAIMED, longest - 1)
     if claimed < 1 or right(claimed):
         return longest
@@ -108,7 +115,14 @@ class _Trial:
     def error(self, batch: Iterable[Tokens]) -> float | None:
         """By how much the packed forward's rows differ from plain ones, if not by rounding."""
         distinct = list({prompt.tobytes(): prompt for prompt in batch}.values())
-        plain = [self._alone(prompt) for prompt in distinct]
+        # Those that begin others after them: a causal model's rows are there already.
+        for prompt in sorted(distinct, key=len, reverse=True):
+            self._alone(prompt)
+        plain = torch.stack([self._alone(prompt) for prompt in distinct])
+        return self._forward.difference(self.rows(distinct), plain)
+
+    def rows(self, distinct: Sequence[Tokens]) -> torch.Tensor:
+        """The packed forward's logits after distinct prompts."""
         rows: dict[int, torch.Tensor] = {}
 
         def take(numbers: list[int], logits: torch.Tensor) -> Callable[[], list[int]]:
@@ -116,12 +130,13 @@ class _Trial:
             return list
 
         for left in self._packed.run(distinct, take):
-            rows[left] = plain[left]
-        found = torch.stack([rows[i] for i in range(len(distinct))])
-        return self._forward.difference(found, torch.stack(plain))
+            rows[left] = self._alone(distinct[left])
+        return torch.stack([rows[i] for i in range(len(distinct))])
 
     def _alone(self, prompt: Tokens) -> torch.Tensor:
         name = prompt.tobytes()
-        if name not in self._plain:
-            self._plain[name] = self._forward.alone(prompt)
-        return self._plain[name]
+        for known, rows in self._plain.items():
+            if known.startswith(name):
+                return rows[prompt.size - 1]
+        self._plain[name] = self._forward.every(prompt)
+        return self._plain[name][-1]

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST: Final = 4
 _SHORT: Final = 9
-_LONG: Final = 72
+_LONG: Final = 66
 """More than a usual chunk of 64: attention by chunks differs from there on."""
 _VERY_LONG: Final = 1_024
 _NEAR: Final = 7
@@ -90,29 +90,32 @@ def measure(forward: Forward, longest: int) -> Sharing:
 def _measure(forward: Forward, longest: int) -> Sharing:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, forward.embedded, min(_LONG, longest)).astype(np.uint32)
-    _repeat(forward, tokens, longest)
-    selects = _causality(forward, tokens[:_SHORT])
-    _head(forward, tokens[:_SHORT])
-    limit, by = _company(forward, tokens[:_NEAR], longest)
+    rows = _repeat(forward, tokens, longest)
+    short, selects = _causality(forward, tokens[:_SHORT])
+    near = tokens[:_NEAR]
+    _head(forward, tokens[:_SHORT], short[-1])
+    limit, by = _company(forward, near, short[: near.size], longest)
     reason = f"a row beside a longer one differs by {by:.2g}" if limit < longest else ""
     if selects:
         # Exact ties are broken by the length of the row, which padding would change.
         padded, reason = False, "it selects among the positions of a prompt, by their number too"
     else:
-        error = _together(forward, [tokens[:2], tokens[:_NEAR], tokens[: max(1, limit)]])
+        long = tokens[: max(1, limit)]
+        last = rows[-1] if long.size == tokens.size else forward.alone(long)
+        error = _together(forward, [near, long], torch.stack([short[near.size - 1], last]))
         padded = error is None
         if error is not None:
             reason = f"a padded batch gives other rows, by {error:.2g}"
-    beyond = padded and _alike_beyond(forward, tokens[:_NEAR], limit, longest)
-    alike = padded or _together(forward, [tokens[:_NEAR], tokens[1 : _NEAR + 1]]) is None
+    beyond = padded and _alike_beyond(forward, near, limit, longest)
+    alike = padded or _alike(forward, near)
     return Sharing(alike, padded, limit, beyond, reason)
 
 
-def _repeat(forward: Forward, tokens: Tokens, longest: int) -> None:
-    """Refuse a model whose forward pass does not repeat itself."""
+def _repeat(forward: Forward, tokens: Tokens, longest: int) -> torch.Tensor:
+    """Refuse a model whose forward pass does not repeat itself; else its rows for `tokens`."""
     with _Record() as record:
-        first = forward.every(tokens)
-    error = forward.difference(forward.every(tokens), first)
+        rows = forward.every(tokens)
+    error = forward.difference(forward.every(tokens), rows)
     if error is None and record.draws and longest > tokens.size:
         # What it draws may show in longer prompts only.
         tokens = np.resize(tokens, min(_VERY_LONG, longest))
@@ -123,42 +126,59 @@ def _repeat(forward: Forward, tokens: Tokens, longest: int) -> None:
             f"prompt of {tokens.size} tokens, twice): nothing that it answers can be relied on; "
             "serve a model without randomness in its forward pass"
         )
+    return rows
 
 
-def _causality(forward: Forward, tokens: Tokens) -> bool:
-    """Refuse a model whose rows depend on later tokens; whether it selects among positions."""
-    first = min(_FIRST, tokens.size - 1)
-    if first < 1:
-        return False
-    with _Record() as whole_record:
-        whole = forward.every(tokens)
-    with _Record() as first_record:
-        alone = forward.every(tokens[:first])
-    if whole.shape[0] != tokens.size:
+def _causality(forward: Forward, tokens: Tokens) -> tuple[torch.Tensor, bool]:
+    """Refuse a model whose rows depend on later tokens.
+
+    Else the rows for `tokens`, and whether it selects among positions.
+    """
+    with _Record() as record:
+        rows = forward.every(tokens)
+    if rows.shape[0] != tokens.size:
         raise SettingsError(
-            f"{forward.name} gives {whole.shape[0]} rows for {tokens.size} tokens: serve a causal "
+            f"{forward.name} gives {rows.shape[0]} rows for {tokens.size} tokens: serve a causal "
             "language model, which gives one for each"
         )
-    error = forward.difference(whole[first - 1], alone[-1])
-    if error is not None:
+    first = min(_FIRST, tokens.size - 1)
+    if first < 1:
+        return rows, False
+    with _Record() as first_record:
+        alone = forward.every(tokens[:first])
+    errors = [forward.difference(rows[i], alone[i]) for i in range(first)]
+    if None in errors:
+        # As many other tokens after them: less to see, but no rounding hides it.
+        other = np.concatenate((tokens[:first], tokens[first - 1 :: -1], tokens))[: tokens.size]
+        found = forward.every(other)
+        errors = [forward.difference(found[i], rows[i], same_shapes=True) for i in range(first)]
+    # By rounding a router may choose otherwise for one of them, but hardly for all.
+    if all(error is not None for error in errors):
         raise SettingsError(
-            f"{forward.name} is not causal: its row after {first} tokens differs by {error:.2g} "
-            f"when {tokens.size - first} more follow; serve a model that was trained to predict "
-            'the next token (if this one was, its config.json may lack "is_decoder": true)'
+            f"{forward.name} is not causal: its row after {first} tokens depends, by "
+            f"{errors[-1]:.2g}, on the {tokens.size - first} that follow; serve a model that was "
+            "trained to predict the next token (if this one was, its config.json may lack "
+            '"is_decoder": true)'
         )
-    return bool(whole_record.selections != first_record.selections)
+    return rows, bool(record.selections != first_record.selections)
 
 
-def _head(forward: Forward, tokens: Tokens) -> None:
+def _head(forward: Forward, tokens: Tokens, last: torch.Tensor) -> None:
     """Have the head see all positions where it gives other rows for the wanted ones alone."""
     assert forward.head is not None
-    if _together(forward, [tokens]) is not None:
+    if _together(forward, [tokens], last[None]) is not None:
         forward.head.close()
 
 
-def _together(forward: Forward, prompts: list[Tokens]) -> float | None:
-    """By how much these prompts' rows differ in one forward pass from those of each alone."""
+def _alike(forward: Forward, tokens: Tokens) -> bool:
+    """Whether prompts of one length bear each other's company."""
+    prompts = [tokens, tokens[::-1].copy()]
     alone = torch.stack([forward.alone(prompt) for prompt in prompts])
+    return _together(forward, prompts, alone) is None
+
+
+def _together(forward: Forward, prompts: list[Tokens], alone: torch.Tensor) -> float | None:
+    """By how much these prompts' rows differ in one forward pass from those of each alone."""
     try:
         found = forward(prompts)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -169,7 +189,9 @@ def _together(forward: Forward, prompts: list[Tokens]) -> float | None:
     return forward.difference(found, alone)
 
 
-def _company(forward: Forward, tokens: Tokens, longest: int) -> tuple[int, float]:
+def _company(
+    forward: Forward, tokens: Tokens, alone: torch.Tensor, longest: int
+) -> tuple[int, float]:
     """How long the prompts are that a prompt may have beside it, and by how much longer ones hurt.
 
     A prompt is stood for by a few tokens at its last positions: a long one costs no more.
@@ -179,13 +201,14 @@ def _company(forward: Forward, tokens: Tokens, longest: int) -> tuple[int, float
 
     def beside(length: int) -> float | None:
         places = np.stack([np.arange(size), np.arange(length - size, length)])
-        return forward.difference(forward.placed(twice, places)[0], alone)
+        found = forward.placed(twice, places)[0]
+        return forward.difference(found, same, same_shapes=True)
 
     if longest <= size:
         return longest, 0.0
     try:
-        alone = forward.every(tokens)
-        if beside(size) is not None:
+        same = forward.placed(twice, np.stack([np.arange(size)] * 2))[0]
+        if forward.difference(same, alone) is not None:
             return longest, 0.0  # it does not heed positions as given: padding will tell
         by = beside(longest)
         if by is None:
@@ -235,7 +258,7 @@ def greatest(right: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-class _Record(TorchDispatchMode):
+class _Record(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
     """Records what of a forward pass is worth a closer look."""
 
     def __init__(self) -> None:

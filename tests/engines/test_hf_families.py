@@ -15,7 +15,7 @@ from lmpool.backends.contract import ask
 from lmpool.errors import SettingsError
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from lmpool.backends.hf import HFEngine  # noqa: E402
 from tests.support.engines import requests_of  # noqa: E402
@@ -35,8 +35,8 @@ from tests.support.models import (  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
 
-TOLERANCE = 1e-3
-"""Nats; of single rows of models that route, rounding is nearest to it."""
+TOLERANCE = 1e-4
+"""Nats."""
 
 
 def saved(folder: Path, name: str, **options: Any) -> str:
@@ -150,6 +150,41 @@ def test_a_model_with_an_encoder_is_refused(name: str, tmp_path: Path) -> None:
 def test_a_decoder_of_such_a_family_is_served(tmp_path: Path) -> None:
     folder = saved(tmp_path, "bert", is_decoder=True)
     check(folder, nasty(LONGEST))
+
+
+def test_a_model_that_bears_no_company_computes_one_prompt_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved(tmp_path, "llama")
+    plain = transformers.LlamaForCausalLM.forward
+
+    def forward(self: Any, input_ids: Any, **inputs: Any) -> Any:
+        found = plain(self, input_ids, **inputs)
+        found.logits = found.logits * len(input_ids)
+        return found
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
+    engine = check(folder, nasty(60))
+    assert not engine._open().sharing.alike
+    assert "runs without padding, one prompt at a time" in caplog.text
+
+
+def test_the_log_says_how_a_model_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    HFEngine(saved(tmp_path, "llama"))
+    assert "LlamaForCausalLM was measured in plain and padded forward passes" in caplog.text
+    assert "computes each distinct position once, packed with others" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt_neo", "llama"])
+def test_half_precision_hides_nothing(name: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, name)
+    if name == "bert":
+        with pytest.raises(SettingsError, match="is not causal"):
+            HFEngine(folder, dtype="bfloat16")
+        return
+    packed = HFEngine(folder, dtype="bfloat16").statistics() is not None
+    assert packed == (name == "llama")
 
 
 @pytest.mark.slow

@@ -44,12 +44,20 @@ _LATENT: Final = {
 }
 _NOT_CAUSAL: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "bert": ("Bert", {}),
+    "bert-generation": ("BertGeneration", {}),
+    "big_bird": ("BigBird", {"attention_type": "original_full"}),
     "camembert": ("Camembert", {}),
+    "data2vec-text": ("Data2VecText", {}),
     "electra": ("Electra", {"embedding_size": 16}),
+    "ernie": ("Ernie", {}),
     "megatron-bert": ("MegatronBert", {}),
+    "rembert": ("RemBert", {"input_embedding_size": 16, "output_embedding_size": 16}),
     "roberta": ("Roberta", {}),
+    "roberta-prelayernorm": ("RobertaPreLayerNorm", {}),
+    "roc_bert": ("RoCBert", {"enable_pronunciation": False, "enable_shape": False}),
     "roformer": ("RoFormer", {}),
     "xlm": ("XLM", {"n_layers": 2, "emb_dim": 32, "n_heads": 2}),
+    "xlm-roberta": ("XLMRoberta", {}),
     "xlm-roberta-xl": ("XLMRobertaXL", {}),
 }
 _MOE: Final = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -152,6 +160,11 @@ def _reformer(hidden: int, **changes: Any) -> Any:
         "is_decoder": True,
     }
     return transformers.ReformerConfig(**{**sizes, **changes})
+
+
+def _xlnet(hidden: int, **changes: Any) -> Any:
+    sizes = {"vocab_size": VOCAB, "d_model": hidden, "d_inner": hidden, "n_layer": 2, "n_head": 2}
+    return transformers.XLNetConfig(**{**sizes, **changes})
 
 
 def _t5(hidden: int, **changes: Any) -> Any:
@@ -297,6 +310,7 @@ _MAKE: Final[dict[str, Callable[..., Any]]] = {
         name: _named(config, num_key_value_heads=2, **own)
         for name, (config, own) in _NOT_CAUSAL.items()
     },
+    "xlnet": _xlnet,
     "t5": _t5,
     "bart": _two_stacks("Bart"),
     "m2m_100": _two_stacks("M2M100"),
@@ -312,7 +326,7 @@ WINDOWED: Final = (
 """Models with layers that see less."""
 UNFIT: Final = ("bloom", "gpt_neo", "mamba")
 """Models whose states cannot be kept and shared by position."""
-NOT_CAUSAL: Final = tuple(_NOT_CAUSAL)
+NOT_CAUSAL: Final = (*_NOT_CAUSAL, "xlnet")
 TWO_STACKS: Final = ("bart", "m2m_100", "t5")
 TRIE_FAMILIES: Final = (*SERVED, *WINDOWED, *_MORE)
 
