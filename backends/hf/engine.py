@@ -21,7 +21,7 @@ import torch
 
 from lmpool.backends.batch import BatchEngine
 from lmpool.backends.engine import EngineInfo, Outcome, Request, Tokens
-from lmpool.backends.grouping import MAX_LOGITS, forward_passes
+from lmpool.backends.grouping import MAX_LOGITS
 from lmpool.backends.hf.adapters import LoraAdapters
 from lmpool.backends.hf.device import HostCopies
 from lmpool.backends.hf.forward import Forward
@@ -34,6 +34,7 @@ from lmpool.backends.hf.model import (
 from lmpool.backends.hf.packed import Take
 from lmpool.backends.hf.packed_fit import packed_forward
 from lmpool.backends.hf.packed_layout import Bounds
+from lmpool.backends.hf.probes import first_row, measure
 from lmpool.backends.model_config import longest_prompt
 from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.options import check_positive
@@ -65,8 +66,12 @@ class HFEngine(BatchEngine):
     `model_kwargs` go to `from_pretrained`; bitsandbytes' options (``load_in_4bit``,
     ``bnb_4bit_quant_type``, ...) may be among them.
 
+    How a model computes is measured when it is loaded: it runs in the fastest way that gives the
+    rows of plain forward passes, and the log says which.
+
     Rows are float32 log-probabilities or, from a head that computes in bfloat16, the bits of its
-    logits. Raises `SettingsError` for a model or an option that cannot be used.
+    logits. Raises `SettingsError` for an option that cannot be used, and for a model that has no
+    right rows: one that is not causal, or does not repeat itself.
     """
 
     def __init__(
@@ -106,13 +111,14 @@ class HFEngine(BatchEngine):
         forward = Forward(loaded.model, loaded.device)
         self._forward: Forward | None = forward
         # What a config says of its model may differ from the head (padded, resized vocabularies).
-        probe = forward([np.zeros(1, np.uint32)])
+        probe = first_row(forward)
         self._bfloat16 = loaded.dtype == "bfloat16" and _fits_bfloat16(probe)
         self._copies = HostCopies(loaded.device)
         self._lora = LoraAdapters(loaded.model, (Path(model).name, self.model_files.folder.name))
         bounds = prompt_bounds(loaded.model, self.model_files.tokenizer)
         longest = longest_prompt(bounds, max_prompt_tokens)
         self.info = self._describe(model, revision, loaded, kwargs, probe.shape[-1], longest)
+        forward.sharing = measure(forward, longest)
         self._packed, self._packed_longest = packed_forward(
             loaded.model,
             forward,
@@ -201,11 +207,10 @@ class HFEngine(BatchEngine):
         try:
             left = self._run_packed(prompts, adapter, partial(take, last=False))
             taken = []
-            groups = forward_passes(
+            groups = forward.groups(
                 [prompts[i].size for i in left],
                 forward_tokens=self._forward_tokens,
                 vocab_size=self.info.vocab_size,
-                may_pad=forward.may_pad,
             )
             for group in groups:
                 numbers = [left[i] for i in group]

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import torch
 
 from lmpool.backends.engine import Tokens
+from lmpool.backends.grouping import forward_passes
 from lmpool.backends.hf.device import to_device
 
-logger = logging.getLogger(__name__)
-
 # By how much of its largest logit a prompt in company may differ from the same prompt alone.
-_TOLERANCE: Final = 1e-3
+_TOLERANCE: Final = 2e-4
 _TOLERANCE_HALF_PRECISION: Final = 0.1
+_TOLERANCE_SAME_SHAPES: Final = 0.01
+_LEAST_LOGIT: Final = 0.1
 
 
 class Head:
@@ -69,6 +70,21 @@ class Head:
         return (states.flatten(0, 1)[at].unsqueeze(1), *inputs[1:])
 
 
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Which prompts may share a forward pass: those `alike` in length, or any, `padded`.
+
+    Prompts of up to `limit` tokens share none with longer ones, which may be padded among
+    themselves where `padded_beyond`. `reason` says why it is not all of them.
+    """
+
+    alike: bool = True
+    padded: bool = True
+    limit: int = 1 << 62
+    padded_beyond: bool = True
+    reason: str = ""
+
+
 class Forward:
     """Runs a causal language model for the logits after each of several prompts.
 
@@ -76,16 +92,16 @@ class Forward:
     the padding needs no mask, models without position ids or with a recurrent state are right too,
     and attention keeps its fastest kernels. The head sees the last position of each prompt only.
 
-    Both are tried when this is made. A model that then computes otherwise is run without them:
-    `may_pad` is False, and only prompts of one length may share a call.
+    Not every model bears that: which prompts may share a call is `sharing`, to be measured.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
-        self.may_pad = True
+        self.name = type(model).__name__
+        self.embedded = int(model.get_input_embeddings().weight.shape[0])
+        self.sharing = Sharing()
         self._model: Any = model
         self._device = device
         self.head: Head | None = Head(model)
-        self._try()
 
     def __call__(self, prompts: Sequence[Tokens]) -> torch.Tensor:
         """The logits after each prompt [prompts, vocab], in the dtype that the head gives them."""
@@ -103,6 +119,26 @@ class Forward:
                 use_cache=False,
             )
 
+    def groups(
+        self, lengths: Sequence[int], *, forward_tokens: int, vocab_size: int
+    ) -> list[list[int]]:
+        """Part prompts into calls of about `forward_tokens` positions; indices into `lengths`."""
+        sharing = self.sharing
+        if not sharing.alike:
+            return [[i] for i in range(len(lengths))]
+        short = [i for i, length in enumerate(lengths) if length <= sharing.limit]
+        long = [i for i, length in enumerate(lengths) if length > sharing.limit]
+        return [
+            [part[i] for i in group]
+            for part, may_pad in ((short, sharing.padded), (long, sharing.padded_beyond))
+            for group in forward_passes(
+                [lengths[i] for i in part],
+                forward_tokens=forward_tokens,
+                vocab_size=vocab_size,
+                may_pad=may_pad,
+            )
+        ]
+
     def close(self) -> None:
         """Let go of the model."""
         if self.head is not None:
@@ -116,39 +152,37 @@ class Forward:
 
     def alone(self, prompt: Tokens) -> torch.Tensor:
         """The logits after one prompt [vocab], by a forward pass without any device of ours."""
-        placed = torch.from_numpy(prompt[None].astype(np.int64)).to(self._device)
+        return self.every(prompt)[-1]
+
+    def every(self, prompt: Tokens) -> torch.Tensor:
+        """The logits after each beginning of a prompt [length, vocab], computed as `alone`."""
+        return self._plain(prompt[None])[0]
+
+    def placed(self, prompts: np.ndarray[Any, Any], places: np.ndarray[Any, Any]) -> torch.Tensor:
+        """The logits [prompts, length, vocab] of tokens, both of one shape, at such positions."""
+        return self._plain(prompts, position_ids=to_device(places, self._device))
+
+    def _plain(self, prompts: np.ndarray[Any, Any], **inputs: torch.Tensor) -> torch.Tensor:
+        ids = to_device(prompts.astype(np.int64), self._device)
         with torch.inference_mode():
-            logits: torch.Tensor = self._model(input_ids=placed, use_cache=False).logits
-            return logits[0, -1]
+            logits: torch.Tensor = self._model(input_ids=ids, use_cache=False, **inputs).logits
+            return logits
 
-    def _try(self) -> None:
-        """Compare two prompts of unlike length in company with each of them alone."""
-        tokens = int(self._model.get_input_embeddings().weight.shape[0])
-        prompts = [np.arange(n, dtype=np.uint32) % tokens for n in (2, 7)]
-        error = self.difference(self(prompts), prompts)
-        if error is None:
-            return
-        logger.warning(
-            "%s computes other rows for a padded prompt (by %.2g): it runs without padding, which "
-            "is slower",
-            type(self._model).__name__,
-            error,
-        )
-        self.may_pad = False
-        assert self.head is not None
-        self.head.close()
+    def difference(
+        self, logits: torch.Tensor, plain: torch.Tensor, *, same_shapes: bool = False
+    ) -> float | None:
+        """By how much logits differ from `plain` ones; None where it is no more than rounding.
 
-    def difference(self, logits: torch.Tensor, prompts: Sequence[Tokens]) -> float | None:
-        """By how much these logits [prompts, vocab] differ from those of each prompt alone.
-
-        None where it is no more than rounding.
+        Of which there is hardly any where both come of forward passes of the `same_shapes`.
         """
+        half = _TOLERANCE_SAME_SHAPES if same_shapes else _TOLERANCE_HALF_PRECISION
         exact = self._model.dtype in (torch.float32, torch.float64)
-        tolerance = _TOLERANCE if exact else _TOLERANCE_HALF_PRECISION
-        alone = torch.stack([self.alone(prompt) for prompt in prompts]).float()
+        tolerance = _TOLERANCE if exact else half
+        alone = plain.float()
         finite = alone.isfinite()
         if not finite.any():
             return None  # that is for the rows to show
         difference = (logits.float() - alone)[finite].abs()
         error = float(difference.nan_to_num(torch.inf, torch.inf).max())
-        return error if error > tolerance * max(1.0, float(alone[finite].abs().max())) else None
+        largest = float(alone[finite].abs().max())
+        return error if error > tolerance * max(_LEAST_LOGIT, largest) else None

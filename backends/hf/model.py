@@ -51,6 +51,12 @@ def load_model(
         config = transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code
         )
+        if getattr(config, "is_encoder_decoder", False):
+            raise SettingsError(
+                f"the model in {str(folder)!r} ({config.model_type}) has an encoder: what it says "
+                "next depends on a second text, which a prompt does not have; serve a decoder-only "
+                "model"
+            )
         if "quantization_config" in kwargs or hasattr(config, "quantization_config"):
             # Quantized weights are made on their device and cannot be moved there later.
             kwargs.setdefault("device_map", {"": str(place)})
@@ -68,6 +74,8 @@ def load_model(
             )
         if "device_map" not in kwargs:
             model.to(place)
+    except SettingsError:
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise SettingsError(f"the model in {str(folder)!r} cannot be loaded: {reason}") from error

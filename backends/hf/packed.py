@@ -8,8 +8,10 @@ are stock ones: they find the arena behind the cache interface of transformers.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -82,6 +84,11 @@ class Arena:
         self.nbytes = sum(block.nbytes for block in (*self.keys, *self.values))
         self.writes = torch.empty(0, dtype=torch.int64)
         self.columns: torch.Tensor | None = None
+        self.claimed = 0
+        """How long a model is told that its cache is. Masks and positions are given to it, so that
+        it makes no difference; where it does, a trial shows it."""
+        self.contiguous = False
+        """Whether the model wants states in one piece: it costs a copy."""
 
 
 class ArenaLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
@@ -110,12 +117,13 @@ class ArenaLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
                 found.append(new)
             else:
                 seen = kept.index_select(0, columns.flatten())
-                found.append(seen.unflatten(0, columns.shape).transpose(1, 2))
+                states = seen.unflatten(0, columns.shape).transpose(1, 2)
+                found.append(states.contiguous() if arena.contiguous else states)
         return found[0], found[1]
 
     # What models ask of a cache to place new tokens and to mask them: here they say both.
     def get_seq_length(self) -> int:
-        return 0
+        return self._arena.claimed
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -142,7 +150,7 @@ class PackedForward:
         self._head = head
         self._device = device
         self._dtype = dtype
-        self._bounds = bounds
+        self.bounds = bounds
         self.slots = slots
         self._trie = TokenTrie(slots)
         self._arena = Arena(shapes, slots + RESERVED_SLOTS, device)
@@ -206,6 +214,22 @@ class PackedForward:
         """Forget what was computed with an adapter."""
         self._trie.forget(adapter)
 
+    def want_contiguous(self) -> None:
+        """Give the model keys and values in one piece."""
+        self._arena.contiguous = True
+
+    @contextlib.contextmanager
+    def on_trial(self, *, width: int | None = None, claimed: int = 0) -> Iterator[None]:
+        """Compute in rows of this `width`, with a cache `claimed` that long, and forget it all."""
+        bounds = self.bounds
+        self.bounds = dataclasses.replace(bounds, width=width)
+        self._arena.claimed = claimed
+        try:
+            yield
+        finally:
+            self.bounds, self._arena.claimed = bounds, 0
+            self.clear()
+
     def clear(self) -> None:
         """Forget all that is kept, prefixes too."""
         self._prefixes.clear()
@@ -228,7 +252,7 @@ class PackedForward:
         layout = lay_out(leases)
         taken: list[Callable[[], list[int]]] = []
         with torch.inference_mode():
-            for part in passes(layout, self._bounds):
+            for part in passes(layout, self.bounds):
                 logits = self._forward(layout, part)
                 if part.prompts.size:
                     taken.append(take([numbers[i] for i in part.prompts], logits))
@@ -243,7 +267,11 @@ class PackedForward:
         begin = np.array_equal(part.columns, queries) and bool(layout.fresh[queries].all())
         if not begin:
             arena.columns = self._place(layout.slots[part.columns])
-        if not begin or not (layout.depths[queries] == np.arange(queries.shape[1])).all():
+        if (
+            not begin
+            or arena.claimed
+            or not (layout.depths[queries] == np.arange(queries.shape[1])).all()
+        ):
             mask = self._mask(layout, part)
         outputs = part.outputs if part.outputs.size else np.zeros(1, np.int64)
         return self._head.logits(

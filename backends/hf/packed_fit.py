@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from lmpool.backends.cache_memory import MOST_POSITIONS, default_cache_bytes
-from lmpool.backends.engine import Tokens
 from lmpool.backends.hf.forward import Forward
 from lmpool.backends.hf.packed import LayerShape, PackedForward, Reach, cache_utils
 from lmpool.backends.hf.packed_layout import RESERVED_SLOTS, Bounds
+from lmpool.backends.hf.packed_trial import Unfit, compare, longest_by_cache_length
 from lmpool.errors import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -32,14 +32,9 @@ _WINDOWS: Final = {
 }
 """What a config calls the kinds of layers that do not see all, and how far each of them sees."""
 
-_TRIAL_TOKENS: Final = 48
 _TRIAL_WINDOW: Final = 7
 """A window for the trial, so that its prompts are longer than that and yet short."""
 _FEWEST_SLOTS: Final = 16
-
-
-class _Unfit(Exception):
-    """Why a model is not served."""
 
 
 def packed_forward(
@@ -59,6 +54,7 @@ def packed_forward(
     if kv_cache_bytes == 0:
         return None, 0
     name = type(model).__name__
+    began = time.monotonic()
     try:
         shapes, limit = _requirements(model, forward, device)
         slots = _slots(shapes, device, kv_cache_bytes)
@@ -67,14 +63,22 @@ def packed_forward(
         packed = PackedForward(
             head, shapes, slots=slots, dtype=model.dtype, device=device, bounds=bounds
         )
+        logger.info("%s is tried in packed forward passes", name)
         limit = _longest_right(packed, forward, model, min(limit, longest))
-    except _Unfit as reason:
+        limit = longest_by_cache_length(packed, forward, limit)
+    except Unfit as reason:
         logger.warning(
             "%s keeps nothing between batches, and computes shared prefixes for each prompt: %s",
             name,
             reason,
         )
         return None, 0
+    logger.info(
+        "%s computes each distinct position once, packed with others: trials in %.1f s gave the "
+        "rows of plain forward passes",
+        name,
+        time.monotonic() - began,
+    )
     logger.info(
         "%s keeps the keys and values of %s positions in %s bytes%s",
         name,
@@ -104,7 +108,7 @@ def _slots(shapes: Sequence[LayerShape], device: torch.device, kv_cache_bytes: i
         return slots
     least = (_FEWEST_SLOTS + RESERVED_SLOTS) * slot_bytes
     if kv_cache_bytes is None:
-        raise _Unfit(f"there is no memory for {least:,} bytes of keys and values")
+        raise Unfit(f"there is no memory for {least:,} bytes of keys and values")
     raise SettingsError(
         f"kv_cache_bytes={kv_cache_bytes}: a position of this model takes {slot_bytes:,} "
         f"bytes; write {least} or more, or 0 to keep nothing between batches"
@@ -118,14 +122,14 @@ def _longest_right(packed: PackedForward, forward: Forward, model: Any, longest:
     try:
         packed.reach = _reach(config, windows)
         with _narrow_windows(config, packed, windows):
-            _try(packed, forward, model, longest)
-    except _Unfit as reason:
+            compare(packed, forward, longest)
+    except Unfit as reason:
         if not windows:
             raise
         logger.info("%s is served within its window only: %s", type(model).__name__, reason)
         packed.reach = Reach()
         longest = min(longest, *windows.values())
-        _try(packed, forward, model, longest)
+        compare(packed, forward, longest)
     return longest
 
 
@@ -134,11 +138,11 @@ def _requirements(
 ) -> tuple[list[LayerShape], int]:
     """What a position takes in each layer, and the longest prompt whose positions mean the same."""
     config = model.config.get_text_config()
-    if not forward.may_pad:
-        raise _Unfit("its rows depend on more than the prompt")
+    if not forward.sharing.padded:
+        raise Unfit(forward.sharing.reason)
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in _ATTENTION:
-        raise _Unfit(
+        raise Unfit(
             f"its attention is {implementation!r}, which takes no mask of ours; "
             f"{' and '.join(_ATTENTION)} do"
         )
@@ -147,22 +151,22 @@ def _requirements(
         with torch.inference_mode():
             cache = model(input_ids=ids, use_cache=True).past_key_values
     except Exception as error:
-        raise _Unfit(f"it makes no cache ({type(error).__name__}: {error})") from error
+        raise Unfit(f"it makes no cache ({type(error).__name__}: {error})") from error
     if type(cache) is not cache_utils.DynamicCache:
-        raise _Unfit(f"it keeps its state in a {type(cache).__name__}")
+        raise Unfit(f"it keeps its state in a {type(cache).__name__}")
     shapes = []
     for layer in cache.layers:
         if type(layer) not in (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer):
-            raise _Unfit(f"it keeps the state of a layer in a {type(layer).__name__}")
+            raise Unfit(f"it keeps the state of a layer in a {type(layer).__name__}")
         keys, values = layer.keys, layer.values
         if keys is None or keys.dim() != 4 or keys.shape[2] != ids.shape[1]:
-            raise _Unfit("some of its layers keep no keys of their own")
+            raise Unfit("some of its layers keep no keys of their own")
         if keys.device != values.device or keys.device.type != device.type:
-            raise _Unfit("its layers are on several devices")
+            raise Unfit("its layers are on several devices")
         if (keys.device.index or 0) != (device.index or 0):
-            raise _Unfit("its layers are on several devices")
+            raise Unfit("its layers are on several devices")
         shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype))
-    return shapes, min(_rotary_limits(config), default=1 << 62)
+    return shapes, forward.sharing.limit
 
 
 def _windows(config: Any) -> dict[str, int]:
@@ -177,7 +181,7 @@ def _reach(config: Any, windows: Mapping[str, int]) -> Reach | dict[str, Reach]:
         return Reach()
     kinds = set(getattr(config, "layer_types", None) or windows)
     if unknown := kinds - windows.keys() - {"full_attention"}:
-        raise _Unfit(f"what its layers of the kind {min(unknown)!r} see is not known")
+        raise Unfit(f"what its layers of the kind {min(unknown)!r} see is not known")
     reaches = {
         kind: Reach(
             window=windows.get(kind) if kind == "sliding_attention" else None,
@@ -208,53 +212,3 @@ def _narrow_windows(
         packed.reach = reach
         for kind, size in windows.items():
             setattr(config, _WINDOWS[kind], size)
-
-
-def _rotary_limits(config: Any) -> list[int]:
-    """From what length on rotary positions depend on the longest prompt of a forward pass."""
-    found = getattr(config, "rope_parameters", None)
-    if not isinstance(found, Mapping):
-        return []
-    limits = []
-    for parameters in (found, *(v for v in found.values() if isinstance(v, Mapping))):
-        kind = parameters.get("rope_type")
-        if kind in ("dynamic", "longrope"):
-            name = "original_max_position_embeddings"
-            bound = parameters.get(name) or getattr(config, name, None)
-            limits.append(int(bound or config.max_position_embeddings))
-    return limits
-
-
-def _try(packed: PackedForward, forward: Forward, model: Any, limit: int) -> None:
-    """Compare prompts that share prefixes, are kept, and are computed in parts with each alone."""
-    vocab = int(model.get_input_embeddings().weight.shape[0])
-    rng = np.random.default_rng(0)
-
-    def random(length: int) -> Tokens:
-        return rng.integers(0, vocab, length).astype(np.uint32)
-
-    long = random(min(_TRIAL_TOKENS, limit, packed.slots // 2))
-    head, length = long[: (long.size + 1) // 2], long.size
-    branches = [np.concatenate((head, random(n)))[:length] for n in (1, 3, 9)]
-    batches = [[long], [head, *branches, random(3)], [long, branches[2], random(1)]]
-    try:
-        for batch in batches:
-            distinct = list({prompt.tobytes(): prompt for prompt in batch}.values())
-            rows: dict[int, torch.Tensor] = {}
-
-            def take(numbers: list[int], logits: torch.Tensor) -> Callable[[], list[int]]:
-                rows.update(zip(numbers, logits, strict=True))  # noqa: B023
-                return list
-
-            for left in packed.run(distinct, take):
-                rows[left] = forward.alone(distinct[left])
-            logits = torch.stack([rows[i] for i in range(len(distinct))])
-            error = forward.difference(logits, distinct)
-            if error is not None:
-                raise _Unfit(f"a trial gave other rows than one prompt at a time, by {error:.2g}")
-    except _Unfit:
-        raise
-    except Exception as error:
-        raise _Unfit(f"a trial failed ({type(error).__name__}: {error})") from error
-    finally:
-        packed.clear()

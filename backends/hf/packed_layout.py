@@ -78,13 +78,16 @@ class Bounds:
     """What a forward pass may hold at most, where one position does not need more.
 
     `positions` to compute; `outputs` with logits; `pairs` of positions in the attention mask;
-    `columns` of all rows, whose keys and values are gathered.
+    `columns` of all rows, whose keys and values are gathered. Rows are at most `widest`, and all
+    of one `width` where a trial asks for that.
     """
 
     positions: int
     outputs: int
     pairs: int = 1 << 25
     columns: int = 1 << 16
+    widest: int = 1 << 62
+    width: int | None = None
 
 
 def lay_out(leases: Sequence[Lease]) -> Layout:
@@ -213,6 +216,9 @@ def _width(layout: Layout, queries: Indices, first: int, bounds: Bounds) -> int:
     widths = [-(-count // (1 << halvings)) for halvings in range(count.bit_length())]
     if first < count:
         widths.append(first)
+    widths = [width for width in widths if width <= bounds.widest]
+    if bounds.width is not None:
+        widths = [min(bounds.width, count)]
     best, least = 0, np.inf
     for width in widths:
         rows = -(-count // width)

@@ -26,7 +26,7 @@ from tests.support.models import LONGEST, VOCAB, save_model  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
 
-MODELS = ("bert", "gemma2", "gpt2", "llama", "mamba", "windowed qwen2")
+MODELS = ("gemma2", "gpt2", "llama", "mamba", "windowed qwen2")
 
 
 @pytest.fixture(scope="session", params=MODELS)
@@ -106,16 +106,12 @@ def test_the_head_sees_one_position_a_prompt(llama: str) -> None:
     assert seen == [(3, 1, VOCAB)]
 
 
-def test_only_a_model_that_bears_padding_is_padded(folder: str) -> None:
-    assert HFEngine(folder, max_prompt_tokens=LONGEST)._open().may_pad == ("bert" not in folder)
-
-
 def test_a_model_without_an_output_embedding(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.LlamaForCausalLM, "get_output_embeddings", lambda _: None)
     engine = HFEngine(llama)
     prompts = [[1], [2, 3, 4], [5] * 30]
     rows = rows_of(engine, prompts)
-    assert engine._open().may_pad
+    assert engine._open().sharing.padded
     assert np.abs(rows - reference_rows(llama, prompts)).max() < 1e-5
 
 

@@ -14,6 +14,101 @@ LONGEST: Final = 96
 WINDOW: Final = 12
 """How far layers see that do not see all."""
 
+ORIGINAL: Final = 40
+"""From how many tokens on the longrope models place them otherwise."""
+FLOOR: Final = 64
+"""How many positions a llama4 scales alike."""
+SELECTED: Final = 8
+"""How many positions the models that select them attend to."""
+
+_LONG: Final = {"original_max_position_embeddings": ORIGINAL}
+_LATENT: Final = {
+    "num_key_value_heads": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+    "index_topk": SELECTED,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "mlp_layer_types": ["dense", "sparse"],
+    "pad_token_id": 0,
+}
+_NOT_CAUSAL: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "bert": ("Bert", {}),
+    "bert-generation": ("BertGeneration", {}),
+    "big_bird": ("BigBird", {"attention_type": "original_full"}),
+    "camembert": ("Camembert", {}),
+    "data2vec-text": ("Data2VecText", {}),
+    "electra": ("Electra", {"embedding_size": 16}),
+    "ernie": ("Ernie", {}),
+    "megatron-bert": ("MegatronBert", {}),
+    "rembert": ("RemBert", {"input_embedding_size": 16, "output_embedding_size": 16}),
+    "roberta": ("Roberta", {}),
+    "roberta-prelayernorm": ("RobertaPreLayerNorm", {}),
+    "roc_bert": ("RoCBert", {"enable_pronunciation": False, "enable_shape": False}),
+    "roformer": ("RoFormer", {}),
+    "xlm": ("XLM", {"n_layers": 2, "emb_dim": 32, "n_heads": 2}),
+    "xlm-roberta": ("XLMRoberta", {}),
+    "xlm-roberta-xl": ("XLMRobertaXL", {}),
+}
+_MOE: Final = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_MORE: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "apertus": ("Apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "arcee": ("Arcee", {}),
+    "biogpt": ("BioGpt", {}),
+    "codegen": ("CodeGen", {"rotary_dim": 8, "num_attention_heads": 4}),
+    "cohere": ("Cohere", {"eos_token_id": 1}),
+    "cohere2": ("Cohere2", {"sliding_window": WINDOW, "eos_token_id": 1}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {k: v for k, v in _LATENT.items() if not k.startswith(("index", "mlp"))},
+    ),
+    "diffllama": ("DiffLlama", {"num_key_value_heads": 2}),
+    "doge": ("Doge", {}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
+    "exaone4": ("Exaone4", {"sliding_window": WINDOW}),
+    "falcon": ("Falcon", {"multi_query": True, "new_decoder_architecture": False}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "glm": ("Glm", {"head_dim": 16, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "gpt_bigcode": ("GPTBigCode", {"bos_token_id": 1, "eos_token_id": 1}),
+    "gpt_neox_japanese": ("GPTNeoXJapanese", {"bos_token_id": 1, "eos_token_id": 1}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "sliding_window": WINDOW,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "gptj": ("GPTJ", {"rotary_dim": 8}),
+    "granite": ("Granite", {}),
+    "helium": ("Helium", {"head_dim": 16}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "nemotron": ("Nemotron", {}),
+    "olmo": ("Olmo", {"eos_token_id": 1}),
+    "olmo2": ("Olmo2", {"eos_token_id": 1}),
+    "olmo3": ("Olmo3", {"eos_token_id": 1, "sliding_window": WINDOW}),
+    "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "persimmon": ("Persimmon", {"num_key_value_heads": 2}),
+    "phimoe": ("Phimoe", {"num_local_experts": 4}),
+    "qwen2_moe": ("Qwen2Moe", {**_MOE, "shared_expert_intermediate_size": 32}),
+    "qwen3_moe": ("Qwen3Moe", {**_MOE, "head_dim": 16}),
+    "smollm3": ("SmolLM3", {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}),
+    "stablelm": ("StableLm", {}),
+    "xglm": ("XGLM", {"d_model": 32, "ffn_dim": 48, "attention_heads": 2, "num_layers": 2}),
+}
+
 
 def _llama_like(hidden: int, **changes: Any) -> dict[str, Any]:
     sizes = {
@@ -39,16 +134,64 @@ def _mamba(hidden: int, **changes: Any) -> Any:
 
 
 def _gpt_neo(hidden: int, **changes: Any) -> Any:
-    return transformers.GPTNeoConfig(
-        vocab_size=VOCAB,
-        hidden_size=hidden,
-        num_layers=2,
-        num_heads=2,
-        attention_types=[[["global", "local"], 1]],
-        window_size=WINDOW,
-        max_position_embeddings=LONGEST,
-        **changes,
-    )
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": hidden,
+        "num_layers": 2,
+        "num_heads": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": WINDOW,
+        "max_position_embeddings": LONGEST,
+    }
+    return transformers.GPTNeoConfig(**{**sizes, **changes})
+
+
+def _reformer(hidden: int, **changes: Any) -> Any:
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": hidden,
+        "feed_forward_size": hidden,
+        "attn_layers": ["local", "lsh"],
+        "num_attention_heads": 2,
+        "attention_head_size": hidden // 2,
+        "axial_pos_shape": [16, 16],
+        "axial_pos_embds_dim": [hidden // 2, hidden // 2],
+        "max_position_embeddings": 256,
+        "is_decoder": True,
+    }
+    return transformers.ReformerConfig(**{**sizes, **changes})
+
+
+def _xlnet(hidden: int, **changes: Any) -> Any:
+    sizes = {"vocab_size": VOCAB, "d_model": hidden, "d_inner": hidden, "n_layer": 2, "n_head": 2}
+    return transformers.XLNetConfig(**{**sizes, **changes})
+
+
+def _t5(hidden: int, **changes: Any) -> Any:
+    sizes = {"vocab_size": VOCAB, "d_model": hidden, "d_kv": hidden // 2, "d_ff": hidden}
+    return transformers.T5Config(**{**sizes, "num_layers": 1, "num_heads": 2, **changes})
+
+
+def _two_stacks(config: str) -> Callable[..., Any]:
+    def make(hidden: int, **changes: Any) -> Any:
+        sizes: dict[str, Any] = {"vocab_size": VOCAB, "d_model": hidden}
+        for part in ("encoder", "decoder"):
+            sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": hidden}
+        return getattr(transformers, f"{config}Config")(**{**sizes, **changes})
+
+    return make
+
+
+def _longrope(hidden: int) -> dict[str, Any]:
+    dims = hidden // 4
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * dims,
+        "long_factor": [4.0] * dims,
+        "factor": 2.0,
+        "original_max_position_embeddings": ORIGINAL,
+    }
 
 
 def _bloom(hidden: int, **changes: Any) -> Any:
@@ -124,8 +267,54 @@ _MAKE: Final[dict[str, Callable[..., Any]]] = {
     "gpt_neo": _gpt_neo,
     # Positions by the attention mask.
     "bloom": _bloom,
-    # Not causal, so that its rows depend on padding.
-    "bert": _named("Bert"),
+    "global gpt_neo": lambda hidden, **changes: _gpt_neo(
+        hidden, num_layers=4, num_heads=4, attention_types=[[["global"], 4]], **changes
+    ),
+    "wide gpt_neo": lambda hidden, **changes: _gpt_neo(
+        hidden,
+        num_layers=4,
+        num_heads=4,
+        attention_types=[[["global", "local"], 2]],
+        window_size=256,
+        **changes,
+    ),
+    # Rotary positions by whether the longest prompt of a forward pass exceeds a limit.
+    "longrope llama": _named("Llama", **_LONG, rope_parameters=_longrope),
+    "longrope phi3": _named("Phi3", **_LONG, pad_token_id=0, rope_parameters=_longrope),
+    "longrope phimoe": _named(
+        "Phimoe",
+        **_LONG,
+        num_local_experts=4,
+        rope_parameters=lambda hidden: {
+            **_longrope(hidden),
+            "short_mscale": 1.0,
+            "long_mscale": 1.2,
+        },
+    ),
+    # Attention scaled by a position that it counts from the length of the cache.
+    "scaled llama4": _named(
+        "Llama4Text",
+        num_hidden_layers=4,
+        head_dim=_half,
+        num_local_experts=2,
+        attention_chunk_size=WINDOW,
+        floor_scale=FLOOR,
+        attn_scale=0.5,
+    ),
+    # Positions are selected by a score, with exact ties.
+    "deepseek_v32": _named("DeepseekV32", **_LATENT),
+    "glm_moe_dsa": _named("GlmMoeDsa", **_LATENT, indexer_types=["full", "full"]),
+    # Hashes at random.
+    "reformer": _reformer,
+    **{
+        name: _named(config, num_key_value_heads=2, **own)
+        for name, (config, own) in _NOT_CAUSAL.items()
+    },
+    "xlnet": _xlnet,
+    "t5": _t5,
+    "bart": _two_stacks("Bart"),
+    "m2m_100": _two_stacks("M2M100"),
+    **{name: _named(config, **own) for name, (config, own) in _MORE.items()},
 }
 
 SERVED: Final = ("gpt2", "gpt_neox", "llama", "mistral", "phi", "qwen2", "qwen3")
@@ -137,6 +326,9 @@ WINDOWED: Final = (
 """Models with layers that see less."""
 UNFIT: Final = ("bloom", "gpt_neo", "mamba")
 """Models whose states cannot be kept and shared by position."""
+NOT_CAUSAL: Final = (*_NOT_CAUSAL, "xlnet")
+TWO_STACKS: Final = ("bart", "m2m_100", "t5")
+TRIE_FAMILIES: Final = (*SERVED, *WINDOWED, *_MORE)
 
 
 def configuration(name: str, *, hidden: int = 32, **changes: Any) -> Any:
@@ -145,17 +337,28 @@ def configuration(name: str, *, hidden: int = 32, **changes: Any) -> Any:
 
 
 def save_model(
-    folder: Path, name: str, *, hidden: int = 32, scale: float = 3.0, **changes: Any
+    folder: Path,
+    name: str,
+    *,
+    hidden: int = 32,
+    scale: float = 3.0,
+    least_dims: int = 0,
+    **changes: Any,
 ) -> str:
-    """Write a model of random weights, times `scale` so that rows differ by nats; the folder."""
+    """Write a model of random weights, times `scale` so that rows differ by nats; the folder.
+
+    Only weights of at least `least_dims` dimensions are scaled.
+    """
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        configuration(name, hidden=hidden, **changes)
-    )
+    config = configuration(name, hidden=hidden, **changes)
+    two = config.is_encoder_decoder
+    auto = transformers.AutoModelForSeq2SeqLM if two else transformers.AutoModelForCausalLM
+    model = auto.from_config(config)
     if name != "mamba":  # whose state would overflow
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(scale)
+                if parameter.dim() >= least_dims:
+                    parameter.mul_(scale)
     model.save_pretrained(folder)
     return str(folder)
 

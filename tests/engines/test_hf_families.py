@@ -1,0 +1,201 @@
+"""Families of models: each runs in the fastest way that gives its rows, or is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from lmpool.backends.contract import ask
+from lmpool.errors import SettingsError
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from lmpool.backends.hf import HFEngine  # noqa: E402
+from tests.support.engines import requests_of  # noqa: E402
+from tests.support.hf_texts import reference_rows  # noqa: E402
+from tests.support.models import (  # noqa: E402
+    FLOOR,
+    LONGEST,
+    NOT_CAUSAL,
+    ORIGINAL,
+    SELECTED,
+    TRIE_FAMILIES,
+    TWO_STACKS,
+    VOCAB,
+    WINDOW,
+    save_model,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+TOLERANCE = 1e-4
+"""Nats."""
+
+
+def saved(folder: Path, name: str, **options: Any) -> str:
+    return save_model(folder, name, least_dims=2, **options)
+
+
+def nasty(longest: int, around: Sequence[int] = ()) -> list[list[int]]:
+    """Prompts with a beginning in common, nested, with equal ends, and of lengths `around`."""
+    rng = np.random.default_rng(0)
+
+    def random(length: int) -> list[int]:
+        return [int(token) for token in rng.integers(0, VOCAB, length)]
+
+    head, tail = random(min(40, longest // 2)), random(min(10, longest // 4))
+    prompts = [head + random(len(tail)) for _ in range(12)]
+    prompts += [head + tail, random(3) + tail, tail, head, head[:5], random(1), random(longest)]
+    for length in around:
+        text = random(longest)
+        prompts += [text[: length + more] for more in (-7, -1, 0, 1, 9)]
+    return prompts
+
+
+def error_of(engine: HFEngine, folder: str, prompts: list[list[int]]) -> npt.NDArray[np.float32]:
+    """By how much each row is off, in one batch, and in a second that finds the first's states."""
+    longer = [[*prompt, 7] for prompt in prompts if len(prompt) < engine.info.max_prompt_tokens]
+    off = []
+    for batch in (prompts, longer):
+        outcomes = ask(engine, requests_of(batch))
+        failed = [outcome.error for outcome in outcomes if outcome.error is not None]
+        assert not failed, failed[0]
+        rows = np.stack([outcome.logprobs() for outcome in outcomes])
+        off.append(np.abs(rows - reference_rows(folder, batch)).max(axis=1))
+    return np.concatenate(off)
+
+
+def check(folder: str, prompts: list[list[int]], **options: Any) -> HFEngine:
+    engine = HFEngine(folder, **options)
+    off = error_of(engine, folder, prompts)
+    assert off.max() < TOLERANCE, f"{(off >= TOLERANCE).sum()} of {off.size} rows, {off.max()}"
+    return engine
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "global gpt_neo", "wide gpt_neo"])
+def test_a_mask_of_its_own_by_the_places_of_keys(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved(tmp_path, name, hidden=64, max_position_embeddings=2048)
+    head, *ends = np.random.default_rng(0).integers(0, VOCAB, (33, 40)).tolist()
+    check(folder, [head + end[:10] for end in ends])
+    engine = check(folder, nasty(200))
+    assert engine.statistics() is None
+    assert "a trial" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["longrope llama", "longrope phi3", "longrope phimoe"])
+def test_no_prompt_stands_beside_one_that_moves_its_positions(name: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, name, scale=5.0)
+    engine = check(folder, nasty(LONGEST, [ORIGINAL]))
+    assert engine._open().sharing.limit == ORIGINAL
+    check(folder, nasty(LONGEST, [ORIGINAL]), kv_cache_bytes=0)
+
+
+def test_rows_that_depend_on_what_was_computed_before_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond a bound of the model's own, that is, which is usually kept."""
+    folder = saved(tmp_path, "dynamic_rope")
+    check(folder, nasty(WINDOW))
+    monkeypatch.setattr("lmpool.backends.hf.engine.prompt_bounds", lambda *_: [])
+    with pytest.raises(SettingsError, match=r"once it has computed a longer one.*=11,"):
+        HFEngine(folder, max_prompt_tokens=LONGEST)
+    check(folder, nasty(WINDOW), max_prompt_tokens=WINDOW)
+
+
+def test_positions_counted_from_the_length_of_the_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved(tmp_path, "scaled llama4")
+    engine = check(folder, nasty(LONGEST, [FLOOR]), forward_tokens=64)
+    assert engine.statistics() is not None
+    assert f"prompts of more than {FLOOR - 1} tokens" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_model_that_selects_positions_is_not_padded(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved(tmp_path, name)
+    engine = check(folder, nasty(60, [SELECTED, 30]))
+    assert engine.statistics() is None
+    assert "selects among the positions" in caplog.text
+
+
+def test_a_forward_pass_that_does_not_repeat_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="other rows for the same prompt each time"):
+        HFEngine(saved(tmp_path, "reformer"))
+
+
+@pytest.mark.parametrize("name", NOT_CAUSAL)
+def test_a_model_that_is_not_causal_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"is not causal.*is_decoder"):
+        HFEngine(saved(tmp_path, name), max_prompt_tokens=64)
+
+
+@pytest.mark.parametrize("name", TWO_STACKS)
+def test_a_model_with_an_encoder_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"has an encoder.*serve a decoder-only model"):
+        HFEngine(saved(tmp_path, name), max_prompt_tokens=64)
+
+
+def test_a_decoder_of_such_a_family_is_served(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "bert", is_decoder=True)
+    check(folder, nasty(LONGEST))
+
+
+def test_a_model_that_bears_no_company_computes_one_prompt_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved(tmp_path, "llama")
+    plain = transformers.LlamaForCausalLM.forward
+
+    def forward(self: Any, input_ids: Any, **inputs: Any) -> Any:
+        found = plain(self, input_ids, **inputs)
+        found.logits = found.logits * len(input_ids)
+        return found
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
+    engine = check(folder, nasty(60))
+    assert not engine._open().sharing.alike
+    assert "runs without padding, one prompt at a time" in caplog.text
+
+
+def test_the_log_says_how_a_model_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    HFEngine(saved(tmp_path, "llama"))
+    assert "LlamaForCausalLM was measured in plain and padded forward passes" in caplog.text
+    assert "computes each distinct position once, packed with others" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt_neo", "llama"])
+def test_half_precision_hides_nothing(name: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, name)
+    if name == "bert":
+        with pytest.raises(SettingsError, match="is not causal"):
+            HFEngine(folder, dtype="bfloat16")
+        return
+    packed = HFEngine(folder, dtype="bfloat16").statistics() is not None
+    assert packed == (name == "llama")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRIE_FAMILIES)
+def test_families_that_share_prefixes(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    folder = saved(tmp_path, name)
+    engine = check(folder, nasty(min(60, LONGEST)), max_prompt_tokens=LONGEST)
+    statistics = engine.statistics()
+    assert statistics is not None, caplog.text
+    assert statistics.found > 0
+    assert "keep nothing" not in caplog.text
