@@ -20,12 +20,18 @@ torch = pytest.importorskip("torch")
 zmq = pytest.importorskip("zmq")
 pytest.importorskip("sglang")
 
+from lmpool.backends import tiny  # noqa: E402
 from lmpool.backends.contract import Reference, ask, request_for, write_adapter  # noqa: E402
 from lmpool.backends.sampling import sample_token  # noqa: E402
 from lmpool.backends.sglang import SGLangEngine  # noqa: E402
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError  # noqa: E402
 from lmpool.wants import Generate  # noqa: E402
 from tests.support.engines import drawn, rows_of  # noqa: E402
+from tests.support.hf_texts import (  # noqa: E402
+    hide_modules,
+    reference_rows,
+    save_patterned_adapter,
+)
 from tests.support.models import LONGEST, VOCAB, save_model  # noqa: E402
 from tests.support.sglang_engine import SMALL, WARNINGS, OneAtATime  # noqa: E402
 
@@ -161,9 +167,10 @@ def test_an_engine_without_adapters_names_the_option(
     ("how", "change", "said"),
     [
         ({"rank": 9}, {}, r"rank 9: write engine_opts=\{'max_lora_rank': 9\}"),
-        ({}, {"use_dora": True}, "use_dora=True: SGLang does not compute that"),
-        ({}, {"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
-        ({}, {"r": None}, "cannot be read"),
+        ({}, {"use_dora": True}, "use_dora=True: only plain LoRA"),
+        ({}, {"rank_pattern": {"q_proj": 2}}, "a rank of 2 is expected"),
+        ({}, {"alpha_pattern": {"q_.*": 2}}, "alpha_pattern=.*q_proj"),
+        ({}, {"r": None}, "a rank of None"),
     ],
 )
 def test_adapters_that_are_refused(
@@ -178,6 +185,60 @@ def test_adapters_that_are_refused(
     (folder / "adapter_config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(AdapterError, match=said):
         shared_engine(max_loras=2, max_lora_rank=8).add_adapter("a", str(folder))
+
+
+@pytest.mark.parametrize(
+    "targets", ["k", "v", "kv", "up", "q", "qk", "gate"], ids=lambda targets: targets
+)
+def test_adapters_of_some_of_the_layers_that_sglang_computes_as_one(
+    shared_engine: Callable[..., SGLangEngine], tmp_path: Path, targets: str
+) -> None:
+    names = [f"{t}_proj" for t in ([targets] if targets in {"up", "gate"} else targets)]
+    folder = write_adapter(tmp_path / "a", seed=1, targets=names)
+    other = write_adapter(tmp_path / "b", seed=2, targets=["q_proj", "k_proj", "v_proj", "up_proj"])
+    engine = shared_engine(max_loras=2, max_lora_rank=8)
+    for name, path in (("b", other), ("a", folder)):
+        engine.add_adapter(name, path)
+        found = rows_of(engine, PROMPTS, adapter=name)
+        assert np.abs(found - Reference.of("tiny").rows(PROMPTS, path)).max() < 1e-4
+    assert np.abs(found - rows_of(engine, PROMPTS)).max() > 0.01
+    for name in "ab":
+        engine.remove_adapter(name)
+
+
+PROMPTS = [[1, 5, 9], [7] * 30, [1, 5, 9, 4]]
+
+
+def test_ranks_alphas_and_saved_tensors_as_peft_reads_them(
+    shared_engine: Callable[..., SGLangEngine], tmp_path: Path
+) -> None:
+    """And no pattern is run: this one would take ages."""
+    folder = save_patterned_adapter(tiny.path(), tmp_path / "a")
+    expected = reference_rows(tiny.path(), PROMPTS, folder)
+    hide_modules(folder)
+    engine = shared_engine(max_loras=2, max_lora_rank=8)
+    engine.add_adapter("b", write_adapter(tmp_path / "b", seed=2, targets=["q_proj", "up_proj"]))
+    rows_of(engine, PROMPTS, adapter="b")
+    engine.add_adapter("a", folder)
+    assert np.abs(rows_of(engine, PROMPTS, adapter="a") - expected).max() < 1e-4
+    for name in "ab":
+        engine.remove_adapter(name)
+
+
+@pytest.mark.parametrize("kept", ["lora_A", "lora_B", "nothing"])
+def test_halves_of_adapters_are_refused(
+    shared_engine: Callable[..., SGLangEngine], tmp_path: Path, kept: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = write_adapter(tmp_path / "a", seed=1)
+    weights = Path(folder, "adapter_model.safetensors")
+    save_file({n: t for n, t in load_file(weights).items() if kept in n}, weights)
+    engine = shared_engine(max_loras=2, max_lora_rank=8)
+    said = "is empty" if kept == "nothing" else "q_proj' without lora .*save_pretrained"
+    with pytest.raises(AdapterError, match=said):
+        engine.add_adapter("a", folder)
+    assert ask(engine, [request_for([1])])[0].error is None
 
 
 @pytest.mark.parametrize(
