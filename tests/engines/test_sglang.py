@@ -252,6 +252,14 @@ def test_halves_of_adapters_are_refused(
         ({"server_args": {"chunked_prefil_size": 2}}, "'chunked_prefil_size', which SGLang"),
         ({"server_args": {"attention_backend": "psychic"}}, "SGLang cannot serve.*psychic"),
         ({"revision": "main"}, "revision='main'"),
+        ({"server_args": "x"}, "server_args='x': Mapping"),
+        ({"server_args": 5}, "server_args=5"),
+        ({"server_args": [1]}, r"server_args=\[1\]"),
+        ({"lora_targets": 5}, "lora_targets=5: Sequence"),
+        ({"lora_targets": "q_proj"}, "lora_targets='q_proj'"),
+        ({"server_args": {"trust_remote_code": "yes"}}, "trust_remote_code='yes': bool"),
+        ({"server_args": {"mem_fraction_static": 7}}, "mem_fraction_static=7: between 0 and 1"),
+        ({"server_args": {"max_running_requests": 0}}, "max_running_requests=0: a positive"),
     ],
 )
 @pytest.mark.usefixtures("no_engine")
