@@ -52,7 +52,7 @@ class StoredTensor:
             file.seek(self.start)
             for begin in range(0, count, _BLOCK):
                 block = np.fromfile(file, kind, min(_BLOCK, count - begin))
-                yield _widened(block) if self.dtype == "BF16" else block
+                yield _widened(block.view(np.uint16)) if self.dtype == "BF16" else block
 
 
 def _widened(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
