@@ -198,7 +198,11 @@ class SGLangEngine(ContinuousEngine[str]):
         lora_id = f"lmpool-{self._loaded}"
         wrong = self._open().load_lora(lora_id, config, tensors)
         if wrong:
-            raise AdapterError(f"SGLang refuses the adapter in {path!r}: {wrong}")
+            raise AdapterError(
+                f"SGLang refuses the adapter in {path!r}, which changes "
+                f"{', '.join(config['target_modules'])}: name all of them in "
+                f"engine_opts={{'lora_targets': [...]}}; {wrong}"
+            )
         return lora_id
 
     def unload_adapter(self, adapter: str) -> None:

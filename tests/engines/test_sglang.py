@@ -30,6 +30,7 @@ from tests.support.engines import drawn, rows_of  # noqa: E402
 from tests.support.hf_texts import (  # noqa: E402
     hide_modules,
     reference_rows,
+    save_adapter,
     save_patterned_adapter,
 )
 from tests.support.models import LONGEST, VOCAB, save_model  # noqa: E402
@@ -223,6 +224,34 @@ def test_ranks_alphas_and_saved_tensors_as_peft_reads_them(
     assert np.abs(rows_of(engine, PROMPTS, adapter="a") - expected).max() < 1e-4
     for name in "ab":
         engine.remove_adapter(name)
+
+
+def test_layers_that_it_does_not_change_are_named(
+    tiny_engine: Callable[..., SGLangEngine], tmp_path: Path
+) -> None:
+    engine = tiny_engine(max_loras=1, max_lora_rank=8, lora_targets=["q_proj"])
+    said = "changes gate_proj, up_proj: name all of them in engine_opts=.*lora_targets"
+    with pytest.raises(AdapterError, match=said):
+        engine.add_adapter("a", write_adapter(tmp_path / "a", seed=1, targets=["up_proj"]))
+    assert ask(engine, [request_for([1])])[0].error is None
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_adapter_of_the_head_with_the_embedding_that_peft_saves(
+    tiny_engine: Callable[..., SGLangEngine], tmp_path: Path
+) -> None:
+    """The tiny model's head is its embedding, which the adapter leaves alone."""
+    folder = save_adapter(
+        tiny.path(),
+        tmp_path / "a",
+        target_modules=["lm_head", "k_proj"],
+        save_embedding_layers=True,
+    )
+    expected = reference_rows(tiny.path(), PROMPTS, folder)
+    engine = tiny_engine(max_loras=1, max_lora_rank=8, lora_targets=["q_proj", "lm_head"])
+    engine.add_adapter("a", folder)
+    assert np.abs(rows_of(engine, PROMPTS, adapter="a") - expected).max() < 1e-4
+    assert np.abs(rows_of(engine, PROMPTS) - Reference.of("tiny").rows(PROMPTS)).max() < 1e-4
 
 
 @pytest.mark.parametrize("kept", ["lora_A", "lora_B", "nothing"])

@@ -21,6 +21,7 @@ from tests.support.engines import drawn, requests_of
 from tests.support.hf_texts import (
     hide_modules,
     reference_rows,
+    save_adapter,
     save_patterned_adapter,
 )
 from tests.support.vllm_engine import (
@@ -344,6 +345,17 @@ class TestAdapters:
         given = prompts(3, 20)
         expected = reference_rows(tiny.path(), [p.tolist() for p in given], folder)
         hide_modules(folder)
+        engine.add_adapter("a", folder)
+        assert_rows(answer(engine, given, adapter="a"), expected)
+        engine.remove_adapter("a")
+
+    @pytest.mark.filterwarnings("ignore::UserWarning")
+    def test_one_of_the_head_with_the_embedding_that_peft_saves(self, engine, tmp_path):
+        given = prompts(3, 20)
+        folder = save_adapter(
+            tiny.path(), tmp_path / "a", target_modules=["lm_head"], save_embedding_layers=True
+        )
+        expected = reference_rows(tiny.path(), [p.tolist() for p in given], folder)
         engine.add_adapter("a", folder)
         assert_rows(answer(engine, given, adapter="a"), expected)
         engine.remove_adapter("a")
