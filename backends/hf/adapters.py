@@ -7,6 +7,7 @@ name and the shape of every matrix in its file. Weights are read as safetensors 
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 from collections.abc import Collection
 from pathlib import Path
@@ -161,7 +162,9 @@ class LoraAdapters:
 
     def _fill(self, layer: Any, name: str, module: str, pair: Pair, folder: Path) -> None:
         """Give a layer its matrices, in float32 as PEFT does, whatever the model computes in."""
-        device = layer.get_base_layer().weight.device
+        base = layer.get_base_layer()
+        # Quantized layers call their weights otherwise, or hold them in buffers.
+        device = next(itertools.chain(base.parameters(), base.buffers())).device
         for half, stored in (("A", pair.a), ("B", pair.b)):
             holder = getattr(layer, f"lora_{'embedding_' * pair.embedding}{half}", {})
             if name not in holder:
