@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from lmpool.backends.engine import Engine
-from lmpool.errors import SettingsError
+from lmpool.backends.options import check_types
+from lmpool.errors import LmpoolError, SettingsError
 
 ENTRY_POINTS: Final = "lmpool.engines"
 """The entry-point group of engines that other packages bring: a callable
@@ -58,13 +59,22 @@ def load_engine(name: str, model: str, **options: Any) -> Engine:
     entry-point group ``lmpool.engines``, or ``auto``: vLLM where it is installed and a GPU is
     there, else Hugging Face transformers. `options` are the engine's own.
 
-    Raises `SettingsError` for an unknown engine or option, a model that cannot be loaded, and a
-    package that is not installed.
+    Raises `SettingsError` for an unknown engine or option, a value of another type than the engine
+    names, a model that cannot be loaded, and a package that is not installed.
     """
     chosen = _automatic() if name == "auto" else name
     make = _find(chosen)
     _check_options(chosen, make, options)
-    engine = make(model, **options)
+    check_types(f"engine={chosen!r}", options, make)
+    try:
+        engine = make(model, **options)
+    except LmpoolError:
+        raise
+    except Exception as error:
+        raise SettingsError(
+            f"engine={chosen!r} cannot serve model={model!r} with the options {sorted(options)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if not isinstance(engine, Engine):
         raise SettingsError(
             f"engine={chosen!r} made a {type(engine).__name__}: its entry point in the group "

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -102,27 +103,48 @@ def check_engines(
     engines: Sequence[str],
     model: str = "tiny",
     *,
+    revision: str | None = None,
+    engine_opts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     on_start: Callable[[str], None] = lambda engine: None,
 ) -> EngineCheck:
     """Run each engine in a private pool of one worker, one after the other, and compare.
 
-    `on_start` is told each engine's name before it starts.
+    `engine_opts` are each engine's own, by its name. `on_start` is told each engine's name before
+    it starts.
     """
     runs: list[EngineRun] = []
     failures: dict[str, LmpoolError] = {}
     for engine in engines:
         on_start(engine)
         try:
-            runs.append(run_engine(engine, model))
+            options = engine_opts.get(engine, {})
+            runs.append(run_engine(engine, model, revision=revision, engine_opts=options))
         except LmpoolError as error:
             failures[engine] = error
     return EngineCheck(compare(runs), failures)
 
 
-def run_engine(engine: str, model: str) -> EngineRun:
-    """Start a pool of one worker, ask it, and end it. Raises what `lmpool.embedded` does."""
+def run_engine(
+    engine: str,
+    model: str,
+    *,
+    revision: str | None = None,
+    engine_opts: Mapping[str, Any] = MappingProxyType({}),
+) -> EngineRun:
+    """Start a pool of one worker, ask it, and end it. Raises what `lmpool.embedded` does.
+
+    Revision and options are these, whatever the variables of the environment say.
+    """
     with embedded(
-        model, engine, 1, pool="engine-check", dtype="float32", framework="numpy", cache_bytes=0
+        model,
+        engine,
+        1,
+        pool="engine-check",
+        dtype="float32",
+        framework="numpy",
+        cache_bytes=0,
+        revision=revision or "",  # None would be what the environment says
+        engine_opts=dict(engine_opts),
     ) as lm:
         info = lm.info
         # Engines differ by a few tokens in the longest prompt that they take.

@@ -6,40 +6,21 @@ name and the shape of every matrix in its file. Weights are read as safetensors 
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import json
+import itertools
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import safe_open
 
+from lmpool.backends.lora import CONFIG, WEIGHTS, Lora, Pair, mistaken, read_lora
+from lmpool.backends.tensor_files import StoredTensor
 from lmpool.errors import AdapterError
 
 logger = logging.getLogger(__name__)
-
-CONFIG: Final = "adapter_config.json"
-WEIGHTS: Final = "adapter_model.safetensors"
-
-_PREFIX: Final = "base_model.model."
-"""What PEFT writes before the names of a model's own modules."""
-
-# Fields of a LoraConfig that the engine heeds, or that change nothing once an adapter is trained.
-_HEEDED: Final = frozenset(
-    {
-        "alpha_pattern", "exclude_modules", "fan_in_fan_out", "init_lora_weights",
-        "layers_pattern", "layers_to_transform", "lora_alpha", "peft_type", "r", "rank_pattern",
-        "target_modules", "use_rslora",
-        "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version",
-        "revision", "task_type",
-    }
-)  # fmt: skip
-_HARMLESS_BEGINNINGS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Initial weights that leave the base model as it is; others would change it for everybody."""
 
 
 class LoraAdapters:
@@ -60,19 +41,20 @@ class LoraAdapters:
 
         Raises `AdapterError` where it is none, or none of this model; nothing has changed then.
         """
-        config = _config(folder)
-        weights = _weights(folder)
+        lora = read_lora(folder)
+        self._check_modules(lora)
+        lora.check_saved(self._same)
         peft: Any = importlib.import_module("peft")
-        lora = _lora_config(peft, config, folder)
+        config = self._peft_config(peft, lora)
         # PEFT finds an adapter's tensors by a part of their names: none may begin like another.
         name = f"adapter{self._serial:08d}"
         self._serial += 1
         try:
-            self._inject(peft, lora, name, weights, folder)
+            self._inject(config, name, lora)
         except BaseException:
             self._delete(name)
             raise
-        base = str(config.get("base_model_name_or_path") or "")
+        base = str(lora.config.get("base_model_name_or_path") or "")
         if base and Path(base).name not in self._known_as:
             logger.warning(
                 "adapter folder %s says that it was made for the model %r; its matrices fit this "
@@ -107,31 +89,101 @@ class LoraAdapters:
         tuners: Any = importlib.import_module("peft.tuners.tuners_utils")
         return [m for m in self._model.modules() if isinstance(m, tuners.BaseTunerLayer)]
 
-    def _inject(
-        self, peft: Any, lora: Any, name: str, weights: Mapping[str, torch.Tensor], folder: Path
-    ) -> None:
+    # --- checks --------------------------------------------------------------------------------
+
+    def _modules(self) -> list[str]:
+        """The model's own modules, by the names that they have without adapters."""
+        names = (name for name, _ in self._model.named_modules())
+        return [name for name in names if ".lora_" not in name and ".base_layer" not in name]
+
+    def _check_modules(self, lora: Lora) -> None:
+        place, model = f"{WEIGHTS} in {str(lora.folder)!r}", _described(self._model)
+        names = self._modules()
+        if strange := sorted(lora.pairs.keys() - set(names)):
+            raise AdapterError(
+                f"{place} holds matrices of {strange[0]!r}, one of {len(strange)} modules that "
+                f"are not found in {model}: the adapter is another model's"
+            )
+        asked = [name for name in names if lora.asks_for(name)]
+        if missing := sorted(set(asked) - lora.pairs.keys()):
+            raise AdapterError(
+                f"{place} lacks the matrices of {len(missing)} of the {len(asked)} modules that "
+                f"{CONFIG} lists, {missing[0]!r} for one: save the adapter again"
+            )
+
+    def _same(self, name: str, tensor: StoredTensor) -> bool:
+        """Whether the model has this parameter, as far as the narrower dtype of the two tells."""
+        module, _, parameter = name.rpartition(".")
+        try:
+            owner = self._model.get_submodule(module)
+            base = owner.get_base_layer() if hasattr(owner, "get_base_layer") else owner
+            own = base.get_parameter(parameter)
+        except AttributeError:
+            return False
+        saved = _loaded(tensor)
+        if saved.shape != own.shape:
+            return False
+        narrow = min(saved.dtype, own.dtype, key=lambda dtype: dtype.itemsize)
+        return torch.equal(saved.to(own.device, narrow), own.detach().to(narrow))
+
+    # --- PEFT ----------------------------------------------------------------------------------
+
+    def _peft_config(self, peft: Any, lora: Lora) -> Any:
+        """What PEFT is told: whole names in lists, so that it searches for nothing."""
+        modules = list(lora.pairs)
+        try:
+            return peft.LoraConfig(
+                target_modules=modules,
+                exclude_modules=mistaken(modules, self._modules()) or None,
+                fan_in_fan_out=bool(lora.config.get("fan_in_fan_out")),
+                init_lora_weights=False,
+                inference_mode=True,
+                **lora.explicit(),
+            )
+        except (ValueError, TypeError) as error:
+            raise AdapterError(f"{CONFIG} in {str(lora.folder)!r}: {error}") from error
+
+    def _inject(self, config: Any, name: str, lora: Lora) -> None:
         functional: Any = importlib.import_module("peft.functional")
         # PEFT would warn of the adapters that are there, as if that were a mistake.
         others = self._model.__dict__.pop("peft_config", {})
         try:
             # On the meta device: nothing is allocated before the shapes are known to fit.
-            functional.inject_adapter_in_model(lora, self._model, name, low_cpu_mem_usage=True)
+            functional.inject_adapter_in_model(config, self._model, name, low_cpu_mem_usage=True)
         except (ValueError, TypeError, RuntimeError) as error:
             raise AdapterError(
-                f"adapter folder {str(folder)!r} does not fit {_described(self._model)}: {error}"
+                f"adapter folder {str(lora.folder)!r} does not fit {_described(self._model)}: "
+                f"{error}"
             ) from error
         finally:
-            self._model.peft_config = {**others, name: lora}
-        expected = functional.get_peft_model_state_dict(
-            self._model, adapter_name=name, save_embedding_layers=False
-        )
-        _compare(weights, expected, lora, _described(self._model), folder)
-        functional.set_peft_model_state_dict(
-            self._model, dict(weights), name, low_cpu_mem_usage=True
-        )
-        for layer in self._layers():
-            for parameter in layer.parameters():
-                parameter.requires_grad_(False)
+            self._model.peft_config = {**others, name: config}
+        for module, pair in lora.pairs.items():
+            self._fill(self._model.get_submodule(module), name, module, pair, lora.folder)
+
+    def _fill(self, layer: Any, name: str, module: str, pair: Pair, folder: Path) -> None:
+        """Give a layer its matrices, in float32 as PEFT does, whatever the model computes in."""
+        base = layer.get_base_layer()
+        # Quantized layers call their weights otherwise, or hold them in buffers.
+        device = next(itertools.chain(base.parameters(), base.buffers())).device
+        for half, stored in (("A", pair.a), ("B", pair.b)):
+            holder = getattr(layer, f"lora_{'embedding_' * pair.embedding}{half}", {})
+            if name not in holder:
+                raise AdapterError(
+                    f"{WEIGHTS} in {str(folder)!r} has {stored.name}: {module!r} in "
+                    f"{_described(self._model)} takes no such matrix"
+                )
+            wanted = holder[name] if pair.embedding else holder[name].weight
+            if stored.shape != tuple(wanted.shape):
+                raise AdapterError(
+                    f"{WEIGHTS} in {str(folder)!r} has {stored.name} of shape {stored.shape}: "
+                    f"{tuple(wanted.shape)} is expected of {module!r} in "
+                    f"{_described(self._model)}; the adapter is another model's"
+                )
+            matrix = torch.nn.Parameter(_loaded(stored).to(device, torch.float32), False)
+            if pair.embedding:
+                holder[name] = matrix
+            else:
+                holder[name].weight = matrix
 
     def _delete(self, name: str) -> None:
         self._choose(None)
@@ -140,102 +192,10 @@ class LoraAdapters:
         getattr(self._model, "peft_config", {}).pop(name, None)
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """The adapter's config, of which only plain LoRA is taken."""
-    try:
-        config = json.loads((folder / CONFIG).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise AdapterError(f"{CONFIG} in {str(folder)!r} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise AdapterError(f"{CONFIG} in {str(folder)!r} is no JSON object")
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise AdapterError(
-            f"{CONFIG} in {str(folder)!r} has peft_type={kind!r}: only 'LORA' adapters are served"
-        )
-    rank = config.get("r")
-    ranks = config.get("rank_pattern") or {}
-    for value in (rank, *(ranks.values() if isinstance(ranks, dict) else [ranks])):
-        if type(value) is not int or value < 1:
-            raise AdapterError(
-                f"{CONFIG} in {str(folder)!r} has a rank of {value!r}: a positive integer expected"
-            )
-    start = config.get("init_lora_weights")
-    if start not in _HARMLESS_BEGINNINGS:
-        raise AdapterError(
-            f"{CONFIG} in {str(folder)!r} has init_lora_weights={start!r}, which changes the base "
-            "model: convert the adapter with save_pretrained("
-            "path_initial_model_for_weight_conversion=...)"
-        )
-    return config
-
-
-def _lora_config(peft: Any, config: Mapping[str, Any], folder: Path) -> Any:
-    """PEFT's config of an adapter, without anything that the engine would not do."""
-    defaults = peft.LoraConfig().to_dict()
-    for name, value in config.items():
-        if name in _HEEDED or value == defaults.get(name) or (name not in defaults and not value):
-            continue
-        raise AdapterError(
-            f"{CONFIG} in {str(folder)!r} has {name}={value!r:.100}: only plain LoRA is served, "
-            "matrices A and B beside layers of the model"
-        )
-    fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
-    options = {name: value for name, value in config.items() if name in _HEEDED and name in fields}
-    options |= {"init_lora_weights": False, "inference_mode": True, "lora_dropout": 0.0}
-    try:
-        return peft.LoraConfig(**options)
-    except (ValueError, TypeError) as error:
-        raise AdapterError(f"{CONFIG} in {str(folder)!r}: {error}") from error
-
-
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The matrices by the names of the model's modules."""
-    try:
-        weights = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise AdapterError(
-            f"{WEIGHTS} in {str(folder)!r} is no safetensors file: {error}"
-        ) from error
-    if not weights:
-        raise AdapterError(f"{WEIGHTS} in {str(folder)!r} is empty")
-    found = {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()}
-    for name, tensor in found.items():
-        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-            raise AdapterError(
-                f"{WEIGHTS} in {str(folder)!r} has {name} with values that are no finite numbers"
-            )
+def _loaded(tensor: StoredTensor) -> torch.Tensor:
+    with safe_open(tensor.file, framework="pt") as file:
+        found: torch.Tensor = file.get_tensor(tensor.name)
     return found
-
-
-def _compare(
-    weights: Mapping[str, torch.Tensor],
-    expected: Mapping[str, torch.Tensor],
-    lora: Any,
-    model: str,
-    folder: Path,
-) -> None:
-    """Raise `AdapterError` unless the file has the matrices that config and model ask for."""
-    place = f"{WEIGHTS} in {str(folder)!r}"
-    if missing := sorted(expected.keys() - weights.keys()):
-        raise AdapterError(
-            f"{place} lacks {len(missing)} of the {len(expected)} matrices that its config asks of "
-            f"{model}, {missing[0]} for one"
-        )
-    if strange := sorted(weights.keys() - expected.keys()):
-        raise AdapterError(
-            f"{place} holds {strange[0]}, one of {len(strange)} tensors that are no matrices of "
-            f"this adapter in {model}: its config does not target that module, or the adapter is "
-            "another model's"
-        )
-    for name, tensor in weights.items():
-        wanted = tuple(expected[name].shape)
-        if tuple(tensor.shape) != wanted:
-            raise AdapterError(
-                f"{place} has {name} of shape {tuple(tensor.shape)}: {wanted} is expected of "
-                f"r={lora.r} in {model}; the rank in {CONFIG} is wrong, or the adapter is another "
-                "model's"
-            )
 
 
 def _described(model: Any) -> str:

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import json
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+from lmpool.backends.lora import WEIGHTS, Pair, read_lora
 from lmpool.backends.mlx.model import mx, nn
+from lmpool.backends.tensor_files import ModelTensors
 from lmpool.errors import AdapterError
 
 lora: Any = importlib.import_module("mlx_lm.tuner.lora")
-
-_TENSOR: Final = re.compile(r"^base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight$")
-_UNSUPPORTED: Final = {
-    "use_dora": "DoRA",
-    "alpha_pattern": "an alpha of its own for some layers",
-    "modules_to_save": "layers trained in full",
-    "use_qalora": "QALoRA",
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,10 +25,14 @@ class _Delta:
 
 
 class Adapters:
-    """The adapters of one model. Layers are wrapped for the first adapter that changes them."""
+    """The adapters of the model that lies in `folder`.
 
-    def __init__(self, model: Any) -> None:
+    Layers are wrapped for the first adapter that changes them.
+    """
+
+    def __init__(self, model: Any, folder: Path) -> None:
         self._model = model
+        self._folder = folder
         self._loaded: dict[str, Mapping[str, _Delta]] = {}
         self._wrapped: dict[str, tuple[Any, _Delta]] = {}
         self._active: str | None = None
@@ -79,46 +74,22 @@ class Adapters:
         self._wrapped[path] = layer, nothing
 
     def _read(self, folder: Path) -> dict[str, _Delta]:
-        try:
-            config = json.loads((folder / "adapter_config.json").read_bytes())
-            tensors = mx.load(str(folder / "adapter_model.safetensors"))
-            mx.eval(tensors)
-            alpha, rank = float(config["lora_alpha"]), int(config["r"])
-        except Exception as error:
-            raise AdapterError(
-                f"adapter folder {str(folder)!r} cannot be read: {type(error).__name__}: {error}"
-            ) from error
-        for option, what in _UNSUPPORTED.items():
-            if config.get(option):
-                raise AdapterError(
-                    f"adapter folder {str(folder)!r} has {option}={config[option]!r}: the mlx "
-                    f"engine has no {what}"
-                )
-        halves: dict[str, dict[str, Any]] = {}
-        for name, tensor in tensors.items():
-            found = _TENSOR.match(name)
-            if found is None:
-                raise AdapterError(
-                    f"adapter folder {str(folder)!r} has the tensor {name!r}, which is no LoRA "
-                    "weight of a linear layer"
-                )
-            halves.setdefault(found[1], {})[found[2]] = tensor
+        found = read_lora(folder)
+        found.check_saved(ModelTensors(self._folder).same)
+        tensors = mx.load(str(folder / WEIGHTS))
         layers = self._linear_layers()
         deltas: dict[str, _Delta] = {}
-        for module, pair in halves.items():
-            path = _find(module, layers)
-            if pair.keys() != {"A", "B"}:
-                raise AdapterError(f"adapter folder {str(folder)!r} has half of {module!r} only")
-            a, b = pair["A"], pair["B"]
-            _check_shapes(folder, path, layers[path], a, b)
-            own = a.shape[0]
-            if own != rank and not config.get("rank_pattern"):
+        for module, pair in found.pairs.items():
+            if pair.embedding:
                 raise AdapterError(
-                    f"adapter folder {str(folder)!r} has rank {own} for {module!r} and r={rank}"
+                    f"adapter folder {str(folder)!r} changes the embedding {module!r}: the mlx "
+                    "engine changes linear layers only"
                 )
-            scale = alpha / (math.sqrt(own) if config.get("use_rslora") else own)
+            path = _find(module, layers)
+            _check_shapes(folder, path, layers[path], pair)
+            a, b = tensors[pair.a.name], tensors[pair.b.name]
             dtype = a.dtype if a.dtype in (mx.float32, mx.bfloat16, mx.float16) else mx.float32
-            deltas[path] = _Delta(a.T.astype(dtype), (b.T * scale).astype(dtype))
+            deltas[path] = _Delta(a.T.astype(dtype), (b.T * pair.scale).astype(dtype))
         mx.eval([(delta.a, delta.b) for delta in deltas.values()])
         return deltas
 
@@ -152,12 +123,12 @@ def _find(module: str, layers: Mapping[str, Any]) -> str:
     )
 
 
-def _check_shapes(folder: Path, path: str, layer: Any, a: Any, b: Any) -> None:
+def _check_shapes(folder: Path, path: str, layer: Any, pair: Pair) -> None:
     outputs, inputs = layer.weight.shape
     if isinstance(layer, nn.QuantizedLinear):
         inputs = inputs * 32 // layer.bits
-    if a.shape[1:] != (inputs,) or b.shape != (outputs, a.shape[0]):
+    if pair.a.shape != (pair.rank, inputs) or pair.b.shape != (outputs, pair.rank):
         raise AdapterError(
-            f"adapter folder {str(folder)!r} has A {a.shape} and B {b.shape} for {path!r}, which "
-            f"takes {inputs} numbers and gives {outputs}: it is another model's"
+            f"adapter folder {str(folder)!r} has A {pair.a.shape} and B {pair.b.shape} for "
+            f"{path!r}, which takes {inputs} numbers and gives {outputs}: it is another model's"
         )

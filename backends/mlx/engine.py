@@ -83,7 +83,7 @@ class MLXEngine(BatchEngine):
         automatic = _FORWARD_TOKENS_GPU if on_gpu() else _FORWARD_TOKENS_CPU
         self._forward_tokens = forward_tokens or automatic
         self._forward: Forward | None = Forward(loaded)
-        self._lora = Adapters(loaded)
+        self._lora = Adapters(loaded, files.folder)
         self._store: KeyValueStore | None = None
         self._kept = KeptPrefixes(0)
         probe = self._forward.plainly([np.zeros(1, np.uint32)])
@@ -328,7 +328,7 @@ class MLXEngine(BatchEngine):
         if self._forward is not None:
             self._forward = None
             self._store, self._kept = None, KeptPrefixes(0)
-            self._lora = Adapters(None)
+            self._lora = Adapters(None, Path())
             mx.clear_cache()
 
     def _open(self) -> Forward:

@@ -25,6 +25,7 @@ from lmpool.errors import EngineBroken, SettingsError
 _TABLE_ENTRIES: Final = 1 << 20
 _TABLE_KEY: Final = 0x6C6D706F6F6C  # "lmpool"
 _LARGEST_VOCABULARY: Final = 1 << 24
+_LARGEST_TOKENIZER: Final = 1 << 20
 
 
 def mock_row(
@@ -166,6 +167,34 @@ class MockEngine(BatchEngine):
         """Ids below 256 are that byte; each further one is ``<id>``."""
         size = self.info.vocab_size
         return [bytes([i]) if i < 256 else f"<{i}>".encode() for i in range(size)]
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """A tokenizer that makes each byte of a text a token; none of a huge vocabulary."""
+        size = self.info.vocab_size
+        return _tokenizer_files(size) if size <= _LARGEST_TOKENIZER else {}
+
+
+def _tokenizer_files(vocab_size: int) -> dict[str, bytes]:
+    """A byte-level tokenizer of transformers for the vocabulary of `MockEngine`."""
+    # GPT-2's alphabet: printable bytes are themselves, the others follow from 256 on.
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = {byte: 256 + n for n, byte in enumerate(b for b in range(256) if b not in shown)}
+    tokens = [chr(hidden.get(i, i)) if i < 256 else f"<{i}>" for i in range(vocab_size)]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    level["trim_offsets"] = True
+    ids = {token: i for i, token in enumerate(tokens)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": level,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": ids, "merges": []},
+    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return {
+        "tokenizer.json": json.dumps(tokenizer).encode(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+    }
 
 
 def _contains(requests: Sequence[Request], token: int) -> bool:

@@ -14,7 +14,7 @@ import torch
 from lmpool.backends.continuous import Admitted, ContinuousEngine
 from lmpool.backends.engine import EngineInfo, Outcome
 from lmpool.backends.model_files import ModelFiles
-from lmpool.backends.options import check_dtype
+from lmpool.backends.options import check_dtype, check_types
 from lmpool.backends.sglang.adapters import AdapterReader
 from lmpool.backends.sglang.scheduler import SGLangScheduler, Step
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
@@ -73,6 +73,11 @@ class SGLangEngine(ContinuousEngine[str]):
         longest = files.config.longest_prompt(max_prompt_tokens)
         if dtype == "auto" and not torch.cuda.is_available():
             dtype = "float32"
+        check_types(
+            "engine='sglang'",
+            {"server_args": server_args, "lora_targets": lora_targets},
+            type(self),
+        )
         arguments = dict(server_args or {})
         self._max_loras = max_loras
         self._loaded = 0
@@ -193,7 +198,11 @@ class SGLangEngine(ContinuousEngine[str]):
         lora_id = f"lmpool-{self._loaded}"
         wrong = self._open().load_lora(lora_id, config, tensors)
         if wrong:
-            raise AdapterError(f"SGLang refuses the adapter in {path!r}: {wrong}")
+            raise AdapterError(
+                f"SGLang refuses the adapter in {path!r}, which changes "
+                f"{', '.join(config['target_modules'])}: name all of them in "
+                f"engine_opts={{'lora_targets': [...]}}; {wrong}"
+            )
         return lora_id
 
     def unload_adapter(self, adapter: str) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lmpool.backends.options import check_types
 from lmpool.backends.sglang.cpu import prepare
 from lmpool.errors import EngineBroken, SettingsError
 
@@ -54,6 +55,8 @@ _OWN: Final = frozenset(
         "disable_radix_cache",
     }
 )
+
+_COUNTS: Final = ("max_running_requests", "max_total_tokens", "max_prefill_tokens", "page_size")
 
 Draw = Callable[[str, Sequence[int], npt.NDArray[np.float32]], tuple[int, bool]]
 """Draws the next token, and tells whether it ends the continuation and is no part of it: of the
@@ -156,6 +159,8 @@ class SGLangScheduler:
         unknown = sorted(set(arguments) - set(inspect.signature(server.ServerArgs).parameters))
         if unknown:
             raise SettingsError(f"server_args has {unknown[0]!r}, which SGLang does not know")
+        check_types("server_args", arguments, server.ServerArgs)
+        _check_bounds(arguments)
         settings = server.ServerArgs(**arguments)
         context.publish(
             settings,
@@ -419,6 +424,17 @@ def _check_version() -> None:
             f"engine='sglang' was made for sglang {', '.join(VERSIONS)}, and {found} is installed: "
             f"pip install sglang=={VERSIONS[-1]}"
         )
+
+
+def _check_bounds(arguments: Mapping[str, Any]) -> None:
+    """Refuse numbers that SGLang takes, and then breaks of."""
+    share = arguments.get("mem_fraction_static")
+    if share is not None and not 0 < share < 1:
+        raise SettingsError(f"server_args has mem_fraction_static={share!r}: between 0 and 1")
+    for name in _COUNTS:
+        value = arguments.get(name)
+        if value is not None and value < 1:
+            raise SettingsError(f"server_args has {name}={value!r}: a positive integer expected")
 
 
 def _arguments(folder: Path, device: str, dtype: str) -> dict[str, Any]:

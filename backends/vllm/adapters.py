@@ -1,55 +1,52 @@
-"""Whether a LoRA adapter's files fit the model: vLLM finds out when a prompt uses them."""
+"""LoRA adapters for vLLM, which finds out what does not fit when a prompt uses them."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Final
 
-from safetensors import SafetensorError, safe_open
-
+from lmpool.backends.lora import CONFIG, WEIGHTS, Lora, read_lora
+from lmpool.backends.tensor_files import ModelTensors, write_tensors
 from lmpool.errors import AdapterError
 
-_PREFIX: Final = "base_model.model."
-_WEIGHTS: Final = "adapter_model.safetensors"
 
-Shapes = dict[str, tuple[int, ...]]
-
-
-def weight_shapes(folder: Path) -> Shapes:
-    """The shapes of a model's weights by name; of its safetensors files alone."""
-    shapes: Shapes = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        shapes.update(_shapes(file))
-    return shapes
-
-
-def check_adapter(folder: Path, model: Shapes) -> None:
-    """Refuse an adapter whose matrices have not the sizes of the weights that they change.
+def check_adapter(folder: Path, model: ModelTensors) -> Lora:
+    """Read an adapter, and refuse one whose matrices have not the sizes of what they change.
 
     Weights that the model's files do not name as the adapter does (quantized ones) are left to
     vLLM. Raises `AdapterError`.
     """
-    try:
-        tensors = _shapes(folder / _WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise AdapterError(f"adapter folder {str(folder)!r} cannot be read: {reason}") from error
-    for name, shape in tensors.items():
-        module, found, _ = name.removeprefix(_PREFIX).partition(".lora_")
-        weight = model.get(f"{module}.weight", ())
-        if not found or len(weight) != 2 or len(shape) != 2:
+    lora = read_lora(folder)
+    lora.check_saved(model.same)
+    for module, pair in lora.pairs.items():
+        weight = model.by_name.get(f"{module}.weight")
+        if weight is None or len(weight.shape) != 2 or pair.embedding:
             continue
-        # A is [rank, inputs] and B [outputs, rank]; of an embedding the other way round.
-        size = shape[1] if ".lora_A" in name else shape[0]
-        expected = weight[1] if ".lora_A" in name else weight[0]
-        if "lora_embedding" not in name and size != expected:
+        outputs, inputs = weight.shape
+        if pair.a.shape != (pair.rank, inputs) or pair.b.shape != (outputs, pair.rank):
             raise AdapterError(
-                f"adapter folder {str(folder)!r} has {name!r} of shape {shape}, and the model's "
-                f"weight has {weight}: it was trained for another model"
+                f"adapter folder {str(folder)!r} has {pair.a.name!r} of shape {pair.a.shape} and "
+                f"B of shape {pair.b.shape}, and the model's weight has {weight.shape}: it was "
+                "trained for another model"
             )
+    return lora
 
 
-def _shapes(file: Path) -> Shapes:
-    with safe_open(file, framework="numpy") as opened:
-        names = opened.keys()
-        return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+def write_plain(lora: Lora, folder: Path) -> None:
+    """Write the adapter into `folder` as vLLM takes it.
+
+    Without tensors of the base model, and with no pattern but of whole names. Where the file is as
+    it should be, a link to it is enough.
+    """
+    folder.mkdir()
+    plain = {
+        tensor.name.replace(".default.", "."): tensor
+        for pair in lora.pairs.values()
+        for tensor in (pair.a, pair.b)
+    }
+    if lora.saved or any(name != tensor.name for name, tensor in plain.items()):
+        write_tensors(folder / WEIGHTS, plain)
+    else:
+        (folder / WEIGHTS).symlink_to(lora.folder / WEIGHTS)
+    config = {"peft_type": "LORA", "target_modules": list(lora.pairs), **lora.explicit()}
+    (folder / CONFIG).write_text(json.dumps(config), "utf-8")

@@ -7,6 +7,7 @@ extends it costs a decode step (`live`).
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,9 @@ from lmpool.backends.continuous import Admitted, ContinuousEngine
 from lmpool.backends.engine import EngineInfo, Outcome, Request, Tokens
 from lmpool.backends.model_config import special_tokens
 from lmpool.backends.model_files import ModelFiles
+from lmpool.backends.tensor_files import ModelTensors
 from lmpool.backends.vllm import internals
-from lmpool.backends.vllm.adapters import Shapes, check_adapter, weight_shapes
+from lmpool.backends.vllm.adapters import check_adapter, write_plain
 from lmpool.backends.vllm.live import LivePrompt, LivePrompts
 from lmpool.backends.vllm.options import NUMERIC, engine_arguments
 from lmpool.backends.vllm.rows import CapturedRow, FullLogprobs, RowSource, row_source
@@ -127,7 +129,8 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         self._on_cpu = current_platform.is_cpu()
         self._most_adapters = int(config.lora_config.max_cpu_loras) if lora else 0
         self._adapter_numbers = 0
-        self._shapes: Shapes | None = None
+        self._tensors: ModelTensors | None = None
+        self._plain: tempfile.TemporaryDirectory[str] | None = None
         self._most_running = int(config.scheduler_config.max_num_seqs)
         self._live = LivePrompts(
             self._most_running // 2 if live_prompts is None else live_prompts,
@@ -332,9 +335,9 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
                 f"adapter {name!r}: this worker's vLLM takes none; start it with engine_opts "
                 '{"enable_lora": true, "max_loras": 4, "max_lora_rank": 64}'
             )
-        if self._shapes is None:
-            self._shapes = weight_shapes(self.model_files.folder)
-        check_adapter(Path(path), self._shapes)
+        if self._tensors is None:
+            self._tensors = ModelTensors(self.model_files.folder)
+        lora = check_adapter(Path(path).resolve(), self._tensors)
         while len(self.adapters) + len(self.leaving) >= self._most_adapters:
             if not self.leaving:
                 raise AdapterError(
@@ -345,8 +348,14 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         self._adapter_numbers += 1
         number = self._adapter_numbers
         # vLLM keys its prefix cache by this name: one for each time that files are loaded.
-        adapter = LoRARequest(lora_name=f"{name}#{number}", lora_int_id=number, lora_path=path)
+        if self._plain is None:
+            self._plain = tempfile.TemporaryDirectory(prefix="lmpool-adapters-")
+        plain = Path(self._plain.name, str(number))
+        adapter = LoRARequest(
+            lora_name=f"{name}#{number}", lora_int_id=number, lora_path=str(plain)
+        )
         try:
+            write_plain(lora, plain)
             added = internals.call(self._core, "add_lora", adapter)
         except EngineBroken:
             raise
@@ -378,6 +387,9 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         engine, self._engine = self._engine, None
         if engine is None:
             return
+        plain, self._plain = self._plain, None
+        if plain is not None:
+            plain.cleanup()
         self._core = None
         self._rows.close()
         internals.shut_down(engine)

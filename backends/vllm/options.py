@@ -12,7 +12,7 @@ from vllm import EngineArgs
 from vllm.platforms import current_platform
 
 from lmpool.backends.cache_memory import default_cache_bytes
-from lmpool.backends.options import check_positive
+from lmpool.backends.options import check_positive, check_types
 from lmpool.backends.vllm import internals
 from lmpool.errors import SettingsError
 
@@ -73,7 +73,8 @@ MOST_ADAPTERS: Final = 64
 def check_options(given: Mapping[str, Any], arguments: type) -> None:
     """Refuse what `arguments`, vLLM's `EngineArgs`, does not know or lmpool cannot let through.
 
-    Raises `SettingsError` with the reason, or with what to write instead.
+    Nor what is of another type. Raises `SettingsError` with the reason, or with what to write
+    instead.
     """
     known = {field.name for field in dataclasses.fields(arguments)}
     for name in given:
@@ -85,6 +86,7 @@ def check_options(given: Mapping[str, Any], arguments: type) -> None:
             raise SettingsError(
                 f"the engine 'vllm' has no option {name!r}, and vLLM's EngineArgs has none{hint}"
             )
+    check_types("engine_opts", given, arguments)
 
 
 def capture_processors() -> list[str]:

@@ -26,8 +26,14 @@ def doctor(
         bool, typer.Option("--engines", help="Compare the engines that are installed here instead.")
     ] = False,
     model: Annotated[
-        str, typer.Option(help="With --engines: tiny, a folder, or a hub id.")
-    ] = "tiny",
+        str | None,
+        typer.Option(
+            help="With --engines: tiny, a folder, or a hub id.",
+            envvar="LMPOOL_MODEL",
+            show_envvar=True,
+            show_default="tiny",
+        ),
+    ] = None,
     url: Url = None,
     pool: Pool = None,
 ) -> None:
@@ -59,17 +65,27 @@ def _print_findings(findings: Iterable[Finding], console: Console) -> None:
             console.print(f"       [dim]->[/] {escape(finding.remedy)}")
 
 
-def _engines_are_good(model: str, console: Console) -> bool:
+def _engines_are_good(model: str | None, console: Console) -> bool:
     from lmpool.backends.load import installed_engines
     from lmpool.engine_check import check_engines
+    from lmpool.settings import WorkerOptions
 
     names = installed_engines()
     if not names:
         console.print("no engine is installed here: pip install 'lmpool\\[hf]'")
         return False
+    # A revision is that of the environment's model, and options are those of its engine alone.
+    options = WorkerOptions()
+    model = model or options.model
+    if options.engine_opts and options.engine not in names:
+        console.print("[yellow]note [/]  LMPOOL_ENGINE_OPTS is left out: LMPOOL_ENGINE names none")
     with console.status("asking a pool of each engine") as status:
         found = check_engines(
-            names, model, on_start=lambda name: status.update(f"asking a pool of {name}")
+            names,
+            model,
+            revision=options.revision if model == options.model else None,
+            engine_opts={options.engine: options.engine_opts},
+            on_start=lambda name: status.update(f"asking a pool of {name}"),
         )
     for name, error in found.failures.items():
         console.print(f"{WRONG}  {name}: {escape(str(error))}")

@@ -193,6 +193,12 @@ def drop_one(weights: dict[str, Any]) -> None:
     del weights[sorted(weights)[0]]
 
 
+def norm_too(weights: dict[str, Any]) -> None:
+    name = "base_model.model.model.layers.0.input_layernorm"
+    weights[f"{name}.lora_A.weight"] = torch.ones(4, 32)
+    weights[f"{name}.lora_B.weight"] = torch.ones(32, 4)
+
+
 def add_one(weights: dict[str, Any]) -> None:
     weights["base_model.model.lm_head.weight"] = torch.zeros(VOCAB, 32)
 
@@ -202,14 +208,23 @@ def spoil_one(weights: dict[str, Any]) -> None:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "rank": (lambda f: changed(f, r=8), r"of shape \(4, 32\): \(8, 32\) is expected of r=8"),
+    "rank": (lambda f: changed(f, r=8), r"of shape \(4, 32\): a rank of 8 is expected of r=8"),
     "no rank": (lambda f: changed(f, r=None), "a rank of None: a positive integer"),
     "rank 0": (lambda f: changed(f, r=0), "a rank of 0: a positive integer"),
     "rank pattern": (lambda f: changed(f, rank_pattern={"q_proj": "x"}), "a rank of 'x'"),
-    "target": (lambda f: changed(f, target_modules=["nothing"]), "nothing.* not found"),
-    "layer norm": (lambda f: changed(f, target_modules=["norm"]), "is not supported"),
-    "fewer": (lambda f: changed(f, target_modules=["q_proj"]), "holds .*v_proj.* no matrices of"),
-    "more": (lambda f: changed(f, target_modules=["q_proj", "k_proj", "v_proj"]), "lacks 4 of"),
+    "target": (
+        lambda f: changed(f, target_modules=["nothing"]),
+        "q_proj.* do not name that module",
+    ),
+    "layer norm": (
+        lambda f: (reweighted(f, norm_too), changed(f, target_modules="all-linear")),
+        "RMSNorm.* is not supported",
+    ),
+    "fewer": (lambda f: changed(f, target_modules=["q_proj"]), "v_proj.* do not name that module"),
+    "more": (
+        lambda f: changed(f, target_modules=["q_proj", "k_proj", "v_proj"]),
+        "lacks the matrices of 2 of the 6 modules",
+    ),
     "type": (lambda f: changed(f, peft_type="IA3"), "peft_type='IA3': only 'LORA'"),
     "no type": (lambda f: changed(f, peft_type=None), "peft_type=None"),
     "dora": (lambda f: changed(f, use_dora=True), "use_dora=True: only plain LoRA"),
@@ -232,7 +247,7 @@ BAD: dict[str, tuple[Any, str]] = {
         "is no safetensors file",
     ),
     "empty": (lambda f: save_file({}, Path(f) / "adapter_model.safetensors"), "is empty"),
-    "missing": (lambda f: reweighted(f, drop_one), "lacks 1 of the 8 matrices"),
+    "missing": (lambda f: reweighted(f, drop_one), "lora B of .*q_proj.* without lora A"),
     "strange": (lambda f: reweighted(f, add_one), "holds lm_head.weight"),
     "nan": (lambda f: reweighted(f, spoil_one), "no finite numbers"),
 }
@@ -276,6 +291,77 @@ def test_another_models_adapter_is_refused(llama: str, tmp_path: Path) -> None:
     prompts = some_prompts(VOCAB)
     rows = rows_of(engine, prompts, [None])
     assert np.abs(rows[:, 0] - reference(llama, None, prompts)).max() < TOLERANCE
+
+
+BACKTRACKING = r"^(([a-z_.0-9])+)+!"
+"""A pattern that `re` would try for ages on the name of a module."""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": BACKTRACKING},
+        {"exclude_modules": BACKTRACKING},
+        {"rank_pattern": {BACKTRACKING: 2}},
+        {"layers_to_transform": [0, 1], "layers_pattern": BACKTRACKING},
+    ],
+    ids=lambda config: next(iter(config)),
+)
+def test_no_pattern_of_an_adapter_is_run(
+    llama: str, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    path = save_adapter(llama, tmp_path / "plain")
+    prompts = some_prompts(VOCAB, 4)
+    expected = reference(llama, path, prompts)
+    changed(path, **config)
+    engine = HFEngine(llama)
+    engine.add_adapter("a", path)
+    assert np.abs(rows_of(engine, prompts, ["a"])[:, 0] - expected).max() < TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_saved_beside_an_adapter_of_the_head(tied: bool, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "llama", tie_word_embeddings=tied)
+    path = save_adapter(
+        model,
+        tmp_path / "a",
+        target_modules=["lm_head", "q_proj"],
+        save_embedding_layers=True,
+    )
+    assert f"base_model.model.{HEAD}" in load_file(f"{path}/adapter_model.safetensors")
+    changed(path, modules_to_save=[], target_parameters=[], eva_config={})
+    engine = HFEngine(model)
+    engine.add_adapter("a", path)
+    prompts = some_prompts(VOCAB, 4)
+    assert (
+        np.abs(rows_of(engine, prompts, ["a"])[:, 0] - reference(model, path, prompts)).max()
+        < TOLERANCE
+    )
+    reweighted(path, train_head)
+    with pytest.raises(AdapterError, match=r"holds lm_head\.weight.*if it was not"):
+        engine.add_adapter("b", path)
+
+
+HEAD = "lm_head.base_layer.weight"
+
+
+def train_head(weights: dict[str, Any]) -> None:
+    weights[f"base_model.model.{HEAD}"] += 0.01
+
+
+def test_matrices_stay_float32_on_a_bfloat16_model(llama: str, tmp_path: Path) -> None:
+    path = save_adapter(llama, tmp_path / "a", r=8, target_modules=["q_proj", "v_proj", "up_proj"])
+    prompts = some_prompts(VOCAB, 8)
+    expected = reference_rows(llama, prompts, path, "bfloat16")
+    engine = HFEngine(llama, dtype="bfloat16", kv_cache_bytes=0)
+    engine.add_adapter("a", path)
+    matrices = [p for n, p in engine._open()._model.named_parameters() if "lora_" in n]
+    assert {p.dtype for p in matrices} == {torch.float32}
+    # One prompt a forward pass, as the reference: the same numbers in the same order.
+    found = np.stack([rows_of(engine, [prompt], ["a"])[0, 0] for prompt in prompts])
+    assert np.abs(found - expected).mean() < 1e-4
 
 
 def keep_prefixes(lm: lmpool.PooledLM, count: int) -> None:
@@ -327,7 +413,7 @@ def test_a_pool_of_two_workers(server_url: str, pool_name: str, tmp_path: Path) 
             (outside, "is not inside one of LMPOOL_ADAPTER_DIRS"),
             (f"{allowed}/../outside", "is not inside one of LMPOOL_ADAPTER_DIRS"),
             (str(allowed / "nowhere"), "does not exist on this worker"),
-            (worse, "is expected of r=16"),
+            (worse, "a rank of 16 is expected of r=16"),
             (pickled, "has no adapter_model.safetensors"),
         ):
             with pytest.raises(AdapterError, match="failed on 2 of 2 workers") as error:

@@ -23,6 +23,11 @@ transformers = pytest.importorskip("transformers")
 from lmpool.backends.contract import Reference, ask, request_for, write_adapter  # noqa: E402
 from lmpool.backends.mlx import MLXEngine  # noqa: E402
 from tests.support.engines import rows_of  # noqa: E402
+from tests.support.hf_texts import (  # noqa: E402
+    hide_modules,
+    reference_rows,
+    save_patterned_adapter,
+)
 from tests.support.models import LONGEST, VOCAB, save_model, without_prefix  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
@@ -209,11 +214,11 @@ def test_a_quantized_model_and_its_adapters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"use_dora": True}, "use_dora=True: the mlx engine has no DoRA"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save=.*layers trained in full"),
-        ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern"),
-        ({"r": None}, "cannot be read"),
-        ({"r": 5}, "has rank 4 for .* and r=5"),
+        ({"use_dora": True}, "use_dora=True: only plain LoRA"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=.*only plain LoRA"),
+        ({"alpha_pattern": {"q_.*": 3}}, "alpha_pattern=.*q_proj"),
+        ({"r": None}, "a rank of None"),
+        ({"r": 5}, "a rank of 5 is expected of r=5"),
     ],
 )
 def test_adapters_that_mlx_does_not_have_are_refused(
@@ -227,21 +232,40 @@ def test_adapters_that_mlx_does_not_have_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("tensor", "said"),
+    ("tensors", "said"),
     [
-        ("base_model.model.lm_head.lora_A.weight", "changes 'lm_head'"),
-        ("base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight", "layers.9"),
-        ("base_model.model.model.embed_tokens.lora_embedding_A", "no LoRA weight"),
+        (["lm_head.lora_A.weight", "lm_head.lora_B.weight"], "changes 'lm_head'"),
+        ([f"model.layers.9.q_proj.lora_{half}.weight" for half in "AB"], r"layers\.9"),
+        ([f"model.embed_tokens.lora_embedding_{half}" for half in "AB"], "changes the embedding"),
+        (["model.layers.0.mlp.up_proj.lora_A.weight"], "up_proj' without lora B"),
+        (None, "is empty"),
     ],
 )
-def test_layers_that_an_adapter_cannot_change(tmp_path: Path, tensor: str, said: str) -> None:
+def test_layers_that_an_adapter_cannot_change(
+    tmp_path: Path, tensors: list[str] | None, said: str
+) -> None:
     from safetensors.numpy import load_file, save_file
 
     folder = Path(write_adapter(tmp_path / "a", seed=1))
     weights = folder / "adapter_model.safetensors"
-    save_file({**load_file(weights), tensor: np.zeros((4, 256), np.float32)}, weights)
+    more = {f"base_model.model.{name}": np.zeros((4, 4), np.float32) for name in tensors or ()}
+    save_file({} if tensors is None else {**load_file(weights), **more}, weights)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["target_modules"] = "all-linear"
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(AdapterError, match=said):
         MLXEngine("tiny").add_adapter("a", str(folder))
+
+
+def test_ranks_alphas_and_saved_tensors_as_peft_reads_them(tmp_path: Path) -> None:
+    """And no pattern is run: this one would take ages."""
+    folder = save_patterned_adapter(tiny.path(), tmp_path / "a")
+    prompts = [[1, 5, 9], [7] * 30, [1, 5, 9, 4]]
+    expected = reference_rows(tiny.path(), prompts, folder)
+    hide_modules(folder)
+    engine = MLXEngine("tiny", dtype="float32")
+    engine.add_adapter("a", folder)
+    assert np.abs(rows_of(engine, prompts, adapter="a") - expected).max() < 1e-4
 
 
 def test_an_adapter_of_gpt2_whose_layers_mlx_calls_otherwise(tmp_path: Path) -> None:
@@ -259,7 +283,9 @@ def test_an_adapter_of_gpt2_whose_layers_mlx_calls_otherwise(tmp_path: Path) -> 
         {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b},
         folder / "adapter_model.safetensors",
     )
-    (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 3}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 3})
+    )
     engine.add_adapter("a", str(folder))
     prompts = some_prompts(6, count=5)
     by_adapter = rows_of(engine, prompts, adapter="a")

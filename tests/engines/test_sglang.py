@@ -20,12 +20,19 @@ torch = pytest.importorskip("torch")
 zmq = pytest.importorskip("zmq")
 pytest.importorskip("sglang")
 
+from lmpool.backends import tiny  # noqa: E402
 from lmpool.backends.contract import Reference, ask, request_for, write_adapter  # noqa: E402
 from lmpool.backends.sampling import sample_token  # noqa: E402
 from lmpool.backends.sglang import SGLangEngine  # noqa: E402
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError  # noqa: E402
 from lmpool.wants import Generate  # noqa: E402
 from tests.support.engines import drawn, rows_of  # noqa: E402
+from tests.support.hf_texts import (  # noqa: E402
+    hide_modules,
+    reference_rows,
+    save_adapter,
+    save_patterned_adapter,
+)
 from tests.support.models import LONGEST, VOCAB, save_model  # noqa: E402
 from tests.support.sglang_engine import SMALL, WARNINGS, OneAtATime  # noqa: E402
 
@@ -161,9 +168,10 @@ def test_an_engine_without_adapters_names_the_option(
     ("how", "change", "said"),
     [
         ({"rank": 9}, {}, r"rank 9: write engine_opts=\{'max_lora_rank': 9\}"),
-        ({}, {"use_dora": True}, "use_dora=True: SGLang does not compute that"),
-        ({}, {"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
-        ({}, {"r": None}, "cannot be read"),
+        ({}, {"use_dora": True}, "use_dora=True: only plain LoRA"),
+        ({}, {"rank_pattern": {"q_proj": 2}}, "a rank of 2 is expected"),
+        ({}, {"alpha_pattern": {"q_.*": 2}}, "alpha_pattern=.*q_proj"),
+        ({}, {"r": None}, "a rank of None"),
     ],
 )
 def test_adapters_that_are_refused(
@@ -181,6 +189,88 @@ def test_adapters_that_are_refused(
 
 
 @pytest.mark.parametrize(
+    "targets", ["k", "v", "kv", "up", "q", "qk", "gate"], ids=lambda targets: targets
+)
+def test_adapters_of_some_of_the_layers_that_sglang_computes_as_one(
+    shared_engine: Callable[..., SGLangEngine], tmp_path: Path, targets: str
+) -> None:
+    names = [f"{t}_proj" for t in ([targets] if targets in {"up", "gate"} else targets)]
+    folder = write_adapter(tmp_path / "a", seed=1, targets=names)
+    other = write_adapter(tmp_path / "b", seed=2, targets=["q_proj", "k_proj", "v_proj", "up_proj"])
+    engine = shared_engine(max_loras=2, max_lora_rank=8)
+    for name, path in (("b", other), ("a", folder)):
+        engine.add_adapter(name, path)
+        found = rows_of(engine, PROMPTS, adapter=name)
+        assert np.abs(found - Reference.of("tiny").rows(PROMPTS, path)).max() < 1e-4
+    assert np.abs(found - rows_of(engine, PROMPTS)).max() > 0.01
+    for name in "ab":
+        engine.remove_adapter(name)
+
+
+PROMPTS = [[1, 5, 9], [7] * 30, [1, 5, 9, 4]]
+
+
+def test_ranks_alphas_and_saved_tensors_as_peft_reads_them(
+    shared_engine: Callable[..., SGLangEngine], tmp_path: Path
+) -> None:
+    """And no pattern is run: this one would take ages."""
+    folder = save_patterned_adapter(tiny.path(), tmp_path / "a")
+    expected = reference_rows(tiny.path(), PROMPTS, folder)
+    hide_modules(folder)
+    engine = shared_engine(max_loras=2, max_lora_rank=8)
+    engine.add_adapter("b", write_adapter(tmp_path / "b", seed=2, targets=["q_proj", "up_proj"]))
+    rows_of(engine, PROMPTS, adapter="b")
+    engine.add_adapter("a", folder)
+    assert np.abs(rows_of(engine, PROMPTS, adapter="a") - expected).max() < 1e-4
+    for name in "ab":
+        engine.remove_adapter(name)
+
+
+def test_layers_that_it_does_not_change_are_named(
+    tiny_engine: Callable[..., SGLangEngine], tmp_path: Path
+) -> None:
+    engine = tiny_engine(max_loras=1, max_lora_rank=8, lora_targets=["q_proj"])
+    said = "changes gate_proj, up_proj: name all of them in engine_opts=.*lora_targets"
+    with pytest.raises(AdapterError, match=said):
+        engine.add_adapter("a", write_adapter(tmp_path / "a", seed=1, targets=["up_proj"]))
+    assert ask(engine, [request_for([1])])[0].error is None
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_adapter_of_the_head_with_the_embedding_that_peft_saves(
+    tiny_engine: Callable[..., SGLangEngine], tmp_path: Path
+) -> None:
+    """The tiny model's head is its embedding, which the adapter leaves alone."""
+    folder = save_adapter(
+        tiny.path(),
+        tmp_path / "a",
+        target_modules=["lm_head", "k_proj"],
+        save_embedding_layers=True,
+    )
+    expected = reference_rows(tiny.path(), PROMPTS, folder)
+    engine = tiny_engine(max_loras=1, max_lora_rank=8, lora_targets=["q_proj", "lm_head"])
+    engine.add_adapter("a", folder)
+    assert np.abs(rows_of(engine, PROMPTS, adapter="a") - expected).max() < 1e-4
+    assert np.abs(rows_of(engine, PROMPTS) - Reference.of("tiny").rows(PROMPTS)).max() < 1e-4
+
+
+@pytest.mark.parametrize("kept", ["lora_A", "lora_B", "nothing"])
+def test_halves_of_adapters_are_refused(
+    shared_engine: Callable[..., SGLangEngine], tmp_path: Path, kept: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = write_adapter(tmp_path / "a", seed=1)
+    weights = Path(folder, "adapter_model.safetensors")
+    save_file({n: t for n, t in load_file(weights).items() if kept in n}, weights)
+    engine = shared_engine(max_loras=2, max_lora_rank=8)
+    said = "is empty" if kept == "nothing" else "q_proj' without lora .*save_pretrained"
+    with pytest.raises(AdapterError, match=said):
+        engine.add_adapter("a", folder)
+    assert ask(engine, [request_for([1])])[0].error is None
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"dtype": "int3"}, "dtype='int3'"),
@@ -191,6 +281,14 @@ def test_adapters_that_are_refused(
         ({"server_args": {"chunked_prefil_size": 2}}, "'chunked_prefil_size', which SGLang"),
         ({"server_args": {"attention_backend": "psychic"}}, "SGLang cannot serve.*psychic"),
         ({"revision": "main"}, "revision='main'"),
+        ({"server_args": "x"}, "server_args='x': Mapping"),
+        ({"server_args": 5}, "server_args=5"),
+        ({"server_args": [1]}, r"server_args=\[1\]"),
+        ({"lora_targets": 5}, "lora_targets=5: Sequence"),
+        ({"lora_targets": "q_proj"}, "lora_targets='q_proj'"),
+        ({"server_args": {"trust_remote_code": "yes"}}, "trust_remote_code='yes': bool"),
+        ({"server_args": {"mem_fraction_static": 7}}, "mem_fraction_static=7: between 0 and 1"),
+        ({"server_args": {"max_running_requests": 0}}, "max_running_requests=0: a positive"),
     ],
 )
 @pytest.mark.usefixtures("no_engine")

@@ -18,6 +18,12 @@ from lmpool.backends.model_identity import model_identity
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
 from lmpool.wants import Generate
 from tests.support.engines import drawn, requests_of
+from tests.support.hf_texts import (
+    hide_modules,
+    reference_rows,
+    save_adapter,
+    save_patterned_adapter,
+)
 from tests.support.vllm_engine import (
     QUICK,
     VOCAB,
@@ -36,9 +42,9 @@ from tests.support.vllm_engine import (
 
 need_vllm()
 
+from lmpool.backends.tensor_files import ModelTensors  # noqa: E402
 from lmpool.backends.vllm import engine as engine_module  # noqa: E402
 from lmpool.backends.vllm import internals  # noqa: E402
-from lmpool.backends.vllm.adapters import weight_shapes  # noqa: E402
 from lmpool.backends.vllm.options import MOST_ADAPTERS  # noqa: E402
 
 pytestmark = [
@@ -314,10 +320,10 @@ class TestAdapters:
 
         def counted(folder: Path) -> Any:
             read.append(folder)
-            return weight_shapes(folder)
+            return ModelTensors(folder)
 
-        monkeypatch.setattr(engine_module, "weight_shapes", counted)
-        monkeypatch.setattr(engine, "_shapes", None)
+        monkeypatch.setattr(engine_module, "ModelTensors", counted)
+        monkeypatch.setattr(engine, "_tensors", None)
         for seed in (16, 17):
             engine.add_adapter("style", write_adapter(tmp_path / str(seed), seed))
         engine.remove_adapter("style")
@@ -328,10 +334,31 @@ class TestAdapters:
         with pytest.raises(AdapterError, match="rank"):
             engine.add_adapter("large", large)
         (Path(write_adapter(tmp_path / "bad", 1)) / "adapter_model.safetensors").write_text("no")
-        with pytest.raises(AdapterError, match="cannot be read"):
+        with pytest.raises(AdapterError, match="is no safetensors file"):
             engine.add_adapter("bad", str(tmp_path / "bad"))
         given = prompts(3, 20)
         assert_rows(answer(engine, given), reference.rows(given))
+
+    def test_ranks_alphas_and_saved_tensors_as_peft_reads_them(self, engine, tmp_path):
+        """And no pattern is run: this one would take ages."""
+        folder = save_patterned_adapter(tiny.path(), tmp_path / "a")
+        given = prompts(3, 20)
+        expected = reference_rows(tiny.path(), [p.tolist() for p in given], folder)
+        hide_modules(folder)
+        engine.add_adapter("a", folder)
+        assert_rows(answer(engine, given, adapter="a"), expected)
+        engine.remove_adapter("a")
+
+    @pytest.mark.filterwarnings("ignore::UserWarning")
+    def test_one_of_the_head_with_the_embedding_that_peft_saves(self, engine, tmp_path):
+        given = prompts(3, 20)
+        folder = save_adapter(
+            tiny.path(), tmp_path / "a", target_modules=["lm_head"], save_embedding_layers=True
+        )
+        expected = reference_rows(tiny.path(), [p.tolist() for p in given], folder)
+        engine.add_adapter("a", folder)
+        assert_rows(answer(engine, given, adapter="a"), expected)
+        engine.remove_adapter("a")
 
 
 def identity(dtype: str) -> dict[str, object]:
@@ -564,6 +591,9 @@ class TestOptions:
             ({"live_prompts": -1}, "live_prompts=-1"),
             ({"own_process": "no"}, "own_process='no'"),
             ({"max_cpu_loras": 4}, "until they are removed"),
+            ({"enable_lora": "yes"}, "enable_lora='yes': bool expected"),
+            ({"trust_remote_code": "yes"}, "trust_remote_code='yes': bool expected"),
+            ({"gpu_memory_utilization": "all"}, "gpu_memory_utilization='all': float"),
             ({"max_prompt_tokens": 0}, "max_prompt_tokens=0"),
             ({"max_prompt_tokens": 4000}, "max_model_len"),
             ({"dtype": "int3"}, "dtype"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from lmpool.backends import Engine
 from tests.support.engines import rows_of
@@ -19,7 +21,14 @@ from tests.support.models import VOCAB
 TOLERANCE = 1e-5
 
 
-def save_adapter(model: str, folder: Path, *, seed: int = 1, **options: Any) -> str:
+def save_adapter(
+    model: str,
+    folder: Path,
+    *,
+    seed: int = 1,
+    save_embedding_layers: bool = False,
+    **options: Any,
+) -> str:
     """A LoRA adapter that moves rows, as PEFT saves it."""
     import peft
 
@@ -33,8 +42,35 @@ def save_adapter(model: str, folder: Path, *, seed: int = 1, **options: Any) -> 
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
                 parameter.normal_(0, 0.15)
-    adapted.save_pretrained(str(folder), save_embedding_layers=False)
+    adapted.save_pretrained(str(folder), save_embedding_layers=save_embedding_layers)
     return str(folder)
+
+
+def save_patterned_adapter(model: str, folder: Path) -> str:
+    """An adapter of unlike ranks and scales, in the first layer alone, beside a saved embedding."""
+    path = save_adapter(
+        model,
+        folder,
+        target_modules=["k_proj", "o_proj", "up_proj"],
+        rank_pattern={"k_proj": 2, "model.layers.0.mlp.up_proj": 7},
+        alpha_pattern={"^model.layers.0.self_attn.o_proj": 3},
+        layers_to_transform=[0],
+    )
+    weights = Path(path, "adapter_model.safetensors")
+    embedding = transformers.AutoModelForCausalLM.from_pretrained(model).get_input_embeddings()
+    saved = {"base_model.model.model.embed_tokens.weight": embedding.weight.detach().clone()}
+    save_file({**load_file(weights), **saved}, weights, {"format": "pt"})
+    return path
+
+
+def hide_modules(folder: str) -> None:
+    """Have the configuration tell its modules by a pattern on which `re` would spend ages."""
+    file = Path(folder, "adapter_config.json")
+    backtracking = r"^(([a-z_.0-9])+)+!"
+    changes = {"target_modules": backtracking, "layers_to_transform": None, "modules_to_save": []}
+    patterns = {"rank_pattern": {backtracking: 3}, "exclude_modules": backtracking}
+    config = {**json.loads(file.read_text()), **changes, **patterns}
+    file.write_text(json.dumps({**config, "target_parameters": [], "eva_config": {}}))
 
 
 def reference_model(model: str, adapter: str | None = None, dtype: str = "float32") -> Any:

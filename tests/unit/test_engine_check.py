@@ -13,6 +13,7 @@ from lmpool.backends import load
 from lmpool.cli import app
 from lmpool.engine_check import EngineRun, check_engines, compare, make_prompts
 from lmpool.errors import SettingsError
+from lmpool.variables import as_variables
 
 
 def run(
@@ -52,12 +53,10 @@ def test_one_row_or_one_token_tells_engines_apart(other: EngineRun, good: bool) 
     assert second.good == good
 
 
-def stand_in(
-    installed: dict[str, EngineRun | SettingsError],
-) -> Callable[[str, str], EngineRun]:
+def stand_in(installed: dict[str, EngineRun | SettingsError]) -> Callable[..., EngineRun]:
     """For `run_engine`: no pool is started."""
 
-    def run_engine(engine: str, model: str) -> EngineRun:
+    def run_engine(engine: str, model: str, **_: object) -> EngineRun:
         assert model == "some-model"
         found = installed[engine]
         if isinstance(found, SettingsError):
@@ -111,3 +110,47 @@ def test_what_doctor_says_of_engines(
     done = CliRunner().invoke(app, ["doctor", "--engines", "--model", "some-model"])
     assert done.exit_code == status
     assert said in " ".join(done.stdout.split("  ")).replace("\n", " ") or said in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        ([], [("a", "its-model", "v2", {}), ("b", "its-model", "v2", {"x": 1})]),
+        (["--model", "other"], [("a", "other", None, {}), ("b", "other", None, {"x": 1})]),
+    ],
+)
+def test_what_the_environment_says_is_for_its_model_and_its_engine(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], asked: list[object]
+) -> None:
+    variables = {"MODEL": "its-model", "REVISION": "v2", "ENGINE": "b", "ENGINE_OPTS": '{"x": 1}'}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"LMPOOL_{name}", value)
+    monkeypatch.setattr(load, "installed_engines", lambda: ["a", "b"])
+    found: list[object] = []
+
+    def run_engine(engine: str, model: str, *, revision: object, engine_opts: object) -> EngineRun:
+        found.append((engine, model, revision, engine_opts))
+        return run(engine)
+
+    monkeypatch.setattr(engine_check, "run_engine", run_engine)
+    done = CliRunner().invoke(app, ["doctor", "--engines", *arguments])
+    assert done.exit_code == 0, done.stdout
+    assert found == asked
+
+
+def test_a_pool_of_one_engine_heeds_no_option_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, object] = {}
+
+    class Started(Exception):
+        pass
+
+    def embedded(*_: object, **settings: object) -> None:
+        given.update(as_variables(settings))
+        raise Started
+
+    monkeypatch.setattr(engine_check, "embedded", embedded)
+    with pytest.raises(Started):
+        engine_check.run_engine("a", "tiny")
+    assert (given["LMPOOL_ENGINE_OPTS"], given["LMPOOL_REVISION"]) == ("{}", "")

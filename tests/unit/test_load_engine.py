@@ -38,6 +38,14 @@ def test_transformers_by_name_and_where_there_is_nothing_better(name: str) -> No
         ("mock", {"dely": 1.0}, r"no option 'dely'; did you mean 'delay'\? It has revision, dtype"),
         ("mock", {"model_kwargs": {}}, r"no option 'model_kwargs'; It has"),
         ("mock", {"delay": "1"}, "delay='1'"),
+        ("mock", {"vocab_size": "9"}, "vocab_size='9': int expected"),
+        ("mock", {"vocab_size": True}, "vocab_size=True"),
+        ("mock", {"log": 5}, r"log=5: .*PathLike.* expected"),
+        ("hf", {"trust_remote_code": "yes"}, "trust_remote_code='yes': bool expected"),
+        ("hf", {"trust_remote_code": 1}, "trust_remote_code=1"),
+        ("hf", {"model_kwargs": "x"}, "model_kwargs='x'"),
+        ("hf", {"model_kwargs": [1]}, r"model_kwargs=\[1\]"),
+        ("hf", {"model_kwargs": {"no_such_option": 1}, "device": "cpu"}, "no_such_option"),
         ("hf", {"dtpye": "float32"}, "no option 'dtpye'; did you mean 'dtype'"),
     ],
 )
@@ -78,6 +86,7 @@ def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "[lmpool.engines]\n"
         "shouting = third_party_engine:Shouting\n"
         "no_engine = third_party_engine:no_engine\n"
+        "raises = third_party_engine:Raises\n"
         "gone = third_party_engine:Gone\n"
     )
     (tmp_path / "third_party_engine.py").write_text(
@@ -85,6 +94,9 @@ def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "class Shouting(MockEngine):\n"
         "    def __init__(self, model, *, volume=1):\n"
         "        super().__init__(model.upper(), vocab_size=10 * volume)\n"
+        "class Raises(MockEngine):\n"
+        "    def __init__(self, model, *, how: 'Unknown' = 1):\n"
+        "        raise KeyError('x')\n"
         "def no_engine(model, **options):\n"
         "    return options\n"
     )
@@ -103,6 +115,8 @@ def test_engines_that_other_packages_bring() -> None:
         load_engine("shoutin", "tiny")
     with pytest.raises(SettingsError, match="made a dict"):
         load_engine("no_engine", "tiny", anything=1)
+    with pytest.raises(SettingsError, match=r"model='tiny'.*\['how'\]: KeyError: 'x'"):
+        load_engine("raises", "tiny", how=2)
     with pytest.raises(SettingsError, match="third_party_engine:Gone cannot be imported"):
         load_engine("gone", "tiny")
 

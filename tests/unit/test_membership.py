@@ -252,7 +252,7 @@ def test_the_vocabulary_is_published_once(redis_client: redis.Redis, keys: PoolK
     packed: Any = redis_client.get(keys.vocabulary(info.fingerprint8))
     found = Vocabulary.unpack(packed)
     assert list(found.tokens) == engine.byte_vocabulary()
-    assert found.files == {}
+    assert found.files == engine.tokenizer_files()
     redis_client.set(keys.vocabulary(info.fingerprint8), b"first")
     publish_vocabulary(redis_client, keys, info, engine)  # type: ignore[arg-type]
     assert redis_client.get(keys.vocabulary(info.fingerprint8)) == b"first"

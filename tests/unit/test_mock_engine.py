@@ -13,9 +13,13 @@ from hypothesis import strategies as st
 from lmpool.backends import Outcome, Request
 from lmpool.backends.mock import MockEngine, mock_row
 from lmpool.backends.sampling import sample_token
+from lmpool.backends.vocabulary import byte_vocabulary
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
+from lmpool.producer.tokens import load_tokenizer, string_tokens
+from lmpool.vocabulary import Vocabulary
 from lmpool.wants import Generate
 from tests.support.engines import drawn
+from tests.support.parts import info_of
 
 
 def request_of(tokens: Sequence[int], id: bytes = b"r", **options: Any) -> Request:
@@ -273,3 +277,19 @@ def test_the_byte_vocabulary_has_each_byte_once() -> None:
     vocabulary = MockEngine(vocab_size=300).byte_vocabulary()
     assert vocabulary[:256] == [bytes([i]) for i in range(256)]
     assert len(set(vocabulary)) == 300
+
+
+@pytest.mark.parametrize("vocab_size", [2, 256, 300])
+def test_its_tokenizer_spells_every_token(vocab_size: int) -> None:
+    pytest.importorskip("transformers")
+    engine = MockEngine(vocab_size=vocab_size)
+    published = Vocabulary(engine.byte_vocabulary(), engine.tokenizer_files())
+    tokenizer = load_tokenizer(Vocabulary.unpack(published.pack()), info_of())
+    strings = string_tokens(published.tokens, tokenizer)
+    assert len(strings) == vocab_size
+    if vocab_size > 256:
+        text = "Über 1 Tag\n"
+        assert tokenizer.encode(text) == list(text.encode())
+        assert tokenizer.decode(list(text.encode())) == text
+        assert (strings[65], strings[299]) == ("A", "<299>")
+        assert byte_vocabulary(tokenizer) == engine.byte_vocabulary()
