@@ -134,7 +134,7 @@ class BatchEngine(Engine):
             if len(batch) == 1:
                 logger.warning("a prompt failed: %s", reason)
                 return [Outcome(batch[0].id, error=PromptFailed(reason))]
-            if _is_out_of_memory(error):
+            if is_out_of_memory(error):
                 self._most_prompts = half
                 logger.warning(
                     "out of memory at %d prompts, from now on %d at most: %s",
@@ -153,7 +153,8 @@ def _generated(continuation: Continuation) -> Outcome:
     return Outcome(continuation.id, answer=Generation(continuation.drawn))
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory was short, of the machine or of its GPU: another time it may do."""
     # torch.OutOfMemoryError, and what libraries of a GPU say under names of their own.
     text = f"{type(error).__name__} {error}".lower()
     return isinstance(error, MemoryError) or "outofmemory" in text or "out of memory" in text

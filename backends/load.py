@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from lmpool.backends.batch import is_out_of_memory
 from lmpool.backends.engine import Engine
 from lmpool.backends.options import check_types
 from lmpool.errors import LmpoolError, SettingsError
@@ -60,7 +61,8 @@ def load_engine(name: str, model: str, **options: Any) -> Engine:
     there, else Hugging Face transformers. `options` are the engine's own.
 
     Raises `SettingsError` for an unknown engine or option, a value of another type than the engine
-    names, a model that cannot be loaded, and a package that is not installed.
+    names, a model that cannot be loaded, and a package that is not installed. Where memory is short,
+    what the engine raised: a later start may find more.
     """
     chosen = _automatic() if name == "auto" else name
     make = _find(chosen)
@@ -71,6 +73,8 @@ def load_engine(name: str, model: str, **options: Any) -> Engine:
     except LmpoolError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise  # who starts it again may have more luck
         raise SettingsError(
             f"engine={chosen!r} cannot serve model={model!r} with the options {sorted(options)}: "
             f"{type(error).__name__}: {error}"

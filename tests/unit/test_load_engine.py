@@ -3,7 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -131,3 +131,16 @@ def test_importing_the_backends_imports_no_machine_learning_library() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_an_engine_that_finds_no_memory_may_be_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is refused as a setting is never started again; memory may be free a moment later."""
+
+    def full(model: str) -> NoReturn:
+        raise MemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("lmpool.backends.load._find", lambda name: full)
+    with pytest.raises(MemoryError, match="out of memory"):
+        load_engine("full", "any")
