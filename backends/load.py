@@ -61,8 +61,8 @@ def load_engine(name: str, model: str, **options: Any) -> Engine:
     there, else Hugging Face transformers. `options` are the engine's own.
 
     Raises `SettingsError` for an unknown engine or option, a value of another type than the engine
-    names, a model that cannot be loaded, and a package that is not installed. Where memory is short,
-    what the engine raised: a later start may find more.
+    names, a model that cannot be loaded, and a package that is not installed; where memory is
+    short, what the engine raised: a later start may find more.
     """
     chosen = _automatic() if name == "auto" else name
     make = _find(chosen)
