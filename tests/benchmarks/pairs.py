@@ -107,12 +107,15 @@ def main(given: Sequence[str] | None = None) -> int:
     """Measure what is asked for, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("other", type=Path, help="another checkout, with its .venv")
-    parser.add_argument("scenarios", nargs="*", default=list(SCENARIOS), choices=[*SCENARIOS, []])
+    parser.add_argument("scenarios", nargs="*", help=f"of {', '.join(SCENARIOS)}; or all")
     parser.add_argument("--pairs", type=int, default=8)
     options = parser.parse_args(given)
+    unknown = [name for name in options.scenarios if name not in SCENARIOS]
+    if unknown:
+        parser.error(f"no scenario {unknown[0]!r}: there are {', '.join(SCENARIOS)}")
     print("| scenario | other, us | this, us | this / other | 95 % of the mean |")
     print("|---|---|---|---|---|")
-    for scenario in options.scenarios:
+    for scenario in options.scenarios or SCENARIOS:
         found: dict[str, list[tuple[float, float]]] = {"this": [], "other": []}
         with sides(scenario, options.other.resolve()) as (this, other):
             for pair in range(options.pairs):

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 VOCAB = {"jobs": 256, "gathered": 256, "rows": 65_536, "blocking": 256, "awaited": 256}
-COUNT = {"jobs": 20_000, "gathered": 10_000, "rows": 1_000, "blocking": 1_000, "awaited": 1_000}
+COUNT = {"jobs": 40_000, "gathered": 30_000, "rows": 2_000, "blocking": 3_000, "awaited": 3_000}
 PER_CALL = {"jobs": 5_000, "gathered": 5_000, "rows": 250, "blocking": 1, "awaited": 1}
 
 
