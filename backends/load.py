@@ -53,7 +53,7 @@ def installed_engines() -> list[str]:
     return [*own, *sorted(set(brought) - set(own))]
 
 
-def load_engine(name: str, model: str, **options: Any) -> Engine:
+def load_engine(name: str, model: str, **options: object) -> Engine:
     """Make the engine `name` serve `model`.
 
     `name` is ``mock``, ``hf``, the name of an engine that another package brings by the

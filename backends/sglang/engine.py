@@ -93,8 +93,19 @@ class SGLangEngine(ContinuousEngine[str]):
         )
         self._scheduler: SGLangScheduler | None = scheduler
         self._bfloat16 = scheduler.dtype == "bfloat16"
+        self.info = self._describe(files, scheduler, model, revision, longest, arguments)
+
+    def _describe(
+        self,
+        files: ModelFiles,
+        scheduler: SGLangScheduler,
+        model: str,
+        revision: str | None,
+        longest: int,
+        arguments: Mapping[str, Any],
+    ) -> EngineInfo:
         special = files.config.special_tokens(scheduler.vocab_size)
-        self.info = EngineInfo(
+        return EngineInfo(
             engine="sglang",
             model=model,
             revision=revision,

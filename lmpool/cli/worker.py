@@ -26,9 +26,9 @@ def worker(**given: Any) -> None:
     """
     from lmpool.worker.launcher import EXIT_REFUSED, launch
 
-    places = {name: given.pop(name) for name in ("gpus", "workers", "events")}
+    placing = {name: given.pop(name) for name in ("gpus", "workers", "events")}
     try:
-        status = launch(read_options(given), **places)
+        status = launch(read_options(given), **placing)
     except LmpoolError as error:
         print_error(error)
         status = EXIT_REFUSED
@@ -53,7 +53,7 @@ def read_options(given: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _places() -> list[inspect.Parameter]:
+def _placement_options() -> list[inspect.Parameter]:
     return [
         _parameter(
             "gpus", str,
@@ -130,5 +130,5 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 worker.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [*_places(), *(_option(n, f) for n, f in WorkerOptions.model_fields.items())]
+    [*_placement_options(), *(_option(n, f) for n, f in WorkerOptions.model_fields.items())]
 )
