@@ -88,6 +88,9 @@ def test_prompts_that_end_their_workers_are_set_aside(
             with pytest.raises(PromptFailed, match="given up after 2 deliveries"):
                 asking.rows()
         np.testing.assert_array_equal(good.rows(), rows_of(prompts))
+        for worker in workers:  # one whose engine hangs takes a moment to give it up
+            if "the worker cannot go on" in worker.log:
+                worker.wait()
         # Two of them may have been in one batch, and ended one worker together.
         ended = [worker.process.poll() for worker in workers]
         assert set(ended) == {-11, 70, None}

@@ -44,6 +44,10 @@ class Likeliest:
     def checked(self, info: ModelInfo) -> Likeliest:
         return self
 
+    @property
+    def repeats(self) -> bool:
+        return True
+
     def each(self, count: int) -> Sequence[Self]:
         return (self,) * count
 
