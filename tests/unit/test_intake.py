@@ -568,7 +568,6 @@ def test_a_refusal_in_one_stream_that_cannot_be_told_loses_no_job_of_another(
     start: Callable[..., Reader],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reader = start()
     refuse, failures = DeadLetters.refuse, []
 
     def fail_once(*arguments: Any) -> None:
@@ -582,6 +581,7 @@ def test_a_refusal_in_one_stream_that_cannot_be_told_loses_no_job_of_another(
         pipeline.xadd(shard.stream().key, {"job": pack_job(new_job(1))})
         pipeline.xadd(shard.stream("batch").key, {"job": b"garbage"})
         pipeline.execute()
+    reader = start()  # now: a read that blocks ends with the first stream alone on Redis 7.0
     assert reader.take(1) == [new_job(1)]
     until(lambda: len(entries_of(redis_client, shard.dead)) == 1)
     assert failures
