@@ -151,7 +151,6 @@ class FlightTable:
     def resend(self, flight: Flight) -> None:
         """The server lost this one: send it again."""
         if self.is_waiting(flight):
-            flight.tries += 1
             self.statistics.resubmitted += 1
             self.unsent[flight.priority].append(flight)
 

@@ -6,58 +6,42 @@ local jobs, prefix, group = KEYS[1], ARGV[1], ARGV[2]
 local counters = prefix .. ':counters'
 local at = 5
 for _ = 1, tonumber(ARGV[4]) do
-  redis.call('HINCRBY', counters, ARGV[at], ARGV[at + 1])
+  redis.pcall('HINCRBY', counters, ARGV[at], ARGV[at + 1])
   at = at + 2
 end
-redis.call('PEXPIRE', counters, ARGV[3])
+redis.pcall('PEXPIRE', counters, ARGV[3])
 
 local done = {}
 local ids = {}
+local others = 0
 for i = at, #ARGV, 4 do
   local digest, id, status = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   ids[#ids + 1] = id
   local flight = prefix .. ':flight:' .. digest
-  local fields = redis.call('HGETALL', flight)
-  local job, stream
-  for f = 1, #fields, 2 do
-    if fields[f] == 'job' then job = fields[f + 1] end
-    if fields[f] == 'stream' then stream = fields[f + 1] end
-  end
+  local job, stream, _, waiting = read_flight(flight)
   -- An error of an old delivery says nothing about the job that is queued now.
   if job and (status == 'ok' or job == id) then
-    for f = 1, #fields, 2 do
-      if string.sub(fields[f], 1, 2) == 'c:' then
-        local client = string.sub(fields[f], 3)
-        if status == 'ok' then
-          local list = done[client]
-          if list then list[#list + 1] = digest else done[client] = {digest} end
-        else
-          local reply = prefix .. ':reply:' .. client
-          if redis.call('EXISTS', reply) == 1 then
-            redis.call('XADD', reply, '*', 'digest', digest, 'status', status, 'error', ARGV[i + 3])
-          end
-        end
+    for _, client in ipairs(waiting) do
+      if status == 'ok' then
+        local list = done[client]
+        if list then list[#list + 1] = digest else done[client] = {digest} end
+      else
+        tell(prefix, client, 'digest', digest, 'status', status, 'error', ARGV[i + 3])
       end
     end
     redis.call('DEL', flight)
-    if stream and stream ~= jobs then
-      redis.pcall('XACK', stream, group, job) -- its group may be gone
-      redis.call('XDEL', stream, job)
-    elseif job ~= id then
-      ids[#ids + 1] = job
+    if (job ~= id or stream ~= jobs) and is_job_stream(prefix, stream) then
+      take_off(stream, group, job)
+      others = others + 1
     end
   end
 end
 for client, list in pairs(done) do
-  local reply = prefix .. ':reply:' .. client
-  -- A reply stream that is gone belongs to a client that is gone: do not make it anew.
-  if redis.call('EXISTS', reply) == 1 then
-    redis.call('XADD', reply, '*', 'ok', table.concat(list))
-  end
+  tell(prefix, client, 'ok', table.concat(list))
 end
 for i = 1, #ids, 1000 do
   local last = math.min(i + 999, #ids)
-  redis.call('XACK', jobs, group, unpack(ids, i, last))
-  redis.call('XDEL', jobs, unpack(ids, i, last))
+  redis.pcall('XACK', jobs, group, unpack(ids, i, last))
+  redis.pcall('XDEL', jobs, unpack(ids, i, last))
 end
-return #ids
+return #ids + others

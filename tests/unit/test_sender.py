@@ -192,7 +192,9 @@ def test_a_claim_is_bounded_in_jobs_and_bytes(
     session: Session, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(sender, "_claim_in", lambda shard, flights, _: sizes.append(len(flights)))
+    monkeypatch.setattr(
+        sender, "_claim_in", lambda shard, flights, priority: sizes.append(len(flights))
+    )
     session.join(info_of(1, client_backlog=10_000, max_prompt_tokens=10**6))
     long = b"\1\0\0\0" * (CLAIM_BYTES // 8)
     several = [Job(Row("f32"), Digest(i.to_bytes(16, "big")), long, None) for i in range(5)]
