@@ -404,8 +404,8 @@ def test_a_claim_that_is_cut_in_the_midst_is_made_again_and_counted_once(
     call = ask(session, jobs)
     claim, left = sender._claim_in, [1]
 
-    def cut(shard: Any, *arguments: Any) -> None:
-        claim(shard, *arguments)
+    def cut(shard: Any, *arguments: Any, **options: Any) -> None:
+        claim(shard, *arguments, **options)
         if shard.number == 1 and left:
             left.pop()
             raise redis.exceptions.ConnectionError("the answer was lost")
