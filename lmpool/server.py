@@ -152,3 +152,13 @@ def check_version(info: dict[str, Any], url: str) -> str:
     if "valkey_version" in info:
         return f"Valkey {info['valkey_version']}"
     return f"Redis {version}"
+
+
+def get_string(server: Server, key: str) -> bytes | None:
+    """What a key holds; None where there is none, or it holds something else than a string."""
+    try:
+        return server.get(key)
+    except redis.exceptions.ResponseError as error:
+        if not str(error).startswith("WRONGTYPE"):
+            raise
+        return None

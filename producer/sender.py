@@ -32,7 +32,7 @@ from lmpool.producer.replacement import look_at, wake_collector
 from lmpool.producer.session import CLAIM_MOST, FLIGHT_TTL, REPLY_TTL, Session, Task
 from lmpool.producer.withdrawal import withdraw
 from lmpool.scripts import ScriptsMissing, script
-from lmpool.server import explained, is_full, is_lost
+from lmpool.server import explained, get_string, is_full, is_lost
 from lmpool.servers import Servers
 from lmpool.settings import mask_url
 from lmpool.wants import Digest
@@ -361,7 +361,7 @@ class Sender:
             return
         if self._alone_since is None:
             self._alone_since = now
-        current = servers.pool.get(session.keys.info)
+        current = get_string(servers.pool, session.keys.info)
         if current is not None and look_at(session, servers, current):
             self._alone_since = None
         elif now - self._alone_since >= session.options.workers_timeout * 0.75:
