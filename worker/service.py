@@ -19,7 +19,7 @@ from lmpool.commands import Server
 from lmpool.diagnosis import Facts, check_eviction, check_persistence
 from lmpool.errors import LmpoolError, SettingsError
 from lmpool.keys import GROUP, PoolKeys, ShardKeys, streams
-from lmpool.liveness import any_alive
+from lmpool.liveness import LIFE_MS, any_alive
 from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
 from lmpool.server import explained, greet
@@ -30,7 +30,7 @@ from lmpool.worker.adapters import Adapters
 from lmpool.worker.batching import Batcher
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.engine_thread import EngineLoop, spawn
-from lmpool.worker.heartbeat import LIFE_MS, Heartbeat
+from lmpool.worker.heartbeat import Heartbeat
 from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups, release, uncount
 from lmpool.worker.membership import batch_budget, join, model_info, publish_vocabulary
 from lmpool.worker.publishing import Publisher
