@@ -109,7 +109,12 @@ def _kept_keys(keys: PoolKeys, info: ModelInfo) -> Iterator[str]:
     """The keys of one model in a pool that do not end by themselves."""
     yield keys.vocabulary(info.fingerprint8)
     for shard in info.shard_keys(keys):
-        yield from (*(stream.key for stream in shard.streams), shard.dead, shard.adapters)
+        yield from (
+            *(stream.key for stream in shard.streams),
+            shard.dead,
+            shard.adapters,
+            shard.account,
+        )
 
 
 def _check_same(

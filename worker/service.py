@@ -35,6 +35,7 @@ from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups, release, 
 from lmpool.worker.membership import batch_budget, join, model_info, publish_vocabulary
 from lmpool.worker.publishing import Publisher
 from lmpool.worker.recovery import Recovery
+from lmpool.worker.result_store import ResultStore
 from lmpool.worker.status import WorkerStatus
 from lmpool.worker.watchdog import Watchdog
 
@@ -132,7 +133,7 @@ class Service:
             budget = batch_budget(options, info)
             heartbeat = self._enter_pool(control, info, engine)
         self._batcher = Batcher(options.batch_size, options.timeout, budget)
-        self._publisher = Publisher(self._open(), info.vocab_size, info.result_ttl_ms, self.status)
+        self._publisher = self._publishing(info)
         self.adapters = Adapters(engine, control, self.shards, options.adapter_dirs)
         self.loop = EngineLoop(
             engine, self._batcher, self._publisher, self.adapters, control, clock, self.status
@@ -175,6 +176,13 @@ class Service:
             self._end_membership(control)
             raise
         return heartbeat
+
+    def _publishing(self, info: ModelInfo) -> Publisher:
+        servers = self._open()
+        store = ResultStore(
+            servers, self.shards, self.options.result_bytes, self.status.stopping.is_set
+        )
+        return Publisher(servers, info.vocab_size, info.result_ttl_ms, store, self.status)
 
     def _intake(
         self,
