@@ -27,9 +27,17 @@ from lmpool.keys import GROUP, PRIORITIES, Priority, ShardKeys
 from lmpool.liveness import any_alive
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
+from lmpool.producer.notices import take_off
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.replacement import look_at, wake_collector
-from lmpool.producer.session import CLAIM_MOST, FLIGHT_TTL, REPLY_TTL, Session, Task
+from lmpool.producer.session import (
+    CLAIM_MOST,
+    FLIGHT_TTL,
+    REPLY_TTL,
+    Session,
+    Task,
+    closed,
+)
 from lmpool.producer.withdrawal import withdraw
 from lmpool.scripts import ScriptsMissing, script
 from lmpool.server import explained, get_string, is_full, is_lost
@@ -87,6 +95,10 @@ class Sender:
         finally:
             self._servers.close()
 
+    def cut(self) -> None:
+        """End whatever waits for a server that may never answer; for another thread to call."""
+        self._servers.cut()
+
     def _has_work(self) -> bool:
         session = self._session
         if session.closed or session.tasks or session.table.withdrawn or session.abandoned:
@@ -119,16 +131,18 @@ class Sender:
         if not future.set_running_or_notify_cancel():
             return
         try:
+            if session.closing.is_set():
+                raise closed()
             with explained(session.options.url):
                 try:
                     result = function(self._servers)
                 except redis.exceptions.RedisError as error:
                     # An idle connection may have died unnoticed: once more on a new one.
-                    if not is_lost(error):
+                    if not is_lost(error) or session.closing.is_set():
                         raise
                     result = function(self._servers)
         except BaseException as error:
-            future.set_exception(error)
+            future.set_exception(closed() if session.closing.is_set() else error)
         else:
             future.set_result(result)
 
@@ -309,10 +323,8 @@ class Sender:
             for i in range(0, len(mine), CHECK_MOST):
                 isolate(mine[i : i + CHECK_MOST], partial(self._check_in, shard), self._refuse)
         for shard in session.shards:
-            reply = shard.reply(session.id)
-            last = session.last_ids.get(reply)
-            if last is not None:
-                isolate([last], partial(self._trim, shard), lambda _, error: self._damaged(error))
+            take = partial(take_off, self._servers.for_shard(shard), session=session)
+            isolate([shard.reply(session.id)], lambda some: take(some[0]), self._damaged)
         if session.table.flights:
             if now - self._looked > 4 * every:
                 self._alone_since = None  # nobody waited meanwhile, or nobody could look
@@ -343,14 +355,9 @@ class Sender:
         if there:
             self._answers.fetch(shard, there)
 
-    def _trim(self, shard: ShardKeys, last: Sequence[str]) -> None:
-        """Let the server forget the notices that were read."""
-        reply = shard.reply(self._session.id)
-        self._servers.for_shard(shard).xtrim(reply, minid=last[0], approximate=False)
-
-    def _damaged(self, error: redis.exceptions.RedisError) -> None:
+    def _damaged(self, reply: str, error: redis.exceptions.RedisError) -> None:
         """The reply stream is none: the next check makes it anew."""
-        logger.warning("the reply stream was damaged: %s", error)
+        logger.warning("the stream of notices %s was damaged: %s", reply, error)
 
     def _look_for_workers(self, now: float) -> None:
         session = self._session
@@ -383,5 +390,5 @@ class Sender:
                 self._farewell()
                 for shard in session.shards:
                     servers.for_shard(shard).delete(shard.reply(session.id))
-        except (redis.exceptions.RedisError, OSError):
+        except Exception:  # cut off in the middle of a read, or an answer that makes no sense
             logger.debug("the server was gone when the client closed", exc_info=True)

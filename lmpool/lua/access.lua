@@ -52,9 +52,10 @@ local function read_flight(flight)
   return job, stream, deadline, waiting
 end
 
--- A notice to a client. No stream is made for one that is gone, and none is owed to who broke it.
+-- A notice to a client: its id. No stream is made for one that is gone, and none is owed to who broke
+-- it: then it is nothing.
 local function tell(prefix, client, ...)
-  redis.pcall('XADD', prefix .. ':reply:' .. client, 'NOMKSTREAM', '*', ...)
+  return given(redis.pcall('XADD', prefix .. ':reply:' .. client, 'NOMKSTREAM', '*', ...))
 end
 
 -- An entry is done with.

@@ -1,6 +1,7 @@
 -- A worker mends what is the workers' own: what can only be damage is taken away, to be made anew;
 -- clients ask again for the jobs in it. It also says what bounds the shard has, where no client can.
--- KEYS[1] and on: the job streams. ARGV: prefix, most jobs that wait in a stream, lanes, life of the bounds in ms
+-- KEYS[1] and on: the job streams.
+-- ARGV: prefix, most jobs that wait in a stream, lanes, life of the bounds in ms
 -- Returns the keys that were taken away.
 local prefix, most, lanes = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local damaged = {}
@@ -13,7 +14,9 @@ for _, stream in ipairs(KEYS) do
     redis.pcall('XTRIM', stream, 'MAXLEN', '~', 2 * most)
   end
 end
-if not takes_entries(prefix .. ':dead') then damaged[#damaged + 1] = prefix .. ':dead' end
+for _, name in ipairs({':dead', ':account'}) do
+  if not takes_entries(prefix .. name) then damaged[#damaged + 1] = prefix .. name end
+end
 for _, name in ipairs({':counters', ':adapters', ':bounds'}) do
   if not given(redis.pcall('HLEN', prefix .. name)) then damaged[#damaged + 1] = prefix .. name end
 end

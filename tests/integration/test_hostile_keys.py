@@ -1,8 +1,7 @@
-"""Keys that others write, of the wrong type and shape: what becomes of it costs one prompt at most."""
+"""Keys that others write, of the wrong type and shape: what that costs is one prompt at most."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,10 +16,10 @@ import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.cli import app
 from lmpool.errors import PromptFailed
+from lmpool.isolation import isolate
 from lmpool.keys import GROUP, ShardKeys
 from lmpool.producer.statistics import pool_statistics
 from lmpool.rows import pack_logprobs
-from lmpool.scripts import script
 from lmpool.servers import Servers
 from lmpool.wire import pack_job
 from tests.support.clients import connected
@@ -109,9 +108,7 @@ def test_jobs_are_given_back_whatever_their_flights_are(
     put(redis_client, shard.flight(A.digest), kind)
     assert worker.release((A, first), (B, second)) == 2
     assert worker.held() == []
-    assert worker.admit(*zip((A, B), worker.read(), strict=True)) == (
-        "wr" if kind == "hash" else "wr"
-    )
+    assert worker.admit(*zip((A, B), worker.read(), strict=True)) == "wr"
 
 
 POISON: dict[str, dict[str, str]] = {
@@ -220,6 +217,7 @@ def destroy(server: redis.Redis, key: str, how: str) -> None:
         put(server, key, how)
 
 
+@pytest.mark.parametrize("any_server", ["server"], indirect=True)
 @pytest.mark.parametrize("how", ["hash", "string", "the last id"])
 def test_job_streams_are_mended_while_callers_wait(
     how: str, lm: lmpool.PooledLM, redis_client: redis.Redis, served: ShardKeys
@@ -233,6 +231,7 @@ def test_job_streams_are_mended_while_callers_wait(
     assert redis_client.xinfo_groups(served.stream().key)[0]["name"] == GROUP.encode()
 
 
+@pytest.mark.parametrize("any_server", ["server"], indirect=True)
 @pytest.mark.parametrize("how", ["hash", "the last id"])
 def test_a_fresh_worker_mends_the_streams(
     how: str, start_pool: Callable[..., str], any_server: str, redis_client: redis.Redis
@@ -326,7 +325,8 @@ def test_long_entries_are_not_read(server_binary: str, pool_name: str) -> None:
         assert peak_memory(worker.pid) - before < 160 << 20  # 288 MiB lay there
         dead = entries_of(client, shard.dead)
         assert len(dead) == 12
-        assert b"an entry of 25165827 bytes" in dead[0][1][b"reason"]
+        assert all(b"8388608 are read" in fields[b"reason"] for _, fields in dead)
+        assert any(b"an entry of 25165827 bytes" in fields[b"reason"] for _, fields in dead)
 
 
 def peak_memory(pid: int) -> int:
@@ -364,7 +364,7 @@ def test_a_name_in_the_registry_that_is_no_text_costs_that_name_alone(
     redis_client.hset(served.adapters, "good", "0" * 32 + "\n/nowhere")
     with pytest.raises(lmpool.errors.UnknownAdapter, match=r"known: good$"):
         lm.next_token_logprobs_sync([1], "none", timeout=10)
-    with pytest.raises(lmpool.errors.UnknownAdapter, match="good"):  # its folder is not allowed
+    with pytest.raises(lmpool.errors.UnknownAdapter, match="LMPOOL_ADAPTER_DIRS"):
         lm.next_token_logprobs_sync([1], "good", timeout=10)
 
 
@@ -397,16 +397,7 @@ def test_scripts_are_read_again_by_whoever_may_not_send_them(
                 ask(lm, [[1, number]], timeout=10)
 
 
-def test_no_script_loops_over_a_number_of_its_caller() -> None:
-    for name in ("check", "enqueue", "withdraw"):
-        source = script(name).source
-        assert "while" not in source.replace("while it", "")
-        assert "do\n" in source
-
-
 def test_isolation_finds_who_is_to_blame() -> None:
-    from lmpool.isolation import isolate
-
     sent, blamed = [], []
 
     def send(some: Any) -> None:
@@ -421,6 +412,7 @@ def test_isolation_finds_who_is_to_blame() -> None:
     def refuse(some: Any) -> None:
         raise redis.exceptions.ResponseError("ERR no")
 
+    blamed.clear()
     with pytest.raises(redis.exceptions.ResponseError):
-        isolate(range(100), refuse, lambda one, error: None)
-    assert threading.active_count() >= 1
+        isolate(range(100), refuse, lambda one, error: blamed.append(one))
+    assert len(blamed) == 4  # then it is not they
