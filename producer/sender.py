@@ -323,8 +323,7 @@ class Sender:
             for i in range(0, len(mine), CHECK_MOST):
                 isolate(mine[i : i + CHECK_MOST], partial(self._check_in, shard), self._refuse)
         for shard in session.shards:
-            take = partial(take_off, self._servers.for_shard(shard), session=session)
-            isolate([shard.reply(session.id)], lambda some: take(some[0]), self._damaged)
+            isolate([shard], self._take_off, self._damaged)
         if session.table.flights:
             if now - self._looked > 4 * every:
                 self._alone_since = None  # nobody waited meanwhile, or nobody could look
@@ -355,8 +354,15 @@ class Sender:
         if there:
             self._answers.fetch(shard, there)
 
-    def _damaged(self, reply: str, error: redis.exceptions.RedisError) -> None:
+    def _take_off(self, shards: Sequence[ShardKeys]) -> None:
+        """Let the server forget the notices that were read."""
+        session = self._session
+        for shard in shards:
+            take_off(self._servers.for_shard(shard), shard.reply(session.id), session)
+
+    def _damaged(self, shard: ShardKeys, error: redis.exceptions.RedisError) -> None:
         """The reply stream is none: the next check makes it anew."""
+        reply = shard.reply(self._session.id)
         logger.warning("the stream of notices %s was damaged: %s", reply, error)
 
     def _look_for_workers(self, now: float) -> None:

@@ -105,7 +105,8 @@ class Recovery:
             owners[owner.decode()] = owners.get(owner.decode(), 0) + 1
             data = dict(zip(fields[::2], fields[1::2], strict=True))
             if data.keys() == {b"bytes"}:
-                error = JobFormatError(f"an entry of {data[b'bytes']!r:.40} bytes: too long")
+                size = data[b"bytes"].decode("ascii", "replace")
+                error = JobFormatError(f"an entry of {size!r:.40} bytes: too long")
                 self._dead_letters.refuse(stream, entry, b"", error)
                 continue
             self._take_over(stream, owner.decode(), entry, int(deliveries), data.get(b"job", b""))

@@ -23,6 +23,7 @@ def test_every_script_is_known() -> None:
         "check",
         "complete",
         "enqueue",
+        "evict",
         "leave",
         "mend",
         "reclaim",
