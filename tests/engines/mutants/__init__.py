@@ -2,12 +2,23 @@
 
 `MUTANTS` has them by name, each a few lines around `MockEngine`'s rows and tokens, and each with a
 witness: a scenario, written by hand, that shows the broken promise and that a right engine passes.
+`FOLDER_MUTANTS` are apart: their rows follow an adapter's folder instead of its name.
 """
 
-from tests.engines.mutants import adapters, caching, draws, life, memory, rows, vocabulary
-from tests.engines.mutants.registry import MUTANTS, Make, Mutant, Witness
+from tests.engines.mutants import (
+    adapters,
+    caching,
+    draws,
+    life,
+    memory,
+    rare,
+    rows,
+    versions,
+    vocabulary,
+)
+from tests.engines.mutants.registry import FOLDER_MUTANTS, MUTANTS, Make, Mutant, Witness
 
 __all__ = [
-    "MUTANTS", "Make", "Mutant", "Witness",
-    "adapters", "caching", "draws", "life", "memory", "rows", "vocabulary",
+    "FOLDER_MUTANTS", "MUTANTS", "Make", "Mutant", "Witness",
+    "adapters", "caching", "draws", "life", "memory", "rare", "rows", "versions", "vocabulary",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lmpool.backends import Engine, Request
 from lmpool.errors import AdapterError, EngineError
 from lmpool.wants import Generate
-from tests.engines.mutants.engines import F32, Model, Wrapper
+from tests.engines.mutants.engines import F32, Model, Remembering, Wrapper
 from tests.engines.mutants.registry import BOTH, mutant
 from tests.engines.mutants.witnesses import (
     ask,
@@ -79,16 +79,6 @@ class PlacesTaken(Loaded):
     def instead(self, adapter):
         place = self.loaded.index(adapter) % 16 if adapter in self.loaded else 0
         return self.loaded[place::16][-1]
-
-
-@mutant("adapters-beyond-64-cannot-be-loaded", _many(66), subtle=True)
-class No65th(Wrapper):
-    """An adapter is taken as long as memory lasts."""
-
-    def add_adapter(self, name: str, path: str) -> None:
-        if len(self.inner.adapters) >= 64:
-            raise AdapterError("no slot is free")
-        super().add_adapter(name, path)
 
 
 @mutant("adapters-beyond-32-push-out-the-first", _many(34), forms=BOTH, subtle=True)
@@ -263,6 +253,23 @@ class RemovesAll(Wrapper):
             super().remove_adapter(other)
 
 
+def _one_folder(engine: Engine) -> None:
+    for name in ("a", "b"):
+        engine.add_adapter(name, _folder("both"))
+    engine.remove_adapter("a")
+    ask_rightly(engine, requests_of([[1]], "b"))
+
+
+@mutant("removing-an-adapter-removes-others-of-its-folder", scenario(_one_folder), subtle=True)
+class RemovesOthersOfItsFolder(Wrapper):
+    """Two names may stand for one folder, and are removed one by one."""
+
+    def remove_adapter(self, name: str) -> None:
+        folder = self.inner.adapters.get(name)
+        for other in [n for n, path in self.inner.adapters.items() if path == folder]:
+            super().remove_adapter(other)
+
+
 @mutant("removing-an-unknown-adapter-raises", REMOVED)
 class UnknownRaises(Wrapper):
     """Unknown names are ignored."""
@@ -372,20 +379,11 @@ def _under_way(engine: Engine) -> None:
 
 
 @mutant("adding-an-adapter-drops-continuations", scenario(_under_way), forms=BOTH)
-class AddingDrops(Wrapper):
+class AddingDrops(Remembering):
     """Adapters are loaded while requests are under way, which go on."""
 
-    def __init__(self, inner) -> None:
-        super().__init__(inner)
-        self.drawing: set[bytes] = set()
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.drawing |= {r.id for r in requests if isinstance(r.want, Generate)}
-        super().submit(requests)
-
     def add_adapter(self, name: str, path: str) -> None:
-        self.cancel(self.drawing)
-        self.drawing = set()
+        self.cancel(self.drawing())
         super().add_adapter(name, path)
 
 
@@ -443,23 +441,10 @@ def _replaced_under_way(engine: Engine) -> None:
 
 
 @mutant("replacing-an-adapter-drops-what-runs", scenario(_replaced_under_way), forms=BOTH)
-class ReplacedUnderWay(Wrapper):
+class ReplacedUnderWay(Remembering):
     """Requests in flight of an adapter that is replaced are answered."""
-
-    def __init__(self, inner) -> None:
-        super().__init__(inner)
-        self.of: dict[bytes, str | None] = {}
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.of = {**self.of, **{r.id: r.adapter for r in requests if r.adapter}}
-        super().submit(requests)
-
-    def handed(self, outcomes):
-        for outcome in outcomes:
-            self.of.pop(outcome.id, None)
-        return outcomes
 
     def add_adapter(self, name: str, path: str) -> None:
         if name in self.inner.adapters:
-            self.cancel([id for id, adapter in self.of.items() if adapter == name])
+            self.cancel([each.id for each in self.asked.values() if each.adapter == name])
         super().add_adapter(name, path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,7 +22,7 @@ from tests.engines.mutants.witnesses import (
 )
 
 
-def _each(of: Callable[[int], Request], rounds: int = 300) -> Witness:
+def _each(of: Callable[[int], Request], before: int = 60) -> Witness:
     """A request a round; nothing is kept of it."""
 
     def play(engine: Engine, number: int) -> None:
@@ -32,7 +31,7 @@ def _each(of: Callable[[int], Request], rounds: int = 300) -> Witness:
         while engine.in_flight():
             engine.step()
 
-    return bounded(play, rounds)
+    return bounded(play, before)
 
 
 PROMPTS = prompts_of(2600)
@@ -91,7 +90,7 @@ class IdsKept(Keeping):
 
 
 @mutant(
-    "requests-kept-from-the-1000th-on", _each(lambda n: request(n, PROMPTS[n]), 1200), subtle=True
+    "requests-kept-from-the-1000th-on", _each(lambda n: request(n, PROMPTS[n]), 1010), subtle=True
 )
 class KeptFromThe1000th(Keeping):
     """An answered request is forgotten, however many came before."""
@@ -334,13 +333,13 @@ class ReplacedWeightsKept(Wrapper):
 
 def _files(make: Make) -> None:
     engine = make(**OPTIONS)
-    before = sorted(path.name for path in Path("/proc/self/fd").iterdir())
+    before = len(os.listdir("/dev/fd"))
     for _ in range(10):
         engine.add_adapter("a", "/adapters/a")
         engine.remove_adapter("a")
-    after = sorted(path.name for path in Path("/proc/self/fd").iterdir())
+    after = len(os.listdir("/dev/fd"))
     try:
-        assert len(after) <= len(before)
+        assert after <= before
     finally:
         engine.close()
 
@@ -374,10 +373,9 @@ def _threads(make: Make) -> None:
     engine = make(**OPTIONS)
     for _ in range(5):
         engine.clear_cache()
-    during = threading.active_count()
+    started = threading.active_count() - before
     engine.close()
-    after = threading.active_count()
-    assert (during - before, after - before) < (5, 0) or during == after == before
+    assert started < 5
 
 
 @mutant("a-thread-for-each-clearing", _threads, subtle=True)
@@ -412,7 +410,7 @@ def _open_and_close(make: Make) -> None:
         run(engine, [each.id])
         engine.close()
 
-    bounded(play, rounds=20, most=2000)(make)
+    bounded(play, 5, 20, 2000)(make)
 
 
 @mutant("closed-engines-kept-for-ever", _open_and_close, subtle=True)

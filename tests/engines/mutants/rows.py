@@ -11,7 +11,7 @@ from lmpool.backends import Engine, Outcome, Request
 from lmpool.backends.mock import mock_row
 from lmpool.errors import PromptFailed
 from lmpool.wants import Generate, Row
-from tests.engines.mutants.engines import F32, Bent, Model, Wrapper
+from tests.engines.mutants.engines import F32, Bent, Model, Remembering, Wrapper
 from tests.engines.mutants.registry import BOTH, Make, mutant
 from tests.engines.mutants.witnesses import (
     LONGEST,
@@ -115,22 +115,12 @@ class RowsAsLists(Bent):
     scenario(lambda engine: ask_rightly(engine, requests_of(SOME, want=Row("f16")))),
     subtle=True,
 )
-class RowsInHalfPrecision(Wrapper):
+class RowsInHalfPrecision(Remembering):
     """How a row travels is the worker's to do: the engine's row is float32 all the same."""
 
-    def __init__(self, inner) -> None:
-        super().__init__(inner)
-        self.half: set[bytes] = set()
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.half |= {
-            r.id for r in requests if isinstance(r.want, Row) and r.want.encoding == "f16"
-        }
-        super().submit(requests)
-
     def handed(self, outcomes: list[Outcome]) -> list[Outcome]:
-        half = self.half & {o.id for o in outcomes}
-        self.half -= half
+        half = {name for name, each in self.asked.items() if each.want == Row("f16")}
+        super().handed(outcomes)
         return [
             replace(o, row=o.row.astype(np.float16)) if o.id in half and o.row is not None else o
             for o in outcomes
@@ -147,22 +137,13 @@ class Bfloat16WithoutLogsumexp(Bent):
 
 
 @mutant("rows-and-errors-at-once-for-the-longest-prompts", rows([prompt_of(LONGEST)]), subtle=True)
-class RowsAndErrorsAtOnce(Wrapper):
+class RowsAndErrorsAtOnce(Remembering):
     """An outcome is one of a row, another answer, or an error."""
 
-    def __init__(self, inner) -> None:
-        super().__init__(inner)
-        self.long: set[bytes] = set()
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        longest = self.info.max_prompt_tokens
-        self.long |= {r.id for r in requests if r.tokens.size == longest}
-        super().submit(requests)
-
     def handed(self, outcomes: list[Outcome]) -> list[Outcome]:
-        error = PromptFailed("this prompt fills the context")
-        long = self.long & {o.id for o in outcomes}
-        self.long -= long
+        longest, error = self.info.max_prompt_tokens, PromptFailed("this prompt fills the context")
+        long = {name for name, each in self.asked.items() if each.tokens.size == longest}
+        super().handed(outcomes)
         return [replace(o, error=error) if o.id in long else o for o in outcomes]
 
 
@@ -326,27 +307,14 @@ def _mixed(engine: Engine) -> None:
 @mutant(
     "rows-swapped-where-adapters-and-continuations-mix", scenario(_mixed), forms=BOTH, subtle=True
 )
-class RowsSwappedWhenMixed(Wrapper):
+class RowsSwappedWhenMixed(Remembering):
     """Right row, right prompt: also of adapters' rows beside continuations under way."""
 
-    def __init__(self, inner) -> None:
-        super().__init__(inner)
-        self.wants: dict[bytes, Request] = {}
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.wants |= {r.id: r for r in requests}
-        super().submit(requests)
-
     def handed(self, outcomes: list[Outcome]) -> list[Outcome]:
+        adapted = any(o.id in self.asked and self.asked[o.id].adapter for o in outcomes)
+        super().handed(outcomes)
         rows = [n for n, o in enumerate(outcomes) if o.row is not None]
-        adapted = any(o.id in self.wants and self.wants[o.id].adapter for o in outcomes)
-        for outcome in outcomes:
-            self.wants.pop(outcome.id, None)
-        if (
-            adapted
-            and len(rows) > 1
-            and any(isinstance(r.want, Generate) for r in self.wants.values())
-        ):
+        if adapted and len(rows) > 1 and self.drawing():
             a, b = outcomes[rows[0]], outcomes[rows[-1]]
             outcomes[rows[0]], outcomes[rows[-1]] = replace(a, row=b.row), replace(b, row=a.row)
         return outcomes
@@ -390,40 +358,25 @@ class OneRowIn4096(_Counted):
 
 
 @mutant("duplicates-in-a-batch-have-one-outcome", rows([[1, 2], [3], [1, 2]]), forms=BOTH)
-class DuplicatesHaveOneOutcome(Wrapper):
+class DuplicatesHaveOneOutcome(Remembering):
     """Every request has an outcome, also of a prompt that is asked for twice at once."""
-
-    def __init__(self, inner) -> None:
-        super().__init__(inner)
-        self.keys: dict[bytes, tuple[bytes, object, object]] = {}
 
     def submit(self, requests: Sequence[Request]) -> None:
         for each in requests:
-            key = (
-                each.tokens.tobytes(),
-                each.adapter,
-                each.want if isinstance(each.want, Row) else each.id,
-            )
-            if key not in self.keys.values():
-                self.keys[each.id] = key
+            same = (each.tokens.tobytes(), each.adapter, each.want)
+            others = ((r.tokens.tobytes(), r.adapter, r.want) for r in self.asked.values())
+            if isinstance(each.want, Generate) or same not in others:
                 super().submit([each])
-
-    def handed(self, outcomes: list[Outcome]) -> list[Outcome]:
-        for outcome in outcomes:
-            self.keys.pop(outcome.id, None)
-        return outcomes
 
 
 # --- what becomes of them ------------------------------------------------------------------------
 
 
 def _held(engine: Engine) -> None:
-    first, second = requests_of(prompts_of(6)), requests_of(prompts_of(6, seed=1))
-    outcomes = ask(engine, first)
-    ask(engine, second)
+    asked = requests_of(prompts_of(12))
+    outcomes = [*ask(engine, asked[:6]), *ask(engine, asked[6:])]
     engine.clear_cache()
-    ask(engine, second[:1])
-    for each, outcome in zip(first, outcomes, strict=True):
+    for each, outcome in zip(asked, outcomes, strict=True):
         check(each, outcome)
 
 

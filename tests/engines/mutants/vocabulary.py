@@ -14,6 +14,7 @@ from lmpool.backends.mock import MockEngine
 from lmpool.model_info import fingerprint
 from lmpool.vocabulary import TOKENIZER_FILES, Vocabulary
 from lmpool.wants import Generate
+from tests.engines.mutants.draws import LAST_AT_3
 from tests.engines.mutants.engines import Wrapper
 from tests.engines.mutants.registry import BOTH, Make, mutant
 from tests.engines.mutants.witnesses import (
@@ -239,7 +240,7 @@ class ShorterPrompts(Said):
 
 @mutant(
     "info-says-another-eos-than-ends-continuations",
-    continuations(Generate(60, None, 4.0, 1), prompts=[[n] for n in range(40)]),
+    continuations(Generate(9, None, 4.0, LAST_AT_3)),
     subtle=True,
 )
 class AnotherEos(Said):
