@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from tests.support.fed_engine import FedEngine
 
 Form = Literal["batch", "fed"]
 F32 = npt.NDArray[np.float32]
+Ids: TypeAlias = Tokens | Sequence[int]
 
 
 class Model:
@@ -37,7 +38,7 @@ class Model:
         """Those of requests that are computed at once; of a continuation, with all it has drawn."""
         return [self.row(request.tokens, request.adapter) for request in requests]
 
-    def row(self, tokens: Tokens | Sequence[int], adapter: str | None) -> F32:
+    def row(self, tokens: Ids, adapter: str | None) -> F32:
         return mock_row(tokens, self.vocab_size, adapter)
 
     def cache_prefix(self, tokens: Tokens) -> None: ...
@@ -234,10 +235,13 @@ def open_form(
     return make(name, model, sampler, by_folder, **options)
 
 
+Inner: TypeAlias = BatchForm | FedForm
+
+
 class Wrapper(Engine):
     """A right engine, all of whose methods go through here."""
 
-    def __init__(self, inner: BatchForm | FedForm) -> None:
+    def __init__(self, inner: Inner) -> None:
         self.inner: Any = inner
         self.continuous = inner.continuous  # type: ignore[misc]
         self.info = inner.info
@@ -304,7 +308,7 @@ class Bent(Wrapper):
 class Remembering(Wrapper):
     """A wrapper that knows the requests in flight: `asked`, by id, until `handed` or cancelled."""
 
-    def __init__(self, inner: BatchForm | FedForm) -> None:
+    def __init__(self, inner: Inner) -> None:
         super().__init__(inner)
         self.asked: dict[bytes, Request] = {}
 

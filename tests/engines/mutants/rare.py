@@ -1,4 +1,4 @@
-"""Engines that are wrong where several things meet, or for prompts that look like something else."""
+"""Engines that are wrong where several things meet, or for prompts of a rare kind."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from lmpool.backends import Engine, Outcome, Request
+from lmpool.backends import Engine, EngineInfo, Outcome, Request
 from lmpool.wants import Generate
-from tests.engines.mutants.engines import F32, Bent, Model, Remembering
+from tests.engines.mutants.engines import F32, Bent, Ids, Inner, Model, Remembering
 from tests.engines.mutants.registry import BOTH, mutant
 from tests.engines.mutants.witnesses import (
     LONGEST,
@@ -34,7 +34,7 @@ WANT = Generate(6, (), 1.0, 4)
 class Read(Model):
     """Reads something else than the prompt."""
 
-    def row(self, tokens, adapter) -> F32:
+    def row(self, tokens: Ids, adapter: str | None) -> F32:
         return super().row(self.read([int(token) for token in tokens]), adapter)
 
     def read(self, tokens: list[int]) -> list[int]:
@@ -45,7 +45,7 @@ class Read(Model):
 class SecondBos(Read):
     """A prompt is computed as it is, special tokens and all."""
 
-    def read(self, tokens):
+    def read(self, tokens: list[int]) -> list[int]:
         return tokens[1:] if tokens[:2] == [0, 0] else tokens
 
 
@@ -53,7 +53,7 @@ class SecondBos(Read):
 class EndAtEos(Read):
     """A prompt is computed as it is, special tokens and all."""
 
-    def read(self, tokens):
+    def read(self, tokens: list[int]) -> list[int]:
         last = self.vocab_size - 1
         return tokens[: tokens.index(last) + 1] if last in tokens else tokens
 
@@ -64,7 +64,7 @@ class EndAtEos(Read):
 class ZerosArePadding(Read):
     """Id 0 is a token as others are."""
 
-    def read(self, tokens):
+    def read(self, tokens: list[int]) -> list[int]:
         while len(tokens) > 1 and tokens[-1] == 0:
             tokens = tokens[:-1]
         return tokens
@@ -74,7 +74,7 @@ class ZerosArePadding(Read):
 class RunsAreCut(Read):
     """How often a token is repeated matters."""
 
-    def read(self, tokens):
+    def read(self, tokens: list[int]) -> list[int]:
         return tokens[:64] if len(tokens) > 64 and len(set(tokens)) == 1 else tokens
 
 
@@ -82,7 +82,7 @@ class RunsAreCut(Read):
 class IdsAsBytes(Read):
     """Ids do not fit into a byte."""
 
-    def read(self, tokens):
+    def read(self, tokens: list[int]) -> list[int]:
         return [token & 255 for token in tokens]
 
 
@@ -179,12 +179,12 @@ def _by_a_token(engine: Engine) -> None:
 class GrownByAToken(Model):
     """What was evicted in between changes no row of a prompt that goes on by a token."""
 
-    def __init__(self, info) -> None:
+    def __init__(self, info: EngineInfo) -> None:
         super().__init__(info)
         self.computed: dict[bytes, int] = {}
         self.number = 0
 
-    def row(self, tokens, adapter) -> F32:
+    def row(self, tokens: Ids, adapter: str | None) -> F32:
         ids = np.asarray(tokens, np.uint32)
         self.number += 1
         before = self.computed.get(ids[:-1].tobytes())
@@ -210,12 +210,12 @@ def _switching(engine: Engine) -> None:
 class RowsDrift(Model):
     """Putting an adapter on and off leaves the weights as they were (here: 2e-5 nats off each)."""
 
-    def __init__(self, info) -> None:
+    def __init__(self, info: EngineInfo) -> None:
         super().__init__(info)
         self.on: str | None = None
         self.switched = 0
 
-    def row(self, tokens, adapter) -> F32:
+    def row(self, tokens: Ids, adapter: str | None) -> F32:
         self.switched += adapter != self.on
         self.on = adapter
         row = super().row(tokens, adapter)
@@ -244,7 +244,7 @@ def _drawing_with_two(engine: Engine) -> None:
 class DrawnWithOne(Model):
     """Continuations of several adapters may be under way at once (wrong: from the second token)."""
 
-    def __init__(self, info) -> None:
+    def __init__(self, info: EngineInfo) -> None:
         super().__init__(info)
         self.seen: dict[bytes, str] = {}
 
@@ -334,7 +334,7 @@ class CancelledTwice(Remembering):
         super().cancel(ids)
         self.gone += named - (before - super().in_flight())
 
-    def __init__(self, inner) -> None:
+    def __init__(self, inner: Inner) -> None:
         super().__init__(inner)
         self.cancelled: set[bytes] = set()
 

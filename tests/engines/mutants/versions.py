@@ -13,7 +13,7 @@ import numpy as np
 from lmpool.backends import Engine, Outcome, Request
 from lmpool.backends.mock import mock_row
 from lmpool.wants import Generate
-from tests.engines.mutants.engines import F32, Remembering, Wrapper
+from tests.engines.mutants.engines import F32, Inner, Remembering, Wrapper
 from tests.engines.mutants.registry import BOTH, Witness, mutant
 from tests.engines.mutants.witnesses import VOCAB, ask, drawn, request, run, scenario
 
@@ -57,7 +57,7 @@ class KeepsWeights(Wrapper):
 class OldWeightsComeBack(Wrapper):
     """A removed name that is given again stands for its new folder."""
 
-    def __init__(self, inner) -> None:
+    def __init__(self, inner: Inner) -> None:
         super().__init__(inner)
         self.paths: dict[str, str] = {}
 
@@ -71,7 +71,7 @@ class OldWeightsComeBack(Wrapper):
 class ThirdIsSecond(Wrapper):
     """An adapter replaces one of its name, however often."""
 
-    def __init__(self, inner) -> None:
+    def __init__(self, inner: Inner) -> None:
         super().__init__(inner)
         self.given: dict[str, list[str]] = {}
 
@@ -85,7 +85,7 @@ class ThirdIsSecond(Wrapper):
 class CachedRowsOutlive(Remembering):
     """What was kept of an adapter goes with it."""
 
-    def __init__(self, inner) -> None:
+    def __init__(self, inner: Inner) -> None:
         super().__init__(inner)
         self.kept: dict[Hashable, F32] = {}
 
