@@ -9,7 +9,7 @@ local jobs, account, prefix, group = KEYS[1], KEYS[2], ARGV[1], ARGV[2]
 local stored = tonumber(ARGV[4])
 local counters = prefix .. ':counters'
 local at = 8
-for _ = 1, tonumber(ARGV[7]) do
+for _ = 1, math.min(tonumber(ARGV[7]), #ARGV) do -- whoever calls it: it comes to its end
   redis.pcall('HINCRBY', counters, ARGV[at], ARGV[at + 1])
   at = at + 2
 end
