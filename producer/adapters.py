@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -27,10 +28,14 @@ class KnownAdapters:
         return name in self._fingerprints and time.monotonic() - self._read < FRESH
 
     def keep(self, found: Fields) -> None:
-        """Take over the pool's registry: name to fingerprint and folder."""
-        self._fingerprints = {
-            name.decode(): entry.partition(b"\n")[0].decode() for name, entry in found.items()
-        }
+        """Take over the pool's registry: name to fingerprint and folder.
+
+        An entry that no worker wrote is passed over.
+        """
+        self._fingerprints = {}
+        for name, entry in found.items():
+            with contextlib.suppress(UnicodeDecodeError):
+                self._fingerprints[name.decode()] = entry.partition(b"\n")[0].decode()
         self._read = time.monotonic()
 
     def forget(self) -> None:
