@@ -110,6 +110,7 @@ def test_what_is_there_already_stays_unless_it_is_no_value(
 ) -> None:
     found = rows(pool_name)
     redis_client.set(found[0][0], b"first", px=5000)
+    redis_client.set(found[2][0], b"")
     redis_client.hset(found[5][0], "no", "value")
     replace, key = script("replace"), PoolKeys(pool_name).info
     set_and_call(server, found, 60_000, Call(replace, [key], ["", "v"]))
