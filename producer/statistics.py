@@ -86,9 +86,11 @@ def _held(server: Server, shard: ShardKeys) -> tuple[int, list[float]]:
         account, (seconds, microseconds) = pipeline.execute(raise_on_error=False)
     if not isinstance(account, dict) or not account["first-entry"]:
         return 0, []  # no account yet, or this user may not see it
-    held = int(account["last-entry"][1][b"held"])
+    held = account["last-entry"][1].get(b"held", b"")
+    if not held.isdigit():
+        return 0, []  # damaged: workers make it anew
     stored_ms = int(account["first-entry"][0].partition(b"-")[0])
-    return held, [max(0.0, seconds + microseconds / 1e6 - stored_ms / 1000)]
+    return int(held), [max(0.0, seconds + microseconds / 1e6 - stored_ms / 1000)]
 
 
 def _add(counted: dict[Counter, int], found: Mapping[bytes, bytes]) -> None:

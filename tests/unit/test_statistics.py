@@ -79,7 +79,15 @@ def test_workers_with_a_heartbeat_are_listed_by_name(server, shards) -> None:
     assert second["rows_per_second"] == 0.0
 
 
-def test_a_key_of_another_type_is_the_servers_error(server, shards) -> None:
-    server.set(shards[0].stream().key, "no stream")
-    with pytest.raises(redis.exceptions.ResponseError, match="WRONGTYPE"):
-        read(server, shards)
+@pytest.mark.parametrize("fields", [{"a": "b"}, {"held": "x"}, None], ids=str)
+def test_a_damaged_key_counts_as_empty(server, shards, fields) -> None:
+    first, second = shards
+    server.set(first.stream().key, "no stream")
+    server.xadd(second.stream().key, {"job": "a"})
+    if fields is None:
+        server.set(first.account, "no stream")
+    else:
+        server.xadd(first.account, fields)
+    found = read(server, shards)
+    assert found["backlog"] == 1
+    assert found["held_bytes"] == 0
