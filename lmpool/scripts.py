@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Final
 
 import redis.exceptions
 
@@ -40,7 +39,17 @@ class Script:
         return f"Script({self.name!r})"
 
 
-@cache
+# Read with this module, not when first asked for: a fork while a thread reads them, which imports
+# more, would leave the child with import locks that nobody releases.
+_SCRIPTS: Final = {
+    name: Script(name)
+    for name, extension in (
+        file.name.split(".") for file in resources.files("lmpool").joinpath("lua").iterdir()
+    )
+    if extension == "lua"
+}
+
+
 def script(name: str) -> Script:
-    """The script of that name, read once."""
-    return Script(name)
+    """The script of that name."""
+    return _SCRIPTS[name]

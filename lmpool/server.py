@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - sockets import it at the first name, on whichever thread
 import logging
 import re
 from collections.abc import Iterator

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Final, NoReturn, Self
 
 from lmpool.commands import Fields
+from lmpool.errors import UnknownPool
 from lmpool.keys import ShardKeys
 from lmpool.model_info import ModelInfo
-from lmpool.producer.blocking import outcome, run_blocking
+from lmpool.producer.blocking import outcome, pause, run_blocking
 from lmpool.producer.client import Client
 from lmpool.producer.control import Argument, ask_workers
 from lmpool.producer.prompts import TokenIds, prompt_bytes
@@ -17,6 +19,9 @@ from lmpool.producer.statistics import PoolStatistics, pool_statistics
 from lmpool.producer.tokens import ByteToken, Tokenizer
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
+
+INFO_POLL: Final = 0.1
+"""Seconds between two looks whether a pool has come to be served."""
 
 
 class BaseLM:
@@ -43,8 +48,8 @@ class BaseLM:
     def info(self) -> ModelInfo:
         """What the pool serves: model, vocabulary size, longest prompt, special token ids.
 
-        Connects at the first call. Raises `UnknownPool` where nobody has served it, and
-        `ServerError` where there is no server.
+        Connects at the first call. Raises `UnknownPool` where nobody serves it within the client's
+        `workers_timeout`, and `ServerError` where there is no server.
         """
         return self._client.info or run_blocking(self._load_info())
 
@@ -72,9 +77,17 @@ class BaseLM:
         self.close()
 
     async def _load_info(self) -> ModelInfo:
+        """The model info, for which a pool that nobody has served is waited for."""
         if self._client.info is not None:
             return self._client.info
-        return await outcome(self._client.load_info(), shared=True)
+        deadline = time.monotonic() + self.options.workers_timeout
+        while True:
+            try:
+                return await outcome(self._client.load_info(), shared=True)
+            except UnknownPool:
+                if time.monotonic() >= deadline:
+                    raise
+            await pause(INFO_POLL)
 
     def _model(self) -> ServedModel:
         return self._models.of(self.info)

@@ -37,8 +37,6 @@ _CLIENTS: weakref.WeakSet[Client] = weakref.WeakSet()
 T = TypeVar("T")
 
 _CLOSED = "this PooledLM was closed"
-REPUBLISHED_IN: Final = 6.0
-"""Seconds within which living workers publish a model info that was lost."""
 LOCK_MOST: Final = 1.0
 """Seconds after which nobody but this very thread can be holding the lock."""
 
@@ -59,11 +57,13 @@ class Client:
 
     def after_fork(self) -> None:
         """In a forked child: threads, locks and connections of its own."""
-        info = self._session.info
+        before = self._session
         self.cache.unlock()
-        self._begin(self._session.table.statistics)
-        if info is not None:
-            self._session.join(info)
+        self._begin(before.table.statistics)
+        self._session.closed = before.closed
+        if before.info is not None:
+            self._session.join(before.info)
+            self._session.confirmed = before.confirmed
 
     @property
     def keys(self) -> PoolKeys:
@@ -139,6 +139,7 @@ class Client:
             if session.closed:
                 raise ClientClosed(_CLOSED)
             table = session.table
+            confirmed = session.is_confirmed(now)
             for call in calls:
                 if call.done:
                     continue  # cancelled in the turn it was made
@@ -147,7 +148,7 @@ class Client:
                     answered.append(call)
                     continue
                 table.statistics.requests += len(call.jobs)
-                for place, job in enumerate(call.jobs):
+                for place, job in enumerate(call.jobs if confirmed else ()):
                     answer = self.cache.get(job.digest)
                     if answer is not None:
                         call.answers[place] = answer
@@ -163,11 +164,16 @@ class Client:
 
     def lookup(self, job: Job) -> Answer | None:
         """The answer from the local cache, counted as a request, or None, counted as nothing."""
+        session = self._session
+        if session.closed:
+            raise ClientClosed(_CLOSED)
+        if not session.is_confirmed(time.monotonic()):
+            return None
         answer = self.cache.get(job.digest)
         if answer is not None:
-            with self._session.lock:
-                self._session.table.statistics.requests += 1
-                self._session.table.statistics.local_hits += 1
+            with session.lock:
+                session.table.statistics.requests += 1
+                session.table.statistics.local_hits += 1
         return answer
 
     def forget(self, call: PendingCall) -> None:
@@ -245,14 +251,8 @@ class Client:
         if session.info is not None:  # two asked
             return session.info
         greet(server, options.url, session.clock)
+        began = time.monotonic()
         found = server.get(session.keys.info)
-        deadline = time.monotonic() + REPUBLISHED_IN
-        # Living workers publish it again at their next heartbeat.
-        while found is None and server.exists(session.keys.serving):
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(0.05)
-            found = server.get(session.keys.info)
         if found is None:
             raise UnknownPool(
                 f"no pool {options.pool!r} on {mask_url(options.url)}: start a worker "
@@ -260,6 +260,7 @@ class Client:
             )
         info = ModelInfo.unpack(found)
         session.join(info)
+        session.confirmed = began
         return info
 
 

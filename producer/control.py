@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import msgpack
 
 from lmpool.address import async_connection_pool
+from lmpool.clock import to_ms
 from lmpool.errors import AdapterError, NoWorkers, PoolError, PoolTimeout
 from lmpool.keys import PoolKeys
 
@@ -83,9 +84,9 @@ async def _ask(
     )
 
     async def one(worker: str) -> Any:
-        job = await pool.enqueue_job(
-            function, *arguments, _queue_name=keys.control_queue(worker), _expires=limit
-        )
+        queue = keys.control_queue(worker)
+        job = await pool.enqueue_job(function, *arguments, _queue_name=queue, _expires=limit)
+        await pool.pexpire(queue, to_ms(limit))  # of one that dies now nothing is left
         assert job is not None
         try:
             return await job.result(timeout=limit, poll_delay=0.05)

@@ -26,7 +26,15 @@ from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.replacement import look_at, wake_collector
-from lmpool.producer.session import CLAIM_MOST, FLIGHT_TTL, REPLY_TTL, Session, Task
+from lmpool.producer.replies import bring_forward
+from lmpool.producer.session import (
+    CLAIM_MOST,
+    CONFIRMED_FOR,
+    FLIGHT_TTL,
+    REPLY_TTL,
+    Session,
+    Task,
+)
 from lmpool.producer.withdrawal import withdraw
 from lmpool.scripts import script
 from lmpool.server import explained, is_full, is_lost
@@ -156,10 +164,27 @@ class Sender:
     def _serve(self) -> None:
         session = self._session
         withdraw(session, self._servers)
+        if session.table.has_unsent():
+            self._confirm()
         while self._claim():
             pass
         if session.table.flights and self._next_check <= time.monotonic():
             self._check()
+
+    def _confirm(self) -> None:
+        """See before a claim, now and then, that the pool still serves what the client knows."""
+        session = self._session
+        now = time.monotonic()
+        if now - session.confirmed < CONFIRMED_FOR / 2:
+            return
+        current = self._servers.pool.get(session.keys.info)
+        if current is not None and look_at(session, self._servers, current):
+            return
+        with session.lock:
+            stale = not session.is_confirmed(now)
+            session.confirmed = now
+            ended = session.land_cached() if stale else []
+        wake(ended)
 
     def _claim(self) -> bool:
         """Send one request's worth of flights; False when there was nothing to send."""
@@ -300,7 +325,9 @@ class Sender:
 
     def _check_in(self, shard: ShardKeys, flights: list[Flight]) -> None:
         session = self._session
-        states, fresh = script("check")(
+        reply = shard.reply(session.id)
+        last = session.last_ids.get(reply)
+        states, fresh, newest = script("check")(
             self._servers.for_shard(shard),
             [shard.stream().key],
             [
@@ -311,7 +338,7 @@ class Sender:
                 *(flight.job.digest.hex() for flight in flights),
             ],
         )
-        session.made[shard.reply(session.id)] += fresh
+        session.made[reply] += fresh
         there = []
         with session.lock:
             for flight, state in zip(flights, states.decode(), strict=True):
@@ -319,6 +346,8 @@ class Sender:
                     there.append(flight.job.digest)
                 elif state == "u":
                     session.table.resend(flight)
+        if last is not None and newest:
+            bring_forward(self._servers.for_shard(shard), reply, last, newest.decode())
         if there:
             self._answers.fetch(shard, there)
 

@@ -26,7 +26,7 @@ from lmpool.server import greet, open_server
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.worker.control import FUNCTIONS
 from lmpool.worker.logs import logging_config
-from lmpool.worker.service import Service
+from lmpool.worker.service import Service, place_name
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,11 @@ EXIT_REFUSED: Final = 78
 """Exit status when starting again cannot help: settings, another model in the pool."""
 EXIT_BROKEN: Final = 70
 """Exit status after a failure that a fresh start may mend."""
+
+
+_TLS: Final = frozenset(
+    {"ssl_keyfile", "ssl_certfile", "ssl_cert_reqs", "ssl_ca_certs", "ssl_check_hostname"}
+)
 
 
 def redis_settings(url: str) -> RedisSettings:
@@ -62,6 +67,7 @@ def redis_settings(url: str) -> RedisSettings:
         username=found.get("username"),
         password=found.get("password"),
         ssl=found.get("connection_class") is SSLConnection,
+        **{name: value for name, value in found.items() if name in _TLS},
     )
 
 
@@ -185,6 +191,7 @@ class WorkerSettings:
 
     functions: ClassVar = FUNCTIONS
     queue_name: ClassVar = _new_service.keys.control_queue(_new_service.consumer)
+    health_check_key: ClassVar = _new_service.keys.health(place_name(_options))
     redis_settings: ClassVar = redis_settings(_options.url)
     redis_pool: ClassVar = _new_redis(_options.url, queue_name)
     on_startup: ClassVar = startup
