@@ -86,7 +86,7 @@ async def _ask(
     async def one(worker: str) -> Any:
         queue = keys.control_queue(worker)
         job = await pool.enqueue_job(function, *arguments, _queue_name=queue, _expires=limit)
-        await pool.pexpire(queue, to_ms(limit))  # of one that dies now nothing is left
+        await pool.pexpire(queue, to_ms(2 * limit))  # of a worker that died nothing is left
         assert job is not None
         try:
             return await job.result(timeout=limit, poll_delay=0.05)

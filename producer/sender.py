@@ -25,7 +25,7 @@ from lmpool.liveness import any_alive
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
 from lmpool.producer.pending import PendingCall, wake
-from lmpool.producer.replacement import look_at, wake_collector
+from lmpool.producer.replacement import is_known, look_at, wake_collector
 from lmpool.producer.replies import bring_forward
 from lmpool.producer.session import (
     CLAIM_MOST,
@@ -172,13 +172,14 @@ class Sender:
             self._check()
 
     def _confirm(self) -> None:
-        """See before a claim, now and then, that the pool still serves what the client knows."""
+        """See before a claim, now and then, that the model which the client knows is served."""
         session = self._session
         now = time.monotonic()
         if now - session.confirmed < CONFIRMED_FOR / 2:
             return
         current = self._servers.pool.get(session.keys.info)
-        if current is not None and look_at(session, self._servers, current):
+        if current is not None and not is_known(session, current) and not self._are_served():
+            look_at(session, self._servers, current)
             return
         with session.lock:
             stale = not session.is_confirmed(now)
@@ -351,11 +352,16 @@ class Sender:
         if there:
             self._answers.fetch(shard, there)
 
+    def _are_served(self) -> bool:
+        """Whether workers of the model that the client knows live: in every shard, as a pool taken
+        over in fewer shards has nobody in the others."""
+        shards = self._session.shards
+        return all(any_alive(self._servers.for_shard(shard), shard) for shard in shards)
+
     def _look_for_workers(self, now: float) -> None:
         session = self._session
         servers = self._servers
-        # In every shard: a pool taken over in fewer shards has nobody in the others.
-        if all(any_alive(servers.for_shard(shard), shard) for shard in session.shards):
+        if self._are_served():
             self._alone_since = None
             return
         if self._alone_since is None:
