@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import msgpack
+import redis.exceptions
 
 from lmpool.commands import Server
+from lmpool.errors import LmpoolError
 from lmpool.keys import ShardKeys
 from lmpool.server import open_server
+
+logger = logging.getLogger(__name__)
+
+NONSENSE: Final = (
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    msgpack.UnpackException,
+)
+"""What it leads to when an answer is that to another question, or none."""
+NONSENSE_MOST: Final = 20
 
 
 class Servers:
@@ -17,6 +36,8 @@ class Servers:
 
     def __init__(self, open_one: Callable[[], Server]) -> None:
         self._server = open_one()
+        self._nonsense = 0
+        """Answers in succession that made no sense."""
 
     @classmethod
     def of_url(cls, url: str, *, blocks_for: float = 0.0, name: str = "lmpool") -> Servers:
@@ -39,6 +60,28 @@ class Servers:
             server = self.for_shard(shard)
             found.setdefault(id(server), (server, []))[1].append(shard)
         return list(found.values())
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Take answers that make no sense for those of a connection that is out of step: end it.
+
+        Raises redis-py's `InvalidResponse` for what they led to, which is a reason to try again;
+        what happens again and again is no server's doing, and is raised as it is.
+        """
+        try:
+            yield
+        except LmpoolError:  # some are a ValueError, too
+            raise
+        except NONSENSE as error:
+            self._nonsense += 1
+            if self._nonsense > NONSENSE_MOST:
+                raise
+            self.cut()
+            logger.debug("an answer of the server made no sense", exc_info=True)
+            raise redis.exceptions.InvalidResponse(
+                f"an answer made no sense ({type(error).__name__}: {error})"
+            ) from None
+        self._nonsense = 0
 
     def cut(self) -> None:
         """End reads that may be blocked on connections that will never answer."""

@@ -81,7 +81,8 @@ class Sender:
                 if closing:
                     break
                 try:
-                    self._serve()
+                    with self._servers.in_step():
+                        self._serve()
                     lost_since = None
                 except (redis.exceptions.RedisError, OSError) as error:
                     lost_since = self._after_loss(error, lost_since)
@@ -126,12 +127,14 @@ class Sender:
         try:
             with explained(session.options.url):
                 try:
-                    result = function(self._servers)
+                    with self._servers.in_step():
+                        result = function(self._servers)
                 except redis.exceptions.RedisError as error:
                     # An idle connection may have died unnoticed: once more on a new one.
                     if not is_lost(error):
                         raise
-                    result = function(self._servers)
+                    with self._servers.in_step():
+                        result = function(self._servers)
         except BaseException as error:
             future.set_exception(error)
         else:
@@ -383,10 +386,12 @@ class Sender:
         session, servers = self._session, self._servers
         try:
             if session.shards:
-                withdraw(session, servers)
-                wake_collector(session, servers, session.shards)
+                with servers.in_step():
+                    withdraw(session, servers)
+                    wake_collector(session, servers, session.shards)
                 self._farewell()
-                for shard in session.shards:
-                    servers.for_shard(shard).delete(shard.reply(session.id))
+                with servers.in_step():
+                    for shard in session.shards:
+                        servers.for_shard(shard).delete(shard.reply(session.id))
         except (redis.exceptions.RedisError, OSError):
             logger.debug("the server was gone when the client closed", exc_info=True)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import logging.config
 import os
+import re
 import signal
 import threading
 import time
@@ -94,12 +95,19 @@ class PatientRedis(ArqRedis):
                 raise
             logger.debug("arq's %s failed: %s", args[0], error)
             answer = self._NOTHING[args[0]]
+        if args[0] == "ZRANGEBYSCORE":
+            answer = [job for job in answer if _is_job_id(job)] if type(answer) is list else []
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             # redis-py waits with asyncio.wait_for, and that of Python 3.11 loses a cancellation
             # that comes together with the answer: a worker would not hear of its SIGTERM.
             raise asyncio.CancelledError
         return answer
+
+
+def _is_job_id(found: object) -> bool:
+    """Whether it is what arq calls a job: all else is not from a client of ours."""
+    return isinstance(found, bytes) and re.fullmatch(rb"[0-9a-f]{32}", found) is not None
 
 
 def _new_redis(url: str, queue: str) -> PatientRedis:

@@ -67,7 +67,8 @@ class Heartbeat:
         last = time.monotonic()
         while not ended.wait(EVERY):
             try:
-                self.beat(self._servers)
+                with self._servers.in_step():
+                    self.beat(self._servers)
                 missed = False
             except (redis.exceptions.RedisError, OSError) as error:
                 if not missed:

@@ -137,8 +137,9 @@ class Publisher:
         began = time.monotonic()
         while True:
             try:
-                for stream, mine in _by_stream(chunk):
-                    self._write_in(stream, mine, batches if mine[0] is chunk[0] else 0)
+                with self._servers.in_step():
+                    for stream, mine in _by_stream(chunk):
+                        self._write_in(stream, mine, batches if mine[0] is chunk[0] else 0)
                 self._status.let_go(done.delivery for done in chunk)
                 return
             except (redis.exceptions.RedisError, OSError) as error:

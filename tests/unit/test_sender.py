@@ -474,7 +474,10 @@ def test_tasks_get_the_connections_and_their_callers_what_became_of_them(
         return future
 
     assert run(lambda servers: servers.pool.ping()).result(0) is True
-    assert isinstance(run(lambda servers: servers.nothing).exception(0), AttributeError)
+    assert isinstance(run(lambda servers: 1 // 0).exception(0), ZeroDivisionError)
+    nonsense = run(lambda servers: servers.pool.ping().decode()).exception(0)
+    assert isinstance(nonsense, ServerUnreachable)
+    assert "made no sense (AttributeError" in str(nonsense)
     tried: list[int] = []
 
     def lost_once(servers: Servers) -> int:
