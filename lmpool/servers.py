@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NoReturn
 
 import msgpack
 import redis.exceptions
@@ -36,22 +36,25 @@ class Servers:
 
     def __init__(self, open_one: Callable[[], Server]) -> None:
         self._server = open_one()
+        self._is_cut = False
         self._nonsense = 0
         """Answers in succession that made no sense."""
 
     @classmethod
-    def of_url(cls, url: str, *, blocks_for: float = 0.0, name: str = "lmpool") -> Servers:
-        """Those of `url`; `blocks_for` is how long, in seconds, blocking reads may wait."""
-        return cls(lambda: open_server(url, blocks_for=blocks_for, name=name))
+    def of_url(
+        cls, url: str, *, blocks_for: float = 0.0, name: str = "lmpool", bounded: bool = False
+    ) -> Servers:
+        """Those of `url`; see `open_server`."""
+        return cls(lambda: open_server(url, blocks_for=blocks_for, name=name, bounded=bounded))
 
     @property
     def pool(self) -> Server:
         """Where the keys lie that belong to the pool and to no shard."""
-        return self._server
+        return self._server if not self._is_cut else _no_server()
 
     def for_shard(self, shard: ShardKeys) -> Server:
         """Where a shard lies."""
-        return self._server
+        return self._server if not self._is_cut else _no_server()
 
     def by_connection(self, shards: Sequence[ShardKeys]) -> list[tuple[Server, list[ShardKeys]]]:
         """The shards that one blocking read covers, by the connection that it uses."""
@@ -76,7 +79,7 @@ class Servers:
             self._nonsense += 1
             if self._nonsense > NONSENSE_MOST:
                 raise
-            self.cut()
+            self.renew()
             logger.debug("an answer of the server made no sense", exc_info=True)
             raise redis.exceptions.InvalidResponse(
                 f"an answer made no sense ({type(error).__name__}: {error})"
@@ -84,10 +87,22 @@ class Servers:
         self._nonsense = 0
 
     def cut(self) -> None:
-        """End reads that may be blocked on connections that will never answer."""
+        """End reads that may be blocked on connections that will never answer, and connect no more.
+
+        Whoever reads gets an error, of redis-py or of what it stumbles over.
+        """
+        self._is_cut = True
+        self.renew()
+
+    def renew(self) -> None:
+        """End every connection; the next command makes another."""
         self._server.connection_pool.disconnect()
 
     def close(self) -> None:
         """Close every connection."""
         self._server.close()
         self._server.connection_pool.disconnect()
+
+
+def _no_server() -> NoReturn:
+    raise redis.exceptions.ConnectionError("the connection was cut")

@@ -23,6 +23,7 @@ from lmpool.errors import (
 from lmpool.keys import ShardKeys
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
+from lmpool.producer.notices import take_off
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.session import Session
 from lmpool.server import is_lost
@@ -32,8 +33,15 @@ from lmpool.wire import Notice, read_notices
 
 logger = logging.getLogger(__name__)
 
+DOUBTFUL: Final = ("refused", "unknown_adapter")
+"""What others' jobs for the same digest may make a worker say: it is asked again."""
+DOUBTS_MOST: Final = 2
+
 BLOCK: Final = 5.0
 """Seconds one read of the reply stream blocks."""
+TRIM_BYTES: Final = 2 << 20
+"""Answers fetched after which their notices are taken off the reply stream: what these announce
+stays with the server, which may need the room. Those of fewer bytes go at the next check."""
 
 
 class Collector:
@@ -45,6 +53,8 @@ class Collector:
         self._answers = AnswerReader(session, self._servers)
         self._begun: Counter[str] = Counter()
         """How often each reply stream was made, as far as its beginnings were read."""
+        self._fetched = 0
+        """Bytes of answers since notices were last taken off a reply stream."""
 
     def run(self) -> None:
         """Read until the client closes."""
@@ -86,6 +96,7 @@ class Collector:
                 # A stream made anew, whose beginning was not read: its ids may be smaller. Reading
                 # another's again would give old errors to whoever asks the same prompt now.
                 session.last_ids.pop(reply, None)
+                session.taken_ids.pop(reply, None)
         # One blocking read covers what lies on one connection.
         for server, shards in self._servers.by_connection(session.shards):
             self._read(server, shards)
@@ -114,7 +125,13 @@ class Collector:
         for shard, digests in done:
             waited_for = [digest for digest in digests if digest in session.table.flights]
             if waited_for:
-                self._answers.fetch(shard, waited_for)
+                self._fetched += self._answers.fetch(shard, waited_for)
+            reply = shard.reply(session.id)
+            session.taken_ids[reply] = session.last_ids[reply]
+        if self._fetched >= TRIM_BYTES:
+            self._fetched = 0
+            for shard, _ in done:
+                take_off(server, shard.reply(session.id), session)
 
     def _take_errors(self, server: Server, notices: Sequence[Notice]) -> None:
         session = self._session
@@ -136,6 +153,9 @@ class Collector:
                         continue
                     session.table.statistics.expired += 1
                     ended += session.table.fail(notice.digest, error)
+                elif notice.status in DOUBTFUL and flight.doubts < DOUBTS_MOST:
+                    flight.doubts += 1
+                    session.table.resend(flight)
                 else:
                     ended += session.fail(flight, error)
             if session.table.has_unsent() or session.table.withdrawn:

@@ -7,11 +7,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from lmpool.cli.options import AsJson, Pool, Url
-from lmpool.cli.terminal import tables
+from lmpool.cli.terminal import escape, tables
 
 if TYPE_CHECKING:
     from lmpool.benchmark import Measurement

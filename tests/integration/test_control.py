@@ -12,6 +12,7 @@ import redis
 from lmpool.errors import PoolTimeout
 from lmpool.keys import PoolKeys
 from lmpool.producer.control import ask_workers
+from lmpool.producer.deadline import Deadline
 from tests.support.waiting import until
 from tests.support.workers import ARQ, clean_environment, settings_as_environment, worker_process
 
@@ -20,8 +21,8 @@ def test_of_a_control_job_that_nobody_takes_nothing_is_left(
     server_url: str, redis_client: redis.Redis, pool_name: str
 ) -> None:
     keys = PoolKeys(pool_name)
-    with pytest.raises(PoolTimeout, match="worker gone did not answer clear_cache"):
-        ask_workers(server_url, keys, ["gone"], "clear_cache", timeout=0.3)
+    with pytest.raises(PoolTimeout, match="clear_cache was not answered"):
+        ask_workers(server_url, keys, ["gone"], "clear_cache", deadline=Deadline(0.3))
     until(lambda: not redis_client.exists(keys.control_queue("gone")), 2)
 
 
