@@ -13,9 +13,10 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from lmpool.address import connection_pool
+from lmpool.checks import said
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
-from lmpool.errors import ServerRefused, ServerTooOld, ServerUnreachable
+from lmpool.errors import LmpoolError, ServerRefused, ServerTooOld, ServerUnreachable
 from lmpool.settings import mask_url
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,12 @@ LOST = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
 `redis.exceptions.AuthenticationError` is one of them by class but not by meaning: see `is_lost`.
 """
 
+
+NONSENSE: Final = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What redis-py, or who reads its answers, raises of an answer that no such server gives."""
 
 NOT_READY: Final = ("BUSY ", "CLUSTERDOWN", "MASTERDOWN", "MISCONF", "NOREPLICAS", "TRYAGAIN")
 """How refusals begin that end by themselves: a long script, a failover, a disk that is full."""
@@ -107,6 +114,18 @@ def explained(url: str) -> Iterator[None]:
                 f"{shown} lacks a command: {error}. lmpool needs Redis 7.0 or Valkey 8"
             ) from None
         raise ServerRefused(f"{shown}: {error}") from None
+    except NONSENSE as error:
+        if isinstance(error, LmpoolError):
+            raise
+        raise senseless(url, error) from error
+
+
+def senseless(url: str, error: BaseException) -> ServerUnreachable:
+    """The error of an answer that could not be read: `error` is what that stumbled over."""
+    return ServerUnreachable(
+        f"no Redis-compatible server answers at {mask_url(url)}: what came could not be read "
+        f"({said(error)}). Is this its address?"
+    )
 
 
 def greet(server: Server, url: str, clock: ServerClock | None = None) -> str:

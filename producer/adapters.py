@@ -7,7 +7,7 @@ import os
 import time
 from typing import Final
 
-from lmpool.checks import is_text, shown
+from lmpool.checks import is_text, quoted
 from lmpool.commands import Fields
 from lmpool.errors import AdapterError, UnknownAdapter
 
@@ -43,7 +43,7 @@ class KnownAdapters:
         if fingerprint is None:
             known = ", ".join(sorted(self._fingerprints)) or "none"
             raise UnknownAdapter(
-                f"unknown LoRA adapter {shown(name)}: register it with add_new_lora(); "
+                f"unknown LoRA adapter {quoted(name)}: register it with add_new_lora(); "
                 f"known: {known}"
             )
         return f"{name}@{fingerprint}"
@@ -54,7 +54,7 @@ def check_lora_name(name: object) -> str:
     if is_text(name):
         return name
     raise UnknownAdapter(
-        f"lora_name={shown(name)}: write the name of an adapter, or leave it out for the base model"
+        f"lora_name={quoted(name)}: write an adapter's name, or leave it out for the base model"
     )
 
 
@@ -63,7 +63,7 @@ def check_new_name(name: object) -> str:
     if is_text(name) and 0 < len(name) <= 256 and "@" not in name and "\n" not in name:
         return name
     raise AdapterError(
-        f"lora_name={shown(name)}: write 1 to 256 characters of text, none of them '@' or a line "
+        f"lora_name={quoted(name)}: write 1 to 256 characters of text, none of them '@' or a line "
         "break"
     )
 
@@ -77,5 +77,5 @@ def check_folder(path: object) -> str:
     if is_text(text) and text and "\0" not in text:
         return text
     raise AdapterError(
-        f"lora_path={shown(path)}: write the path of the adapter's folder on the workers, as text"
+        f"lora_path={quoted(path)}: write the path of the adapter's folder on the workers, as text"
     )

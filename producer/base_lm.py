@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from types import TracebackType
-from typing import NoReturn, Self, TypeVar
+from typing import Final, NoReturn, Self, TypeVar
 
 from lmpool.commands import Fields
 from lmpool.keys import ShardKeys
@@ -21,6 +21,9 @@ from lmpool.producer.statistics import PoolStatistics, pool_statistics
 from lmpool.producer.tokens import ByteToken, Tokenizer
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
+
+AT_ONCE: Final = 0.01
+"""Seconds in which a client ends that has waited for as long as it may."""
 
 T = TypeVar("T")
 
@@ -63,10 +66,11 @@ class BaseLM:
         raise NotImplementedError
 
     def __enter__(self) -> Self:
+        deadline = self._until(None)
         try:
-            self.info  # noqa: B018 - connects
+            run_blocking(self._load_info(deadline))
         except BaseException:
-            self.close()
+            self.close(deadline.at_least(AT_ONCE))
             raise
         return self
 

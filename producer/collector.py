@@ -25,7 +25,7 @@ from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.session import Session
-from lmpool.server import is_lost
+from lmpool.server import is_lost, senseless
 from lmpool.servers import Servers
 from lmpool.wants import Digest
 from lmpool.wire import Notice, read_notices
@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 BLOCK: Final = 5.0
 """Seconds one read of the reply stream blocks."""
+
+PAUSE: Final = 0.1
+"""Seconds after an answer that made no sense: the next may make none either."""
 
 
 class Collector:
@@ -69,8 +72,11 @@ class Collector:
                 except Exception as error:
                     if session.closing.is_set():
                         break  # cut off in the middle of a read
-                    logger.exception("the client's collector failed")
-                    session.fail_everything(LmpoolError(f"{type(error).__name__}: {error}"))
+                    failure = senseless(session.options.url, error)
+                    logger.warning("the client's collector: %s", failure)
+                    logger.debug("which is", exc_info=error)
+                    session.fail_everything(failure)
+                    session.closing.wait(PAUSE)
         finally:
             self._servers.close()
 

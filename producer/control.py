@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import msgpack
 
 from lmpool.address import async_connection_pool
-from lmpool.checks import said, shown
+from lmpool.checks import quoted, said
 from lmpool.errors import AdapterError, LmpoolError, NoWorkers, PoolError
 from lmpool.keys import PoolKeys
 from lmpool.producer.blocking import result
@@ -103,7 +103,7 @@ async def _ask(
         assert job is not None
         answer = await job.result(poll_delay=0.05)
         if not isinstance(answer, dict):
-            raise PoolError(f"worker {worker} answered {function} with {shown(answer)}")
+            raise PoolError(f"worker {worker} answered {function} with {quoted(answer)}")
         return answer
 
     try:

@@ -14,7 +14,7 @@ from lmpool.errors import PoolMismatch, UnknownAdapter
 from lmpool.keys import Priority
 from lmpool.model_info import ModelInfo
 from lmpool.producer.adapters import check_lora_name
-from lmpool.producer.base_lm import BaseLM
+from lmpool.producer.base_lm import AT_ONCE, BaseLM
 from lmpool.producer.blocking import blocking, outcome, pause, run_blocking, running_loop
 from lmpool.producer.call_options import CallOptions
 from lmpool.producer.caller import Caller
@@ -87,13 +87,14 @@ class PooledLM(BaseLM, Generic[RowT_co]):
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         # What is read from a pickle is a client of its own, of the same pool.
-        return PooledLM, (self.options,)
+        return type(self), (self.options,)
 
     async def __aenter__(self) -> Self:
+        deadline = self._until(None)
         try:
-            await self._load_info(self._until(None))
+            await self._load_info(deadline)
         except BaseException:
-            await self.aclose()
+            await self.aclose(deadline.at_least(AT_ONCE))
             raise
         return self
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from lmpool.checks import as_integer, said, shown
+from lmpool.checks import as_integer, quoted, said
 from lmpool.errors import LmpoolError, PromptError
 
 
@@ -51,7 +51,7 @@ def prompt_bytes(token_ids: TokenIds, vocab_size: int, max_prompt_tokens: int) -
     if packed is None or max(packed) >= vocab_size:
         place, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
         raise PromptError(
-            f"token id {shown(bad)} at position {place} is outside [0, {vocab_size}): "
+            f"token id {quoted(bad)} at position {place} is outside [0, {vocab_size}): "
             "was the prompt tokenized with this pool's tokenizer?"
         )
     if sys.byteorder != "little":
@@ -125,7 +125,7 @@ def _as_integers(token_ids: Sequence[Any]) -> list[int]:
         if number is None:
             kind = type(token).__name__
             raise PromptError(
-                f"token id {shown(token)} at position {place} is a {kind}, not an integer"
+                f"token id {quoted(token)} at position {place} is a {kind}, not an integer"
             )
         ids.append(number)
     return ids

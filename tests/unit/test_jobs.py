@@ -167,8 +167,10 @@ def test_an_encoding_that_there_is_not_is_refused(encoding: Any) -> None:
         ({"seed": "1"}, "seed='1'"),
         ({"eos": b"1"}, "eos_token_ids=b'1'"),
         ({"temperature": 10**400}, "temperature=10000"),
-        pytest.param({"max_tokens": 10**5000}, "max_tokens=<int>", id="of 5,001 digits"),
-        pytest.param({"temperature": 10**5000}, "temperature=<int>", id="hot as hell"),
+        pytest.param({"max_tokens": 10**5000}, "max_tokens=<int>", id="max_tokens of 5,001 digits"),
+        pytest.param(
+            {"temperature": 10**5000}, "temperature=<int>", id="a temperature of 5,001 digits"
+        ),
         ({"eos": [1.0]}, "eos_token_ids="),
         ({"eos": [True]}, "eos_token_ids="),
         ({"eos": ["1"]}, "eos_token_ids="),
