@@ -16,7 +16,13 @@ from lmpool.address import connection_pool
 from lmpool.checks import said
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
-from lmpool.errors import LmpoolError, ServerRefused, ServerTooOld, ServerUnreachable
+from lmpool.errors import (
+    LmpoolError,
+    ServerError,
+    ServerRefused,
+    ServerTooOld,
+    ServerUnreachable,
+)
 from lmpool.settings import mask_url
 
 logger = logging.getLogger(__name__)
@@ -114,23 +120,32 @@ def explained(url: str) -> Iterator[None]:
                 f"{shown} lacks a command: {error}. lmpool needs Redis 7.0 or Valkey 8"
             ) from None
         raise ServerRefused(f"{shown}: {error}") from None
-    except NONSENSE as error:
-        if isinstance(error, LmpoolError):
-            raise
-        raise senseless(url, error) from error
 
 
-def senseless(url: str, error: BaseException) -> ServerUnreachable:
+@contextmanager
+def understood(url: str) -> Iterator[None]:
+    """`explained`, for what does nothing but read from the server: whatever it stumbles over then
+    is an answer that makes no sense."""
+    with explained(url):
+        try:
+            yield
+        except NONSENSE as error:
+            if isinstance(error, LmpoolError):
+                raise
+            raise senseless(url, error) from error
+
+
+def senseless(url: str, error: BaseException) -> ServerError:
     """The error of an answer that could not be read: `error` is what that stumbled over."""
-    return ServerUnreachable(
-        f"no Redis-compatible server answers at {mask_url(url)}: what came could not be read "
-        f"({said(error)}). Is this its address?"
+    return ServerError(
+        f"what came from {mask_url(url)} could not be read ({said(error)}): is that a "
+        "Redis-compatible server, and the keys lmpool's? If so, it is a defect of lmpool's"
     )
 
 
 def greet(server: Server, url: str, clock: ServerClock | None = None) -> str:
     """Connect, refuse a server that is too old, take its time. Returns its name and version."""
-    with explained(url):
+    with understood(url):
         server.ping()
         try:
             found = server.info("server")

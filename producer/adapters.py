@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Mapping
 from typing import Final
 
 from lmpool.checks import is_text, quoted
-from lmpool.commands import Fields
 from lmpool.errors import AdapterError, UnknownAdapter
+from lmpool.keys import ShardKeys
+from lmpool.servers import Servers
 
 FRESH: Final = 1.0
 """Seconds for which what was read is trusted."""
@@ -26,11 +28,9 @@ class KnownAdapters:
         """Whether `name` was there a moment ago."""
         return name in self._fingerprints and time.monotonic() - self._read < FRESH
 
-    def keep(self, found: Fields) -> None:
-        """Take over the pool's registry: name to fingerprint and folder."""
-        self._fingerprints = {
-            name.decode(): entry.partition(b"\n")[0].decode() for name, entry in found.items()
-        }
+    def keep(self, registry: Mapping[str, str]) -> None:
+        """Take over what `read_registry` read."""
+        self._fingerprints = dict(registry)
         self._read = time.monotonic()
 
     def forget(self) -> None:
@@ -47,6 +47,15 @@ class KnownAdapters:
                 f"known: {known}"
             )
         return f"{name}@{fingerprint}"
+
+
+def read_registry(servers: Servers, shard: ShardKeys) -> dict[str, str]:
+    """The adapters that a pool has: name to fingerprint. What is no text is nobody's name."""
+    found = servers.for_shard(shard).hgetall(shard.adapters)
+    return {
+        name.decode("utf-8", "replace"): entry.partition(b"\n")[0].decode("utf-8", "replace")
+        for name, entry in found.items()
+    }
 
 
 def check_lora_name(name: object) -> str:

@@ -7,10 +7,14 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, NoReturn, Self, TypeVar
 
-from lmpool.commands import Fields
 from lmpool.keys import ShardKeys
 from lmpool.model_info import ModelInfo
-from lmpool.producer.adapters import check_folder, check_lora_name, check_new_name
+from lmpool.producer.adapters import (
+    check_folder,
+    check_lora_name,
+    check_new_name,
+    read_registry,
+)
 from lmpool.producer.blocking import outcome, result, run_blocking
 from lmpool.producer.client import Client
 from lmpool.producer.control import Argument, ask_workers
@@ -202,9 +206,8 @@ class BaseLM:
         run_blocking(self._load_info(deadline))
         result(self._client.follow(), deadline, self._client.no_answer)
 
-    def _read_adapters(self, servers: Servers) -> Fields:
-        shard = self._client.shards[0]
-        return servers.for_shard(shard).hgetall(shard.adapters)
+    def _read_adapters(self, servers: Servers) -> dict[str, str]:
+        return read_registry(servers, self._client.shards[0])
 
     # --- numbers -------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ class Collector:
                     if session.closing.is_set():
                         break  # cut off in the middle of a read
                     failure = senseless(session.options.url, error)
-                    logger.warning("the client's collector: %s", failure)
+                    logger.warning("the client's collector failed: %s", failure)
                     logger.debug("which is", exc_info=error)
                     session.fail_everything(failure)
                     session.closing.wait(PAUSE)

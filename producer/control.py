@@ -17,7 +17,7 @@ from lmpool.errors import AdapterError, LmpoolError, NoWorkers, PoolError
 from lmpool.keys import PoolKeys
 from lmpool.producer.blocking import result
 from lmpool.producer.deadline import Deadline
-from lmpool.server import explained
+from lmpool.server import understood
 
 CONTROL_TIMEOUT: Final = 120.0
 """Seconds that a worker may take where nobody says how long: loading an adapter takes long."""
@@ -107,7 +107,7 @@ async def _ask(
         return answer
 
     try:
-        with explained(url):
+        with understood(url):
             async with asyncio.timeout(limit):
                 found = await asyncio.gather(*(one(worker) for worker in workers))
     except TimeoutError:

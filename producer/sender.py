@@ -36,7 +36,7 @@ from lmpool.producer.session import (
 )
 from lmpool.producer.withdrawal import withdraw
 from lmpool.scripts import script
-from lmpool.server import explained, is_full, is_lost, senseless
+from lmpool.server import is_full, is_lost, senseless, understood
 from lmpool.servers import Servers
 from lmpool.settings import mask_url
 from lmpool.wants import Digest
@@ -128,7 +128,7 @@ class Sender:
         try:
             if session.closing.is_set():
                 raise closed()
-            with explained(session.options.url):
+            with understood(session.options.url):
                 try:
                     result = function(self._servers)
                 except redis.exceptions.RedisError as error:
@@ -172,7 +172,7 @@ class Sender:
             failure = (
                 error if isinstance(error, LmpoolError) else senseless(session.options.url, error)
             )
-            logger.warning("the client's sender: %s", failure)
+            logger.warning("the client's sender failed: %s", failure)
             logger.debug("which is", exc_info=error)
             session.fail_everything(failure)
 
