@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar, cast
 
-from lmpool.checks import as_integer
-from lmpool.errors import PoolMismatch, UnknownAdapter
+from lmpool.checks import as_integer, quoted
+from lmpool.errors import PoolMismatch, PromptError, SettingsError, UnknownAdapter
 from lmpool.keys import Priority
 from lmpool.model_info import ModelInfo
 from lmpool.producer.adapters import check_lora_name
@@ -55,6 +55,8 @@ class PooledLM(BaseLM, Generic[RowT_co]):
 
     def __init__(self, options: ClientOptions | None = None) -> None:
         options = ClientOptions() if options is None else options
+        if not isinstance(options, ClientOptions):
+            raise SettingsError(f"options={quoted(options)}: write ClientOptions(...), or connect")
         client = Client(options)
         super().__init__(options, client, ServedModels(client))
         self._framework: Framework[RowT_co] = framework(options.framework)
@@ -260,6 +262,8 @@ class PooledLM(BaseLM, Generic[RowT_co]):
     def ask_again(self, job: Job, *, timeout: float | None = None) -> Answer:
         """The answer to a job that was made before, as of one among the dead; blocking."""
         options = self._options(timeout, None)
+        if not isinstance(job, Job):
+            raise PromptError(f"job={quoted(job)}: a job is needed, as a dead letter has one")
         info = run_blocking(self._load_info(options.deadline))
         (answer,) = run_blocking(self._caller.answers(info, [job], options))
         return answer
@@ -318,6 +322,8 @@ class SyncPooledLM(BaseLM, Generic[RowT_co]):
     """
 
     def __init__(self, lm: PooledLM[RowT_co]) -> None:
+        if not isinstance(lm, PooledLM):
+            raise SettingsError(f"lm={quoted(lm)}: a PooledLM is needed; write lm.sync")
         super().__init__(lm.options, lm._client, lm._models)
         self._lm = lm
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -59,15 +59,22 @@ def prompt_bytes(token_ids: TokenIds, vocab_size: int, max_prompt_tokens: int) -
     return packed.tobytes()
 
 
-def several(prompts: object) -> list[TokenIds]:
-    """What a batch is made of: the prompts that a list, or anything else that can be gone through,
-    holds. Raises `PromptError`."""
+def several(prompts: object) -> Iterable[TokenIds]:
+    """The prompts of a batch, one after another, of whatever can be gone through.
+
+    Raises `PromptError` for what cannot be, also midway.
+    """
+    if type(prompts) is list or type(prompts) is tuple:
+        return prompts
+    return _read(prompts)
+
+
+def _read(prompts: object) -> Iterator[TokenIds]:
     kind = type(prompts).__name__
     if isinstance(prompts, (str, bytes, bytearray, memoryview, Mapping)):
         raise PromptError(f"prompts of type {kind}: a list of prompts is needed")
     try:
-        found: list[TokenIds] = list(prompts)  # type: ignore[call-overload]
-        return found
+        yield from cast(Iterable[TokenIds], prompts)
     except LmpoolError:  # of a call that it makes
         raise
     except Exception as error:
