@@ -24,6 +24,7 @@ from lmpool.keys import GROUP, PRIORITIES, Priority, ShardKeys
 from lmpool.liveness import any_alive
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
+from lmpool.producer.notices import take_off
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.replacement import look_at, wake_collector
 from lmpool.producer.session import (
@@ -311,10 +312,7 @@ class Sender:
             for i in range(0, len(mine), CHECK_MOST):
                 self._check_in(shard, mine[i : i + CHECK_MOST])
         for shard in session.shards:
-            reply = shard.reply(session.id)
-            last = session.last_ids.get(reply)
-            if last is not None:
-                self._servers.for_shard(shard).xtrim(reply, minid=last, approximate=False)
+            take_off(self._servers.for_shard(shard), shard.reply(session.id), session)
         if session.table.flights:
             if now - self._looked > 4 * every:
                 self._alone_since = None  # nobody waited meanwhile, or nobody could look

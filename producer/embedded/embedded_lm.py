@@ -149,6 +149,8 @@ def embedded(
         client_backlog: jobs of one client and priority that may wait: the others wait at the
             client
         result_ttl: seconds a row stays in the result cache
+        result_bytes: most memory for results, e.g. 4GiB; the oldest go first. By default what the
+            server's maxmemory leaves
         max_deliveries: times a prompt is tried whose workers die of it
         engine_timeout: seconds a batch may take before the engine counts as hung
         adapter_dirs: folders that adapters may be loaded from, as a JSON list
