@@ -23,6 +23,7 @@ from lmpool.errors import (
     ServerTooOld,
     ServerUnreachable,
 )
+from lmpool.replies import BoundedParser
 from lmpool.settings import mask_url
 
 logger = logging.getLogger(__name__)
@@ -49,8 +50,17 @@ NONSENSE: Final = (
 )  # fmt: skip
 """What redis-py, or who reads its answers, raises of an answer that no such server gives."""
 
-NOT_READY: Final = ("BUSY ", "CLUSTERDOWN", "MASTERDOWN", "MISCONF", "NOREPLICAS", "TRYAGAIN")
-"""How refusals begin that end by themselves: a long script, a failover, a disk that is full."""
+NOT_READY: Final = (
+    "BUSY ",
+    "CLUSTERDOWN",
+    "MASTERDOWN",
+    "MISCONF",
+    "NOREPLICAS",
+    "NOSCRIPT",
+    "TRYAGAIN",
+)
+"""How refusals begin that end by themselves: a long script, a failover, a disk that is full,
+scripts that a worker will load."""
 
 
 def is_full(error: BaseException) -> bool:
@@ -70,10 +80,13 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, redis.exceptions.ResponseError) and str(error).startswith(NOT_READY)
 
 
-def open_server(url: str, *, blocks_for: float = 0.0, name: str = "lmpool") -> Server:
+def open_server(
+    url: str, *, blocks_for: float = 0.0, name: str = "lmpool", bounded: bool = False
+) -> Server:
     """A synchronous connection of its own to the server at `url`; connects at its first command.
 
-    `blocks_for` is how long, in seconds, its blocking reads may wait.
+    `blocks_for` is how long, in seconds, its blocking reads may wait. A `bounded` one reads no
+    reply beyond `lmpool.replies.REPLY_BYTES`.
     """
     options: dict[str, Any] = {
         "protocol": 2,
@@ -84,6 +97,8 @@ def open_server(url: str, *, blocks_for: float = 0.0, name: str = "lmpool") -> S
     }
     if not url.startswith("unix:"):
         options |= {"socket_connect_timeout": CONNECT_TIMEOUT, "socket_keepalive": True}
+    if bounded:
+        options["parser_class"] = BoundedParser
     pool = connection_pool(url, max_connections=1, **options)
     return cast(Server, redis.Redis(connection_pool=pool))
 
@@ -171,3 +186,13 @@ def check_version(info: dict[str, Any], url: str) -> str:
     if "valkey_version" in info:
         return f"Valkey {info['valkey_version']}"
     return f"Redis {version}"
+
+
+def get_string(server: Server, key: str) -> bytes | None:
+    """What a key holds; None where there is none, or it holds something else than a string."""
+    try:
+        return server.get(key)
+    except redis.exceptions.ResponseError as error:
+        if not str(error).startswith("WRONGTYPE"):
+            raise
+        return None

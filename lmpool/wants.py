@@ -21,7 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lmpool.checks import as_integer, as_number, quoted
-from lmpool.errors import AnswerFormatError, JobFormatError, PromptError, PromptFailed
+from lmpool.errors import (
+    AnswerFormatError,
+    JobFormatError,
+    PromptError,
+    PromptFailed,
+    RowFormatError,
+)
 from lmpool.model_info import Encoding, ModelInfo
 from lmpool.rows import (
     ENTRY_BYTES,
@@ -163,7 +169,11 @@ class Row:
 
     def decode(self, data: bytes, info: ModelInfo) -> EncodedRow:
         """Read what `encode` wrote. Raises `RowFormatError`."""
-        return unpack_row(data, info.vocab_size)
+        row = unpack_row(data, info.vocab_size)
+        # As above. The first of bfloat16's bits is a logit, which its scale was taken from.
+        if row.scale != row.scale or (row.encoding != "bf16" and row.data[0] != row.data[0]):
+            raise RowFormatError("a row of NaN")
+        return row
 
 
 @dataclass(frozen=True, slots=True)

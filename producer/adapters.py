@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -50,12 +51,12 @@ class KnownAdapters:
 
 
 def read_registry(servers: Servers, shard: ShardKeys) -> dict[str, str]:
-    """The adapters that a pool has: name to fingerprint. What is no text is nobody's name."""
-    found = servers.for_shard(shard).hgetall(shard.adapters)
-    return {
-        name.decode("utf-8", "replace"): entry.partition(b"\n")[0].decode("utf-8", "replace")
-        for name, entry in found.items()
-    }
+    """The adapters that a pool has: name to fingerprint. What no worker wrote is passed over."""
+    registry = {}
+    for name, entry in servers.for_shard(shard).hgetall(shard.adapters).items():
+        with contextlib.suppress(UnicodeDecodeError):
+            registry[name.decode()] = entry.partition(b"\n")[0].decode()
+    return registry
 
 
 def check_lora_name(name: object) -> str:

@@ -33,6 +33,10 @@ from lmpool.wire import Notice, read_notices
 
 logger = logging.getLogger(__name__)
 
+DOUBTFUL: Final = ("refused", "unknown_adapter")
+"""What others' jobs for the same digest may make a worker say: it is asked again."""
+DOUBTS_MOST: Final = 2
+
 BLOCK: Final = 5.0
 """Seconds one read of the reply stream blocks."""
 TRIM_BYTES: Final = 2 << 20
@@ -154,6 +158,9 @@ class Collector:
                         continue
                     session.table.statistics.expired += 1
                     ended += session.table.fail(notice.digest, error)
+                elif notice.status in DOUBTFUL and flight.doubts < DOUBTS_MOST:
+                    flight.doubts += 1
+                    session.table.resend(flight)
                 else:
                     ended += session.fail(flight, error)
             if session.table.has_unsent() or session.table.withdrawn:

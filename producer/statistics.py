@@ -45,13 +45,15 @@ def pool_statistics(servers: Servers, shards: Sequence[ShardKeys]) -> PoolStatis
             pipeline.hgetall(shard.counters)
             for stream in shard.streams:
                 pipeline.xlen(stream.key)
-            counters, *lengths = pipeline.execute()
-        _add(counted, counters)
-        backlog += sum(lengths)
+            counters, *lengths = pipeline.execute(raise_on_error=False)
+        # A key that was damaged counts as empty: workers make it anew.
+        if isinstance(counters, dict):
+            _add(counted, counters)
+        backlog += sum(length for length in lengths if isinstance(length, int))
     server = servers.for_shard(shards[0])
     names = living(server, shards[0])
     beats = server.mget([shards[0].alive(name) for name in names]) if names else []
-    workers = [_worker(msgpack.unpackb(beat)) for beat in beats if beat is not None]
+    workers = [worker for beat in beats if (worker := _worker(beat)) is not None]
     workers.sort(key=lambda worker: worker["id"])
     return PoolStatistics(
         computed=counted[COMPUTED],
@@ -66,10 +68,20 @@ def pool_statistics(servers: Servers, shards: Sequence[ShardKeys]) -> PoolStatis
 def _add(counted: dict[Counter, int], found: Mapping[bytes, bytes]) -> None:
     """Add one hash of counters. What a worker of another release counts besides is left out."""
     for counter in counted:
-        counted[counter] += int(found.get(counter.field.encode(), 0))
+        number = found.get(counter.field.encode(), b"0")
+        counted[counter] += int(number) if number.isdigit() else 0
 
 
-def _worker(beat: dict[str, Any]) -> WorkerStatistics:
+def _worker(packed: bytes | None) -> WorkerStatistics | None:
+    """What a heartbeat says; None for one that has ended, or says nothing."""
+    try:
+        beat: Any = None if packed is None else msgpack.unpackb(packed)
+        return None if beat is None else _described(beat)
+    except (ValueError, TypeError, AttributeError, OverflowError, msgpack.UnpackException):
+        return None
+
+
+def _described(beat: dict[str, Any]) -> WorkerStatistics:
     return WorkerStatistics(
         id=str(beat.get("id", "")),
         host=str(beat.get("host", "")),

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import RenderableType
-from rich.markup import escape
 from rich.table import Table
 
 from lmpool.cli.options import AsJson, Pool, Url
-from lmpool.cli.terminal import tables, titled
+from lmpool.cli.terminal import escape, tables, titled
 
 if TYPE_CHECKING:
     from lmpool.benchmark import Measurement

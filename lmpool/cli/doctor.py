@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console, RenderableType
-from rich.markup import escape
 from rich.table import Table
 
 from lmpool.cli.options import Pool, Url
-from lmpool.cli.terminal import lines, titled
+from lmpool.cli.terminal import escape, lines, titled
 
 if TYPE_CHECKING:
     from lmpool.diagnosis import Finding

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 
 from lmpool.cli.options import AsJson, Pool, Url
-from lmpool.cli.terminal import fits, lines, speaks_unicode, tables, titled
+from lmpool.cli.terminal import escape, fits, lines, speaks_unicode, tables, titled
 
 if TYPE_CHECKING:
     from lmpool.producer import PooledLM

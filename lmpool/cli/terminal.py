@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from rich import markup
 from rich.console import Console, Group
-from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
@@ -24,6 +24,16 @@ def lines() -> Console:
 def tables() -> Console:
     """A console for tables, which keep to its width."""
     return Console(highlight=False)
+
+
+def escape(text: str) -> str:
+    """Text of others as it is shown: neither markup nor control characters mean anything in it."""
+    plain = "".join(c if c.isprintable() or c in "\n\t" else _named(c) for c in text)
+    return markup.escape(plain)
+
+
+def _named(character: str) -> str:
+    return character.encode("unicode_escape").decode()
 
 
 def print_error(error: LmpoolError) -> None:

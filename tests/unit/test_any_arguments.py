@@ -57,9 +57,10 @@ class RecordingServer(FakeServer):
     def _run(self, client: Any, command: list[bytes]) -> Any:
         name = command[0].upper()
         # The jobs of prompts, and arq's of control functions.
-        asks = name in (b"EVAL", b"EVALSHA") and command[1] in ENQUEUE
-        if asks or name == b"WATCH":
+        runs = name in (b"EVAL", b"EVALSHA")
+        if name == b"WATCH" or (runs and command[1] in ENQUEUE):
             self.sent += 1
+        if name == b"WATCH" or runs:
             return redis.exceptions.NoPermissionError("NOPERM for a test")
         return super()._run(client, command)
 

@@ -19,7 +19,7 @@ from lmpool.errors import (
     UnknownAdapter,
 )
 from lmpool.producer import collector as collector_module
-from lmpool.producer.collector import Collector
+from lmpool.producer.collector import DOUBTFUL, Collector
 from lmpool.producer.pending import PendingCall
 from lmpool.producer.session import Session
 from lmpool.wire import Job
@@ -207,8 +207,10 @@ def test_an_error_ends_the_calls_that_wait_for_its_prompt(
 ) -> None:
     jobs = jobs_of(some_prompts(6))
     call, other = waiting(session, jobs), waiting(session, jobs[1:])
-    tell(server, session, jobs[0], status, text)
-    collector._collect_once()
+    for _ in range(3 if status in DOUBTFUL else 1):
+        assert not call.done
+        tell(server, session, jobs[0], status, text)
+        collector._collect_once()
     assert type(call.error) is kind
     assert str(call.error) == message
     assert call.wait(0)

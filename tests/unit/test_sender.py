@@ -192,7 +192,9 @@ def test_a_claim_is_bounded_in_jobs_and_bytes(
     session: Session, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(sender, "_claim_in", lambda shard, flights, _: sizes.append(len(flights)))
+    monkeypatch.setattr(
+        sender, "_claim_in", lambda shard, flights, priority: sizes.append(len(flights))
+    )
     session.join(info_of(1, client_backlog=10_000, max_prompt_tokens=10**6))
     long = b"\1\0\0\0" * (CLAIM_BYTES // 8)
     several = [Job(Row("f32"), Digest(i.to_bytes(16, "big")), long, None) for i in range(5)]
@@ -402,8 +404,8 @@ def test_a_claim_that_is_cut_in_the_midst_is_made_again_and_counted_once(
     call = ask(session, jobs)
     claim, left = sender._claim_in, [1]
 
-    def cut(shard: Any, *arguments: Any) -> None:
-        claim(shard, *arguments)
+    def cut(shard: Any, *arguments: Any, **options: Any) -> None:
+        claim(shard, *arguments, **options)
         if shard.number == 1 and left:
             left.pop()
             raise redis.exceptions.ConnectionError("the answer was lost")
