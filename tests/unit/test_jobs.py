@@ -124,7 +124,9 @@ def test_numbers_come_from_any_library() -> None:
         generate(eos=np.array([2, 1, 2]), temperature=np.float32(0.5)),
         generate(eos=frozenset([1, 2]), temperature=np.float64(0.5)),
         generate(max_tokens=np.array(5), eos=[1, 2], temperature=np.array(0.5), seed=np.array(7)),
-        generate(eos=[-1, 1, 2, 300, 2**70], temperature=0.5),  # what the vocabulary has not ends nothing
+        generate(
+            eos=[-1, 1, 2, 300, 2**70], temperature=0.5
+        ),  # what the vocabulary has not ends nothing
     ):
         assert same == expected
     generated = MAKER.check(Generate(5, (t for t in (1, 2)), 0.5, 7))  # type: ignore[arg-type]
