@@ -26,7 +26,7 @@ from lmpool.producer.flights import Flight
 from lmpool.producer.notices import take_off
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.session import Session
-from lmpool.server import is_lost
+from lmpool.server import is_lost, senseless
 from lmpool.servers import Servers
 from lmpool.wants import Digest
 from lmpool.wire import Notice, read_notices
@@ -42,6 +42,9 @@ BLOCK: Final = 5.0
 TRIM_BYTES: Final = 2 << 20
 """Answers fetched after which their notices are taken off the reply stream: what these announce
 stays with the server, which may need the room. Those of fewer bytes go at the next check."""
+
+PAUSE: Final = 0.1
+"""Seconds after an answer that made no sense: the next may make none either."""
 
 
 class Collector:
@@ -79,8 +82,11 @@ class Collector:
                 except Exception as error:
                     if session.closing.is_set():
                         break  # cut off in the middle of a read
-                    logger.exception("the client's collector failed")
-                    session.fail_everything(LmpoolError(f"{type(error).__name__}: {error}"))
+                    failure = senseless(session.options.url, error)
+                    logger.warning("the client's collector failed: %s", failure)
+                    logger.debug("which is", exc_info=error)
+                    session.fail_everything(failure)
+                    session.closing.wait(PAUSE)
         finally:
             self._servers.close()
 

@@ -40,7 +40,7 @@ from lmpool.producer.session import (
 )
 from lmpool.producer.withdrawal import withdraw
 from lmpool.scripts import ScriptsMissing, script
-from lmpool.server import explained, get_string, is_full, is_lost
+from lmpool.server import get_string, is_full, is_lost, senseless, understood
 from lmpool.servers import Servers
 from lmpool.settings import mask_url
 from lmpool.wants import Digest
@@ -88,9 +88,8 @@ class Sender:
                     lost_since = None
                 except (redis.exceptions.RedisError, OSError) as error:
                     lost_since = self._after_loss(error, lost_since)
-                except Exception as error:  # a defect of ours must not leave callers waiting
-                    logger.exception("the client's sender failed")
-                    session.fail_everything(LmpoolError(f"{type(error).__name__}: {error}"))
+                except Exception as error:  # whatever it is, it must not leave callers waiting
+                    self._after_nonsense(error)
             self._leave()
         finally:
             self._servers.close()
@@ -133,7 +132,7 @@ class Sender:
         try:
             if session.closing.is_set():
                 raise closed()
-            with explained(session.options.url):
+            with understood(session.options.url):
                 try:
                     result = function(self._servers)
                 except redis.exceptions.RedisError as error:
@@ -173,6 +172,17 @@ class Sender:
         # The table keeps what was waited for; the next claim or check finds what became of it.
         session.closing.wait(min(1.0, 0.05 + (now - since) / 4) * random.uniform(0.5, 1.0))
         return since
+
+    def _after_nonsense(self, error: Exception) -> None:
+        """An answer made no sense, or it is a defect of ours: nobody waits for more of the kind."""
+        session = self._session
+        if not session.closing.is_set():  # else cut off in the middle of a read
+            failure = (
+                error if isinstance(error, LmpoolError) else senseless(session.options.url, error)
+            )
+            logger.warning("the client's sender failed: %s", failure)
+            logger.debug("which is", exc_info=error)
+            session.fail_everything(failure)
 
     def _serve(self) -> None:
         session = self._session

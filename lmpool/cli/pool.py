@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from lmpool.cli.options import AsJson, Pool, Url
-from lmpool.cli.terminal import escape, fits, lines, speaks_unicode, tables
+from lmpool.cli.terminal import escape, fits, lines, speaks_unicode, tables, titled
 
 if TYPE_CHECKING:
     from lmpool.producer import PooledLM
@@ -136,18 +136,18 @@ def counters_table(
     }
     if rate is not None:
         numbers["rows/s"] = f"{rate:,.0f}"
-    wide = Table(title=title, title_justify="left")
+    wide = Table()
     for name in numbers:
         wide.add_column(name, justify="right")
     wide.add_row(*numbers.values())
     if fits(wide, console):
-        return wide
-    narrow = Table(title=title, title_justify="left", show_header=False)
+        return titled(title, wide)
+    narrow = Table(show_header=False)
     narrow.add_column()
     narrow.add_column(justify="right")
     for name, number in numbers.items():
         narrow.add_row(name, number)
-    return narrow
+    return titled(title, narrow)
 
 
 def workers_table(workers: list[WorkerStatistics], console: Console) -> RenderableType:

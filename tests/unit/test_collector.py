@@ -15,6 +15,7 @@ from lmpool.errors import (
     JobFormatError,
     LmpoolError,
     PromptFailed,
+    ServerError,
     UnknownAdapter,
 )
 from lmpool.producer import collector as collector_module
@@ -471,7 +472,7 @@ def test_a_defect_of_ours_leaves_nobody_waiting_and_the_next_is_served(
     answer(server, session, jobs)
     run()
     assert call.wait(10)
-    assert type(call.error) is LmpoolError
+    assert type(call.error) is ServerError
     assert "ZeroDivisionError: a defect" in str(call.error)
     assert "the client's collector failed" in caplog.text
     others = jobs_of(some_prompts(3, start=30))
