@@ -75,7 +75,7 @@ def deeds(shard: ShardKeys) -> dict[str, list[Command]]:
         "change the server's settings and users": [
             ("CONFIG", "SET", "maxmemory", "0"), ("ACL", "SETUSER", "nobody"), ("ACL", "LIST"),
         ],
-        "stop the server": [("SHUTDOWN", "ABORT"), ("MONITOR",)],
+        "stop the server": [("SHUTDOWN", "ABORT")],
     }  # fmt: skip
 
 
