@@ -59,7 +59,7 @@ def _table(vocab_size: int) -> npt.NDArray[np.float32]:
     return table
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def _adapter_key(adapter: str | None) -> bytes:
     if adapter is None:
         return b""
