@@ -27,6 +27,7 @@ from lmpool.commands import Server
 from lmpool.diagnosis import Facts, Finding, examine
 from lmpool.errors import LmpoolError
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
+from lmpool.liveness import signs_of_life
 from lmpool.model_info import ModelInfo
 from lmpool.producer import connect
 from lmpool.producer.statistics import WorkerStatistics
@@ -164,9 +165,11 @@ def _with_pool(servers: Servers, facts: Facts, pool: str) -> Facts:
         jobs, given_up = _lengths(server, shard)
         backlog += jobs
         dead += given_up
-        for name, held in _held(server, shard).items():
-            pending[name] = pending.get(name, 0) + held
-            workers[name] = workers.get(name, False) or bool(server.exists(shard.alive(name)))
+        held = _held(server, shard)
+        beats = signs_of_life(server, [shard.alive(name) for name in held])
+        for (name, count), alive in zip(held.items(), beats, strict=True):
+            pending[name] = pending.get(name, 0) + count
+            workers[name] = workers.get(name, False) or alive
     return replace(facts, model=model, workers=workers, pending=pending, backlog=backlog, dead=dead)
 
 

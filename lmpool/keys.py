@@ -87,6 +87,11 @@ class ShardKeys:
         return f"{self.prefix}:counters"
 
     @cached_property
+    def account(self) -> str:
+        """Stream of what workers stored, oldest first: see ``evict.lua``."""
+        return f"{self.prefix}:account"
+
+    @cached_property
     def adapters(self) -> str:
         """Hash of adapter name to the adapter's fingerprint and folder."""
         return f"{self.prefix}:adapters"

@@ -230,6 +230,12 @@ class WorkerOptions(_Options):
         description="jobs of one client and priority that may wait: the others wait at the client",
     )
     result_ttl: Seconds = Field(600.0, description="seconds a row stays in the result cache")
+    result_bytes: ByteSize | None = Field(
+        None,
+        ge=1,
+        description="most memory for results, e.g. 4GiB; the oldest go first. By default what the "
+        "server's maxmemory leaves",
+    )
     max_deliveries: int = Field(
         3, ge=1, le=100, description="times a prompt is tried whose workers die of it"
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from typing import Final
 
+from lmpool.checks import is_text, shown
 from lmpool.commands import Fields
-from lmpool.errors import UnknownAdapter
+from lmpool.errors import AdapterError, UnknownAdapter
 
 FRESH: Final = 1.0
 """Seconds for which what was read is trusted."""
@@ -37,10 +39,43 @@ class KnownAdapters:
 
     def reference(self, name: str) -> str:
         """``name@fingerprint``; `UnknownAdapter` (a ValueError) if there is none of that name."""
-        fingerprint = self._fingerprints.get(name) if isinstance(name, str) else None
+        fingerprint = self._fingerprints.get(name)
         if fingerprint is None:
             known = ", ".join(sorted(self._fingerprints)) or "none"
             raise UnknownAdapter(
-                f"unknown LoRA adapter {name!r}: register it with add_new_lora(); known: {known}"
+                f"unknown LoRA adapter {shown(name)}: register it with add_new_lora(); "
+                f"known: {known}"
             )
         return f"{name}@{fingerprint}"
+
+
+def check_lora_name(name: object) -> str:
+    """What a call gives as `lora_name`, or `UnknownAdapter` for what can be no adapter's name."""
+    if is_text(name):
+        return name
+    raise UnknownAdapter(
+        f"lora_name={shown(name)}: write the name of an adapter, or leave it out for the base model"
+    )
+
+
+def check_new_name(name: object) -> str:
+    """The name of an adapter to be registered, or `AdapterError`."""
+    if is_text(name) and 0 < len(name) <= 256 and "@" not in name and "\n" not in name:
+        return name
+    raise AdapterError(
+        f"lora_name={shown(name)}: write 1 to 256 characters of text, none of them '@' or a line "
+        "break"
+    )
+
+
+def check_folder(path: object) -> str:
+    """An adapter's folder as text, or `AdapterError`."""
+    try:
+        text = os.fspath(path)  # type: ignore[call-overload]
+    except Exception:  # no path, or one that cannot tell
+        text = None
+    if is_text(text) and text and "\0" not in text:
+        return text
+    raise AdapterError(
+        f"lora_path={shown(path)}: write the path of the adapter's folder on the workers, as text"
+    )

@@ -30,19 +30,24 @@ class AnswerReader:
         self._session = session
         self._servers = servers
 
-    def fetch(self, shard: ShardKeys, digests: Sequence[Digest]) -> None:
-        """Read answers that are there and hand them out; ask again for those that are gone."""
+    def fetch(self, shard: ShardKeys, digests: Sequence[Digest]) -> int:
+        """Read answers that are there and hand them out; ask again for those that are gone.
+
+        Returns how many bytes were read.
+        """
         session = self._session
         assert session.info is not None
         width = session.info.vocab_size * (2 if session.info.encoding == "bf16" else 4)
-        step = max(1, FETCH_BYTES // width)
+        step, read = max(1, FETCH_BYTES // width), 0
         for i in range(0, len(digests), step):
             part = digests[i : i + step]
             start = f"{shard.prefix}:result:"
             values = self._servers.for_shard(shard).mget([start + d.hex() for d in part])
+            read += sum(len(value) for value in values if value is not None)
             spoiled = self._hand_out(part, values)
             if spoiled:
                 self._compute_again(shard, spoiled)
+        return read
 
     def _hand_out(
         self, digests: Sequence[Digest], values: Sequence[bytes | None]

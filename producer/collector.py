@@ -23,6 +23,7 @@ from lmpool.errors import (
 from lmpool.keys import ShardKeys
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
+from lmpool.producer.notices import take_off
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.session import Session
 from lmpool.server import is_lost
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 BLOCK: Final = 5.0
 """Seconds one read of the reply stream blocks."""
+TRIM_BYTES: Final = 2 << 20
+"""Answers fetched after which their notices are taken off the reply stream: what these announce
+stays with the server, which may need the room. Those of fewer bytes go at the next check."""
 
 
 class Collector:
@@ -45,6 +49,8 @@ class Collector:
         self._answers = AnswerReader(session, self._servers)
         self._begun: Counter[str] = Counter()
         """How often each reply stream was made, as far as its beginnings were read."""
+        self._fetched = 0
+        """Bytes of answers since notices were last taken off a reply stream."""
 
     def run(self) -> None:
         """Read until the client closes."""
@@ -85,6 +91,7 @@ class Collector:
                 # A stream made anew, whose beginning was not read: its ids may be smaller. Reading
                 # another's again would give old errors to whoever asks the same prompt now.
                 session.last_ids.pop(reply, None)
+                session.taken_ids.pop(reply, None)
         # One blocking read covers what lies on one connection.
         for server, shards in self._servers.by_connection(session.shards):
             self._read(server, shards)
@@ -113,7 +120,13 @@ class Collector:
         for shard, digests in done:
             waited_for = [digest for digest in digests if digest in session.table.flights]
             if waited_for:
-                self._answers.fetch(shard, waited_for)
+                self._fetched += self._answers.fetch(shard, waited_for)
+            reply = shard.reply(session.id)
+            session.taken_ids[reply] = session.last_ids[reply]
+        if self._fetched >= TRIM_BYTES:
+            self._fetched = 0
+            for shard, _ in done:
+                take_off(server, shard.reply(session.id), session)
 
     def _take_errors(self, server: Server, notices: Sequence[Notice]) -> None:
         session = self._session

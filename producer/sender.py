@@ -24,9 +24,17 @@ from lmpool.keys import GROUP, PRIORITIES, Priority, ShardKeys
 from lmpool.liveness import any_alive
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
+from lmpool.producer.notices import take_off
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.replacement import look_at, wake_collector
-from lmpool.producer.session import CLAIM_MOST, FLIGHT_TTL, REPLY_TTL, Session, Task
+from lmpool.producer.session import (
+    CLAIM_MOST,
+    FLIGHT_TTL,
+    REPLY_TTL,
+    Session,
+    Task,
+    closed,
+)
 from lmpool.producer.withdrawal import withdraw
 from lmpool.scripts import script
 from lmpool.server import explained, is_full, is_lost
@@ -84,6 +92,10 @@ class Sender:
         finally:
             self._servers.close()
 
+    def cut(self) -> None:
+        """End whatever waits for a server that may never answer; for another thread to call."""
+        self._servers.cut()
+
     def _has_work(self) -> bool:
         session = self._session
         if session.closed or session.tasks or session.table.withdrawn or session.abandoned:
@@ -116,16 +128,18 @@ class Sender:
         if not future.set_running_or_notify_cancel():
             return
         try:
+            if session.closing.is_set():
+                raise closed()
             with explained(session.options.url):
                 try:
                     result = function(self._servers)
                 except redis.exceptions.RedisError as error:
                     # An idle connection may have died unnoticed: once more on a new one.
-                    if not is_lost(error):
+                    if not is_lost(error) or session.closing.is_set():
                         raise
                     result = function(self._servers)
         except BaseException as error:
-            future.set_exception(error)
+            future.set_exception(closed() if session.closing.is_set() else error)
         else:
             future.set_result(result)
 
@@ -288,10 +302,7 @@ class Sender:
             for i in range(0, len(mine), CHECK_MOST):
                 self._check_in(shard, mine[i : i + CHECK_MOST])
         for shard in session.shards:
-            reply = shard.reply(session.id)
-            last = session.last_ids.get(reply)
-            if last is not None:
-                self._servers.for_shard(shard).xtrim(reply, minid=last, approximate=False)
+            take_off(self._servers.for_shard(shard), shard.reply(session.id), session)
         if session.table.flights:
             if now - self._looked > 4 * every:
                 self._alone_since = None  # nobody waited meanwhile, or nobody could look
@@ -353,5 +364,5 @@ class Sender:
                 self._farewell()
                 for shard in session.shards:
                     servers.for_shard(shard).delete(shard.reply(session.id))
-        except (redis.exceptions.RedisError, OSError):
+        except Exception:  # cut off in the middle of a read, or an answer that makes no sense
             logger.debug("the server was gone when the client closed", exc_info=True)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from lmpool.address import username
 from lmpool.clock import ServerClock
-from lmpool.errors import LmpoolError, ServerUnreachable
+from lmpool.errors import ClientClosed, LmpoolError, ServerUnreachable
 from lmpool.keys import PoolKeys, Priority, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.cache import AnswerCache
@@ -57,6 +57,8 @@ class Session:
         """How often each reply stream was made: again once it expired, or the server forgot it."""
         self.last_ids: dict[str, str] = {}
         """The last notice read, by reply stream."""
+        self.taken_ids: dict[str, str] = {}
+        """The last notice whose answers were fetched, too."""
 
     def join(self, info: ModelInfo) -> None:
         """Take over what the pool serves."""
@@ -129,6 +131,11 @@ class Session:
         bound = self.info.client_backlog * len(self.shards)
         room = bound - self.table.under_way(priority)
         return room if room >= min(unsent, max(1, bound // 4)) else 0
+
+
+def closed() -> ClientClosed:
+    """The error of who asks a client that was closed, or waits for it."""
+    return ClientClosed("this PooledLM was closed")
 
 
 def client_id(url: str) -> str:

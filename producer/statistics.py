@@ -9,7 +9,7 @@ import msgpack
 
 from lmpool.counters import BATCHES, COMPUTED, COUNTERS, EXPIRED, FAILED, Counter
 from lmpool.keys import ShardKeys
-from lmpool.liveness import consumers
+from lmpool.liveness import living
 from lmpool.servers import Servers
 
 
@@ -49,7 +49,7 @@ def pool_statistics(servers: Servers, shards: Sequence[ShardKeys]) -> PoolStatis
         _add(counted, counters)
         backlog += sum(lengths)
     server = servers.for_shard(shards[0])
-    names = consumers(server, shards[0])
+    names = living(server, shards[0])
     beats = server.mget([shards[0].alive(name) for name in names]) if names else []
     workers = [_worker(msgpack.unpackb(beat)) for beat in beats if beat is not None]
     workers.sort(key=lambda worker: worker["id"])

@@ -13,6 +13,7 @@ import redis.exceptions
 
 from lmpool.commands import Value
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
+from lmpool.liveness import LIFE_MS
 from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
 from lmpool.servers import Servers
@@ -21,7 +22,6 @@ from lmpool.worker.status import WorkerStatus
 
 logger = logging.getLogger(__name__)
 
-LIFE_MS: Final = 5000
 EVERY: Final = LIFE_MS / 3000
 
 

@@ -12,6 +12,7 @@ from lmpool.clock import to_ms
 from lmpool.commands import Server
 from lmpool.errors import PoolMismatch, SettingsError, WireError
 from lmpool.keys import PoolKeys
+from lmpool.liveness import signs_of_life
 from lmpool.model_info import ModelInfo, fingerprint
 from lmpool.scripts import script
 from lmpool.settings import WorkerOptions
@@ -90,7 +91,8 @@ def join(server: Server, keys: PoolKeys, info: ModelInfo, replace: bool, life_ms
     packed, mine = info.pack(), mark(info)
     while True:
         held, serving = server.get(keys.info) or b"", server.get(keys.serving) or b""
-        other = _check_same(keys, held, info, replace, serving not in (b"", mine)) if held else None
+        others = serving not in (b"", mine) and signs_of_life(server, [keys.serving])[0]
+        other = _check_same(keys, held, info, replace, others) if held else None
         if script("replace")(
             server, [keys.info, keys.serving], [held, packed, serving, mine, life_ms]
         ):
@@ -107,7 +109,12 @@ def _kept_keys(keys: PoolKeys, info: ModelInfo) -> Iterator[str]:
     """The keys of one model in a pool that do not end by themselves."""
     yield keys.vocabulary(info.fingerprint8)
     for shard in info.shard_keys(keys):
-        yield from (*(stream.key for stream in shard.streams), shard.dead, shard.adapters)
+        yield from (
+            *(stream.key for stream in shard.streams),
+            shard.dead,
+            shard.adapters,
+            shard.account,
+        )
 
 
 def _check_same(

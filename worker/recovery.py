@@ -14,6 +14,7 @@ import redis.exceptions
 from lmpool.commands import Server, Value
 from lmpool.errors import JobFormatError
 from lmpool.keys import GROUP, JobStream, ShardKeys, streams
+from lmpool.liveness import LIFE_MS
 from lmpool.scripts import script
 from lmpool.server import is_lost
 from lmpool.servers import Servers
@@ -95,7 +96,7 @@ class Recovery:
         owners: dict[str, int] = {}
         forgotten = self._forgotten(stream)
         while not self._status.stopping.is_set():
-            arguments: list[Value] = [prefix, GROUP, self._consumer, *forgotten]
+            arguments: list[Value] = [prefix, GROUP, self._consumer, LIFE_MS, *forgotten]
             found = script("reclaim")(server, [stream.key], arguments)
             if not found:
                 break

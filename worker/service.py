@@ -19,7 +19,7 @@ from lmpool.commands import Server
 from lmpool.diagnosis import Facts, check_eviction, check_persistence
 from lmpool.errors import LmpoolError, SettingsError
 from lmpool.keys import GROUP, PoolKeys, ShardKeys, streams
-from lmpool.liveness import any_alive
+from lmpool.liveness import LIFE_MS, any_alive
 from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
 from lmpool.server import explained, greet
@@ -30,11 +30,12 @@ from lmpool.worker.adapters import Adapters
 from lmpool.worker.batching import Batcher
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.engine_thread import EngineLoop, spawn
-from lmpool.worker.heartbeat import LIFE_MS, Heartbeat
+from lmpool.worker.heartbeat import Heartbeat
 from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups, release, uncount
 from lmpool.worker.membership import batch_budget, join, model_info, publish_vocabulary
 from lmpool.worker.publishing import Publisher
 from lmpool.worker.recovery import Recovery
+from lmpool.worker.result_store import ResultStore
 from lmpool.worker.status import WorkerStatus
 from lmpool.worker.watchdog import Watchdog
 
@@ -132,7 +133,7 @@ class Service:
             budget = batch_budget(options, info)
             heartbeat = self._enter_pool(control, info, engine)
         self._batcher = Batcher(options.batch_size, options.timeout, budget)
-        self._publisher = Publisher(self._open(), info.vocab_size, info.result_ttl_ms, self.status)
+        self._publisher = self._publishing(info)
         self.adapters = Adapters(engine, control, self.shards, options.adapter_dirs)
         self.loop = EngineLoop(
             engine, self._batcher, self._publisher, self.adapters, control, clock, self.status
@@ -175,6 +176,13 @@ class Service:
             self._end_membership(control)
             raise
         return heartbeat
+
+    def _publishing(self, info: ModelInfo) -> Publisher:
+        servers = self._open()
+        store = ResultStore(
+            servers, self.shards, self.options.result_bytes, self.status.stopping.is_set
+        )
+        return Publisher(servers, info.vocab_size, info.result_ttl_ms, store, self.status)
 
     def _intake(
         self,

@@ -35,7 +35,8 @@ class EmbeddedLM(PooledLM[RowT_co]):
     """A `PooledLM` that owns its pool: closing it ends the workers and their server.
 
     So does losing the last reference to it, and the end of the interpreter or of its process, even
-    by SIGKILL. A forked child may use it, and does not own it.
+    by SIGKILL. A forked child may use it, and does not own it; what is read from its pickle is a
+    `PooledLM` of the same pool.
     """
 
     def __init__(self, options: ClientOptions, private: PrivatePool) -> None:
@@ -62,9 +63,9 @@ class EmbeddedLM(PooledLM[RowT_co]):
         return self._private.processes()
 
 
-def _end(client: Client, private: PrivatePool) -> None:
+def _end(client: Client, private: PrivatePool, timeout: float | None = None) -> None:
     try:
-        client.close_soon()
+        client.close_soon(timeout)
     finally:
         private.stop()
 
@@ -143,6 +144,8 @@ def embedded(
         client_backlog: jobs of one client and priority that may wait: the others wait at the
             client
         result_ttl: seconds a row stays in the result cache
+        result_bytes: most memory for results, e.g. 4GiB; the oldest go first. By default what the
+            server's maxmemory leaves
         max_deliveries: times a prompt is tried whose workers die of it
         engine_timeout: seconds a batch may take before the engine counts as hung
         adapter_dirs: folders that adapters may be loaded from, as a JSON list

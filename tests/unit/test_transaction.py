@@ -11,7 +11,7 @@ from lmpool.commands import Server
 from lmpool.keys import PoolKeys
 from lmpool.scripts import script
 from lmpool.server import open_server
-from lmpool.worker.transaction import LARGE, set_and_call
+from lmpool.worker.transaction import LARGE, Call, set_and_call
 from tests.support.server import RealServer
 
 
@@ -43,7 +43,7 @@ def test_rows_and_script_are_done(
     else:
         redis_client.script_flush()
     for _ in range(2):  # the connection is fit for the next one
-        set_and_call(server, rows(pool_name), 60_000, replace, [key], ["", "v"])
+        set_and_call(server, rows(pool_name), 60_000, Call(replace, [key], ["", "v"]))
     for name, value in rows(pool_name):
         assert redis_client.get(name) == value
         assert 0 < redis_client.pttl(name) <= 60_000
@@ -65,14 +65,17 @@ def test_nothing_is_done_where_something_is_refused(server_binary: str, pool_nam
                         break
                 with pytest.raises(redis.exceptions.OutOfMemoryError) as refused:
                     set_and_call(
-                        server, rows(pool_name), 60_000, script("replace"), [key], ["", "v"]
+                        server,
+                        rows(pool_name),
+                        60_000,
+                        Call(script("replace"), [key], ["", "v"]),
                     )
                 assert len(str(refused.value)) < 200  # no rows in it
                 assert admin.exists(key, *(name for name, _ in rows(pool_name))) == 0
                 admin.config_set("maxmemory", 0)
             # Every answer was read: the next command gets its own.
             assert server.ping() is True
-            set_and_call(server, rows(pool_name), 60_000, script("replace"), [key], ["", "v"])
+            set_and_call(server, rows(pool_name), 60_000, Call(script("replace"), [key], ["", "v"]))
             assert server.get(key) == b"v"
         finally:
             server.close()
@@ -96,7 +99,7 @@ def test_a_connection_cut_in_between_is_not_used_again(
     monkeypatch.setattr(connection, "read_response", cut)
     key = PoolKeys(pool_name).info
     with pytest.raises(redis.exceptions.ConnectionError):
-        set_and_call(server, rows(pool_name), 60_000, script("replace"), [key], ["", "v"])
+        set_and_call(server, rows(pool_name), 60_000, Call(script("replace"), [key], ["", "v"]))
     monkeypatch.undo()
     assert server.ping() is True
     redis_client.delete(key, *(name for name, _ in rows(pool_name)))
