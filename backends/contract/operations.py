@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 import numpy as np
@@ -54,7 +54,7 @@ class Asked:
 
     def __str__(self) -> str:
         by = "" if self.adapter is None else f" by {_short(self.adapter)}"
-        return f"#{self.number} {self.want} after {_tokens(self.prompt)}{by}"
+        return f"#{self.number} {_described(self.want)} after {_tokens(self.prompt)}{by}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,16 @@ def described(operations: Sequence[Operation], most: int = 12) -> str:
     if len(lines) > most:
         lines = [f"  ({len(lines) - most} operations before)", *lines[-most:]]
     return "\n".join(lines)
+
+
+def _described(want: Want) -> str:
+    """Its kind, and the fields that are not as they are by default."""
+    said = [
+        f"{field.name}={value!r}"
+        for field in fields(want)
+        if (value := getattr(want, field.name)) != field.default
+    ]
+    return f"{want.kind}({', '.join(said)})" if said else want.kind
 
 
 def _tokens(prompt: Prompt) -> str:

@@ -33,7 +33,7 @@ HOW: Final[Sequence[dict[str, object]]] = (
     {"rank": 4},
     {"rank": 8, "alpha": 12.0, "targets": (*ATTENTION, *MLP)},
     {"rank": 2, "alpha": 2.0, "targets": MLP, "rslora": True},
-    {"rank": 1, "targets": ATTENTION},
+    {"rank": 1, "alpha": 1.0, "targets": ATTENTION},
     {"rank": 3, "alpha": 1.5, "targets": ("v_proj", "down_proj")},
 )
 """Adapters of unlike ranks, scales and layers."""

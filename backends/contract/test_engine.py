@@ -12,5 +12,7 @@ class TestEngine(EngineContract):
     """``pytest --pyargs lmpool.backends.contract --engine NAME``."""
 
     @pytest.fixture(autouse=True, scope="class")
-    def _of_the_command_line(self, pytestconfig: pytest.Config) -> None:
-        configure(type(self), pytestconfig)
+    @classmethod
+    def of_the_command_line(cls, pytestconfig: pytest.Config) -> None:
+        """What the options say."""
+        configure(cls, pytestconfig)
