@@ -26,7 +26,8 @@ def rows(script: Script) -> None:
         if length > most - 1:
             continue
         prompt = random_prompt(random, vocab, max(1, length - int(random.integers(0, 4))))
-        families.append([prompt, *near_copies(random, prompt, vocab, most)])
+        copies = shuffled(random, near_copies(random, prompt, vocab, most))
+        families.append([prompt, *copies[: len(copies) if length < 100 else 10]])
     for family in families:
         script.submit(map(script.ask, shuffled(random, family)), portions=2)
     script.settle()
