@@ -24,7 +24,8 @@ def heated(row: npt.NDArray[np.float32], temperature: float) -> Weights:
     logits = row.astype(np.float64)
     logits = (logits - logits.max()) / temperature
     weights: Weights = np.exp(logits)
-    return weights / weights.sum()
+    weights /= weights.sum()
+    return weights
 
 
 @dataclass(slots=True)

@@ -217,10 +217,10 @@ def examine(
     except Failure as failure:
         return failure
     except Exception as error:
-        broken = BrokenPromise("an engine raises nothing unasked", f"{type(error).__name__}: {error}")
+        broken = BrokenPromise(
+            "an engine raises nothing unasked", f"{type(error).__name__}: {error}"
+        )
         return Failure(suite, part, seed, broken)
     finally:
         examination.close()
     return None
-
-

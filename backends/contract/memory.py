@@ -212,5 +212,3 @@ def resident_bytes() -> int:
         except psutil.NoSuchProcess:
             continue
     return total
-
-

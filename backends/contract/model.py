@@ -303,4 +303,3 @@ class Model:
                 "rows that were handed out stay as they are",
                 f"that of {held.asked} was written again",
             )
-

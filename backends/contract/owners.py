@@ -12,7 +12,7 @@ def owner(row: Any) -> Any:
     found: Any = row
     while True:
         if isinstance(found, np.ndarray):
-            below = found.base
+            below: Any = found.base
         elif isinstance(found, memoryview):
             below = found.obj
         else:

@@ -67,10 +67,10 @@ def company(script: Script) -> None:
         below, above = int(random.integers(-1, 1)), int(random.integers(1, 3))
         sizes |= {power + below, power + above} if power < 1_024 else {power + above - 1}
     for size in shuffled_sizes(script, sizes):
-        shares = {"adapters": 0.4, "others": 0.12, "bad": 0.02}
+        asked = script.mixed(size, others=0.12, bad=0.02)
         if size < 200 and random.random() < 0.4:  # of one kind
-            shares = {"adapters": float(random.integers(2)), "others": 0.0, "bad": 0.0}
-        script.submit(script.mixed(size, **shares), portions=1 if size > 200 else 2)
+            asked = script.mixed(size, adapters=float(random.integers(2)), others=0.0, bad=0.0)
+        script.submit(asked, portions=1 if size > 200 else 2)
         if size > 100 or random.random() < 0.6:
             script.settle()
     script.remove_adapters()
@@ -289,4 +289,3 @@ SCENARIOS: Final[Mapping[str, Callable[[Script], None]]] = {
     "life": life,
 }
 """By name, in the order in which they are run."""
-

@@ -89,7 +89,12 @@ class Script:
         return list(self.loaded)[int(self.random.integers(len(self.loaded)))]
 
     def mixed(
-        self, count: int, *, adapters: float = 0.4, others: float = 0.15, bad: float = 0.03,
+        self,
+        count: int,
+        *,
+        adapters: float = 0.4,
+        others: float = 0.15,
+        bad: float = 0.03,
         draw: Draw | None = None,
     ) -> list[Asked]:
         """So many requests: these shares by adapters, for other wants than rows, and bad ones."""
@@ -191,5 +196,3 @@ def shuffled(random: Random, prompts: Iterable[Prompt]) -> list[Prompt]:
     """The prompts in another order."""
     found = list(prompts)
     return [found[place] for place in random.permutation(len(found))]
-
-

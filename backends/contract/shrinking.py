@@ -21,9 +21,7 @@ def shrunk(operations: Sequence[Operation], fails: Fails) -> list[Operation]:
     return found
 
 
-def _with_less(
-    operations: Sequence[Operation], place: int, whole: Submit, fails: Fails
-) -> Submit:
+def _with_less(operations: Sequence[Operation], place: int, whole: Submit, fails: Fails) -> Submit:
     """A submission of no more requests than are needed."""
     before, after = operations[:place], operations[place + 1 :]
 

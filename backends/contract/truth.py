@@ -50,7 +50,9 @@ class Truth:
         """The right rows, float32 [prompts, vocab]."""
         return self.suite.reference(prompts, adapter)
 
-    def compare(self, asked: Sequence[Asked], rows: Sequence[Rows], adapter: Adapter | None) -> None:
+    def compare(
+        self, asked: Sequence[Asked], rows: Sequence[Rows], adapter: Adapter | None
+    ) -> None:
         """See to it that these are the rows of these prompts by this adapter."""
         right = self.rows([each.prompt for each in asked], adapter)
         found = np.stack(rows)

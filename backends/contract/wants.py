@@ -38,9 +38,7 @@ class WantReference(ABC, Generic[W]):
     """What the contract knows of one want."""
 
     @abstractmethod
-    def draw(
-        self, random: Random, prompt: Prompt, adapter: Adapter | None, truth: Truth
-    ) -> W:
+    def draw(self, random: Random, prompt: Prompt, adapter: Adapter | None, truth: Truth) -> W:
         """A want of this kind, made up for this prompt."""
 
     @abstractmethod
@@ -55,9 +53,7 @@ class WantReference(ABC, Generic[W]):
 class RowReference(WantReference[Row]):
     """Rows: each its own prompt's, in the form that `EngineInfo` promises."""
 
-    def draw(
-        self, random: Random, prompt: Prompt, adapter: Adapter | None, truth: Truth
-    ) -> Row:
+    def draw(self, random: Random, prompt: Prompt, adapter: Adapter | None, truth: Truth) -> Row:
         return Row()
 
     def judge(self, answered: Sequence[Answered], truth: Truth) -> None:

@@ -95,4 +95,3 @@ def test_every_want_has_its_reference() -> None:
     references = References()
     assert [type(want) for want in SAMPLES] == [*get_args(Want)], "add a sample of the new want"
     assert [references.of(want) for want in SAMPLES[1:]] == [*references.others()]
-
