@@ -27,7 +27,6 @@ from lmpool.keys import GROUP, PRIORITIES, Priority, ShardKeys
 from lmpool.liveness import any_alive
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
-from lmpool.producer.notices import take_off
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.replacement import look_at, wake_collector
 from lmpool.producer.session import (
@@ -332,8 +331,6 @@ class Sender:
         for shard, mine in self._by_shard(flights):
             for i in range(0, len(mine), CHECK_MOST):
                 isolate(mine[i : i + CHECK_MOST], partial(self._check_in, shard), self._refuse)
-        for shard in session.shards:
-            isolate([shard], self._take_off, self._damaged)
         if session.table.flights:
             if now - self._looked > 4 * every:
                 self._alone_since = None  # nobody waited meanwhile, or nobody could look
@@ -363,17 +360,6 @@ class Sender:
                     session.table.resend(flight)
         if there:
             self._answers.fetch(shard, there)
-
-    def _take_off(self, shards: Sequence[ShardKeys]) -> None:
-        """Let the server forget the notices that were read."""
-        session = self._session
-        for shard in shards:
-            take_off(self._servers.for_shard(shard), shard.reply(session.id), session)
-
-    def _damaged(self, shard: ShardKeys, error: redis.exceptions.RedisError) -> None:
-        """The reply stream is none: the next check makes it anew."""
-        reply = shard.reply(self._session.id)
-        logger.warning("the stream of notices %s was damaged: %s", reply, error)
 
     def _look_for_workers(self, now: float) -> None:
         session = self._session

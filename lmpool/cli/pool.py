@@ -124,7 +124,9 @@ def _shown(
 def counters_table(
     title: str, found: PoolStatistics, rate: float | None, console: Console
 ) -> RenderableType:
-    """What the pool has done: one row, or one line each where the terminal is narrow."""
+    """What the pool has done and holds: one row, or one line each where the terminal is narrow."""
+    from lmpool.diagnosis import in_bytes
+
     batches, rows = found["batches"], found["computed"]
     numbers = {
         "computed": f"{rows:,}",
@@ -133,6 +135,9 @@ def counters_table(
         "failed": f"{found['failed']:,}",
         "expired": f"{found['expired']:,}",
         "backlog": f"{found['backlog']:,}",
+        "held": in_bytes(found["held_bytes"]),
+        "oldest": in_time(found["oldest_seconds"]),
+        "evicted": f"{found['evicted']:,}",
     }
     if rate is not None:
         numbers["rows/s"] = f"{rate:,.0f}"
@@ -148,6 +153,13 @@ def counters_table(
     for name, number in numbers.items():
         narrow.add_row(name, number)
     return titled(title, narrow)
+
+
+def in_time(seconds: float | None) -> str:
+    """Seconds, or minutes and seconds: ``7.5 s``, ``9 min 5 s``."""
+    if seconds is None:
+        return "-"
+    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60} s"
 
 
 def workers_table(workers: list[WorkerStatistics], console: Console) -> RenderableType:

@@ -28,7 +28,15 @@ WORKER = WorkerStatistics(
     rows_per_second=12345.6,
 )
 STATISTICS = PoolStatistics(
-    computed=12_345_678, batches=1_234_567, failed=12, expired=3, backlog=99_999, workers=[WORKER]
+    computed=12_345_678,
+    batches=1_234_567,
+    failed=12,
+    expired=3,
+    evicted=7_654_321,
+    backlog=99_999,
+    held_bytes=6 << 30,
+    oldest_seconds=567.8,
+    workers=[WORKER],
 )
 MEASUREMENT = Measurement(
     pool="llama",
@@ -64,6 +72,8 @@ def test_statistics_are_never_cut(width: int) -> None:
     shown = printed(width)
     assert "…" not in shown
     for part in ("computed", "12,345,678", "a batch", "10.0", "backlog", "rows/s", "1,234"):
+        assert part in shown
+    for part in ("held", "6 GiB", "oldest", "9 min 27 s", "evicted", "7,654,321"):
         assert part in shown
     for part in (WORKER["id"], WORKER["host"], "123456", "vllm", "12,346"):
         assert part in shown

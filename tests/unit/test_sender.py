@@ -569,27 +569,6 @@ def test_a_job_of_priority_batch_that_was_lost_comes_back_as_one(
     assert sum(len(mine) for mine in waiting(server, session, "interactive")) == 0
 
 
-@pytest.mark.parametrize("taken", [2, 3])
-def test_what_was_fetched_is_trimmed_and_what_was_only_read_is_kept(
-    taken: int, session: Session, sender: Sender, server: redis.Redis
-) -> None:
-    ask(session, jobs_of(some_prompts(9)))
-    sender._serve()
-    entries = []
-    for shard in session.shards:
-        reply = shard.reply(session.id)
-        added: list[Any] = [server.xadd(reply, {"ok": b""}) for _ in range(3)]
-        session.last_ids[reply] = added[2].decode()
-        session.taken_ids[reply] = added[taken - 1].decode()
-        entries.append(added)
-    let_check(sender, session)
-    sender._serve()
-    for shard, added in zip(session.shards, entries, strict=True):
-        left: Any = server.xrange(shard.reply(session.id))
-        assert [entry for entry, _ in left] == added[taken:]
-        assert server.exists(shard.reply(session.id))  # it is the client's sign of life
-
-
 def test_a_reply_stream_that_the_server_forgot_is_made_anew_and_counted(
     session: Session, sender: Sender, server: redis.Redis
 ) -> None:
