@@ -7,25 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NoReturn
 
-import msgpack
 import redis.exceptions
 
 from lmpool.commands import Server
 from lmpool.errors import LmpoolError
 from lmpool.keys import ShardKeys
-from lmpool.server import open_server
+from lmpool.server import NONSENSE, open_server
 
 logger = logging.getLogger(__name__)
 
-NONSENSE: Final = (
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-    msgpack.UnpackException,
-)
-"""What it leads to when an answer is that to another question, or none."""
-NONSENSE_MOST: Final = 20
+NONSENSE_MOST: Final = 5
+"""Answers in succession that may make no sense."""
 
 
 class Servers:
@@ -38,7 +30,7 @@ class Servers:
         self._server = open_one()
         self._is_cut = False
         self._nonsense = 0
-        """Answers in succession that made no sense."""
+        """How many answers in succession made no sense."""
 
     @classmethod
     def of_url(

@@ -1,20 +1,11 @@
-"""A client's reply stream holds the notices whose answers it has yet to fetch."""
+"""The ids of a client's notices, which only ever grow."""
 
 from __future__ import annotations
 
 import redis.exceptions
 
 from lmpool.commands import Server
-from lmpool.producer.session import Session
 from lmpool.server import is_full, is_lost
-
-
-def take_off(server: Server, reply: str, session: Session) -> None:
-    """Remove from a reply stream what was read and fetched."""
-    taken = session.taken_ids.get(reply)
-    if taken is not None:
-        ms, _, number = taken.partition("-")
-        server.xtrim(reply, minid=f"{ms}-{int(number) + 1}", approximate=False)
 
 
 def bring_forward(server: Server, reply: str, last: str, newest: str) -> None:

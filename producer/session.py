@@ -63,8 +63,6 @@ class Session:
         """When the pool was last known to serve what `info` says, on the monotonic clock."""
         self.last_ids: dict[str, str] = {}
         """The last notice read, by reply stream."""
-        self.taken_ids: dict[str, str] = {}
-        """The last notice whose answers were fetched, too."""
 
     def join(self, info: ModelInfo) -> None:
         """Take over what the pool serves."""
