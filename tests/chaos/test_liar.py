@@ -43,9 +43,31 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     logging.getLogger("lmpool").removeHandler(handler)
 
 
+class Lateness(threading.Thread):
+    """How late threads wake up on this machine, which is no doing of the client's."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.ended = threading.Event()
+        self._found: list[tuple[float, float]] = []
+        self.start()
+
+    def run(self) -> None:
+        due = time.monotonic() + 0.02
+        while not self.ended.wait(0.02):
+            now = time.monotonic()
+            self._found.append((now, now - due))
+            due = now + 0.02
+
+    def since(self, began: float) -> float:
+        """Seconds, all together, that wakings came late since then."""
+        return sum(late for when, late in self._found if when >= began)
+
+
 def calls(url: str, pool: str, rng: random.Random, seconds: float) -> list[str]:
     """Ask for `seconds`, with clients old and new. Returns the names of the errors."""
     errors: list[str] = []
+    late = Lateness()
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         lm = lmpool.connect(
@@ -64,10 +86,10 @@ def calls(url: str, pool: str, rng: random.Random, seconds: float) -> list[str]:
                 except LmpoolError as error:
                     errors.append(type(error).__name__)
                 took = time.monotonic() - began
-                # Before the model info is known a call waits for the connection instead.
-                assert lm._client.info is None or took < timeout + 0.5, errors[-1:]
+                assert took < timeout + 0.5 + late.since(began), errors[-1:]
         finally:
-            lm.close()
+            lm.close(timeout=1.0)
+    late.ended.set()
     assert set(errors) <= DOCUMENTED
     return errors
 
