@@ -11,6 +11,7 @@ import redis
 
 from lmpool.counters import COUNTERS
 from lmpool.keys import PoolKeys, ShardKeys
+from lmpool.liveness import LIFE_MS
 from lmpool.producer.statistics import PoolStatistics, pool_statistics
 from lmpool.servers import Servers
 from tests.support.protocol import Consumer
@@ -73,6 +74,9 @@ def test_workers_with_a_heartbeat_are_listed_by_name(server, shards) -> None:
     beat = {"id": "w-1", "host": "h", "pid": 7, "engine": "hf", "gpu": "0", "rows_per_second": 1.5}
     server.set(shards[0].alive("w-1"), msgpack.packb(beat))
     server.set(shards[0].alive("w-2"), msgpack.packb({"id": "w-2"}))
+    # Of one that died as the server's clock was set back an hour.
+    Consumer(server, shards[0], "w-3")
+    server.set(shards[0].alive("w-3"), msgpack.packb({"id": "w-3"}), px=LIFE_MS + 3_600_000)
     first, second = read(server, shards)["workers"]
     assert first == beat
     assert second["id"] == "w-2"
