@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -32,7 +33,7 @@ from lmpool.backends.hf.model import (
     prompt_bounds,
 )
 from lmpool.backends.hf.packed import Take
-from lmpool.backends.hf.packed_fit import packed_forward
+from lmpool.backends.hf.packed_fit import execution, packed_forward
 from lmpool.backends.hf.packed_layout import Bounds
 from lmpool.backends.hf.probes import first_row, measure
 from lmpool.backends.model_config import longest_prompt
@@ -119,7 +120,7 @@ class HFEngine(BatchEngine):
         longest = longest_prompt(bounds, max_prompt_tokens)
         self.info = self._describe(model, revision, loaded, kwargs, probe.shape[-1], longest)
         forward.sharing = measure(forward, longest)
-        self._packed, self._packed_longest = packed_forward(
+        fit = packed_forward(
             loaded.model,
             forward,
             device=loaded.device,
@@ -127,6 +128,8 @@ class HFEngine(BatchEngine):
             longest=longest,
             bounds=Bounds(self._forward_tokens, max(1, MAX_LOGITS // self.info.vocab_size)),
         )
+        self._packed, self._packed_longest = fit.packed, fit.longest
+        self.info = replace(self.info, execution=execution(fit, forward.sharing, longest))
 
     def _describe(
         self,

@@ -10,12 +10,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from lmpool.backends.cache_memory import MOST_POSITIONS, default_cache_bytes
-from lmpool.backends.hf.forward import Forward
+from lmpool.backends.hf.forward import Forward, Sharing
 from lmpool.backends.hf.packed import LayerShape, PackedForward, Reach, cache_utils
 from lmpool.backends.hf.packed_layout import RESERVED_SLOTS, Bounds
 from lmpool.backends.hf.packed_trial import Unfit, compare, longest_by_cache_length
@@ -37,6 +38,15 @@ _TRIAL_WINDOW: Final = 7
 _FEWEST_SLOTS: Final = 16
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Fit:
+    """A packed forward, and the `longest` prompt that it serves right; or why there is none."""
+
+    packed: PackedForward | None = None
+    longest: int = 0
+    reason: str = ""
+
+
 def packed_forward(
     model: Any,
     forward: Forward,
@@ -45,14 +55,14 @@ def packed_forward(
     kv_cache_bytes: int | None,
     longest: int,
     bounds: Bounds,
-) -> tuple[PackedForward | None, int]:
-    """A packed forward for `model`, and the longest prompt that it serves right.
+) -> Fit:
+    """A packed forward for `model`.
 
-    None and 0 where `kv_cache_bytes` is 0, and for a model that it cannot serve; the log says why.
-    Raises `SettingsError` where `kv_cache_bytes` is too little for a few positions.
+    There is none where `kv_cache_bytes` is 0, and for a model that it cannot serve; the log says
+    why. Raises `SettingsError` where `kv_cache_bytes` is too little for a few positions.
     """
     if kv_cache_bytes == 0:
-        return None, 0
+        return Fit(reason="kv_cache_bytes is 0")
     name = type(model).__name__
     began = time.monotonic()
     try:
@@ -72,7 +82,7 @@ def packed_forward(
             name,
             reason,
         )
-        return None, 0
+        return Fit(reason=str(reason))
     logger.info(
         "%s computes each distinct position once, packed with others: trials in %.1f s gave the "
         "rows of plain forward passes",
@@ -93,7 +103,21 @@ def packed_forward(
             limit,
             name,
         )
-    return packed, limit
+    return Fit(packed, limit)
+
+
+def execution(fit: Fit, sharing: Sharing, longest: int) -> str:
+    """How prompts of up to `longest` tokens are computed, and why not in a faster way."""
+    if sharing.padded:
+        plain = "prompts of like length, padded"
+    else:
+        plain = "prompts of one length together" if sharing.alike else "one prompt at a time"
+    if fit.packed is not None and fit.longest >= longest:
+        return "each distinct position once"
+    reason = fit.reason or sharing.reason
+    if fit.packed is not None:
+        return f"each distinct position once up to {fit.longest} tokens; longer: {plain}"
+    return f"{plain}: {reason}" if reason else plain
 
 
 def _slots(shapes: Sequence[LayerShape], device: torch.device, kv_cache_bytes: int | None) -> int:

@@ -58,13 +58,22 @@ def test_the_backlog_is_of_both_priorities_and_all_shards(server, shards) -> Non
 def test_workers_with_a_heartbeat_are_listed_by_name(server, shards) -> None:
     for name in ("w-2", "w-1", "dead"):
         Consumer(server, shards[0], name)
-    beat = {"id": "w-1", "host": "h", "pid": 7, "engine": "hf", "gpu": "0", "rows_per_second": 1.5}
+    beat = {
+        "id": "w-1",
+        "host": "h",
+        "pid": 7,
+        "engine": "hf",
+        "gpu": "0",
+        "rows_per_second": 1.5,
+        "execution": "one prompt at a time: it bears no company",
+    }
     server.set(shards[0].alive("w-1"), msgpack.packb(beat))
     server.set(shards[0].alive("w-2"), msgpack.packb({"id": "w-2"}))
     first, second = read(server, shards)["workers"]
     assert first == beat
     assert second["id"] == "w-2"
     assert second["rows_per_second"] == 0.0
+    assert second["execution"] is None
 
 
 def test_a_key_of_another_type_is_the_servers_error(server, shards) -> None:
