@@ -35,7 +35,7 @@ from lmpool.backends.hf.model import (
 from lmpool.backends.hf.packed import Take
 from lmpool.backends.hf.packed_fit import execution, packed_forward
 from lmpool.backends.hf.packed_layout import Bounds
-from lmpool.backends.hf.probes import first_row, measure
+from lmpool.backends.hf.probes import first_row, longest_placed, measure
 from lmpool.backends.model_config import longest_prompt
 from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.options import check_positive
@@ -117,7 +117,7 @@ class HFEngine(BatchEngine):
         self._copies = HostCopies(loaded.device)
         self._lora = LoraAdapters(loaded.model, (Path(model).name, self.model_files.folder.name))
         bounds = prompt_bounds(loaded.model, self.model_files.tokenizer)
-        longest = longest_prompt(bounds, max_prompt_tokens)
+        longest = longest_placed(forward, longest_prompt(bounds, max_prompt_tokens))
         self.info = self._describe(model, revision, loaded, kwargs, probe.shape[-1], longest)
         forward.sharing = measure(forward, longest)
         fit = packed_forward(

@@ -35,6 +35,7 @@ _WINDOWS: Final = {
 
 _TRIAL_WINDOW: Final = 7
 """A window for the trial, so that its prompts are longer than that and yet short."""
+_LOWERED_TOKENS: Final = 17
 _FEWEST_SLOTS: Final = 16
 
 
@@ -76,6 +77,7 @@ def packed_forward(
         logger.info("%s is tried in packed forward passes", name)
         limit = _longest_right(packed, forward, model, min(limit, longest))
         limit = longest_by_cache_length(packed, forward, limit)
+        limit = _within_numbers(packed, forward, limit)
     except Unfit as reason:
         logger.warning(
             "%s keeps nothing between batches, and computes shared prefixes for each prompt: %s",
@@ -108,15 +110,15 @@ def packed_forward(
 
 def execution(fit: Fit, sharing: Sharing, longest: int) -> str:
     """How prompts of up to `longest` tokens are computed, and why not in a faster way."""
-    if sharing.padded:
+    if fit.packed is not None and fit.longest >= longest:
+        return "each distinct position once"
+    if sharing.padded and (fit.packed is None or sharing.padded_beyond):
         plain = "prompts of like length, padded"
     else:
         plain = "prompts of one length together" if sharing.alike else "one prompt at a time"
-    if fit.packed is not None and fit.longest >= longest:
-        return "each distinct position once"
     reason = fit.reason or sharing.reason
     if fit.packed is not None:
-        return f"each distinct position once up to {fit.longest} tokens; longer: {plain}"
+        plain = f"each distinct position once up to {fit.longest} tokens, then {plain}"
     return f"{plain}: {reason}" if reason else plain
 
 
@@ -154,6 +156,24 @@ def _longest_right(packed: PackedForward, forward: Forward, model: Any, longest:
         packed.reach = Reach()
         longest = min(longest, *windows.values())
         compare(packed, forward, longest)
+    return longest
+
+
+def _within_numbers(packed: PackedForward, forward: Forward, longest: int) -> int:
+    """The longest prompt, up to this, that none of the model's numbers cuts in a way of its own.
+
+    Windows that `packed` heeds were tried with it.
+    """
+    heeded = _WINDOWS.values() if packed.reach != Reach() else ()
+    for number in forward.numbers:
+        if number.name in heeded or number.value > longest:
+            continue
+        try:
+            with number.lowered():
+                compare(packed, forward, min(longest, _LOWERED_TOKENS))
+        except Unfit as reason:
+            logger.info("from %s=%d on, %s", number.name, number.value, reason)
+            longest = min(longest, number.value - 1)
     return longest
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import peft
 import torch
 
 from lmpool.backends.contract import ask
@@ -187,8 +188,6 @@ class _Check:
             if not save_random_adapter(load(self._folder, dtype=torch.float32), place, self._seed):
                 self._found.adapters = "no linear layers"
                 return
-            import peft
-
             base = load(self._folder, dtype=torch.float32)
             self._adapted = peft.PeftModel.from_pretrained(base, place).eval()
         except Exception as error:

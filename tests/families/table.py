@@ -119,7 +119,13 @@ _WAYS: Final = (
 def _way(found: dict[str, Any]) -> str:
     if found["verdict"] != "right":
         return str(found["verdict"])
-    names = [next(name for begin, name in _WAYS if way.startswith(begin)) for way in found["ways"]]
+    names = []
+    for way in found["ways"]:
+        first, _, then = way.partition(":")[0].partition(", then ")
+        parts = [
+            next(name for begin, name in _WAYS if p.startswith(begin)) for p in (first, then) if p
+        ]
+        names.append(", then ".join(parts))
     return ", or ".join(dict.fromkeys(names))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import peft
 import torch
 
 from tests.families.small import Limits
@@ -32,6 +33,8 @@ def save_small(config: Any, folder: Path, limits: Limits, seed: int) -> None:
         if scale == _SCALES[-1] or _amplified(model, limits, seed) < _AMPLIFIED:
             break
     model.save_pretrained(folder)
+    if type(model.config) is not type(config):
+        config.save_pretrained(folder)  # of a model of text and more, only the text is made
 
 
 def _made(config: Any, seed: int, scale: float) -> Any:
@@ -84,8 +87,6 @@ def _rows(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def save_random_adapter(model: Any, folder: Path, seed: int) -> Sequence[str]:
     """Write a LoRA adapter of up to six kinds of modules, as PEFT saves it; these kinds."""
-    import peft
-
     kinds = _linear_kinds(model)
     if not kinds:
         return ()
