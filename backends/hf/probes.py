@@ -53,7 +53,7 @@ def first_row(forward: Forward) -> torch.Tensor:
 def longest_placed(forward: Forward, longest: int) -> int:
     """The longest prompt, up to this, for which the model's tables of positions have entries.
 
-    A table is one of positions where each further token looks one entry further.
+    They need not begin with the first entry, as a config supposes.
     """
     tokens = np.random.default_rng(0).integers(0, forward.embedded, _FIRST + 1).astype(np.uint32)
     seen = []
@@ -62,10 +62,18 @@ def longest_placed(forward: Forward, longest: int) -> int:
             with _Record() as record:
                 forward.every(tokens[: min(size, longest)])
             seen.append(record.tables)
-    for (rows, last), (same, further) in zip(*seen, strict=False):
-        if rows == same and further == last + 1:
-            # They need not begin at 0, as the config supposes.
-            longest = min(longest, rows - (last + 1 - _FIRST))
+    # In a table of positions a further token looks one entry further.
+    ends = {
+        rows - (last + 1 - _FIRST)
+        for (rows, last), (same, further) in zip(*seen, strict=False)
+        if rows == same and further == last + 1
+    }
+    for end in sorted(end for end in ends if _FIRST < end < longest):
+        try:
+            with _Record():
+                forward.every(np.resize(tokens, end + 1))
+        except _NoEntry:
+            return end
     return longest
 
 
@@ -318,6 +326,10 @@ def greatest(right: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
+class _NoEntry(IndexError):
+    """A table has no entry for what is looked up."""
+
+
 class _Record(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
     """Records what of a forward pass is worth a closer look."""
 
@@ -342,5 +354,7 @@ class _Record(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
             dim, index = (0, args[1]) if whole else args[1:3]
             if index.numel():
                 self.tables.append((args[0].shape[dim], int(index.max())))
+                if self.tables[-1][1] >= args[0].shape[dim]:
+                    raise _NoEntry  # a GPU would never recover from it
         self.draws = self.draws or func.name().removeprefix("aten::").startswith(_RANDOM)
         return func(*args, **given)
