@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _LEAST: Final = 16
 """Smaller ones show in prompts of a usual trial."""
-_LOWERED: Final = 7
+LOWERED: Final = 7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class Number:
         """Have the model compute with a small number instead, and forget that it did."""
         kept = [(m.__dict__, dict(m.__dict__), dict(m._buffers)) for m in self.model.modules()]
         for place in self.places:
-            place[self.name] = _LOWERED
+            place[self.name] = LOWERED
         try:
             yield
         finally:

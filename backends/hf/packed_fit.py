@@ -17,6 +17,7 @@ import torch
 
 from lmpool.backends.cache_memory import MOST_POSITIONS, default_cache_bytes
 from lmpool.backends.hf.forward import Forward, Sharing
+from lmpool.backends.hf.numbers import LOWERED
 from lmpool.backends.hf.packed import LayerShape, PackedForward, Reach, cache_utils
 from lmpool.backends.hf.packed_layout import RESERVED_SLOTS, Bounds
 from lmpool.backends.hf.packed_trial import Unfit, compare, longest_by_cache_length
@@ -174,6 +175,8 @@ def _within_numbers(packed: PackedForward, forward: Forward, longest: int) -> in
         except Unfit as reason:
             logger.info("from %s=%d on, %s", number.name, number.value, reason)
             longest = min(longest, number.value - 1)
+            with number.lowered():  # shorter prompts in rows that may be longer
+                compare(packed, forward, LOWERED - 1)
     return longest
 
 

@@ -1,6 +1,6 @@
 """``python -m tests.families``: every family of transformers on the hf engine, or some of them.
 
-Each runs in a process of its own, two at a time. With all of them docs/models.md is written. The
+Each runs in a process of its own, with bounds of time and memory. With all of them docs/models.md is written. The
 exit status is 1 where a row is wrong, a model ends in a crash, or is refused without being named.
 """
 
@@ -22,7 +22,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tests.families.table import DOCUMENT, document
 
-TOGETHER: Final = 2
 SECONDS: Final = 600.0
 BAD: Final = ("wrong", "crash", "unclear")
 
@@ -65,6 +64,7 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
         "--only", type=lambda text: text.split(","), default=[], metavar="NAME,NAME",
         help="these model types and variants",
     )  # fmt: skip
+    parser.add_argument("--together", type=int, default=2, metavar="N", help="at a time (2)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and prompts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     parser.add_argument(
@@ -90,7 +90,7 @@ def _run(
     waiting, running = list(names), dict[str, _Running]()
     try:
         while waiting or running:
-            while waiting and len(running) < TOGETHER:
+            while waiting and len(running) < options.together:
                 name = waiting.pop(0)
                 place = folder / name.replace(" ", "_")
                 place.mkdir()

@@ -140,6 +140,7 @@ def _default(cls: Any) -> Any:
 
 
 _LAYER_NAMES: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_MOST_KINDS: Final = 6
 _NEEDED: Final = re.compile(
     r"head_dim|num_key_value_heads|num_experts_per_tok|n_routed_experts|moe_topk|n_group|"
     r"topk_group|.*_head_dim|linear_num_.*_heads"
@@ -176,7 +177,9 @@ def _kinds(config: Any, names: Sequence[str], given: Mapping[str, Any]) -> dict[
     for name in names:
         value = _get(config, name)
         if isinstance(value, list) and name not in given and len(value) in counts.values():
-            lists[name] = [x for i, x in enumerate(value) if x not in value[:i]]
+            kinds = [x for i, x in enumerate(value) if x not in value[:i]]
+            if len(kinds) <= _MOST_KINDS:
+                lists[name] = kinds
     fewest = max((given.get(name, LAYERS) for name in counts), default=LAYERS)
     layers = max([fewest, *map(len, lists.values())])
     found = {name: [kinds[i % len(kinds)] for i in range(layers)] for name, kinds in lists.items()}
