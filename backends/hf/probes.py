@@ -56,7 +56,7 @@ def longest_placed(forward: Forward, longest: int) -> int:
     They need not begin with the first entry, as a config supposes.
     """
     tokens = np.random.default_rng(0).integers(0, forward.embedded, _FIRST + 1).astype(np.uint32)
-    seen = []
+    seen: list[list[tuple[int, int]]] = []
     with _refusing(forward):
         for size in (_FIRST, _FIRST + 1):
             with _Record() as record:

@@ -1,7 +1,8 @@
 """``python -m tests.families``: every family of transformers on the hf engine, or some of them.
 
-Each runs in a process of its own, with bounds of time and memory. With all of them docs/models.md is written. The
-exit status is 1 where a row is wrong, a model ends in a crash, or is refused without being named.
+Each runs in a process of its own, with bounds of time and memory. With all of them docs/models.md
+is written. The exit status is 1 where a row is wrong, a model ends in a crash, or is refused
+without being named.
 """
 
 from __future__ import annotations
