@@ -1,7 +1,7 @@
 # lmpool: every command that a developer or a newcomer needs. `make` lists them.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made of (3.11 or newer)
-#   ARGS="-k flight"    more arguments for pytest, the demo or the measurements
+#   ARGS="-k flight"    more arguments for pytest, the demo, the families or the measurements
 #   WORKERS=0           how many processes run the tests (4, as they wait a lot; 0: this one alone)
 
 PYTHON  ?= python3
@@ -19,8 +19,8 @@ ELSEWHERE    := not chaos and not genlm and not types and not bench
 IGNORE       := $(foreach name,$(OTHERS),--ignore-glob='*/engines/test_$(name).py' --ignore-glob='*/engines/test_$(name)_*.py')
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-server chaos check format format-check lint types unit \
-        bench bench-check clean distclean
+.PHONY: help install demo test test-server chaos families check format format-check lint types \
+        unit bench bench-check clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +48,9 @@ test-%: .venv-%/.installed ## One engine's tests in an environment of its own: m
 
 chaos: $(READY) ## The long fault-injection tests
 	$(BIN)/python -m pytest -m chaos $(ARGS)
+
+families: $(READY) ## Every family of transformers on the hf engine, and docs/models.md of it
+	$(BIN)/python -m tests.families $(ARGS)
 
 check: format-check lint types unit ## Format, lint, types and the fast tests, in seconds
 
