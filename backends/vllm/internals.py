@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import queue
+import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 
 SUPPORTED: Final = ("0.32",)
 """Minor versions whose internals are known; any patch release of them."""
+
+SPECULATES: Final = (
+    "this vLLM decodes speculatively and runs no logits processors then, so that no row can be "
+    "captured: start it without speculative_config, spec_method, spec_model and spec_tokens, and "
+    "with a model that brings no draft model"
+)
 
 ALIVE_SECONDS: Final = 0.5
 """How often a core that owes a reply is asked whether it lives."""
@@ -136,6 +143,8 @@ def step(core: Any, seconds: float) -> Sequence[Any]:
         try:
             outputs = outputs_queue.get(timeout=seconds)
         except queue.Empty:
+            outputs = None
+        if outputs is None:
             core.ensure_alive()  # one that was killed puts nothing there
             return ()
         if isinstance(outputs, BaseException):
@@ -159,7 +168,7 @@ def call(core: Any, method: str, *arguments: Any) -> Any:
     number = uuid.uuid1().int >> 64
     future: Future[Any] = Future()
     core.utility_results[number] = future
-    with fatal():
+    with fatal(core):
         core._send_input(EngineCoreRequestType.UTILITY, (0, number, method, arguments))
         while not wait((future,), ALIVE_SECONDS).done:
             core.ensure_alive()
@@ -207,7 +216,9 @@ def attach(model_runner: Any) -> str | None:
     go on. None where the runner has no capture processor: with speculative decoding, on platforms
     without logits processors, or in a runner that was rewritten.
     """
-    _zero_new_blocks(model_runner)
+    if not getattr(model_runner, "lmpool_attached", False):
+        model_runner.lmpool_attached = True
+        _zero_new_blocks(model_runner)
     capture = find_capture(model_runner)
     if capture is None:
         return None
@@ -217,6 +228,15 @@ def attach(model_runner: Any) -> str | None:
     if model_runner.device.type == "cpu":
         capture.before_sampling = lambda: _spare_generators(model_runner)
     return "V1"
+
+
+def step_bytes(model_runner: Any) -> int:
+    """The most bytes of rows that one step leaves: bfloat16 logits, and float32 ones beside them.
+
+    Relies on the configuration that a runner was made of.
+    """
+    config = model_runner.vllm_config
+    return int(config.scheduler_config.max_num_seqs * config.model_config.get_vocab_size() * 6)
 
 
 def _zero_new_blocks(model_runner: Any) -> None:
@@ -345,14 +365,14 @@ def model(engine: Any) -> Any:
 
 def root_cause(error: BaseException) -> str:
     """What went wrong first, on one line: vLLM wraps its errors several times."""
-    while (cause := error.__cause__ or error.__context__) is not None:
+    while cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         error = cause
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text:.500}"
 
 
 @contextmanager
-def fatal() -> Iterator[None]:
+def fatal(core: Any) -> Iterator[None]:
     """What fails in here has broken the engine: nothing in its core can be trusted afterwards.
 
     Raises `EngineBroken`.
@@ -362,7 +382,33 @@ def fatal() -> Iterator[None]:
     except EngineBroken:
         raise
     except Exception as error:
-        raise EngineBroken(f"vLLM's engine failed: {root_cause(error)}") from error
+        reason = _death(core) or root_cause(error)
+        raise EngineBroken(f"vLLM's engine failed: {reason}") from error
+
+
+def _death(core: Any) -> str | None:
+    """How the process of an engine's core ended; None where it lives, or is this one.
+
+    Relies on `resources` of the client for a core in another process: whether it is `engine_dead`,
+    and the `processes` of its `engine_manager`. Without them the cause is less clear.
+    """
+    resources = getattr(core, "resources", None)
+    if not getattr(resources, "engine_dead", False):
+        return None
+    ends = []
+    for process in getattr(getattr(resources, "engine_manager", None), "processes", ()):
+        process.join(1.0)  # its exit code may be a moment behind
+        code = process.exitcode
+        if code is not None and code < 0:
+            how = f"was killed by signal {-code} ({signal.strsignal(-code)})"
+            ends.append(f"process {process.pid} ({process.name}) {how}")
+        elif code is not None:
+            ends.append(f"process {process.pid} ({process.name}) ended with exit code {code}")
+    how = ", ".join(ends) or "a process of it ended"
+    return (
+        f"its {how}; the log above says why, or the kernel's where memory ran out (dmesg): "
+        "start the engine again, with less memory for it if so"
+    )
 
 
 def shut_down(engine: Any) -> None:

@@ -332,11 +332,11 @@ def from_another_process(local: Any, folder: str, scale: Scale, report: Report) 
     remote = load(folder, own_process=True)
 
     def by_rpc(numbers: Sequence[int]) -> dict[int, Any]:
-        replies = internals.call_workers(remote._core, rows_as_bytes, list(numbers))
+        replies = internals.call_workers(remote._core, rows_as_bytes, list(map(str, numbers)))
         found: dict[int, Any] = {}
-        for ids, data, scales in remote._rows._of_publisher(replies):
-            rows = np.frombuffer(data, np.float32).reshape(len(ids), VOCAB)
-            found.update(zip(ids, zip(rows, scales, strict=True), strict=True))
+        for names, data, scales in remote._rows._of_publisher(replies):
+            rows = np.frombuffer(data, np.float32).reshape(len(names), VOCAB)
+            found.update(zip(map(int, names), zip(rows, scales, strict=True), strict=True))
         return found
 
     def rpc(prompts: Prompts) -> Rows:
@@ -377,7 +377,7 @@ def from_another_process(local: Any, folder: str, scale: Scale, report: Report) 
             report.add("Shared memory against", ratio(name, taken["shared memory"], values))
 
 
-def rows_as_bytes(worker: Any, numbers: Sequence[int]) -> Any:
+def rows_as_bytes(worker: Any, names: Sequence[str]) -> Any:
     """What vLLM's worker returns where rows travel in what its calls return."""
-    taken = worker.lmpool_take_rows(numbers)
-    return taken and [(list(ids), rows.tobytes(), s.tolist()) for ids, rows, s in taken]
+    taken = worker.lmpool_take_rows(names)
+    return taken and [(list(found), rows.tobytes(), s.tolist()) for found, rows, s in taken]

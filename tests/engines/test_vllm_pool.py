@@ -221,7 +221,7 @@ class TestPool:
                     child.send_signal(signal.SIGKILL)
             assert np.abs(asking.rows() - reference.rows(given)).max() <= TOLERANCE
         assert second.wait(60) != 0
-        assert "vLLM's engine failed" in second.log
+        assert "was killed by signal 9" in second.log
 
     def test_sigterm_under_load_loses_nothing(self, workers, reference, redis_free):
         url, _ = workers
