@@ -15,11 +15,12 @@ TOGETHER     := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 INSTALL      := bin/python -m pip install --quiet --disable-pip-version-check
 REQUIREMENTS := tests/engines/requirements
 OTHERS       := $(patsubst $(REQUIREMENTS)/%.txt,%,$(wildcard $(REQUIREMENTS)/*.txt))
+ELSEWHERE    := not chaos and not genlm and not types and not bench
 IGNORE       := $(foreach name,$(OTHERS),--ignore-glob='*/engines/test_$(name).py' --ignore-glob='*/engines/test_$(name)_*.py')
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-server chaos check format format-check lint types unit \
-        bench clean distclean
+        bench bench-check clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -31,10 +32,10 @@ demo: $(READY) ## See lmpool work: a private server, two workers and a small mod
 	@$(BIN)/lmpool demo $(ARGS)
 
 test: $(READY) ## The tests
-	$(BIN)/python -m pytest $(TOGETHER) -m "not chaos and not genlm" $(IGNORE) $(ARGS)
+	$(BIN)/python -m pytest $(TOGETHER) -m "$(ELSEWHERE)" $(IGNORE) $(ARGS)
 
 test-server: $(READY) ## The tests of a server again, on LMPOOL_TEST_SERVER=/usr/bin/redis-server
-	$(BIN)/python -m pytest $(TOGETHER) -m "server and not chaos and not genlm" $(IGNORE) $(ARGS)
+	$(BIN)/python -m pytest $(TOGETHER) -m "server and $(ELSEWHERE)" $(IGNORE) $(ARGS)
 
 # An engine, or a library to be compatible with, whose packages would not live beside those of
 # .venv: its test modules are tests/engines/test_NAME.py and test_NAME_*.py, what it needs
@@ -60,12 +61,13 @@ format-check: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 
-types: $(READY) ## Both type checkers, mypy and pyright
+types: $(READY) ## Both type checkers, mypy and pyright, and the tests of what they find
 	$(BIN)/mypy -p lmpool
 	PYRIGHT_PYTHON_CACHE_DIR=.mypy_cache PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+	$(BIN)/python -m pytest -q -m types tests/typing tests/unit/test_new_want.py
 
 unit: $(READY)
-	$(BIN)/python -m pytest -q -m "not slow and not server and not engine" tests/unit $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not server and not engine and not types" tests/unit $(ARGS)
 
 bench: $(READY) ## The measurements
 	$(BIN)/python -m tests.benchmarks $(ARGS)
@@ -98,6 +100,9 @@ define make_environment
 @echo "  $(TORCH)"
 @$(1)/$(INSTALL) $(TORCH)
 endef
+
+bench-check: $(READY) ## That each measurement runs, in small, and finds its rows right
+	$(BIN)/python -m pytest -q -m bench tests/unit/test_benchmarks.py $(ARGS)
 
 clean: ## Remove what was built and every cache
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

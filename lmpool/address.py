@@ -95,7 +95,9 @@ def connection_pool(url: str, **options: Any) -> ConnectionPool:
     """Synchronous connections to the server, or to the primary of the moment."""
     import redis
     from redis.connection import parse_url
-    from redis.sentinel import Sentinel, SentinelConnectionPool
+    from redis.sentinel import Sentinel
+
+    from lmpool.primary_pool import PrimaryPool
 
     if not is_sentinel(url):
         found = {**parse_url(url), **options}
@@ -105,7 +107,7 @@ def connection_pool(url: str, **options: Any) -> ConnectionPool:
     known = Sentinels.parse(url)
     sentinel = Sentinel(known.hosts, sentinel_kwargs=_to_sentinels(known))
     given = {**known.options, **known.tls_options, **options}
-    return SentinelConnectionPool(known.service, sentinel, **given)
+    return PrimaryPool(known.service, sentinel, **given)
 
 
 def async_connection_pool(url: str, **options: Any) -> AsyncConnectionPool:

@@ -45,6 +45,7 @@ class WorkerArguments(TypedDict, total=False):
     max_backlog: int | None
     client_backlog: int | None
     result_ttl: float | None
+    result_bytes: int | str | None
     max_deliveries: int | None
     engine_timeout: float | None
     adapter_dirs: Sequence[str] | None

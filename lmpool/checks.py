@@ -1,23 +1,73 @@
-"""What counts as a number, of whichever library it is."""
+"""What counts as a number, of whichever library it is, and how a bad value is shown."""
 
 from __future__ import annotations
 
+import math
 import operator
 from numbers import Real
+from typing import Final, TypeGuard
 
-import numpy as np
+SHOWN: Final = 60
+"""Characters of a bad value that a message quotes."""
 
 
-def is_number(value: object) -> bool:
-    """Whether this is a real number, of Python or numpy, and no bool."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+def quoted(value: object, most: int = SHOWN) -> str:
+    """A value for an error's message: its repr, as far as it has one and fits."""
+    try:
+        return repr(value)[:most]
+    except Exception:  # of the value's own, or an integer of thousands of digits
+        return f"<{type(value).__name__}>"
+
+
+def said(error: BaseException) -> str:
+    """An error that is none of ours, as part of a message: its kind and its words."""
+    try:
+        text = str(error)[:200]
+    except Exception:  # of the error's own
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def as_number(value: object) -> float | None:
+    """A real number of any library as float, inf where it is too large; None for anything else.
+
+    Booleans are none, and of arrays and tensors only those that are one number.
+    """
+    if isinstance(value, bool):
+        return None
+    try:
+        if not isinstance(value, Real):
+            item = getattr(value, "item", None)  # of an array or tensor without dimensions
+            value = item() if item is not None and getattr(value, "ndim", None) == 0 else None
+            if isinstance(value, bool) or not isinstance(value, Real):
+                return None
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
+    except Exception:  # of the value's own
+        return None
 
 
 def as_integer(value: object) -> int | None:
-    """An integer of any library as int; None for anything else, bools too."""
-    if isinstance(value, (bool, np.bool_)):
+    """An integer of any library as int; None for anything else, booleans too."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool):
         return None
     try:
+        if "bool" in str(getattr(value, "dtype", "")):
+            return None  # numbers to `operator.index`, as arrays and tensors of booleans are
         return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+    except Exception:  # a TypeError, or of the value's own
         return None
+
+
+def is_text(value: object) -> TypeGuard[str]:
+    """Whether this is a string that can travel: one without lone surrogates."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["BATCHES", "COMPUTED", "COUNTERS", "EXPIRED", "FAILED", "LABELS", "Counter"]
+__all__ = ["BATCHES", "COMPUTED", "COUNTERS", "EVICTED", "EXPIRED", "FAILED", "LABELS", "Counter"]
 
 LABELS: Final = ("pool", "model_name")
 """The labels of every metric of a pool."""
@@ -35,6 +35,11 @@ FAILED: Final = Counter(
 EXPIRED: Final = Counter(
     "expired", "lmpool_jobs_expired_total", "Jobs whose deadline passed before a worker ran them."
 )
+EVICTED: Final = Counter(
+    "evicted",
+    "lmpool_results_evicted_total",
+    "Results that were dropped before their time to live had passed, to make room for new ones.",
+)
 
-COUNTERS: Final = (COMPUTED, BATCHES, FAILED, EXPIRED)
+COUNTERS: Final = (COMPUTED, BATCHES, FAILED, EXPIRED, EVICTED)
 """All of them, in the order in which they are shown."""

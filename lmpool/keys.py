@@ -87,9 +87,19 @@ class ShardKeys:
         return f"{self.prefix}:counters"
 
     @cached_property
+    def account(self) -> str:
+        """Stream of what workers stored, oldest first: see ``evict.lua``."""
+        return f"{self.prefix}:account"
+
+    @cached_property
     def adapters(self) -> str:
         """Hash of adapter name to the adapter's fingerprint and folder."""
         return f"{self.prefix}:adapters"
+
+    @cached_property
+    def bounds(self) -> str:
+        """Hash of what workers allow: the jobs that may wait in a stream, and the lanes."""
+        return f"{self.prefix}:bounds"
 
     def result(self, digest: bytes) -> str:
         """A stored answer, of a digest of 16 bytes."""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 import redis.exceptions
 
 from lmpool.commands import Server
 from lmpool.keys import GROUP, ShardKeys
+
+LIFE_MS: Final = 5000
+"""How long a worker counts as alive after its last sign of life."""
 
 
 def consumers(server: Server, shard: ShardKeys) -> list[str]:
@@ -14,10 +20,30 @@ def consumers(server: Server, shard: ShardKeys) -> list[str]:
         found = server.xinfo_consumers(shard.stream().key, GROUP)
     except redis.exceptions.ResponseError:
         return []  # no stream or no group yet
-    return [consumer["name"].decode() for consumer in found]
+    return [consumer["name"].decode("utf-8", "replace") for consumer in found]
+
+
+def signs_of_life(server: Server, keys: Sequence[str]) -> list[bool]:
+    """Which of these keys a living worker renewed within `LIFE_MS`.
+
+    One that ends later than that was set before the server's clock was set back: if its worker
+    lives, it is right again at the next beat.
+    """
+    with server.pipeline(transaction=False) as pipeline:
+        for key in keys:
+            pipeline.pttl(key)
+        return [-1 <= left <= LIFE_MS for left in pipeline.execute()]
+
+
+def living(server: Server, shard: ShardKeys) -> list[str]:
+    """The names of a shard's consumers that have a heartbeat."""
+    names = consumers(server, shard)
+    if not names:
+        return []
+    beats = signs_of_life(server, [shard.alive(name) for name in names])
+    return [name for name, beats_on in zip(names, beats, strict=True) if beats_on]
 
 
 def any_alive(server: Server, shard: ShardKeys) -> bool:
     """Whether any worker of a shard has a heartbeat."""
-    names = consumers(server, shard)
-    return bool(names) and bool(server.exists(*(shard.alive(name) for name in names)))
+    return bool(living(server, shard))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import redis.exceptions
 
 from lmpool.commands import Server
 from lmpool.keys import ShardKeys
@@ -17,20 +20,23 @@ class Servers:
 
     def __init__(self, open_one: Callable[[], Server]) -> None:
         self._server = open_one()
+        self._is_cut = False
 
     @classmethod
-    def of_url(cls, url: str, *, blocks_for: float = 0.0, name: str = "lmpool") -> Servers:
-        """Those of `url`; `blocks_for` is how long, in seconds, blocking reads may wait."""
-        return cls(lambda: open_server(url, blocks_for=blocks_for, name=name))
+    def of_url(
+        cls, url: str, *, blocks_for: float = 0.0, name: str = "lmpool", bounded: bool = False
+    ) -> Servers:
+        """Those of `url`; see `open_server`."""
+        return cls(lambda: open_server(url, blocks_for=blocks_for, name=name, bounded=bounded))
 
     @property
     def pool(self) -> Server:
         """Where the keys lie that belong to the pool and to no shard."""
-        return self._server
+        return self._server if not self._is_cut else _no_server()
 
     def for_shard(self, shard: ShardKeys) -> Server:
         """Where a shard lies."""
-        return self._server
+        return self._server if not self._is_cut else _no_server()
 
     def by_connection(self, shards: Sequence[ShardKeys]) -> list[tuple[Server, list[ShardKeys]]]:
         """The shards that one blocking read covers, by the connection that it uses."""
@@ -41,10 +47,18 @@ class Servers:
         return list(found.values())
 
     def cut(self) -> None:
-        """End reads that may be blocked on connections that will never answer."""
+        """End reads that may be blocked on connections that will never answer, and connect no more.
+
+        Whoever reads gets an error, of redis-py or of what it stumbles over.
+        """
+        self._is_cut = True
         self._server.connection_pool.disconnect()
 
     def close(self) -> None:
         """Close every connection."""
         self._server.close()
         self._server.connection_pool.disconnect()
+
+
+def _no_server() -> NoReturn:
+    raise redis.exceptions.ConnectionError("the connection was cut")

@@ -13,14 +13,21 @@ import math
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, ClassVar, Final, NewType, Protocol, Self, TypeAlias, get_args
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from lmpool.checks import as_integer, is_number
-from lmpool.errors import AnswerFormatError, JobFormatError, PromptError, PromptFailed
+from lmpool.checks import as_integer, as_number, quoted
+from lmpool.errors import (
+    AnswerFormatError,
+    JobFormatError,
+    PromptError,
+    PromptFailed,
+    RowFormatError,
+)
 from lmpool.model_info import Encoding, ModelInfo
 from lmpool.rows import (
     ENTRY_BYTES,
@@ -42,6 +49,8 @@ Digest = NewType("Digest", bytes)
 
 DIGEST_BYTES: Final = 16
 MAX_EOS_IDS: Final = 256
+EOS_READ: Final = 1 << 16
+"""How many of those that a caller gives are looked at."""
 MAX_SEED: Final = 2**63 - 1
 GENERATION_VERSION: Final = 1
 
@@ -111,7 +120,7 @@ class Row:
             return _ROWS[info.encoding]
         if not isinstance(self.encoding, str) or self.encoding not in ENTRY_BYTES:
             raise PromptError(
-                f"encoding={self.encoding!r:.60}: write one of {', '.join(ENTRY_BYTES)}"
+                f"encoding={quoted(self.encoding)}: write one of {', '.join(ENTRY_BYTES)}"
             )
         return self
 
@@ -160,7 +169,11 @@ class Row:
 
     def decode(self, data: bytes, info: ModelInfo) -> EncodedRow:
         """Read what `encode` wrote. Raises `RowFormatError`."""
-        return unpack_row(data, info.vocab_size)
+        row = unpack_row(data, info.vocab_size)
+        # As above. The first of bfloat16's bits is a logit, which its scale was taken from.
+        if row.scale != row.scale or (row.encoding != "bf16" and row.data[0] != row.data[0]):
+            raise RowFormatError("a row of NaN")
+        return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,20 +196,23 @@ class Generate:
     def checked(self, info: ModelInfo) -> Self:
         """With every default but the seed resolved for a model. Raises `PromptError`."""
         most = as_integer(self.max_tokens)
-        if most is None or not 1 <= most < 2**31:
-            raise PromptError(f"max_tokens={self.max_tokens!r}: write a positive integer")
-        if not is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+        if most is None or not 0 <= most < 2**31:
             raise PromptError(
-                f"temperature={self.temperature!r}: write a number of 0 (greedy) or more"
+                f"max_tokens={quoted(self.max_tokens)}: write an integer, 0 or more, below 2**31"
+            )
+        temperature = as_number(self.temperature)
+        if temperature is None or not 0 <= temperature < math.inf:
+            raise PromptError(
+                f"temperature={quoted(self.temperature)}: write a number of 0 (greedy) or more"
             )
         seed = None if self.seed is None else as_integer(self.seed)
         if seed is None and self.seed is not None:
-            raise PromptError(f"seed={self.seed!r}: write an integer, or None")
+            raise PromptError(f"seed={quoted(self.seed)}: write an integer, or None")
         return replace(
             self,
             max_tokens=most,
             eos_token_ids=_eos(self.eos_token_ids, info),
-            temperature=_plain_zero(float(self.temperature)),
+            temperature=_plain_zero(temperature),
             seed=None if seed is None else seed & MAX_SEED,
         )
 
@@ -270,20 +286,23 @@ def _plain_zero(value: float) -> float:
 
 
 def _eos(given: Iterable[int] | None, info: ModelInfo) -> tuple[int, ...]:
-    """The ids that end a continuation, in order, each once."""
+    """The ids that end a continuation, in order, each once.
+
+    One that the vocabulary does not have ends none: genlm-backend's ``AsyncLM`` takes it, too.
+    """
     if given is None:
         return info.eos_token_ids
+    ids: set[int | None] = {None}
     try:
-        ids = {as_integer(token) for token in given}
-    except TypeError:
-        ids = {None}
-    eos = sorted(token for token in ids if token is not None and 0 <= token < info.vocab_size)
-    if len(eos) < len(ids) or len(eos) > MAX_EOS_IDS:
+        if not isinstance(given, (str, bytes)):
+            ids = {as_integer(token) for token in islice(given, EOS_READ)}
+    except Exception:  # nothing that can be gone through, or of its own
+        pass
+    if None in ids or len(ids) > MAX_EOS_IDS:
         raise PromptError(
-            f"eos_token_ids={given!r:.100}: write a list of at most {MAX_EOS_IDS} token ids, each "
-            f"in [0, {info.vocab_size})"
+            f"eos_token_ids={quoted(given)}: write a list of at most {MAX_EOS_IDS} token ids"
         )
-    return tuple(eos)
+    return tuple(sorted(i for i in ids if i is not None and 0 <= i < info.vocab_size))
 
 
 # --- wire form ---------------------------------------------------------------------------------

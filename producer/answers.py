@@ -30,19 +30,24 @@ class AnswerReader:
         self._session = session
         self._servers = servers
 
-    def fetch(self, shard: ShardKeys, digests: Sequence[Digest]) -> None:
-        """Read answers that are there and hand them out; ask again for those that are gone."""
+    def fetch(self, shard: ShardKeys, digests: Sequence[Digest]) -> int:
+        """Read answers that are there and hand them out; ask again for those that are gone.
+
+        Returns how many bytes were read.
+        """
         session = self._session
         assert session.info is not None
         width = session.info.vocab_size * (2 if session.info.encoding == "bf16" else 4)
-        step = max(1, FETCH_BYTES // width)
+        step, read = max(1, FETCH_BYTES // width), 0
         for i in range(0, len(digests), step):
             part = digests[i : i + step]
             start = f"{shard.prefix}:result:"
             values = self._servers.for_shard(shard).mget([start + d.hex() for d in part])
+            read += sum(len(value) for value in values if value is not None)
             spoiled = self._hand_out(part, values)
             if spoiled:
                 self._compute_again(shard, spoiled)
+        return read
 
     def _hand_out(
         self, digests: Sequence[Digest], values: Sequence[bytes | None]
@@ -59,7 +64,8 @@ class AnswerReader:
                 if flight is None:
                     continue
                 if value is None:
-                    if flight.tries < MAX_TRIES:
+                    flight.tries += 1
+                    if flight.tries <= MAX_TRIES:
                         table.resend(flight)
                     else:
                         ended += session.fail(flight, _vanished(flight))
@@ -94,7 +100,8 @@ class AnswerReader:
                 flight = session.table.flights.get(digest)
                 if flight is None:
                     continue
-                if deleted and flight.tries < MAX_TRIES:
+                flight.tries += 1
+                if deleted and flight.tries <= MAX_TRIES:
                     session.table.resend(flight)
                 else:
                     ended += session.fail(flight, error)
@@ -104,6 +111,6 @@ class AnswerReader:
 
 def _vanished(flight: Flight) -> LmpoolError:
     return PromptFailed(
-        f"the result was gone {flight.tries} times before it could be read: the server's memory "
-        "is too small for the rows in use, or result_ttl too short"
+        f"the result was gone {flight.tries - 1} times before it could be read: the server's "
+        "memory is too small for the rows in use, or result_ttl too short"
     )

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Final, NoReturn, Self, TypeVar
 
-from lmpool.commands import Fields
 from lmpool.keys import ShardKeys
 from lmpool.model_info import ModelInfo
-from lmpool.producer.blocking import outcome, run_blocking
+from lmpool.producer.adapters import (
+    check_folder,
+    check_lora_name,
+    check_new_name,
+    read_registry,
+)
+from lmpool.producer.blocking import outcome, result, run_blocking
 from lmpool.producer.client import Client
 from lmpool.producer.control import Argument, ask_workers
+from lmpool.producer.deadline import Deadline
 from lmpool.producer.prompts import TokenIds, prompt_bytes
 from lmpool.producer.served_model import ServedModel, ServedModels
 from lmpool.producer.statistics import PoolStatistics, pool_statistics
 from lmpool.producer.tokens import ByteToken, Tokenizer
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
+
+AT_ONCE: Final = 0.01
+"""Seconds in which a client ends that has waited for as long as it may."""
+
+T = TypeVar("T")
 
 
 class BaseLM:
@@ -44,22 +57,24 @@ class BaseLM:
         """What the pool serves: model, vocabulary size, longest prompt, special token ids.
 
         Connects at the first call. Raises `UnknownPool` where nobody has served it, and
-        `ServerError` where there is no server.
+        `ServerError` where there is no server. Like every call that takes no timeout, it waits
+        `request_timeout` at most.
         """
-        return self._client.info or run_blocking(self._load_info())
+        return self._client.info or run_blocking(self._load_info(self._until(None)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(url={mask_url(self.url)!r}, pool={self.pool!r})"
 
-    def close(self) -> None:
-        """Withdraw what is waited for and end the connection."""
+    def close(self, timeout: float | None = None) -> None:
+        """Withdraw what is waited for and end the connection; see `PooledLM.close`."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
+        deadline = self._until(None)
         try:
-            self.info  # noqa: B018 - connects
+            run_blocking(self._load_info(deadline))
         except BaseException:
-            self.close()
+            self.close(deadline.at_least(AT_ONCE))
             raise
         return self
 
@@ -71,13 +86,27 @@ class BaseLM:
     ) -> None:
         self.close()
 
-    async def _load_info(self) -> ModelInfo:
+    def _until(self, timeout: float | None) -> Deadline:
+        return Deadline.checked(timeout, self.options.request_timeout)
+
+    async def _load_info(self, deadline: Deadline) -> ModelInfo:
         if self._client.info is not None:
             return self._client.info
-        return await outcome(self._client.load_info(), shared=True)
+        client = self._client
+        return await outcome(client.load_info(), deadline, client.no_answer, shared=True)
 
-    def _model(self) -> ServedModel:
-        return self._models.of(self.info)
+    async def _run(self, function: Callable[[Servers], T], deadline: Deadline) -> T:
+        """What a function brings that reads from the server."""
+        return await outcome(self._client.run(function), deadline, self._client.no_answer)
+
+    def _model(self, deadline: Deadline) -> ServedModel:
+        return self._models.of(run_blocking(self._load_info(deadline)))
+
+    def _model_with_vocabulary(self) -> ServedModel:
+        deadline = self._until(None)
+        model = self._model(deadline)
+        model.read_vocabulary(deadline)
+        return model
 
     @property
     def shards(self) -> tuple[ShardKeys, ...]:
@@ -93,36 +122,48 @@ class BaseLM:
 
         Raises `PoolError` where the pool published none, or transformers is not installed.
         """
-        return self._model().tokenizer
+        return self._model_with_vocabulary().tokenizer
 
     @property
     def byte_vocab(self) -> list[ByteToken]:
         """Every token: its bytes, with its `token_id`; genlm's ``Token`` where installed."""
-        return self._model().byte_vocab
+        return self._model_with_vocabulary().byte_vocab
 
     @property
     def str_vocab(self) -> list[str]:
         """Every token as text; what is no UTF-8 as the tokenizer spells it."""
-        return self._model().str_vocab
+        return self._model_with_vocabulary().str_vocab
 
     # --- adapters and caches -------------------------------------------------------------------
 
-    def add_new_lora(self, lora_path: str, lora_name: str) -> None:
+    def add_new_lora(
+        self,
+        lora_path: str | os.PathLike[str],
+        lora_name: str,
+        *,
+        timeout: float | None = None,
+    ) -> None:
         """Register the LoRA adapter in folder `lora_path` (on the workers) as `lora_name`.
 
         The folder must be one that the operator allows (LMPOOL_ADAPTER_DIRS). Replaces an adapter
-        of that name. Raises `AdapterError` with each worker's reason.
+        of that name. Raises `AdapterError` with each worker's reason, and `PoolTimeout` after
+        `timeout` seconds, 120 where neither it nor a `request_timeout` is given. So do the other
+        calls that every worker has to answer.
         """
-        self._control("add_lora", lora_name, lora_path)
-        self._model().adapters.forget()
+        deadline = self._until(timeout)
+        name, path = check_new_name(lora_name), check_folder(lora_path)
+        self._control("add_lora", deadline, name, path)
+        self._model(deadline).adapters.forget()
 
-    def remove_lora(self, lora_name: str) -> None:
+    def remove_lora(self, lora_name: str, *, timeout: float | None = None) -> None:
         """Unregister an adapter on every worker; unknown names raise `UnknownAdapter`."""
-        self._follow()
-        adapters = self._model().adapters
-        adapters.keep(self._client.run(self._read_adapters).result())
+        deadline = self._until(timeout)
+        check_lora_name(lora_name)
+        self._follow(deadline)
+        adapters = self._model(deadline).adapters
+        adapters.keep(run_blocking(self._run(self._read_adapters, deadline)))
         adapters.reference(lora_name)
-        self._control("remove_lora", lora_name)
+        self._control("remove_lora", deadline, lora_name)
         adapters.forget()
 
     def set_lora(self, lora_path: str, lora_name: str) -> NoReturn:
@@ -133,18 +174,19 @@ class BaseLM:
         """Not offered: an adapter is chosen per call, with `lora_name=`."""
         raise RuntimeError("there is no active adapter: leave lora_name= out for the base model")
 
-    def cache_kv(self, prompt_tokens: TokenIds) -> None:
+    def cache_kv(self, prompt_tokens: TokenIds, *, timeout: float | None = None) -> None:
         """Have every worker compute and keep a prefix's state, where its engine keeps state.
 
         Raises `PromptError` for what is no prompt, `PoolError` with each worker's reason.
         """
-        info = self.info
+        deadline = self._until(timeout)
+        info = run_blocking(self._load_info(deadline))
         tokens = prompt_bytes(prompt_tokens, info.vocab_size, info.max_prompt_tokens)
-        self._control("cache_prefix", tokens)
+        self._control("cache_prefix", deadline, tokens)
 
-    def clear_kv_cache(self) -> None:
+    def clear_kv_cache(self, *, timeout: float | None = None) -> None:
         """Have every worker drop its engine's state."""
-        self._control("clear_cache")
+        self._control("clear_cache", self._until(timeout))
 
     def clear_cache(self) -> None:
         """Drop this client's own cache of rows."""
@@ -154,19 +196,18 @@ class BaseLM:
         """Withdraw everything that is waited for through this client."""
         self._client.withdraw_all()
 
-    def _control(self, function: str, *arguments: Argument) -> None:
-        self._follow()
-        found = self._client.run(self._read_statistics).result()
+    def _control(self, function: str, deadline: Deadline, *arguments: Argument) -> None:
+        self._follow(deadline)
+        found = run_blocking(self._run(self._read_statistics, deadline))
         workers = [worker["id"] for worker in found["workers"]]
-        ask_workers(self.url, self._client.keys, workers, function, *arguments)
+        ask_workers(self.url, self._client.keys, workers, function, *arguments, deadline=deadline)
 
-    def _follow(self) -> None:
-        self.info  # noqa: B018 - connects
-        self._client.follow().result()
+    def _follow(self, deadline: Deadline) -> None:
+        run_blocking(self._load_info(deadline))
+        result(self._client.follow(), deadline, self._client.no_answer)
 
-    def _read_adapters(self, servers: Servers) -> Fields:
-        shard = self._client.shards[0]
-        return servers.for_shard(shard).hgetall(shard.adapters)
+    def _read_adapters(self, servers: Servers) -> dict[str, str]:
+        return read_registry(servers, self._client.shards[0])
 
     # --- numbers -------------------------------------------------------------------------------
 

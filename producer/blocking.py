@@ -17,6 +17,9 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
+from lmpool.errors import LmpoolError
+from lmpool.producer.deadline import Deadline
+
 P = ParamSpec("P")
 SelfT = TypeVar("SelfT")
 T = TypeVar("T")
@@ -65,15 +68,67 @@ def is_blocking() -> bool:
     return _thread.blocks_in is _get_running_loop()
 
 
-async def outcome(future: Future[T], *, shared: bool = False) -> T:
+def running_loop() -> asyncio.AbstractEventLoop:
+    """The event loop to wait in. Raises `LmpoolError` where there is none."""
+    loop = _get_running_loop()
+    if loop is None:
+        raise LmpoolError(
+            "awaited without an asyncio event loop: lmpool waits in asyncio alone. With trio, call "
+            "the methods of lm.sync by trio.to_thread.run_sync"
+        )
+    return loop
+
+
+def result(future: Future[T], deadline: Deadline, missing: str, *, shared: bool = False) -> T:
+    """What a future of another thread brings, while this thread blocks; see `outcome`."""
+    try:
+        return future.result(deadline.left())
+    except TimeoutError:
+        if future.done():
+            # Its own, or it was done in the very moment in which it was given up.
+            return future.result()
+        raise deadline.error(missing) from None
+    finally:
+        if not shared:
+            future.cancel()  # nothing, once it is done
+
+
+async def outcome(
+    future: Future[T], deadline: Deadline, missing: str, *, shared: bool = False
+) -> T:
     """What a future of another thread brings.
 
-    One that is `shared` others wait for too: it goes on when this wait is cancelled.
+    Raises `PoolTimeout`, which says what is `missing`, at the deadline. Who stops waiting takes it
+    back, if it has not begun; one that is `shared` others wait for too: it goes on.
     """
     if is_blocking():
+        return result(future, deadline, missing, shared=shared)
+    loop = running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    def wake_loop(_: Future[T]) -> None:
+        try:
+            loop.call_soon_threadsafe(wake)
+        except RuntimeError:
+            pass  # a loop that was closed has nobody left who waits
+
+    left = deadline.left()
+    timer = None if left is None else loop.call_later(left, wake)
+    future.add_done_callback(wake_loop)
+    try:
+        await ready
+    finally:
+        if timer is not None:
+            timer.cancel()
+        if not shared:
+            future.cancel()  # nothing, once it is done
+    if future.done() and not future.cancelled():
         return future.result()
-    wrapped = asyncio.wrap_future(future)
-    return await (asyncio.shield(wrapped) if shared else wrapped)
+    raise deadline.error(missing)
 
 
 async def pause(seconds: float) -> None:
@@ -81,4 +136,5 @@ async def pause(seconds: float) -> None:
     if is_blocking():
         time.sleep(seconds)  # noqa: ASYNC251 - there is no event loop
     else:
+        running_loop()
         await asyncio.sleep(seconds)

@@ -1,26 +1,21 @@
-"""How one call waits: for how long, how urgent it is, and whether it shows a bar."""
+"""How one call waits: until when, how urgent it is, and whether it shows a bar."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from typing import Final
 
-from lmpool.checks import is_number
+from lmpool.checks import quoted
 from lmpool.errors import SettingsError
-from lmpool.keys import Priority
+from lmpool.keys import PRIORITIES, Priority
+from lmpool.producer.deadline import Deadline
 from lmpool.settings import ClientOptions
-
-LONGEST_WAIT: Final = 86_400.0 * 365
-"""Seconds beyond which a timeout is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """`timeout` in seconds and the `deadline` (monotonic) it comes to; both None: without end."""
+    """The `deadline` began with the call, whatever it waits for first."""
 
-    timeout: float | None
-    deadline: float | None
+    deadline: Deadline
     priority: Priority
     progress: bool
 
@@ -38,19 +33,9 @@ class CallOptions:
         """
         if priority is None:
             priority = defaults.priority
-        elif priority not in ("interactive", "batch"):
-            raise SettingsError(f"priority={priority!r:.60}: write 'interactive' or 'batch'")
-        if timeout is None:
-            timeout = defaults.request_timeout
-        if timeout is None:
-            return cls(None, None, priority, progress)
-        if not is_number(timeout) or not timeout > 0:
-            raise SettingsError(f"timeout={timeout!r}: write a positive number of seconds, or None")
-        if timeout > LONGEST_WAIT:
-            return cls(None, None, priority, progress)
-        limit = float(timeout)
-        return cls(limit, time.monotonic() + limit, priority, progress)
-
-    def left(self) -> float | None:
-        """Seconds until the deadline; None waits without end."""
-        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+        elif not isinstance(priority, str) or priority not in PRIORITIES:
+            raise SettingsError(f"priority={quoted(priority)}: write 'interactive' or 'batch'")
+        if type(progress) is not bool:
+            raise SettingsError(f"progress={quoted(progress)}: write True or False")
+        deadline = Deadline.checked(timeout, defaults.request_timeout)
+        return cls(deadline, priority, progress)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, cast
 
-from lmpool.errors import LmpoolError, PoolTimeout
+from lmpool.errors import LmpoolError
 from lmpool.model_info import ModelInfo
-from lmpool.producer.blocking import is_blocking
+from lmpool.producer.blocking import is_blocking, running_loop
 from lmpool.producer.call_options import CallOptions
 from lmpool.producer.client import Client
 from lmpool.producer.pending import PendingCall
@@ -39,11 +39,12 @@ class Caller:
         Whoever stops waiting, by `options`, cancellation or Ctrl-C, withdraws them. Raises
         `PoolTimeout`, and what the pool found wrong.
         """
-        call = PendingCall(jobs, options.deadline, priority=options.priority, info=info)
+        deadline = options.deadline
+        call = PendingCall(jobs, deadline.at, priority=options.priority, info=info)
         try:
             self._submit(call)
             wait = _show_and_wait if options.progress else _wait
-            done = await wait(call, options.left())
+            done = await wait(call, deadline.left())
         except GeneratorExit:  # the garbage collector's doing, in whichever thread
             self._client.abandon(call)
             raise
@@ -53,14 +54,17 @@ class Caller:
         if not done:
             self._client.forget(call)
             if call.left:  # else the last answer came at the same moment
-                raise self._timed_out(call, options)
+                raise deadline.error(
+                    f"{call.left} of {len(call.jobs)} answers were not there",
+                    f"; they were withdrawn (pool {self._client.options.pool!r})",
+                )
         return _answers_of(call)
 
     def _submit(self, call: PendingCall) -> None:
         if is_blocking():
             self._client.submit([call.for_thread()])
             return
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         turn = self._turns.get(loop)
         if turn is None:
             turn = self._turns[loop] = []
@@ -83,12 +87,6 @@ class Caller:
                 call._wake()
             if failure is not error:
                 raise
-
-    def _timed_out(self, call: PendingCall, options: CallOptions) -> PoolTimeout:
-        return PoolTimeout(
-            f"{call.left} of {len(call.jobs)} answers were not there after {options.timeout:g} s; "
-            f"they were withdrawn (pool {self._client.options.pool!r})"
-        )
 
 
 async def _wait(call: PendingCall, timeout: float | None) -> bool:

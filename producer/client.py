@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
-from lmpool.errors import ClientClosed, LmpoolError, UnknownPool
+from lmpool.errors import LmpoolError, UnknownPool
 from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.liveness import any_alive
 from lmpool.model_info import ModelInfo
@@ -26,8 +26,8 @@ from lmpool.producer.flights import Statistics
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.replacement import look_at, replaced
 from lmpool.producer.sender import Sender
-from lmpool.producer.session import Session
-from lmpool.server import greet
+from lmpool.producer.session import Session, closed
+from lmpool.server import get_string, greet
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
 from lmpool.wants import Answer
@@ -36,7 +36,10 @@ from lmpool.wire import Job
 _CLIENTS: weakref.WeakSet[Client] = weakref.WeakSet()
 T = TypeVar("T")
 
-_CLOSED = "this PooledLM was closed"
+FAREWELL: Final = 3.0
+"""Seconds for which a client that closes waits for the server, unless it is told otherwise."""
+CUT_WAIT: Final = 0.2
+"""Seconds in which a thread ends whose connection was cut."""
 REPUBLISHED_IN: Final = 6.0
 """Seconds within which living workers publish a model info that was lost."""
 LOCK_MOST: Final = 1.0
@@ -48,6 +51,8 @@ class Client:
 
     def __init__(self, options: ClientOptions) -> None:
         self.options = options
+        self.no_answer = f"no answer from {mask_url(options.url)}"
+        """What was missing when the server was waited for in vain."""
         self.cache = AnswerCache(options.cache_bytes)
         self._begin(Statistics())
         _CLIENTS.add(self)
@@ -55,6 +60,7 @@ class Client:
     def _begin(self, statistics: Statistics) -> None:
         self._session = Session(self.options, self.cache, statistics)
         self._threads: list[threading.Thread] = []
+        self._cut: Callable[[], None] = lambda: None
         self._loading: Future[ModelInfo] | None = None
 
     def after_fork(self) -> None:
@@ -93,7 +99,7 @@ class Client:
         self._start()
         with session.work:
             if session.closed:
-                raise ClientClosed(_CLOSED)
+                raise closed()
             session.tasks.append((function, future))
             session.work.notify()
         return future
@@ -125,7 +131,7 @@ class Client:
 
     def _follow(self, servers: Servers) -> None:
         if self._session.info is not None and self.options.when_replaced == "follow":
-            current = servers.pool.get(self._session.keys.info)
+            current = get_string(servers.pool, self._session.keys.info)
             if current is not None:
                 look_at(self._session, servers, current)
 
@@ -137,7 +143,7 @@ class Client:
         session = self._session
         with session.work:
             if session.closed:
-                raise ClientClosed(_CLOSED)
+                raise closed()
             table = session.table
             for call in calls:
                 if call.done:
@@ -190,8 +196,14 @@ class Client:
             session.work.notify()
         wake(ended)
 
-    def close(self) -> None:
-        """Withdraw what is waited for, end both threads, leave nothing on the server."""
+    def close(self, timeout: float | None = None) -> None:
+        """Withdraw what is waited for, end both threads, leave nothing on the server.
+
+        One that has not answered after `timeout` seconds is left as it is: leases end there.
+        """
+        if timeout is None:
+            timeout = min(FAREWELL, self.options.request_timeout or FAREWELL)
+        until = time.monotonic() + timeout
         session = self._session
         with session.work:
             if session.closed:
@@ -199,20 +211,24 @@ class Client:
             session.closed = True
             session.closing.set()
             session.joined.set()
-            ended = session.fail_all(ClientClosed(_CLOSED))
+            ended = session.fail_all(closed())
             session.work.notify()
             threads = list(self._threads)
         wake(ended)
+        threads = [thread for thread in threads if thread is not threading.current_thread()]
         for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout=10)
+            thread.join(max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            self._cut()
+            for thread in threads:
+                thread.join(CUT_WAIT)
 
-    def close_soon(self) -> None:
+    def close_soon(self, timeout: float | None = None) -> None:
         """`close` for a finalizer, which may run in a thread that holds the lock."""
         lock = self._session.lock
         if lock.acquire(timeout=LOCK_MOST):
             lock.release()
-            self.close()
+            self.close(timeout)
         else:
             threading.Thread(target=self.close, name="lmpool-close", daemon=True).start()
 
@@ -231,7 +247,14 @@ class Client:
                 if collecting.is_alive():
                     collector.cut()
 
-            sending = self._thread("sender", Sender(session, farewell).run)
+            sender = Sender(session, farewell)
+            sending = self._thread("sender", sender.run)
+
+            def cut() -> None:
+                sender.cut()
+                collector.cut()
+
+            self._cut = cut
             collecting.start()
             sending.start()
             self._threads = [sending, collecting]
@@ -245,14 +268,14 @@ class Client:
         if session.info is not None:  # two asked
             return session.info
         greet(server, options.url, session.clock)
-        found = server.get(session.keys.info)
+        found = get_string(server, session.keys.info)
         deadline = time.monotonic() + REPUBLISHED_IN
         # Living workers publish it again at their next heartbeat.
         while found is None and server.exists(session.keys.serving):
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.05)
-            found = server.get(session.keys.info)
+            found = get_string(server, session.keys.info)
         if found is None:
             raise UnknownPool(
                 f"no pool {options.pool!r} on {mask_url(options.url)}: start a worker "

@@ -12,11 +12,15 @@ from typing import Any, Final, TypeAlias, TypeVar
 import msgpack
 
 from lmpool.address import async_connection_pool
-from lmpool.errors import AdapterError, NoWorkers, PoolError, PoolTimeout
+from lmpool.checks import quoted, said
+from lmpool.errors import AdapterError, LmpoolError, NoWorkers, PoolError
 from lmpool.keys import PoolKeys
+from lmpool.producer.blocking import result
+from lmpool.producer.deadline import Deadline
+from lmpool.server import understood
 
 CONTROL_TIMEOUT: Final = 120.0
-"""Seconds that a worker may take: loading an adapter does."""
+"""Seconds that a worker may take where nobody says how long: loading an adapter takes long."""
 
 Argument: TypeAlias = str | bytes
 T = TypeVar("T")
@@ -28,29 +32,37 @@ def ask_workers(
     workers: list[str],
     function: str,
     *arguments: Argument,
-    timeout: float | None = None,
+    deadline: Deadline,
 ) -> dict[str, object]:
     """Run a control function on every worker; returns what each returned, by worker.
 
     Raises `NoWorkers` without workers, `AdapterError` or `PoolError` with every worker's error,
-    `PoolTimeout` when one does not answer within `timeout` seconds.
+    `PoolTimeout` when one does not answer until the deadline: it drops what it has not begun.
     """
     if not workers:
         raise NoWorkers(f"pool {keys.pool!r} has no worker alive to {function.replace('_', ' ')}")
     if importlib.util.find_spec("arq") is None:
         raise PoolError(f"{function} travels as an arq job: pip install 'lmpool[worker]'")
-    answers = _run_in_thread(_ask(url, keys, workers, function, arguments, timeout))
+    if deadline.at is None:
+        deadline = Deadline(CONTROL_TIMEOUT)
+    asking = _in_thread(_ask(url, keys, workers, function, arguments, deadline))
+    answers = result(asking, deadline, _missing(function, workers))
     errors = {worker: a["error"] for worker, a in answers.items() if "error" in a}
     if errors:
         text = "; ".join(f"{worker}: {error}" for worker, error in errors.items())
         kind = AdapterError if "lora" in function else PoolError
         raise kind(f"{function} failed on {len(errors)} of {len(workers)} workers: {text}")
-    return {worker: answer["result"] for worker, answer in answers.items()}
+    return {worker: answer.get("result") for worker, answer in answers.items()}
 
 
-def _run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
+def _missing(function: str, workers: list[str]) -> str:
+    return f"{function} was not answered by every one of {', '.join(workers)}"
+
+
+def _in_thread(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
     """Run it in an event loop of its own: the caller's thread may be running one."""
     done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # who stops waiting leaves it behind
 
     def run() -> None:
         try:
@@ -58,10 +70,8 @@ def _run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
         except BaseException as error:
             done.set_exception(error)
 
-    thread = threading.Thread(target=run, name="lmpool-control")
-    thread.start()
-    thread.join()
-    return done.result()
+    threading.Thread(target=run, name="lmpool-control", daemon=True).start()
+    return done
 
 
 async def _ask(
@@ -70,11 +80,11 @@ async def _ask(
     workers: list[str],
     function: str,
     arguments: tuple[Argument, ...],
-    timeout: float | None,
+    deadline: Deadline,
 ) -> dict[str, dict[str, Any]]:
     from arq.connections import ArqRedis
 
-    limit = CONTROL_TIMEOUT if timeout is None else timeout
+    limit = deadline.left() or 0.0
     pool = ArqRedis(
         async_connection_pool(url, protocol=2),
         job_serializer=msgpack.packb,
@@ -82,20 +92,30 @@ async def _ask(
         expires_extra_ms=int(limit * 1000),
     )
 
-    async def one(worker: str) -> Any:
+    async def one(worker: str) -> dict[str, Any]:
         job = await pool.enqueue_job(
-            function, *arguments, _queue_name=keys.control_queue(worker), _expires=limit
+            function,
+            *arguments,
+            limit,
+            _queue_name=keys.control_queue(worker),
+            _expires=max(limit, 0.001),
         )
         assert job is not None
-        try:
-            return await job.result(timeout=limit, poll_delay=0.05)
-        except TimeoutError:
-            raise PoolTimeout(
-                f"worker {worker} did not answer {function} within {limit:g} s"
-            ) from None
+        answer = await job.result(poll_delay=0.05)
+        if not isinstance(answer, dict):
+            raise PoolError(f"worker {worker} answered {function} with {quoted(answer)}")
+        return answer
 
     try:
-        found = await asyncio.gather(*(one(worker) for worker in workers))
+        with understood(url):
+            async with asyncio.timeout(limit):
+                found = await asyncio.gather(*(one(worker) for worker in workers))
+    except TimeoutError:
+        raise deadline.error(_missing(function, workers)) from None
+    except LmpoolError:
+        raise
+    except Exception as error:  # of arq's: a job that failed in another way than ours do
+        raise PoolError(f"{function} failed: {said(error)}") from error
     finally:
         await pool.aclose(close_connection_pool=True)
     return dict(zip(workers, found, strict=True))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
 
 from lmpool.errors import PromptError
 from lmpool.model_info import ModelInfo
-from lmpool.producer.prompts import TokenIds, prompt_bytes
+from lmpool.producer.prompts import TokenIds, prompt_bytes, several
 from lmpool.wants import Digester, Want
 from lmpool.wire import Job
 
@@ -34,7 +33,7 @@ class JobMaker:
         """One job for each prompt. An error names the prompt by its place."""
         info = self._info
         packed = []
-        for number, prompt in enumerate(_several(prompts)):
+        for number, prompt in enumerate(several(prompts)):
             try:
                 packed.append(prompt_bytes(prompt, info.vocab_size, info.max_prompt_tokens))
             except PromptError as error:
@@ -51,10 +50,3 @@ class JobMaker:
             Job(mine, digest_of(mine, tokens, adapter), tokens, adapter)
             for mine, tokens in zip(wants, packed, strict=True)
         ]
-
-
-def _several(prompts: Any) -> Sequence[TokenIds]:
-    if not isinstance(prompts, Iterable):
-        kind = type(prompts).__name__
-        raise PromptError(f"prompts of type {kind}: a list of prompts is needed")
-    return cast(Sequence[TokenIds], prompts)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar, cast
 
-from lmpool.errors import PoolMismatch, PoolTimeout, UnknownAdapter
+from lmpool.checks import as_integer, quoted
+from lmpool.errors import PoolMismatch, PromptError, SettingsError, UnknownAdapter
 from lmpool.keys import Priority
 from lmpool.model_info import ModelInfo
-from lmpool.producer.base_lm import BaseLM
-from lmpool.producer.blocking import blocking, outcome, pause, run_blocking
+from lmpool.producer.adapters import check_lora_name
+from lmpool.producer.base_lm import AT_ONCE, BaseLM
+from lmpool.producer.blocking import blocking, outcome, pause, run_blocking, running_loop
 from lmpool.producer.call_options import CallOptions
 from lmpool.producer.caller import Caller
 from lmpool.producer.client import Client
+from lmpool.producer.deadline import Deadline
 from lmpool.producer.frameworks import Framework, RowT_co, framework
 from lmpool.producer.jobs import JobMaker
 from lmpool.producer.prompts import TokenIds
@@ -53,6 +55,8 @@ class PooledLM(BaseLM, Generic[RowT_co]):
 
     def __init__(self, options: ClientOptions | None = None) -> None:
         options = ClientOptions() if options is None else options
+        if not isinstance(options, ClientOptions):
+            raise SettingsError(f"options={quoted(options)}: write ClientOptions(...), or connect")
         client = Client(options)
         super().__init__(options, client, ServedModels(client))
         self._framework: Framework[RowT_co] = framework(options.framework)
@@ -66,19 +70,33 @@ class PooledLM(BaseLM, Generic[RowT_co]):
         """This client with every method blocking, under the same names."""
         return SyncPooledLM(self)
 
-    def close(self) -> None:
-        """Withdraw what is waited for and end the connection."""
-        self._finalizer()
+    def close(self, timeout: float | None = None) -> None:
+        """Withdraw what is waited for and end the connection.
 
-    async def aclose(self) -> None:
+        A server that does not answer is waited for `timeout` seconds, 3 where neither it nor a
+        shorter `request_timeout` is given, and then left alone.
+        """
+        seconds = Deadline.checked(timeout, None).timeout
+        last = self._finalizer.detach()
+        if last is not None:
+            _, end, arguments, _ = last
+            end(*arguments, seconds)
+
+    async def aclose(self, timeout: float | None = None) -> None:
         """`close` without blocking the event loop."""
-        await asyncio.to_thread(self.close)
+        running_loop()
+        await asyncio.to_thread(self.close, timeout)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        # What is read from a pickle is a client of its own, of the same pool.
+        return type(self), (self.options,)
 
     async def __aenter__(self) -> Self:
+        deadline = self._until(None)
         try:
-            await self._load_info()
+            await self._load_info(deadline)
         except BaseException:
-            await self.aclose()
+            await self.aclose(deadline.at_least(AT_ONCE))
             raise
         return self
 
@@ -106,13 +124,15 @@ class PooledLM(BaseLM, Generic[RowT_co]):
         was replaced: all answers of a call are of one model and one adapter.
         """
         asked_again = False
+        if lora_name is not None:
+            check_lora_name(lora_name)
         while True:
-            info = self._client.info or await self._load_info()
+            info = self._client.info or await self._load_info(options.deadline)
             model = self._models.of(info)
             adapter = None
             if lora_name is not None:
                 if not model.adapters.knows(lora_name):
-                    model.adapters.keep(await outcome(self._client.run(self._read_adapters)))
+                    model.adapters.keep(await self._run(self._read_adapters, options.deadline))
                 adapter = model.adapters.reference(lora_name)
             jobs = make(model.jobs, adapter)
             answer = self._client.lookup(jobs[0]) if len(jobs) == 1 else None
@@ -194,6 +214,7 @@ class PooledLM(BaseLM, Generic[RowT_co]):
         """Continue a prompt on the worker, as one job: the sampled ids, without the EOS token.
 
         `temperature` 0 is greedy. A `seed` repeats: the same prompt and seed give the same ids.
+        An EOS id outside the vocabulary ends nothing, and `max_tokens` 0 asks for nothing.
         Raises what `next_token_logprobs` raises.
         """
         want = Generate(max_tokens, eos_token_ids, temperature, seed)
@@ -226,37 +247,48 @@ class PooledLM(BaseLM, Generic[RowT_co]):
         lora_name: str | None,
         options: CallOptions,
     ) -> list[list[int]]:
-        _, found = await self._answers(
-            lambda jobs, adapter: jobs.many(prompts, jobs.check(want), adapter), lora_name, options
-        )
+        asked: list[Job] = []
+
+        def make(jobs: JobMaker, adapter: str | None) -> list[Job]:
+            asked[:] = jobs.many(prompts, jobs.check(want), adapter)
+            # For no tokens there is nothing to be asked.
+            return asked if as_integer(want.max_tokens) else []
+
+        _, found = await self._answers(make, lora_name, options)
+        if not found:
+            return [[] for _ in asked]
         return [generation.token_ids.tolist() for generation in cast(list[Generation], found)]
 
     def ask_again(self, job: Job, *, timeout: float | None = None) -> Answer:
         """The answer to a job that was made before, as of one among the dead; blocking."""
         options = self._options(timeout, None)
-        (answer,) = run_blocking(self._caller.answers(self.info, [job], options))
+        if not isinstance(job, Job):
+            raise PromptError(f"job={quoted(job)}: a job is needed, as a dead letter has one")
+        info = run_blocking(self._load_info(options.deadline))
+        (answer,) = run_blocking(self._caller.answers(info, [job], options))
         return answer
 
     # --- the pool ------------------------------------------------------------------------------
 
-    async def pool_statistics(self) -> PoolStatistics:
+    async def pool_statistics(self, *, timeout: float | None = None) -> PoolStatistics:
         """The pool's counters, backlog, and living workers."""
-        await self._load_info()
-        return await outcome(self._client.run(self._read_statistics))
+        deadline = self._until(timeout)
+        await self._load_info(deadline)
+        return await self._run(self._read_statistics, deadline)
 
-    async def wait_for_workers(self, timeout: float = 60.0) -> None:
+    async def wait_for_workers(self, timeout: float | None = 60.0) -> None:
         """Return once a worker is alive, also of a pool that nobody has served yet.
 
         Raises `PoolTimeout` after `timeout` seconds.
         """
-        deadline = time.monotonic() + timeout
-        while not await outcome(self._client.any_worker()):
-            if time.monotonic() >= deadline:
-                raise PoolTimeout(
-                    f"no worker of pool {self.pool!r} within {timeout:g} s: "
-                    "start one, lmpool worker"
+        deadline, client = self._until(timeout), self._client
+        while not await outcome(client.any_worker(), deadline, client.no_answer):
+            left = deadline.left()
+            if left is not None and left <= 0:
+                raise deadline.error(
+                    f"no worker of pool {self.pool!r} was alive", ": start one, lmpool worker"
                 )
-            await pause(WORKERS_POLL)
+            await pause(WORKERS_POLL if left is None else min(WORKERS_POLL, left))
 
     # --- as genlm-backend calls them -----------------------------------------------------------
 
@@ -290,12 +322,17 @@ class SyncPooledLM(BaseLM, Generic[RowT_co]):
     """
 
     def __init__(self, lm: PooledLM[RowT_co]) -> None:
+        if not isinstance(lm, PooledLM):
+            raise SettingsError(f"lm={quoted(lm)}: a PooledLM is needed; write lm.sync")
         super().__init__(lm.options, lm._client, lm._models)
         self._lm = lm
 
-    def close(self) -> None:
-        """Withdraw what is waited for and end the connection."""
-        self._lm.close()
+    def close(self, timeout: float | None = None) -> None:
+        """Withdraw what is waited for and end the connection; see `PooledLM.close`."""
+        self._lm.close(timeout)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return SyncPooledLM, (self._lm,)
 
     next_token_logprobs = _of_sync(PooledLM[RowT_co].next_token_logprobs)
     batch_next_token_logprobs = _of_sync(PooledLM[RowT_co].batch_next_token_logprobs)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from lmpool.errors import PromptError
+from lmpool.checks import as_integer, quoted, said
+from lmpool.errors import LmpoolError, PromptError
 
 
 class Tensor(Protocol):
@@ -32,7 +33,7 @@ def prompt_bytes(token_ids: TokenIds, vocab_size: int, max_prompt_tokens: int) -
     ``[0, vocab_size)``; the message names the first such id and its place.
     """
     if type(token_ids) is not list and type(token_ids) is not tuple:
-        token_ids = _as_sequence(token_ids)
+        token_ids = _as_sequence(token_ids, max_prompt_tokens)
     length = len(token_ids)
     if not length:
         raise PromptError("empty prompt: at least one token id is needed, such as BOS")
@@ -50,7 +51,7 @@ def prompt_bytes(token_ids: TokenIds, vocab_size: int, max_prompt_tokens: int) -
     if packed is None or max(packed) >= vocab_size:
         place, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
         raise PromptError(
-            f"token id {bad} at position {place} is outside [0, {vocab_size}): "
+            f"token id {quoted(bad)} at position {place} is outside [0, {vocab_size}): "
             "was the prompt tokenized with this pool's tokenizer?"
         )
     if sys.byteorder != "little":
@@ -58,50 +59,80 @@ def prompt_bytes(token_ids: TokenIds, vocab_size: int, max_prompt_tokens: int) -
     return packed.tobytes()
 
 
-def _as_sequence(token_ids: Any) -> Sequence[int]:
-    """Any container of ids as a list, refusing what has another shape or dtype."""
-    if isinstance(token_ids, (str, bytes)):
-        raise PromptError(
-            f"a prompt of type {type(token_ids).__name__}: token ids are needed; "
-            "write lm.tokenizer.encode(text)"
-        )
-    if hasattr(token_ids, "detach"):  # a torch tensor, on any device
-        token_ids = token_ids.detach().cpu().numpy()
-    if isinstance(token_ids, np.ndarray):
-        if token_ids.ndim != 1:
-            raise PromptError(
-                f"a prompt of shape {token_ids.shape}: one dimension is needed; "
-                "for several prompts call batch_next_token_logprobs"
-            )
-        if token_ids.size and token_ids.dtype.kind not in "iu":
-            raise PromptError(f"a prompt of dtype {token_ids.dtype}: integers are needed")
-        ids: list[int] = token_ids.tolist()
-        return ids
+def several(prompts: object) -> Iterable[TokenIds]:
+    """The prompts of a batch, one after another, of whatever can be gone through.
+
+    Raises `PromptError` for what cannot be, also midway.
+    """
+    if type(prompts) is list or type(prompts) is tuple:
+        return prompts
+    return _read(prompts)
+
+
+def _read(prompts: object) -> Iterator[TokenIds]:
+    kind = type(prompts).__name__
+    if isinstance(prompts, (str, bytes, bytearray, memoryview, Mapping)):
+        raise PromptError(f"prompts of type {kind}: a list of prompts is needed")
     try:
-        return list(token_ids)
-    except TypeError:
+        yield from cast(Iterable[TokenIds], prompts)
+    except LmpoolError:  # of a call that it makes
+        raise
+    except Exception as error:
         raise PromptError(
-            f"a prompt of type {type(token_ids).__name__}: a list of token ids is needed"
-        ) from None
+            f"prompts of type {kind}: a list of prompts is needed ({said(error)})"
+        ) from error
+
+
+def _as_sequence(token_ids: object, most: int) -> Sequence[int]:
+    """Any container of ids as a list, refusing what has another shape or dtype."""
+    kind = type(token_ids).__name__
+    if isinstance(token_ids, (str, bytes, bytearray, memoryview)):
+        raise PromptError(
+            f"a prompt of type {kind}: token ids are needed; write lm.tokenizer.encode(text)"
+        )
+    if isinstance(token_ids, Mapping):
+        raise PromptError(f"a prompt of type {kind}: a list of token ids is needed")
+    try:
+        found = _as_array(token_ids)
+        if found is None:
+            # One more than may be: there are iterables without end.
+            return list(islice(token_ids, most + 1))  # type: ignore[call-overload]
+    except LmpoolError:  # of a call that it makes
+        raise
+    except Exception as error:
+        raise PromptError(
+            f"a prompt of type {kind}: a list of token ids is needed ({said(error)})"
+        ) from error
+    if found.ndim != 1:
+        raise PromptError(
+            f"a prompt of shape {found.shape}: one dimension is needed; "
+            "for several prompts call batch_next_token_logprobs"
+        )
+    if found.size and found.dtype.kind not in "iu":
+        raise PromptError(f"a prompt of dtype {found.dtype}: integers are needed")
+    ids: list[int] = found.tolist()
+    return ids
+
+
+def _as_array(token_ids: Any) -> npt.NDArray[Any] | None:
+    """A numpy array or a torch tensor, on any device, as an array; None for anything else."""
+    if isinstance(token_ids, np.ndarray):
+        return token_ids
+    if not hasattr(token_ids, "detach"):
+        return None
+    found: npt.NDArray[Any] = token_ids.detach().cpu().numpy()
+    return found
 
 
 def _as_integers(token_ids: Sequence[Any]) -> list[int]:
     """Ids of integer types other than int, as int; bools and floats are refused."""
     ids = []
     for place, token in enumerate(token_ids):
-        # A 0-d tensor or numpy bool answers __index__ too: look at the value's own kind.
-        kind = getattr(getattr(token, "dtype", None), "kind", "i")
-        if (
-            isinstance(token, (bool, np.bool_))
-            or kind == "b"
-            or "bool" in str(getattr(token, "dtype", ""))
-        ):
-            raise PromptError(f"token id {token!r} at position {place} is a bool, not an integer")
-        try:
-            ids.append(operator.index(token))
-        except TypeError:
+        number = as_integer(token)
+        if number is None:
+            kind = type(token).__name__
             raise PromptError(
-                f"token id {token!r:.60} at position {place} is a {type(token).__name__}, "
-                "not an integer"
-            ) from None
+                f"token id {quoted(token)} at position {place} is a {kind}, not an integer"
+            )
+        ids.append(number)
     return ids

@@ -7,7 +7,9 @@ from functools import cached_property
 from lmpool.errors import PoolError
 from lmpool.model_info import ModelInfo
 from lmpool.producer.adapters import KnownAdapters
+from lmpool.producer.blocking import result
 from lmpool.producer.client import Client
+from lmpool.producer.deadline import Deadline
 from lmpool.producer.jobs import JobMaker
 from lmpool.producer.tokens import (
     ByteToken,
@@ -29,30 +31,39 @@ class ServedModel:
         self.jobs = JobMaker(info)
         self.adapters = KnownAdapters()
         self._client = client
+        self._vocabulary: Vocabulary | None = None
 
-    @cached_property
-    def vocabulary(self) -> Vocabulary:
-        """Tokens and tokenizer files, as the pool published them."""
-        key = self._client.keys.vocabulary(self.info.fingerprint8)
-        found = self._client.run(lambda servers: servers.pool.get(key)).result()
-        if found is None:
-            raise PoolError(f"pool {self._client.options.pool!r} has published no vocabulary")
-        return Vocabulary.unpack(found)
+    def read_vocabulary(self, deadline: Deadline) -> Vocabulary:
+        """Tokens and tokenizer files, as the pool published them; what follows needs them."""
+        if self._vocabulary is None:
+            client = self._client
+            key = client.keys.vocabulary(self.info.fingerprint8)
+            reading = client.run(lambda servers: servers.pool.get(key))
+            found = result(reading, deadline, client.no_answer)
+            if found is None:
+                raise PoolError(f"pool {client.options.pool!r} has published no vocabulary")
+            self._vocabulary = Vocabulary.unpack(found)
+        return self._vocabulary
+
+    @property
+    def _read(self) -> Vocabulary:
+        assert self._vocabulary is not None, "read_vocabulary comes first"
+        return self._vocabulary
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer (transformers)."""
-        return load_tokenizer(self.vocabulary, self.info)
+        return load_tokenizer(self._read, self.info)
 
     @cached_property
     def byte_vocab(self) -> list[ByteToken]:
         """Every token: its bytes, with its `token_id`."""
-        return byte_tokens(self.vocabulary.tokens)
+        return byte_tokens(self._read.tokens)
 
     @cached_property
     def str_vocab(self) -> list[str]:
         """Every token as text."""
-        return string_tokens(self.vocabulary.tokens, self.tokenizer)
+        return string_tokens(self._read.tokens, self.tokenizer)
 
 
 class ServedModels:

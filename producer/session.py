@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from lmpool.address import username
 from lmpool.clock import ServerClock
-from lmpool.errors import LmpoolError, ServerUnreachable
+from lmpool.errors import ClientClosed, LmpoolError, ServerUnreachable
 from lmpool.keys import PoolKeys, Priority, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.cache import AnswerCache
@@ -129,6 +129,11 @@ class Session:
         bound = self.info.client_backlog * len(self.shards)
         room = bound - self.table.under_way(priority)
         return room if room >= min(unsent, max(1, bound // 4)) else 0
+
+
+def closed() -> ClientClosed:
+    """The error of who asks a client that was closed, or waits for it."""
+    return ClientClosed("this PooledLM was closed")
 
 
 def client_id(url: str) -> str:

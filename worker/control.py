@@ -1,7 +1,8 @@
 """Control functions: arq jobs that reach one worker by its own queue.
 
 Each returns ``{"result": ...}`` or ``{"error": text}``: an exception of ours is a reply, not a
-failed job to be tried again.
+failed job to be tried again. Those that wait for the engine take as their last argument the seconds
+for which their caller waits.
 """
 
 from __future__ import annotations
@@ -10,44 +11,50 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from lmpool.checks import said
 from lmpool.errors import LmpoolError
 from lmpool.worker.service import Service
 
 ControlReply = dict[str, Any]
 
+LONGEST: Final = 600.0
+"""Seconds that a control function may take, whoever waits for it."""
 
-async def add_lora(ctx: dict[str, Any], name: str, path: str) -> ControlReply:
+
+async def add_lora(
+    ctx: dict[str, Any], name: str, path: str, limit: float = LONGEST
+) -> ControlReply:
     """Load an adapter and register it; returns its fingerprint."""
     adapters, loop = _service(ctx).adapters, _service(ctx).loop
     assert adapters is not None
     assert loop is not None
-    return await _on_engine(ctx, lambda: adapters.add(name, path, loop.adapters_in_use()))
+    return await _on_engine(ctx, limit, lambda: adapters.add(name, path, loop.adapters_in_use()))
 
 
-async def remove_lora(ctx: dict[str, Any], name: str) -> ControlReply:
+async def remove_lora(ctx: dict[str, Any], name: str, limit: float = LONGEST) -> ControlReply:
     """Unregister and unload an adapter."""
     adapters = _service(ctx).adapters
     assert adapters is not None
-    return await _on_engine(ctx, lambda: adapters.remove(name))
+    return await _on_engine(ctx, limit, lambda: adapters.remove(name))
 
 
-async def cache_prefix(ctx: dict[str, Any], tokens: bytes) -> ControlReply:
+async def cache_prefix(ctx: dict[str, Any], tokens: bytes, limit: float = LONGEST) -> ControlReply:
     """Compute and keep a prefix's state (ids as little-endian uint32)."""
     engine = _service(ctx).engine
     assert engine is not None
     ids = np.frombuffer(tokens, dtype="<u4")
-    return await _on_engine(ctx, lambda: engine.cache_prefix(ids))
+    return await _on_engine(ctx, limit, lambda: engine.cache_prefix(ids))
 
 
-async def clear_cache(ctx: dict[str, Any]) -> ControlReply:
+async def clear_cache(ctx: dict[str, Any], limit: float = LONGEST) -> ControlReply:
     """Drop the engine's state."""
     engine = _service(ctx).engine
     assert engine is not None
-    return await _on_engine(ctx, engine.clear_cache)
+    return await _on_engine(ctx, limit, engine.clear_cache)
 
 
 async def drain(ctx: dict[str, Any]) -> ControlReply:
@@ -70,12 +77,21 @@ def _service(ctx: dict[str, Any]) -> Service:
     return service
 
 
-async def _on_engine(ctx: dict[str, Any], function: Callable[[], Any]) -> ControlReply:
+async def _on_engine(
+    ctx: dict[str, Any], limit: float, function: Callable[[], Any]
+) -> ControlReply:
+    """What a function returns on the engine's thread.
+
+    One that has not begun when its caller leaves never will: whoever waits for the engine does not
+    wait for what nobody wants.
+    """
     loop = _service(ctx).loop
     assert loop is not None
+    call = loop.call(function)
     try:
-        return {"result": await asyncio.wrap_future(loop.call(function))}
+        async with asyncio.timeout(limit):
+            return {"result": await asyncio.wrap_future(call)}
     except LmpoolError as error:
         return {"error": str(error)}
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": said(error)}

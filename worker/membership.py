@@ -12,8 +12,10 @@ from lmpool.clock import to_ms
 from lmpool.commands import Server
 from lmpool.errors import PoolMismatch, SettingsError, WireError
 from lmpool.keys import PoolKeys
+from lmpool.liveness import signs_of_life
 from lmpool.model_info import ModelInfo, fingerprint
 from lmpool.scripts import script
+from lmpool.server import get_string
 from lmpool.settings import WorkerOptions
 from lmpool.vocabulary import TOKENIZER_FILES, Vocabulary
 
@@ -89,8 +91,10 @@ def join(server: Server, keys: PoolKeys, info: ModelInfo, replace: bool, life_ms
     """
     packed, mine = info.pack(), mark(info)
     while True:
-        held, serving = server.get(keys.info) or b"", server.get(keys.serving) or b""
-        other = _check_same(keys, held, info, replace, serving not in (b"", mine)) if held else None
+        held = get_string(server, keys.info) or b""
+        serving = get_string(server, keys.serving) or b""
+        others = serving not in (b"", mine) and signs_of_life(server, [keys.serving])[0]
+        other = _check_same(keys, held, info, replace, others) if held else None
         if script("replace")(
             server, [keys.info, keys.serving], [held, packed, serving, mine, life_ms]
         ):
@@ -107,7 +111,12 @@ def _kept_keys(keys: PoolKeys, info: ModelInfo) -> Iterator[str]:
     """The keys of one model in a pool that do not end by themselves."""
     yield keys.vocabulary(info.fingerprint8)
     for shard in info.shard_keys(keys):
-        yield from (*(stream.key for stream in shard.streams), shard.dead, shard.adapters)
+        yield from (
+            *(stream.key for stream in shard.streams),
+            shard.dead,
+            shard.adapters,
+            shard.account,
+        )
 
 
 def _check_same(
@@ -153,7 +162,7 @@ def _check_same(
 def publish_vocabulary(server: Server, keys: PoolKeys, info: ModelInfo, engine: Engine) -> None:
     """Put tokenizer and byte vocabulary where clients find them, unless they are there."""
     key = keys.vocabulary(info.fingerprint8)
-    if server.exists(key):
+    if get_string(server, key) is not None:
         return
     tokens = engine.byte_vocabulary()
     if tokens is None:

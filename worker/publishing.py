@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import redis.exceptions
@@ -16,13 +17,15 @@ from lmpool.backends.engine import Outcome
 from lmpool.commands import Value
 from lmpool.counters import BATCHES, COMPUTED, FAILED
 from lmpool.errors import PromptFailed, ServerRefused
+from lmpool.isolation import isolate
 from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream
 from lmpool.scripts import script
 from lmpool.server import is_full, is_lost
 from lmpool.servers import Servers
 from lmpool.worker.batching import Delivery
+from lmpool.worker.result_store import LOOK_EVERY, ResultStore, footprint
 from lmpool.worker.status import WorkerStatus
-from lmpool.worker.transaction import set_and_call
+from lmpool.worker.transaction import Call, set_and_call
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,7 @@ QUEUE_MOST: Final = 2
 CHUNK_BYTES: Final = 2 << 20
 CHUNK_MOST: Final = 512
 MAX_ERROR_CHARS: Final = 2000
+FULL: Final = "the server's memory is full: raise maxmemory or lower result_ttl"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,11 +84,13 @@ class Publisher:
         servers: Servers,
         vocab_size: int,
         result_ttl_ms: int,
+        store: ResultStore,
         status: WorkerStatus,
     ) -> None:
         self._servers = servers
         self._vocab_size = vocab_size
         self._result_ttl_ms = result_ttl_ms
+        self._store = store
         self._status = status
         self._queue: queue.Queue[Sequence[Finished] | None] = queue.Queue(QUEUE_MOST)
         self._ended = False
@@ -109,13 +115,21 @@ class Publisher:
     def run(self) -> None:
         """Write until told to finish."""
         try:
-            while (finished := self._queue.get()) is not None:
+            while (finished := self._next()) is not None:
                 batches = 1
                 for chunk in self._chunks(finished):
                     self._write(chunk, batches)
                     batches = 0
         finally:
             self._ended = True
+
+    def _next(self) -> Sequence[Finished] | None:
+        """What is to be written next. Meanwhile others may need what was stored's room."""
+        while True:
+            try:
+                return self._queue.get(timeout=LOOK_EVERY)
+            except queue.Empty:
+                self._store.look_now_and_then()
 
     def _chunks(self, finished: Sequence[Finished]) -> Iterator[list[Done]]:
         """Few large rows or many small ones at a time: the first are read while others follow."""
@@ -135,22 +149,26 @@ class Publisher:
         """Write one chunk, again and again until the server takes it: results are idempotent."""
         failures = 0
         began = time.monotonic()
+        left = _by_stream(chunk)
         while True:
             try:
-                for stream, mine in _by_stream(chunk):
-                    self._write_in(stream, mine, batches if mine[0] is chunk[0] else 0)
+                while left:
+                    stream, mine = left[0]
+                    isolate(mine, partial(self._write_in, stream, batches), self._leave_out)
+                    left.pop(0)
+                    batches = 0
                 self._status.let_go(done.delivery for done in chunk)
                 return
             except (redis.exceptions.RedisError, OSError) as error:
-                failures += 1
                 full = is_full(error)
+                if full and self._relieve(*left[0]):
+                    continue
+                failures += 1
                 reason = str(error)[:MAX_ERROR_CHARS]
                 if failures in (1, 10) or failures % 100 == 0:
                     logger.warning(
                         "%s (%d rows wait, %.0f s): %s",
-                        "the server's memory is full: raise maxmemory or lower result_ttl"
-                        if full
-                        else "rows cannot be written",
+                        FULL if full else "rows cannot be written",
                         len(chunk),
                         time.monotonic() - began,
                         reason,
@@ -164,33 +182,58 @@ class Publisher:
                 pause = min(2.0, 0.05 * 2 ** min(failures, 6))
                 self._status.stopping.wait(pause * random.uniform(0.5, 1.0))
 
-    def _write_in(self, stream: JobStream, chunk: list[Done], batches: int) -> None:
-        """One transaction: every row with its TTL, then the notices and acknowledgements."""
+    def _leave_out(self, done: Done, error: redis.exceptions.RedisError) -> None:
+        """The server takes this one in no company: whoever waits for it asks again."""
+        place = done.delivery.stream
+        logger.error("%s of %s cannot be told: %s", done.delivery.entry.decode(), place.key, error)
+        server = self._servers.for_shard(place.shard)
+        server.xack(place.key, GROUP, done.delivery.entry)
+        server.xdel(place.key, done.delivery.entry)
+
+    def _relieve(self, stream: JobStream, chunk: list[Done]) -> bool:
+        """Make room where the server has no memory left. Whether there was any to make."""
+        try:
+            return self._store.relieve(stream.shard, _size(chunk))
+        except (redis.exceptions.RedisError, OSError) as error:
+            logger.debug("no room could be made: %s", error)
+            return False
+
+    def _write_in(self, stream: JobStream, batches: int, chunk: Sequence[Done]) -> None:
+        """One transaction: room, every row with its TTL, then the notices and acknowledgements."""
         shard = stream.shard
-        rows = sum(done.value is not None for done in chunk)
         failed = sum(done.status != "ok" for done in chunk)
-        counters: list[Value] = []
-        for counter, by in ((COMPUTED, rows), (FAILED, failed), (BATCHES, batches)):
-            if by:
-                counters += (counter.field, by)
-        arguments: list[Value] = [
-            shard.prefix,
-            GROUP,
-            COUNTERS_TTL_MS,
-            len(counters) // 2,
-            *counters,
-        ]
         values: list[tuple[str, bytes]] = []
+        digests: list[str] = []
+        jobs: list[Value] = []
         for done in chunk:
             digest = done.delivery.job.digest
+            name = digest.hex()
             if done.value is not None:
                 values.append((shard.result(digest), done.value))
-            arguments += (digest.hex(), done.delivery.entry, done.status, done.error)
-        set_and_call(
+                digests.append(name)
+            jobs += (name, done.delivery.entry, done.status, done.error)
+        counters: list[Value] = []
+        for counter, by in ((COMPUTED, len(values)), (FAILED, failed), (BATCHES, batches)):
+            if by:
+                counters += (counter.field, by)
+        size = _size(chunk)
+        arguments: list[Value] = [
+            *(shard.prefix, GROUP, COUNTERS_TTL_MS, size, self._result_ttl_ms, "".join(digests)),
+            *(len(counters) // 2, *counters, *jobs),
+        ]
+        before = self._store.before_writing(shard, size) if size else None
+        made, told = set_and_call(
             self._servers.for_shard(shard),
             values,
             self._result_ttl_ms,
-            script("complete"),
-            [stream.key],
-            arguments,
+            Call(script("complete"), [stream.key, shard.account], arguments),
+            before,
         )
+        if before is not None:
+            self._store.evicted(shard, made, size)
+        self._store.holds(shard, told[1])
+
+
+def _size(chunk: Sequence[Done]) -> int:
+    """The memory that what is stored of a chunk takes."""
+    return sum(footprint(len(done.value)) for done in chunk if done.value is not None)

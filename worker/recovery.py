@@ -14,6 +14,7 @@ import redis.exceptions
 from lmpool.commands import Server, Value
 from lmpool.errors import JobFormatError
 from lmpool.keys import GROUP, JobStream, ShardKeys, streams
+from lmpool.liveness import LIFE_MS
 from lmpool.scripts import script
 from lmpool.server import is_lost
 from lmpool.servers import Servers
@@ -95,15 +96,20 @@ class Recovery:
         owners: dict[str, int] = {}
         forgotten = self._forgotten(stream)
         while not self._status.stopping.is_set():
-            arguments: list[Value] = [prefix, GROUP, self._consumer, *forgotten]
+            arguments: list[Value] = [prefix, GROUP, self._consumer, LIFE_MS, *forgotten]
             found = script("reclaim")(server, [stream.key], arguments)
             if not found:
                 break
             owner, entry, deliveries, *fields = found
             forgotten = [other for other in forgotten if other != entry]
             owners[owner.decode()] = owners.get(owner.decode(), 0) + 1
-            data = dict(zip(fields[::2], fields[1::2], strict=True)).get(b"job", b"")
-            self._take_over(stream, owner.decode(), entry, int(deliveries), data)
+            data = dict(zip(fields[::2], fields[1::2], strict=True))
+            if data.keys() == {b"bytes"}:
+                size = data[b"bytes"].decode("ascii", "replace")
+                error = JobFormatError(f"an entry of {size!r:.40} bytes: too long")
+                self._dead_letters.refuse(stream, entry, b"", error)
+                continue
+            self._take_over(stream, owner.decode(), entry, int(deliveries), data.get(b"job", b""))
         for name, count in owners.items():
             whose = "forgotten here" if name == self._consumer else f"of {name}, which is gone"
             logger.warning("took over %d jobs %s", count, whose)

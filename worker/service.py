@@ -19,7 +19,7 @@ from lmpool.commands import Server
 from lmpool.diagnosis import Facts, check_eviction, check_persistence
 from lmpool.errors import LmpoolError, SettingsError
 from lmpool.keys import GROUP, PoolKeys, ShardKeys, streams
-from lmpool.liveness import any_alive
+from lmpool.liveness import LIFE_MS, any_alive
 from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
 from lmpool.server import explained, greet
@@ -30,11 +30,12 @@ from lmpool.worker.adapters import Adapters
 from lmpool.worker.batching import Batcher
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.engine_thread import EngineLoop, spawn
-from lmpool.worker.heartbeat import LIFE_MS, Heartbeat
+from lmpool.worker.heartbeat import Heartbeat
 from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups, release, uncount
 from lmpool.worker.membership import batch_budget, join, model_info, publish_vocabulary
 from lmpool.worker.publishing import Publisher
 from lmpool.worker.recovery import Recovery
+from lmpool.worker.result_store import ResultStore
 from lmpool.worker.status import WorkerStatus
 from lmpool.worker.watchdog import Watchdog
 
@@ -132,18 +133,17 @@ class Service:
             budget = batch_budget(options, info)
             heartbeat = self._enter_pool(control, info, engine)
         self._batcher = Batcher(options.batch_size, options.timeout, budget)
-        self._publisher = Publisher(self._open(), info.vocab_size, info.result_ttl_ms, self.status)
+        self._publisher = self._publishing(info)
         self.adapters = Adapters(engine, control, self.shards, options.adapter_dirs)
         self.loop = EngineLoop(
             engine, self._batcher, self._publisher, self.adapters, control, clock, self.status
         )
         digester = Digester(info.fingerprint)
-        intake = self._intake(
-            self._batcher, digester, engine, self._restorer(control, heartbeat, info)
-        )
+        restore = self._restorer(control, heartbeat, info)
+        intake = self._intake(self._batcher, digester, engine, restore)
         recovery = self._recovery(self._batcher, digester, heartbeat)
         for name, target in (
-            ("heartbeat", lambda: heartbeat.run(self._heartbeat_ended)),
+            ("heartbeat", lambda: heartbeat.run(self._heartbeat_ended, self._register_again)),
             ("publisher", self._publisher.run),
             ("intake", intake.run),
             ("recovery", recovery.run),
@@ -176,6 +176,13 @@ class Service:
             raise
         return heartbeat
 
+    def _publishing(self, info: ModelInfo) -> Publisher:
+        servers = self._open()
+        store = ResultStore(
+            servers, self.shards, self.options.result_bytes, self.status.stopping.is_set
+        )
+        return Publisher(servers, info.vocab_size, info.result_ttl_ms, store, self.status)
+
     def _intake(
         self,
         batcher: Batcher,
@@ -183,7 +190,7 @@ class Service:
         engine: Engine,
         restore: Callable[[Servers], None],
     ) -> Intake:
-        servers = self._open(blocks_for=IDLE_BLOCK_MS / 1000)
+        servers = self._open(blocks_for=IDLE_BLOCK_MS / 1000, bounded=True)
         return Intake(
             servers,
             self.shards,
@@ -227,6 +234,14 @@ class Service:
             loop.call(adapters.restore)
 
         return restore
+
+    def _register_again(self, damaged: list[str]) -> None:
+        """Adapters, where their registry was damaged."""
+        adapters = self.adapters
+        if adapters is None or self.loop is None:
+            return
+        if any(shard.adapters in damaged for shard in self.shards):
+            self.loop.call(adapters.restore)
 
     def stop(self) -> None:
         """Claim nothing more, finish what runs, give the rest back, leave. Blocks; idempotent."""
@@ -299,8 +314,10 @@ class Service:
         if not any_alive(servers.for_shard(first), first):
             servers.pool.delete(self.keys.serving)
 
-    def _open(self, *, blocks_for: float = 0.0) -> Servers:
-        servers = Servers.of_url(self.options.url, blocks_for=blocks_for, name="lmpool-worker")
+    def _open(self, *, blocks_for: float = 0.0, bounded: bool = False) -> Servers:
+        servers = Servers.of_url(
+            self.options.url, blocks_for=blocks_for, name="lmpool-worker", bounded=bounded
+        )
         self._opened.append(servers)
         return servers
 

@@ -8,6 +8,7 @@ are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import redis.exceptions
@@ -19,25 +20,35 @@ LARGE: Final = 16 << 10
 """Bytes from which a value is sent by itself instead of being copied beside others."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A script with what it is called with."""
+
+    script: Script
+    keys: Sequence[str]
+    arguments: Sequence[Value]
+
+
 def set_and_call(
     server: Server,
     rows: Sequence[tuple[str, bytes]],
     ttl_ms: int,
-    script: Script,
-    keys: Sequence[str],
-    arguments: Sequence[Value],
-) -> None:
-    """SET each row (key, value) with its TTL, then run `script`: all of it or nothing.
+    call: Call,
+    before: Call | None = None,
+) -> tuple[Any, Any]:
+    """Call `before`, SET each row (key, value) with its TTL unless one is there, then `call`.
 
-    Raises redis-py's exceptions, the first one where several commands were refused.
+    All of it is done or nothing. Returns what `before` and `call` returned. Raises redis-py's
+    exceptions, the first one where several commands were refused.
     """
+    calls = [call] if before is None else [before, call]
     pool = server.connection_pool
     connection = pool.get_connection()
     try:
-        connection.send_packed_command(_packed(connection, rows, ttl_ms, script, keys, arguments))
+        connection.send_packed_command(_packed(connection, rows, ttl_ms, call, before))
         refused: list[Exception] = []
         answers: list[Any] = []
-        for _ in range(len(rows) + 3):
+        for _ in range(len(rows) + len(calls) + 2):
             try:
                 answers.append(connection.read_response())
             except redis.exceptions.ResponseError as error:
@@ -50,34 +61,65 @@ def set_and_call(
     if refused:
         raise refused[0]
     # EXEC answers with what each command answered, errors among them.
-    outcome = answers[-1][-1]
+    outcomes: list[Any] = answers[-1]
+    first = None if before is None else _made_up_for(server, before, outcomes[0])
+    last = _made_up_for(server, call, outcomes[-1])
+    start = len(calls) - 1
+    for (key, value), outcome in zip(rows, outcomes[start:-1], strict=True):
+        if outcome is None:
+            _replace_what_is_none(server, key, value, ttl_ms)
+        elif isinstance(outcome, Exception):
+            raise outcome
+    return first, last
+
+
+def _made_up_for(server: Server, call: Call, outcome: Any) -> Any:
     if isinstance(outcome, redis.exceptions.NoScriptError):
-        script(server, keys, arguments)  # the rows are set; what is missing is the script's part
-    elif isinstance(outcome, Exception):
+        return call.script(server, call.keys, call.arguments)  # the rest was done
+    if isinstance(outcome, Exception):
         raise outcome
+    return outcome
+
+
+def _replace_what_is_none(server: Server, key: str, value: bytes, ttl_ms: int) -> None:
+    """A result that was there already stays; nothing, or a key of another type, is none."""
+    try:
+        there = server.strlen(key) > 0
+    except redis.exceptions.ResponseError:
+        there = False
+    if not there:
+        server.set(key, value, px=ttl_ms)
 
 
 def _packed(
     connection: Any,
     rows: Sequence[tuple[str, bytes]],
     ttl_ms: int,
-    script: Script,
-    keys: Sequence[str],
-    arguments: Sequence[Value],
+    call: Call,
+    before: Call | None,
 ) -> list[bytes]:
     ttl = str(ttl_ms).encode()
-    tail = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
+    tail = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n$2\r\nNX\r\n" % (len(ttl), ttl)
     pieces: list[bytes] = []
     small = [b"*1\r\n$5\r\nMULTI\r\n"]
+    if before is not None:
+        small += _evalsha(connection, before)
     for name, value in rows:
         key = name.encode()
-        small.append(b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, len(value)))
+        small.append(b"*6\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, len(value)))
         if len(value) >= LARGE:
             pieces += (b"".join(small), value)
             small = [tail]
         else:
             small += (value, tail)
-    small += connection.pack_command("EVALSHA", script.sha, len(keys), *keys, *arguments)
+    small += _evalsha(connection, call)
     small.append(b"*1\r\n$4\r\nEXEC\r\n")
     pieces.append(b"".join(small))
     return pieces
+
+
+def _evalsha(connection: Any, call: Call) -> list[bytes]:
+    packed: list[bytes] = connection.pack_command(
+        "EVALSHA", call.script.sha, len(call.keys), *call.keys, *call.arguments
+    )
+    return packed

@@ -1,9 +1,13 @@
 -- A worker looks after the jobs of workers that have no heartbeat: it takes over one of them, and
 -- consumers that hold nothing are removed (deleting one that holds entries would drop them).
 -- Owner and heartbeat are looked at in the same step as the claim: a living worker loses nothing.
--- KEYS[1] job stream. ARGV: prefix, group, who asks, then ids of its own that it has forgotten
--- Returns {owner, id, deliveries, field, value...} or nothing.
-local jobs, prefix, group, me = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
+-- A heartbeat that ends later than its life from now was set before the clock was set back: it gets
+-- one life, within which a living worker renews it.
+-- KEYS[1] job stream. ARGV: prefix, group, who asks, a heartbeat's life, then ids of its own that it
+--       has forgotten
+-- Returns {owner, id, deliveries, field, value...} or nothing. Of what is too large for a job it gives
+-- the bytes alone, in place of the fields.
+local jobs, prefix, group, me, life = KEYS[1], ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 
 local function claim(owner, id, deliveries)
   local entries = redis.call('XCLAIM', jobs, group, me, 0, id)
@@ -11,13 +15,23 @@ local function claim(owner, id, deliveries)
     redis.call('XACK', jobs, group, id) -- it was withdrawn
     return nil
   end
-  local answer = {owner, id, deliveries + 1}
-  for _, value in ipairs(entries[1][2]) do answer[#answer + 1] = value end
+  local answer, fields = {owner, id, deliveries + 1}, entries[1][2]
+  local size = size_of(fields)
+  if size > MAX_JOB_BYTES then fields = {'bytes', tostring(size)} end
+  for _, value in ipairs(fields) do answer[#answer + 1] = value end
   return answer
 end
 
-for i = 4, #ARGV do
-  local held = redis.call('XPENDING', jobs, group, ARGV[i], ARGV[i], 1, me)[1]
+local function alive(name)
+  local key = prefix .. ':alive:' .. name
+  local left = redis.call('PTTL', key)
+  if left > life then redis.call('PEXPIRE', key, life) end
+  return left ~= -2
+end
+
+for i = 5, #ARGV do
+  local held = given(redis.pcall('XPENDING', jobs, group, ARGV[i], ARGV[i], 1, me))
+  held = held and held[1]
   local answer = held and claim(me, held[1], held[4])
   if answer then return answer end
 end
@@ -30,7 +44,7 @@ for _, consumer in ipairs(found) do
     if consumer[f] == 'name' then name = consumer[f + 1] end
     if consumer[f] == 'pending' then pending = tonumber(consumer[f + 1]) end
   end
-  if name ~= me and redis.call('EXISTS', prefix .. ':alive:' .. name) == 0 then
+  if name ~= me and not alive(name) then
     while pending > 0 do
       local held = redis.call('XPENDING', jobs, group, '-', '+', 1, name)[1]
       if not held then break end

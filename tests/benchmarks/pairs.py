@@ -2,7 +2,8 @@
 
 OTHER is the folder of another checkout with its own .venv, say of the commit before. Both serve the
 same prompts in turn, A B B A; a figure is the processor time of client, worker and server together
-for a job or row, its ratio this / other taken pair by pair, with the 95 % interval of the mean.
+for a job or row, its ratio this / other taken pair by pair, with the 95 % interval of the mean. A
+pair is the medians of several turns of each side, so that one burst of the machine is no pair.
 """
 
 from __future__ import annotations
@@ -103,12 +104,24 @@ def mean_and_interval(ratios: Sequence[float]) -> tuple[float, float]:
     return mean, STUDENT.get(len(ratios) - 1, 2.2) * error
 
 
+def one_pair(this: Side, other: Side, pair: int, turns: int) -> tuple[float, float]:
+    """Microseconds a prompt of both sides, the medians of their turns."""
+    taken: tuple[list[float], list[float]] = [], []
+    for turn in range(turns):
+        seed = pair * turns + turn
+        order = ((taken[0], this), (taken[1], other))
+        for found, side in order if seed % 2 else order[::-1]:
+            found.append(side.run(seed)[0])
+    return statistics.median(taken[0]), statistics.median(taken[1])
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Measure what is asked for, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("other", type=Path, help="another checkout, with its .venv")
     parser.add_argument("scenarios", nargs="*", help=f"of {', '.join(SCENARIOS)}; or all")
     parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=5, help="of each side in a pair")
     options = parser.parse_args(given)
     unknown = [name for name in options.scenarios if name not in SCENARIOS]
     if unknown:
@@ -116,14 +129,13 @@ def main(given: Sequence[str] | None = None) -> int:
     print("| scenario | other, us | this, us | this / other | 95 % of the mean |")
     print("|---|---|---|---|---|")
     for scenario in options.scenarios or SCENARIOS:
-        found: dict[str, list[tuple[float, float]]] = {"this": [], "other": []}
+        cost: dict[str, list[float]] = {"this": [], "other": []}
         with sides(scenario, options.other.resolve()) as (this, other):
             for pair in range(options.pairs):
                 progress(f"{scenario}: pair {pair + 1} of {options.pairs}")
-                order = (("this", this), ("other", other))
-                for name, side in order if pair % 2 else order[::-1]:
-                    found[name].append(side.run(pair))
-        cost = {name: [us for us, _ in taken] for name, taken in found.items()}
+                taken = one_pair(this, other, pair, options.turns)
+                cost["this"].append(taken[0])
+                cost["other"].append(taken[1])
         ratios = [a / b for a, b in zip(cost["this"], cost["other"], strict=True)]
         mean, half = mean_and_interval(ratios)
         print(

@@ -245,9 +245,9 @@ def test_adapters_that_cannot_be_loaded(server_url, redis_client, pool_name, tmp
         (str(allowed / "empty"), "one", "has no adapter_config.json: save the adapter with PEFT"),
         (str(allowed / "pickled"), "one", "has no adapter_model.safetensors.*safe_serialization"),
         (str(allowed / "half"), "one", "is a link to outside its folder"),
-        (good, "na@me", "adapter name 'na@me': write 1 to 256 characters without '@'"),
-        (good, "", "adapter name ''"),
-        (good, "n" * 300, "adapter name"),
+        (good, "na@me", "lora_name='na@me': write 1 to 256 characters of text, none of them '@'"),
+        (good, "", "lora_name=''"),
+        (good, "n" * 300, "lora_name="),
     ]
     with (
         worker_process(server_url, pool_name, adapter_dirs=[str(allowed)]) as worker,
@@ -257,7 +257,8 @@ def test_adapters_that_cannot_be_loaded(server_url, redis_client, pool_name, tmp
             with pytest.raises(AdapterError, match=message) as error:
                 lm.add_new_lora(path, name)
             assert isinstance(error.value, ValueError)
-            assert f"failed on 1 of 1 workers: {lm_worker(lm)}: " in str(error.value)
+            if not message.startswith("lora_name="):  # which nobody is asked about
+                assert f"failed on 1 of 1 workers: {lm_worker(lm)}: " in str(error.value)
             assert registered(redis_client, pool_name) == {}
             with pytest.raises(UnknownAdapter):
                 lm.next_token_logprobs_sync([1], lora_name="one")

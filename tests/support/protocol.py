@@ -114,6 +114,8 @@ class Consumer:
         self.shard = shard
         self.stream = shard.stream(priority).key
         self.id = id
+        self.holds = 0
+        """Bytes of the account, as of the last jobs told of."""
         try:
             server.xgroup_create(self.stream, GROUP, id="0", mkstream=True)
         except redis.exceptions.ResponseError:
@@ -136,15 +138,22 @@ class Consumer:
         self,
         done: Sequence[tuple[Job, bytes, str, str]],
         counters: Sequence[tuple[str, int]] = (),
+        stored: Sequence[Job] = (),
+        bytes_each: int = 100,
+        life_ms: int = 60_000,
     ) -> int:
-        """Tell of jobs as (job, entry, status, error text)."""
-        arguments: list[Any] = [self.shard.prefix, GROUP, COUNTERS_TTL, len(counters)]
+        """Tell of jobs as (job, entry, status, error text), and enter what was stored."""
+        digests = "".join(job.digest.hex() for job in stored)
+        arguments: list[Any] = [self.shard.prefix, GROUP, COUNTERS_TTL]
+        arguments += (bytes_each * len(stored), life_ms, digests, len(counters))
         for counter in counters:
             arguments += counter
         for job, entry, status, error in done:
             arguments += (job.digest.hex(), entry, status, error)
-        acknowledged: int = script("complete")(self.server, [self.stream], arguments)  # type: ignore[arg-type]
-        return acknowledged
+        keys = [self.stream, self.shard.account]
+        acknowledged, held = script("complete")(self.server, keys, arguments)  # type: ignore[arg-type]
+        self.holds = int(held)
+        return int(acknowledged)
 
     def admit(self, *pairs: tuple[Job, bytes]) -> str:
         """Whether each job is still to be run."""

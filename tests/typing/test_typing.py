@@ -18,7 +18,7 @@ ROOT = HERE.parents[1]
 USAGE, MISTAKES = HERE / "usage.py", HERE / "mistakes.py"
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.types,
     pytest.mark.timeout(600),  # mypy reads torch, once
     pytest.mark.skipif(
         importlib.util.find_spec("torch") is None, reason="rows are torch's by default"

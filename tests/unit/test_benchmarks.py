@@ -205,7 +205,7 @@ def test_a_benchmark_that_fails_leaves_the_others_running(
     assert len(json.loads(written.read_text())) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.timeout(150)
 @pytest.mark.usefixtures("server_binary")
 @pytest.mark.parametrize("name", [name for name in command_line.NAMES if name != "vllm"])

@@ -10,14 +10,18 @@ from concurrent.futures import Future
 
 import pytest
 
+from lmpool.errors import LmpoolError, PoolTimeout
 from lmpool.producer.blocking import blocking, is_blocking, outcome, pause, run_blocking
+from lmpool.producer.deadline import Deadline
+
+NEVER = Deadline(None)
 
 
 class Counter:
     async def add(self, future: Future[int], more: int = 1, *, seconds: float = 0.0) -> int:
         """Add."""
         await pause(seconds)
-        return await outcome(future) + more
+        return await outcome(future, NEVER, "nothing") + more
 
     add_sync = blocking(add)
 
@@ -75,7 +79,7 @@ def test_a_blocking_call_within_another() -> None:
     async def outer() -> int:
         inner = Counter().add_sync(later(1))
         assert is_blocking()
-        return inner + await outcome(later(1))
+        return inner + await outcome(later(1), NEVER, "nothing")
 
     assert run_blocking(outer()) == 3
 
@@ -118,7 +122,7 @@ def test_what_only_a_loop_can_wait_for_is_refused() -> None:
 def test_a_shared_future_outlives_who_waited_for_it() -> None:
     async def cancelled(shared: bool) -> bool:
         future: Future[int] = Future()
-        task = asyncio.ensure_future(outcome(future, shared=shared))
+        task = asyncio.ensure_future(outcome(future, NEVER, "nothing", shared=shared))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -127,3 +131,49 @@ def test_a_shared_future_outlives_who_waited_for_it() -> None:
 
     assert not asyncio.run(cancelled(shared=True))
     assert asyncio.run(cancelled(shared=False))
+
+
+class Waits:
+    async def wait(self, future: Future[int], timeout: float | None, shared: bool = False) -> int:
+        return await outcome(future, Deadline(timeout), "no answer", shared=shared)
+
+    wait_sync = blocking(wait)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_deadline_ends_the_wait(blocks: bool) -> None:
+    def wait(future: Future[int], timeout: float | None, shared: bool = False) -> int:
+        if blocks:
+            return Waits().wait_sync(future, timeout, shared)
+        return asyncio.run(Waits().wait(future, timeout, shared))
+
+    assert wait(later(3), 20.0) == wait(later(3), None) == 3
+    mine: Future[int] = Future()
+    with pytest.raises(PoolTimeout, match=r"^no answer after 0\.05 s$"):
+        wait(mine, 0.05)
+    assert mine.cancelled(), "nobody waits for it: it must not be begun"
+    others: Future[int] = Future()
+    with pytest.raises(PoolTimeout):
+        wait(others, 0.05, shared=True)
+    assert not others.done()
+    others.set_result(1)
+    begun: Future[int] = Future()
+    begun.set_running_or_notify_cancel()
+    with pytest.raises(PoolTimeout):
+        wait(begun, 0.05)
+    begun.set_result(1)  # and nobody complains
+    with pytest.raises(PoolTimeout, match="of its own"):
+        wait(later(PoolTimeout("of its own")), 20.0)
+
+
+def test_what_is_there_is_taken_whenever_it_came() -> None:
+    there: Future[int] = Future()
+    there.set_result(7)
+    assert Waits().wait_sync(there, 1e-9) == 7
+    assert asyncio.run(Waits().wait(there, 1e-9)) == 7
+
+
+def test_whoever_awaits_outside_asyncio_is_told_what_to_do() -> None:
+    for waiting in (Waits().wait(Future(), None), pause(1.0)):
+        with pytest.raises(LmpoolError, match=r"asyncio.*trio\.to_thread\.run_sync"):
+            waiting.send(None)  # as trio does

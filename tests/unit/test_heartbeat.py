@@ -13,10 +13,11 @@ import pytest
 import redis
 
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
+from lmpool.liveness import LIFE_MS
 from lmpool.model_info import ModelInfo
 from lmpool.servers import Servers
 from lmpool.worker import heartbeat as heartbeat_module
-from lmpool.worker.heartbeat import EVERY, LIFE_MS, Heartbeat
+from lmpool.worker.heartbeat import EVERY, Heartbeat
 from lmpool.worker.intake import create_groups
 from lmpool.worker.membership import mark
 from lmpool.worker.status import WorkerStatus

@@ -10,6 +10,7 @@ from lmpool.backends.engine import EngineInfo
 from lmpool.backends.mock import MockEngine
 from lmpool.errors import PoolMismatch, SettingsError
 from lmpool.keys import PoolKeys, Priority
+from lmpool.liveness import LIFE_MS
 from lmpool.model_info import ModelInfo
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
@@ -110,8 +111,8 @@ def appear(server: redis.Redis, keys: PoolKeys, info: ModelInfo, consumer: str =
     """As a living worker."""
     shards = info.shard_keys(keys)
     create_groups(Servers(lambda: server), shards, consumer)  # type: ignore[arg-type,return-value]
-    server.set(shards[0].alive(consumer), b"", px=60_000)
-    server.set(keys.serving, mark(info), px=60_000)
+    server.set(shards[0].alive(consumer), b"", px=LIFE_MS)
+    server.set(keys.serving, mark(info), px=LIFE_MS)
 
 
 def test_the_first_worker_makes_the_pool(redis_client: redis.Redis, keys: PoolKeys) -> None:
@@ -181,7 +182,7 @@ def test_what_cannot_be_read_is_not_overwritten_unasked(
     redis_client: redis.Redis, keys: PoolKeys
 ) -> None:
     redis_client.set(keys.info, b"from the future")
-    redis_client.set(keys.serving, b"as its workers say", px=60_000)
+    redis_client.set(keys.serving, b"as its workers say", px=LIFE_MS)
     with pytest.raises(PoolMismatch, match=r"cannot read .*LMPOOL_REPLACE=1"):
         join(redis_client, keys, INFO, False, 5000)  # type: ignore[arg-type]
     assert redis_client.get(keys.info) == b"from the future"

@@ -21,6 +21,7 @@ from lmpool.wire import Job
 from lmpool.worker import publishing
 from lmpool.worker.batching import Delivery
 from lmpool.worker.publishing import Done, Finished, Publisher, encode
+from lmpool.worker.result_store import ResultStore
 from lmpool.worker.status import WorkerStatus
 from tests.support.protocol import Caller, Consumer, entries_of, new_job, shard_of_pool
 from tests.support.server import RealServer
@@ -162,7 +163,8 @@ class Writer:
         self.status = WorkerStatus({}, lambda: self.failed.append(1))
         self.server: Any = open_server(url)
         self.servers = Servers(lambda: self.server)
-        self.publisher = Publisher(self.servers, VOCAB, ttl_ms, self.status)
+        store = ResultStore(self.servers, (), None)
+        self.publisher = Publisher(self.servers, VOCAB, ttl_ms, store, self.status)
         self.thread = threading.Thread(target=self.publisher.run)
         self.thread.start()
 
@@ -328,7 +330,9 @@ def test_batches_are_written_in_their_order_and_only_two_may_wait(
     start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     caller, _, finished = prepare(redis_client, shard, 6)
-    publisher = Publisher(Servers.of_url(any_server), VOCAB, 1000, WorkerStatus({}, lambda: None))
+    servers = Servers.of_url(any_server)
+    store = ResultStore(servers, (), None)
+    publisher = Publisher(servers, VOCAB, 1000, store, WorkerStatus({}, lambda: None))
     put: list[int] = []
 
     def put_all() -> None:
@@ -377,7 +381,9 @@ def test_nobody_waits_for_a_publisher_that_has_ended(
     any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     _, consumer, finished = prepare(redis_client, shard, 1)
-    publisher = Publisher(Servers.of_url(any_server), VOCAB, 1000, WorkerStatus({}, lambda: None))
+    servers = Servers.of_url(any_server)
+    store = ResultStore(servers, (), None)
+    publisher = Publisher(servers, VOCAB, 1000, store, WorkerStatus({}, lambda: None))
     publisher._write = None  # type: ignore[assignment, method-assign]
     publisher.put(finished)
     with pytest.raises(TypeError):

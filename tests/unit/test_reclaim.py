@@ -8,9 +8,11 @@ import pytest
 import redis
 
 from lmpool.keys import GROUP, ShardKeys
+from lmpool.liveness import LIFE_MS
 from lmpool.scripts import script
 from lmpool.wire import pack_job
 from tests.support.protocol import Caller, Consumer, entries_of, new_job, shard_of_pool
+from tests.support.waiting import until
 
 A, B = new_job(1), new_job(2)
 
@@ -21,7 +23,7 @@ def shard(pool_name: str, any_server: str) -> ShardKeys:
 
 
 def reclaim(server: redis.Redis, shard: ShardKeys, *forgotten: bytes) -> Any:
-    arguments = [shard.prefix, GROUP, "me", *forgotten]
+    arguments = [shard.prefix, GROUP, "me", LIFE_MS, *forgotten]
     return script("reclaim")(server, [shard.stream().key], arguments)  # type: ignore[arg-type]
 
 
@@ -47,6 +49,21 @@ def test_jobs_of_the_dead_are_taken_over_one_at_a_time(
     assert reclaim(redis_client, shard) is None
     assert not owner.is_there()  # it holds nothing any more
     assert me.held() == [first, second]
+
+
+def test_a_heartbeat_lives_no_longer_when_the_clock_was_set_back(
+    redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    Caller(redis_client, shard).enqueue(A)
+    owner = Consumer(redis_client, shard, "owner")
+    (entry,) = owner.read()
+    hour = 3_600_000
+    redis_client.set(shard.alive("owner"), b"", px=LIFE_MS + hour)  # as after a step of an hour
+    assert reclaim(redis_client, shard) is None  # its worker may live, and renew it
+    left: Any = redis_client.pttl(shard.alive("owner"))
+    assert 0 < left <= LIFE_MS
+    redis_client.pexpire(shard.alive("owner"), 1)
+    until(lambda: reclaim(redis_client, shard) == [b"owner", entry, 2, b"job", pack_job(A)], 5)
 
 
 def test_what_was_withdrawn_is_not_taken_over(redis_client: redis.Redis, shard: ShardKeys) -> None:

@@ -11,7 +11,7 @@ from lmpool.commands import Server
 from lmpool.keys import PoolKeys
 from lmpool.scripts import script
 from lmpool.server import open_server
-from lmpool.worker.transaction import LARGE, set_and_call
+from lmpool.worker.transaction import LARGE, Call, set_and_call
 from tests.support.server import RealServer
 
 
@@ -43,7 +43,7 @@ def test_rows_and_script_are_done(
     else:
         redis_client.script_flush()
     for _ in range(2):  # the connection is fit for the next one
-        set_and_call(server, rows(pool_name), 60_000, replace, [key], ["", "v"])
+        set_and_call(server, rows(pool_name), 60_000, Call(replace, [key], ["", "v"]))
     for name, value in rows(pool_name):
         assert redis_client.get(name) == value
         assert 0 < redis_client.pttl(name) <= 60_000
@@ -65,14 +65,17 @@ def test_nothing_is_done_where_something_is_refused(server_binary: str, pool_nam
                         break
                 with pytest.raises(redis.exceptions.OutOfMemoryError) as refused:
                     set_and_call(
-                        server, rows(pool_name), 60_000, script("replace"), [key], ["", "v"]
+                        server,
+                        rows(pool_name),
+                        60_000,
+                        Call(script("replace"), [key], ["", "v"]),
                     )
                 assert len(str(refused.value)) < 200  # no rows in it
                 assert admin.exists(key, *(name for name, _ in rows(pool_name))) == 0
                 admin.config_set("maxmemory", 0)
             # Every answer was read: the next command gets its own.
             assert server.ping() is True
-            set_and_call(server, rows(pool_name), 60_000, script("replace"), [key], ["", "v"])
+            set_and_call(server, rows(pool_name), 60_000, Call(script("replace"), [key], ["", "v"]))
             assert server.get(key) == b"v"
         finally:
             server.close()
@@ -96,7 +99,40 @@ def test_a_connection_cut_in_between_is_not_used_again(
     monkeypatch.setattr(connection, "read_response", cut)
     key = PoolKeys(pool_name).info
     with pytest.raises(redis.exceptions.ConnectionError):
-        set_and_call(server, rows(pool_name), 60_000, script("replace"), [key], ["", "v"])
+        set_and_call(server, rows(pool_name), 60_000, Call(script("replace"), [key], ["", "v"]))
     monkeypatch.undo()
     assert server.ping() is True
+    redis_client.delete(key, *(name for name, _ in rows(pool_name)))
+
+
+def test_what_is_there_already_stays_unless_it_is_no_value(
+    server: Server, redis_client: redis.Redis, pool_name: str
+) -> None:
+    found = rows(pool_name)
+    redis_client.set(found[0][0], b"first", px=5000)
+    redis_client.set(found[2][0], b"")
+    redis_client.hset(found[5][0], "no", "value")
+    replace, key = script("replace"), PoolKeys(pool_name).info
+    set_and_call(server, found, 60_000, Call(replace, [key], ["", "v"]))
+    assert redis_client.get(found[0][0]) == b"first"
+    assert 0 < redis_client.pttl(found[0][0]) <= 5000  # type: ignore[operator]
+    for name, value in found[1:]:
+        assert redis_client.get(name) == value
+        assert 5000 < redis_client.pttl(name) <= 60_000  # type: ignore[operator]
+    redis_client.delete(key, *(name for name, _ in found))
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["scripts known", "scripts forgotten"])
+def test_what_makes_room_is_called_before(
+    server: Server, redis_client: redis.Redis, pool_name: str, known: bool
+) -> None:
+    replace, key = script("replace"), PoolKeys(pool_name).info
+    redis_client.script_flush()
+    if known:
+        server.script_load(replace.source)
+    first, second = Call(replace, [key], ["", "one"]), Call(replace, [key], ["one", "two"])
+    assert set_and_call(server, rows(pool_name), 60_000, second, first) == (1, 1)
+    assert redis_client.get(key) == b"two"
+    for name, value in rows(pool_name):
+        assert redis_client.get(name) == value
     redis_client.delete(key, *(name for name, _ in rows(pool_name)))

@@ -1,0 +1,52 @@
+"""Until when a call may wait: one deadline goes through all of its waits."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from lmpool.checks import as_number, quoted
+from lmpool.errors import PoolTimeout, SettingsError
+
+LONGEST_WAIT: Final = 86_400.0 * 365
+"""Seconds beyond which a timeout is none."""
+
+
+class Deadline:
+    """`timeout` in seconds from now, and the moment `at` (monotonic) it comes to; None: never."""
+
+    __slots__ = ("at", "timeout")
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
+        self.at = None if timeout is None else time.monotonic() + timeout
+
+    @classmethod
+    def checked(cls, timeout: object, default: float | None) -> Deadline:
+        """What a caller gave as `timeout`, from now on; the `default` if that is None.
+
+        Raises `SettingsError` for what cannot be used.
+        """
+        if timeout is None:
+            timeout = default
+        if timeout is None:
+            return cls(None)
+        seconds = as_number(timeout)
+        if seconds is None or not seconds > 0:
+            raise SettingsError(
+                f"timeout={quoted(timeout)}: write a positive number of seconds, or None"
+            )
+        return cls(None if seconds > LONGEST_WAIT else seconds)
+
+    def left(self) -> float | None:
+        """Seconds until then, 0 or more; None waits without end."""
+        return None if self.at is None else max(0.0, self.at - time.monotonic())
+
+    def at_least(self, seconds: float) -> float | None:
+        """Those left, or so many where there are fewer."""
+        left = self.left()
+        return None if left is None else max(left, seconds)
+
+    def error(self, missing: str, more: str = "") -> PoolTimeout:
+        """The error of who waited until then: what was missing, and what else there is to say."""
+        return PoolTimeout(f"{missing} after {self.timeout:g} s{more}")

@@ -1,0 +1,222 @@
+"""The bound of what a pool stores: how much room there is, and what makes some."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import redis.exceptions
+
+from lmpool.commands import Value
+from lmpool.keys import COUNTERS_TTL_MS, ShardKeys
+from lmpool.scripts import script
+from lmpool.servers import Servers
+from lmpool.worker.transaction import Call
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY: Final = 0.5
+"""Seconds between two looks at the server's memory, which others fill too."""
+KEY_BYTES: Final = 256
+"""What a result takes beside its value: its key, when it ends, its place in the account."""
+READER_PATIENCE: Final = 5.0
+"""Seconds for which a client that takes none of its notices is still expected to read."""
+LONGEST_WAIT_MS: Final = 30_000
+"""Milliseconds for which a result waits for whoever was told of it, however they get on."""
+RESERVE: Final = 32 << 20
+"""Memory for all but results, at least: streams, and what is on its way to clients."""
+UNLINK_MOST: Final = 4096
+LOOK_MOST: Final = 1024
+PAUSES: Final = (0.002, 0.05)
+"""Seconds between two looks for room while readers catch up, from and to."""
+
+
+@lru_cache(maxsize=1024)
+def footprint(size: int) -> int:
+    """What a result of `size` bytes takes of the server's memory, about.
+
+    Its allocator (jemalloc) has four sizes to each power of two.
+    """
+    size += 16
+    step = max(16, 1 << max(0, (size - 1).bit_length() - 3))
+    return KEY_BYTES + -(-size // step) * step
+
+
+def room(memory: Mapping[str, Any], held: int) -> int | None:
+    """Bytes that a pool which holds `held` may store besides; negative where it is to give some up.
+
+    `memory` is INFO's section. None where the server has no bound, or does not say. Who holds more
+    gives way earlier, so that pools on one server come to hold alike.
+    """
+    most = int(memory.get("maxmemory", 0))
+    if not most:
+        return None
+    used = int(memory.get("used_memory", 0)) - int(memory.get("mem_not_counted_for_evict", 0))
+    reserve = max(most // 16, min(RESERVE, most // 4))
+    return most - used - int(reserve * (1 + min(1.0, held / most)))
+
+
+class ResultStore:
+    """Keeps what the pool stores within its bound. Owned by the thread that writes results.
+
+    The account, a stream on the server, is all workers' in common: nothing of it is lost with one.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        shards: Sequence[ShardKeys],
+        most: int | None,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._servers = servers
+        self._shards = shards
+        self._most = None if most is None else max(1, most // max(1, len(shards)))
+        self._stopping = stopping
+        self._due = 0.0
+        self._held: dict[str, int] = {}
+        self._bounds: dict[str, int] = {}
+        """Bytes that each shard may hold, by prefix; none where there is no bound."""
+        self._crowded: set[str] = set()
+        """Shards in which only what is about to be read was left."""
+        self._readers: dict[tuple[str, bytes], tuple[bytes, float]] = {}
+        """Clients that were waited for, by shard's prefix and name: the first notice that they have
+        not taken, since when."""
+
+    def look(self, *, shrink: bool = True) -> None:
+        """See how much room the server has, and make some where others need it.
+
+        Raises redis-py's exceptions.
+        """
+        self._due = time.monotonic() + LOOK_EVERY
+        for server, shards in self._servers.by_connection(self._shards):
+            held = sum(self._evict(shard, None) for shard in shards)
+            try:
+                left = room(server.info("memory"), held)
+            except redis.exceptions.ResponseError as error:
+                logger.debug("the server does not show its memory: %s", error)
+                left = None
+            for shard in shards:
+                mine = self._held[shard.prefix]
+                bound = self._most
+                if left is not None:
+                    share = left / len(shards) if left > 0 else left * mine / max(1, held)
+                    bound = max(0, min(mine + int(share), bound or mine + int(share)))
+                if bound is None:
+                    self._bounds.pop(shard.prefix, None)
+                    continue
+                self._bounds[shard.prefix] = bound
+                if shrink and mine > bound:
+                    self._evict(shard, bound)
+
+    def look_now_and_then(self) -> None:
+        """The same where it is due; a server that does not answer is looked at later."""
+        if time.monotonic() >= self._due:
+            try:
+                self.look()
+            except (redis.exceptions.RedisError, OSError) as error:
+                logger.debug("the server's memory cannot be looked at: %s", error)
+
+    def before_writing(self, shard: ShardKeys, size: int) -> Call | None:
+        """What is to be called together with writing `size` bytes, so that they have room.
+
+        Where only what clients are about to read is left, waits until they have read some.
+        """
+        self.look_now_and_then()
+        while True:
+            target = self._target(shard, size)
+            if target is None or self._held.get(shard.prefix, 0) <= target:
+                self._crowded.discard(shard.prefix)
+                return None
+            if shard.prefix not in self._crowded or self._stopping():
+                return self._call(shard, target)
+            self._wait_for_readers(shard, size)
+
+    def evicted(self, shard: ShardKeys, answer: Sequence[Any], size: int) -> None:
+        """Take what that call answered."""
+        held = self._take(shard, answer)
+        target = self._target(shard, size)
+        if target is not None and held > target:
+            self._note_crowd(shard, answer)
+
+    def holds(self, shard: ShardKeys, held: int) -> None:
+        """So many bytes a shard's account has."""
+        self._held[shard.prefix] = held
+
+    def relieve(self, shard: ShardKeys, size: int) -> bool:
+        """The server has no memory for `size` bytes: free some. Whether there was any to free.
+
+        Raises redis-py's exceptions.
+        """
+        self.look(shrink=False)
+        held = self._evict(shard, None)
+        bound = min(held - size, self._bounds.get(shard.prefix, held) - size)
+        return self._evict(shard, max(0, min(bound, held - held // 16))) < held
+
+    def _target(self, shard: ShardKeys, size: int) -> int | None:
+        bound = self._bounds.get(shard.prefix)
+        return None if bound is None else max(0, bound - size)
+
+    def _wait_for_readers(self, shard: ShardKeys, size: int) -> None:
+        pause, longest = PAUSES
+        while not self._stopping():
+            before = self._held.get(shard.prefix)
+            held = self._evict(shard, self._target(shard, size))
+            if shard.prefix not in self._crowded:
+                return
+            if held == before:
+                time.sleep(pause)
+                pause = min(longest, 2 * pause)
+            self.look_now_and_then()
+
+    def _evict(self, shard: ShardKeys, target: int | None) -> int:
+        """Unlink the oldest until `target` bytes are held, and forget what ended by itself. Without
+        a target only that. Returns the bytes that are held."""
+        while True:
+            before = self._held.get(shard.prefix)
+            call = self._call(shard, target)
+            answer = call.script(self._servers.for_shard(shard), call.keys, call.arguments)
+            held = self._take(shard, answer)
+            if target is not None and held <= target:
+                self._crowded.discard(shard.prefix)
+                return held
+            if held == before:
+                if target is not None:
+                    self._note_crowd(shard, answer)
+                return held
+
+    def _note_crowd(self, shard: ShardKeys, answer: Sequence[Any]) -> None:
+        if len(answer) > 2:
+            self._crowded.add(shard.prefix)
+        else:
+            self._crowded.discard(shard.prefix)
+
+    def _call(self, shard: ShardKeys, target: int | None) -> Call:
+        arguments: list[Value] = [
+            shard.prefix,
+            COUNTERS_TTL_MS,
+            (1 << 53) if target is None else target,
+            UNLINK_MOST,
+            LOOK_MOST,
+            LONGEST_WAIT_MS,
+        ]
+        late = time.monotonic() - READER_PATIENCE
+        for (prefix, client), (first, since) in self._readers.items():
+            if prefix == shard.prefix and since < late:
+                arguments += (client, first)
+        return Call(script("evict"), [shard.account], arguments)
+
+    def _take(self, shard: ShardKeys, answer: Sequence[Any]) -> int:
+        held = self._held[shard.prefix] = int(answer[0])
+        now = time.monotonic()
+        for client, first in zip(answer[2::2], answer[3::2], strict=True):
+            reader = (shard.prefix, client)
+            if self._readers.get(reader, (None,))[0] != first:
+                self._readers[reader] = (first, now)
+        if self._readers:
+            forget = now - LONGEST_WAIT_MS / 1000
+            self._readers = {c: r for c, r in self._readers.items() if r[1] > forget}
+        return held
