@@ -105,6 +105,8 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         )
         try:
             self._engine = internals.make_engine(arguments, own_process=own_process)
+        except SettingsError:
+            raise
         except Exception as error:
             raise SettingsError(
                 f"vLLM cannot serve {model!r}: {internals.root_cause(error)}"

@@ -70,13 +70,16 @@ def _version(distribution: str) -> str | None:
 def make_engine(arguments: Any, *, own_process: bool) -> Any:
     """An `LLMEngine` of these `EngineArgs`, with its core in this process or in another.
 
-    Relies on `enable_multiprocessing` deciding where the core runs. The variable of that name would
-    do so too, unless an engine of this process has had vLLM keep the variables as they were; and on
-    a CPU it would put the worker of a core in its own process into a further one. Processes are
-    spawned: a forked one would inherit the locks of a worker's threads.
+    Relies on what `LLMEngine.from_engine_args` does, but for the variable that decides where the
+    core runs: an engine of this process may have had vLLM keep the variables as they were, and on a
+    CPU that one puts the worker of a core in its own process into a further one. Processes are
+    spawned: a forked one would inherit the locks of a worker's threads. Raises `SettingsError`
+    where no rows can be captured, before anything is loaded.
     """
     from vllm.distributed import parallel_state
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import Executor
 
     global _groups_are_ours
     if not _engines:
@@ -88,7 +91,14 @@ def make_engine(arguments: Any, *, own_process: bool) -> Any:
     before = {name: os.environ.get(name) for name in chosen}
     os.environ.update(chosen)
     try:
-        engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=own_process)
+        config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        check_speculation(config)
+        engine = LLMEngine(
+            vllm_config=config,
+            executor_class=Executor.get_class(config),
+            log_stats=not arguments.disable_log_stats,
+            multiprocess_mode=own_process,
+        )
     except BaseException:
         _free_process_groups()
         raise
@@ -102,6 +112,12 @@ def make_engine(arguments: Any, *, own_process: bool) -> Any:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def check_speculation(config: Any) -> None:
+    """Raise `SettingsError` for a `VllmConfig` that speculates, as an option or the model has it."""
+    if config.speculative_config is not None:
+        raise SettingsError(SPECULATES)
 
 
 def make_request(

@@ -62,8 +62,7 @@ def row_source(engine: Any, *, capture: bool) -> RowSource:
 
     Raises `SettingsError` where neither gives rows.
     """
-    if engine.vllm_config.speculative_config is not None:
-        raise SettingsError(internals.SPECULATES)
+    internals.check_speculation(engine.vllm_config)
     core = engine.engine_core
     prefix = secrets.token_hex(16)
     runners = internals.call_workers(core, "lmpool_attach", prefix)

@@ -515,10 +515,6 @@ def test_engines_in_one_process_live_and_end_on_their_own(reference):
         first.close()
         more = [extended(p, 4) for p in given]
         assert_rows(answer(second, more), reference.rows(more))
-        with vllm_engine() as third:
-            assert_rows(answer(third, given), reference.rows(given))
-        more = [extended(p, 5) for p in given]
-        assert_rows(answer(second, more), reference.rows(more))
         assert_nothing_left(second)
 
 
