@@ -115,7 +115,7 @@ def make_engine(arguments: Any, *, own_process: bool) -> Any:
 
 
 def check_speculation(config: Any) -> None:
-    """Raise `SettingsError` for a `VllmConfig` that speculates, as an option or the model has it."""
+    """Raise `SettingsError` for a `VllmConfig` that speculates, whoever asked for it."""
     if config.speculative_config is not None:
         raise SettingsError(SPECULATES)
 
