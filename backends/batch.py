@@ -30,6 +30,7 @@ class BatchEngine(Engine):
         """What fits into memory, once a batch did not."""
         self._waiting: list[Request] = []
         self._continuations: dict[bytes, Continuation] = {}
+        self._refused: list[Outcome] = []
 
     @abstractmethod
     def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
@@ -44,16 +45,31 @@ class BatchEngine(Engine):
         self._waiting.extend(requests)
 
     def in_flight(self) -> int:
-        return len(self._waiting) + len(self._continuations)
+        return len(self._waiting) + len(self._continuations) + len(self._refused)
 
     def cancel(self, ids: Collection[bytes]) -> None:
         self._waiting = [r for r in self._waiting if r.id not in ids]
+        self._refused = [o for o in self._refused if o.id not in ids]
         for cancelled in ids:
             self._continuations.pop(cancelled, None)
+
+    def release_adapter(self, name: str) -> None:
+        """Let the requests in flight by an adapter fail, which is then replaced or removed.
+
+        An engine calls it when it does so: no answer is then of an adapter that came later.
+        """
+        asking = [r for r in self._waiting if r.adapter == name]
+        asking += [c.next_request() for c in self._continuations.values() if c.adapter == name]
+        gone = PromptFailed(f"the adapter {name!r} was removed or replaced meanwhile: ask again")
+        self.cancel({request.id for request in asking})
+        self._refused += [Outcome(request.id, error=gone) for request in asking]
 
     def step(self) -> Sequence[Outcome]:
         batch, self._waiting = self._waiting, []
         accepted, outcomes = self._check(batch)
+        if self._refused:
+            outcomes = [*self._refused, *outcomes]
+            self._refused = []
         rows: list[Request] = []
         for request in accepted:
             match request.want:

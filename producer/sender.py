@@ -27,7 +27,6 @@ from lmpool.keys import GROUP, PRIORITIES, Priority, ShardKeys
 from lmpool.liveness import any_alive
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
-from lmpool.producer.notices import take_off
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.replacement import look_at, wake_collector
 from lmpool.producer.session import (
@@ -40,7 +39,7 @@ from lmpool.producer.session import (
 )
 from lmpool.producer.withdrawal import withdraw
 from lmpool.scripts import ScriptsMissing, script
-from lmpool.server import explained, get_string, is_full, is_lost
+from lmpool.server import get_string, is_full, is_lost, senseless, understood
 from lmpool.servers import Servers
 from lmpool.settings import mask_url
 from lmpool.wants import Digest
@@ -88,9 +87,8 @@ class Sender:
                     lost_since = None
                 except (redis.exceptions.RedisError, OSError) as error:
                     lost_since = self._after_loss(error, lost_since)
-                except Exception as error:  # a defect of ours must not leave callers waiting
-                    logger.exception("the client's sender failed")
-                    session.fail_everything(LmpoolError(f"{type(error).__name__}: {error}"))
+                except Exception as error:  # whatever it is, it must not leave callers waiting
+                    self._after_nonsense(error)
             self._leave()
         finally:
             self._servers.close()
@@ -133,7 +131,7 @@ class Sender:
         try:
             if session.closing.is_set():
                 raise closed()
-            with explained(session.options.url):
+            with understood(session.options.url):
                 try:
                     result = function(self._servers)
                 except redis.exceptions.RedisError as error:
@@ -173,6 +171,17 @@ class Sender:
         # The table keeps what was waited for; the next claim or check finds what became of it.
         session.closing.wait(min(1.0, 0.05 + (now - since) / 4) * random.uniform(0.5, 1.0))
         return since
+
+    def _after_nonsense(self, error: Exception) -> None:
+        """An answer made no sense, or it is a defect of ours: nobody waits for more of the kind."""
+        session = self._session
+        if not session.closing.is_set():  # else cut off in the middle of a read
+            failure = (
+                error if isinstance(error, LmpoolError) else senseless(session.options.url, error)
+            )
+            logger.warning("the client's sender failed: %s", failure)
+            logger.debug("which is", exc_info=error)
+            session.fail_everything(failure)
 
     def _serve(self) -> None:
         session = self._session
@@ -322,8 +331,6 @@ class Sender:
         for shard, mine in self._by_shard(flights):
             for i in range(0, len(mine), CHECK_MOST):
                 isolate(mine[i : i + CHECK_MOST], partial(self._check_in, shard), self._refuse)
-        for shard in session.shards:
-            isolate([shard], self._take_off, self._damaged)
         if session.table.flights:
             if now - self._looked > 4 * every:
                 self._alone_since = None  # nobody waited meanwhile, or nobody could look
@@ -353,17 +360,6 @@ class Sender:
                     session.table.resend(flight)
         if there:
             self._answers.fetch(shard, there)
-
-    def _take_off(self, shards: Sequence[ShardKeys]) -> None:
-        """Let the server forget the notices that were read."""
-        session = self._session
-        for shard in shards:
-            take_off(self._servers.for_shard(shard), shard.reply(session.id), session)
-
-    def _damaged(self, shard: ShardKeys, error: redis.exceptions.RedisError) -> None:
-        """The reply stream is none: the next check makes it anew."""
-        reply = shard.reply(self._session.id)
-        logger.warning("the stream of notices %s was damaged: %s", reply, error)
 
     def _look_for_workers(self, now: float) -> None:
         session = self._session

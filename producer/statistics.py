@@ -7,7 +7,8 @@ from typing import Any, TypedDict
 
 import msgpack
 
-from lmpool.counters import BATCHES, COMPUTED, COUNTERS, EXPIRED, FAILED, Counter
+from lmpool.commands import Server
+from lmpool.counters import BATCHES, COMPUTED, COUNTERS, EVICTED, EXPIRED, FAILED, Counter
 from lmpool.keys import ShardKeys
 from lmpool.liveness import living
 from lmpool.servers import Servers
@@ -25,23 +26,29 @@ class WorkerStatistics(TypedDict):
 
 
 class PoolStatistics(TypedDict):
-    """`computed`, `batches`, `failed`, `expired` since the pool began (see `lmpool.counters`);
-    `backlog` now."""
+    """`computed`, `batches`, `failed`, `expired`, `evicted` since the pool began (see
+    `lmpool.counters`); `backlog` now, and what it holds: `held_bytes` of the server's memory for
+    results, the oldest of which was stored `oldest_seconds` ago (None without one)."""
 
     computed: int
     batches: int
     failed: int
     expired: int
+    evicted: int
     backlog: int
+    held_bytes: int
+    oldest_seconds: float | None
     workers: list[WorkerStatistics]
 
 
 def pool_statistics(servers: Servers, shards: Sequence[ShardKeys]) -> PoolStatistics:
     """Read them: one request for each shard, and one for the workers."""
     counted = dict.fromkeys(COUNTERS, 0)
-    backlog = 0
+    backlog = held = 0
+    ages: list[float] = []
     for shard in shards:
-        with servers.for_shard(shard).pipeline(transaction=False) as pipeline:
+        server = servers.for_shard(shard)
+        with server.pipeline(transaction=False) as pipeline:
             pipeline.hgetall(shard.counters)
             for stream in shard.streams:
                 pipeline.xlen(stream.key)
@@ -50,6 +57,9 @@ def pool_statistics(servers: Servers, shards: Sequence[ShardKeys]) -> PoolStatis
         if isinstance(counters, dict):
             _add(counted, counters)
         backlog += sum(length for length in lengths if isinstance(length, int))
+        of_shard, oldest = _held(server, shard)
+        held += of_shard
+        ages += oldest
     server = servers.for_shard(shards[0])
     names = living(server, shards[0])
     beats = server.mget([shards[0].alive(name) for name in names]) if names else []
@@ -60,9 +70,27 @@ def pool_statistics(servers: Servers, shards: Sequence[ShardKeys]) -> PoolStatis
         batches=counted[BATCHES],
         failed=counted[FAILED],
         expired=counted[EXPIRED],
+        evicted=counted[EVICTED],
         backlog=backlog,
+        held_bytes=held,
+        oldest_seconds=max(ages, default=None),
         workers=workers,
     )
+
+
+def _held(server: Server, shard: ShardKeys) -> tuple[int, list[float]]:
+    """The bytes of a shard's results, and how many seconds ago the oldest was stored."""
+    with server.pipeline(transaction=False) as pipeline:
+        pipeline.xinfo_stream(shard.account)
+        pipeline.execute_command("TIME")
+        account, (seconds, microseconds) = pipeline.execute(raise_on_error=False)
+    if not isinstance(account, dict) or not account["first-entry"]:
+        return 0, []  # no account yet, or this user may not see it
+    held = account["last-entry"][1].get(b"held", b"")
+    if not held.isdigit():
+        return 0, []  # damaged: workers make it anew
+    stored_ms = int(account["first-entry"][0].partition(b"-")[0])
+    return int(held), [max(0.0, seconds + microseconds / 1e6 - stored_ms / 1000)]
 
 
 def _add(counted: dict[Counter, int], found: Mapping[bytes, bytes]) -> None:

@@ -292,6 +292,7 @@ class HFEngine(BatchEngine):
             self._lora.add(name, Path(path))
         finally:
             forward.follow()
+        self.release_adapter(name)
         self.adapters[name] = path
         if self._packed is not None:
             self._packed.forget(name)
@@ -299,6 +300,7 @@ class HFEngine(BatchEngine):
     def remove_adapter(self, name: str) -> None:
         """Unload an adapter, and forget the keys and values that it computed."""
         if self.adapters.pop(name, None) is not None:
+            self.release_adapter(name)
             self._lora.remove(name)
             if self._packed is not None:
                 self._packed.forget(name)

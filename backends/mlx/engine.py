@@ -313,11 +313,13 @@ class MLXEngine(BatchEngine):
         """Load a LoRA adapter of PEFT, of linear layers other than the head."""
         self._open()
         self._lora.add(name, Path(path))
+        self.release_adapter(name)
         self._kept.drop(name)
         self.adapters[name] = path
 
     def remove_adapter(self, name: str) -> None:
         self._lora.remove(name)
+        self.release_adapter(name)
         self._kept.drop(name)
         self.adapters.pop(name, None)
 

@@ -19,3 +19,5 @@ pytestmark = [
 class TestVLLM(EngineContract):
     engine = "vllm"
     options = {**QUICK, "enable_lora": True, "max_loras": 2, "max_lora_rank": 16}
+    most_adapters = 64
+    own_draws = True

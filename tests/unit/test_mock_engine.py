@@ -17,7 +17,7 @@ from lmpool.backends.vocabulary import byte_vocabulary
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 from lmpool.producer.tokens import load_tokenizer, string_tokens
 from lmpool.vocabulary import Vocabulary
-from lmpool.wants import Generate
+from lmpool.wants import Generate, Generation
 from tests.support.engines import drawn
 from tests.support.parts import info_of
 
@@ -194,7 +194,30 @@ def test_a_continuation_whose_adapter_was_removed_fails_alone() -> None:
     outcomes: dict[bytes, Outcome] = {}
     while engine.in_flight():
         outcomes |= {outcome.id: outcome for outcome in engine.step()}
-    assert "no adapter named 'french' is loaded" in str(outcomes[b"french"].error)
+    assert "the adapter 'french' was removed" in str(outcomes[b"french"].error)
+    assert isinstance(outcomes[b"plain"].answer, Generation)
+
+
+def test_requests_in_flight_when_their_adapter_is_replaced_fail_alone() -> None:
+    """They never go on by the other one; what is submitted later is by that."""
+    engine = MockEngine()
+    engine.add_adapter("french", "/anywhere")
+    want = Generate(max_tokens=5, eos_token_ids=(), temperature=1.0, seed=1)
+    tokens = np.array([1], np.uint32)
+    engine.submit([Request(b"drawn", tokens, "french", want), Request(b"plain", tokens)])
+    engine.step()
+    engine.submit([Request(b"row", tokens, "french"), Request(b"cancelled", tokens, "french")])
+    engine.release_adapter("french")
+    engine.add_adapter("french", "/elsewhere")
+    assert engine.in_flight() == 3
+    engine.cancel([b"cancelled"])
+    engine.submit([Request(b"later", tokens, "french")])
+    outcomes = {outcome.id: outcome for outcome in engine.step()}
+    assert outcomes.keys() == {b"drawn", b"row", b"later"}
+    assert engine.in_flight() == 0
+    for gone in (b"drawn", b"row"):
+        assert "removed or replaced" in str(outcomes[gone].error)
+    assert outcomes[b"later"].row is not None
 
 
 def test_cancelled_requests_are_not_run(tmp_path: Path) -> None:
