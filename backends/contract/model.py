@@ -115,8 +115,7 @@ class Model:
             case AddAdapter(files):
                 self._add(files)
             case RemoveAdapter(name):
-                self._engine.remove_adapter(name)
-                self._release(name)
+                self._remove(name)
             case ClearCache():
                 self._engine.clear_cache()
             case CachePrefix(prompt):
@@ -142,7 +141,9 @@ class Model:
             refused = self._must_fail(each) or (adapter is None and each.adapter is not None)
             self._living[each.id] = _Living(each, adapter, refused)
             taken.append(each)
-        self._engine.submit([each.request() for each in taken])
+        requests = [each.request() for each in taken]
+        self._engine.submit(requests)
+        requests.clear()  # the list is the caller's
 
     def _must_fail(self, asked: Asked) -> bool:
         info, prompt = self._truth.info, asked.prompt
@@ -221,7 +222,9 @@ class Model:
 
     def _cancel(self, numbers: Sequence[int]) -> None:
         ids = [Asked(number, (0,)).id for number in numbers]
-        self._engine.cancel(set(ids))
+        wanted = set(ids)
+        self._engine.cancel(wanted)
+        wanted.clear()
         for cancelled in ids:
             living = self._living.pop(cancelled, None)
             if living is not None:
@@ -242,12 +245,12 @@ class Model:
                 f"{error} with {len(self._adapters)} of them",
             )
             return
-        if self._adapters.get(files.name) != adapter:
-            self._release(files.name)
+        # Requests in flight by one that it replaces are answered by that one.
         self._adapters[files.name] = adapter
 
-    def _release(self, name: str) -> None:
+    def _remove(self, name: str) -> None:
         """The adapter of this name goes: its requests have an answer of it, or fail."""
+        self._engine.remove_adapter(name)
         self._adapters.pop(name, None)
         for living in (*self._living.values(), *self._cancelled.values()):
             if living.asked.adapter == name:

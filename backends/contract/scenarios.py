@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
+import numpy as np
+
+from lmpool.backends.contract.continuations import seed_that_draws
 from lmpool.backends.contract.operations import Cancel, Prompt, Submit
 from lmpool.backends.contract.prompts import (
     LONGEST,
@@ -162,8 +165,37 @@ def continuations(script: Script) -> None:
         [script.ask(prompt, None, want) for prompt in (whole, whole[:-2], (1,)) for want in ends]
         + [script.ask(prompt, None, Generate(0, (), 0.0, 0)) for prompt in (whole, (1,))]
     )
+    _long_ones(script)
+    _own_ends(script)
     _many_draws(script)
     script.remove_adapters()
+
+
+def _long_ones(script: Script) -> None:
+    """Continuations longer than most, among short ones: each token follows all before it."""
+    room = script.longest - 6
+    for most in (20, 45, 80, 140):
+        for temperature in (0.0, 1.0):
+            seed = int(script.random.integers(2**62))
+            want = Generate(min(most, room), (), temperature, seed)
+            script.submit([script.ask(script.prompt(4), script.any_adapter(0.3), want)])
+    script.submit(script.mixed(5))
+    script.settle()
+
+
+def _own_ends(script: Script) -> None:
+    """The model's own end tokens, which end what names none, and nothing that names others."""
+    own = script.info.eos_token_ids
+    temperature = min(1.9, script.truth.suite.most_temperature)
+    prompts = [script.prompt(10) for _ in range(24)]
+    rows = script.truth.rows(prompts, None)
+    likely = np.argsort(rows[:, list(own)].max(axis=1, initial=-np.inf))[::-1]
+    for place in likely[:3].tolist() if own else ():
+        seed = seed_that_draws(script.random, rows[place], temperature, own)
+        ends: list[tuple[int, ...] | None] = [None, (), own, (int(own[0] == 0),)]
+        wants = [Generate(5, each, temperature, seed) for each in ends]
+        script.submit([script.ask(prompts[place], None, want) for want in wants])
+    script.settle()
 
 
 def _many_draws(script: Script) -> None:
@@ -223,7 +255,14 @@ def kept_state(script: Script) -> None:
         script.add_adapter(versioned("kept", 0), 0)
         script.add_adapter(versioned("too", 1), 1)
         names += list(script.loaded)
-    script.cache_prefix(prefix)
+    # Kept prefixes that resemble each other, and prompts behind them and behind their likes.
+    alike = [prefix, *shuffled(random, near_copies(random, prefix, vocab, len(prefix)))[:10]]
+    alike.append((*prefix[:-1], (prefix[-1] + 1) % vocab))
+    for kept in alike[:3]:
+        script.cache_prefix(kept)
+    behind = [(*before, *end) for before in alike for end in ((5, 6, 7), (4,), prefix[:2])]
+    script.submit(map(script.ask, shuffled(random, behind)), portions=2)
+    script.settle()
     for turn in range(4):
         asked = [script.ask(prompt, name) for prompt in relatives for name in names[: 1 + turn]]
         asked += script.mixed(6, others=1.0, bad=0.0)
@@ -263,6 +302,7 @@ def life(script: Script) -> None:
         (1, script.clear_cache),
         (1, lambda: script.cache_prefix(script.prompt(20))),
         (1, lambda: script.cache_prefix(())),
+        (1, lambda: script.do(Submit(()))),
         (1, lambda: script.submit(script.mixed(40, draw=lambda: script.prompt(60)))),
     ]
     if script.has_adapters:
