@@ -68,7 +68,7 @@ class BatchEngine(Engine):
         if asking:
             self.cancel(asking)
             gone = PromptFailed(f"the adapter {name!r} was removed before this was computed")
-            self._outcomes += [Outcome(id, error=gone) for id in asking]
+            self._outcomes += [Outcome(asked, error=gone) for asked in asking]
 
     def _asking(self, name: str) -> set[bytes]:
         """The ids in flight by an adapter."""

@@ -134,30 +134,35 @@ class ContinuationJudge:
         expect(
             isinstance(answer, Generation),
             "a continuation is answered with a Generation",
-            f"{type(answer).__name__}: {asked}",
+            type(answer),
+            asked,
         )
         assert isinstance(answer, Generation)
         ids = answer.token_ids
         expect(
             isinstance(ids, np.ndarray) and str(ids.dtype) == "uint32" and ids.ndim == 1,
             "a continuation's tokens are uint32 [n]",
-            f"{getattr(ids, 'dtype', type(ids).__name__)} {getattr(ids, 'shape', '')}: {asked}",
+            getattr(ids, "dtype", type(ids)),
+            getattr(ids, "shape", ""),
+            asked,
         )
         tokens = tuple(ids.tolist())
         most = _most(asked, truth)
         expect(
             len(tokens) <= most,
             "a continuation ends after max_tokens, and where the model does",
-            f"{len(tokens)} tokens, {most} at most: {asked}",
+            f"{len(tokens)} tokens, {most} at most:",
+            asked,
         )
         ends = _ends(asked, truth)
         expect(
             ends.isdisjoint(tokens),
             "a continuation ends before an end token, which is no part of it",
-            f"{list(tokens)}: {asked}",
+            tokens,
+            asked,
         )
         wrong = [token for token in tokens if token >= truth.info.vocab_size]
-        expect(not wrong, "tokens are of the vocabulary", f"{wrong}: {asked}")
+        expect(not wrong, "tokens are of the vocabulary", wrong, asked)
         return tokens
 
     def _rows_needed(self, asked: Asked, drawn: tuple[int, ...], truth: Truth) -> int:
@@ -179,16 +184,16 @@ class ContinuationJudge:
         for step, row in enumerate(rows):
             candidates = drawn[step : step + 1] or tuple(sorted(ends))
             said = f"token {drawn[step]}" if step < len(drawn) else "the end"
-            where = f"{said} at step {step} of {list(drawn)}: {asked}"
+            where = (f"{said} at step {step} of", drawn, asked)
             if want.temperature == 0.0:
                 best = float(row.max()) - 2 * truth.tolerance
                 kept = any(row[token] >= best for token in candidates)
-                expect(kept, "greedy takes the likeliest token", where)
+                expect(kept, "greedy takes the likeliest token", *where)
                 continue
             weights = heated(row, want.temperature)
             if want.seed is not None and not truth.suite.own_draws:
                 place = uniform(want.seed, step)
-                expect(_drawn_at(weights, candidates, place, want, truth), _FOLLOWS, where)
+                expect(_drawn_at(weights, candidates, place, want, truth), _FOLLOWS, *where)
                 continue
             if ends:
                 self._draws.end(weights, ends, step == len(drawn))

@@ -28,7 +28,7 @@ from lmpool.wants import Generate
 
 PROMISE: Final = "memory does not grow with what was asked before"
 
-_LIFE: Final = 5_000
+_LIFE: Final = 3_500
 _WARM_UP: Final = 1_500
 _TOGETHER: Final = 100
 _PROMPT_TOKENS: Final = 4

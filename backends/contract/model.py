@@ -18,8 +18,8 @@ import numpy.typing as npt
 from lmpool.backends.contract.breaches import BrokenPromise, expect
 from lmpool.backends.contract.continuations import is_cut_short
 from lmpool.backends.contract.operations import (
-    AddAdapter,
     AdapterFiles,
+    AddAdapter,
     Asked,
     CachePrefix,
     Cancel,
@@ -165,14 +165,14 @@ class Model:
         expect(
             isinstance(outcome, Outcome),
             "step returns Outcomes",
-            f"a {type(outcome).__name__}",
+            type(outcome),
         )
         living = self._living.pop(outcome.id, None) or self._cancelled.pop(outcome.id, None)
         if living is None:
             raise BrokenPromise(_ONE_OUTCOME, f"one more came, for the id {outcome.id!r}")
         asked = living.asked
         kinds = [outcome.row is not None, outcome.answer is not None, outcome.error is not None]
-        expect(sum(kinds) == 1, "an outcome is one of a row, an answer or an error", f"{asked}")
+        expect(sum(kinds) == 1, "an outcome is one of a row, an answer or an error", asked)
         if outcome.error is not None:
             expect(
                 isinstance(outcome.error, PromptFailed),
@@ -185,7 +185,7 @@ class Model:
                 f"{outcome.error}: {asked}",
             )
             return
-        expect(not living.refused, "what cannot be run fails", f"it has an answer: {asked}")
+        expect(not living.refused, "what cannot be run fails", "it has an answer:", asked)
         if living.cancelled and isinstance(asked.want, Generate) and asked.want.max_tokens > 100:
             expect(is_cut_short(outcome, asked), "cancelled requests end", f"{asked} ran on")
         self._finished.append(Answered(asked, living.adapter, outcome))
@@ -264,7 +264,9 @@ class Model:
         expect(
             least <= found <= most,
             "in_flight is the number of requests that have had no outcome",
-            f"{found} instead of {most}" + (f" (or {least})" * (least < most)) + f": {operation}",
+            found,
+            f"instead of {least}" + (f" to {most}" if least < most else "") + ":",
+            operation,
         )
 
     def _judge(self) -> None:
@@ -295,7 +297,8 @@ class Model:
         expect(
             len(self._blocks) < _BLOCKS,
             "a row keeps no more alive than the rows of its batch",
-            f"{row.nbytes} bytes in a block of {held}, with {company} in flight: {asked}",
+            f"{row.nbytes} bytes in a block of {held}, with {company} in flight:",
+            asked,
         )
 
     def check_held(self) -> None:
@@ -304,5 +307,6 @@ class Model:
             expect(
                 zlib.crc32(held.row.tobytes()) == held.checksum,
                 "rows that were handed out stay as they are",
-                f"that of {held.asked} was written again",
+                "this one was written again:",
+                held.asked,
             )

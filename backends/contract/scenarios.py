@@ -15,7 +15,7 @@ from lmpool.backends.contract.prompts import (
     near_copies,
     random_prompt,
 )
-from lmpool.backends.contract.script import Script, shuffled, versioned
+from lmpool.backends.contract.script import HOW, Script, shuffled, versioned
 from lmpool.wants import Generate
 
 
@@ -25,16 +25,19 @@ def rows(script: Script) -> None:
     most = min(longest, LONGEST)
     # Twice: alone with its kind, and then all in another order, out of what may be kept.
     families: list[list[Prompt]] = []
-    for length in (2, 5, 9, 20, 33, 70, 140, 300, most - 1):
-        if length > most - 1:
-            continue
-        prompt = random_prompt(random, vocab, max(1, length - int(random.integers(0, 4))))
+    between = int(random.integers(100, 300))
+    for length, some in ((2, 99), (5, 99), (9, 99), (20, 99), (33, 99), (70, 24), (between, 6)):
+        length = min(length, most - 1) - int(random.integers(0, 2))
+        prompt = random_prompt(random, vocab, max(1, length))
         copies = shuffled(random, near_copies(random, prompt, vocab, most))
-        families.append([prompt, *copies[: len(copies) if length < 100 else 10]])
+        families.append([prompt, *copies[:some]])
     for family in families:
         script.submit(map(script.ask, shuffled(random, family)), portions=2)
     script.settle()
-    every = [random_prompt(random, vocab, n) for n in lengths(longest)]
+    near = lengths(longest)
+    long = [n for n in near if n > 100 and n < most - 1]
+    few = [n for n in near if n not in long] + random.permutation(long)[:4].tolist()
+    every = [random_prompt(random, vocab, n) for n in few]
     whole = random_prompt(random, vocab, min(40, most))
     nested = [whole[:n] for n in range(1, len(whole) + 1)]
     edges = [(0,), (vocab - 1,), (0,) * 20, (vocab - 1,) * 20, (vocab - 1, 0)]
@@ -70,7 +73,7 @@ def company(script: Script) -> None:
         below, above = int(random.integers(-1, 1)), int(random.integers(1, 3))
         sizes |= {power + below, power + above} if power < 1_024 else {power + above - 1}
     for size in shuffled_sizes(script, sizes):
-        asked = script.mixed(size, others=0.12, bad=0.02)
+        asked = script.mixed(size, others=0.12, bad=0.02, most=3 if size > 200 else 6)
         if size < 200 and random.random() < 0.4:  # of one kind
             asked = script.mixed(size, adapters=float(random.integers(2)), others=0.0, bad=0.0)
         script.submit(asked, portions=1 if size > 200 else 2)
@@ -125,7 +128,7 @@ def _many_adapters(script: Script) -> None:
     """As many as an engine keeps, of which each is asked for."""
     most = min(script.truth.suite.most_adapters, 70)
     for number in range(most):
-        script.add_adapter(versioned(f"a{number}", number), 100 + number)
+        script.add_adapter(versioned(f"a{number}", number), 100 + len(HOW) * number)
     short, longer = script.prompt(), script.prompt(20)
     asked = [script.ask(short, name) for name in script.loaded]
     asked += [script.ask(longer, name) for name in script.loaded if script.random.random() < 0.3]
@@ -142,7 +145,7 @@ def continuations(script: Script) -> None:
     if script.has_adapters:
         script.add_adapter(versioned("drawn", 1), 1)
     for _ in range(3):
-        script.submit(script.mixed(40, others=1.0, bad=0.0, draw=lambda: script.prompt(12)))
+        script.submit(script.mixed(40, others=1.0, bad=0.0, most=12))
         script.submit(script.mixed(10, others=0.0), portions=2)
         script.settle()
     # One prompt: many seeds of which some are alike in part, then again in other company.
@@ -245,10 +248,10 @@ def cancelling(script: Script) -> None:
 def kept_state(script: Script) -> None:
     """Prefixes that are kept and dropped, with everything under way."""
     random, vocab = script.random, script.vocab
-    prefix = random_prompt(random, vocab, min(100, script.longest // 2))
+    prefix = random_prompt(random, vocab, min(40, script.longest // 2))
     relatives = [
         prefix, (*prefix, 3), (*prefix, 3, 4), prefix[:-1], (*prefix[:-1], 9), prefix + prefix[:5],
-        *near_copies(random, prefix, vocab, script.longest)[:12],
+        *shuffled(random, near_copies(random, prefix, vocab, script.longest))[:6],
     ]  # fmt: skip
     names: list[str | None] = [None]
     if script.has_adapters:
@@ -274,7 +277,7 @@ def kept_state(script: Script) -> None:
             script.submit(script.mixed(6))
             script.clear_cache()
         script.settle()
-        script.cache_prefix(prefix[: 50 + turn])
+        script.cache_prefix(prefix[: 20 + turn])
         if turn == 2:
             script.clear_cache()
             script.clear_cache()
@@ -303,7 +306,7 @@ def life(script: Script) -> None:
         (1, lambda: script.cache_prefix(script.prompt(20))),
         (1, lambda: script.cache_prefix(())),
         (1, lambda: script.do(Submit(()))),
-        (1, lambda: script.submit(script.mixed(40, draw=lambda: script.prompt(60)))),
+        (1, lambda: script.submit(script.mixed(20, most=40))),
     ]
     if script.has_adapters:
         names = [versioned(f"x{n}", n) for n in range(4)]
@@ -321,11 +324,11 @@ def life(script: Script) -> None:
 
 SCENARIOS: Final[Mapping[str, Callable[[Script], None]]] = {
     "rows": rows,
-    "company": company,
-    "continuations": continuations,
     "cancelling": cancelling,
     "kept_state": kept_state,
     "adapters": adapters,
     "life": life,
+    "continuations": continuations,
+    "company": company,
 }
-"""By name, in the order in which they are run."""
+"""By name, in the order in which they are run: what takes longest is last."""
