@@ -20,15 +20,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Final
 
 from lmpool.commands import Entry, Server
 from lmpool.errors import JobFormatError, PromptError, PromptFailed
 from lmpool.keys import ShardKeys
 from lmpool.producer import PooledLM
-from lmpool.server import explained
+from lmpool.server import understood
 from lmpool.servers import Servers
 from lmpool.wants import Answer
 from lmpool.wire import Job, unpack_job
+
+_LATEST_MS: Final = int(datetime(9999, 1, 1, tzinfo=UTC).timestamp() * 1000)
 
 __all__ = ["DeadLetter", "drop", "read", "retry"]
 
@@ -54,7 +57,8 @@ class DeadLetter:
     @property
     def given_up(self) -> datetime:
         """When, by the server's clock, in UTC."""
-        return datetime.fromtimestamp(int(self.entry.partition("-")[0]) / 1000, UTC)
+        ms = min(int(self.entry.partition("-")[0]), _LATEST_MS)  # ids may be written by hand
+        return datetime.fromtimestamp(ms / 1000, UTC)
 
 
 def read(lm: PooledLM) -> list[DeadLetter]:
@@ -101,7 +105,7 @@ def drop(lm: PooledLM, letters: Iterable[DeadLetter]) -> int:
 def _servers(lm: PooledLM) -> Iterator[Servers]:
     servers = Servers.of_url(lm.url, name="lmpool-dead-letters")
     try:
-        with explained(lm.url):
+        with understood(lm.url):
             yield servers
     finally:
         servers.close()
@@ -115,7 +119,7 @@ def _entries(server: Server, stream: str) -> Iterator[Entry]:
 
 
 def _letter(shard: ShardKeys, entry: Entry, prefix: str) -> DeadLetter:
-    fields = {name.decode(): value for name, value in entry[1].items()}
+    fields = {name.decode("utf-8", "replace"): value for name, value in entry[1].items()}
     data = fields.get("job", b"")
     try:
         job = unpack_job(data)

@@ -18,6 +18,8 @@ SLOW: Final = 0.005
 VERY_SLOW: Final = 0.050
 CLOCKS_APART: Final = 60.0
 FULL: Final = 0.85
+OVERFULL: Final = 0.97
+"""Of maxmemory: workers keep a sixteenth free at least, as far as it is theirs."""
 ROWS_ENOUGH: Final = 2_000
 CONNECTIONS_LEFT: Final = 50
 
@@ -100,33 +102,33 @@ def check_eviction(facts: Facts) -> Iterator[Finding]:
             level,
             f"maxmemory-policy {policy} may drop job streams and workers' heartbeats"
             + ("" if bound else ", once a maxmemory is set"),
-            "CONFIG SET maxmemory-policy noeviction (or volatile-lru, which drops old rows only)",
+            "CONFIG SET maxmemory-policy noeviction (workers drop the oldest rows themselves)",
         )
     elif policy in ("volatile-ttl", "volatile-random"):
         yield Finding(
             "wrong" if bound else "note",
             f"maxmemory-policy {policy} drops heartbeats and notices as readily as rows",
-            "CONFIG SET maxmemory-policy noeviction (or volatile-lru, which drops old rows first)",
+            "CONFIG SET maxmemory-policy noeviction (workers drop the oldest rows themselves)",
         )
     elif not bound:
         yield Finding(
             "note",
-            f"there is no maxmemory: rows may fill the machine ({_size(used)} in use)",
+            f"there is no maxmemory: rows may fill the machine ({in_bytes(used)} in use)",
             "CONFIG SET maxmemory to what the server may use",
         )
     else:
-        yield Finding("ok", f"maxmemory {_size(bound)}, {policy}")
+        yield Finding("ok", f"maxmemory {in_bytes(bound)}, {policy}")
     if bound:
         yield from _check_headroom(facts, policy, bound, used)
 
 
 def _check_headroom(facts: Facts, policy: str, bound: int, used: int) -> Iterator[Finding]:
-    if policy == "noeviction" and used > FULL * bound:
+    if policy == "noeviction" and used > OVERFULL * bound:
         yield Finding(
             "wrong",
-            f"{_size(used)} of {_size(bound)} are in use, and with noeviction workers wait when "
-            "it is full",
-            "raise maxmemory, or shorten LMPOOL_RESULT_TTL",
+            f"{in_bytes(used)} of {in_bytes(bound)} are in use, and with noeviction workers wait "
+            "where dropping old rows makes no room: other data fill it",
+            "raise maxmemory, or move the other data to another server",
         )
     if facts.model is None:
         return
@@ -135,11 +137,11 @@ def _check_headroom(facts: Facts, policy: str, bound: int, used: int) -> Iterato
     if room < ROWS_ENOUGH:
         yield Finding(
             "wrong",
-            f"a row takes {_size(row)}: the server's memory holds {room:,} of them",
-            f"raise maxmemory to {_size(ROWS_ENOUGH * row)} or more",
+            f"a row takes {in_bytes(row)}: the server's memory holds {room:,} of them",
+            f"raise maxmemory to {in_bytes(ROWS_ENOUGH * row)} or more",
         )
     else:
-        yield Finding("ok", f"a row takes {_size(row)}: there is room for {room:,}")
+        yield Finding("ok", f"a row takes {in_bytes(row)}: there is room for {room:,}")
 
 
 def check_persistence(facts: Facts) -> Iterator[Finding]:
@@ -265,7 +267,8 @@ def examine(facts: Facts) -> list[Finding]:
     return [finding for check in CHECKS for finding in check(facts)]
 
 
-def _size(count: int) -> str:
+def in_bytes(count: int) -> str:
+    """A number of bytes in the unit that fits, such as ``1.5 GiB``."""
     amount = float(count)
     for unit in ("B", "KiB", "MiB"):
         if amount < 1024:

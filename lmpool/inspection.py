@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from redis.exceptions import NoPermissionError, ResponseError
+from redis.exceptions import NoPermissionError, NoScriptError, ResponseError
 
 from lmpool.commands import Server
 from lmpool.diagnosis import Facts, Finding, examine
@@ -31,7 +31,7 @@ from lmpool.liveness import signs_of_life
 from lmpool.model_info import ModelInfo
 from lmpool.producer import connect
 from lmpool.producer.statistics import WorkerStatistics
-from lmpool.server import explained, greet
+from lmpool.server import get_string, greet, understood
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
 
@@ -71,7 +71,7 @@ def ping(url: str | None = None, pool: str | None = None) -> Ping:
         with _connections(lm.url) as servers:
             server = servers.pool
             version = greet(server, lm.url)
-            with explained(lm.url):
+            with understood(lm.url):
                 latencies = measure_latency(server)
         workers = lm.pool_statistics_sync()["workers"]
         return Ping(mask_url(lm.url), version, latencies, lm.pool, lm.info, workers)
@@ -106,7 +106,7 @@ def read_facts(url: str | None = None, pool: str | None = None) -> Facts:
     Raises `ServerError` where the server does not answer.
     """
     options = ClientOptions(url=url, pool=pool)
-    with _connections(options.url) as servers, explained(options.url):
+    with _connections(options.url) as servers, understood(options.url):
         servers.pool.ping()
         return _with_pool(servers, _server_facts(servers.pool, options.url), options.pool)
 
@@ -133,7 +133,9 @@ def _server_facts(server: Server, url: str) -> Facts:
         config = None
     refused = []
     try:
-        server.eval("return 1", 0)
+        server.evalsha("0" * 40, 0)
+    except NoScriptError:
+        pass  # which says that it may
     except ResponseError as error:
         refused.append(str(error))
     offset = 0.0
@@ -150,7 +152,7 @@ def _with_pool(servers: Servers, facts: Facts, pool: str) -> Facts:
     """The server's facts and those of a pool, all its shards together."""
     facts = replace(facts, pool=pool)
     keys = PoolKeys(pool)
-    packed = servers.pool.get(keys.info)
+    packed = get_string(servers.pool, keys.info)
     if packed is None:
         return facts
     try:
@@ -192,6 +194,6 @@ def _held(server: Server, shard: ShardKeys) -> dict[str, int]:
         except ResponseError:
             continue  # no stream or no group yet
         for consumer in found:
-            name = consumer["name"].decode()
+            name = consumer["name"].decode("utf-8", "replace")
             held[name] = held.get(name, 0) + int(consumer["pending"])
     return held

@@ -96,6 +96,11 @@ class ShardKeys:
         """Hash of adapter name to the adapter's fingerprint and folder."""
         return f"{self.prefix}:adapters"
 
+    @cached_property
+    def bounds(self) -> str:
+        """Hash of what workers allow: the jobs that may wait in a stream, and the lanes."""
+        return f"{self.prefix}:bounds"
+
     def result(self, digest: bytes) -> str:
         """A stored answer, of a digest of 16 bytes."""
         return f"{self.prefix}:result:{digest.hex()}"

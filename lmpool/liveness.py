@@ -20,7 +20,7 @@ def consumers(server: Server, shard: ShardKeys) -> list[str]:
         found = server.xinfo_consumers(shard.stream().key, GROUP)
     except redis.exceptions.ResponseError:
         return []  # no stream or no group yet
-    return [consumer["name"].decode() for consumer in found]
+    return [consumer["name"].decode("utf-8", "replace") for consumer in found]
 
 
 def signs_of_life(server: Server, keys: Sequence[str]) -> list[bool]:

@@ -1,7 +1,8 @@
 """The Lua scripts: every change of several keys is one of them, atomic on the server.
 
-A script is called by its hash, and sent whole once more when a server has forgotten it (a restart,
-a failover, ``SCRIPT FLUSH``).
+A script is called by its hash. One that a server has forgotten (a restart, a failover, ``SCRIPT
+FLUSH``) is sent whole by who may send scripts; clients that may not wait for a worker, which loads
+theirs at every heartbeat.
 """
 
 from __future__ import annotations
@@ -10,19 +11,40 @@ import hashlib
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Final
 
 import redis.exceptions
 
 from lmpool.commands import Server, Value
 
+CLIENT_SCRIPTS: Final = ("check", "enqueue", "withdraw")
+
+
+class ScriptsMissing(redis.exceptions.ResponseError):
+    """The server does not know the scripts, and this user may not send any."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "NOSCRIPT the server has forgotten the pool's scripts, and this user may not send "
+            "them: a worker does"
+        )
+
+
+@cache
+def _shared() -> str:
+    return _read("access")
+
+
+def _read(name: str) -> str:
+    return resources.files("lmpool").joinpath("lua", f"{name}.lua").read_text("utf-8")
+
 
 class Script:
-    """One named script."""
+    """One named script, behind the functions that all of them share."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.source = resources.files("lmpool").joinpath("lua", f"{name}.lua").read_text("utf-8")
+        self.source = f"{_shared()}\n{_read(name)}"
         self.sha = hashlib.sha1(self.source.encode()).hexdigest()
 
     def __call__(self, server: Server, keys: Sequence[str], arguments: Sequence[Value]) -> Any:
@@ -30,7 +52,10 @@ class Script:
         try:
             return server.evalsha(self.sha, len(keys), *keys, *arguments)
         except redis.exceptions.NoScriptError:
-            return server.eval(self.source, len(keys), *keys, *arguments)
+            try:
+                return server.eval(self.source, len(keys), *keys, *arguments)
+            except redis.exceptions.NoPermissionError:
+                raise ScriptsMissing from None
 
     def load(self, server: Server) -> None:
         """Make the server know it."""
@@ -44,3 +69,9 @@ class Script:
 def script(name: str) -> Script:
     """The script of that name, read once."""
     return Script(name)
+
+
+def load_client_scripts(server: Server) -> None:
+    """Make the server know what clients run."""
+    for name in CLIENT_SCRIPTS:
+        script(name).load(server)

@@ -13,9 +13,17 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from lmpool.address import connection_pool
+from lmpool.checks import said
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
-from lmpool.errors import ServerRefused, ServerTooOld, ServerUnreachable
+from lmpool.errors import (
+    LmpoolError,
+    ServerError,
+    ServerRefused,
+    ServerTooOld,
+    ServerUnreachable,
+)
+from lmpool.replies import BoundedParser
 from lmpool.settings import mask_url
 
 logger = logging.getLogger(__name__)
@@ -36,8 +44,23 @@ LOST = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
 """
 
 
-NOT_READY: Final = ("BUSY ", "CLUSTERDOWN", "MASTERDOWN", "MISCONF", "NOREPLICAS", "TRYAGAIN")
-"""How refusals begin that end by themselves: a long script, a failover, a disk that is full."""
+NONSENSE: Final = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What redis-py, or who reads its answers, raises of an answer that no such server gives."""
+
+NOT_READY: Final = (
+    "BUSY ",
+    "CLUSTERDOWN",
+    "MASTERDOWN",
+    "MISCONF",
+    "NOREPLICAS",
+    "NOSCRIPT",
+    "TRYAGAIN",
+)
+"""How refusals begin that end by themselves: a long script, a failover, a disk that is full,
+scripts that a worker will load."""
 
 
 def is_full(error: BaseException) -> bool:
@@ -57,10 +80,13 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, redis.exceptions.ResponseError) and str(error).startswith(NOT_READY)
 
 
-def open_server(url: str, *, blocks_for: float = 0.0, name: str = "lmpool") -> Server:
+def open_server(
+    url: str, *, blocks_for: float = 0.0, name: str = "lmpool", bounded: bool = False
+) -> Server:
     """A synchronous connection of its own to the server at `url`; connects at its first command.
 
-    `blocks_for` is how long, in seconds, its blocking reads may wait.
+    `blocks_for` is how long, in seconds, its blocking reads may wait. A `bounded` one reads no
+    reply beyond `lmpool.replies.REPLY_BYTES`.
     """
     options: dict[str, Any] = {
         "protocol": 2,
@@ -71,6 +97,8 @@ def open_server(url: str, *, blocks_for: float = 0.0, name: str = "lmpool") -> S
     }
     if not url.startswith("unix:"):
         options |= {"socket_connect_timeout": CONNECT_TIMEOUT, "socket_keepalive": True}
+    if bounded:
+        options["parser_class"] = BoundedParser
     pool = connection_pool(url, max_connections=1, **options)
     return cast(Server, redis.Redis(connection_pool=pool))
 
@@ -109,9 +137,30 @@ def explained(url: str) -> Iterator[None]:
         raise ServerRefused(f"{shown}: {error}") from None
 
 
+@contextmanager
+def understood(url: str) -> Iterator[None]:
+    """`explained`, for what does nothing but read from the server: whatever it stumbles over then
+    is an answer that makes no sense."""
+    with explained(url):
+        try:
+            yield
+        except NONSENSE as error:
+            if isinstance(error, LmpoolError):
+                raise
+            raise senseless(url, error) from error
+
+
+def senseless(url: str, error: BaseException) -> ServerError:
+    """The error of an answer that could not be read: `error` is what that stumbled over."""
+    return ServerError(
+        f"what came from {mask_url(url)} could not be read ({said(error)}): is that a "
+        "Redis-compatible server, and the keys lmpool's? If so, it is a defect of lmpool's"
+    )
+
+
 def greet(server: Server, url: str, clock: ServerClock | None = None) -> str:
     """Connect, refuse a server that is too old, take its time. Returns its name and version."""
-    with explained(url):
+    with understood(url):
         server.ping()
         try:
             found = server.info("server")
@@ -137,3 +186,13 @@ def check_version(info: dict[str, Any], url: str) -> str:
     if "valkey_version" in info:
         return f"Valkey {info['valkey_version']}"
     return f"Redis {version}"
+
+
+def get_string(server: Server, key: str) -> bytes | None:
+    """What a key holds; None where there is none, or it holds something else than a string."""
+    try:
+        return server.get(key)
+    except redis.exceptions.ResponseError as error:
+        if not str(error).startswith("WRONGTYPE"):
+            raise
+        return None

@@ -23,9 +23,11 @@ class Servers:
         self._is_cut = False
 
     @classmethod
-    def of_url(cls, url: str, *, blocks_for: float = 0.0, name: str = "lmpool") -> Servers:
-        """Those of `url`; `blocks_for` is how long, in seconds, blocking reads may wait."""
-        return cls(lambda: open_server(url, blocks_for=blocks_for, name=name))
+    def of_url(
+        cls, url: str, *, blocks_for: float = 0.0, name: str = "lmpool", bounded: bool = False
+    ) -> Servers:
+        """Those of `url`; see `open_server`."""
+        return cls(lambda: open_server(url, blocks_for=blocks_for, name=name, bounded=bounded))
 
     @property
     def pool(self) -> Server:

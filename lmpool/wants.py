@@ -20,8 +20,14 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from lmpool.checks import as_integer, as_number, shown
-from lmpool.errors import AnswerFormatError, JobFormatError, PromptError, PromptFailed
+from lmpool.checks import as_integer, as_number, quoted
+from lmpool.errors import (
+    AnswerFormatError,
+    JobFormatError,
+    PromptError,
+    PromptFailed,
+    RowFormatError,
+)
 from lmpool.model_info import Encoding, ModelInfo
 from lmpool.rows import (
     ENTRY_BYTES,
@@ -114,7 +120,7 @@ class Row:
             return _ROWS[info.encoding]
         if not isinstance(self.encoding, str) or self.encoding not in ENTRY_BYTES:
             raise PromptError(
-                f"encoding={shown(self.encoding)}: write one of {', '.join(ENTRY_BYTES)}"
+                f"encoding={quoted(self.encoding)}: write one of {', '.join(ENTRY_BYTES)}"
             )
         return self
 
@@ -163,7 +169,11 @@ class Row:
 
     def decode(self, data: bytes, info: ModelInfo) -> EncodedRow:
         """Read what `encode` wrote. Raises `RowFormatError`."""
-        return unpack_row(data, info.vocab_size)
+        row = unpack_row(data, info.vocab_size)
+        # As above. The first of bfloat16's bits is a logit, which its scale was taken from.
+        if row.scale != row.scale or (row.encoding != "bf16" and row.data[0] != row.data[0]):
+            raise RowFormatError("a row of NaN")
+        return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,16 +198,16 @@ class Generate:
         most = as_integer(self.max_tokens)
         if most is None or not 0 <= most < 2**31:
             raise PromptError(
-                f"max_tokens={shown(self.max_tokens)}: write an integer, 0 or more, below 2**31"
+                f"max_tokens={quoted(self.max_tokens)}: write an integer, 0 or more, below 2**31"
             )
         temperature = as_number(self.temperature)
         if temperature is None or not 0 <= temperature < math.inf:
             raise PromptError(
-                f"temperature={shown(self.temperature)}: write a number of 0 (greedy) or more"
+                f"temperature={quoted(self.temperature)}: write a number of 0 (greedy) or more"
             )
         seed = None if self.seed is None else as_integer(self.seed)
         if seed is None and self.seed is not None:
-            raise PromptError(f"seed={shown(self.seed)}: write an integer, or None")
+            raise PromptError(f"seed={quoted(self.seed)}: write an integer, or None")
         return replace(
             self,
             max_tokens=most,
@@ -290,7 +300,7 @@ def _eos(given: Iterable[int] | None, info: ModelInfo) -> tuple[int, ...]:
         pass
     if None in ids or len(ids) > MAX_EOS_IDS:
         raise PromptError(
-            f"eos_token_ids={shown(given)}: write a list of at most {MAX_EOS_IDS} token ids"
+            f"eos_token_ids={quoted(given)}: write a list of at most {MAX_EOS_IDS} token ids"
         )
     return tuple(sorted(i for i in ids if i is not None and 0 <= i < info.vocab_size))
 

@@ -64,7 +64,8 @@ class AnswerReader:
                 if flight is None:
                     continue
                 if value is None:
-                    if flight.tries < MAX_TRIES:
+                    flight.tries += 1
+                    if flight.tries <= MAX_TRIES:
                         table.resend(flight)
                     else:
                         ended += session.fail(flight, _vanished(flight))
@@ -99,7 +100,8 @@ class AnswerReader:
                 flight = session.table.flights.get(digest)
                 if flight is None:
                     continue
-                if deleted and flight.tries < MAX_TRIES:
+                flight.tries += 1
+                if deleted and flight.tries <= MAX_TRIES:
                     session.table.resend(flight)
                 else:
                     ended += session.fail(flight, error)
@@ -109,6 +111,6 @@ class AnswerReader:
 
 def _vanished(flight: Flight) -> LmpoolError:
     return PromptFailed(
-        f"the result was gone {flight.tries} times before it could be read: the server's memory "
-        "is too small for the rows in use, or result_ttl too short"
+        f"the result was gone {flight.tries - 1} times before it could be read: the server's "
+        "memory is too small for the rows in use, or result_ttl too short"
     )

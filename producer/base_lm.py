@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from types import TracebackType
-from typing import NoReturn, Self, TypeVar
+from typing import Final, NoReturn, Self, TypeVar
 
-from lmpool.commands import Fields
 from lmpool.keys import ShardKeys
 from lmpool.model_info import ModelInfo
-from lmpool.producer.adapters import check_folder, check_lora_name, check_new_name
+from lmpool.producer.adapters import (
+    check_folder,
+    check_lora_name,
+    check_new_name,
+    read_registry,
+)
 from lmpool.producer.blocking import outcome, result, run_blocking
 from lmpool.producer.client import Client
 from lmpool.producer.control import Argument, ask_workers
@@ -21,6 +25,9 @@ from lmpool.producer.statistics import PoolStatistics, pool_statistics
 from lmpool.producer.tokens import ByteToken, Tokenizer
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
+
+AT_ONCE: Final = 0.01
+"""Seconds in which a client ends that has waited for as long as it may."""
 
 T = TypeVar("T")
 
@@ -63,10 +70,11 @@ class BaseLM:
         raise NotImplementedError
 
     def __enter__(self) -> Self:
+        deadline = self._until(None)
         try:
-            self.info  # noqa: B018 - connects
+            run_blocking(self._load_info(deadline))
         except BaseException:
-            self.close()
+            self.close(deadline.at_least(AT_ONCE))
             raise
         return self
 
@@ -198,9 +206,8 @@ class BaseLM:
         run_blocking(self._load_info(deadline))
         result(self._client.follow(), deadline, self._client.no_answer)
 
-    def _read_adapters(self, servers: Servers) -> Fields:
-        shard = self._client.shards[0]
-        return servers.for_shard(shard).hgetall(shard.adapters)
+    def _read_adapters(self, servers: Servers) -> dict[str, str]:
+        return read_registry(servers, self._client.shards[0])
 
     # --- numbers -------------------------------------------------------------------------------
 

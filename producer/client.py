@@ -27,7 +27,7 @@ from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.replacement import look_at, replaced
 from lmpool.producer.sender import Sender
 from lmpool.producer.session import Session, closed
-from lmpool.server import greet
+from lmpool.server import get_string, greet
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
 from lmpool.wants import Answer
@@ -131,7 +131,7 @@ class Client:
 
     def _follow(self, servers: Servers) -> None:
         if self._session.info is not None and self.options.when_replaced == "follow":
-            current = servers.pool.get(self._session.keys.info)
+            current = get_string(servers.pool, self._session.keys.info)
             if current is not None:
                 look_at(self._session, servers, current)
 
@@ -268,14 +268,14 @@ class Client:
         if session.info is not None:  # two asked
             return session.info
         greet(server, options.url, session.clock)
-        found = server.get(session.keys.info)
+        found = get_string(server, session.keys.info)
         deadline = time.monotonic() + REPUBLISHED_IN
         # Living workers publish it again at their next heartbeat.
         while found is None and server.exists(session.keys.serving):
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.05)
-            found = server.get(session.keys.info)
+            found = get_string(server, session.keys.info)
         if found is None:
             raise UnknownPool(
                 f"no pool {options.pool!r} on {mask_url(options.url)}: start a worker "

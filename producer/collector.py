@@ -23,21 +23,29 @@ from lmpool.errors import (
 from lmpool.keys import ShardKeys
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
-from lmpool.producer.notices import take_off
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.session import Session
-from lmpool.server import is_lost
+from lmpool.server import is_lost, senseless
 from lmpool.servers import Servers
 from lmpool.wants import Digest
 from lmpool.wire import Notice, read_notices
 
 logger = logging.getLogger(__name__)
 
+DOUBTFUL: Final = ("refused", "unknown_adapter")
+"""What others' jobs for the same digest may make a worker say: it is asked again."""
+DOUBTS_MOST: Final = 2
+
 BLOCK: Final = 5.0
 """Seconds one read of the reply stream blocks."""
-TRIM_BYTES: Final = 2 << 20
-"""Answers fetched after which their notices are taken off the reply stream: what these announce
-stays with the server, which may need the room. Those of fewer bytes go at the next check."""
+TAKE_OFF_BYTES: Final = 2 << 20
+"""Answers fetched after which their notices are taken off the reply stream: until then the server
+keeps what these announce, and may need the room."""
+TAKE_OFF_AFTER: Final = 0.05
+"""Seconds after which those of fewer bytes are."""
+
+PAUSE: Final = 0.1
+"""Seconds after an answer that made no sense: the next may make none either."""
 
 
 class Collector:
@@ -49,8 +57,11 @@ class Collector:
         self._answers = AnswerReader(session, self._servers)
         self._begun: Counter[str] = Counter()
         """How often each reply stream was made, as far as its beginnings were read."""
+        self._taken: dict[str, str] = {}
+        """The last notice to be taken off, by reply stream: its answers were fetched."""
         self._fetched = 0
-        """Bytes of answers since notices were last taken off a reply stream."""
+        """Bytes of answers since that was last done."""
+        self._took_off = 0.0
 
     def run(self) -> None:
         """Read until the client closes."""
@@ -75,8 +86,11 @@ class Collector:
                 except Exception as error:
                     if session.closing.is_set():
                         break  # cut off in the middle of a read
-                    logger.exception("the client's collector failed")
-                    session.fail_everything(LmpoolError(f"{type(error).__name__}: {error}"))
+                    failure = senseless(session.options.url, error)
+                    logger.warning("the client's collector failed: %s", failure)
+                    logger.debug("which is", exc_info=error)
+                    session.fail_everything(failure)
+                    session.closing.wait(PAUSE)
         finally:
             self._servers.close()
 
@@ -91,7 +105,7 @@ class Collector:
                 # A stream made anew, whose beginning was not read: its ids may be smaller. Reading
                 # another's again would give old errors to whoever asks the same prompt now.
                 session.last_ids.pop(reply, None)
-                session.taken_ids.pop(reply, None)
+                self._taken.pop(reply, None)
         # One blocking read covers what lies on one connection.
         for server, shards in self._servers.by_connection(session.shards):
             self._read(server, shards)
@@ -102,7 +116,7 @@ class Collector:
         found = server.xread(
             {reply: session.last_ids.get(reply, "0-0") for reply in replies},
             count=512,
-            block=to_ms(BLOCK),
+            block=to_ms(BLOCK if self._taken.keys().isdisjoint(replies) else TAKE_OFF_AFTER),
         )
         notices: list[Notice] = []
         done: list[tuple[ShardKeys, list[Digest]]] = []
@@ -122,11 +136,14 @@ class Collector:
             if waited_for:
                 self._fetched += self._answers.fetch(shard, waited_for)
             reply = shard.reply(session.id)
-            session.taken_ids[reply] = session.last_ids[reply]
-        if self._fetched >= TRIM_BYTES:
-            self._fetched = 0
-            for shard, _ in done:
-                take_off(server, shard.reply(session.id), session)
+            self._taken[reply] = session.last_ids[reply]
+        now = time.monotonic()
+        if self._fetched >= TAKE_OFF_BYTES or now - self._took_off >= TAKE_OFF_AFTER:
+            self._fetched, self._took_off = 0, now
+            for reply in self._taken.keys() & replies.keys():
+                ms, _, number = self._taken[reply].partition("-")
+                server.xtrim(reply, minid=f"{ms}-{int(number) + 1}", approximate=False)
+                del self._taken[reply]
 
     def _take_errors(self, server: Server, notices: Sequence[Notice]) -> None:
         session = self._session
@@ -148,6 +165,9 @@ class Collector:
                         continue
                     session.table.statistics.expired += 1
                     ended += session.table.fail(notice.digest, error)
+                elif notice.status in DOUBTFUL and flight.doubts < DOUBTS_MOST:
+                    flight.doubts += 1
+                    session.table.resend(flight)
                 else:
                     ended += session.fail(flight, error)
             if session.table.has_unsent() or session.table.withdrawn:

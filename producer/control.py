@@ -12,12 +12,12 @@ from typing import Any, Final, TypeAlias, TypeVar
 import msgpack
 
 from lmpool.address import async_connection_pool
-from lmpool.checks import said, shown
+from lmpool.checks import quoted, said
 from lmpool.errors import AdapterError, LmpoolError, NoWorkers, PoolError
 from lmpool.keys import PoolKeys
 from lmpool.producer.blocking import result
 from lmpool.producer.deadline import Deadline
-from lmpool.server import explained
+from lmpool.server import understood
 
 CONTROL_TIMEOUT: Final = 120.0
 """Seconds that a worker may take where nobody says how long: loading an adapter takes long."""
@@ -103,11 +103,11 @@ async def _ask(
         assert job is not None
         answer = await job.result(poll_delay=0.05)
         if not isinstance(answer, dict):
-            raise PoolError(f"worker {worker} answered {function} with {shown(answer)}")
+            raise PoolError(f"worker {worker} answered {function} with {quoted(answer)}")
         return answer
 
     try:
-        with explained(url):
+        with understood(url):
             async with asyncio.timeout(limit):
                 found = await asyncio.gather(*(one(worker) for worker in workers))
     except TimeoutError:

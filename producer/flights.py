@@ -44,7 +44,8 @@ class Flight:
     """A digest that somebody here waits for."""
 
     __slots__ = (
-        "counted", "deadline", "job", "priority", "sent", "shard", "since", "tries", "waiters",
+        "counted", "deadline", "doubts", "job", "priority", "sent", "shard", "since", "tries",
+        "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +59,7 @@ class Flight:
         self.sent = False  # whether the server may know of it
         self.counted = False
         self.tries = 0
+        self.doubts = 0  # notices that said what others may have made a worker say
         self.since = now
 
     def extend(self, deadline: float | None) -> bool:
@@ -151,7 +153,6 @@ class FlightTable:
     def resend(self, flight: Flight) -> None:
         """The server lost this one: send it again."""
         if self.is_waiting(flight):
-            flight.tries += 1
             self.statistics.resubmitted += 1
             self.unsent[flight.priority].append(flight)
 

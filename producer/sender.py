@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 import redis.exceptions
@@ -20,11 +22,11 @@ from lmpool.errors import (
     ServerUnreachable,
     UnknownAdapter,
 )
+from lmpool.isolation import isolate
 from lmpool.keys import GROUP, PRIORITIES, Priority, ShardKeys
 from lmpool.liveness import any_alive
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
-from lmpool.producer.notices import take_off
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.replacement import look_at, wake_collector
 from lmpool.producer.session import (
@@ -36,8 +38,8 @@ from lmpool.producer.session import (
     closed,
 )
 from lmpool.producer.withdrawal import withdraw
-from lmpool.scripts import script
-from lmpool.server import explained, is_full, is_lost
+from lmpool.scripts import ScriptsMissing, script
+from lmpool.server import get_string, is_full, is_lost, senseless, understood
 from lmpool.servers import Servers
 from lmpool.settings import mask_url
 from lmpool.wants import Digest
@@ -85,9 +87,8 @@ class Sender:
                     lost_since = None
                 except (redis.exceptions.RedisError, OSError) as error:
                     lost_since = self._after_loss(error, lost_since)
-                except Exception as error:  # a defect of ours must not leave callers waiting
-                    logger.exception("the client's sender failed")
-                    session.fail_everything(LmpoolError(f"{type(error).__name__}: {error}"))
+                except Exception as error:  # whatever it is, it must not leave callers waiting
+                    self._after_nonsense(error)
             self._leave()
         finally:
             self._servers.close()
@@ -130,7 +131,7 @@ class Sender:
         try:
             if session.closing.is_set():
                 raise closed()
-            with explained(session.options.url):
+            with understood(session.options.url):
                 try:
                     result = function(self._servers)
                 except redis.exceptions.RedisError as error:
@@ -163,9 +164,24 @@ class Sender:
             return since
         if lost_since is None:
             logger.warning("%s is lost or not ready: trying again (%s)", shown, error)
+        if isinstance(error, ScriptsMissing):
+            # A worker will load them, if there is one.
+            with contextlib.suppress(redis.exceptions.RedisError, OSError):
+                self._look_for_workers(now)
         # The table keeps what was waited for; the next claim or check finds what became of it.
         session.closing.wait(min(1.0, 0.05 + (now - since) / 4) * random.uniform(0.5, 1.0))
         return since
+
+    def _after_nonsense(self, error: Exception) -> None:
+        """An answer made no sense, or it is a defect of ours: nobody waits for more of the kind."""
+        session = self._session
+        if not session.closing.is_set():  # else cut off in the middle of a read
+            failure = (
+                error if isinstance(error, LmpoolError) else senseless(session.options.url, error)
+            )
+            logger.warning("the client's sender failed: %s", failure)
+            logger.debug("which is", exc_info=error)
+            session.fail_everything(failure)
 
     def _serve(self) -> None:
         session = self._session
@@ -186,7 +202,7 @@ class Sender:
             flights = session.table.take_unsent(most, CLAIM_BYTES, priority)
         try:
             for shard, mine in self._by_shard(flights):
-                self._claim_in(shard, mine, priority)
+                isolate(mine, partial(self._claim_in, shard, priority=priority), self._refuse)
         except Exception:
             with session.lock:
                 session.table.put_back(flights)
@@ -204,7 +220,15 @@ class Sender:
             if mine:
                 yield shard, mine
 
-    def _claim_in(self, shard: ShardKeys, flights: list[Flight], priority: Priority) -> None:
+    def _refuse(self, flight: Flight, error: redis.exceptions.RedisError) -> None:
+        """The server takes this one in no company."""
+        shown = mask_url(self._session.options.url)
+        logger.warning("%s refused one prompt: %s", shown, error)
+        with self._session.lock:
+            ended = self._session.fail(flight, ServerRefused(f"{shown}: {error}"))
+        wake(ended)
+
+    def _claim_in(self, shard: ShardKeys, flights: Sequence[Flight], priority: Priority) -> None:
         session = self._session
         assert session.info is not None
         now_ms, now = session.clock.now_ms(), time.monotonic()
@@ -235,11 +259,14 @@ class Sender:
         if there:
             self._answers.fetch(shard, there)
 
-    def _take_claims(self, flights: list[Flight], claims: str, priority: Priority) -> list[Digest]:
+    def _take_claims(
+        self, flights: Sequence[Flight], claims: str, priority: Priority
+    ) -> list[Digest]:
         """Take what the server said of each flight, a letter each; those whose result is there."""
         session = self._session
         there: list[Digest] = []
         full: list[Flight] = []
+        damaged: list[Flight] = []
         counted: list[str] = []
         ended: list[PendingCall] = []
         with session.lock:
@@ -250,9 +277,9 @@ class Sender:
                     counted.append(claim)
                 if claim == "h":
                     there.append(flight.job.digest)
-                elif claim == "f":
+                elif claim in "fb":
                     flight.sent = False
-                    full.append(flight)
+                    (full if claim == "f" else damaged).append(flight)
                 elif claim == "a":
                     name = (flight.job.adapter or "").rpartition("@")[0]
                     ended += session.fail(flight, UnknownAdapter(self._adapter_gone(name)))
@@ -263,6 +290,9 @@ class Sender:
             statistics.queued += counted.count("q")
             if full:
                 ended += self._wait_for_room(full, priority, now)
+            if damaged:  # the stream: a worker mends it at its next heartbeat
+                session.table.put_back(damaged)
+                self._busy_until[priority] = now + random.uniform(0.1, 0.2)
         wake(ended)
         return there
 
@@ -300,16 +330,14 @@ class Sender:
             flights = session.table.overdue(now, every, 10 * CHECK_MOST)
         for shard, mine in self._by_shard(flights):
             for i in range(0, len(mine), CHECK_MOST):
-                self._check_in(shard, mine[i : i + CHECK_MOST])
-        for shard in session.shards:
-            take_off(self._servers.for_shard(shard), shard.reply(session.id), session)
+                isolate(mine[i : i + CHECK_MOST], partial(self._check_in, shard), self._refuse)
         if session.table.flights:
             if now - self._looked > 4 * every:
                 self._alone_since = None  # nobody waited meanwhile, or nobody could look
             self._looked = now
             self._look_for_workers(now)
 
-    def _check_in(self, shard: ShardKeys, flights: list[Flight]) -> None:
+    def _check_in(self, shard: ShardKeys, flights: Sequence[Flight]) -> None:
         session = self._session
         states, fresh = script("check")(
             self._servers.for_shard(shard),
@@ -342,7 +370,7 @@ class Sender:
             return
         if self._alone_since is None:
             self._alone_since = now
-        current = servers.pool.get(session.keys.info)
+        current = get_string(servers.pool, session.keys.info)
         if current is not None and look_at(session, servers, current):
             self._alone_since = None
         elif now - self._alone_since >= session.options.workers_timeout * 0.75:

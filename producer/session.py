@@ -57,8 +57,6 @@ class Session:
         """How often each reply stream was made: again once it expired, or the server forgot it."""
         self.last_ids: dict[str, str] = {}
         """The last notice read, by reply stream."""
-        self.taken_ids: dict[str, str] = {}
-        """The last notice whose answers were fetched, too."""
 
     def join(self, info: ModelInfo) -> None:
         """Take over what the pool serves."""

@@ -7,7 +7,8 @@ from typing import Any, TypedDict
 
 import msgpack
 
-from lmpool.counters import BATCHES, COMPUTED, COUNTERS, EXPIRED, FAILED, Counter
+from lmpool.commands import Server
+from lmpool.counters import BATCHES, COMPUTED, COUNTERS, EVICTED, EXPIRED, FAILED, Counter
 from lmpool.keys import ShardKeys
 from lmpool.liveness import living
 from lmpool.servers import Servers
@@ -25,51 +26,90 @@ class WorkerStatistics(TypedDict):
 
 
 class PoolStatistics(TypedDict):
-    """`computed`, `batches`, `failed`, `expired` since the pool began (see `lmpool.counters`);
-    `backlog` now."""
+    """`computed`, `batches`, `failed`, `expired`, `evicted` since the pool began (see
+    `lmpool.counters`); `backlog` now, and what it holds: `held_bytes` of the server's memory for
+    results, the oldest of which was stored `oldest_seconds` ago (None without one)."""
 
     computed: int
     batches: int
     failed: int
     expired: int
+    evicted: int
     backlog: int
+    held_bytes: int
+    oldest_seconds: float | None
     workers: list[WorkerStatistics]
 
 
 def pool_statistics(servers: Servers, shards: Sequence[ShardKeys]) -> PoolStatistics:
     """Read them: one request for each shard, and one for the workers."""
     counted = dict.fromkeys(COUNTERS, 0)
-    backlog = 0
+    backlog = held = 0
+    ages: list[float] = []
     for shard in shards:
-        with servers.for_shard(shard).pipeline(transaction=False) as pipeline:
+        server = servers.for_shard(shard)
+        with server.pipeline(transaction=False) as pipeline:
             pipeline.hgetall(shard.counters)
             for stream in shard.streams:
                 pipeline.xlen(stream.key)
-            counters, *lengths = pipeline.execute()
-        _add(counted, counters)
-        backlog += sum(lengths)
+            counters, *lengths = pipeline.execute(raise_on_error=False)
+        # A key that was damaged counts as empty: workers make it anew.
+        if isinstance(counters, dict):
+            _add(counted, counters)
+        backlog += sum(length for length in lengths if isinstance(length, int))
+        of_shard, oldest = _held(server, shard)
+        held += of_shard
+        ages += oldest
     server = servers.for_shard(shards[0])
     names = living(server, shards[0])
     beats = server.mget([shards[0].alive(name) for name in names]) if names else []
-    workers = [_worker(msgpack.unpackb(beat)) for beat in beats if beat is not None]
+    workers = [worker for beat in beats if (worker := _worker(beat)) is not None]
     workers.sort(key=lambda worker: worker["id"])
     return PoolStatistics(
         computed=counted[COMPUTED],
         batches=counted[BATCHES],
         failed=counted[FAILED],
         expired=counted[EXPIRED],
+        evicted=counted[EVICTED],
         backlog=backlog,
+        held_bytes=held,
+        oldest_seconds=max(ages, default=None),
         workers=workers,
     )
+
+
+def _held(server: Server, shard: ShardKeys) -> tuple[int, list[float]]:
+    """The bytes of a shard's results, and how many seconds ago the oldest was stored."""
+    with server.pipeline(transaction=False) as pipeline:
+        pipeline.xinfo_stream(shard.account)
+        pipeline.execute_command("TIME")
+        account, (seconds, microseconds) = pipeline.execute(raise_on_error=False)
+    if not isinstance(account, dict) or not account["first-entry"]:
+        return 0, []  # no account yet, or this user may not see it
+    held = account["last-entry"][1].get(b"held", b"")
+    if not held.isdigit():
+        return 0, []  # damaged: workers make it anew
+    stored_ms = int(account["first-entry"][0].partition(b"-")[0])
+    return int(held), [max(0.0, seconds + microseconds / 1e6 - stored_ms / 1000)]
 
 
 def _add(counted: dict[Counter, int], found: Mapping[bytes, bytes]) -> None:
     """Add one hash of counters. What a worker of another release counts besides is left out."""
     for counter in counted:
-        counted[counter] += int(found.get(counter.field.encode(), 0))
+        number = found.get(counter.field.encode(), b"0")
+        counted[counter] += int(number) if number.isdigit() else 0
 
 
-def _worker(beat: dict[str, Any]) -> WorkerStatistics:
+def _worker(packed: bytes | None) -> WorkerStatistics | None:
+    """What a heartbeat says; None for one that has ended, or says nothing."""
+    try:
+        beat: Any = None if packed is None else msgpack.unpackb(packed)
+        return None if beat is None else _described(beat)
+    except (ValueError, TypeError, AttributeError, OverflowError, msgpack.UnpackException):
+        return None
+
+
+def _described(beat: dict[str, Any]) -> WorkerStatistics:
     return WorkerStatistics(
         id=str(beat.get("id", "")),
         host=str(beat.get("host", "")),

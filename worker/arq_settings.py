@@ -24,7 +24,7 @@ from lmpool.address import Sentinels, async_connection_pool, is_sentinel
 from lmpool.errors import LmpoolError, ServerUnreachable, SettingsError
 from lmpool.server import greet, open_server
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
-from lmpool.worker.control import FUNCTIONS
+from lmpool.worker.control import FUNCTIONS, LONGEST
 from lmpool.worker.logs import logging_config
 from lmpool.worker.service import Service
 
@@ -194,7 +194,7 @@ class WorkerSettings:
     ctx: ClassVar = {"options": _options, "service": _new_service}
     max_tries: ClassVar = 1
     keep_result: ClassVar = 60
-    job_timeout: ClassVar = 600
+    job_timeout: ClassVar = LONGEST
     health_check_interval: ClassVar = 30
     poll_delay: ClassVar = 0.2
     log_results: ClassVar = False

@@ -5,7 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Final
 
+import redis.exceptions
+
+from lmpool.commands import Value
 from lmpool.errors import JobFormatError
+from lmpool.isolation import is_about_entries
 from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream
 from lmpool.scripts import script
 from lmpool.servers import Servers
@@ -15,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 DEAD_MOST: Final = 10_000
 """Entries kept in a shard, about."""
-GARBAGE_BYTES: Final = 65_536
+GARBAGE_BYTES: Final = 4096
 """Bytes kept of an entry that is no job."""
 
 
@@ -61,10 +65,25 @@ class DeadLetters:
             *("job", data, "reason", reason),
             *("deliveries", deliveries, "worker", worker),
         )
-        refusal = script("bury")(
-            self._servers.for_shard(shard),
-            [stream.key, shard.dead],
-            [shard.prefix, GROUP, COUNTERS_TTL_MS, DEAD_MOST, digest, entry, status, reason, *kept],
-        )
+        server = self._servers.for_shard(shard)
+        arguments: list[Value] = [
+            shard.prefix,
+            GROUP,
+            COUNTERS_TTL_MS,
+            DEAD_MOST,
+            digest,
+            entry,
+            status,
+            reason,
+        ]
+        try:
+            refusal = script("bury")(server, [stream.key, shard.dead], [*arguments, *kept])
+        except redis.exceptions.ResponseError as error:
+            if not is_about_entries(error):
+                raise
+            logger.error("%r of %s cannot be buried: %s", entry, stream.key, error)
+            server.xack(stream.key, GROUP, entry)  # or it would come back for ever
+            server.xdel(stream.key, entry)
+            return
         if refusal:
             logger.error("%s cannot be written, the job is not kept: %s", shard.dead, refusal)

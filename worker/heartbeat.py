@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import redis.exceptions
@@ -18,6 +18,7 @@ from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
 from lmpool.servers import Servers
 from lmpool.worker.membership import mark
+from lmpool.worker.mending import mend
 from lmpool.worker.status import WorkerStatus
 
 logger = logging.getLogger(__name__)
@@ -41,13 +42,17 @@ class Heartbeat:
         self._shards = shards
         self._consumer = consumer
         self._status = status
+        self._info = info
         self._pool = [keys.info, keys.serving]
         self._serves: list[Value] = [info.pack(), mark(info), LIFE_MS]
         self._trouble = -math.inf
         """When a beat last failed, or was late."""
 
-    def beat(self, servers: Servers) -> None:
-        """Renew once, and publish the model info again where it was lost."""
+    def beat(self, servers: Servers) -> list[str]:
+        """Renew once, publish the model info again where it was lost, and mend what was damaged.
+
+        Returns the keys that were.
+        """
         value = self._status.heartbeat()
         for shard in self._shards:
             script("alive")(
@@ -56,19 +61,24 @@ class Heartbeat:
                 [GROUP, self._consumer, value, LIFE_MS],
             )
         script("serve")(servers.pool, self._pool, self._serves)
+        return mend(servers, self._shards, self._info)
 
     def steady(self) -> bool:
         """Whether server and network have let every beat through for a heartbeat's life."""
         return time.monotonic() - self._trouble > LIFE_MS / 1000
 
-    def run(self, ended: threading.Event) -> None:
-        """Renew until `ended` is set."""
+    def run(
+        self, ended: threading.Event, on_damage: Callable[[list[str]], None] = lambda keys: None
+    ) -> None:
+        """Renew until `ended` is set. `on_damage` is told which keys were made anew."""
         missed = False
         last = time.monotonic()
         while not ended.wait(EVERY):
             try:
-                self.beat(self._servers)
+                damaged = self.beat(self._servers)
                 missed = False
+                if damaged:
+                    on_damage(damaged)
             except (redis.exceptions.RedisError, OSError) as error:
                 if not missed:
                     logger.warning("the heartbeat could not be renewed: %s", error)

@@ -11,14 +11,15 @@ import redis.exceptions
 
 from lmpool.commands import Fields, Server, Value
 from lmpool.errors import JobFormatError
-from lmpool.keys import GROUP, JobStream, ShardKeys, streams
+from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream, ShardKeys, streams
+from lmpool.replies import REPLY_BYTES, ReplyTooLong
 from lmpool.scripts import script
 from lmpool.server import is_lost
 from lmpool.servers import Servers
 from lmpool.wants import Digester
-from lmpool.wire import Job, RefusedJob, unpack_job
+from lmpool.wire import MAX_JOB_BYTES, Job, RefusedJob, unpack_job
 from lmpool.worker.batching import Batcher, Delivery
-from lmpool.worker.dead_letters import DeadLetters
+from lmpool.worker.dead_letters import DEAD_MOST, DeadLetters
 from lmpool.worker.status import WorkerStatus
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,10 @@ IDLE_BLOCK_MS: Final = 1000
 SHORT_WAIT: Final = 0.002
 GIVE_BACK_AFTER: Final = 0.5
 """Seconds, at least, that a batch may take longer than expected before jobs are given back."""
+
+FEW: Final = REPLY_BYTES // MAX_JOB_BYTES - 1
+"""Entries that one reply holds whatever they are, once what is no job is taken off."""
+MANY: Final = 1 << 20
 
 Entry = tuple[bytes, Fields | None]
 
@@ -67,6 +72,10 @@ class Intake:
         """The last entry handed on, by stream: what is ours beyond it was never looked at."""
         self._unsure = False
         """Whether a read failed, so that entries may be ours that never arrived."""
+        self._too_long = False
+        """Whether it failed as the entries were too long to be read at once."""
+        self._most = MANY
+        """Entries that a read may bring: few after one that was too long, then more and more."""
 
     def run(self) -> None:
         """Read until the worker stops."""
@@ -75,18 +84,20 @@ class Intake:
         while not self._status.stopping.is_set():
             try:
                 if group_is_gone:
-                    create_groups(self._servers, self._shards, self._consumer)
                     self._restore(self._servers)
+                    create_groups(self._servers, self._shards, self._consumer)
                     self._last.clear()
                     group_is_gone = False
                 self._turn()
                 failures = 0
             except (redis.exceptions.RedisError, OSError) as error:
                 self._unsure = True
+                self._too_long |= isinstance(error, ReplyTooLong)
+                failures += 1
                 if self._group_is_gone(error):
                     group_is_gone = True
-                    continue
-                failures += 1
+                    if failures == 1:
+                        continue
                 if not is_lost(error) or failures in (1, 10):
                     logger.warning("jobs cannot be read: %s", error)
                 self._status.stopping.wait(min(2.0, 0.05 * 2 ** min(failures, 6)))
@@ -113,7 +124,10 @@ class Intake:
             else:
                 # Too short to block for: one look for company shortly before the batch leaves.
                 self._wait_while(busy, due * 0.7)
+        if self._too_long:
+            self._sift()
         jobs, last = self._read(room, block)
+        self._most = min(MANY, 2 * self._most)
         if jobs:
             self._batcher.add(jobs)
         self._last.update(last)
@@ -121,6 +135,22 @@ class Intake:
             self._unsure = bool(last)
         elif block is None:
             self._wait_while(busy, self._poll_seconds())
+
+    def _sift(self) -> None:
+        """Take off what came in a reply that was too long and can be no job, unread."""
+        self._most = max(1, FEW // len(self._streams))
+        for stream in self._streams.values():
+            shard, last = stream.shard, self._last.get(stream.key, "0-0")
+            while last:
+                taken, found = script("sift")(
+                    self._servers.for_shard(shard),
+                    [stream.key, shard.dead],
+                    [shard.prefix, GROUP, self._consumer, last, COUNTERS_TTL_MS, DEAD_MOST],
+                )
+                last = found.decode()
+                if taken:
+                    logger.warning("refused %d entries of %s: too long", taken, stream.key)
+        self._too_long = False
 
     def _wait_while(self, busy: bool, seconds: float) -> None:
         """Wait, unless the engine starts or ends meanwhile."""
@@ -172,7 +202,7 @@ class Intake:
         """Jobs, and the last entry of each stream."""
         batch_too = bool(self._batcher.room_for_batch_priority())
         # COUNT holds for each stream: with several each gives its share.
-        count = -(-2 * room // len(self._streams))
+        count = min(self._most, -(-2 * room // len(self._streams)))
         deliveries: list[Delivery] = []
         last: dict[str, str] = {}
         for server, shards in self._servers.by_connection(self._shards):
@@ -213,14 +243,23 @@ class Intake:
 
     @staticmethod
     def _group_is_gone(error: BaseException) -> bool:
-        return isinstance(error, redis.exceptions.ResponseError) and "NOGROUP" in str(error)
+        """Or the stream itself, or what is in its place is none."""
+        signs = ("NOGROUP", "WRONGTYPE", "UNBLOCKED")
+        return isinstance(error, redis.exceptions.ResponseError) and str(error).startswith(signs)
 
 
 def read_job(data: bytes, digester: Digester) -> Job:
     """A job of this pool from an entry of its stream. Raises `JobFormatError`."""
-    job = unpack_job(data)
+    try:
+        job = unpack_job(data)
+        digest = digester.digest(job.want, job.tokens, job.adapter)
+    except JobFormatError:
+        raise
+    except Exception as error:  # what no reader of ours foresees must not stop the others
+        logger.exception("an entry of the job stream cannot be read")
+        raise JobFormatError(f"{type(error).__name__}: {error}") from None
     # A digest that is not its prompt's would put a row under another prompt's key.
-    if digester.digest(job.want, job.tokens, job.adapter) != job.digest:
+    if digest != job.digest:
         raise RefusedJob(
             "the digest is not the one of this prompt for this pool's model", job.digest
         )

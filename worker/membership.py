@@ -15,6 +15,7 @@ from lmpool.keys import PoolKeys
 from lmpool.liveness import signs_of_life
 from lmpool.model_info import ModelInfo, fingerprint
 from lmpool.scripts import script
+from lmpool.server import get_string
 from lmpool.settings import WorkerOptions
 from lmpool.vocabulary import TOKENIZER_FILES, Vocabulary
 
@@ -90,7 +91,8 @@ def join(server: Server, keys: PoolKeys, info: ModelInfo, replace: bool, life_ms
     """
     packed, mine = info.pack(), mark(info)
     while True:
-        held, serving = server.get(keys.info) or b"", server.get(keys.serving) or b""
+        held = get_string(server, keys.info) or b""
+        serving = get_string(server, keys.serving) or b""
         others = serving not in (b"", mine) and signs_of_life(server, [keys.serving])[0]
         other = _check_same(keys, held, info, replace, others) if held else None
         if script("replace")(
@@ -160,7 +162,7 @@ def _check_same(
 def publish_vocabulary(server: Server, keys: PoolKeys, info: ModelInfo, engine: Engine) -> None:
     """Put tokenizer and byte vocabulary where clients find them, unless they are there."""
     key = keys.vocabulary(info.fingerprint8)
-    if server.exists(key):
+    if get_string(server, key) is not None:
         return
     tokens = engine.byte_vocabulary()
     if tokens is None:

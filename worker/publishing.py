@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import redis.exceptions
@@ -16,6 +17,7 @@ from lmpool.backends.engine import Outcome
 from lmpool.commands import Value
 from lmpool.counters import BATCHES, COMPUTED, FAILED
 from lmpool.errors import PromptFailed, ServerRefused
+from lmpool.isolation import isolate
 from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream
 from lmpool.scripts import script
 from lmpool.server import is_full, is_lost
@@ -151,7 +153,8 @@ class Publisher:
         while True:
             try:
                 while left:
-                    self._write_in(*left[0], batches)
+                    stream, mine = left[0]
+                    isolate(mine, partial(self._write_in, stream, batches), self._leave_out)
                     left.pop(0)
                     batches = 0
                 self._status.let_go(done.delivery for done in chunk)
@@ -179,6 +182,14 @@ class Publisher:
                 pause = min(2.0, 0.05 * 2 ** min(failures, 6))
                 self._status.stopping.wait(pause * random.uniform(0.5, 1.0))
 
+    def _leave_out(self, done: Done, error: redis.exceptions.RedisError) -> None:
+        """The server takes this one in no company: whoever waits for it asks again."""
+        place = done.delivery.stream
+        logger.error("%s of %s cannot be told: %s", done.delivery.entry.decode(), place.key, error)
+        server = self._servers.for_shard(place.shard)
+        server.xack(place.key, GROUP, done.delivery.entry)
+        server.xdel(place.key, done.delivery.entry)
+
     def _relieve(self, stream: JobStream, chunk: list[Done]) -> bool:
         """Make room where the server has no memory left. Whether there was any to make."""
         try:
@@ -187,7 +198,7 @@ class Publisher:
             logger.debug("no room could be made: %s", error)
             return False
 
-    def _write_in(self, stream: JobStream, chunk: list[Done], batches: int) -> None:
+    def _write_in(self, stream: JobStream, batches: int, chunk: Sequence[Done]) -> None:
         """One transaction: room, every row with its TTL, then the notices and acknowledgements."""
         shard = stream.shard
         failed = sum(done.status != "ok" for done in chunk)

@@ -103,8 +103,13 @@ class Recovery:
             owner, entry, deliveries, *fields = found
             forgotten = [other for other in forgotten if other != entry]
             owners[owner.decode()] = owners.get(owner.decode(), 0) + 1
-            data = dict(zip(fields[::2], fields[1::2], strict=True)).get(b"job", b"")
-            self._take_over(stream, owner.decode(), entry, int(deliveries), data)
+            data = dict(zip(fields[::2], fields[1::2], strict=True))
+            if data.keys() == {b"bytes"}:
+                size = data[b"bytes"].decode("ascii", "replace")
+                error = JobFormatError(f"an entry of {size!r:.40} bytes: too long")
+                self._dead_letters.refuse(stream, entry, b"", error)
+                continue
+            self._take_over(stream, owner.decode(), entry, int(deliveries), data.get(b"job", b""))
         for name, count in owners.items():
             whose = "forgotten here" if name == self._consumer else f"of {name}, which is gone"
             logger.warning("took over %d jobs %s", count, whose)

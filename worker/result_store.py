@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY: Final = 0.5
 """Seconds between two looks at the server's memory, which others fill too."""
-KEY_BYTES: Final = 320
+KEY_BYTES: Final = 256
 """What a result takes beside its value: its key, when it ends, its place in the account."""
 READER_PATIENCE: Final = 5.0
 """Seconds for which a client that takes none of its notices is still expected to read."""

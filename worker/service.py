@@ -139,12 +139,11 @@ class Service:
             engine, self._batcher, self._publisher, self.adapters, control, clock, self.status
         )
         digester = Digester(info.fingerprint)
-        intake = self._intake(
-            self._batcher, digester, engine, self._restorer(control, heartbeat, info)
-        )
+        restore = self._restorer(control, heartbeat, info)
+        intake = self._intake(self._batcher, digester, engine, restore)
         recovery = self._recovery(self._batcher, digester, heartbeat)
         for name, target in (
-            ("heartbeat", lambda: heartbeat.run(self._heartbeat_ended)),
+            ("heartbeat", lambda: heartbeat.run(self._heartbeat_ended, self._register_again)),
             ("publisher", self._publisher.run),
             ("intake", intake.run),
             ("recovery", recovery.run),
@@ -191,7 +190,7 @@ class Service:
         engine: Engine,
         restore: Callable[[Servers], None],
     ) -> Intake:
-        servers = self._open(blocks_for=IDLE_BLOCK_MS / 1000)
+        servers = self._open(blocks_for=IDLE_BLOCK_MS / 1000, bounded=True)
         return Intake(
             servers,
             self.shards,
@@ -235,6 +234,14 @@ class Service:
             loop.call(adapters.restore)
 
         return restore
+
+    def _register_again(self, damaged: list[str]) -> None:
+        """Adapters, where their registry was damaged."""
+        adapters = self.adapters
+        if adapters is None or self.loop is None:
+            return
+        if any(shard.adapters in damaged for shard in self.shards):
+            self.loop.call(adapters.restore)
 
     def stop(self) -> None:
         """Claim nothing more, finish what runs, give the rest back, leave. Blocks; idempotent."""
@@ -307,8 +314,10 @@ class Service:
         if not any_alive(servers.for_shard(first), first):
             servers.pool.delete(self.keys.serving)
 
-    def _open(self, *, blocks_for: float = 0.0) -> Servers:
-        servers = Servers.of_url(self.options.url, blocks_for=blocks_for, name="lmpool-worker")
+    def _open(self, *, blocks_for: float = 0.0, bounded: bool = False) -> Servers:
+        servers = Servers.of_url(
+            self.options.url, blocks_for=blocks_for, name="lmpool-worker", bounded=bounded
+        )
         self._opened.append(servers)
         return servers
 

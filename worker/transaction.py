@@ -82,8 +82,12 @@ def _made_up_for(server: Server, call: Call, outcome: Any) -> Any:
 
 
 def _replace_what_is_none(server: Server, key: str, value: bytes, ttl_ms: int) -> None:
-    """A result that was there already stays; what is no string is none."""
-    if server.type(key) not in (b"string", b"none"):
+    """A result that was there already stays; nothing, or a key of another type, is none."""
+    try:
+        there = server.strlen(key) > 0
+    except redis.exceptions.ResponseError:
+        there = False
+    if not there:
         server.set(key, value, px=ttl_ms)
 
 

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.markup import escape
 
 from lmpool.cli.options import Pool, Url
-from lmpool.cli.terminal import lines
+from lmpool.cli.terminal import escape, lines
 from lmpool.errors import LmpoolError, PromptError
 
 if TYPE_CHECKING:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 
 from lmpool.cli.options import AsJson, Pool, Url
-from lmpool.cli.terminal import fits, lines, speaks_unicode, tables
+from lmpool.cli.terminal import escape, fits, lines, speaks_unicode, tables, titled
 
 if TYPE_CHECKING:
     from lmpool.producer import PooledLM
@@ -125,7 +124,9 @@ def _shown(
 def counters_table(
     title: str, found: PoolStatistics, rate: float | None, console: Console
 ) -> RenderableType:
-    """What the pool has done: one row, or one line each where the terminal is narrow."""
+    """What the pool has done and holds: one row, or one line each where the terminal is narrow."""
+    from lmpool.diagnosis import in_bytes
+
     batches, rows = found["batches"], found["computed"]
     numbers = {
         "computed": f"{rows:,}",
@@ -134,21 +135,31 @@ def counters_table(
         "failed": f"{found['failed']:,}",
         "expired": f"{found['expired']:,}",
         "backlog": f"{found['backlog']:,}",
+        "held": in_bytes(found["held_bytes"]),
+        "oldest": in_time(found["oldest_seconds"]),
+        "evicted": f"{found['evicted']:,}",
     }
     if rate is not None:
         numbers["rows/s"] = f"{rate:,.0f}"
-    wide = Table(title=title, title_justify="left")
+    wide = Table()
     for name in numbers:
         wide.add_column(name, justify="right")
     wide.add_row(*numbers.values())
     if fits(wide, console):
-        return wide
-    narrow = Table(title=title, title_justify="left", show_header=False)
+        return titled(title, wide)
+    narrow = Table(show_header=False)
     narrow.add_column()
     narrow.add_column(justify="right")
     for name, number in numbers.items():
         narrow.add_row(name, number)
-    return narrow
+    return titled(title, narrow)
+
+
+def in_time(seconds: float | None) -> str:
+    """Seconds, or minutes and seconds: ``7.5 s``, ``9 min 5 s``."""
+    if seconds is None:
+        return "-"
+    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60} s"
 
 
 def workers_table(workers: list[WorkerStatistics], console: Console) -> RenderableType:

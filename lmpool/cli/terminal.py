@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from rich.console import Console
-from rich.markup import escape
+from rich import markup
+from rich.console import Console, Group
 from rich.measure import Measurement
 from rich.table import Table
 
@@ -26,6 +26,16 @@ def tables() -> Console:
     return Console(highlight=False)
 
 
+def escape(text: str) -> str:
+    """Text of others as it is shown: neither markup nor control characters mean anything in it."""
+    plain = "".join(c if c.isprintable() or c in "\n\t" else _named(c) for c in text)
+    return markup.escape(plain)
+
+
+def _named(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
 def print_error(error: LmpoolError) -> None:
     """``error: ...`` on stderr."""
     Console(stderr=True, soft_wrap=True, highlight=False).print(
@@ -36,6 +46,11 @@ def print_error(error: LmpoolError) -> None:
 def speaks_unicode(console: Console) -> bool:
     """Whether the terminal, or the file, takes more than ASCII."""
     return console.encoding.lower().replace("-", "").startswith("utf")
+
+
+def titled(title: str, table: Table) -> Group:
+    """A table below its title, which may be wider than it: a table's own is broken at its width."""
+    return Group(f"[italic]{title}[/]", table)
 
 
 def fits(table: Table, console: Console) -> bool:

@@ -9,28 +9,18 @@ local digest, id, status, text = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 local kept = redis.pcall('XADD', dead, 'MAXLEN', '~', ARGV[4], '*', unpack(ARGV, 9))
 if digest ~= '' then
   local flight = prefix .. ':flight:' .. digest
-  local fields = redis.call('HGETALL', flight)
-  local job
-  for f = 1, #fields, 2 do
-    if fields[f] == 'job' then job = fields[f + 1] end
-  end
+  local job, _, _, waiting = read_flight(flight)
   -- What happened to an old delivery says nothing about the job that is queued now.
   if job == id then
-    for f = 1, #fields, 2 do
-      if string.sub(fields[f], 1, 2) == 'c:' then
-        local reply = prefix .. ':reply:' .. string.sub(fields[f], 3)
-        if redis.call('EXISTS', reply) == 1 then
-          redis.call('XADD', reply, '*', 'digest', digest, 'status', status, 'error', text)
-        end
-      end
+    for _, client in ipairs(waiting) do
+      tell(prefix, client, 'digest', digest, 'status', status, 'error', text)
     end
     redis.call('DEL', flight)
   end
 end
-redis.call('XACK', jobs, group, id)
-redis.call('XDEL', jobs, id)
+take_off(jobs, group, id)
 local counters = prefix .. ':counters'
-redis.call('HINCRBY', counters, 'failed', 1)
-redis.call('PEXPIRE', counters, ARGV[3])
+redis.pcall('HINCRBY', counters, 'failed', 1)
+redis.pcall('PEXPIRE', counters, ARGV[3])
 if type(kept) == 'table' and kept['err'] then return kept['err'] end
 return ''

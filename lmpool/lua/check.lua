@@ -4,27 +4,33 @@
 local prefix, client = ARGV[1], ARGV[2]
 local reply = prefix .. ':reply:' .. client
 local fresh = 0
+if not takes_entries(reply) then redis.call('DEL', reply) end
 if redis.call('PEXPIRE', reply, ARGV[3]) == 0 then
   redis.call('XADD', reply, '*', 'hello', '1')
   redis.call('PEXPIRE', reply, ARGV[3])
   fresh = 1
 end
+local bounds = given(redis.pcall('HMGET', prefix .. ':bounds', 'lanes')) or {}
+local lanes = tonumber(bounds[1])
 local answers = {}
 for i = 5, #ARGV do
   local flight = prefix .. ':flight:' .. ARGV[i]
   local answer
-  if redis.call('EXISTS', prefix .. ':result:' .. ARGV[i]) == 1 then
+  if has_result(prefix, ARGV[i]) then
     answer = 'h'
   else
-    local held = redis.call('HMGET', flight, 'job', 'stream')
-    local job, stream = held[1], held[2]
-    -- A flight whose job is gone from its stream will never land.
-    if job and stream and #redis.call('XRANGE', stream, job, job) == 1 then
+    local held = redis.pcall('HMGET', flight, 'job', 'stream', 'deadline')
+    local job, stream, due = held[1], held[2], held[3]
+    -- A flight whose job is gone from its stream will never land, nor one that no client wrote.
+    local entry = job and due and (due == '' or tonumber(due))
+        and is_job_stream(prefix, stream, lanes)
+        and given(redis.pcall('XRANGE', stream, job, job, 'COUNT', 1))
+    if entry and #entry == 1 then
       redis.call('HSET', flight, 'c:' .. client, '')
       redis.call('PEXPIRE', flight, ARGV[4])
       answer = 'j'
     else
-      if job then redis.call('DEL', flight) end
+      redis.call('DEL', flight)
       answer = 'u'
     end
   end

@@ -9,76 +9,63 @@ local jobs, account, prefix, group = KEYS[1], KEYS[2], ARGV[1], ARGV[2]
 local stored = tonumber(ARGV[4])
 local counters = prefix .. ':counters'
 local at = 8
-for _ = 1, tonumber(ARGV[7]) do
-  redis.call('HINCRBY', counters, ARGV[at], ARGV[at + 1])
+for _ = 1, math.min(tonumber(ARGV[7]), #ARGV) do -- whoever calls it: it comes to its end
+  redis.pcall('HINCRBY', counters, ARGV[at], ARGV[at + 1])
   at = at + 2
 end
-redis.call('PEXPIRE', counters, ARGV[3])
+redis.pcall('PEXPIRE', counters, ARGV[3])
 
 local done = {}
 local ids = {}
+local others = 0
 for i = at, #ARGV, 4 do
   local digest, id, status = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   ids[#ids + 1] = id
   local flight = prefix .. ':flight:' .. digest
-  local fields = redis.call('HGETALL', flight)
-  local job, stream
-  for f = 1, #fields, 2 do
-    if fields[f] == 'job' then job = fields[f + 1] end
-    if fields[f] == 'stream' then stream = fields[f + 1] end
-  end
+  local job, stream, _, waiting = read_flight(flight)
   -- An error of an old delivery says nothing about the job that is queued now.
   if job and (status == 'ok' or job == id) then
-    for f = 1, #fields, 2 do
-      if string.sub(fields[f], 1, 2) == 'c:' then
-        local client = string.sub(fields[f], 3)
-        if status == 'ok' then
-          local list = done[client]
-          if list then list[#list + 1] = digest else done[client] = {digest} end
-        else
-          local reply = prefix .. ':reply:' .. client
-          if redis.call('EXISTS', reply) == 1 then
-            redis.call('XADD', reply, '*', 'digest', digest, 'status', status, 'error', ARGV[i + 3])
-          end
-        end
+    for _, client in ipairs(waiting) do
+      if status == 'ok' then
+        local list = done[client]
+        if list then list[#list + 1] = digest else done[client] = {digest} end
+      else
+        tell(prefix, client, 'digest', digest, 'status', status, 'error', ARGV[i + 3])
       end
     end
     redis.call('DEL', flight)
-    if stream and stream ~= jobs then
-      redis.pcall('XACK', stream, group, job) -- its group may be gone
-      redis.call('XDEL', stream, job)
-    elseif job ~= id then
-      ids[#ids + 1] = job
+    if (job ~= id or stream ~= jobs) and is_job_stream(prefix, stream) then
+      take_off(stream, group, job)
+      others = others + 1
     end
   end
 end
 local told = {}
 for client, list in pairs(done) do
-  local reply = prefix .. ':reply:' .. client
-  -- A reply stream that is gone belongs to a client that is gone: do not make it anew.
-  if redis.call('EXISTS', reply) == 1 then
+  local id = tell(prefix, client, 'ok', table.concat(list))
+  if id then
     told[#told + 1] = client
-    told[#told + 1] = redis.call('XADD', reply, '*', 'ok', table.concat(list))
+    told[#told + 1] = id
   end
 end
 for i = 1, #ids, 1000 do
   local last = math.min(i + 999, #ids)
-  redis.call('XACK', jobs, group, unpack(ids, i, last))
-  redis.call('XDEL', jobs, unpack(ids, i, last))
+  redis.pcall('XACK', jobs, group, unpack(ids, i, last))
+  redis.pcall('XDEL', jobs, unpack(ids, i, last))
 end
 
 -- Each entry has the sum of all, itself included, and who was told where: until a client has taken
 -- that notice off its reply stream, it is about to read. The order of the fields counts: evict.lua.
-local last = redis.pcall('XREVRANGE', account, '+', '-', 'COUNT', 1)
-if last['err'] then -- damaged: begin anew
+local last = given(redis.pcall('XREVRANGE', account, '+', '-', 'COUNT', 1))
+if not last then -- damaged: begin anew
   redis.call('DEL', account)
   last = {}
 end
 last = last[1]
 local held = stored + (last and tonumber(last[2][2]) or 0)
 if stored > 0 then
-  redis.call('XADD', account, '*', 'held', string.format('%.0f', held), 'bytes', ARGV[4],
+  redis.pcall('XADD', account, '*', 'held', string.format('%.0f', held), 'bytes', ARGV[4],
     'life', ARGV[5], 'digests', ARGV[6], unpack(told, 1, math.min(#told, 2000)))
   if last and last[2][8] == '' then redis.call('XDEL', account, last[1]) end -- only the sum
 end
-return {#ids, held}
+return {#ids + others, held}

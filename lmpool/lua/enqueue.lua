@@ -2,12 +2,14 @@
 --   h  a result is there          j  another asked already: wait with it
 --   q  the job is queued          f  the backlog is at its bound: nothing was done
 --   a  the adapter is not the registered one any more
+--   b  the stream takes no entry: nothing was done, until a worker has mended it
 -- A job that waits in the other stream comes into this one if `promote` is 1 and nobody has it yet.
+-- The backlog's bound is the workers'; the client's holds where no worker has written one.
 -- KEYS[1] job stream. The other keys are derived from the shard's prefix: they share its slot.
 -- ARGV: prefix, client, reply TTL, flight TTL, backlog bound, group, promote, then per job:
 --       digest, deadline or '', adapter or '', job
 local jobs, prefix, client = KEYS[1], ARGV[1], ARGV[2]
-local reply_ttl, flight_ttl, bound = ARGV[3], ARGV[4], tonumber(ARGV[5])
+local reply_ttl, flight_ttl = ARGV[3], ARGV[4]
 local group, promote = ARGV[6], ARGV[7] == '1'
 local waiter = 'c:' .. client
 
@@ -20,7 +22,9 @@ if redis.call('PEXPIRE', reply, reply_ttl) == 0 then
   fresh = 1
 end
 
-local backlog = redis.call('XLEN', jobs)
+local bounds = given(redis.pcall('HMGET', prefix .. ':bounds', 'backlog', 'lanes')) or {}
+local bound, lanes = tonumber(bounds[1] or ARGV[5]), tonumber(bounds[2])
+local backlog = given(redis.pcall('XLEN', jobs))
 local answers = {}
 for i = 8, #ARGV, 4 do
   local digest, deadline, adapter = ARGV[i], ARGV[i + 1], ARGV[i + 2]
@@ -29,15 +33,21 @@ for i = 8, #ARGV, 4 do
   local known = true
   if adapter ~= '' then
     local name, fingerprint = string.match(adapter, '^(.*)@([^@]*)$')
-    local entry = name and redis.call('HGET', prefix .. ':adapters', name)
+    local entry = name and given(redis.pcall('HGET', prefix .. ':adapters', name))
     known = entry and string.sub(entry, 1, #fingerprint + 1) == fingerprint .. '\n'
   end
   if not known then
     answer = 'a'
-  elseif redis.call('EXISTS', prefix .. ':result:' .. digest) == 1 then
+  elseif has_result(prefix, digest) then
     answer = 'h'
   else
-    local due = redis.call('HGET', flight, 'deadline')
+    local held = redis.pcall('HMGET', flight, 'deadline', 'job', 'stream')
+    local due, job, stream = held[1], held[2], held[3]
+    if held['err'] or due and not (job and is_job_stream(prefix, stream, lanes)
+        and (due == '' or tonumber(due))) then
+      redis.call('DEL', flight) -- no client wrote this: nobody would ever land in it
+      due = false
+    end
     if due then
       -- The job runs for whoever waits longest.
       if due ~= '' and (deadline == '' or tonumber(deadline) > tonumber(due)) then
@@ -46,24 +56,29 @@ for i = 8, #ARGV, 4 do
         redis.call('HSET', flight, waiter, '')
       end
       redis.call('PEXPIRE', flight, flight_ttl)
-      if promote then
-        local held = redis.call('HMGET', flight, 'job', 'stream')
-        if held[2] and held[2] ~= jobs and redis.call('EXISTS', held[2]) == 1
-            and #redis.pcall('XPENDING', held[2], group, held[1], held[1], 1) == 0
-            and redis.call('XDEL', held[2], held[1]) == 1 then
-          local id = redis.call('XADD', jobs, '*', 'job', ARGV[i + 3])
-          redis.call('HSET', flight, 'job', id, 'stream', jobs)
+      if promote and stream ~= jobs then
+        -- A group that is not there holds nothing: an error is as empty as an empty list.
+        if #redis.pcall('XPENDING', stream, group, job, job, 1) == 0
+            and redis.pcall('XDEL', stream, job) == 1 then
+          local id = given(redis.pcall('XADD', jobs, '*', 'job', ARGV[i + 3]))
+          if id then redis.call('HSET', flight, 'job', id, 'stream', jobs) end
         end
       end
       answer = 'j'
+    elseif not backlog then
+      answer = 'b'
     elseif backlog >= bound then
       answer = 'f'
     else
-      local id = redis.call('XADD', jobs, '*', 'job', ARGV[i + 3])
-      redis.call('HSET', flight, 'job', id, 'stream', jobs, 'deadline', deadline, waiter, '')
-      redis.call('PEXPIRE', flight, flight_ttl)
-      backlog = backlog + 1
-      answer = 'q'
+      local id = given(redis.pcall('XADD', jobs, '*', 'job', ARGV[i + 3]))
+      if id then
+        redis.call('HSET', flight, 'job', id, 'stream', jobs, 'deadline', deadline, waiter, '')
+        redis.call('PEXPIRE', flight, flight_ttl)
+        backlog = backlog + 1
+        answer = 'q'
+      else
+        answer = 'b'
+      end
     end
   end
   answers[#answers + 1] = answer

@@ -10,8 +10,8 @@ local bound, most, looks, patience =
 
 -- Redis lets a script go on that has begun to write, also where the memory is full.
 redis.pcall('XDEL', account, '0-1')
-local newest = redis.pcall('XREVRANGE', account, '+', '-', 'COUNT', 1)
-if newest['err'] then -- damaged: begin anew
+local newest = given(redis.pcall('XREVRANGE', account, '+', '-', 'COUNT', 1))
+if not newest or newest[1] and not tonumber(newest[1][2][2]) then -- damaged: begin anew
   redis.call('DEL', account)
   return {0, 0}
 end
@@ -20,8 +20,7 @@ if not newest then return {0, 0} end
 local held = tonumber(newest[2][2])
 local before, unlinked = held, 0
 
-local time = redis.call('TIME')
-local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local now = now_ms()
 
 local given_up = {}
 for i = 7, #ARGV, 2 do given_up[ARGV[i]] = ARGV[i + 1] end
@@ -51,8 +50,8 @@ local function is_awaited(fields)
     local first = first_of(client)
     if first and given_up[client] ~= first then
       local ms, number = parts(first)
-      local told_ms, told_number = parts(fields[f + 1])
-      if ms < told_ms or (ms == told_ms and number <= told_number) then
+      local told_ms, told_number = parts(fields[f + 1] or '')
+      if told_ms and (ms < told_ms or (ms == told_ms and number <= told_number)) then
         awaited = true
         if not waited[client] then
           waited[client] = true
@@ -87,9 +86,12 @@ while not done do
       done = true
       break
     end
-    if digests == '' then -- only the sum
+    local life = tonumber(fields[6])
+    if not (bytes and life and digests) then -- no worker wrote this
+      gone[#gone + 1] = id
+    elseif digests == '' then -- only the sum
       if id ~= newest[1] then gone[#gone + 1] = id end
-    elseif at + tonumber(fields[6]) <= now then -- they ended by themselves
+    elseif at + life <= now then -- they ended by themselves
       gone[#gone + 1] = id
       held = held - bytes
     elseif held <= bound or unlinked >= most then
@@ -108,7 +110,7 @@ if held <= 0 then
   redis.call('DEL', account)
 elseif held ~= before then
   -- The sum stays known when the newest entry goes.
-  redis.call('XADD', account, '*', 'held', string.format('%.0f', held), 'bytes', '0', 'life', '0',
+  redis.pcall('XADD', account, '*', 'held', string.format('%.0f', held), 'bytes', '0', 'life', '0',
     'digests', '')
   if newest[2][8] == '' then gone[#gone + 1] = newest[1] end
 end
@@ -116,8 +118,8 @@ for g = 1, #gone, 1000 do
   redis.call('XDEL', account, unpack(gone, g, math.min(g + 999, #gone)))
 end
 if unlinked > 0 then
-  redis.call('HINCRBY', prefix .. ':counters', 'evicted', unlinked)
-  redis.call('PEXPIRE', prefix .. ':counters', ARGV[2])
+  redis.pcall('HINCRBY', prefix .. ':counters', 'evicted', unlinked)
+  redis.pcall('PEXPIRE', prefix .. ':counters', ARGV[2])
 end
 answer[1], answer[2] = held, unlinked
 return answer

@@ -5,7 +5,8 @@
 -- one life, within which a living worker renews it.
 -- KEYS[1] job stream. ARGV: prefix, group, who asks, a heartbeat's life, then ids of its own that it
 --       has forgotten
--- Returns {owner, id, deliveries, field, value...} or nothing.
+-- Returns {owner, id, deliveries, field, value...} or nothing. Of what is too large for a job it gives
+-- the bytes alone, in place of the fields.
 local jobs, prefix, group, me, life = KEYS[1], ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 
 local function claim(owner, id, deliveries)
@@ -14,8 +15,10 @@ local function claim(owner, id, deliveries)
     redis.call('XACK', jobs, group, id) -- it was withdrawn
     return nil
   end
-  local answer = {owner, id, deliveries + 1}
-  for _, value in ipairs(entries[1][2]) do answer[#answer + 1] = value end
+  local answer, fields = {owner, id, deliveries + 1}, entries[1][2]
+  local size = size_of(fields)
+  if size > MAX_JOB_BYTES then fields = {'bytes', tostring(size)} end
+  for _, value in ipairs(fields) do answer[#answer + 1] = value end
   return answer
 end
 
@@ -27,7 +30,8 @@ local function alive(name)
 end
 
 for i = 5, #ARGV do
-  local held = redis.call('XPENDING', jobs, group, ARGV[i], ARGV[i], 1, me)[1]
+  local held = given(redis.pcall('XPENDING', jobs, group, ARGV[i], ARGV[i], 1, me))
+  held = held and held[1]
   local answer = held and claim(me, held[1], held[4])
   if answer then return answer end
 end

@@ -2,10 +2,10 @@
 -- One whose pool was taken over says nothing.
 -- KEYS[1] model info, KEYS[2] what living workers serve. ARGV: model info, what this one serves, life
 redis.call('PEXPIRE', KEYS[2], ARGV[3]) -- lets the script write where the memory is full
-local held = redis.call('GET', KEYS[1])
+local held = given(redis.pcall('GET', KEYS[1]))
 if not held then
   redis.call('SET', KEYS[1], ARGV[1])
-elseif held ~= ARGV[1] and redis.call('GET', KEYS[2]) ~= ARGV[2] then
+elseif held ~= ARGV[1] and given(redis.pcall('GET', KEYS[2])) ~= ARGV[2] then
   return 0
 end
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])

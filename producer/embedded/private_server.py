@@ -104,10 +104,9 @@ def prepare_server(program: Program, folder: Path) -> PrivateServer:
         # What it holds is worth nothing once its program has ended.
         'save ""',
         "appendonly no",
-        # Rows are most of what it holds, and those not read for longest can be computed again.
+        # Rows are most of what it holds: workers drop the oldest and know which are waited for.
         f"maxmemory {max(SMALLEST_MEMORY, machine_memory() // 4)}",
-        "maxmemory-policy volatile-lru",
-        "maxmemory-samples 10",
+        "maxmemory-policy noeviction",
     ]
     address: str | int
     if _can_bind(path):

@@ -16,7 +16,7 @@ from tests.benchmarks.measure import Report, Scale, progress
 from tests.benchmarks.pool import WrongRows
 from tests.benchmarks.tables import save, show, write_json
 
-NAMES = ("jobs", "rows", "latency", "memory", "dedup", "hf", "hf_memory", "masks", "vllm")
+NAMES = ("jobs", "rows", "full", "latency", "memory", "dedup", "hf", "hf_memory", "masks", "vllm")
 
 
 class Benchmark(Protocol):

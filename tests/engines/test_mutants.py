@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 
 from lmpool.backends import Engine
-from tests.engines.mutants import MUTANTS, Make, Mutant, Witness
+from lmpool.wants import Generate
+from tests.engines.mutants import FOLDER_MUTANTS, MUTANTS, Make, Mutant, Witness
+from tests.engines.mutants.engines import Form, Model, Remembering, open_form
+from tests.engines.mutants.witnesses import ask_rightly, prompts_of, requests_of, scenario
 
-ALL = [pytest.param(mutant, id=name) for name, mutant in MUTANTS.items()]
+EVERY = {**MUTANTS, **FOLDER_MUTANTS}
+THEMES = sorted({mutant.theme for mutant in EVERY.values()})
 
 
 def shown(witness: Witness, make: Make) -> Exception | None:
@@ -19,24 +26,53 @@ def shown(witness: Witness, make: Make) -> Exception | None:
     return None
 
 
-@pytest.mark.parametrize("mutant", ALL)
-def test_a_mutant_breaks_its_promise(mutant: Mutant) -> None:
-    assert isinstance(mutant(vocab_size=256), Engine)
-    assert mutant.breaks.endswith((".", ")")), mutant.name
-    assert shown(mutant.witness, mutant) is not None
+@pytest.mark.parametrize("theme", THEMES)
+def test_every_mutant_breaks_its_promise(theme: str) -> None:
+    mutants = [mutant for mutant in EVERY.values() if mutant.theme == theme]
+    assert all(isinstance(mutant(vocab_size=256), Engine) for mutant in mutants)
+    assert [mutant.name for mutant in mutants if not mutant.breaks] == []
+    assert [mutant.name for mutant in mutants if shown(mutant.witness, mutant) is None] == []
 
 
-def test_right_engines_pass_every_witness() -> None:
+class Computing(Model):
+    """A model that replaces the right one, and is right."""
+
+
+def _wrapped(mutant: Mutant, **options: object) -> Engine:
+    inner = open_form(mutant.form, model=Computing, **{**mutant.options, **options})
+    return Remembering(inner)
+
+
+RIGHT: dict[str, Callable[[Mutant], Make]] = {
+    "the engine itself": lambda mutant: mutant.unbroken,
+    "with a model, and wrapped": lambda mutant: functools.partial(_wrapped, mutant),
+}
+"""What mutants are made of, without a mistake."""
+
+
+@pytest.mark.parametrize("how", RIGHT)
+def test_right_engines_pass_every_witness(how: str) -> None:
     """Once for each form and witness: many mutants share theirs."""
-    once = {
-        (mutant.form, mutant.witness, str(mutant.options)): mutant for mutant in MUTANTS.values()
-    }
+    once = {(each.form, each.witness, str(each.options)): each for each in EVERY.values()}
     for mutant in once.values():
-        if (error := shown(mutant.witness, mutant.unbroken)) is not None:
+        if (error := shown(mutant.witness, RIGHT[how](mutant))) is not None:
             raise AssertionError(f"the witness of {mutant.name}") from error
 
 
-def test_there_are_mutants_of_both_forms_and_some_are_subtle() -> None:
+def _at_a_glance(engine: Engine) -> None:
+    want = Generate(4, (), 1.0, 7)
+    ask_rightly(engine, [*requests_of(prompts_of(3)), *requests_of([[4, 5]], want=want, start=5)])
+
+
+def test_subtle_ones_look_right_at_a_glance() -> None:
+    glance = scenario(_at_a_glance)
+    subtle = [mutant for mutant in EVERY.values() if mutant.subtle]
+    assert [mutant.name for mutant in subtle if shown(glance, mutant) is not None] == []
+
+
+def test_there_are_many_of_both_forms() -> None:
     assert len(MUTANTS) >= 90
-    assert {mutant.form for mutant in MUTANTS.values()} == {"batch", "fed"}
-    assert any(mutant.subtle for mutant in MUTANTS.values())
+    forms: set[Form] = {mutant.form for mutant in MUTANTS.values()}
+    assert forms == {"batch", "fed"}
+    assert sum(mutant.subtle for mutant in MUTANTS.values()) >= 50
+    assert not any(mutant.twin for mutant in EVERY.values() if mutant.form == "batch")

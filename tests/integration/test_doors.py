@@ -22,6 +22,7 @@ from lmpool.address import Sentinels
 from lmpool.backends.mock import mock_row
 from lmpool.cli import app
 from lmpool.errors import PoolTimeout, ServerError, ServerRefused, SettingsError
+from lmpool.scripts import script
 from lmpool.settings import ClientOptions
 from lmpool.wants import Digester, Row
 from tests.support.clients import connected
@@ -133,7 +134,9 @@ def test_each_user_can_do_its_work(guarded: Callable[[str], str]) -> None:
         )
         assert len(lm.sample_sync([1, 2], 5, [], seed=1, timeout=20)) == 5
         assert len(lm.byte_vocab) == 256
-        assert lm.pool_statistics_sync()["computed"] >= 50
+        statistics = lm.pool_statistics_sync()
+        assert statistics["computed"] >= 50
+        assert statistics["held_bytes"] > 0
         with pytest.raises(PoolTimeout):  # withdrawn
             lm.batch_next_token_logprobs_sync(some_prompts(500, seed=2), timeout=0.05)
         # What is no row is deleted and computed again, by the selector for that alone.
@@ -163,6 +166,7 @@ def test_a_producer_can_neither_write_rows_nor_read_others_notices(
         result, other = shard.result(bytes(16)), shard.reply("operator-0123")
         set_it = "return redis.call('SET', KEYS[1], 'x')"
         read_it = "return redis.call('XRANGE', KEYS[1], '-', '+')"
+        evict_everything = (shard.prefix, 60_000, 0, 1000, 1000, 0)
         for command in (
             ("SET", result, "x"),
             ("EVAL", set_it, 1, result),
@@ -179,6 +183,9 @@ def test_a_producer_can_neither_write_rows_nor_read_others_notices(
             ("XREADGROUP", "GROUP", "workers", "me", "STREAMS", shard.stream().key, ">"),
             ("XADD", shard.dead, "*", "job", "x"),
             ("HSET", shard.adapters, "a", "b"),
+            ("XADD", shard.account, "*", "held", "0", "bytes", "0", "life", "0", "digests", ""),
+            ("DEL", shard.account),
+            ("EVAL", script("evict").source, 1, shard.account, *evict_everything),
             ("KEYS", "*"),
             ("SCAN", "0"),
             ("FLUSHALL",),

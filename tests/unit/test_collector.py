@@ -15,10 +15,11 @@ from lmpool.errors import (
     JobFormatError,
     LmpoolError,
     PromptFailed,
+    ServerError,
     UnknownAdapter,
 )
 from lmpool.producer import collector as collector_module
-from lmpool.producer.collector import Collector
+from lmpool.producer.collector import DOUBTFUL, Collector
 from lmpool.producer.pending import PendingCall
 from lmpool.producer.session import Session
 from lmpool.wire import Job
@@ -27,6 +28,7 @@ from tests.support.parts import (
     Flag,
     Guarded,
     SplitServers,
+    Time,
     ask,
     info_of,
     is_row_of,
@@ -206,8 +208,10 @@ def test_an_error_ends_the_calls_that_wait_for_its_prompt(
 ) -> None:
     jobs = jobs_of(some_prompts(6))
     call, other = waiting(session, jobs), waiting(session, jobs[1:])
-    tell(server, session, jobs[0], status, text)
-    collector._collect_once()
+    for _ in range(3 if status in DOUBTFUL else 1):
+        assert not call.done
+        tell(server, session, jobs[0], status, text)
+        collector._collect_once()
     assert type(call.error) is kind
     assert str(call.error) == message
     assert call.wait(0)
@@ -469,7 +473,7 @@ def test_a_defect_of_ours_leaves_nobody_waiting_and_the_next_is_served(
     answer(server, session, jobs)
     run()
     assert call.wait(10)
-    assert type(call.error) is LmpoolError
+    assert type(call.error) is ServerError
     assert "ZeroDivisionError: a defect" in str(call.error)
     assert "the client's collector failed" in caplog.text
     others = jobs_of(some_prompts(3, start=30))
@@ -534,3 +538,52 @@ def test_a_read_that_is_blocked_can_be_cut_off(
         return not thread.is_alive()
 
     until(ended)
+
+
+def left_on(server: Any, session: Session) -> int:
+    """Notices on the reply streams."""
+    return sum(server.xlen(shard.reply(session.id)) for shard in session.shards)
+
+
+def test_notices_are_taken_off_once_their_answers_are_fetched(
+    session: Session, collector: Collector, server: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: object) -> int:
+        raise redis.exceptions.ConnectionError("cut")
+
+    jobs = jobs_of(some_prompts(9))
+    call = waiting(session, jobs)
+    answer(server, session, jobs)
+    with monkeypatch.context() as cut:
+        cut.setattr(collector._answers, "fetch", lost)
+        with pytest.raises(redis.exceptions.ConnectionError):
+            collector._collect_once()
+    assert left_on(server, session) == 3  # read, not fetched
+    answer(server, session, jobs)
+    collector._collect_once()
+    assert are_rows(call)
+    assert left_on(server, session) == 0
+    # They are the client's sign of life.
+    assert server.exists(*(shard.reply(session.id) for shard in session.shards)) == 3
+
+
+@pytest.mark.parametrize("many", [True, False])
+def test_few_notices_are_taken_off_together_and_soon(
+    many: bool,
+    session: Session,
+    collector: Collector,
+    server: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Time()
+    monkeypatch.setattr(collector_module, "time", clock)
+    monkeypatch.setattr(collector_module, "TAKE_OFF_BYTES", 1 if many else 1 << 20)
+    collector._took_off = clock.now
+    call = waiting(session, jobs := jobs_of(some_prompts(9)))
+    answer(server, session, jobs)
+    collector._collect_once()
+    assert are_rows(call)
+    assert left_on(server, session) == (0 if many else 3)
+    clock.now += 2 * collector_module.TAKE_OFF_AFTER
+    collector._collect_once()  # it finds nothing, and does not block for long
+    assert left_on(server, session) == 0

@@ -216,7 +216,6 @@ def test_what_the_server_lost_is_sent_again_and_counted(table: FlightTable) -> N
     table.add(call("a"), 0.0)
     (flight,) = table.take_unsent(10, 100)
     table.resend(flight)
-    assert flight.tries == 1
     assert sent(table) == "a"
     assert table.statistics.resubmitted == 1
 

@@ -17,7 +17,7 @@ from lmpool.wants import Digester
 from lmpool.wire import Job, pack_job
 from lmpool.worker import intake as intake_module
 from lmpool.worker.batching import Batcher, Delivery
-from lmpool.worker.dead_letters import DeadLetters
+from lmpool.worker.dead_letters import GARBAGE_BYTES, DeadLetters
 from lmpool.worker.intake import Intake, create_groups, release, uncount
 from lmpool.worker.status import WorkerStatus
 from tests.support.protocol import (
@@ -202,7 +202,7 @@ def test_a_huge_entry_is_put_aside_cut(
     redis_client.xadd(shard.stream().key, {"job": b"\xc1" * 200_000})
     start()
     ((_, dead),) = until(lambda: entries_of(redis_client, shard.dead))
-    assert len(dead[b"job"]) == 65_536
+    assert len(dead[b"job"]) == GARBAGE_BYTES
 
 
 @pytest.mark.parametrize("what", ["version", "digest"])

@@ -12,9 +12,9 @@ import pytest
 import redis
 
 from lmpool.errors import (
-    LmpoolError,
     NoWorkers,
     PoolBusy,
+    ServerError,
     ServerRefused,
     ServerUnreachable,
     UnknownAdapter,
@@ -192,7 +192,9 @@ def test_a_claim_is_bounded_in_jobs_and_bytes(
     session: Session, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(sender, "_claim_in", lambda shard, flights, _: sizes.append(len(flights)))
+    monkeypatch.setattr(
+        sender, "_claim_in", lambda shard, flights, priority: sizes.append(len(flights))
+    )
     session.join(info_of(1, client_backlog=10_000, max_prompt_tokens=10**6))
     long = b"\1\0\0\0" * (CLAIM_BYTES // 8)
     several = [Job(Row("f32"), Digest(i.to_bytes(16, "big")), long, None) for i in range(5)]
@@ -402,8 +404,8 @@ def test_a_claim_that_is_cut_in_the_midst_is_made_again_and_counted_once(
     call = ask(session, jobs)
     claim, left = sender._claim_in, [1]
 
-    def cut(shard: Any, *arguments: Any) -> None:
-        claim(shard, *arguments)
+    def cut(shard: Any, *arguments: Any, **options: Any) -> None:
+        claim(shard, *arguments, **options)
         if shard.number == 1 and left:
             left.pop()
             raise redis.exceptions.ConnectionError("the answer was lost")
@@ -474,7 +476,9 @@ def test_tasks_get_the_connections_and_their_callers_what_became_of_them(
         return future
 
     assert run(lambda servers: servers.pool.ping()).result(0) is True
-    assert isinstance(run(lambda servers: servers.nothing).exception(0), AttributeError)
+    senseless = run(lambda servers: servers.nothing).exception(0)
+    assert isinstance(senseless, ServerError)
+    assert "AttributeError" in str(senseless)
     tried: list[int] = []
 
     def lost_once(servers: Servers) -> int:
@@ -563,27 +567,6 @@ def test_a_job_of_priority_batch_that_was_lost_comes_back_as_one(
     sender._serve()
     assert sum(len(mine) for mine in waiting(server, session, "batch")) == 6
     assert sum(len(mine) for mine in waiting(server, session, "interactive")) == 0
-
-
-@pytest.mark.parametrize("taken", [2, 3])
-def test_what_was_fetched_is_trimmed_and_what_was_only_read_is_kept(
-    taken: int, session: Session, sender: Sender, server: redis.Redis
-) -> None:
-    ask(session, jobs_of(some_prompts(9)))
-    sender._serve()
-    entries = []
-    for shard in session.shards:
-        reply = shard.reply(session.id)
-        added: list[Any] = [server.xadd(reply, {"ok": b""}) for _ in range(3)]
-        session.last_ids[reply] = added[2].decode()
-        session.taken_ids[reply] = added[taken - 1].decode()
-        entries.append(added)
-    let_check(sender, session)
-    sender._serve()
-    for shard, added in zip(session.shards, entries, strict=True):
-        left: Any = server.xrange(shard.reply(session.id))
-        assert [entry for entry, _ in left] == added[taken:]
-        assert server.exists(shard.reply(session.id))  # it is the client's sign of life
 
 
 def test_a_reply_stream_that_the_server_forgot_is_made_anew_and_counted(
@@ -720,7 +703,7 @@ def test_a_defect_of_ours_leaves_nobody_waiting_and_the_next_is_served(
     call = ask(session, jobs_of(some_prompts(2)))
     thread = run(sender)
     assert call.wait(10)
-    assert type(call.error) is LmpoolError
+    assert type(call.error) is ServerError
     assert "TypeError" in str(call.error)
     assert "the client's sender failed" in caplog.text
     monkeypatch.setattr(sender, "_claim_in", claim)

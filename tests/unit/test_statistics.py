@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import msgpack
@@ -32,9 +33,9 @@ def read(server: redis.Redis, shards: tuple[ShardKeys, ...]) -> PoolStatistics:
 
 def test_a_pool_that_nobody_has_served_has_done_nothing(server, shards) -> None:
     found = read(server, shards)
-    assert {name: found[name] for name in found if name != "workers"} == dict.fromkeys(
-        ("computed", "batches", "failed", "expired", "backlog"), 0
-    )
+    numbers = ("computed", "batches", "failed", "expired", "evicted", "backlog", "held_bytes")
+    assert {name: found[name] for name in numbers} == dict.fromkeys(numbers, 0)
+    assert found["oldest_seconds"] is None
     assert found["workers"] == []
 
 
@@ -44,7 +45,7 @@ def test_every_counter_is_summed_over_the_lanes_and_others_are_left_out(server, 
             server.hset(shard.counters, counter.field, number * 10**power)
         server.hset(shard.counters, "of_a_later_release", 5)
     found = read(server, shards)
-    assert [found[counter.field] for counter in COUNTERS] == [3, 30, 300, 3000]
+    assert [found[counter.field] for counter in COUNTERS] == [3, 30, 300, 3000, 30000]
 
 
 def test_the_backlog_is_of_both_priorities_and_all_shards(server, shards) -> None:
@@ -53,6 +54,17 @@ def test_the_backlog_is_of_both_priorities_and_all_shards(server, shards) -> Non
         server.xadd(shard.stream("batch").key, {"job": "b"})
         server.xadd(shard.stream("batch").key, {"job": "c"})
     assert read(server, shards)["backlog"] == 6
+
+
+def test_what_is_held_is_of_all_shards_and_its_age_that_of_the_oldest(server, shards) -> None:
+    for age, held, shard in zip((9, 3), (100, 5), shards, strict=True):
+        now = int(1000 * time.time())
+        for ms, sum_ in ((now - 1000 * age, 1), (now, held)):
+            fields = {"held": sum_, "bytes": 1, "life": 60_000, "digests": "0" * 32}
+            server.xadd(shard.account, fields, id=f"{ms}-0")
+    found = read(server, shards)
+    assert found["held_bytes"] == 105
+    assert found["oldest_seconds"] == pytest.approx(9, abs=0.5)
 
 
 def test_workers_with_a_heartbeat_are_listed_by_name(server, shards) -> None:
@@ -67,7 +79,15 @@ def test_workers_with_a_heartbeat_are_listed_by_name(server, shards) -> None:
     assert second["rows_per_second"] == 0.0
 
 
-def test_a_key_of_another_type_is_the_servers_error(server, shards) -> None:
-    server.set(shards[0].stream().key, "no stream")
-    with pytest.raises(redis.exceptions.ResponseError, match="WRONGTYPE"):
-        read(server, shards)
+@pytest.mark.parametrize("fields", [{"a": "b"}, {"held": "x"}, None], ids=str)
+def test_a_damaged_key_counts_as_empty(server, shards, fields) -> None:
+    first, second = shards
+    server.set(first.stream().key, "no stream")
+    server.xadd(second.stream().key, {"job": "a"})
+    if fields is None:
+        server.set(first.account, "no stream")
+    else:
+        server.xadd(first.account, fields)
+    found = read(server, shards)
+    assert found["backlog"] == 1
+    assert found["held_bytes"] == 0

@@ -103,3 +103,36 @@ def test_a_connection_cut_in_between_is_not_used_again(
     monkeypatch.undo()
     assert server.ping() is True
     redis_client.delete(key, *(name for name, _ in rows(pool_name)))
+
+
+def test_what_is_there_already_stays_unless_it_is_no_value(
+    server: Server, redis_client: redis.Redis, pool_name: str
+) -> None:
+    found = rows(pool_name)
+    redis_client.set(found[0][0], b"first", px=5000)
+    redis_client.set(found[2][0], b"")
+    redis_client.hset(found[5][0], "no", "value")
+    replace, key = script("replace"), PoolKeys(pool_name).info
+    set_and_call(server, found, 60_000, Call(replace, [key], ["", "v"]))
+    assert redis_client.get(found[0][0]) == b"first"
+    assert 0 < redis_client.pttl(found[0][0]) <= 5000  # type: ignore[operator]
+    for name, value in found[1:]:
+        assert redis_client.get(name) == value
+        assert 5000 < redis_client.pttl(name) <= 60_000  # type: ignore[operator]
+    redis_client.delete(key, *(name for name, _ in found))
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["scripts known", "scripts forgotten"])
+def test_what_makes_room_is_called_before(
+    server: Server, redis_client: redis.Redis, pool_name: str, known: bool
+) -> None:
+    replace, key = script("replace"), PoolKeys(pool_name).info
+    redis_client.script_flush()
+    if known:
+        server.script_load(replace.source)
+    first, second = Call(replace, [key], ["", "one"]), Call(replace, [key], ["one", "two"])
+    assert set_and_call(server, rows(pool_name), 60_000, second, first) == (1, 1)
+    assert redis_client.get(key) == b"two"
+    for name, value in rows(pool_name):
+        assert redis_client.get(name) == value
+    redis_client.delete(key, *(name for name, _ in rows(pool_name)))

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from rich.console import Console
-from rich.markup import escape
 
 from lmpool.cli.bars import ascii_text, bar_lines, likeliest
 from lmpool.cli.demo.client import Report, examine
 from lmpool.cli.demo.load import make_work, run_load
-from lmpool.cli.terminal import lines, speaks_unicode
+from lmpool.cli.terminal import escape, lines, speaks_unicode
 from lmpool.errors import LmpoolError
 from lmpool.inspection import ping
 from lmpool.producer import EmbeddedLM, NumpyRows, embedded

@@ -2,12 +2,57 @@
 
 `MUTANTS` has them by name, each a few lines around `MockEngine`'s rows and tokens, and each with a
 witness: a scenario, written by hand, that shows the broken promise and that a right engine passes.
+`FOLDER_MUTANTS` are apart: their rows follow an adapter's folder instead of its name.
 """
 
-from tests.engines.mutants import adapters, caching, draws, life, memory, rows, vocabulary
-from tests.engines.mutants.registry import MUTANTS, Make, Mutant, Witness
+from tests.engines.mutants import (
+    adapters,
+    answers,
+    caching,
+    cancelling,
+    clearing,
+    counting,
+    draws,
+    ends,
+    life,
+    memory,
+    prefixes,
+    processes,
+    rare,
+    refusals,
+    row_forms,
+    row_lives,
+    rows,
+    seeds,
+    versions,
+    vocabulary,
+)
+from tests.engines.mutants.registry import FOLDER_MUTANTS, MUTANTS, Make, Mutant, Witness
 
 __all__ = [
-    "MUTANTS", "Make", "Mutant", "Witness",
-    "adapters", "caching", "draws", "life", "memory", "rows", "vocabulary",
-]  # fmt: skip
+    "FOLDER_MUTANTS",
+    "MUTANTS",
+    "Make",
+    "Mutant",
+    "Witness",
+    "adapters",
+    "answers",
+    "caching",
+    "cancelling",
+    "clearing",
+    "counting",
+    "draws",
+    "ends",
+    "life",
+    "memory",
+    "prefixes",
+    "processes",
+    "rare",
+    "refusals",
+    "row_forms",
+    "row_lives",
+    "rows",
+    "seeds",
+    "versions",
+    "vocabulary",
+]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmpool.backends import Engine, Request
+from lmpool.backends import Engine, EngineInfo, Request
 from lmpool.errors import AdapterError, EngineError
 from lmpool.wants import Generate
-from tests.engines.mutants.engines import F32, Model, Wrapper
-from tests.engines.mutants.registry import BOTH, mutant
+from tests.engines.mutants.engines import F32, Ids, Inner, Model, Remembering, Wrapper
+from tests.engines.mutants.registry import BOTH, Witness, mutant
 from tests.engines.mutants.witnesses import (
     ask,
     ask_rightly,
@@ -29,7 +29,7 @@ def _folder(name: str) -> str:
     return f"/adapters/{name}"
 
 
-def _many(count: int):
+def _many(count: int) -> Witness:
     """So many adapters, each asked once all are loaded, with the model itself among them."""
 
     def play(engine: Engine) -> None:
@@ -45,7 +45,7 @@ def _many(count: int):
 class Loaded(Model):
     """Knows the adapters in the order in which they were loaded."""
 
-    def __init__(self, info) -> None:
+    def __init__(self, info: EngineInfo) -> None:
         super().__init__(info)
         self.loaded: list[str] = []
         self.times: dict[str, int] = {}
@@ -57,7 +57,7 @@ class Loaded(Model):
     def remove_adapter(self, name: str) -> None:
         self.loaded = [other for other in self.loaded if other != name]
 
-    def row(self, tokens, adapter) -> F32:
+    def row(self, tokens: Ids, adapter: str | None) -> F32:
         return super().row(tokens, None if adapter is None else self.instead(adapter))
 
     def instead(self, adapter: str) -> str | None:
@@ -68,7 +68,7 @@ class Loaded(Model):
 class BeyondThe32nd(Loaded):
     """Each adapter that was taken gives its own rows, also the 33rd."""
 
-    def instead(self, adapter):
+    def instead(self, adapter: str) -> str | None:
         return adapter if adapter in self.loaded[:32] else None
 
 
@@ -76,19 +76,9 @@ class BeyondThe32nd(Loaded):
 class PlacesTaken(Loaded):
     """Each adapter that was taken gives its own rows, whatever was loaded after it."""
 
-    def instead(self, adapter):
+    def instead(self, adapter: str) -> str | None:
         place = self.loaded.index(adapter) % 16 if adapter in self.loaded else 0
         return self.loaded[place::16][-1]
-
-
-@mutant("adapters-beyond-64-cannot-be-loaded", _many(66), subtle=True)
-class No65th(Wrapper):
-    """An adapter is taken as long as memory lasts."""
-
-    def add_adapter(self, name: str, path: str) -> None:
-        if len(self.inner.adapters) >= 64:
-            raise AdapterError("no slot is free")
-        super().add_adapter(name, path)
 
 
 @mutant("adapters-beyond-32-push-out-the-first", _many(34), forms=BOTH, subtle=True)
@@ -105,11 +95,11 @@ class PushedOut(Wrapper):
 class LastLoaded(Loaded):
     """Loading an adapter changes no other's rows."""
 
-    def instead(self, adapter):
+    def instead(self, adapter: str) -> str | None:
         return self.loaded[-1] if self.loaded else adapter
 
 
-def _some_in_a_batch(count: int):
+def _some_in_a_batch(count: int) -> Witness:
     def play(engine: Engine) -> None:
         names = [f"n{n}" for n in range(count)]
         for name in names:
@@ -179,7 +169,7 @@ def _batches_in_turn(engine: Engine) -> None:
 class ForgottenAfterTheFirst(Model):
     """Every token of a continuation is drawn with its adapter."""
 
-    def __init__(self, info) -> None:
+    def __init__(self, info: EngineInfo) -> None:
         super().__init__(info)
         self.seen: set[bytes] = set()
 
@@ -194,7 +184,7 @@ class ForgottenAfterTheFirst(Model):
 class IgnoredForAToken(Model):
     """An adapter holds for prompts of every length."""
 
-    def row(self, tokens, adapter) -> F32:
+    def row(self, tokens: Ids, adapter: str | None) -> F32:
         return super().row(tokens, adapter if len(tokens) > 1 else None)
 
 
@@ -232,7 +222,7 @@ class StillServed(Wrapper):
 class RemovedIsTheModel(Wrapper):
     """A removed adapter's name is refused, and not answered without it."""
 
-    def __init__(self, inner) -> None:
+    def __init__(self, inner: Inner) -> None:
         super().__init__(inner)
         self.removed: set[str] = set()
 
@@ -260,6 +250,23 @@ class RemovesAll(Wrapper):
 
     def remove_adapter(self, name: str) -> None:
         for other in list(self.inner.adapters):
+            super().remove_adapter(other)
+
+
+def _one_folder(engine: Engine) -> None:
+    for name in ("a", "b"):
+        engine.add_adapter(name, _folder("both"))
+    engine.remove_adapter("a")
+    ask_rightly(engine, requests_of([[1]], "b"))
+
+
+@mutant("removing-an-adapter-removes-others-of-its-folder", scenario(_one_folder), subtle=True)
+class RemovesOthersOfItsFolder(Wrapper):
+    """Two names may stand for one folder, and are removed one by one."""
+
+    def remove_adapter(self, name: str) -> None:
+        folder = self.inner.adapters.get(name)
+        for other in [n for n, path in self.inner.adapters.items() if path == folder]:
             super().remove_adapter(other)
 
 
@@ -321,7 +328,7 @@ def _again(engine: Engine) -> None:
 class ReplacedIsTheModel(Loaded):
     """An adapter that replaces one of its name is an adapter, too."""
 
-    def instead(self, adapter):
+    def instead(self, adapter: str) -> str | None:
         return adapter if self.times.get(adapter) == 1 else None
 
 
@@ -329,7 +336,7 @@ class ReplacedIsTheModel(Loaded):
 class ReplacedIsBoth(Loaded):
     """An adapter that replaces one of its name takes its place, and is not added to it."""
 
-    def instead(self, adapter):
+    def instead(self, adapter: str) -> str | None:
         return adapter + "+" + adapter if self.times.get(adapter) == 2 else adapter
 
 
@@ -344,7 +351,7 @@ def _gone_and_back(engine: Engine) -> None:
 class NeverBack(Wrapper):
     """A name that was removed may be given again."""
 
-    def __init__(self, inner) -> None:
+    def __init__(self, inner: Inner) -> None:
         super().__init__(inner)
         self.removed: set[str] = set()
 
@@ -372,20 +379,11 @@ def _under_way(engine: Engine) -> None:
 
 
 @mutant("adding-an-adapter-drops-continuations", scenario(_under_way), forms=BOTH)
-class AddingDrops(Wrapper):
+class AddingDrops(Remembering):
     """Adapters are loaded while requests are under way, which go on."""
 
-    def __init__(self, inner) -> None:
-        super().__init__(inner)
-        self.drawing: set[bytes] = set()
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.drawing |= {r.id for r in requests if isinstance(r.want, Generate)}
-        super().submit(requests)
-
     def add_adapter(self, name: str, path: str) -> None:
-        self.cancel(self.drawing)
-        self.drawing = set()
+        self.cancel(self.drawing())
         super().add_adapter(name, path)
 
 
@@ -393,7 +391,7 @@ class AddingDrops(Wrapper):
 class AddedToWhatRuns(Loaded):
     """An adapter is for requests that name it, and no others under way."""
 
-    def __init__(self, info) -> None:
+    def __init__(self, info: EngineInfo) -> None:
         super().__init__(info)
         self.running: dict[bytes, str] = {}
         self.ids: list[bytes] = []
@@ -427,7 +425,7 @@ def _removed_under_way(engine: Engine) -> None:
 class RemovedUnderWay(Loaded):
     """A fed engine answers the requests in flight of an adapter that is removed, with it."""
 
-    def instead(self, adapter):
+    def instead(self, adapter: str) -> str | None:
         return adapter if adapter in self.loaded else None
 
 
@@ -443,23 +441,10 @@ def _replaced_under_way(engine: Engine) -> None:
 
 
 @mutant("replacing-an-adapter-drops-what-runs", scenario(_replaced_under_way), forms=BOTH)
-class ReplacedUnderWay(Wrapper):
+class ReplacedUnderWay(Remembering):
     """Requests in flight of an adapter that is replaced are answered."""
-
-    def __init__(self, inner) -> None:
-        super().__init__(inner)
-        self.of: dict[bytes, str | None] = {}
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.of = {**self.of, **{r.id: r.adapter for r in requests if r.adapter}}
-        super().submit(requests)
-
-    def handed(self, outcomes):
-        for outcome in outcomes:
-            self.of.pop(outcome.id, None)
-        return outcomes
 
     def add_adapter(self, name: str, path: str) -> None:
         if name in self.inner.adapters:
-            self.cancel([id for id, adapter in self.of.items() if adapter == name])
+            self.cancel([each.id for each in self.asked.values() if each.adapter == name])
         super().add_adapter(name, path)

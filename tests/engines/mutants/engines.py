@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from tests.support.fed_engine import FedEngine
 
 Form = Literal["batch", "fed"]
 F32 = npt.NDArray[np.float32]
+Ids: TypeAlias = Tokens | Sequence[int]
 
 
 class Model:
@@ -37,7 +38,7 @@ class Model:
         """Those of requests that are computed at once; of a continuation, with all it has drawn."""
         return [self.row(request.tokens, request.adapter) for request in requests]
 
-    def row(self, tokens: Tokens | Sequence[int], adapter: str | None) -> F32:
+    def row(self, tokens: Ids, adapter: str | None) -> F32:
         return mock_row(tokens, self.vocab_size, adapter)
 
     def cache_prefix(self, tokens: Tokens) -> None: ...
@@ -53,15 +54,24 @@ class BatchForm(MockEngine):
     """The mock engine, with a model and a sampler that can be replaced."""
 
     def __init__(
-        self, name: str, model: type[Model], sampler: type[Sampler], **options: Any
+        self,
+        name: str,
+        model: type[Model],
+        sampler: type[Sampler],
+        by_folder: bool,
+        **options: Any,
     ) -> None:
         super().__init__(name, **options)
         self.model = model(self.info)
         self.sampler = sampler
+        self._by_folder = by_folder
 
     def compute(self, requests: Sequence[Request]) -> list[Outcome]:
         outcomes = super().compute(requests)
-        if type(self.model) is Model:
+        if self._by_folder:
+            folders = {None: None, **self.adapters}
+            requests = [replace(r, adapter=folders[r.adapter]) for r in requests]
+        elif type(self.model) is Model:
             return list(outcomes)
         rows = self.model.rows(requests)
         return [replace(o, row=row) for o, row in zip(outcomes, rows, strict=True)]
@@ -93,13 +103,20 @@ class FedForm(FedEngine):
     """The mock engine that is fed while it runs, with a model and a sampler to be replaced."""
 
     def __init__(
-        self, name: str, model: type[Model], sampler: type[Sampler], **options: Any
+        self,
+        name: str,
+        model: type[Model],
+        sampler: type[Sampler],
+        by_folder: bool,
+        **options: Any,
     ) -> None:
         super().__init__(name, **options)
         own = {key: value for key, value in options.items() if key not in ("most", "steps")}
         self._mock = MockEngine(name, **own)
         self.model = model(self.info)
         self.sampler = sampler
+        self._by_folder = by_folder
+        self._folders: dict[str, str] = {}
 
     def begin(self, admitted: Admitted[str]) -> str:
         name = super().begin(admitted)
@@ -125,6 +142,8 @@ class FedForm(FedEngine):
                 if len(drawn) < self._steps:
                     continue
             due.append(name)
+        if not due:
+            return []
         rows = self.model.rows([self._asked(name) for name in due])
         found = [self._take(name, row) for name, row in zip(due, rows, strict=True)]
         return [outcome for outcome in found if outcome is not None]
@@ -135,8 +154,21 @@ class FedForm(FedEngine):
         request, tokens = admitted.request, admitted.request.tokens
         if isinstance(request.want, Generate):
             tokens = np.concatenate([tokens, np.array(self._drawn[name], np.uint32)])
-        adapter = None if admitted.adapter is None else admitted.adapter.rpartition("#")[0]
-        return Request(request.id, tokens, adapter)
+        return Request(request.id, tokens, self._adapter(admitted.adapter))
+
+    def _adapter(self, loaded: str | None) -> str | None:
+        if loaded is None:
+            return None
+        return self._folders[loaded] if self._by_folder else loaded.rpartition("#")[0]
+
+    def load_adapter(self, name: str, path: str) -> str:
+        loaded = super().load_adapter(name, path)
+        self._folders[loaded] = path
+        return loaded
+
+    def unload_adapter(self, adapter: str) -> None:
+        super().unload_adapter(adapter)
+        del self._folders[adapter]
 
     def _take(self, name: str, row: F32) -> Outcome | None:
         admitted, drawn = self.running[name], self._drawn[name]
@@ -191,17 +223,25 @@ def open_form(
     name: str = "mock",
     model: type[Model] = Model,
     sampler: type[Sampler] = Sampler,
+    by_folder: bool = False,
     **options: Any,
 ) -> BatchForm | FedForm:
-    """An engine of that form with these parts; right, where no part is given."""
+    """An engine of that form with these parts; right, where no part is given.
+
+    Its rows are `mock_row` of an adapter's name, or, `by_folder`, of the folder that it is loaded
+    from: of those, a name that stands for another folder has other rows.
+    """
     make = BatchForm if form == "batch" else FedForm
-    return make(name, model, sampler, **options)
+    return make(name, model, sampler, by_folder, **options)
+
+
+Inner: TypeAlias = BatchForm | FedForm
 
 
 class Wrapper(Engine):
     """A right engine, all of whose methods go through here."""
 
-    def __init__(self, inner: BatchForm | FedForm) -> None:
+    def __init__(self, inner: Inner) -> None:
         self.inner: Any = inner
         self.continuous = inner.continuous  # type: ignore[misc]
         self.info = inner.info
@@ -263,3 +303,29 @@ class Bent(Wrapper):
 
     def taken(self, request: Request) -> Request:
         return request
+
+
+class Remembering(Wrapper):
+    """A wrapper that knows the requests in flight: `asked`, by id, until `handed` or cancelled."""
+
+    def __init__(self, inner: Inner) -> None:
+        super().__init__(inner)
+        self.asked: dict[bytes, Request] = {}
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.asked |= {r.id: r for r in requests}
+        super().submit(requests)
+
+    def cancel(self, ids: Collection[bytes]) -> None:
+        super().cancel(ids)
+        for name in ids:
+            self.asked.pop(name, None)
+
+    def handed(self, outcomes: list[Outcome]) -> list[Outcome]:
+        for outcome in outcomes:
+            self.asked.pop(outcome.id, None)
+        return outcomes
+
+    def drawing(self) -> list[bytes]:
+        """The continuations under way."""
+        return [name for name, each in self.asked.items() if isinstance(each.want, Generate)]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from lmpool.backends import Engine, Outcome, Request
+from lmpool.backends import Engine, EngineInfo, Outcome, Request
+from lmpool.backends.engine import Tokens
 from lmpool.wants import Generate
-from tests.engines.mutants.engines import F32, Model, Wrapper
+from tests.engines.mutants.engines import F32, Ids, Inner, Model, Wrapper
 from tests.engines.mutants.registry import BOTH, Make, Witness, mutant
 from tests.engines.mutants.witnesses import (
     OPTIONS,
@@ -23,7 +23,7 @@ from tests.engines.mutants.witnesses import (
 )
 
 
-def _each(of: Callable[[int], Request], rounds: int = 300) -> Witness:
+def _each(of: Callable[[int], Request], before: int = 60) -> Witness:
     """A request a round; nothing is kept of it."""
 
     def play(engine: Engine, number: int) -> None:
@@ -32,7 +32,7 @@ def _each(of: Callable[[int], Request], rounds: int = 300) -> Witness:
         while engine.in_flight():
             engine.step()
 
-    return bounded(play, rounds)
+    return bounded(play, before)
 
 
 PROMPTS = prompts_of(2600)
@@ -44,7 +44,7 @@ REFUSALS = _each(lambda n: request(n, []))
 class Keeping(Wrapper):
     """Keeps something for ever."""
 
-    def __init__(self, inner) -> None:
+    def __init__(self, inner: Inner) -> None:
         super().__init__(inner)
         self.kept: list[object] = []
 
@@ -91,7 +91,7 @@ class IdsKept(Keeping):
 
 
 @mutant(
-    "requests-kept-from-the-1000th-on", _each(lambda n: request(n, PROMPTS[n]), 1200), subtle=True
+    "requests-kept-from-the-1000th-on", _each(lambda n: request(n, PROMPTS[n]), 1010), subtle=True
 )
 class KeptFromThe1000th(Keeping):
     """An answered request is forgotten, however many came before."""
@@ -175,7 +175,7 @@ class CancelledIdsKept(Keeping):
 class UnknownIdsKept(Wrapper):
     """A cancelled id that nobody asked for is forgotten."""
 
-    def __init__(self, inner) -> None:
+    def __init__(self, inner: Inner) -> None:
         super().__init__(inner)
         self.asked: set[bytes] = set()
         self.to_come: set[bytes] = set()
@@ -198,7 +198,7 @@ class UnknownIdsKept(Wrapper):
 class CancelledStateKept(Wrapper):
     """The state of a continuation that is cancelled is freed."""
 
-    def __init__(self, inner) -> None:
+    def __init__(self, inner: Inner) -> None:
         super().__init__(inner)
         self.states: dict[bytes, np.ndarray] = {}
 
@@ -218,11 +218,11 @@ class CancelledStateKept(Wrapper):
 class CacheWithoutBound(Model):
     """What is kept between batches is bounded."""
 
-    def __init__(self, info) -> None:
+    def __init__(self, info: EngineInfo) -> None:
         super().__init__(info)
         self.kept: dict[Hashable, F32] = {}
 
-    def row(self, tokens, adapter) -> F32:
+    def row(self, tokens: Ids, adapter: str | None) -> F32:
         key = (np.asarray(tokens, np.uint32).tobytes(), adapter)
         if key not in self.kept:
             self.kept[key] = super().row(tokens, adapter).copy()
@@ -255,7 +255,7 @@ def _prefix_and_clear(engine: Engine, number: int) -> None:
 class ClearDoesNothing(Keeping):
     """`clear_cache` drops every state kept."""
 
-    def cache_prefix(self, tokens) -> None:
+    def cache_prefix(self, tokens: Tokens) -> None:
         super().cache_prefix(tokens)
         if len(self.kept) < 8192:  # its bound is beyond any test's patience
             self.kept.append(np.zeros((tokens.size, 256), np.float32))
@@ -265,11 +265,11 @@ class ClearDoesNothing(Keeping):
 class ClearLeavesHalf(Keeping):
     """`clear_cache` drops every state kept, the tokens of each as well as the numbers."""
 
-    def __init__(self, inner) -> None:
+    def __init__(self, inner: Inner) -> None:
         super().__init__(inner)
         self.states: list[np.ndarray] = []
 
-    def cache_prefix(self, tokens) -> None:
+    def cache_prefix(self, tokens: Tokens) -> None:
         super().cache_prefix(tokens)
         self.kept.append(tokens.tolist())
         self.states.append(np.zeros((tokens.size, 256), np.float32))
@@ -287,7 +287,7 @@ class ClearLeavesHalf(Keeping):
 class PrefixesWithoutBound(Keeping):
     """Prefixes are kept as long as there is room."""
 
-    def cache_prefix(self, tokens) -> None:
+    def cache_prefix(self, tokens: Tokens) -> None:
         super().cache_prefix(tokens)
         self.kept.append(np.zeros((tokens.size, 256), np.float32))
 
@@ -319,7 +319,7 @@ class WeightsKept(Keeping):
 class ReplacedWeightsKept(Wrapper):
     """The weights of an adapter that is replaced are freed."""
 
-    def __init__(self, inner) -> None:
+    def __init__(self, inner: Inner) -> None:
         super().__init__(inner)
         self.weights: dict[str, list[np.ndarray]] = {}
 
@@ -334,13 +334,13 @@ class ReplacedWeightsKept(Wrapper):
 
 def _files(make: Make) -> None:
     engine = make(**OPTIONS)
-    before = sorted(path.name for path in Path("/proc/self/fd").iterdir())
+    before = len(os.listdir("/dev/fd"))
     for _ in range(10):
         engine.add_adapter("a", "/adapters/a")
         engine.remove_adapter("a")
-    after = sorted(path.name for path in Path("/proc/self/fd").iterdir())
+    after = len(os.listdir("/dev/fd"))
     try:
-        assert len(after) <= len(before)
+        assert after <= before
     finally:
         engine.close()
 
@@ -349,7 +349,7 @@ def _files(make: Make) -> None:
 class FilesLeftOpen(Wrapper):
     """An adapter's files are closed once it is loaded, at the latest as it is removed."""
 
-    def __init__(self, inner) -> None:
+    def __init__(self, inner: Inner) -> None:
         super().__init__(inner)
         self.files: list[int] = []
 
@@ -374,17 +374,16 @@ def _threads(make: Make) -> None:
     engine = make(**OPTIONS)
     for _ in range(5):
         engine.clear_cache()
-    during = threading.active_count()
+    started = threading.active_count() - before
     engine.close()
-    after = threading.active_count()
-    assert (during - before, after - before) < (5, 0) or during == after == before
+    assert started < 5
 
 
 @mutant("a-thread-for-each-clearing", _threads, subtle=True)
 class ThreadsLeft(Wrapper):
     """Work on the side ends."""
 
-    def __init__(self, inner) -> None:
+    def __init__(self, inner: Inner) -> None:
         super().__init__(inner)
         self.threads = 0
         self.over = threading.Event()
@@ -412,7 +411,7 @@ def _open_and_close(make: Make) -> None:
         run(engine, [each.id])
         engine.close()
 
-    bounded(play, rounds=20, most=2000)(make)
+    bounded(play, 5, 20, 2000)(make)
 
 
 @mutant("closed-engines-kept-for-ever", _open_and_close, subtle=True)
@@ -421,7 +420,7 @@ class ClosedEnginesKept(Wrapper):
 
     opened: ClassVar[list[Any]] = []
 
-    def __init__(self, inner) -> None:
+    def __init__(self, inner: Inner) -> None:
         super().__init__(inner)
         self.arena = np.zeros(16384, np.float32)
         self.opened.append(self)

@@ -18,7 +18,7 @@ Witness = Callable[[Make], None]
 """A scenario that a right engine goes through; an exception shows the broken promise."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mutant:
     """One broken engine: called with the options of `MockEngine`, it opens."""
 
@@ -44,17 +44,41 @@ class Mutant:
         """Opens the right engine of its form."""
         return open_form(self.form, model, **{**self.options, **options})
 
+    @property
+    def theme(self) -> str:
+        """The module that it stands in."""
+        return self.part.__module__.rpartition(".")[2]
 
+    @property
+    def twin(self) -> bool:
+        """Whether it is the same mistake as that of an engine which takes a batch at a time."""
+        return self.name.endswith("-fed") and self.name.removesuffix("-fed") in _all
+
+
+_all: Final[set[str]] = set()
 _mutants: Final[dict[str, Mutant]] = {}
 
+_folder_mutants: Final[dict[str, Mutant]] = {}
+
 MUTANTS: Final[Mapping[str, Mutant]] = _mutants
-"""All of them, by name; those of engines that are fed while they run end in ``-fed``."""
+"""By name; those of engines that are fed while they run end in ``-fed``. Right are the rows of
+`mock_row`, of an adapter by its name."""
+
+FOLDER_MUTANTS: Final[Mapping[str, Mutant]] = _folder_mutants
+"""Those that show only where an adapter's rows are those of its folder: right are the rows of
+`mock_row`, with the folder's path in the place of the adapter's name."""
 
 T = TypeVar("T", bound=type)
 
 
 def mutant(
-    name: str, witness: Witness, *, forms: str = "batch", subtle: bool = False, most: int = 8
+    name: str,
+    witness: Witness,
+    *,
+    forms: str = "batch",
+    subtle: bool = False,
+    most: int = 8,
+    by_folder: bool = False,
 ) -> Callable[[T], T]:
     """Put a class among the mutants, once for each of `forms`, of which there are two.
 
@@ -65,9 +89,13 @@ def mutant(
         breaks = inspect.getdoc(part) or ""
         for form in forms.split():
             called = name if form == "batch" else f"{name}-fed"
-            assert called not in _mutants, called
-            options = {} if form == "batch" else {"most": most}
-            _mutants[called] = Mutant(called, breaks, form, part, witness, subtle, options)  # type: ignore[arg-type]
+            assert called not in _all, called
+            _all.add(called)
+            options: dict[str, Any] = {} if form == "batch" else {"most": most}
+            if by_folder:
+                options["by_folder"] = True
+            mutants = _folder_mutants if by_folder else _mutants
+            mutants[called] = Mutant(called, breaks, form, part, witness, subtle, options)  # type: ignore[arg-type]
         return part
 
     return add

@@ -14,7 +14,8 @@ from lmpool.backends.mock import MockEngine
 from lmpool.model_info import fingerprint
 from lmpool.vocabulary import TOKENIZER_FILES, Vocabulary
 from lmpool.wants import Generate
-from tests.engines.mutants.engines import Wrapper
+from tests.engines.mutants.ends import LAST_AT_3
+from tests.engines.mutants.engines import Inner, Wrapper
 from tests.engines.mutants.registry import BOTH, Make, mutant
 from tests.engines.mutants.witnesses import (
     LONGEST,
@@ -55,7 +56,7 @@ class Spelled(Wrapper):
 class OneShort(Spelled):
     """The byte vocabulary has an entry for each id."""
 
-    def spelled(self, tokens):
+    def spelled(self, tokens: list[bytes]) -> list[Any]:
         return tokens[:-1]
 
 
@@ -63,7 +64,7 @@ class OneShort(Spelled):
 class OneLong(Spelled):
     """The byte vocabulary has no entry beyond `vocab_size`."""
 
-    def spelled(self, tokens):
+    def spelled(self, tokens: list[bytes]) -> list[Any]:
         return [*tokens, b""]
 
 
@@ -71,7 +72,7 @@ class OneLong(Spelled):
 class Shifted(Spelled):
     """Entry i of the byte vocabulary is that of id i."""
 
-    def spelled(self, tokens):
+    def spelled(self, tokens: list[bytes]) -> list[Any]:
         return [*tokens[1:], tokens[0]]
 
 
@@ -79,7 +80,7 @@ class Shifted(Spelled):
 class ShiftedFrom256(Spelled):
     """Entry i of the byte vocabulary is that of id i, also behind the 256 bytes."""
 
-    def spelled(self, tokens):
+    def spelled(self, tokens: list[bytes]) -> list[Any]:
         return [*tokens[:256], *tokens[257:], *tokens[256:257]]
 
 
@@ -87,7 +88,7 @@ class ShiftedFrom256(Spelled):
 class OfText(Spelled):
     """The byte vocabulary is bytes."""
 
-    def spelled(self, tokens):
+    def spelled(self, tokens: list[bytes]) -> list[Any]:
         return [token.decode("latin-1") for token in tokens]
 
 
@@ -95,7 +96,7 @@ class OfText(Spelled):
 class ThroughUtf8(Spelled):
     """Bytes that are no text alone stay as they are."""
 
-    def spelled(self, tokens):
+    def spelled(self, tokens: list[bytes]) -> list[Any]:
         return [token.decode("utf-8", "replace").encode() for token in tokens]
 
 
@@ -105,7 +106,7 @@ class UsedUp(Spelled):
 
     asked = 0
 
-    def spelled(self, tokens):
+    def spelled(self, tokens: list[bytes]) -> list[Any]:
         self.asked += 1
         return tokens if self.asked == 1 else []
 
@@ -124,7 +125,7 @@ class Filed(Wrapper):
 class AnotherTokenizer(Filed):
     """The tokenizer and the byte vocabulary are of one model."""
 
-    def filed(self, files):
+    def filed(self, files: dict[str, bytes]) -> Mapping[str, Any]:
         return MockEngine(vocab_size=self.info.vocab_size + 1).tokenizer_files()
 
 
@@ -132,7 +133,7 @@ class AnotherTokenizer(Filed):
 class FilesByPath(Filed):
     """Tokenizer files are named as a client takes them."""
 
-    def filed(self, files):
+    def filed(self, files: dict[str, bytes]) -> Mapping[str, Any]:
         return {f"model/{name}": content for name, content in files.items()}
 
 
@@ -140,7 +141,7 @@ class FilesByPath(Filed):
 class FilesAsText(Filed):
     """Tokenizer files are bytes."""
 
-    def filed(self, files):
+    def filed(self, files: dict[str, bytes]) -> Mapping[str, Any]:
         return {name: content.decode() for name, content in files.items()}
 
 
@@ -148,7 +149,7 @@ class FilesAsText(Filed):
 class WeightsAmongFiles(Filed):
     """Tokenizer files are those that a client takes, and no others."""
 
-    def filed(self, files):
+    def filed(self, files: dict[str, bytes]) -> Mapping[str, Any]:
         return {**files, "model.safetensors": b"\0" * 100}
 
 
@@ -173,7 +174,7 @@ INFO = scenario(_info)
 class Said(Wrapper):
     """Says something else of itself than it does."""
 
-    def __init__(self, inner) -> None:
+    def __init__(self, inner: Inner) -> None:
         super().__init__(inner)
         self.info = self.said(inner.info)
 
@@ -185,7 +186,7 @@ class Said(Wrapper):
 class SaysBfloat16(Said):
     """`dtype` is what the model computes in."""
 
-    def said(self, info):
+    def said(self, info: EngineInfo) -> EngineInfo:
         return replace(info, dtype="bfloat16")
 
 
@@ -193,7 +194,7 @@ class SaysBfloat16(Said):
 class SaysUnknownDtype(Said):
     """`dtype` is written as lmpool writes dtypes."""
 
-    def said(self, info):
+    def said(self, info: EngineInfo) -> EngineInfo:
         return replace(info, dtype="torch.float32")
 
 
@@ -201,7 +202,7 @@ class SaysUnknownDtype(Said):
 class SaysBf16(Said):
     """`encoding` is the smallest that loses nothing of the rows."""
 
-    def said(self, info):
+    def said(self, info: EngineInfo) -> EngineInfo:
         return replace(info, encoding="bf16")
 
 
@@ -209,7 +210,7 @@ class SaysBf16(Said):
 class SaysF16(Said):
     """`encoding` is the smallest that loses nothing of the rows."""
 
-    def said(self, info):
+    def said(self, info: EngineInfo) -> EngineInfo:
         return replace(info, encoding="f16")
 
 
@@ -217,7 +218,7 @@ class SaysF16(Said):
 class LargerVocabulary(Said):
     """`vocab_size` is the length of a row."""
 
-    def said(self, info):
+    def said(self, info: EngineInfo) -> EngineInfo:
         return replace(info, vocab_size=info.vocab_size + 64 - info.vocab_size % 64)
 
 
@@ -225,7 +226,7 @@ class LargerVocabulary(Said):
 class LongerPrompts(Said):
     """A prompt of `max_prompt_tokens` is run."""
 
-    def said(self, info):
+    def said(self, info: EngineInfo) -> EngineInfo:
         return replace(info, max_prompt_tokens=info.max_prompt_tokens + 1)
 
 
@@ -233,19 +234,19 @@ class LongerPrompts(Said):
 class ShorterPrompts(Said):
     """A prompt of more than `max_prompt_tokens` is refused."""
 
-    def said(self, info):
+    def said(self, info: EngineInfo) -> EngineInfo:
         return replace(info, max_prompt_tokens=info.max_prompt_tokens - 1)
 
 
 @mutant(
     "info-says-another-eos-than-ends-continuations",
-    continuations(Generate(60, None, 4.0, 1), prompts=[[n] for n in range(40)]),
+    continuations(Generate(9, None, 4.0, LAST_AT_3)),
     subtle=True,
 )
 class AnotherEos(Said):
     """`eos_token_ids` are the tokens that end a continuation."""
 
-    def said(self, info):
+    def said(self, info: EngineInfo) -> EngineInfo:
         self.inner.info = replace(info, eos_token_ids=(info.vocab_size - 2,))
         return info
 
@@ -254,7 +255,7 @@ class AnotherEos(Said):
 class IdsPastTheVocabulary(Said):
     """The special tokens are ids of the vocabulary."""
 
-    def said(self, info):
+    def said(self, info: EngineInfo) -> EngineInfo:
         return replace(info, eos_token_ids=(*info.eos_token_ids, info.vocab_size))
 
 
@@ -262,7 +263,7 @@ class IdsPastTheVocabulary(Said):
 class NumpyNumbers(Said):
     """What an engine says is packed for clients: its numbers are Python's."""
 
-    def said(self, info):
+    def said(self, info: EngineInfo) -> EngineInfo:
         return replace(info, vocab_size=np.int64(info.vocab_size))  # type: ignore[arg-type]
 
 
@@ -270,7 +271,7 @@ class NumpyNumbers(Said):
 class IdentityUnhashable(Said):
     """A pool's keys carry the identity's hash: it is made of what msgpack packs."""
 
-    def said(self, info):
+    def said(self, info: EngineInfo) -> EngineInfo:
         return replace(info, identity={**info.identity, "dtype": np.dtype(np.float32)})
 
 
@@ -285,7 +286,7 @@ class IdentityDiffers(Said):
 
     opened: ClassVar[dict[str, int]] = {"times": 0}
 
-    def said(self, info):
+    def said(self, info: EngineInfo) -> EngineInfo:
         self.opened["times"] += 1
         return replace(info, identity={**info.identity, "opened": self.opened["times"]})
 
@@ -299,5 +300,5 @@ def _sizes(make: Make) -> None:
 class IdentityOfTheName(Said):
     """The identity holds all that changes the rows."""
 
-    def said(self, info):
+    def said(self, info: EngineInfo) -> EngineInfo:
         return replace(info, identity={"engine": info.engine})

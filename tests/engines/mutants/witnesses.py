@@ -5,7 +5,6 @@ They know the right answers from `mock_row` alone, and from drawing token after 
 
 from __future__ import annotations
 
-import gc
 import tracemalloc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -22,6 +21,7 @@ from tests.engines.mutants.registry import Make, Witness
 VOCAB: Final = 300
 LONGEST: Final = 200
 OPTIONS: Final[Mapping[str, Any]] = {"vocab_size": VOCAB, "max_prompt_tokens": LONGEST}
+ROW: Final = Row()
 _MOST_STEPS: Final = 20_000
 
 Prompt = Sequence[int]
@@ -40,7 +40,7 @@ def prompts_of(count: int, length: int = 5, seed: int = 0) -> list[list[int]]:
 
 
 def request(
-    id: int | bytes, prompt: Prompt, adapter: str | None = None, want: Want = Row()
+    id: int | bytes, prompt: Prompt, adapter: str | None = None, want: Want = ROW
 ) -> Request:
     """A request; a number is made an id of 16 bytes, as a worker's are."""
     name = id if isinstance(id, bytes) else (id % (1 << 120) + 7).to_bytes(16, "big")
@@ -115,7 +115,7 @@ def ask_rightly(engine: Engine, requests: Sequence[Request]) -> None:
 
 
 def requests_of(
-    prompts: Iterable[Prompt], adapter: str | None = None, want: Want = Row(), start: int = 0
+    prompts: Iterable[Prompt], adapter: str | None = None, want: Want = ROW, start: int = 0
 ) -> list[Request]:
     return [request(n, prompt, adapter, want) for n, prompt in enumerate(prompts, start)]
 
@@ -166,7 +166,7 @@ def continuations(
 
 
 def refused(
-    bad: Sequence[Prompt] = (), adapter: str | None = None, wants: Sequence[Want] = (Row(),)
+    bad: Sequence[Prompt] = (), adapter: str | None = None, wants: Sequence[Want] = (ROW,)
 ) -> Witness:
     """Of what cannot be run each is refused alone; its company is answered."""
 
@@ -186,20 +186,19 @@ def refused(
     return scenario(play)
 
 
-def bounded(play: Callable[[Engine, int], None], rounds: int = 300, most: int = 40) -> Witness:
-    """Going on with it for `rounds` takes less than `most` bytes each, once it has gone on."""
+def bounded(
+    play: Callable[[Engine, int], None], before: int = 60, rounds: int = 80, most: int = 45
+) -> Witness:
+    """After `before` rounds of it, further `rounds` take less than `most` bytes each."""
 
     def witness(make: Make) -> None:
         engine = make(**OPTIONS)
-        number = 0
-        for number in range(rounds):
+        for number in range(before):
             play(engine, number)
-        gc.collect()
         tracemalloc.start()
         try:
-            for number in range(rounds, 2 * rounds):
+            for number in range(before, before + rounds):
                 play(engine, number)
-            gc.collect()
             grown = tracemalloc.get_traced_memory()[0]
         finally:
             tracemalloc.stop()

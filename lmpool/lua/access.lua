@@ -1,0 +1,94 @@
+-- Before every script: what others may have written is read with care. A key of the wrong type, a
+-- field that is no number, a stream that takes no entry costs the one digest that it is about.
+
+-- Fields that a flight has at most; one with more was not written by clients.
+local MOST_FIELDS = 20000
+
+-- Bytes of the longest job (lmpool.wire.MAX_JOB_BYTES): longer entries are moved by nobody.
+local MAX_JOB_BYTES = 8388608
+
+-- What was answered, or nil where the server refused.
+local function given(answer)
+  if type(answer) == 'table' and answer['err'] then return nil end
+  return answer
+end
+
+-- Whether a result is there: a string that holds anything.
+local function has_result(prefix, digest)
+  local length = given(redis.pcall('STRLEN', prefix .. ':result:' .. digest))
+  return length ~= nil and length > 0
+end
+
+-- Whether a stream is one of the shard's that workers read: a flight may name any key.
+local function is_job_stream(prefix, stream, lanes)
+  if not stream or string.sub(stream, 1, #prefix) ~= prefix then return false end
+  local rest = string.sub(stream, #prefix + 1)
+  local lane = string.match(rest, '^:jobs:(%d+)$') or string.match(rest, '^:batch:(%d+)$')
+  return lane ~= nil and #lane < 6 and (not lanes or tonumber(lane) < lanes)
+end
+
+-- A flight's job, stream, deadline, and the clients that wait. One that is none is taken away:
+-- whoever waits for it finds the result, or that nobody knows of it, and asks again.
+local function read_flight(flight)
+  local fields = given(redis.pcall('HGETALL', flight))
+  if not fields or #fields > 2 * MOST_FIELDS then
+    redis.pcall('DEL', flight)
+    fields = {}
+  end
+  local job, stream, deadline
+  local waiting = {}
+  for f = 1, #fields, 2 do
+    local name = fields[f]
+    if string.sub(name, 1, 2) == 'c:' then
+      waiting[#waiting + 1] = string.sub(name, 3)
+    elseif name == 'job' then
+      job = fields[f + 1]
+    elseif name == 'stream' then
+      stream = fields[f + 1]
+    elseif name == 'deadline' then
+      deadline = tonumber(fields[f + 1])
+    end
+  end
+  return job, stream, deadline, waiting
+end
+
+-- A notice to a client: its id. No stream is made for one that is gone, and none is owed to who broke
+-- it: then it is nothing.
+local function tell(prefix, client, ...)
+  return given(redis.pcall('XADD', prefix .. ':reply:' .. client, 'NOMKSTREAM', '*', ...))
+end
+
+-- An entry is done with.
+local function take_off(jobs, group, id)
+  redis.pcall('XACK', jobs, group, id) -- stream or group may be gone
+  redis.pcall('XDEL', jobs, id)
+end
+
+-- Bytes of an entry's names and values.
+local function size_of(fields)
+  local size = 0
+  for _, value in ipairs(fields) do size = size + #value end
+  return size
+end
+
+-- Milliseconds of the server's clock.
+local function now_ms()
+  local time = redis.call('TIME')
+  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
+
+-- Ids this far ahead of the clock were not made by it: a stream that reached the last takes no more.
+local FAR_AHEAD_MS = 1000 * 86400 * 366
+
+-- Whether a stream, as far as there is one, takes entries: false for a key of another type too.
+local function takes_entries(stream)
+  local info = redis.pcall('XINFO', 'STREAM', stream)
+  if info['err'] then return redis.call('EXISTS', stream) == 0 end
+  for f = 1, #info, 2 do
+    if info[f] == 'last-generated-id' then
+      local ms = tonumber(string.match(info[f + 1], '^(%d+)-'))
+      return ms < now_ms() + FAR_AHEAD_MS
+    end
+  end
+  return true
+end

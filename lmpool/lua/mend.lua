@@ -1,0 +1,32 @@
+-- A worker mends what is the workers' own: what can only be damage is taken away, to be made anew;
+-- clients ask again for the jobs in it. It also says what bounds the shard has, where no client can.
+-- KEYS[1] and on: the job streams.
+-- ARGV: prefix, most jobs that wait in a stream, lanes, life of the bounds in ms
+-- Returns the keys that were taken away.
+local prefix, most, lanes = ARGV[1], tonumber(ARGV[2]), ARGV[3]
+local damaged = {}
+for _, stream in ipairs(KEYS) do
+  if not takes_entries(stream) then
+    damaged[#damaged + 1] = stream
+  else
+    -- Clients keep the bound; what was put there past it they ask for again. Jobs that change
+    -- their stream may double it.
+    redis.pcall('XTRIM', stream, 'MAXLEN', '~', 2 * most)
+  end
+end
+for _, name in ipairs({':dead', ':account'}) do
+  if not takes_entries(prefix .. name) then damaged[#damaged + 1] = prefix .. name end
+end
+for _, name in ipairs({':counters', ':adapters', ':bounds'}) do
+  if not given(redis.pcall('HLEN', prefix .. name)) then damaged[#damaged + 1] = prefix .. name end
+end
+for _, key in ipairs(damaged) do redis.call('UNLINK', key) end
+local counted = redis.call('HGETALL', prefix .. ':counters')
+for f = 1, #counted, 2 do
+  if not string.find(counted[f + 1], '^%d+$') or #counted[f + 1] > 18 then
+    redis.call('HDEL', prefix .. ':counters', counted[f])
+  end
+end
+redis.pcall('HSET', prefix .. ':bounds', 'backlog', most, 'lanes', lanes)
+redis.pcall('PEXPIRE', prefix .. ':bounds', ARGV[4])
+return damaged

@@ -1,0 +1,241 @@
+"""The account of what is stored: `complete.lua` enters, `evict.lua` makes room.
+
+Each on fakeredis and on a real server.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import redis
+
+from lmpool.keys import ShardKeys
+from lmpool.scripts import script
+from lmpool.wire import Job
+from tests.support.protocol import (
+    COUNTERS_TTL,
+    Caller,
+    Consumer,
+    entries_of,
+    new_job,
+    put_result,
+    shard_of_pool,
+)
+
+JOBS = [new_job(i) for i in range(12)]
+EACH = 100
+FOR_EVER = 3_600_000
+
+
+def store(worker: Consumer, *jobs: Job, life_ms: int = 60_000) -> int:
+    """Write results as one batch; the bytes that are held then."""
+    entries = worker.read()
+    for job in jobs:
+        put_result(worker.server, worker.shard, job)
+    done = [(job, entry, "ok", "") for job, entry in zip(jobs, entries, strict=False)]
+    worker.complete(done, stored=jobs, bytes_each=EACH, life_ms=life_ms)
+    return worker.holds
+
+
+def evict(
+    server: redis.Redis,
+    shard: ShardKeys,
+    bound: int,
+    *given_up: Any,
+    most: int = 1000,
+    looks: int = 1000,
+    patience: int = FOR_EVER,
+) -> tuple[int, int, dict[str, str]]:
+    """Bytes held, results unlinked, and what each reader has not taken."""
+    held, unlinked, *readers = script("evict")(
+        server,  # type: ignore[arg-type]
+        [shard.account],
+        [shard.prefix, COUNTERS_TTL, bound, most, looks, patience, *given_up],
+    )
+    names = [reader.decode() for reader in readers]
+    return held, unlinked, dict(zip(names[::2], names[1::2], strict=True))
+
+
+def there(server: redis.Redis, shard: ShardKeys) -> list[int]:
+    """Which results are there."""
+    return [i for i, job in enumerate(JOBS) if server.exists(shard.result(job.digest))]
+
+
+def test_the_oldest_go_and_what_is_held_is_known(
+    worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    assert [store(worker, *JOBS[i : i + 2]) for i in range(0, 10, 2)] == [
+        200, 400, 600, 800, 1000,
+    ]  # fmt: skip
+    assert evict(redis_client, shard, 1000) == (1000, 0, {})
+    assert evict(redis_client, shard, 999) == (800, 2, {})
+    assert there(redis_client, shard) == [*range(2, 10)]
+    assert evict(redis_client, shard, 450) == (400, 4, {})
+    assert there(redis_client, shard) == [6, 7, 8, 9]
+    assert store(worker, JOBS[10]) == 500
+    assert redis_client.hget(shard.counters, "evicted") == b"6"
+    assert redis_client.pttl(shard.counters) > 0  # type: ignore[operator]
+    assert len(entries_of(redis_client, shard.account)) == 3
+    assert evict(redis_client, shard, 0) == (0, 5, {})
+    assert there(redis_client, shard) == []
+    assert not redis_client.exists(shard.account)
+    assert store(worker, JOBS[0]) == 100
+
+
+def test_one_call_does_no_more_than_it_is_told(
+    worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    for job in JOBS:
+        store(worker, job)
+    assert evict(redis_client, shard, 0, most=3)[:2] == (900, 3)
+    assert evict(redis_client, shard, 0, looks=2)[:2] == (700, 2)
+    assert there(redis_client, shard) == [*range(5, 12)]
+
+
+def test_what_a_client_was_told_of_stays_until_it_has_taken_the_notice(
+    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller.enqueue(JOBS[0])
+    store(worker, JOBS[0])
+    other.enqueue(JOBS[1], JOBS[2])
+    store(worker, JOBS[1], JOBS[2])
+    store(worker, JOBS[3])  # nobody waits for it
+    first = entries_of(redis_client, shard.reply("first"))
+    second = entries_of(redis_client, shard.reply("second"))
+    readers = {"first": first[0][0].decode(), "second": second[0][0].decode()}
+    assert evict(redis_client, shard, 0) == (300, 1, readers)
+    assert there(redis_client, shard) == [0, 1, 2]
+    # The notice itself counts, not what came before it.
+    redis_client.xdel(shard.reply("second"), second[0][0])
+    readers["second"] = second[1][0].decode()
+    assert evict(redis_client, shard, 0) == (300, 0, readers)
+    redis_client.xdel(shard.reply("second"), second[1][0])
+    assert evict(redis_client, shard, 0) == (100, 2, {"first": readers["first"]})
+    assert there(redis_client, shard) == [0]
+    caller.vanish()
+    assert evict(redis_client, shard, 0) == (0, 1, {})
+
+
+def test_a_notice_that_came_later_says_nothing_of_an_earlier_result(
+    caller: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    for job in JOBS[:2]:
+        caller.enqueue(job)
+        store(worker, job)
+    hello, first, second = (entry for entry, _ in entries_of(redis_client, shard.reply("first")))
+    redis_client.xdel(shard.reply("first"), hello, first)
+    assert evict(redis_client, shard, 0) == (100, 1, {"first": second.decode()})
+    assert there(redis_client, shard) == [1]
+
+
+def test_who_takes_nothing_is_not_waited_for(
+    caller: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller.enqueue(*JOBS[:3])
+    store(worker, JOBS[0])
+    readers = evict(redis_client, shard, 0)[2]
+    ((name, first),) = readers.items()
+    assert evict(redis_client, shard, 0, name, "5-0") == (100, 0, readers)  # it took some since
+    assert evict(redis_client, shard, 0, "else", first) == (100, 0, readers)
+    assert evict(redis_client, shard, 0, name, first) == (0, 1, {})
+    store(worker, JOBS[1])
+    time.sleep(0.01)
+    assert evict(redis_client, shard, 0, patience=1) == (0, 1, {})  # too long ago for anybody
+
+
+def test_what_ended_by_itself_leaves_the_account_and_what_was_stored_again_stays(
+    worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    store(worker, JOBS[0], life_ms=1)
+    store(worker, JOBS[1], life_ms=1)
+    store(worker, JOBS[2])
+    time.sleep(0.01)
+    put_result(redis_client, shard, JOBS[0])  # as if computed again just now
+    assert evict(redis_client, shard, 300) == (100, 0, {})
+    assert there(redis_client, shard) == [0, 1, 2]
+    assert redis_client.hget(shard.counters, "evicted") is None
+
+
+def test_the_sum_survives_the_newest_entry(
+    caller: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller.enqueue(JOBS[0])
+    store(worker, JOBS[0])
+    for number in range(1, 6):
+        store(worker, JOBS[number])
+        # The first, which is waited for, stays, and all behind it go: the newest, too.
+        assert evict(redis_client, shard, 0)[:2] == (100, 1)
+    assert len(entries_of(redis_client, shard.account)) == 2  # the first, and the sum
+    assert store(worker, JOBS[6], JOBS[7]) == 300
+    assert len(entries_of(redis_client, shard.account)) == 2
+    assert evict(redis_client, shard, 300) == (300, 0, {})
+
+
+def test_nothing_stored_is_not_entered(
+    caller: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller.enqueue(JOBS[0])
+    (entry,) = worker.read()
+    worker.complete([(JOBS[0], entry, "failed", "why")])
+    assert worker.holds == 0
+    assert not redis_client.exists(shard.account)
+
+
+@pytest.mark.parametrize("damage", ["string", "hash"])
+def test_a_damaged_account_is_begun_anew(
+    damage: str, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    def spoil() -> None:
+        redis_client.delete(shard.account)
+        if damage == "string":
+            redis_client.set(shard.account, "x")
+        else:
+            redis_client.hset(shard.account, "a", "b")
+
+    spoil()
+    assert evict(redis_client, shard, 0) == (0, 0, {})
+    spoil()
+    assert store(worker, JOBS[0]) == 100
+    assert evict(redis_client, shard, 0) == (0, 1, {})
+
+
+def test_a_reply_key_that_is_no_stream_is_not_waited_for(
+    caller: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller.enqueue(JOBS[0])
+    store(worker, JOBS[0])
+    redis_client.delete(shard.reply("first"))
+    redis_client.hset(shard.reply("first"), "a", "b")
+    assert evict(redis_client, shard, 0) == (0, 1, {})
+
+
+def test_more_clients_than_a_script_may_name_are_told_all_the_same(
+    worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    callers = [Caller(redis_client, shard, f"client-{i}") for i in range(4200)]
+    callers[0].enqueue(JOBS[0])
+    with redis_client.pipeline(transaction=False) as pipeline:
+        for one in callers:
+            pipeline.xadd(shard.reply(one.id), {"hello": "1"})
+        pipeline.hset(shard.flight(JOBS[0].digest), mapping={f"c:{c.id}": "" for c in callers})
+        pipeline.execute()
+    store(worker, JOBS[0])
+    assert all(len(one.notices()) == 1 for one in (callers[0], callers[4199]))
+    assert evict(redis_client, shard, 0)[:2] == (100, 0)
+
+
+def test_room_is_made_where_the_servers_memory_is_full(
+    server_url: str, redis_client: redis.Redis, pool_name: str
+) -> None:
+    shard = shard_of_pool(pool_name)
+    worker = Consumer(redis_client, shard)
+    store(worker, *JOBS[:4])
+    store(worker, *JOBS[4:8])
+    redis_client.config_set("maxmemory", 1)
+    try:
+        assert evict(redis_client, shard, 400) == (400, 4, {})
+    finally:
+        redis_client.config_set("maxmemory", 0)
+    assert there(redis_client, shard) == [4, 5, 6, 7]

@@ -1,0 +1,425 @@
+"""Keys that others write, of the wrong type and shape: what that costs is one prompt at most."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+from typer.testing import CliRunner
+
+import lmpool
+from lmpool.backends.mock import mock_row
+from lmpool.cli import app
+from lmpool.errors import PromptFailed
+from lmpool.isolation import isolate
+from lmpool.keys import GROUP, ShardKeys
+from lmpool.producer.statistics import pool_statistics
+from lmpool.rows import pack_logprobs
+from lmpool.servers import Servers
+from lmpool.wire import pack_job
+from tests.support.clients import connected
+from tests.support.pools import Asking, pool_shards, some_prompts
+from tests.support.protocol import Caller, Consumer, entries_of, new_job, told
+from tests.support.server import RealServer
+from tests.support.waiting import until
+from tests.support.workers import worker_process
+
+pytestmark = pytest.mark.timeout(60)
+
+LAST = "18446744073709551615-18446744073709551615"
+A, B, C = new_job(1), new_job(2), new_job(3)
+
+WRONG_TYPES: dict[str, Callable[[redis.Redis, str], object]] = {
+    "string": lambda server, key: server.set(key, b"\xff\0"),
+    "list": lambda server, key: server.rpush(key, "a"),
+    "set": lambda server, key: server.sadd(key, "a"),
+    "sorted set": lambda server, key: server.zadd(key, {"a": 1}),
+    "hash": lambda server, key: server.hset(key, "a", "b"),
+    "stream": lambda server, key: server.xadd(key, {"a": "b"}),
+}
+
+
+def put(server: redis.Redis, key: str, kind: str) -> None:
+    """A key of that type in the place of what is there."""
+    with server.pipeline(transaction=True) as at_once:  # workers make streams again
+        at_once.delete(key)
+        WRONG_TYPES[kind](at_once, key)
+        at_once.execute()
+
+
+@pytest.fixture
+def fingerprint(lm: lmpool.PooledLM) -> str:
+    return lm.info.fingerprint
+
+
+@pytest.fixture
+def served(redis_client: redis.Redis, pool: str) -> ShardKeys:
+    """The shard of a pool with a worker."""
+    return pool_shards(redis_client, pool)[0]
+
+
+def ask(lm: lmpool.PooledLM, prompts: list[list[int]], timeout: float = 15.0) -> None:
+    """All of them at once, with the right rows."""
+    np.testing.assert_array_equal(
+        lm.batch_next_token_logprobs_sync(prompts, timeout=timeout),
+        [mock_row(prompt, 256) for prompt in prompts],
+    )
+
+
+# --- flights -----------------------------------------------------------------------------------
+
+
+def test_flights_of_the_wrong_type_with_their_jobs(
+    lm: lmpool.PooledLM, redis_client: redis.Redis, served: ShardKeys, fingerprint: str
+) -> None:
+    kinds = [kind for kind in WRONG_TYPES if kind != "hash"]
+    jobs = [new_job(1, number, fingerprint=fingerprint) for number in range(len(kinds))]
+    for kind, job in zip(kinds, jobs, strict=True):
+        put(redis_client, served.flight(job.digest), kind)
+        sent = replace(job, sent=int(time.time() * 1000))  # so that nobody asks first who waits
+        redis_client.xadd(served.stream().key, {"job": pack_job(sent)})
+    ask(lm, [[3, number] for number in range(5)])
+    for job in jobs:
+        until(lambda job=job: redis_client.get(served.result(job.digest)), what="it to be run")
+        assert not redis_client.exists(served.flight(job.digest))
+    until(lambda: not redis_client.xlen(served.stream().key))
+    for kind, job in zip(kinds, jobs, strict=True):
+        redis_client.delete(served.result(job.digest))
+        put(redis_client, served.flight(job.digest), kind)
+    ask(lm, [[1, number] for number in range(len(kinds))])
+
+
+def test_a_malformed_job_under_a_flight_of_the_wrong_type(
+    lm: lmpool.PooledLM, redis_client: redis.Redis, served: ShardKeys, fingerprint: str
+) -> None:
+    job = new_job(1, 2, fingerprint=fingerprint)
+    put(redis_client, served.flight(job.digest), "stream")
+    packed = pack_job(job).replace(b"\xa4sent\x00", b"\xa4sent\xa1x")
+    redis_client.xadd(served.stream().key, {"job": packed})
+    ask(lm, [[3, number] for number in range(5)])
+    until(lambda: len(entries_of(redis_client, served.dead)) == 1, what="it to be buried")
+    ask(lm, [[1, 2]])
+
+
+@pytest.mark.parametrize("kind", WRONG_TYPES)
+def test_jobs_are_given_back_whatever_their_flights_are(
+    kind: str, caller: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller.enqueue(A, B)
+    first, second = worker.read()
+    put(redis_client, shard.flight(A.digest), kind)
+    assert worker.release((A, first), (B, second)) == 2
+    assert worker.held() == []
+    assert worker.admit(*zip((A, B), worker.read(), strict=True)) == "wr"
+
+
+POISON: dict[str, dict[str, str]] = {
+    "a deadline that is no number": {"deadline": "abc", "job": "1-1", "stream": "{jobs}"},
+    "a deadline alone": {"deadline": ""},
+    "no stream": {"deadline": "", "job": "1-1"},
+    "a stream of the producer's": {"deadline": "", "job": "1-1", "stream": "{prefix}:jobs:7"},
+    "a reply stream": {"deadline": "", "job": "1-1", "stream": "{prefix}:reply:x"},
+    "an id that is none": {"deadline": "", "job": "x", "stream": "{jobs}"},
+    "a job that is not there": {"deadline": "", "job": "1-1", "stream": "{jobs}"},
+    "an end in the past": {"deadline": "1", "job": "1-1", "stream": "{jobs}"},
+}
+
+
+@pytest.mark.parametrize("priority", ["interactive", "batch"])
+def test_flights_that_no_client_wrote(
+    priority: Any,
+    lm: lmpool.PooledLM,
+    redis_client: redis.Redis,
+    served: ShardKeys,
+    fingerprint: str,
+) -> None:
+    for stream in (f"{served.prefix}:jobs:7", f"{served.prefix}:reply:x"):
+        redis_client.xadd(stream, {"job": "x"}, id="1-1")
+    prompts = [[1, number] for number in range(len(POISON) + 2)]
+    for prompt, poison in zip(prompts, POISON.values(), strict=False):
+        fields = {
+            field: value.format(prefix=served.prefix, jobs=served.stream().key)
+            for field, value in poison.items()
+        }
+        poisoned = new_job(*prompt, fingerprint=fingerprint)
+        redis_client.hset(served.flight(poisoned.digest), mapping=fields)
+    found = lm.batch_next_token_logprobs_sync(prompts, timeout=15, priority=priority)
+    np.testing.assert_array_equal(found, [mock_row(prompt, 256) for prompt in prompts])
+    assert redis_client.xlen(f"{served.prefix}:jobs:7") == 1
+    redis_client.delete(f"{served.prefix}:jobs:7", f"{served.prefix}:reply:x")
+
+
+def test_a_worker_deletes_nothing_elsewhere_for_a_flight(
+    caller: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    buried = redis_client.xadd(shard.dead, {"job": "x"})
+    caller.enqueue(A, B)
+    for job in (A, B):
+        redis_client.hset(
+            shard.flight(job.digest), mapping={"stream": shard.dead, "job": buried, "deadline": ""}
+        )
+    (entry, _) = worker.read()
+    worker.complete([(A, entry, "ok", "")])
+    assert caller.withdraw(B) == 1
+    assert [kept for kept, _ in entries_of(redis_client, shard.dead)] == [buried]
+
+
+@pytest.mark.parametrize("damage", ["hash", "the last id"])
+def test_a_reply_stream_that_cannot_be_written_harms_only_whose_it_is(
+    damage: str,
+    caller: Caller,
+    other: Caller,
+    worker: Consumer,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+) -> None:
+    caller.enqueue(A, B, C)
+    other.enqueue(A, B, C)
+    reply = shard.reply("first")
+    if damage == "hash":
+        put(redis_client, reply, "hash")
+    else:
+        redis_client.xadd(reply, {"x": "y"}, id=LAST)
+    first, second, third = worker.read()
+    worker.complete([(A, first, "failed", "why"), (B, second, "ok", "")])
+    redis_client.hset(shard.flight(C.digest), "deadline", "1")
+    assert worker.admit((C, third)) == "e"
+    assert [status for _, status, _ in told(other)] == ["failed", "ok", "expired"]
+    assert not any(caller.flight(job) for job in (A, B, C))
+    # Whose it is makes it anew by looking.
+    assert caller.check(A) == ("u", True)
+    assert redis_client.type(reply) == b"stream"
+
+
+def test_a_failing_job_whose_waiters_reply_is_a_hash_stops_no_worker(
+    start_pool: Callable[..., str], any_server: str, redis_client: redis.Redis
+) -> None:
+    pool = start_pool(engine_opts={"fail_token": 7}, batch_size=1)
+    with connected(any_server, pool) as lm:
+        (shard,) = pool_shards(redis_client, pool)
+        put(redis_client, shard.reply("victim"), "hash")
+        job = new_job(7, 1, fingerprint=lm.info.fingerprint)
+        Caller(redis_client, shard, "victim").enqueue(job)
+        with pytest.raises(PromptFailed, match="token 7"):
+            lm.next_token_logprobs_sync([7, 1], timeout=15)
+        ask(lm, [[1, 2]])
+        until(lambda: not redis_client.exists(shard.flight(job.digest)))
+        redis_client.delete(shard.reply("victim"))
+
+
+# --- what is the workers' ----------------------------------------------------------------------
+
+
+def destroy(server: redis.Redis, key: str, how: str) -> None:
+    """What the shipped users may not, and another program may."""
+    if how == "the last id":
+        server.xadd(key, {"job": "x"}, id=LAST)
+    else:
+        put(server, key, how)
+
+
+@pytest.mark.parametrize("any_server", ["server"], indirect=True)
+@pytest.mark.parametrize("how", ["hash", "string", "the last id"])
+def test_job_streams_are_mended_while_callers_wait(
+    how: str, lm: lmpool.PooledLM, redis_client: redis.Redis, served: ShardKeys
+) -> None:
+    ask(lm, [[1, 1]])
+    for stream in served.streams:
+        destroy(redis_client, stream.key, how)
+    assert lm.pool_statistics_sync()["backlog"] < 10  # which reads them as well
+    ask(lm, some_prompts(20, seed=1))
+    assert redis_client.type(served.stream().key) == b"stream"
+    assert redis_client.xinfo_groups(served.stream().key)[0]["name"] == GROUP.encode()
+
+
+@pytest.mark.parametrize("any_server", ["server"], indirect=True)
+@pytest.mark.parametrize("how", ["hash", "the last id"])
+def test_a_fresh_worker_mends_the_streams(
+    how: str, start_pool: Callable[..., str], any_server: str, redis_client: redis.Redis
+) -> None:
+    pool = start_pool()
+    (shard,) = pool_shards(redis_client, pool)
+    for stream in shard.streams:
+        destroy(redis_client, stream.key, how)
+    start_pool()
+    with connected(any_server, pool) as lm:
+        ask(lm, [[1, 2]])
+
+
+@pytest.mark.parametrize("how", ["list", "string"])
+def test_counters_dead_letters_registry_and_model_info_are_mended(
+    how: str, lm: lmpool.PooledLM, redis_client: redis.Redis, served: ShardKeys, pool: str
+) -> None:
+    keys = (served.counters, served.dead, served.adapters, served.bounds)
+    for key in keys:
+        put(redis_client, key, how)
+    put(redis_client, lm._client.keys.info, "list")
+    put(redis_client, lm._client.keys.serving, "list")
+    lm.pool_statistics_sync()
+    ask(lm, some_prompts(20, seed=2))
+    until(lambda: redis_client.type(lm._client.keys.info) == b"string")
+    until(lambda: redis_client.type(served.bounds) == b"hash")
+    ask(lm, [[1, 2]])
+    assert lm.pool_statistics_sync()["computed"] >= 1
+    assert {redis_client.type(key) for key in keys} <= {b"none", b"hash", b"stream"}
+
+
+def test_a_counter_that_is_no_number(
+    lm: lmpool.PooledLM, redis_client: redis.Redis, served: ShardKeys
+) -> None:
+    redis_client.hset(served.counters, mapping={"computed": "many", "failed": "7"})
+    assert lm.pool_statistics_sync()["computed"] == 0
+    ask(lm, [[1, 2]])
+    until(lambda: redis_client.hget(served.counters, "computed") != b"many")
+    assert lm.pool_statistics_sync()["failed"] == 7
+
+
+def test_statistics_of_damaged_keys(
+    any_server: str, pool: str, redis_client: redis.Redis, served: ShardKeys
+) -> None:
+    consumers = redis_client.xinfo_consumers(served.stream().key, GROUP)
+    redis_client.set(served.alive(consumers[0]["name"].decode()), b"\xc1")
+    servers = Servers(lambda: redis_client)  # type: ignore[arg-type,return-value]
+    assert pool_statistics(servers, [served])["workers"] == []
+
+
+# --- bounds ------------------------------------------------------------------------------------
+
+
+def test_the_backlogs_bound_is_the_workers(
+    start_pool: Callable[..., str], redis_client: redis.Redis
+) -> None:
+    pool = start_pool(max_backlog=3, delay=1.0)
+    (shard,) = pool_shards(redis_client, pool)
+    caller = Caller(redis_client, shard)
+    jobs = [new_job(1, number) for number in range(40)]
+    answers, _ = caller.enqueue(*jobs, bound=10**9)
+    assert answers.count("q") == 3
+    assert answers.count("f") == 37
+    for job in jobs:
+        redis_client.delete(shard.flight(job.digest))
+    # Past the scripts a stream becomes longer, but not for long.
+    with redis_client.pipeline(transaction=False) as pipeline:
+        for _ in range(2000):
+            pipeline.xadd(shard.stream("batch").key, {"job": b"x" * 100})
+        pipeline.execute()
+    until(lambda: redis_client.xlen(shard.stream("batch").key) < 200, what="it to be trimmed")
+
+
+def test_long_entries_are_not_read(server_binary: str, pool_name: str) -> None:
+    with (
+        RealServer(binary=server_binary) as server,
+        worker_process(server.url, pool_name) as worker,
+        connected(server.url, pool_name) as lm,
+        server.client() as client,
+    ):
+        ask(lm, [[1, 1]])
+        (shard,) = pool_shards(client, pool_name)
+        before = peak_memory(worker.pid)
+        worker.pause()
+        for _ in range(20):
+            client.xadd(shard.stream().key, {"job": bytes(10 << 20)})
+        asking = Asking(lm, [[1, 2], [3, 4]])
+        worker.resume()
+        np.testing.assert_array_equal(asking.rows(), [mock_row([1, 2], 256), mock_row([3, 4], 256)])
+        until(lambda: client.xlen(shard.stream().key) == 0, what="them to be taken off")
+        assert peak_memory(worker.pid) - before < 130 << 20  # 200 MiB lay there
+        dead = entries_of(client, shard.dead)
+        assert len(dead) in (20, 21)  # one may be found by two of its threads
+        assert all(b"bytes" in fields[b"reason"] for _, fields in dead)
+        assert any(b"an entry of 10485763 bytes" in fields[b"reason"] for _, fields in dead)
+
+
+def peak_memory(pid: int) -> int:
+    """Bytes that a process has had at most."""
+    with open(f"/proc/{pid}/status") as status:
+        (line,) = [line for line in status if line.startswith("VmHWM")]
+    return int(line.split()[1]) << 10
+
+
+# --- results, names, texts ---------------------------------------------------------------------
+
+
+def test_results_of_the_wrong_type_are_computed_again(
+    lm: lmpool.PooledLM, redis_client: redis.Redis, served: ShardKeys, fingerprint: str
+) -> None:
+    prompts = [[1, number] for number in range(len(WRONG_TYPES) + 1)]
+    results = [served.result(new_job(*p, fingerprint=fingerprint).digest) for p in prompts]
+    for key, kind in zip(results, WRONG_TYPES, strict=False):
+        put(redis_client, key, kind)
+    ask(lm, prompts)
+    assert {redis_client.type(key) for key in results} == {b"string"}
+
+
+def test_a_row_of_nan_is_computed_again(
+    lm: lmpool.PooledLM, redis_client: redis.Redis, served: ShardKeys, fingerprint: str
+) -> None:
+    key = served.result(new_job(1, 2, fingerprint=fingerprint).digest)
+    redis_client.set(key, pack_logprobs(np.full(256, np.nan, "f4")))
+    ask(lm, [[1, 2], [3, 4]])
+
+
+def test_a_name_in_the_registry_that_is_no_text_costs_that_name_alone(
+    lm: lmpool.PooledLM, redis_client: redis.Redis, served: ShardKeys
+) -> None:
+    redis_client.hset(served.adapters, b"\xff\xfe", b"\xff\n/x")
+    redis_client.hset(served.adapters, "good", "0" * 32 + "\n/nowhere")
+    with pytest.raises(lmpool.errors.UnknownAdapter, match=r"known: good$"):
+        lm.next_token_logprobs_sync([1], "none", timeout=10)
+    with pytest.raises(lmpool.errors.UnknownAdapter, match="LMPOOL_ADAPTER_DIRS"):
+        lm.next_token_logprobs_sync([1], "good", timeout=10)
+
+
+def test_escapes_of_others_do_not_reach_the_terminal(
+    any_server: str, pool: str, lm: lmpool.PooledLM, redis_client: redis.Redis, served: ShardKeys
+) -> None:
+    evil = "\x1b]0;owned\x07[bold]x\x9b31m\u202e"
+    redis_client.xadd(served.dead, {"job": "x", "reason": evil, "worker": evil, b"\xff": "x"})
+    redis_client.xadd(served.dead, {"job": "x", "reason": "late"}, id="18446744073709551615-1")
+    for words in (["list"], ["show", "--all"]):
+        found = CliRunner().invoke(app, ["dead", *words, "--url", any_server, "--pool", pool])
+        assert found.exit_code == 0, found.output
+        assert not set("\x1b\x07\x9b\u202e") & set(found.output)
+        assert "[bold]x" in found.output
+
+
+def test_scripts_are_read_again_by_whoever_may_not_send_them(
+    server_binary: str, pool_name: str
+) -> None:
+    """A server that forgot them: a producer waits for a worker, which loads them."""
+    with (
+        RealServer(binary=server_binary) as server,
+        worker_process(server.url, pool_name),
+        server.client() as admin,
+    ):
+        admin.execute_command("ACL", "SETUSER", "narrow", "on", ">pw", "~*", "+@all", "-eval")
+        with connected(server.url.replace("unix://", "unix://narrow:pw@"), pool_name) as lm:
+            ask(lm, [[1, 1]], timeout=10)
+            admin.script_flush()
+            ask(lm, [[1, 2]], timeout=10)
+
+
+def test_isolation_finds_who_is_to_blame() -> None:
+    sent, blamed = [], []
+
+    def send(some: Any) -> None:
+        if {13, 77} & set(some):
+            raise redis.exceptions.ResponseError("ERR odd")
+        sent.extend(some)
+
+    isolate(range(100), send, lambda one, error: blamed.append(one))
+    assert blamed == [13, 77]
+    assert sent == [n for n in range(100) if n not in blamed]
+
+    def refuse(some: Any) -> None:
+        raise redis.exceptions.ResponseError("ERR no")
+
+    blamed.clear()
+    with pytest.raises(redis.exceptions.ResponseError):
+        isolate(range(100), refuse, lambda one, error: blamed.append(one))
+    assert len(blamed) == 4  # then it is not they

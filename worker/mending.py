@@ -1,0 +1,41 @@
+"""Mending what is the workers' own: job streams, their bounds, dead letters, counters, registry."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import redis.exceptions
+
+from lmpool.keys import COUNTERS_TTL_MS, ShardKeys
+from lmpool.model_info import ModelInfo
+from lmpool.scripts import load_client_scripts, script
+from lmpool.servers import Servers
+
+logger = logging.getLogger(__name__)
+
+
+def mend(servers: Servers, shards: Sequence[ShardKeys], info: ModelInfo) -> list[str]:
+    """Take away what only damage can have made, and load what clients run.
+
+    Returns the keys that were taken away: streams want groups again, registries their entries.
+    """
+    damaged: list[bytes] = []
+    for shard in shards:
+        damaged += script("mend")(
+            servers.for_shard(shard),
+            [stream.key for stream in shard.streams],
+            [shard.prefix, info.max_backlog, shard.lanes, COUNTERS_TTL_MS],
+        )
+    for server, _ in servers.by_connection(shards):
+        try:
+            load_client_scripts(server)
+        except redis.exceptions.NoPermissionError as error:
+            logger.debug("clients have to send their scripts: %s", error)
+    _report(damaged)
+    return [key.decode() for key in damaged]
+
+
+def _report(damaged: Iterable[bytes]) -> None:
+    for key in damaged:
+        logger.error("%s was damaged by something else that writes here: made anew", key.decode())
