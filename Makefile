@@ -2,6 +2,7 @@
 #
 #   PYTHON=python3.12   the interpreter that .venv is made of (3.11 or newer)
 #   ARGS="-k flight"    more arguments for pytest, the demo or the measurements
+#   SOAK_SECONDS=600    how long each test of `make soak` goes on (3600)
 #   WORKERS=0           how many processes run the tests (4, as they wait a lot; 0: this one alone)
 
 PYTHON  ?= python3
@@ -19,7 +20,7 @@ ELSEWHERE    := not chaos and not genlm and not types and not bench
 IGNORE       := $(foreach name,$(OTHERS),--ignore-glob='*/engines/test_$(name).py' --ignore-glob='*/engines/test_$(name)_*.py')
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-server chaos check format format-check lint types unit \
+.PHONY: help install demo test test-server chaos soak check format format-check lint types unit \
         bench bench-check clean distclean
 
 help: ## This list
@@ -48,6 +49,16 @@ test-%: .venv-%/.installed ## One engine's tests in an environment of its own: m
 
 chaos: $(READY) ## The long fault-injection tests
 	$(BIN)/python -m pytest -m chaos $(ARGS)
+
+SOAK_SECONDS ?= 3600
+SOAK = -m pytest --engine-seed random --engine-seconds $(SOAK_SECONDS) --timeout 0 -x
+
+soak: $(READY) ## The contract of engines with random seeds: mock, fed and hf, an hour for each part
+	$(BIN)/python $(SOAK) tests/engines/test_contract.py $(ARGS)
+
+# make soak-mlx ARGS="-k rows" SOAK_SECONDS=600
+soak-%: .venv-%/.installed
+	.venv-$*/bin/python $(SOAK) tests/engines/test_$*_contract.py $(ARGS)
 
 check: format-check lint types unit ## Format, lint, types and the fast tests, in seconds
 
