@@ -291,11 +291,11 @@ class HFEngine(BatchEngine):
         Raises `AdapterError` where it does not fit the model; the engine goes on as before.
         """
         forward = self._open()
+        self.finish_adapter(name)
         try:
             self._lora.add(name, Path(path))
         finally:
             forward.follow()
-        self.release_adapter(name)
         self.adapters[name] = path
         if self._packed is not None:
             self._packed.forget(name)
@@ -303,7 +303,7 @@ class HFEngine(BatchEngine):
     def remove_adapter(self, name: str) -> None:
         """Unload an adapter, and forget the keys and values that it computed."""
         if self.adapters.pop(name, None) is not None:
-            self.release_adapter(name)
+            self.refuse_adapter(name)
             self._lora.remove(name)
             if self._packed is not None:
                 self._packed.forget(name)
