@@ -30,6 +30,8 @@ class BatchEngine(Engine):
         """What fits into memory, once a batch did not."""
         self._waiting: list[Request] = []
         self._continuations: dict[bytes, Continuation] = {}
+        self._outcomes: list[Outcome] = []
+        """What the next step gives out first."""
 
     @abstractmethod
     def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
@@ -44,16 +46,41 @@ class BatchEngine(Engine):
         self._waiting.extend(requests)
 
     def in_flight(self) -> int:
-        return len(self._waiting) + len(self._continuations)
+        return len(self._waiting) + len(self._continuations) + len(self._outcomes)
 
     def cancel(self, ids: Collection[bytes]) -> None:
         self._waiting = [r for r in self._waiting if r.id not in ids]
+        self._outcomes = [o for o in self._outcomes if o.id not in ids]
         for cancelled in ids:
             self._continuations.pop(cancelled, None)
+
+    def finish_adapter(self, name: str) -> None:
+        """Answer the requests in flight by an adapter; call it before another takes its name.
+
+        What else ends meanwhile is given out by the next step as well.
+        """
+        while self._asking(name):
+            self._outcomes.extend(self.step())
+
+    def refuse_adapter(self, name: str) -> None:
+        """Let the requests in flight by an adapter fail; call it when it is removed."""
+        asking = self._asking(name)
+        if asking:
+            self.cancel(asking)
+            gone = PromptFailed(f"the adapter {name!r} was removed before this was computed")
+            self._outcomes += [Outcome(asked, error=gone) for asked in asking]
+
+    def _asking(self, name: str) -> set[bytes]:
+        """The ids in flight by an adapter."""
+        asking = {r.id for r in self._waiting if r.adapter == name}
+        return asking | {c.id for c in self._continuations.values() if c.adapter == name}
 
     def step(self) -> Sequence[Outcome]:
         batch, self._waiting = self._waiting, []
         accepted, outcomes = self._check(batch)
+        if self._outcomes:
+            outcomes = [*self._outcomes, *outcomes]
+            self._outcomes = []
         rows: list[Request] = []
         for request in accepted:
             match request.want:

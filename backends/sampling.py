@@ -109,6 +109,11 @@ class Continuation:
         return self._request.id
 
     @property
+    def adapter(self) -> str | None:
+        """That of its request."""
+        return self._request.adapter
+
+    @property
     def drawn(self) -> npt.NDArray[np.uint32]:
         """The tokens drawn so far, uint32 [drawn], without the prompt."""
         start = self._prompt_tokens

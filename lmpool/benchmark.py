@@ -16,6 +16,8 @@ from typing import Final
 
 import numpy as np
 
+from lmpool.checks import as_integer, as_number, quoted
+from lmpool.errors import SettingsError
 from lmpool.model_info import ModelInfo
 from lmpool.producer import NumpyRows, PooledLM, connect
 
@@ -78,6 +80,7 @@ def measure(
 
     Blocks, and runs an event loop of its own. Raises what asking raises (see `lmpool.errors`).
     """
+    _check(seconds, concurrency, length)
     with (
         connect(url, pool, framework="numpy") as lm,
         # Rows that the first has asked for come to the second from the pool.
@@ -111,6 +114,16 @@ def measure(
         rows_per_batch=round((after["computed"] - before["computed"]) / max(1, batches), 1),
         cached_rows_per_second=round(cached, 1),
     )
+
+
+def _check(seconds: object, concurrency: object, length: object) -> None:
+    lasts = as_number(seconds)
+    if lasts is None or not 0 < lasts <= 86_400:
+        raise SettingsError(f"seconds={quoted(seconds)}: write a number above 0, at most 86400")
+    for name, given in (("concurrency", concurrency), ("length", length)):
+        number = as_integer(given)
+        if number is None or not 0 < number <= 1_000_000:
+            raise SettingsError(f"{name}={quoted(given)}: write an integer from 1 to 1000000")
 
 
 def _one_at_a_time(lm: PooledLM[NumpyRows], prompts: _Prompts, seconds: float) -> list[float]:
@@ -149,9 +162,13 @@ async def _load(
             took.append(time.perf_counter() - started)
             asked.append(prompt)
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
-            group.create_task(one())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(one())
+    except ExceptionGroup as group_of_all:
+        # The pool was busy or went away, for all alike: one says it.
+        raise group_of_all.exceptions[0] from None
     return _Load(asked, took, time.perf_counter() - began)
 
 

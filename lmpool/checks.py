@@ -7,13 +7,11 @@ import operator
 from numbers import Real
 from typing import Final, TypeGuard
 
-import numpy as np
-
 SHOWN: Final = 60
 """Characters of a bad value that a message quotes."""
 
 
-def shown(value: object, most: int = SHOWN) -> str:
+def quoted(value: object, most: int = SHOWN) -> str:
     """A value for an error's message: its repr, as far as it has one and fits."""
     try:
         return repr(value)[:most]
@@ -35,7 +33,7 @@ def as_number(value: object) -> float | None:
 
     Booleans are none, and of arrays and tensors only those that are one number.
     """
-    if isinstance(value, (bool, np.bool_)):
+    if isinstance(value, bool):
         return None
     try:
         if not isinstance(value, Real):
@@ -54,7 +52,7 @@ def as_integer(value: object) -> int | None:
     """An integer of any library as int; None for anything else, booleans too."""
     if type(value) is int:
         return value
-    if isinstance(value, (bool, np.bool_)):
+    if isinstance(value, bool):
         return None
     try:
         if "bool" in str(getattr(value, "dtype", "")):

@@ -26,7 +26,7 @@ from lmpool.commands import Entry, Server
 from lmpool.errors import JobFormatError, PromptError, PromptFailed
 from lmpool.keys import ShardKeys
 from lmpool.producer import PooledLM
-from lmpool.server import explained
+from lmpool.server import understood
 from lmpool.servers import Servers
 from lmpool.wants import Answer
 from lmpool.wire import Job, unpack_job
@@ -105,7 +105,7 @@ def drop(lm: PooledLM, letters: Iterable[DeadLetter]) -> int:
 def _servers(lm: PooledLM) -> Iterator[Servers]:
     servers = Servers.of_url(lm.url, name="lmpool-dead-letters")
     try:
-        with explained(lm.url):
+        with understood(lm.url):
             yield servers
     finally:
         servers.close()

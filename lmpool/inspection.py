@@ -31,10 +31,12 @@ from lmpool.liveness import signs_of_life
 from lmpool.model_info import ModelInfo
 from lmpool.producer import connect
 from lmpool.producer.statistics import WorkerStatistics
-from lmpool.server import explained, get_string, greet
+from lmpool.server import get_string, greet, understood
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
 
+REPUBLISHED_IN: Final = 2.0
+"""Seconds within which living workers publish a model info that was lost."""
 PINGS: Final = 25
 
 __all__ = ["Facts", "Finding", "Ping", "diagnose", "measure_latency", "ping", "read_facts"]
@@ -67,11 +69,11 @@ def ping(url: str | None = None, pool: str | None = None) -> Ping:
     Raises `ServerError` where the server does not, `UnknownPool` where nothing is served by that
     name. A pool without workers answers: `Ping.workers` is empty.
     """
-    with connect(url, pool) as lm:
+    with connect(url, pool, workers_timeout=REPUBLISHED_IN) as lm:
         with _connections(lm.url) as servers:
             server = servers.pool
             version = greet(server, lm.url)
-            with explained(lm.url):
+            with understood(lm.url):
                 latencies = measure_latency(server)
         workers = lm.pool_statistics_sync()["workers"]
         return Ping(mask_url(lm.url), version, latencies, lm.pool, lm.info, workers)
@@ -106,7 +108,7 @@ def read_facts(url: str | None = None, pool: str | None = None) -> Facts:
     Raises `ServerError` where the server does not answer.
     """
     options = ClientOptions(url=url, pool=pool)
-    with _connections(options.url) as servers, explained(options.url):
+    with _connections(options.url) as servers, understood(options.url):
         servers.pool.ping()
         return _with_pool(servers, _server_facts(servers.pool, options.url), options.pool)
 

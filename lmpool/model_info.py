@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgpack
 
+from lmpool.checks import said
 from lmpool.errors import WireError
 from lmpool.keys import PROTOCOL, PoolKeys, ShardKeys
 
@@ -70,8 +71,8 @@ class ModelInfo:
             raise WireError(f"model info of {len(data)} bytes: at most {MAX_INFO_BYTES} expected")
         try:
             found: Any = msgpack.unpackb(data, strict_map_key=True)
-        except (ValueError, msgpack.UnpackException) as error:
-            raise WireError(f"model info is not msgpack: {error}") from None
+        except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+            raise WireError(f"model info is not msgpack: {said(error)}") from None
         try:
             return cls._of(found)
         except RecursionError:  # of a message about it

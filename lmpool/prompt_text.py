@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from lmpool.errors import PoolError, PromptError
 from lmpool.keys import PoolKeys
-from lmpool.server import explained, open_server
+from lmpool.server import open_server, understood
 from lmpool.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def read_vocabulary(lm: PooledLM[object]) -> Vocabulary:
     key = PoolKeys(lm.pool).vocabulary(lm.info.fingerprint8)
     server = open_server(lm.url)
     try:
-        with explained(lm.url):
+        with understood(lm.url):
             packed = server.get(key)
     finally:
         server.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - sockets import it at the first name, on whichever thread
 import logging
 import re
 from collections.abc import Iterator
@@ -13,9 +14,16 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from lmpool.address import connection_pool
+from lmpool.checks import said
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
-from lmpool.errors import ServerRefused, ServerTooOld, ServerUnreachable
+from lmpool.errors import (
+    LmpoolError,
+    ServerError,
+    ServerRefused,
+    ServerTooOld,
+    ServerUnreachable,
+)
 from lmpool.replies import BoundedParser
 from lmpool.settings import mask_url
 
@@ -36,6 +44,12 @@ LOST = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
 `redis.exceptions.AuthenticationError` is one of them by class but not by meaning: see `is_lost`.
 """
 
+
+NONSENSE: Final = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What redis-py, or who reads its answers, raises of an answer that no such server gives."""
 
 NOT_READY: Final = (
     "BUSY ",
@@ -62,7 +76,9 @@ def is_lost(error: BaseException) -> bool:
     if isinstance(error, (redis.exceptions.AuthorizationError, redis.exceptions.NoPermissionError)):
         return False
     # BusyLoading, a ConnectionError, and ReadOnly: a server that restarts or fails over.
-    if isinstance(error, (*LOST, redis.exceptions.ReadOnlyError, OSError)):
+    # An invalid response: a connection that is out of step.
+    passing = (redis.exceptions.ReadOnlyError, redis.exceptions.InvalidResponse)
+    if isinstance(error, (*LOST, *passing, OSError)):
         return True
     return isinstance(error, redis.exceptions.ResponseError) and str(error).startswith(NOT_READY)
 
@@ -124,9 +140,30 @@ def explained(url: str) -> Iterator[None]:
         raise ServerRefused(f"{shown}: {error}") from None
 
 
+@contextmanager
+def understood(url: str) -> Iterator[None]:
+    """`explained`, for what does nothing but read from the server: whatever it stumbles over then
+    is an answer that makes no sense."""
+    with explained(url):
+        try:
+            yield
+        except NONSENSE as error:
+            if isinstance(error, LmpoolError):
+                raise
+            raise senseless(url, error) from error
+
+
+def senseless(url: str, error: BaseException) -> ServerError:
+    """The error of an answer that could not be read: `error` is what that stumbled over."""
+    return ServerError(
+        f"what came from {mask_url(url)} could not be read ({said(error)}): is that a "
+        "Redis-compatible server, and the keys lmpool's? If so, it is a defect of lmpool's"
+    )
+
+
 def greet(server: Server, url: str, clock: ServerClock | None = None) -> str:
     """Connect, refuse a server that is too old, take its time. Returns its name and version."""
-    with explained(url):
+    with understood(url):
         server.ping()
         try:
             found = server.info("server")

@@ -12,9 +12,10 @@ import re
 import socket
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, Unpack
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pydantic import AfterValidator, ByteSize, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from lmpool.address import SENTINEL_SCHEMES, Sentinels
@@ -24,6 +25,7 @@ from lmpool.arguments import (
     FrameworkName,
     RowEncoding,
 )
+from lmpool.checks import is_text, quoted, said
 from lmpool.errors import SettingsError
 from lmpool.keys import Priority, check_pool_name
 from lmpool.model_info import MAX_SHARDS
@@ -62,6 +64,8 @@ def mask_url(url: str) -> str:
 def check_url(url: str) -> str:
     """`url` itself, or `SettingsError` if it is no server's address."""
     shown = mask_url(url)
+    if "%00" in url:
+        raise SettingsError(f"url={shown!r} has a null character: leave %00 out")
     remedy = "write redis://[user:password@]host:port/db, rediss://... (TLS) or unix:///path?db=0"
     if url.startswith(tuple(f"{scheme}://" for scheme in SENTINEL_SCHEMES)):
         try:
@@ -71,6 +75,8 @@ def check_url(url: str) -> str:
                 f"url={shown!r}: {error}; write "
                 "redis+sentinel://[user:password@]host:port[,host:port...]/service[/db]"
             ) from None
+        for host, _ in known.hosts:
+            _check_host(host, shown, remedy)
         _check_url_options(url, shown, known.tls, remedy)
         return url
     try:
@@ -89,10 +95,18 @@ def check_url(url: str) -> str:
         return url
     if not parts.hostname or port == 0:
         raise SettingsError(f"url={shown!r} names no host and port; {remedy}")
+    _check_host(unquote(parts.hostname), shown, remedy)
     database = parts.path.lstrip("/")
     if database and not database.isdigit():
         raise SettingsError(f"url={shown!r}: its database is no number; {remedy}")
     return url
+
+
+def _check_host(host: str, shown: str, remedy: str) -> None:
+    try:
+        host.encode("idna")  # as it is looked up
+    except UnicodeError:
+        raise SettingsError(f"url={shown!r}: its host is no name of one; {remedy}") from None
 
 
 def _check_url_options(url: str, shown: str, tls: bool, remedy: str) -> None:
@@ -131,6 +145,8 @@ class _Options(BaseSettings):
         if unknown:
             raise SettingsError(unknown_name(unknown[0], type(self).model_fields, "argument"))
         given = {name: value for name, value in given.items() if value is not None}
+        for name, value in given.items():
+            _refuse_misfits(name, value, type(self).model_fields[name])
         try:
             super().__init__(**given)
         except ValidationError as error:
@@ -138,7 +154,7 @@ class _Options(BaseSettings):
         except Exception as error:
             # pydantic-settings: a variable that should be JSON and is not.
             if type(error).__name__ != "SettingsError":
-                raise
+                raise SettingsError(f"settings that cannot be read ({said(error)})") from error
             raise SettingsError(_not_json(str(error), type(self).model_fields)) from None
 
     def __repr__(self) -> str:
@@ -169,7 +185,8 @@ class ClientOptions(_Options):
         None, description="seconds a call may wait when it names no timeout of its own"
     )
     workers_timeout: Seconds = Field(
-        10.0, description="seconds to wait for a worker before NoWorkers, while none is alive"
+        10.0,
+        description="seconds to wait, while no worker is alive, before NoWorkers or UnknownPool",
     )
     reconnect_timeout: Seconds = Field(
         60.0, description="seconds to keep trying to reach a lost server before giving up"
@@ -273,6 +290,20 @@ class WorkerOptions(_Options):
         return self
 
 
+def _refuse_misfits(name: str, value: object, field: FieldInfo) -> None:
+    """What pydantic takes, and nobody means or no process can be told. Raises `SettingsError`."""
+    if isinstance(value, bool) and field.annotation is not bool:
+        raise SettingsError(
+            f"{name}={value}: True and False are none of its values ({field.description})"
+        )
+    for text in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(text, str) and not (is_text(text) and "\0" not in text):
+            raise SettingsError(
+                f"{name}={quoted(mask_url(text))}: write text in Unicode, without lone surrogates "
+                f"and null characters ({field.description})"
+            )
+
+
 def refuse_unknown_variables(environ: Iterable[str] | None = None) -> None:
     """Check the names of variables, those of this process if `environ` is left out.
 
@@ -328,7 +359,7 @@ def _explain(error: ValidationError, options: type[BaseSettings], given: dict[st
         name, value = (
             (field, given[field]) if field in given else (variable, os.environ.get(variable))
         )
-        shown = mask_url(str(value)) if field == "url" else repr(value)
+        text = mask_url(value) if field == "url" and isinstance(value, str) else quoted(value, 200)
         what = f"{found['msg'][0].lower()}{found['msg'][1:]}"
-        lines.append(f"{name}={shown:.200}: {what} ({options.model_fields[field].description})")
+        lines.append(f"{name}={text:.200}: {what} ({options.model_fields[field].description})")
     return "; ".join(lines)

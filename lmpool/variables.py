@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from lmpool.checks import quoted, said
 from lmpool.errors import SettingsError
 from lmpool.settings import PREFIX
 
@@ -24,6 +25,8 @@ def _as_text(name: str, value: object) -> str:
     if isinstance(value, (dict, list, tuple)):
         try:
             return json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise SettingsError(f"{name}={value!r}: {error}; it must fit into JSON") from None
+        except (TypeError, ValueError, RecursionError) as error:
+            raise SettingsError(
+                f"{name}={quoted(value, 200)}: {said(error)}; it must fit into JSON"
+            ) from None
     return str(value)

@@ -20,7 +20,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from lmpool.checks import as_integer, as_number, shown
+from lmpool.checks import as_integer, as_number, quoted
 from lmpool.errors import (
     AnswerFormatError,
     JobFormatError,
@@ -120,7 +120,7 @@ class Row:
             return _ROWS[info.encoding]
         if not isinstance(self.encoding, str) or self.encoding not in ENTRY_BYTES:
             raise PromptError(
-                f"encoding={shown(self.encoding)}: write one of {', '.join(ENTRY_BYTES)}"
+                f"encoding={quoted(self.encoding)}: write one of {', '.join(ENTRY_BYTES)}"
             )
         return self
 
@@ -198,16 +198,16 @@ class Generate:
         most = as_integer(self.max_tokens)
         if most is None or not 0 <= most < 2**31:
             raise PromptError(
-                f"max_tokens={shown(self.max_tokens)}: write an integer, 0 or more, below 2**31"
+                f"max_tokens={quoted(self.max_tokens)}: write an integer, 0 or more, below 2**31"
             )
         temperature = as_number(self.temperature)
         if temperature is None or not 0 <= temperature < math.inf:
             raise PromptError(
-                f"temperature={shown(self.temperature)}: write a number of 0 (greedy) or more"
+                f"temperature={quoted(self.temperature)}: write a number of 0 (greedy) or more"
             )
         seed = None if self.seed is None else as_integer(self.seed)
         if seed is None and self.seed is not None:
-            raise PromptError(f"seed={shown(self.seed)}: write an integer, or None")
+            raise PromptError(f"seed={quoted(self.seed)}: write an integer, or None")
         return replace(
             self,
             max_tokens=most,
@@ -300,7 +300,7 @@ def _eos(given: Iterable[int] | None, info: ModelInfo) -> tuple[int, ...]:
         pass
     if None in ids or len(ids) > MAX_EOS_IDS:
         raise PromptError(
-            f"eos_token_ids={shown(given)}: write a list of at most {MAX_EOS_IDS} token ids"
+            f"eos_token_ids={quoted(given)}: write a list of at most {MAX_EOS_IDS} token ids"
         )
     return tuple(sorted(i for i in ids if i is not None and 0 <= i < info.vocab_size))
 

@@ -6,11 +6,13 @@ import contextlib
 import math
 import os
 import time
+from collections.abc import Mapping
 from typing import Final
 
-from lmpool.checks import is_text, shown
-from lmpool.commands import Fields
+from lmpool.checks import is_text, quoted
 from lmpool.errors import AdapterError, UnknownAdapter
+from lmpool.keys import ShardKeys
+from lmpool.servers import Servers
 
 FRESH: Final = 1.0
 """Seconds for which what was read is trusted."""
@@ -27,15 +29,9 @@ class KnownAdapters:
         """Whether `name` was there a moment ago."""
         return name in self._fingerprints and time.monotonic() - self._read < FRESH
 
-    def keep(self, found: Fields) -> None:
-        """Take over the pool's registry: name to fingerprint and folder.
-
-        An entry that no worker wrote is passed over.
-        """
-        self._fingerprints = {}
-        for name, entry in found.items():
-            with contextlib.suppress(UnicodeDecodeError):
-                self._fingerprints[name.decode()] = entry.partition(b"\n")[0].decode()
+    def keep(self, registry: Mapping[str, str]) -> None:
+        """Take over what `read_registry` read."""
+        self._fingerprints = dict(registry)
         self._read = time.monotonic()
 
     def forget(self) -> None:
@@ -48,10 +44,19 @@ class KnownAdapters:
         if fingerprint is None:
             known = ", ".join(sorted(self._fingerprints)) or "none"
             raise UnknownAdapter(
-                f"unknown LoRA adapter {shown(name)}: register it with add_new_lora(); "
+                f"unknown LoRA adapter {quoted(name)}: register it with add_new_lora(); "
                 f"known: {known}"
             )
         return f"{name}@{fingerprint}"
+
+
+def read_registry(servers: Servers, shard: ShardKeys) -> dict[str, str]:
+    """The adapters that a pool has: name to fingerprint. What no worker wrote is passed over."""
+    registry = {}
+    for name, entry in servers.for_shard(shard).hgetall(shard.adapters).items():
+        with contextlib.suppress(UnicodeDecodeError):
+            registry[name.decode()] = entry.partition(b"\n")[0].decode()
+    return registry
 
 
 def check_lora_name(name: object) -> str:
@@ -59,7 +64,7 @@ def check_lora_name(name: object) -> str:
     if is_text(name):
         return name
     raise UnknownAdapter(
-        f"lora_name={shown(name)}: write the name of an adapter, or leave it out for the base model"
+        f"lora_name={quoted(name)}: write an adapter's name, or leave it out for the base model"
     )
 
 
@@ -68,7 +73,7 @@ def check_new_name(name: object) -> str:
     if is_text(name) and 0 < len(name) <= 256 and "@" not in name and "\n" not in name:
         return name
     raise AdapterError(
-        f"lora_name={shown(name)}: write 1 to 256 characters of text, none of them '@' or a line "
+        f"lora_name={quoted(name)}: write 1 to 256 characters of text, none of them '@' or a line "
         "break"
     )
 
@@ -82,5 +87,5 @@ def check_folder(path: object) -> str:
     if is_text(text) and text and "\0" not in text:
         return text
     raise AdapterError(
-        f"lora_path={shown(path)}: write the path of the adapter's folder on the workers, as text"
+        f"lora_path={quoted(path)}: write the path of the adapter's folder on the workers, as text"
     )

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from types import TracebackType
-from typing import NoReturn, Self, TypeVar
+from typing import Final, NoReturn, Self, TypeVar
 
-from lmpool.commands import Fields
+from lmpool.errors import UnknownPool
 from lmpool.keys import ShardKeys
 from lmpool.model_info import ModelInfo
-from lmpool.producer.adapters import check_folder, check_lora_name, check_new_name
-from lmpool.producer.blocking import outcome, result, run_blocking
+from lmpool.producer.adapters import (
+    check_folder,
+    check_lora_name,
+    check_new_name,
+    read_registry,
+)
+from lmpool.producer.blocking import outcome, pause, result, run_blocking
 from lmpool.producer.client import Client
 from lmpool.producer.control import Argument, ask_workers
 from lmpool.producer.deadline import Deadline
@@ -21,6 +26,11 @@ from lmpool.producer.statistics import PoolStatistics, pool_statistics
 from lmpool.producer.tokens import ByteToken, Tokenizer
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
+
+INFO_POLL: Final = 0.1
+"""Seconds between two looks whether a pool has come to be served."""
+AT_ONCE: Final = 0.01
+"""Seconds in which a client ends that has waited for as long as it may."""
 
 T = TypeVar("T")
 
@@ -49,9 +59,9 @@ class BaseLM:
     def info(self) -> ModelInfo:
         """What the pool serves: model, vocabulary size, longest prompt, special token ids.
 
-        Connects at the first call. Raises `UnknownPool` where nobody has served it, and
-        `ServerError` where there is no server. Like every call that takes no timeout, it waits
-        `request_timeout` at most.
+        Connects at the first call. Raises `UnknownPool` where nobody serves it within the client's
+        `workers_timeout`, and `ServerError` where there is no server. Like every call that takes no
+        timeout, it waits `request_timeout` at most.
         """
         return self._client.info or run_blocking(self._load_info(self._until(None)))
 
@@ -63,10 +73,11 @@ class BaseLM:
         raise NotImplementedError
 
     def __enter__(self) -> Self:
+        deadline = self._until(None)
         try:
-            self.info  # noqa: B018 - connects
+            run_blocking(self._load_info(deadline))
         except BaseException:
-            self.close()
+            self.close(deadline.at_least(AT_ONCE))
             raise
         return self
 
@@ -82,10 +93,19 @@ class BaseLM:
         return Deadline.checked(timeout, self.options.request_timeout)
 
     async def _load_info(self, deadline: Deadline) -> ModelInfo:
-        if self._client.info is not None:
-            return self._client.info
+        """The model info, for which a pool that nobody has served is waited for."""
         client = self._client
-        return await outcome(client.load_info(), deadline, client.no_answer, shared=True)
+        if client.info is not None:
+            return client.info
+        patience = Deadline(self.options.workers_timeout)
+        while True:
+            try:
+                return await outcome(client.load_info(), deadline, client.no_answer, shared=True)
+            except UnknownPool:
+                if not patience.left() or deadline.left() == 0.0:
+                    raise
+            left = deadline.left()
+            await pause(INFO_POLL if left is None else min(INFO_POLL, left))
 
     async def _run(self, function: Callable[[Servers], T], deadline: Deadline) -> T:
         """What a function brings that reads from the server."""
@@ -198,9 +218,8 @@ class BaseLM:
         run_blocking(self._load_info(deadline))
         result(self._client.follow(), deadline, self._client.no_answer)
 
-    def _read_adapters(self, servers: Servers) -> Fields:
-        shard = self._client.shards[0]
-        return servers.for_shard(shard).hgetall(shard.adapters)
+    def _read_adapters(self, servers: Servers) -> dict[str, str]:
+        return read_registry(servers, self._client.shards[0])
 
     # --- numbers -------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lmpool.checks import shown
+from lmpool.checks import quoted
 from lmpool.errors import SettingsError
 from lmpool.keys import PRIORITIES, Priority
 from lmpool.producer.deadline import Deadline
@@ -34,8 +34,8 @@ class CallOptions:
         if priority is None:
             priority = defaults.priority
         elif not isinstance(priority, str) or priority not in PRIORITIES:
-            raise SettingsError(f"priority={shown(priority)}: write 'interactive' or 'batch'")
+            raise SettingsError(f"priority={quoted(priority)}: write 'interactive' or 'batch'")
         if type(progress) is not bool:
-            raise SettingsError(f"progress={shown(progress)}: write True or False")
+            raise SettingsError(f"progress={quoted(progress)}: write True or False")
         deadline = Deadline.checked(timeout, defaults.request_timeout)
         return cls(deadline, priority, progress)

@@ -25,7 +25,7 @@ from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.session import Session
-from lmpool.server import is_lost
+from lmpool.server import is_lost, senseless
 from lmpool.servers import Servers
 from lmpool.wants import Digest
 from lmpool.wire import Notice, read_notices
@@ -43,6 +43,9 @@ TAKE_OFF_BYTES: Final = 2 << 20
 keeps what these announce, and may need the room."""
 TAKE_OFF_AFTER: Final = 0.05
 """Seconds after which those of fewer bytes are."""
+
+PAUSE: Final = 0.1
+"""Seconds after an answer that made no sense: the next may make none either."""
 
 
 class Collector:
@@ -70,7 +73,8 @@ class Collector:
                     session.joined.wait()  # nothing can be waited for before the pool is known
                     continue
                 try:
-                    self._collect_once()
+                    with self._servers.in_step():
+                        self._collect_once()
                     failures = 0
                 except (redis.exceptions.RedisError, OSError) as error:
                     if session.closing.is_set():
@@ -83,8 +87,11 @@ class Collector:
                 except Exception as error:
                     if session.closing.is_set():
                         break  # cut off in the middle of a read
-                    logger.exception("the client's collector failed")
-                    session.fail_everything(LmpoolError(f"{type(error).__name__}: {error}"))
+                    failure = senseless(session.options.url, error)
+                    logger.warning("the client's collector failed: %s", failure)
+                    logger.debug("which is", exc_info=error)
+                    session.fail_everything(failure)
+                    session.closing.wait(PAUSE)
         finally:
             self._servers.close()
 

@@ -12,12 +12,13 @@ from typing import Any, Final, TypeAlias, TypeVar
 import msgpack
 
 from lmpool.address import async_connection_pool
-from lmpool.checks import said, shown
+from lmpool.checks import quoted, said
+from lmpool.clock import to_ms
 from lmpool.errors import AdapterError, LmpoolError, NoWorkers, PoolError
 from lmpool.keys import PoolKeys
 from lmpool.producer.blocking import result
 from lmpool.producer.deadline import Deadline
-from lmpool.server import explained
+from lmpool.server import understood
 
 CONTROL_TIMEOUT: Final = 120.0
 """Seconds that a worker may take where nobody says how long: loading an adapter takes long."""
@@ -93,21 +94,19 @@ async def _ask(
     )
 
     async def one(worker: str) -> dict[str, Any]:
+        queue = keys.control_queue(worker)
         job = await pool.enqueue_job(
-            function,
-            *arguments,
-            limit,
-            _queue_name=keys.control_queue(worker),
-            _expires=max(limit, 0.001),
+            function, *arguments, limit, _queue_name=queue, _expires=max(limit, 0.001)
         )
+        await pool.pexpire(queue, to_ms(2 * limit))  # of a worker that died nothing is left
         assert job is not None
         answer = await job.result(poll_delay=0.05)
         if not isinstance(answer, dict):
-            raise PoolError(f"worker {worker} answered {function} with {shown(answer)}")
+            raise PoolError(f"worker {worker} answered {function} with {quoted(answer)}")
         return answer
 
     try:
-        with explained(url):
+        with understood(url):
             async with asyncio.timeout(limit):
                 found = await asyncio.gather(*(one(worker) for worker in workers))
     except TimeoutError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from lmpool.checks import as_number, shown
+from lmpool.checks import as_number, quoted
 from lmpool.errors import PoolTimeout, SettingsError
 
 LONGEST_WAIT: Final = 86_400.0 * 365
@@ -34,13 +34,18 @@ class Deadline:
         seconds = as_number(timeout)
         if seconds is None or not seconds > 0:
             raise SettingsError(
-                f"timeout={shown(timeout)}: write a positive number of seconds, or None"
+                f"timeout={quoted(timeout)}: write a positive number of seconds, or None"
             )
         return cls(None if seconds > LONGEST_WAIT else seconds)
 
     def left(self) -> float | None:
         """Seconds until then, 0 or more; None waits without end."""
         return None if self.at is None else max(0.0, self.at - time.monotonic())
+
+    def at_least(self, seconds: float) -> float | None:
+        """Those left, or so many where there are fewer."""
+        left = self.left()
+        return None if left is None else max(left, seconds)
 
     def error(self, missing: str, more: str = "") -> PoolTimeout:
         """The error of who waited until then: what was missing, and what else there is to say."""

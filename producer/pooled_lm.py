@@ -9,12 +9,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar, cast
 
-from lmpool.checks import as_integer
-from lmpool.errors import PoolMismatch, UnknownAdapter
+from lmpool.checks import as_integer, quoted
+from lmpool.errors import PoolMismatch, PromptError, SettingsError, UnknownAdapter
 from lmpool.keys import Priority
 from lmpool.model_info import ModelInfo
 from lmpool.producer.adapters import check_lora_name
-from lmpool.producer.base_lm import BaseLM
+from lmpool.producer.base_lm import AT_ONCE, BaseLM
 from lmpool.producer.blocking import blocking, outcome, pause, run_blocking, running_loop
 from lmpool.producer.call_options import CallOptions
 from lmpool.producer.caller import Caller
@@ -55,6 +55,8 @@ class PooledLM(BaseLM, Generic[RowT_co]):
 
     def __init__(self, options: ClientOptions | None = None) -> None:
         options = ClientOptions() if options is None else options
+        if not isinstance(options, ClientOptions):
+            raise SettingsError(f"options={quoted(options)}: write ClientOptions(...), or connect")
         client = Client(options)
         super().__init__(options, client, ServedModels(client))
         self._framework: Framework[RowT_co] = framework(options.framework)
@@ -87,13 +89,14 @@ class PooledLM(BaseLM, Generic[RowT_co]):
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         # What is read from a pickle is a client of its own, of the same pool.
-        return PooledLM, (self.options,)
+        return type(self), (self.options,)
 
     async def __aenter__(self) -> Self:
+        deadline = self._until(None)
         try:
-            await self._load_info(self._until(None))
+            await self._load_info(deadline)
         except BaseException:
-            await self.aclose()
+            await self.aclose(deadline.at_least(AT_ONCE))
             raise
         return self
 
@@ -259,6 +262,8 @@ class PooledLM(BaseLM, Generic[RowT_co]):
     def ask_again(self, job: Job, *, timeout: float | None = None) -> Answer:
         """The answer to a job that was made before, as of one among the dead; blocking."""
         options = self._options(timeout, None)
+        if not isinstance(job, Job):
+            raise PromptError(f"job={quoted(job)}: a job is needed, as a dead letter has one")
         info = run_blocking(self._load_info(options.deadline))
         (answer,) = run_blocking(self._caller.answers(info, [job], options))
         return answer
@@ -317,6 +322,8 @@ class SyncPooledLM(BaseLM, Generic[RowT_co]):
     """
 
     def __init__(self, lm: PooledLM[RowT_co]) -> None:
+        if not isinstance(lm, PooledLM):
+            raise SettingsError(f"lm={quoted(lm)}: a PooledLM is needed; write lm.sync")
         super().__init__(lm.options, lm._client, lm._models)
         self._lm = lm
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from lmpool.checks import as_integer, said, shown
+from lmpool.checks import as_integer, quoted, said
 from lmpool.errors import LmpoolError, PromptError
 
 
@@ -51,7 +51,7 @@ def prompt_bytes(token_ids: TokenIds, vocab_size: int, max_prompt_tokens: int) -
     if packed is None or max(packed) >= vocab_size:
         place, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
         raise PromptError(
-            f"token id {shown(bad)} at position {place} is outside [0, {vocab_size}): "
+            f"token id {quoted(bad)} at position {place} is outside [0, {vocab_size}): "
             "was the prompt tokenized with this pool's tokenizer?"
         )
     if sys.byteorder != "little":
@@ -59,15 +59,22 @@ def prompt_bytes(token_ids: TokenIds, vocab_size: int, max_prompt_tokens: int) -
     return packed.tobytes()
 
 
-def several(prompts: object) -> list[TokenIds]:
-    """What a batch is made of: the prompts that a list, or anything else that can be gone through,
-    holds. Raises `PromptError`."""
+def several(prompts: object) -> Iterable[TokenIds]:
+    """The prompts of a batch, one after another, of whatever can be gone through.
+
+    Raises `PromptError` for what cannot be, also midway.
+    """
+    if type(prompts) is list or type(prompts) is tuple:
+        return prompts
+    return _read(prompts)
+
+
+def _read(prompts: object) -> Iterator[TokenIds]:
     kind = type(prompts).__name__
     if isinstance(prompts, (str, bytes, bytearray, memoryview, Mapping)):
         raise PromptError(f"prompts of type {kind}: a list of prompts is needed")
     try:
-        found: list[TokenIds] = list(prompts)  # type: ignore[call-overload]
-        return found
+        yield from cast(Iterable[TokenIds], prompts)
     except LmpoolError:  # of a call that it makes
         raise
     except Exception as error:
@@ -125,7 +132,7 @@ def _as_integers(token_ids: Sequence[Any]) -> list[int]:
         if number is None:
             kind = type(token).__name__
             raise PromptError(
-                f"token id {shown(token)} at position {place} is a {kind}, not an integer"
+                f"token id {quoted(token)} at position {place} is a {kind}, not an integer"
             )
         ids.append(number)
     return ids

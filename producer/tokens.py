@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
+from lmpool.checks import said
 from lmpool.errors import PoolError
 from lmpool.model_info import ModelInfo
 from lmpool.vocabulary import Vocabulary
@@ -149,9 +150,15 @@ def load_tokenizer(vocabulary: Vocabulary, info: ModelInfo) -> Tokenizer:
             "the tokenizer needs transformers: pip install transformers. Token ids, rows and "
             "byte_vocab work without it"
         ) from None
-    with tempfile.TemporaryDirectory(prefix="lmpool-tokenizer-") as folder:
-        for name, content in vocabulary.files.items():
-            (Path(folder) / name).write_bytes(content)
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        with tempfile.TemporaryDirectory(prefix="lmpool-tokenizer-") as folder:
+            for name, content in vocabulary.files.items():
+                (Path(folder) / name).write_bytes(content)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # no room for its files, or files of another transformers
+        raise PoolError(
+            f"the tokenizer of {info.model} cannot be loaded ({said(error)}): see whether there is "
+            "room in the temporary folder, and whether this transformers knows it"
+        ) from error
     tokenizer.name_or_path = info.model
     return cast(Tokenizer, tokenizer)

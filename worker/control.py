@@ -1,8 +1,8 @@
 """Control functions: arq jobs that reach one worker by its own queue.
 
-Each takes as its last argument the seconds for which its caller waits, and returns
-``{"result": ...}`` or ``{"error": text}``: an exception of ours is a reply, not a failed job to be
-tried again.
+Each returns ``{"result": ...}`` or ``{"error": text}``: an exception of ours is a reply, not a
+failed job to be tried again. Those that wait for the engine take as their last argument the seconds
+for which their caller waits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,8 +21,13 @@ from lmpool.worker.service import Service
 
 ControlReply = dict[str, Any]
 
+LONGEST: Final = 600.0
+"""Seconds that a control function may take, whoever waits for it."""
 
-async def add_lora(ctx: dict[str, Any], name: str, path: str, limit: float) -> ControlReply:
+
+async def add_lora(
+    ctx: dict[str, Any], name: str, path: str, limit: float = LONGEST
+) -> ControlReply:
     """Load an adapter and register it; returns its fingerprint."""
     adapters, loop = _service(ctx).adapters, _service(ctx).loop
     assert adapters is not None
@@ -30,14 +35,14 @@ async def add_lora(ctx: dict[str, Any], name: str, path: str, limit: float) -> C
     return await _on_engine(ctx, limit, lambda: adapters.add(name, path, loop.adapters_in_use()))
 
 
-async def remove_lora(ctx: dict[str, Any], name: str, limit: float) -> ControlReply:
+async def remove_lora(ctx: dict[str, Any], name: str, limit: float = LONGEST) -> ControlReply:
     """Unregister and unload an adapter."""
     adapters = _service(ctx).adapters
     assert adapters is not None
     return await _on_engine(ctx, limit, lambda: adapters.remove(name))
 
 
-async def cache_prefix(ctx: dict[str, Any], tokens: bytes, limit: float) -> ControlReply:
+async def cache_prefix(ctx: dict[str, Any], tokens: bytes, limit: float = LONGEST) -> ControlReply:
     """Compute and keep a prefix's state (ids as little-endian uint32)."""
     engine = _service(ctx).engine
     assert engine is not None
@@ -45,20 +50,20 @@ async def cache_prefix(ctx: dict[str, Any], tokens: bytes, limit: float) -> Cont
     return await _on_engine(ctx, limit, lambda: engine.cache_prefix(ids))
 
 
-async def clear_cache(ctx: dict[str, Any], limit: float) -> ControlReply:
+async def clear_cache(ctx: dict[str, Any], limit: float = LONGEST) -> ControlReply:
     """Drop the engine's state."""
     engine = _service(ctx).engine
     assert engine is not None
     return await _on_engine(ctx, limit, engine.clear_cache)
 
 
-async def drain(ctx: dict[str, Any], limit: float) -> ControlReply:
+async def drain(ctx: dict[str, Any]) -> ControlReply:
     """Finish what runs, give the rest back, and end this worker, as SIGTERM does."""
     asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGTERM)
     return {"result": None}
 
 
-async def describe(ctx: dict[str, Any], limit: float) -> ControlReply:
+async def describe(ctx: dict[str, Any]) -> ControlReply:
     """Who this worker is."""
     status = _service(ctx).status
     return {"result": {**status.description, "rows_per_second": status.rows_per_second()}}

@@ -9,17 +9,26 @@
         options = {"device": "cpu"}     # what it is opened with
         bounded = {"cache_bytes": 1 << 20}
 
-pytest then runs the whole suite against it. `pip install 'lmpool[contract]'` brings what it needs.
+pytest then examines it: random scenarios of all that a worker can do to its engine, judged by a
+model of what was asked. ``pytest --pyargs lmpool.backends.contract --engine mine`` does the same
+without a class. `pip install 'lmpool[contract]'` brings what it needs.
 """
 
-import pytest
+from lmpool.backends.contract.adapter_files import write_adapter
+from lmpool.backends.contract.asking import ask, request_for
+from lmpool.backends.contract.examination import PARTS, Failure, examine
+from lmpool.backends.contract.reference import Reference
+from lmpool.backends.contract.subject import Adapter
+from lmpool.backends.contract.suite import EngineContract
 
-_ASSERTING = ("adapters", "asking", "continuations", "life", "rows", "subject")
-pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _ASSERTING))
-
-from lmpool.backends.contract.asking import ask, request_for  # noqa: E402
-from lmpool.backends.contract.reference import Reference, write_adapter  # noqa: E402
-from lmpool.backends.contract.subject import Adapter  # noqa: E402
-from lmpool.backends.contract.suite import EngineContract  # noqa: E402
-
-__all__ = ["Adapter", "EngineContract", "Reference", "ask", "request_for", "write_adapter"]
+__all__ = [
+    "PARTS",
+    "Adapter",
+    "EngineContract",
+    "Failure",
+    "Reference",
+    "ask",
+    "examine",
+    "request_for",
+    "write_adapter",
+]

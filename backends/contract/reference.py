@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import importlib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,28 +20,34 @@ from lmpool.backends.model_files import resolve_model
 
 PromptTokens = Sequence[int]
 
-_CONFIG = "adapter_config.json"
-_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+ADAPTER_PREFIX: Final = "base_model.model."
+"""What PEFT writes before the names of a model's own modules."""
+
 _TOGETHER = 64
+_KEPT_BYTES = 64 << 20
 _Key = tuple[bytes, bytes]
-_PREFIX = "base_model.model."
 
 
 class Reference:
     """A causal model of transformers in float32 on the CPU, with no option of any kind.
 
-    Prompts of one length share a forward pass; nothing is padded, and nothing kept but the rows.
+    Prompts of one length share a forward pass; nothing is padded, and nothing kept but rows.
     """
 
     def __init__(self, model: str) -> None:
         self.folder = resolve_model(model)
         transformers: Any = importlib.import_module("transformers")
         self._torch: Any = importlib.import_module("torch")
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=self._torch.float32
         ).eval()
-        self._adapted: dict[bytes, Any] = {}
+        self._base: dict[str, Any] = {}
+        """What the weights were that the merged adapter changed."""
+        self._merged = b""
         self._known: dict[_Key, npt.NDArray[np.float32]] = {}
+        self._known_bytes = 0
 
     @classmethod
     @functools.cache
@@ -54,100 +60,106 @@ class Reference:
     ) -> npt.NDArray[np.float32]:
         """Log-probabilities after each prompt, float32 [prompts, vocab].
 
-        `adapter` is the folder of a LoRA adapter as PEFT writes it.
+        `adapter` is the folder of a LoRA adapter as PEFT writes it. Raises `ValueError` for one
+        that is more than matrices A and B, biases and saved tensors.
         """
-        model, name = (self._model, b"") if adapter is None else self._with_adapter(Path(adapter))
+        contents = None if adapter is None else _read(Path(adapter))
+        # Not by its folder, which may hold another one later.
+        name = b"" if contents is None else hashlib.blake2b(b"".join(contents)).digest()
         keys = [(name, np.asarray(prompt, "<u4").tobytes()) for prompt in prompts]
+        if self._known_bytes > _KEPT_BYTES:
+            self._known.clear()
+            self._known_bytes = 0
         by_length: dict[int, list[_Key]] = {}
         for key in dict.fromkeys(keys):
             if key not in self._known:
                 by_length.setdefault(len(key[1]), []).append(key)
+        if by_length and name != self._merged:
+            self._merge(name, contents)
         for alike in by_length.values():
             for start in range(0, len(alike), _TOGETHER):
                 part = alike[start : start + _TOGETHER]
-                self._known.update(zip(part, self._rows(model, part), strict=True))
+                rows = self._rows(part)
+                self._known.update(zip(part, rows, strict=True))
+                self._known_bytes += rows.nbytes
         return np.stack([self._known[key] for key in keys])
 
-    def _rows(self, model: Any, keys: Sequence[_Key]) -> npt.NDArray[np.float32]:
+    def _rows(self, keys: Sequence[_Key]) -> npt.NDArray[np.float32]:
         torch = self._torch
         tokens = np.stack([np.frombuffer(prompt, "<u4") for _, prompt in keys]).astype(np.int64)
         with torch.inference_mode():
-            logits = model(torch.from_numpy(tokens), use_cache=False).logits[:, -1]
+            logits = self.model(torch.from_numpy(tokens), use_cache=False).logits[:, -1]
             rows: npt.NDArray[np.float32] = torch.log_softmax(logits.float(), dim=-1).numpy()
         return rows
 
-    def _with_adapter(self, folder: Path) -> tuple[Any, bytes]:
-        """The model with an adapter added to its weights, and what it is known by."""
-        contents = [(folder / file).read_bytes() for file in (_CONFIG, _WEIGHTS)]
-        # Not by its folder, which may hold another one later.
-        name = hashlib.blake2b(b"".join(contents), digest_size=16).digest()
-        if name not in self._adapted:
-            self._adapted[name] = self._merged(*contents)
-        return self._adapted[name], name
+    # --- adapters ------------------------------------------------------------------------------
 
-    def _merged(self, written: bytes, weights: bytes) -> Any:
-        config = json.loads(written)
-        tensors = importlib.import_module("safetensors.torch").load(weights)
-        rank, alpha = config["r"], config["lora_alpha"]
-        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        model = copy.deepcopy(self._model)
-        modules = dict(model.named_modules())
+    def _merge(self, name: bytes, contents: tuple[bytes, bytes] | None) -> None:
+        """Have the model compute with an adapter, or with none."""
         with self._torch.no_grad():
-            for name, a in tensors.items():
-                if not name.endswith(".lora_A.weight"):
-                    continue
-                b = tensors[name.replace(".lora_A.", ".lora_B.")]
-                module = name.removeprefix(_PREFIX).removesuffix(".lora_A.weight")
-                modules[module].weight += scale * (b @ a)
-        return model
+            while self._base:
+                parameter, value = self._base.popitem()
+                self._own(parameter).copy_(value)
+            self._merged = b""
+            if contents is not None:
+                tensors = importlib.import_module("safetensors.torch").load(contents[1])
+                for parameter, value in changes(self.model, json.loads(contents[0]), tensors):
+                    own = self._own(parameter)
+                    if parameter not in self._base:
+                        self._base[parameter] = own.clone()
+                    own.copy_(value)
+            self._merged = name
+
+    def _own(self, parameter: str) -> Any:
+        """A parameter of the model, which no other module has from now on."""
+        module, _, name = parameter.rpartition(".")
+        owner = self.model.get_submodule(module)
+        found = getattr(owner, name)
+        others = (m for m in self.model.modules() if m is not owner)
+        if any(found is own for m in others for own in m._parameters.values()):
+            # PEFT changes what one module computes, never another's by way of a tied weight.
+            found = self._torch.nn.Parameter(found.detach().clone(), requires_grad=False)
+            setattr(owner, name, found)
+        return found
 
 
-def write_adapter(
-    folder: str | os.PathLike[str],
-    model: str = "tiny",
-    *,
-    seed: int,
-    rank: int = 4,
-    alpha: float = 8.0,
-    targets: Iterable[str] = ("q_proj", "v_proj"),
-    rslora: bool = False,
-) -> str:
-    """Write a random LoRA adapter for `model` into `folder`, as PEFT writes one; the folder.
+def _read(folder: Path) -> tuple[bytes, bytes]:
+    return (folder / ADAPTER_CONFIG).read_bytes(), (folder / ADAPTER_WEIGHTS).read_bytes()
 
-    `targets` are the names of the linear layers that it changes; rows move by tenths of a nat and
-    more.
-    """
-    torch: Any = importlib.import_module("torch")
-    save_file = importlib.import_module("safetensors.torch").save_file
-    chosen = sorted(targets)
-    random = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, module in Reference.of(model)._model.named_modules():
-        if name.rpartition(".")[2] in chosen:
-            outputs, inputs = module.weight.shape
-            a = torch.randn(rank, inputs, generator=random) / math.sqrt(inputs)
-            b = torch.randn(outputs, rank, generator=random) * (0.5 / math.sqrt(rank))
-            tensors[f"{_PREFIX}{name}.lora_A.weight"] = a
-            tensors[f"{_PREFIX}{name}.lora_B.weight"] = b
-    if not tensors:
-        raise ValueError(f"targets={chosen!r}: the model {model!r} has no such layers")
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, place / _WEIGHTS)
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(resolve_model(model)),
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "target_modules": chosen,
-        "bias": "none",
-        "use_rslora": rslora,
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-    }
-    (place / _CONFIG).write_text(json.dumps(config))
-    return str(place)
+
+def changes(
+    model: Any, config: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Each parameter that an adapter changes in `model`, and its value, as PEFT computes."""
+    biases: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.removeprefix(ADAPTER_PREFIX).partition(".lora_")
+        if not kind:  # a bias, or a module that was trained as a whole
+            yield module.replace(".base_layer.", "."), tensor.float()
+        elif kind == "B.bias":
+            biases[module] = tensor.float() * _scale(config, module, tensors)
+        elif kind not in ("A.weight", "B.weight", "embedding_A", "embedding_B"):
+            raise ValueError(f"{name}: the reference knows matrices A and B alone")
+    for name, a in tensors.items():
+        module, _, kind = name.removeprefix(ADAPTER_PREFIX).partition(".lora_")
+        if kind not in ("A.weight", "embedding_A"):
+            continue
+        b = tensors[name.replace("lora_A", "lora_B").replace("embedding_A", "embedding_B")]
+        own = model.get_submodule(module).weight
+        delta = (b.float() @ a.float()) * _scale(config, module, tensors)
+        # An embedding's matrix, and that of GPT-2's layers, has its inputs first.
+        turned = kind == "embedding_A" or type(model.get_submodule(module)).__name__ == "Conv1D"
+        yield f"{module}.weight", own + (delta.T if turned else delta)
+    for module, bias in biases.items():
+        yield f"{module}.bias", model.get_submodule(module).bias + bias
+
+
+def _scale(config: Mapping[str, Any], module: str, tensors: Mapping[str, Any]) -> float:
+    kinds = (".lora_A.weight", ".lora_embedding_A")
+    rank = next(tensors[n].shape[0] for k in kinds if (n := ADAPTER_PREFIX + module + k) in tensors)
+    alpha = float(config["lora_alpha"])
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            alpha = float(value)
+            break
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

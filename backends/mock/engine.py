@@ -59,7 +59,7 @@ def _table(vocab_size: int) -> npt.NDArray[np.float32]:
     return table
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def _adapter_key(adapter: str | None) -> bytes:
     if adapter is None:
         return b""
@@ -157,6 +157,7 @@ class MockEngine(BatchEngine):
         self.adapters[name] = path
 
     def remove_adapter(self, name: str) -> None:
+        self.refuse_adapter(name)
         self.adapters.pop(name, None)
 
     def close(self) -> None:

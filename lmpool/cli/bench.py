@@ -7,10 +7,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import RenderableType
 from rich.table import Table
 
 from lmpool.cli.options import AsJson, Pool, Url
-from lmpool.cli.terminal import escape, tables
+from lmpool.cli.terminal import escape, tables, titled
 
 if TYPE_CHECKING:
     from lmpool.benchmark import Measurement
@@ -40,13 +41,8 @@ def bench(
         tables().print(_table(found))
 
 
-def _table(found: Measurement) -> Table:
-    table = Table(
-        title=f"pool {found.pool}: {escape(found.model)} ({found.engine}), "
-        f"{found.workers} workers, prompts of {found.prompt_tokens} tokens",
-        title_justify="left",
-        show_header=False,
-    )
+def _table(found: Measurement) -> RenderableType:
+    table = Table(show_header=False)
     table.add_row("one prompt at a time", _latency(found.single_ms_median, found.single_ms_p95))
     table.add_row(
         f"{found.concurrency:,} at a time",
@@ -55,7 +51,11 @@ def _table(found: Measurement) -> Table:
     )
     table.add_row("", _latency(found.row_ms_median, found.row_ms_p95))
     table.add_row("from the result cache", f"{found.cached_rows_per_second:,.0f} rows/s")
-    return table
+    return titled(
+        f"pool {found.pool}: {escape(found.model)} ({found.engine}), {found.workers} workers, "
+        f"prompts of {found.prompt_tokens} tokens",
+        table,
+    )
 
 
 def _latency(median: float, p95: float) -> str:

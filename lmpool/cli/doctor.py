@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from lmpool.cli.options import Pool, Url
-from lmpool.cli.terminal import escape, lines
+from lmpool.cli.terminal import escape, lines, titled
 
 if TYPE_CHECKING:
     from lmpool.diagnosis import Finding
@@ -116,9 +116,9 @@ def _print_comparisons(found: EngineCheck, model: str, console: Console) -> None
         console.print(f"{first} alone is installed here: nothing to compare it with")
 
 
-def _table(comparisons: Sequence[Comparison], model: str) -> Table:
-    table = Table(title=f"engines, model {escape(model)}", title_justify="left")
-    table.add_column("engine")
+def _table(comparisons: Sequence[Comparison], model: str) -> RenderableType:
+    table = Table()
+    table.add_column("engine", overflow="fold")
     for heading in (f"from {comparisons[0].engine}", "greedy", "drawn", "rows/s"):
         table.add_column(heading, justify="right")
     for each in comparisons:
@@ -129,4 +129,4 @@ def _table(comparisons: Sequence[Comparison], model: str) -> Table:
             ("same" if each.same_drawn else "its own") if each.repeats else "unsteady",
             f"{each.rows_per_second:,.0f}",
         )
-    return table
+    return titled(f"engines, model {escape(model)}", table)

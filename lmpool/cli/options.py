@@ -8,9 +8,8 @@ import typer
 
 Url = Annotated[
     str | None,
-    typer.Option(
-        metavar="URL", help="The server. [dim]\\[$LMPOOL_URL, or redis://localhost:6379/0][/]"
-    ),
+    # No word of it is too long for the column that a narrow terminal leaves.
+    typer.Option(metavar="URL", help="The server. [dim]\\[$LMPOOL_URL, or localhost:6379][/]"),
 ]
 Pool = Annotated[
     str | None,

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from lmpool.cli.options import AsJson, Pool, Url
-from lmpool.cli.terminal import escape, fits, lines, speaks_unicode, tables
+from lmpool.cli.terminal import escape, fits, lines, speaks_unicode, tables, titled
 
 if TYPE_CHECKING:
     from lmpool.producer import PooledLM
@@ -118,7 +118,7 @@ def _shown(
     counters = counters_table(f"pool {lm.pool}: {escape(lm.info.model)}", found, rate, console)
     if not found["workers"]:
         return Group(counters, "[red]no worker is alive[/]: start one with lmpool worker")
-    return Group(counters, workers_table(found["workers"], console))
+    return Group(counters, workers_table(found["workers"], console), *executions(found["workers"]))
 
 
 def counters_table(
@@ -141,18 +141,18 @@ def counters_table(
     }
     if rate is not None:
         numbers["rows/s"] = f"{rate:,.0f}"
-    wide = Table(title=title, title_justify="left")
+    wide = Table()
     for name in numbers:
         wide.add_column(name, justify="right")
     wide.add_row(*numbers.values())
     if fits(wide, console):
-        return wide
-    narrow = Table(title=title, title_justify="left", show_header=False)
+        return titled(title, wide)
+    narrow = Table(show_header=False)
     narrow.add_column()
     narrow.add_column(justify="right")
     for name, number in numbers.items():
         narrow.add_row(name, number)
-    return narrow
+    return titled(title, narrow)
 
 
 def in_time(seconds: float | None) -> str:
@@ -184,3 +184,16 @@ def workers_table(workers: list[WorkerStatistics], console: Console) -> Renderab
         f"gpu {escape(worker['gpu']) or '-'}, {worker['rows_per_second']:,.0f} rows/s"
         for worker in workers
     )
+
+
+def executions(workers: list[WorkerStatistics]) -> list[str]:
+    """How workers compute prompts: a line for each way, and whose it is where there are several."""
+    ways: dict[str, list[str]] = {}
+    for worker in workers:
+        if worker["execution"] is not None:
+            ways.setdefault(worker["execution"], []).append(worker["id"])
+    everyone = len(next(iter(ways.values()), ())) == len(workers)
+    return [
+        escape(f"computed: {way}" + ("" if everyone else f" ({', '.join(ids)})"))
+        for way, ids in ways.items()
+    ]

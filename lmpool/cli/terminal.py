@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from rich import markup
-from rich.console import Console
+from rich.console import Console, Group
 from rich.measure import Measurement
 from rich.table import Table
 
@@ -46,6 +46,11 @@ def print_error(error: LmpoolError) -> None:
 def speaks_unicode(console: Console) -> bool:
     """Whether the terminal, or the file, takes more than ASCII."""
     return console.encoding.lower().replace("-", "").startswith("utf")
+
+
+def titled(title: str, table: Table) -> Group:
+    """A table below its title, which may be wider than it: a table's own is broken at its width."""
+    return Group(f"[italic]{title}[/]", table)
 
 
 def fits(table: Table, console: Console) -> bool:

@@ -74,6 +74,8 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     default = field.default
     if field.default_factory is None and default not in (None, (), False):
         shown = f"{default:g}" if isinstance(default, float) else default
+        if name == "url":  # too long a word for a narrow terminal
+            shown = str(shown).removeprefix("redis://").removesuffix("/0")
         text += f" [dim]\\[{shown}][/]"
     if field.annotation is bool:
         return _parameter(name, bool, text, metavar=None, panel=_WHAT, default=False)

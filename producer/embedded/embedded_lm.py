@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, Unpack, cast, overload
 
@@ -15,6 +16,7 @@ from lmpool.arguments import (
     FrameworkName,
     spelled_out,
 )
+from lmpool.checks import as_integer, as_number, is_text, quoted
 from lmpool.errors import SettingsError
 from lmpool.producer.client import Client
 from lmpool.producer.embedded.private_pool import PrivatePool
@@ -44,6 +46,9 @@ class EmbeddedLM(PooledLM[RowT_co]):
         self._private = private
         self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _end, self._client, private)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return PooledLM, (self.options,)
 
     @property
     def folder(self) -> Path:
@@ -127,7 +132,7 @@ def embedded(
         cache_bytes: bound of the local cache of rows, e.g. 512MiB; 0 for none
         encoding: how rows travel; auto is the smallest lossless one, f16 is lossy
         request_timeout: seconds a call may wait when it names no timeout of its own
-        workers_timeout: seconds to wait for a worker before NoWorkers, while none is alive
+        workers_timeout: seconds to wait, while no worker is alive, before NoWorkers or UnknownPool
         reconnect_timeout: seconds to keep trying to reach a lost server before giving up
         priority: of calls that name none; batch lets interactive jobs go first
         when_busy: at the backlog's bound: wait for room, or raise PoolBusy
@@ -160,10 +165,10 @@ def embedded(
         PoolError: with the last lines of a worker that died.
         PoolTimeout: after `start_timeout`.
     """
-    _check(workers, start_timeout)
+    _check(workers, start_timeout, verbose)
     for_client, for_workers = _split(settings)
     for_client |= {"pool": pool, "framework": framework}
-    for_workers |= {"pool": pool, "model": os.fspath(model), "engine": engine}
+    for_workers |= {"pool": pool, "model": _model(model), "engine": engine}
     # Nonsense is refused before anything is started.
     for_workers["drain_timeout"] = WorkerOptions(**for_workers).drain_timeout
     for_client["pool"] = name = ClientOptions(**for_client).pool
@@ -181,12 +186,27 @@ def embedded(
         raise
 
 
-def _check(workers: object, start_timeout: float) -> None:
+def _check(workers: object, start_timeout: object, verbose: object) -> None:
     refuse_unknown_variables()
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise SettingsError(f"workers={workers!r}: write a positive integer")
-    if not start_timeout > 0:
-        raise SettingsError(f"start_timeout={start_timeout!r}: write a positive number of seconds")
+    if type(workers) is not int or workers < 1:
+        raise SettingsError(f"workers={quoted(workers)}: write a positive integer")
+    seconds = as_number(start_timeout)
+    if seconds is None or not seconds > 0:
+        raise SettingsError(
+            f"start_timeout={quoted(start_timeout)}: write a positive number of seconds"
+        )
+    if type(verbose) is not bool:
+        raise SettingsError(f"verbose={quoted(verbose)}: write True or False")
+
+
+def _model(model: object) -> str:
+    try:
+        name = os.fspath(model)  # type: ignore[call-overload]
+    except Exception:  # no path, or one that cannot tell
+        name = None
+    if not is_text(name) or not name or "\0" in name:
+        raise SettingsError(f"model={quoted(model)}: write tiny, a folder, or a hub id")
+    return name
 
 
 def _split(settings: Mapping[str, object]) -> tuple[AllClientArguments, AllWorkerArguments]:
@@ -209,15 +229,21 @@ def _unknown(name: str, settings: set[str]) -> str:
     return unknown_name(name, known, "argument")
 
 
+def _gpu(gpu: object) -> str:
+    """A GPU's number or name, or '' for what is none."""
+    number = as_integer(gpu)
+    name = gpu.strip() if isinstance(gpu, str) else "" if number is None else str(number)
+    return name if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_./:+-]*", name) and name != "all" else ""
+
+
 def _where(workers: int, gpus: Sequence[int | str] | str | None) -> str:
     """The arguments of ``lmpool worker`` that say how many there are, and where."""
     if gpus is None:
         return f"--workers {workers}"
-    names = gpus.split(",") if isinstance(gpus, str) else [str(gpu) for gpu in gpus]
-    names = [name.strip() for name in names]
-    bad = [name for name in names if not name or name == "all" or " " in name or "," in name]
-    if not names or bad:
-        raise SettingsError(f"gpus={gpus!r}: write the GPUs' numbers, such as [0, 1]")
+    given = gpus.split(",") if isinstance(gpus, str) else gpus
+    names = [_gpu(gpu) for gpu in given] if isinstance(given, (list, tuple, range)) else []
+    if not names or "" in names:
+        raise SettingsError(f"gpus={quoted(gpus)}: write the GPUs' numbers, such as [0, 1]")
     if workers not in (1, len(names)):
         raise SettingsError(f"workers={workers} and {len(names)} gpus: leave workers= out")
     return f"--gpus {','.join(names)}"

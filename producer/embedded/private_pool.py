@@ -30,6 +30,9 @@ from lmpool.variables import as_variables
 REFUSED: Final = 78
 """A worker's exit status when starting it again cannot help (sysexits.h: EX_CONFIG)."""
 LAST_LINES: Final = 12
+LEAST_ROOM: Final = 64 << 10
+"""Bytes without which logs and sockets cannot be written."""
+ROOM: Final = "make room, or let TMPDIR name a folder of another file system"
 
 _LINE = re.compile(r"^(?:\[[^\]]*\] )?\d\d:\d\d:\d\d (\w+) +([\w.]+): ", re.MULTILINE)
 _AT_START = re.compile(r"^(?:\[[^\]]*\] )?lmpool worker: (.+)$", re.MULTILINE)
@@ -50,13 +53,18 @@ class PrivatePool:
         self._copy: threading.Thread | None = None
         self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self.folder = Path(tempfile.mkdtemp(prefix="lmpool-"))
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix="lmpool-"))
+        except OSError as error:
+            raise _no_folder(error) from None
         try:
             server = prepare_server(program, self.folder)
             self.url = server.url
             self._reaper = self._start_reaper({**settings, "url": server.url, "pool": pool})
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(self.folder, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise _no_folder(error) from None
             raise
         drain = float(settings["drain_timeout"])
         plan = {
@@ -169,10 +177,12 @@ class PrivatePool:
 
     def _last_lines(self, log: Path) -> str:
         try:
-            lines = log.read_text("utf-8", "replace").splitlines()
+            lines = log.read_text("utf-8", "replace").splitlines()[-LAST_LINES:]
         except OSError:
-            return "(nothing was written)"
-        return "\n".join(lines[-LAST_LINES:]) or "(nothing was written)"
+            lines = []
+        if _is_full(self.folder.parent):  # the reaper may have removed its own
+            lines.append(f"({self.folder.parent} has no room left: {ROOM})")
+        return "\n".join(lines) or "(nothing was written)"
 
     # --- copying the log -----------------------------------------------------------------------
 
@@ -232,6 +242,17 @@ def _close_inherited_pipes() -> None:
 
 
 os.register_at_fork(after_in_child=_close_inherited_pipes)
+
+
+def _no_folder(error: OSError) -> PoolError:
+    return PoolError(f"an embedded pool needs a temporary folder: {error}; {ROOM}")
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < LEAST_ROOM
+    except OSError:
+        return False
 
 
 def _how(status: int) -> str:

@@ -39,15 +39,18 @@ Command = tuple[Any, ...]
 Random = random.Random
 
 
-def users_of(server: RealServer) -> dict[str, str]:
-    """Make the shipped users, and a second producer: each one's URL by its name."""
+def users_file(folder: Path) -> str:
+    """The shipped users, a second producer, and the test's own."""
     rules = dict(re.findall(r"^user (\S+) (.*)$", ACL.read_text(), re.M))
     rules["villain"] = rules["producer"].replace("producer", "villain")
-    with server.client() as admin:
-        for name in ("producer", "villain", "worker"):
-            # Rules in parentheses are one word.
-            words = re.findall(r"\(.*?\)|\S+", rules[name])
-            admin.execute_command("ACL", "SETUSER", name, "reset", *words)
+    rules["default"] = "on nopass ~* &* +@all"
+    file = folder / "users.acl"
+    file.write_text("".join(f"user {name} {rule}\n" for name, rule in rules.items()))
+    return str(file)
+
+
+def users_of(server: RealServer) -> dict[str, str]:
+    """Each user's URL by its name."""
     scheme, _, rest = server.url.partition("://")
     return {
         name: f"{scheme}://{name}:change-this-{name}@{rest.rpartition('@')[2]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import redis
 
 from lmpool.keys import PoolKeys
 from lmpool.model_info import ModelInfo
-from tests.chaos.hostility import POOL, Hostility, Innocents, Writer, users_of
+from tests.chaos.hostility import POOL, Hostility, Innocents, Writer, users_file, users_of
 from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import WorkerProcess
@@ -49,10 +50,9 @@ class Pool:
         self.start()
 
     def restart_server(self) -> None:
-        """Back empty, but for its users."""
+        """Back empty."""
         self.server.kill()
         self.server.start()
-        users_of(self.server)
 
     def replace(self) -> None:
         """By another model."""
@@ -88,10 +88,10 @@ class Pool:
             assert int(line.split()[1]) << 10 < 600 << 20
 
 
-def hostile(server_binary: str, seed: int, scenarios: int, pause: float, kinds: str) -> None:
+def hostile(folder: Path, seed: int, scenarios: int, pause: float, kinds: str) -> None:
     """A pool, innocents, and so many scenarios with kills, restarts and replacements in between."""
     with ExitStack() as stack:
-        server = stack.enter_context(RealServer(binary=server_binary, tcp=True))
+        server = stack.enter_context(RealServer(tcp=True, aclfile=users_file(folder)))
         urls = users_of(server)
         pool = Pool(server, urls, stack)
         innocents = Innocents(urls["producer"], seed=seed, callers=3, size=8, timeout=TIMEOUT)
@@ -124,14 +124,14 @@ def hostile(server_binary: str, seed: int, scenarios: int, pause: float, kinds: 
             assert admin.info("memory")["used_memory"] < 300 << 20
 
 
-def test_two_thousand_scenarios(server_binary: str) -> None:
-    hostile(server_binary, int(os.environ.get("LMPOOL_TEST_SEED", 1)), 2000, 0.005, "kskrk")
+def test_two_thousand_scenarios(server_binary: str, tmp_path: Path) -> None:
+    hostile(tmp_path, int(os.environ.get("LMPOOL_TEST_SEED", 1)), 2000, 0.005, "kskrk")
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(2400)
-def test_half_an_hour(server_binary: str) -> None:
+def test_half_an_hour(server_binary: str, tmp_path: Path) -> None:
     over, seed = time.monotonic() + 1800, int(time.time())
     while time.monotonic() < over:
-        hostile(server_binary, seed, 5000, 0.01, "kskrksrkk")
+        hostile(tmp_path, seed, 5000, 0.01, "kskrksrkk")
         seed += 1

@@ -85,6 +85,14 @@ def test_errors_are_of_the_kind_callers_catch(pool: lmpool.PooledLM) -> None:
     assert isinstance(unknown.value, ValueError)
 
 
+def test_sampling_takes_what_genlms_does(pool: lmpool.PooledLM, peer: Any) -> None:
+    ids = pool.tokenizer.encode(PROMPT)
+    for lm in (pool, peer):
+        assert asyncio.run(lm.sample(ids, 0, [0])) == []
+        assert asyncio.run(lm.batch_sample([ids, ids], 0, [])) == [[], []]
+        assert len(asyncio.run(lm.sample(ids, 3, [10**6, -1]))) == 3  # which end nothing
+
+
 def test_prompted_llm_weighs_as_on_genlms_model(pool: lmpool.PooledLM, peer: Any) -> None:
     async def weigh(lm: Any) -> tuple[float, float, Any]:
         llm = control.PromptedLLM(lm)

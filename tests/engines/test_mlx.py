@@ -292,7 +292,7 @@ def test_an_adapter_of_gpt2_whose_layers_mlx_calls_otherwise(tmp_path: Path) -> 
 
     reference = Reference(str(tmp_path / "model"))
     assert np.abs(rows_of(engine, prompts) - reference.rows(prompts)).max() < 1e-4
-    layer = reference._model.transformer.h[1].attn.c_attn
+    layer = reference.model.transformer.h[1].attn.c_attn
     with torch.no_grad():  # its weight is [inputs, outputs]
         layer.weight += torch.from_numpy((1.5 * b @ a).T)
     reference._known.clear()

@@ -145,9 +145,37 @@ def test_options_of_a_call_that_cannot_be_used(shared):
         ]:
             with pytest.raises(ValueError, match=message):
                 lm.sample_sync([1], **{"max_tokens": 3, "eos_token_ids": [], **options})
+        for name in ([], {}, 5, b"one", "\ud800"):
+            with pytest.raises(UnknownAdapter, match=r"lora_name=.*write an adapter's name"):
+                lm.next_token_logprobs_sync([1], lora_name=name)
         for timeout in (0, -1, True):
             with pytest.raises(ValueError, match=f"timeout={timeout!r}: write a positive number"):
                 lm.next_token_logprobs_sync([1], timeout=timeout)
+
+
+def test_numbers_of_any_library_mean_the_same(shared):
+    torch = pytest.importorskip("torch")
+    url, pool = shared
+    with connected(url, pool) as lm:
+        expected = lm.sample_sync([1], 5, [2], 0.8, seed=7)
+        for kind in (np.int64, np.uint8, np.array, torch.tensor):
+            assert lm.sample_sync([kind(1)], kind(5), [kind(2)], 0.8, seed=kind(7)) == expected
+        for temperature in (np.float64(0.8), np.array(0.8), torch.tensor(0.8).double()):
+            assert lm.sample_sync([1], 5, [2], temperature, seed=7) == expected
+
+
+def test_what_genlm_backend_takes_is_taken(shared):
+    """Its loop ends at no token outside the vocabulary, and draws nothing where none is wanted."""
+    url, pool = shared
+    with connected(url, pool) as lm:
+        expected = lm.sample_sync([1], 5, [2], seed=7)
+        assert lm.sample_sync([1], 5, [2, -1, 256, 2**70], seed=7) == expected
+        before = lm.statistics()["requests"]
+        assert lm.sample_sync([1], 0, []) == []
+        assert asyncio.run(lm.batch_sample([[1], [2]], np.int64(0), [])) == [[], []]
+        with pytest.raises(PromptError, match="prompt 1: empty"):
+            lm.batch_sample_sync([[1], []], 0, [])
+        assert lm.statistics()["requests"] == before
 
 
 def test_unknown_adapters(shared):
@@ -207,7 +235,7 @@ def test_a_prompt_that_failed_is_tried_again_when_it_is_asked_again(shared):
 
 def test_unknown_pool(shared):
     url, _ = shared
-    lm = lmpool.connect(url, "nobodys")
+    lm = lmpool.connect(url, "nobodys", workers_timeout=0.2)
     with pytest.raises(UnknownPool, match=r"no pool 'nobodys' on unix://.*LMPOOL_POOL=nobodys"), lm:
         pass
 

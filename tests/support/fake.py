@@ -85,7 +85,7 @@ class FakeServer:
                 reader.feed(data)
                 answers = []
                 while (command := reader.gets()) is not False:
-                    answers.append(_encoded(self._run(client, command)))
+                    answers.append(self._reply(self._run(client, command)))
                 connection.sendall(b"".join(answers))
         except OSError:
             pass
@@ -93,6 +93,9 @@ class FakeServer:
             self._sockets.discard(connection)
             connection.close()
             client.close()
+
+    def _reply(self, answer: Any) -> bytes:
+        return _encoded(answer)
 
     def _run(self, client: redis.Redis, command: Command) -> Any:
         name = command[0].upper()

@@ -49,7 +49,8 @@ class FaultyEngine(MockEngine):
     a step at which the worker is killed, by one process of the pool: that which takes the file
     `once`.
     `unguarded` switches recovery and watchdog off. `memory` is how many prompts fit into its
-    memory. `clock` is how many seconds the machine's clock is ahead.
+    memory. `clock` is how many seconds the machine's clock is ahead. `prefix_delay` is how many
+    seconds a prefix takes.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class FaultyEngine(MockEngine):
         memory: int | None = None,
         unguarded: bool = False,
         clock: float = 0.0,
+        prefix_delay: float = 0.0,
         **options: Any,
     ) -> None:
         if unguarded:
@@ -74,6 +76,7 @@ class FaultyEngine(MockEngine):
         super().__init__(model, **options)
         self._acts = {int(token): ACTS[act] for token, act in (acts or {}).items()}
         self._memory = memory
+        self._prefix_delay = prefix_delay
         self._die_at = die_at
         self._once = Path(once) if once else None
         if die_at in ("read", "publishing", "published"):
@@ -92,6 +95,10 @@ class FaultyEngine(MockEngine):
         if self._die_at == "computed":
             self._die_once()
         return outcomes
+
+    def cache_prefix(self, tokens: Any) -> None:
+        time.sleep(self._prefix_delay)
+        super().cache_prefix(tokens)
 
     def _die_once(self) -> None:
         assert self._once is not None
@@ -116,14 +123,15 @@ class FaultyEngine(MockEngine):
         write = publishing.set_and_call
         written = 0
 
-        def set_and_call(*arguments: Any) -> None:
+        def set_and_call(*arguments: Any) -> Any:
             nonlocal written
             written += 1
             if step == "publishing" and written == 2:
                 self._die_once()  # the first chunk of a batch is written, the second is not
-            write(*arguments)
+            answers = write(*arguments)
             if step == "published":
                 self._die_once()  # all is written, and the worker knows of nothing
+            return answers
 
         publishing.CHUNK_MOST = 4  # type: ignore[misc]
         publishing.set_and_call = set_and_call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, assert_never
 
@@ -23,7 +24,7 @@ class FedEngine(ContinuousEngine[str]):
         self.info = MockEngine(model, **options).info
         self.dropped = 0
         self.loaded: set[str] = set()
-        self.stopped: list[str] = []
+        self.stopped: deque[str] = deque(maxlen=8)
         self._most = most
         self._steps = steps
         self._numbers = itertools.count()
@@ -68,10 +69,13 @@ class FedEngine(ContinuousEngine[str]):
             case _:
                 assert_never(request.want)
         self.ended(name)
+        del self._drawn[name]
         return outcome
 
     def abort(self, names: Sequence[str]) -> None:
         self.stopped.extend(names)
+        for name in names:
+            del self._drawn[name]
 
     def drop_state(self) -> None:
         assert not self.running

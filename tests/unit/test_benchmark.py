@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
+from typer.testing import CliRunner
 
 from lmpool import benchmark
-from lmpool.errors import UnknownPool
+from lmpool.cli import app
+from lmpool.errors import SettingsError, UnknownPool
 from tests.support.workers import in_process_worker
 
 
@@ -24,6 +29,30 @@ def test_a_pool_is_measured(fake_url: str, pool_name: str, monkeypatch: pytest.M
     assert found.cached_rows_per_second > 0
 
 
-def test_a_pool_that_is_none_is_not_measured(fake_url: str, pool_name: str) -> None:
+def test_a_pool_that_is_busy_or_goes_away_is_one_error(
+    fake_url: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMPOOL_WHEN_BUSY", "raise")
+    busy = {"max_backlog": 1, "batch_size": 1, "engine_opts": {"delay": 0.05}}
+    asked = ["bench", "--seconds", "0.5", "--url", fake_url, "--pool", pool_name]
+    with in_process_worker(fake_url, pool_name, **busy):
+        done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert re.fullmatch(r"error: pool .* has 1 jobs waiting, its bound: .*\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    "given", [{"seconds": 0}, {"seconds": "x"}, {"concurrency": 0}, {"length": True}]
+)
+def test_what_cannot_be_measured_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=f"{next(iter(given))}=.*: write"):
+        benchmark.measure(**given)
+
+
+def test_a_pool_that_is_none_is_not_measured(
+    fake_url: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMPOOL_WORKERS_TIMEOUT", "0.2")
     with pytest.raises(UnknownPool):
         benchmark.measure(fake_url, pool_name, seconds=0.1)

@@ -15,6 +15,7 @@ from lmpool.errors import (
     JobFormatError,
     LmpoolError,
     PromptFailed,
+    ServerError,
     UnknownAdapter,
 )
 from lmpool.producer import collector as collector_module
@@ -463,7 +464,7 @@ def test_a_defect_of_ours_leaves_nobody_waiting_and_the_next_is_served(
     def broken(*arguments: Any) -> None:
         if failures:
             failures.pop()
-            raise ZeroDivisionError("a defect")
+            raise RuntimeError("a defect")
         fetch(*arguments)
 
     monkeypatch.setattr(collector._answers, "fetch", broken)
@@ -472,8 +473,8 @@ def test_a_defect_of_ours_leaves_nobody_waiting_and_the_next_is_served(
     answer(server, session, jobs)
     run()
     assert call.wait(10)
-    assert type(call.error) is LmpoolError
-    assert "ZeroDivisionError: a defect" in str(call.error)
+    assert type(call.error) is ServerError
+    assert "RuntimeError: a defect" in str(call.error)
     assert "the client's collector failed" in caplog.text
     others = jobs_of(some_prompts(3, start=30))
     call = waiting(session, others)

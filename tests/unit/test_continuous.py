@@ -66,7 +66,7 @@ def test_cancelling_what_waits_runs_and_has_ended() -> None:
     refused = request_for([])
     engine.submit([*running, *waiting, refused])
     engine.cancel([running[0].id, waiting[0].id, refused.id, b"nobody's"])
-    assert engine.stopped == ["request 0"]
+    assert list(engine.stopped) == ["request 0"]
     assert engine.in_flight() == 2
     found = {outcome.id for outcome in steps(engine, 8)}
     assert found == {running[1].id, waiting[1].id}

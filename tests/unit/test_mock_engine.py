@@ -17,7 +17,7 @@ from lmpool.backends.vocabulary import byte_vocabulary
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 from lmpool.producer.tokens import load_tokenizer, string_tokens
 from lmpool.vocabulary import Vocabulary
-from lmpool.wants import Generate
+from lmpool.wants import Generate, Generation
 from tests.support.engines import drawn
 from tests.support.parts import info_of
 
@@ -194,7 +194,37 @@ def test_a_continuation_whose_adapter_was_removed_fails_alone() -> None:
     outcomes: dict[bytes, Outcome] = {}
     while engine.in_flight():
         outcomes |= {outcome.id: outcome for outcome in engine.step()}
-    assert "no adapter named 'french' is loaded" in str(outcomes[b"french"].error)
+    assert "the adapter 'french' was removed" in str(outcomes[b"french"].error)
+    assert isinstance(outcomes[b"plain"].answer, Generation)
+
+
+@pytest.mark.parametrize("going", ["replaced", "removed"])
+def test_requests_in_flight_never_go_on_by_an_adapter_that_came_later(going: str) -> None:
+    engine = MockEngine()
+    engine.add_adapter("french", "/anywhere")
+    want = Generate(max_tokens=5, eos_token_ids=(), temperature=1.0, seed=1)
+    tokens = np.array([1], np.uint32)
+    plain = Request(b"plain", tokens, None, want)
+    engine.submit([Request(b"drawn", tokens, "french", want), plain])
+    engine.step()
+    engine.submit([Request(b"row", tokens, "french"), Request(b"cancelled", tokens, "french")])
+    if going == "replaced":
+        engine.finish_adapter("french")
+    else:
+        engine.remove_adapter("french")
+    engine.add_adapter("french", "/elsewhere")
+    assert engine.in_flight() == 4
+    engine.cancel([b"cancelled"])
+    assert engine.in_flight() == 3
+    engine.submit([Request(b"later", tokens, "french")])
+    outcomes: dict[bytes, Outcome] = {}
+    while engine.in_flight():
+        outcomes |= {outcome.id: outcome for outcome in engine.step()}
+    assert outcomes.keys() == {b"drawn", b"row", b"plain", b"later"}
+    assert isinstance(outcomes[b"plain"].answer, Generation)
+    assert outcomes[b"later"].row is not None
+    for before in (b"drawn", b"row"):
+        assert (outcomes[before].error is None) == (going == "replaced")
 
 
 def test_cancelled_requests_are_not_run(tmp_path: Path) -> None:

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmpool.errors import PromptError
+from lmpool.errors import NoWorkers, PromptError
 from lmpool.producer import prompts
-from lmpool.producer.prompts import prompt_bytes
+from lmpool.producer.prompts import prompt_bytes, several
 
 VOCAB_SIZE = 300
 LONGEST = 8
@@ -156,6 +159,57 @@ def test_what_is_no_integer_is_named_with_its_place(token_ids: Any, what: str, p
 def test_what_is_no_prompt_is_refused(token_ids: Any, reason: str) -> None:
     with pytest.raises(PromptError, match=reason):
         check(token_ids)
+
+
+class Broken:
+    """Breaks where it is asked for a number, and where it is to be shown."""
+
+    def __index__(self) -> int:
+        raise KeyError("broken")
+
+    def __repr__(self) -> str:
+        raise OSError("broken")
+
+
+def midway() -> Iterator[int]:
+    yield 1
+    raise ZeroDivisionError("midway")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: torch.tensor([1, 0]).to_sparse(), r"a prompt of type Tensor: .*\(TypeError: "),
+        (lambda: torch.empty(2, dtype=torch.int64, device="meta"), "a prompt of type Tensor"),
+        (lambda: torch.tensor([1.0], dtype=torch.bfloat16), "a prompt of type Tensor"),
+        (lambda: torch.tensor([True]), "dtype bool: integers are needed"),
+        (lambda: [1, torch.tensor(True)], r"token id tensor\(True\) at position 1 is a Tensor"),
+        (midway, r"a prompt of type generator: .*\(ZeroDivisionError: midway\)"),
+        (lambda: [1, Broken()], "token id <Broken> at position 1 is a Broken, not an integer"),
+        (lambda: [1, 10**5000], "token id <int> at position 1 is outside"),
+        (lambda: {"input_ids": [1]}, "a prompt of type dict: a list of token ids is needed"),
+        (itertools.count, "a prompt of 9 tokens: this pool takes at most 8"),
+    ],
+)
+def test_what_breaks_when_it_is_read_is_refused(make: Callable[[], Any], reason: str) -> None:
+    with pytest.raises(PromptError, match=reason):
+        check(make())
+
+
+@pytest.mark.parametrize("batch", ["", b"", {}, 5, None, midway()], ids=repr)
+def test_what_is_no_batch_is_refused(batch: Any) -> None:
+    with pytest.raises(PromptError, match=f"prompts of type {type(batch).__name__}: a list of"):
+        list(several(batch))
+
+
+def test_an_error_of_ours_that_an_iterable_raises_stays_what_it_is() -> None:
+    def asks() -> Iterator[int]:
+        yield 1
+        raise NoWorkers("of a call in between")
+
+    for read in (check, lambda prompts: list(several(prompts))):
+        with pytest.raises(NoWorkers):
+            read(asks())
 
 
 def test_a_prompt_longer_than_the_model_takes_is_refused() -> None:

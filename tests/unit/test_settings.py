@@ -88,6 +88,26 @@ def test_a_bad_variable_is_refused_by_name_value_and_remedy(
     assert remedy in message
 
 
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"shards": True}, r"shards=True: True and False are none of its values \(parts"),
+        ({"result_ttl": False}, "result_ttl=False: True and False"),
+        ({"model": "a\ud800"}, r"model='a\\ud800': write text in Unicode.*\(tiny, a folder"),
+        ({"adapter_dirs": ["/a", "/\udc80"]}, r"adapter_dirs='/\\udc80': write text"),
+        ({"revision": "a\0b"}, "revision=.*null characters"),
+        ({"url": "redis://\ud800/0"}, "url=.*write text in Unicode"),
+        ({"url": "redis://a..b/0"}, r"url='redis://a\.\.b/0': its host is no name of one"),
+        ({"url": "redis+sentinel://a..b/s"}, "its host is no name of one"),
+        ({"url": "unix:///tmp/%00"}, "has a null character"),
+        pytest.param({"batch_size": 10**5000}, "batch_size=<int>", id="5,001 digits"),
+    ],
+)
+def test_what_no_process_can_be_told_is_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SettingsError, match=reason):
+        WorkerOptions(**given)
+
+
 def test_several_mistakes_are_told_together() -> None:
     with pytest.raises(SettingsError, match=r"batch_size=0.*; shards=0"):
         WorkerOptions(batch_size=0, shards=0)

@@ -1,0 +1,222 @@
+"""What an engine keeps of requests that ended: nothing, or what a bound allows.
+
+Python counts the small blocks of memory that are in use, and an object that is kept costs one at
+least. So a leak of anything shows after a hundred times, in whatever form it is kept.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Final
+
+import numpy as np
+import psutil
+
+from lmpool.backends.contract.asking import ask, request_for, tokens_of
+from lmpool.backends.contract.breaches import expect
+from lmpool.backends.contract.operations import AdapterFiles, Asked
+from lmpool.backends.contract.script import versioned
+from lmpool.backends.contract.truth import Truth
+from lmpool.backends.engine import Engine, Request
+from lmpool.errors import PromptFailed
+from lmpool.wants import Generate
+
+PROMISE: Final = "memory does not grow with what was asked before"
+
+_LIFE: Final = 3_500
+_WARM_UP: Final = 1_500
+_TOGETHER: Final = 100
+_PROMPT_TOKENS: Final = 4
+_GROWTH: Final = 16 << 20
+
+_EVENTS: Final = 60
+_ROUNDS: Final = 6
+_LEFT: Final = 1 / 16
+"""Objects that may be left of each: less than a leak of a part of them leaves."""
+_FILLING: Final = 150
+
+
+def check_memory(engine: Engine, truth: Truth) -> None:
+    """Raise `BrokenPromise` where something is kept that nobody waits for.
+
+    `engine` was opened with small bounds of what it keeps between batches.
+    """
+    with _counted():
+        for kind, cycle in _cycles(engine, truth).items():
+            _check_cycle(kind, cycle)
+        _check_clearing(engine, truth)
+        _check_life(engine, truth)
+
+
+def _cycles(engine: Engine, truth: Truth) -> Mapping[str, Callable[[], None]]:
+    """What is done over and over, the same each time but for the ids; `_EVENTS` times a call."""
+    random = np.random.default_rng(3)
+    vocab, longest = truth.info.vocab_size, truth.info.max_prompt_tokens
+    prompts = random.integers(0, vocab, (_EVENTS, _PROMPT_TOKENS)).tolist()
+    names = itertools.count()
+
+    def requests(**options: object) -> list[Request]:
+        return [request_for(prompt, **options) for prompt in prompts]
+
+    def continuations() -> None:
+        drawn = [Generate(2, (), 1.0, n) for n in range(_EVENTS)]
+        ask(engine, [request_for(p, want=w) for p, w in zip(prompts, drawn, strict=True)])
+
+    def refused() -> None:
+        bad: list[list[int]] = [[], [vocab], [1] * (longest + 1)]
+        if longest > 10_000:
+            bad.pop()
+        asked = [request_for(bad[n % len(bad)]) for n in range(_EVENTS)]
+        asked += [request_for([1], adapter="nobody") for _ in range(_EVENTS)]
+        ask(engine, asked)
+
+    def cancelled(steps: int) -> None:
+        long = Generate(longest - _PROMPT_TOKENS, (), 1.0, 1)
+        asked = requests()[: _EVENTS // 2] + requests(want=long)[_EVENTS // 2 :]
+        engine.submit(asked)
+        for _ in range(steps):
+            engine.step()
+        engine.cancel({request.id for request in asked})
+        while engine.in_flight():
+            engine.step()
+
+    def unknown() -> None:
+        engine.cancel({request.id for request in requests()})
+
+    def idle() -> None:
+        for _ in range(_EVENTS):
+            engine.step()
+            engine.submit([])
+
+    def adapters() -> None:
+        for number in range(_EVENTS // 15):
+            files = AdapterFiles("", 200 + number, (("rank", 2),))
+            name = versioned("m", next(names))
+            engine.add_adapter(name, truth.adapter(files).folder)
+            ask(engine, [request_for(prompts[0], adapter=name)])
+            engine.remove_adapter(name)
+
+    def prefixes() -> None:
+        for prompt in prompts:
+            try:
+                engine.cache_prefix(tokens_of(prompt))
+            except PromptFailed:
+                pass
+        engine.clear_cache()
+
+    found: dict[str, Callable[[], None]] = {
+        "rows": lambda: _ignore(ask(engine, requests())),
+        "continuations": continuations,
+        "refused requests": refused,
+        "cancelled requests": partial(cancelled, 0),
+        "requests that were cancelled under way": partial(cancelled, 1),
+        "unknown ids that were cancelled": unknown,
+        "steps with nothing to do": idle,
+        "prefixes that were kept and dropped": prefixes,
+    }
+    if "adapters" not in truth.suite.lacks:
+        found["adapters that came and went"] = adapters
+    return found
+
+
+def _check_cycle(kind: str, cycle: Callable[[], None]) -> None:
+    """Do it until a round leaves nothing behind; a leak leaves something each time."""
+    events = _EVENTS // 15 if "adapters" in kind else _EVENTS
+    cycle()
+    before = _blocks()
+    grown = []
+    for _ in range(_ROUNDS):
+        cycle()
+        after = _blocks()
+        grown.append(after - before)
+        if grown[-1] <= events * _LEFT:
+            return
+        before = after
+    expect(
+        False,
+        PROMISE,
+        f"each time that there were {events} {kind}, {min(grown)} objects more were left",
+    )
+
+
+def _check_clearing(engine: Engine, truth: Truth) -> None:
+    """What is kept of prompts goes when the cache is cleared."""
+    random = np.random.default_rng(4)
+    prompts = random.integers(0, truth.info.vocab_size, (_FILLING, 2 * _PROMPT_TOKENS))
+    engine.clear_cache()
+    empty = _blocks()
+    _ignore(ask(engine, [request_for(prompt) for prompt in prompts.tolist()]))
+    full = _blocks()
+    engine.clear_cache()
+    left = _blocks() - empty
+    kept = full - empty
+    expect(
+        kept < _FILLING or left < kept / 2,
+        "clear_cache drops what is kept between batches",
+        f"{kept} objects were kept of {_FILLING} prompts, and {left} are left after it",
+    )
+
+
+def _check_life(engine: Engine, truth: Truth) -> None:
+    """Thousands of prompts, all of them right, and no more memory at the end than before."""
+    random = np.random.default_rng(5)
+    begun = (0, 0)
+    for done in range(_TOGETHER, _LIFE + 1, _TOGETHER):
+        prompts = random.integers(0, truth.info.vocab_size, (_TOGETHER, _PROMPT_TOKENS)).tolist()
+        outcomes = ask(engine, [request_for(prompt) for prompt in prompts])
+        failed = next((outcome.error for outcome in outcomes if outcome.error), None)
+        expect(failed is None, "an engine answers as long as it lives", f"{failed}")
+        if done == _WARM_UP:
+            begun = resident_bytes(), _blocks()
+        if done == _LIFE:
+            grown, blocks = resident_bytes() - begun[0], _blocks() - begun[1]
+            _check_growth(grown, blocks, _LIFE - _WARM_UP)
+        if done in (_TOGETHER, _LIFE):  # not between: the reference keeps rows as well
+            rows = [outcome.logprobs() for outcome in outcomes]
+            truth.compare([Asked(n, tuple(p)) for n, p in enumerate(prompts)], rows, None)
+
+
+def _check_growth(grown: int, blocks: int, asked: int) -> None:
+    expect(
+        grown < _GROWTH and blocks < asked / 2,
+        PROMISE,
+        f"{grown / 2**20:.1f} MiB and {blocks} objects more after {asked} prompts",
+    )
+
+
+def _ignore(_: object) -> None:
+    pass
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    """Leave what was there before out of collections, which are quick then."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _blocks() -> int:
+    gc.collect()
+    return sys.getallocatedblocks()
+
+
+def resident_bytes() -> int:
+    """The memory of this process and of those that it has started."""
+    gc.collect()
+    process = psutil.Process()
+    total: int = process.memory_info().rss
+    for child in process.children(recursive=True):
+        try:
+            total += child.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total

@@ -1,0 +1,334 @@
+"""The scenarios of the contract, each about one thing and made up anew for each seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import numpy as np
+
+from lmpool.backends.contract.continuations import seed_that_draws
+from lmpool.backends.contract.operations import Cancel, Prompt, Submit
+from lmpool.backends.contract.prompts import (
+    LONGEST,
+    lengths,
+    near_copies,
+    random_prompt,
+)
+from lmpool.backends.contract.script import HOW, Script, shuffled, versioned
+from lmpool.wants import Generate
+
+
+def rows(script: Script) -> None:
+    """Prompts of every length, and those that an engine could mistake for each other."""
+    random, vocab, longest = script.random, script.vocab, script.longest
+    most = min(longest, LONGEST)
+    # Twice: alone with its kind, and then all in another order, out of what may be kept.
+    families: list[list[Prompt]] = []
+    between = int(random.integers(100, 300))
+    for length, some in ((2, 99), (5, 99), (9, 99), (20, 99), (33, 99), (70, 24), (between, 6)):
+        length = min(length, most - 1) - int(random.integers(0, 2))
+        prompt = random_prompt(random, vocab, max(1, length))
+        copies = shuffled(random, near_copies(random, prompt, vocab, most))
+        families.append([prompt, *copies[:some]])
+    for family in families:
+        script.submit(map(script.ask, shuffled(random, family)), portions=2)
+    script.settle()
+    near = lengths(longest)
+    long = [n for n in near if n > 100 and n < most - 1]
+    few = [n for n in near if n not in long] + random.permutation(long)[:4].tolist()
+    every = [random_prompt(random, vocab, n) for n in few]
+    whole = random_prompt(random, vocab, min(40, most))
+    nested = [whole[:n] for n in range(1, len(whole) + 1)]
+    edges = [(0,), (vocab - 1,), (0,) * 20, (vocab - 1,) * 20, (vocab - 1, 0)]
+    again = [family[int(random.integers(len(family)))] for family in families for _ in range(6)]
+    script.submit(map(script.ask, shuffled(random, [*every, *nested, *edges, *again])), portions=4)
+    script.settle()
+    if longest < 100_000:
+        script.submit([script.ask((1,) * (longest + by)) for by in (1, 0, -1) if longest + by > 0])
+    _particles(script)
+    script.settle()
+
+
+def _particles(script: Script) -> None:
+    """Prompts that all begin alike, grow by a token, and are resampled."""
+    random, vocab = script.random, script.vocab
+    begin = random_prompt(random, vocab, min(40, script.longest // 2))
+    particles = [begin] * 8
+    for _ in range(7):
+        script.submit(map(script.ask, particles))
+        script.settle()
+        chosen = random.integers(0, 8, 8) if random.random() < 0.3 else range(8)
+        particles = [(*particles[int(i)], int(random.integers(vocab))) for i in chosen]
+
+
+def company(script: Script) -> None:
+    """Batches of every size up to more than a thousand, of all that can be asked at once."""
+    random = script.random
+    if script.has_adapters:
+        for number in range(3):
+            script.add_adapter(versioned("company", number), number)
+    sizes = {2**k + by for k in range(8) for by in (-1, 0, 1)}
+    for power in (256, 512, 1_024):
+        below, above = int(random.integers(-1, 1)), int(random.integers(1, 3))
+        sizes |= {power + below, power + above} if power < 1_024 else {power + above - 1}
+    for size in shuffled_sizes(script, sizes):
+        asked = script.mixed(size, others=0.12, bad=0.02, most=3 if size > 200 else 6)
+        if size < 200 and random.random() < 0.4:  # of one kind
+            asked = script.mixed(size, adapters=float(random.integers(2)), others=0.0, bad=0.0)
+        script.submit(asked, portions=1 if size > 200 else 2)
+        if size > 100 or random.random() < 0.6:
+            script.settle()
+    script.remove_adapters()
+
+
+def shuffled_sizes(script: Script, sizes: set[int]) -> list[int]:
+    """Positive sizes in a random order."""
+    wanted = sorted(size for size in sizes if size > 0)
+    return [int(size) for size in script.random.permutation(wanted)]
+
+
+def adapters(script: Script) -> None:
+    """Adapters by the dozen, which come, go and are replaced while they are asked for."""
+    if not script.has_adapters:
+        return
+    random = script.random
+    names = [versioned(name, n) for n, name in enumerate(("french", "legal", "rs", "code"))]
+    for number, name in enumerate(names):
+        script.add_adapter(name, number)
+    longer = random_prompt(random, script.vocab, min(90, script.longest))
+    prompts = [longer, *near_copies(random, longer, script.vocab, script.longest)[:4]]
+    prompts += [script.prompt(20) for _ in range(4)]
+    for _ in range(2):  # the second time out of what was kept
+        asked = [script.ask(p, name) for p in prompts for name in (None, *names)]
+        script.submit([asked[i] for i in random.permutation(len(asked))], portions=2)
+        script.settle()
+    for turn in range(6):
+        name = names[int(random.integers(len(names)))]
+        script.submit(script.mixed(14, adapters=0.8, others=0.4, bad=0.0), portions=2)
+        if turn % 2:  # under way, or just submitted
+            script.do_steps()
+        if turn % 3 == 2 or name not in script.loaded:
+            script.add_adapter(name, 10 + turn)
+        else:
+            script.remove_adapter(name)
+            script.remove_adapter(name)
+            gone = [script.ask(prompt, name) for prompt in prompts[:2]]
+            script.submit([*gone, *script.mixed(6, adapters=0.7)])
+        script.settle()
+        for name in names:
+            if name not in script.loaded:
+                script.submit([script.ask(prompts[0], name)])
+        script.settle()
+    script.remove_adapters()
+    _many_adapters(script)
+
+
+def _many_adapters(script: Script) -> None:
+    """As many as an engine keeps, of which each is asked for."""
+    most = min(script.truth.suite.most_adapters, 70)
+    for number in range(most):
+        script.add_adapter(versioned(f"a{number}", number), 100 + len(HOW) * number)
+    short, longer = script.prompt(), script.prompt(20)
+    asked = [script.ask(short, name) for name in script.loaded]
+    asked += [script.ask(longer, name) for name in script.loaded if script.random.random() < 0.3]
+    for name in list(script.loaded)[:: max(1, most // 8)]:
+        asked.append(script.ask(short, name, script.other_want(short, name)))
+    script.submit([asked[i] for i in script.random.permutation(len(asked))], portions=2)
+    script.submit([script.ask(short)])
+    script.remove_adapters()
+
+
+def continuations(script: Script) -> None:
+    """Answers other than rows, alone and in company."""
+    random, longest = script.random, script.longest
+    if script.has_adapters:
+        script.add_adapter(versioned("drawn", 1), 1)
+    for _ in range(3):
+        script.submit(script.mixed(40, others=1.0, bad=0.0, most=12))
+        script.submit(script.mixed(10, others=0.0), portions=2)
+        script.settle()
+    # One prompt: many seeds of which some are alike in part, then again in other company.
+    for adapter in (None, *script.loaded):
+        prompt, temperature = script.prompt(10), float(random.choice((0.7, 1.0, 1.4)))
+        seeds = [n + (high << 32) for n in range(3) for high in (0, 1, 5, 2**20, 2**31 - 1)]
+        seeds += [2**63 + 5, 2**64 - 1, 2**63 - 1]
+        wants = [Generate(8, (), temperature, seed) for seed in seeds]
+        wants += [Generate(8, (), temperature)] * 2
+        script.submit([script.ask(prompt, adapter, want) for want in wants])
+        script.settle()
+        again = [Generate(n, (), temperature, seed) for seed in seeds[::3] for n in (3, 10)]
+        script.submit([script.ask(prompt, adapter, want) for want in again], portions=3)
+        script.submit(script.mixed(10))
+        script.settle()
+    # Where the model ends, the continuation does; and nothing is asked for.
+    whole = random_prompt(random, script.vocab, min(longest, LONGEST))
+    ends = [Generate(6, (), 0.0, 0), Generate(6, (), 0.8, 3)]
+    script.submit(
+        [script.ask(prompt, None, want) for prompt in (whole, whole[:-2], (1,)) for want in ends]
+        + [script.ask(prompt, None, Generate(0, (), 0.0, 0)) for prompt in (whole, (1,))]
+    )
+    _long_ones(script)
+    _own_ends(script)
+    _many_draws(script)
+    script.remove_adapters()
+
+
+def _long_ones(script: Script) -> None:
+    """Continuations longer than most, among short ones: each token follows all before it."""
+    room = script.longest - 6
+    for most in (20, 45, 80, 140):
+        for temperature in (0.0, 1.0):
+            seed = int(script.random.integers(2**62))
+            want = Generate(min(most, room), (), temperature, seed)
+            script.submit([script.ask(script.prompt(4), script.any_adapter(0.3), want)])
+    script.submit(script.mixed(5))
+    script.settle()
+
+
+def _own_ends(script: Script) -> None:
+    """The model's own end tokens, which end what names none, and nothing that names others."""
+    own = script.info.eos_token_ids
+    temperature = min(1.9, script.truth.suite.most_temperature)
+    prompts = [script.prompt(10) for _ in range(24)]
+    rows = script.truth.rows(prompts, None)
+    likely = np.argsort(rows[:, list(own)].max(axis=1, initial=-np.inf))[::-1]
+    for place in likely[:3].tolist() if own else ():
+        seed = seed_that_draws(script.random, rows[place], temperature, own)
+        ends: list[tuple[int, ...] | None] = [None, (), own, (int(own[0] == 0),)]
+        wants = [Generate(5, each, temperature, seed) for each in ends]
+        script.submit([script.ask(prompts[place], None, want) for want in wants])
+    script.settle()
+
+
+def _many_draws(script: Script) -> None:
+    """One token of many seeds at several temperatures: enough to tell distributions apart."""
+    for temperature in (0.2, 0.7, 1.3):
+        prompt = script.prompt(10)
+        first = int(script.random.integers(2**62))
+        wants = [Generate(2, (), temperature, first + n) for n in range(60)]
+        script.submit([script.ask(prompt, None, want) for want in wants])
+        script.settle()
+
+
+def cancelling(script: Script) -> None:
+    """Requests that nobody waits for any more, and ids that are used again."""
+    if script.has_adapters:
+        script.add_adapter(versioned("cancelled", 2), 2)
+    room = script.longest - 8
+    for turn in range(5):
+        asked = script.mixed(24, others=0.25)
+        endless = [
+            script.ask(script.prompt(4), script.any_adapter(0.3), Generate(room, (), 1.0, n))
+            for n in range(3)
+        ]
+        script.submit([*asked, *endless], portions=1 + turn % 3)
+        if turn % 2:
+            script.do_steps()
+        script.cancel(12, unknown=2)
+        if turn % 2 == 0:
+            script.submit(script.mixed(8))
+        script.do(Cancel(tuple(each.number for each in endless)))
+        if turn > 1:  # the same again, while some of it is in flight
+            script.do(Submit((*asked[::2], *script.mixed(3))))
+        script.settle()
+        # The same ids for something else, and cancelled for nothing.
+        others = script.mixed(len(asked))
+        renamed = [
+            type(each)(was.number, each.prompt, each.adapter, each.want)
+            for was, each in zip(asked, others, strict=True)
+        ]
+        script.cancel(0, unknown=3)
+        script.submit(renamed)
+        script.cancel(0, unknown=1)
+        script.settle()
+    script.remove_adapters()
+
+
+def kept_state(script: Script) -> None:
+    """Prefixes that are kept and dropped, with everything under way."""
+    random, vocab = script.random, script.vocab
+    prefix = random_prompt(random, vocab, min(40, script.longest // 2))
+    relatives = [
+        prefix, (*prefix, 3), (*prefix, 3, 4), prefix[:-1], (*prefix[:-1], 9), prefix + prefix[:5],
+        *shuffled(random, near_copies(random, prefix, vocab, script.longest))[:6],
+    ]  # fmt: skip
+    names: list[str | None] = [None]
+    if script.has_adapters:
+        script.add_adapter(versioned("kept", 0), 0)
+        script.add_adapter(versioned("too", 1), 1)
+        names += list(script.loaded)
+    # Kept prefixes that resemble each other, and prompts behind them and behind their likes.
+    alike = [prefix, *shuffled(random, near_copies(random, prefix, vocab, len(prefix)))[:10]]
+    alike.append((*prefix[:-1], (prefix[-1] + 1) % vocab))
+    for kept in alike[:3]:
+        script.cache_prefix(kept)
+    behind = [(*before, *end) for before in alike for end in ((5, 6, 7), (4,), prefix[:2])]
+    script.submit(map(script.ask, shuffled(random, behind)), portions=2)
+    script.settle()
+    for turn in range(4):
+        asked = [script.ask(prompt, name) for prompt in relatives for name in names[: 1 + turn]]
+        asked += script.mixed(6, others=1.0, bad=0.0)
+        script.submit([asked[i] for i in random.permutation(len(asked))], portions=2)
+        if turn % 2:
+            script.do_steps()
+            script.cache_prefix(script.prompt(30))
+            script.clear_cache()
+            script.submit(script.mixed(6))
+            script.clear_cache()
+        script.settle()
+        script.cache_prefix(prefix[: 20 + turn])
+        if turn == 2:
+            script.clear_cache()
+            script.clear_cache()
+    # Dropped after each step of continuations by adapters that were kept a prefix of.
+    wants = [Generate(6, (), temperature, 7) for temperature in (0.0, 1.0)]
+    script.submit([script.ask(prefix, name, want) for name in names for want in wants])
+    for _ in range(6):
+        script.do_steps(1)
+        script.clear_cache()
+    script.submit([script.ask(prefix, name) for name in names])
+    script.settle()
+    script.remove_adapters()
+    script.submit([script.ask(prompt) for prompt in relatives])
+    script.settle()
+
+
+def life(script: Script) -> None:
+    """All of it in any order."""
+    random = script.random
+    acts: list[tuple[float, Callable[[], None]]] = [
+        (8, lambda: script.submit(script.mixed(int(random.integers(1, 12)), others=0.3))),
+        (8, lambda: script.do_steps(int(random.integers(1, 5)))),
+        (2, script.settle),
+        (2, lambda: script.cancel(int(random.integers(0, 6)))),
+        (1, script.clear_cache),
+        (1, lambda: script.cache_prefix(script.prompt(20))),
+        (1, lambda: script.cache_prefix(())),
+        (1, lambda: script.do(Submit(()))),
+        (1, lambda: script.submit(script.mixed(20, most=40))),
+    ]
+    if script.has_adapters:
+        names = [versioned(f"x{n}", n) for n in range(4)]
+
+        def one_of_them() -> str:
+            return names[int(random.integers(len(names)))]
+
+        acts.append((2, lambda: script.add_adapter(one_of_them(), int(random.integers(40, 48)))))
+        acts.append((1, lambda: script.remove_adapter(one_of_them())))
+    weights = [weight for weight, _ in acts]
+    for place in random.choice(len(acts), 90, p=[w / sum(weights) for w in weights]):
+        acts[int(place)][1]()
+    script.remove_adapters()
+
+
+SCENARIOS: Final[Mapping[str, Callable[[Script], None]]] = {
+    "rows": rows,
+    "cancelling": cancelling,
+    "kept_state": kept_state,
+    "adapters": adapters,
+    "life": life,
+    "continuations": continuations,
+    "company": company,
+}
+"""By name, in the order in which they are run: what takes longest is last."""

@@ -1,0 +1,139 @@
+"""What is right for each want: how one is made up, and how its answer is judged.
+
+A new want joins the contract by its reference here, and by nothing else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, assert_never
+
+import numpy as np
+
+from lmpool.backends.contract.breaches import expect
+from lmpool.backends.contract.continuations import ContinuationJudge, draw_generate
+from lmpool.backends.contract.operations import Asked, Prompt
+from lmpool.backends.contract.prompts import Random
+from lmpool.backends.contract.subject import Adapter
+from lmpool.backends.contract.truth import Truth
+from lmpool.backends.engine import Outcome
+from lmpool.wants import Generate, Row, Want
+
+W = TypeVar("W", bound=Want)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A request as it was submitted, its adapter as it was then, and its outcome."""
+
+    asked: Asked
+    adapter: Adapter | None
+    outcome: Outcome
+
+
+class WantReference(ABC, Generic[W]):
+    """What the contract knows of one want."""
+
+    @abstractmethod
+    def draw(self, random: Random, prompt: Prompt, adapter: Adapter | None, truth: Truth) -> W:
+        """A want of this kind, made up for this prompt."""
+
+    @abstractmethod
+    def judge(self, answered: Sequence[Answered], truth: Truth) -> None:
+        """Raise `BrokenPromise` where one of these answers is not right. None is an error."""
+
+    def refuses(self, want: W) -> bool:
+        """Whether an engine must refuse this want with `PromptFailed`."""
+        return False
+
+
+class RowReference(WantReference[Row]):
+    """Rows: each its own prompt's, in the form that `EngineInfo` promises."""
+
+    def draw(self, random: Random, prompt: Prompt, adapter: Adapter | None, truth: Truth) -> Row:
+        return Row()
+
+    def judge(self, answered: Sequence[Answered], truth: Truth) -> None:
+        by_adapter: dict[Adapter | None, list[Answered]] = {}
+        for each in answered:
+            self._check_form(each, truth)
+            by_adapter.setdefault(each.adapter, []).append(each)
+        for adapter, alike in by_adapter.items():
+            most = max(1, (32 << 20) // truth.info.vocab_size // 4)
+            for start in range(0, len(alike), most):
+                part = alike[start : start + most]
+                rows = [each.outcome.logprobs() for each in part]
+                truth.compare([each.asked for each in part], rows, adapter)
+
+    def _check_form(self, each: Answered, truth: Truth) -> None:
+        row = each.outcome.row
+        expect(row is not None, "a row was asked for", "another answer came:", each.asked)
+        assert row is not None
+        allowed = ["float32", "uint16"] if truth.info.encoding == "bf16" else ["float32"]
+        dtype = str(getattr(row, "dtype", None))  # that of another byte order has another name
+        expect(
+            type(row) is np.ndarray and dtype in allowed,
+            f"rows are {' or '.join(allowed)}, as info.encoding={truth.info.encoding!r} says",
+            type(row),
+            f"of {dtype}:",
+            each.asked,
+        )
+        truth.narrow += dtype == "uint16"
+        expect(
+            row.shape == (truth.info.vocab_size,) and row.flags.c_contiguous,
+            "rows are contiguous, one number a token of the vocabulary",
+            (row.shape, row.strides),
+            each.asked,
+        )
+
+
+class GenerateReference(WantReference[Generate]):
+    """Continuations: drawn from the model's rows, by seed, up to an end token."""
+
+    def __init__(self) -> None:
+        self._judge = ContinuationJudge()
+
+    def draw(
+        self, random: Random, prompt: Prompt, adapter: Adapter | None, truth: Truth
+    ) -> Generate:
+        return draw_generate(random, prompt, adapter, truth)
+
+    def judge(self, answered: Sequence[Answered], truth: Truth) -> None:
+        self._judge.judge(
+            [(each.asked, each.adapter, each.outcome.answer) for each in answered], truth
+        )
+
+    def refuses(self, want: Generate) -> bool:
+        return not 0.0 <= want.temperature < np.inf
+
+
+class References:
+    """The reference of each want; what they learn of an engine's draws is that engine's."""
+
+    def __init__(self) -> None:
+        self._row = RowReference()
+        self._generate = GenerateReference()
+
+    def of(self, want: Want) -> WantReference[Any]:
+        """The reference of a want of this kind."""
+        match want:
+            case Row():
+                return self._row
+            case Generate():
+                return self._generate
+            case _:
+                assert_never(want)
+
+    def others(self) -> Sequence[WantReference[Any]]:
+        """Those of all wants but `Row`."""
+        return (self._generate,)
+
+    def judge(self, answered: Sequence[Answered], truth: Truth) -> None:
+        """Raise `BrokenPromise` where one of these answers is not right."""
+        by_kind: dict[type[Want], list[Answered]] = {}
+        for each in answered:
+            by_kind.setdefault(type(each.asked.want), []).append(each)
+        for alike in by_kind.values():
+            self.of(alike[0].asked.want).judge(alike, truth)

@@ -1,0 +1,132 @@
+"""The roles of `deploy/redis`: each cell of SECURITY.md's table, done with that role's user."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from lmpool.keys import GROUP, PoolKeys, ShardKeys
+from lmpool.scripts import script
+from tests.support.server import RealServer
+
+ROOT = Path(__file__).parents[2]
+ROLES = ("producer", "worker", "operator")
+LAST = "18446744073709551615-18446744073709551615"
+
+Command = tuple[Any, ...]
+
+KEYS = PoolKeys("roles")
+SHARD = KEYS.shard("0123abcd", 0)
+JOBS, FLIGHT, RESULT = SHARD.stream().key, SHARD.flight(bytes(16)), SHARD.result(bytes(16))
+THEIRS = SHARD.reply("somebody-0123")
+
+
+def deeds(shard: ShardKeys) -> dict[str, list[Command]]:
+    """What each row of the table means: all of it where it says yes, none where it says no."""
+    check = ("EVALSHA", script("check").sha, 1, JOBS, shard.prefix, "producer-1", 1000, 1000)
+    return {
+        "read model info, vocabulary, rows, adapters' names, counters": [
+            ("GET", KEYS.info), ("GET", KEYS.serving), ("GET", KEYS.vocabulary("0123abcd")),
+            ("MGET", RESULT), ("HGETALL", shard.adapters), ("HGETALL", shard.counters),
+            ("HMGET", shard.bounds, "backlog"),
+        ],
+        "read the job streams: everybody's prompts": [("XRANGE", JOBS, "-", "+")],
+        "push jobs, join flights": [
+            ("XADD", JOBS, "*", "job", "x"), ("HSET", FLIGHT, "c:producer-1", ""),
+        ],
+        "run lmpool's scripts": [check],
+        "run scripts of its own": [("EVAL", "return 1", 0), ("SCRIPT", "LOAD", "return 1")],
+        "delete a row, a flight, a job, of others too": [
+            ("DEL", RESULT), ("DEL", FLIGHT), ("XDEL", JOBS, "1-1"),
+        ],
+        "write what is no flight in a flight's place": [("HSET", FLIGHT, "deadline", "abc")],
+        "use up the ids of a job stream": [("XADD", shard.stream("batch").key, LAST, "job", "x")],
+        "delete a job stream, or put something else in its place": [
+            ("DEL", JOBS), ("SET", JOBS, "x"), ("RENAME", JOBS, JOBS), ("COPY", JOBS, JOBS + "0"),
+            ("DEL", JOBS),
+        ],
+        "write a row, the model info, a heartbeat, a counter, the backlog's bound": [
+            ("SET", RESULT, "x"), ("APPEND", RESULT, "x"), ("SET", KEYS.info, "x"),
+            ("SET", KEYS.serving, "x"), ("SET", shard.alive("me"), "x"),
+            ("HINCRBY", shard.counters, "computed", 1), ("HSET", shard.bounds, "backlog", 1),
+            ("XADD", shard.account, "*", "held", "1"),
+        ],
+        "read or write notices of another Redis user's clients": [
+            ("XADD", THEIRS, "*", "ok", "0" * 32), ("XRANGE", THEIRS, "-", "+"),
+            ("XREAD", "STREAMS", THEIRS, "0"), ("DEL", THEIRS),
+        ],
+        "register adapters, keep prefixes, drain workers": [
+            ("HSET", shard.adapters, "a", "b"), ("ZADD", KEYS.control_queue("me"), 1, "x"),
+        ],
+        "see dead letters": [("XRANGE", shard.dead, "-", "+"), ("XLEN", shard.dead)],
+        "take the jobs of a stream as a worker does": [
+            ("XGROUP", "CREATE", shard.stream(lane=0).key + "7", GROUP, "0", "MKSTREAM"),
+            ("XREADGROUP", "GROUP", GROUP, "me", "STREAMS", shard.stream(lane=0).key + "7", ">"),
+            ("XGROUP", "DESTROY", shard.stream(lane=0).key + "7", GROUP),
+        ],
+        "list keys": [("KEYS", "nothing"), ("SCAN", "0", "MATCH", "nothing")],
+        "keys of other programs on this server": [("GET", "theirs"), ("SET", "theirs", "x")],
+        "empty the database (`FLUSHALL`)": [("FLUSHALL",)],
+        "change the server's settings and users": [
+            ("CONFIG", "SET", "maxmemory", "0"), ("ACL", "SETUSER", "nobody"), ("ACL", "LIST"),
+        ],
+        "stop the server": [("SHUTDOWN", "ABORT")],
+    }  # fmt: skip
+
+
+def cells() -> list[tuple[str, str, str]]:
+    """The table: row, role, what it says."""
+    text = (ROOT / "SECURITY.md").read_text()
+    (table,) = re.findall(r"^\| \| producer \| worker \| operator \|\n((?:\|.*\n)+)", text, re.M)
+    found = []
+    for line in table.splitlines()[1:]:
+        deed, *answers = (cell.strip() for cell in line.strip("|").split("|"))
+        found += [(deed, role, answer) for role, answer in zip(ROLES, answers, strict=True)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def users(server_binary: str) -> Iterator[dict[str, redis.Redis]]:
+    """A connection for each role to a server with the users of `deploy/redis`."""
+    acl = ROOT / "deploy" / "redis" / "users.acl"
+    with RealServer(binary=server_binary, aclfile=str(acl), tcp=True) as server:
+        address = server.url.rpartition("/")[0].removeprefix("redis://")
+        found = {
+            role: redis.Redis.from_url(f"redis://{role}:change-this-{role}@{address}/0", protocol=2)
+            for role in ROLES
+        }
+        try:
+            yield found
+        finally:
+            for client in found.values():
+                client.close()
+
+
+def test_the_table_is_whole() -> None:
+    assert [deed for deed, role, _ in cells() if role == "worker"] == list(deeds(SHARD))
+    assert {answer for _, _, answer in cells()} == {"yes", "no"}
+
+
+@pytest.mark.parametrize(("deed", "role", "answer"), cells())
+def test_a_role_can_do_what_the_table_says(
+    deed: str, role: str, answer: str, users: dict[str, redis.Redis]
+) -> None:
+    operator, server = users["operator"], users[role]
+    script("check").load(operator)  # type: ignore[arg-type]
+    for stream in SHARD.streams:
+        operator.delete(stream.key)
+        operator.xadd(stream.key, {"job": "x"}, id="1-1")
+    for command in deeds(SHARD)[deed]:
+        refused = None
+        try:
+            server.execute_command(*command)
+        except redis.exceptions.NoPermissionError as error:
+            refused = error
+        except redis.exceptions.ResponseError:
+            pass  # it was allowed, and came to nothing
+        assert (refused is None) == (answer == "yes"), f"{role}: {command}: {refused}"
