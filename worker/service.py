@@ -162,6 +162,7 @@ class Service:
     def _enter_pool(self, control: Servers, info: ModelInfo, engine: Engine) -> Heartbeat:
         """Become one of the pool's workers; all that is left is to read jobs."""
         self.status.description["engine"] = info.engine
+        self.status.description["execution"] = engine.info.execution
         join(control.pool, self.keys, info, self.options.replace, LIFE_MS)
         self.shards = info.shard_keys(self.keys)
         heartbeat = Heartbeat(
