@@ -153,7 +153,11 @@ class ReplicatedPool:
         fault()
         self.primary()
         back = time.monotonic()
-        until(lambda: self._is_served(load, back), 60, what="the load to be served", every=0.05)
+        try:
+            until(lambda: self._is_served(load, back), 60, what="the load to be served", every=0.05)
+        except AssertionError as error:
+            said = "\n".join(f"--- {w.pid}: {w.log[-3000:]}" for w in self.workers)
+            raise AssertionError(f"{error}\nafter {self.done}; workers say\n{said}") from None
         self.longest_return = max(self.longest_return, time.monotonic() - back)
 
     def kill_primary(self) -> None:
