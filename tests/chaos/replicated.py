@@ -294,7 +294,7 @@ class ReplicatedPool:
                 worker.terminate()
         for worker in self.workers:
             try:
-                worker.wait(20)
+                worker.wait(40)
             finally:
                 worker.close()
 

@@ -42,13 +42,13 @@ def test_failovers_lose_nothing(
                 pool.befall(load)
                 time.sleep(max(0.0, next_one - time.monotonic()))
         pool.check_nothing_left()
-    found = load.outcomes
-    print(f"{found.asked} prompts, {pool.longest_return:.1f} s; {', '.join(pool.done)}")
-    assert found.wrong == 0
-    assert found.failed == [], sorted(set(found.failed))
-    assert found.right == found.asked
-    assert not [what for what in pool.done if what.startswith("a worker ended")], pool.done
-    assert pool.longest_return < BACK_WITHIN
+        found = load.outcomes
+        print(f"{found.asked} prompts, {pool.longest_return:.1f} s; {', '.join(pool.done)}")
+        assert found.wrong == 0
+        assert found.failed == [], sorted(set(found.failed))
+        assert found.right == found.asked
+        assert not [what for what in pool.done if what.startswith("a worker ended")], pool.done
+        assert pool.longest_return < BACK_WITHIN
 
 
 @contextmanager
