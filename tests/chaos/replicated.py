@@ -103,6 +103,8 @@ class ReplicatedPool:
         with ExitStack() as stack:
             for node in self.nodes:
                 stack.enter_context(node)
+            # From now on the Sentinels say whose replica it is, as in a file that they rewrite.
+            del self.nodes[1].options["replicaof"]
             stack.callback(self._stop_sentinels)
             for port in self._ports:
                 self._start_sentinel(port)
