@@ -63,7 +63,7 @@ def longest_placed(forward: Forward, longest: int) -> int:
                 forward.every(tokens[: min(size, longest)])
             seen.append(record.tables)
     # In a table of positions a further token looks one entry further.
-    ends = {
+    ends: set[int] = {
         rows - (last + 1 - _FIRST)
         for (rows, last), (same, further) in zip(*seen, strict=False)
         if rows == same and further == last + 1
