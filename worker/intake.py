@@ -85,11 +85,13 @@ class Intake:
         while not self._status.stopping.is_set():
             try:
                 if group_is_gone:
-                    self._restore(self._servers)
-                    create_groups(self._servers, self._shards, self._consumer)
+                    with self._servers.in_step():
+                        self._restore(self._servers)
+                        create_groups(self._servers, self._shards, self._consumer)
                     self._last.clear()
                     group_is_gone = False
-                self._turn()
+                with self._servers.in_step():
+                    self._turn()
                 failures = 0
             except (redis.exceptions.RedisError, OSError) as error:
                 self._unsure = True
