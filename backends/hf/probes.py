@@ -65,7 +65,7 @@ def longest_placed(forward: Forward, longest: int) -> int:
     # In a table of positions a further token looks one entry further.
     ends = {
         rows - (last + 1 - _FIRST)
-        for (rows, last), (same, further) in zip(*seen, strict=False)
+        for (rows, last), (same, further) in zip(seen[0], seen[1], strict=False)
         if rows == same and further == last + 1
     }
     for end in sorted(end for end in ends if _FIRST < end < longest):
