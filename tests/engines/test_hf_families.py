@@ -206,9 +206,11 @@ def test_a_model_is_as_before_its_numbers_were_lowered(tmp_path: Path) -> None:
         model(torch.arange(WINDOW)[None])
         model.model.rotary_emb.register_buffer("inv_freq", buffer * 2, persistent=False)
         model.more = 1
+        config.rope_parameters["factor"] = 1.0
     assert config.max_position_embeddings == WINDOW * 2
     assert torch.equal(model.model.rotary_emb.inv_freq, buffer)
     assert not hasattr(model, "more")
+    assert config.rope_parameters["factor"] == 8.0
 
 
 def test_positions_that_do_not_begin_with_the_tables_first_bound_prompts(tmp_path: Path) -> None:
