@@ -18,8 +18,8 @@ import numpy.typing as npt
 from lmpool.backends.contract.breaches import BrokenPromise, expect
 from lmpool.backends.contract.continuations import is_cut_short
 from lmpool.backends.contract.operations import (
-    AddAdapter,
     AdapterFiles,
+    AddAdapter,
     Asked,
     CachePrefix,
     Cancel,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeAlias
 
-
 from lmpool.backends.contract.operations import (
-    AddAdapter,
     AdapterFiles,
+    AddAdapter,
     Asked,
     CachePrefix,
     Cancel,

@@ -19,7 +19,6 @@ from lmpool.backends.contract.prompts import Random
 from lmpool.backends.contract.subject import Adapter
 from lmpool.backends.contract.truth import Truth
 from lmpool.backends.engine import Outcome
-from lmpool.errors import PromptFailed
 from lmpool.wants import Generate, Row, Want
 
 W = TypeVar("W", bound=Want)

@@ -158,8 +158,8 @@ class SplitServers(Servers):
 def split_over(urls: Sequence[str]) -> Iterator[None]:
     """Whatever connects meanwhile finds the shards on these servers, in turn."""
 
-    def of_url(url: str, *, blocks_for: float = 0.0, name: str = "lmpool") -> Servers:
-        return SplitServers([open_server(u, blocks_for=blocks_for, name=name) for u in urls])
+    def of_url(url: str, **options: Any) -> Servers:
+        return SplitServers([open_server(u, **options) for u in urls])
 
     with patch.object(Servers, "of_url", of_url):
         yield
