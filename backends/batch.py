@@ -30,7 +30,8 @@ class BatchEngine(Engine):
         """What fits into memory, once a batch did not."""
         self._waiting: list[Request] = []
         self._continuations: dict[bytes, Continuation] = {}
-        self._refused: list[Outcome] = []
+        self._outcomes: list[Outcome] = []
+        """What the next step gives out first."""
 
     @abstractmethod
     def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
@@ -45,31 +46,41 @@ class BatchEngine(Engine):
         self._waiting.extend(requests)
 
     def in_flight(self) -> int:
-        return len(self._waiting) + len(self._continuations) + len(self._refused)
+        return len(self._waiting) + len(self._continuations) + len(self._outcomes)
 
     def cancel(self, ids: Collection[bytes]) -> None:
         self._waiting = [r for r in self._waiting if r.id not in ids]
-        self._refused = [o for o in self._refused if o.id not in ids]
+        self._outcomes = [o for o in self._outcomes if o.id not in ids]
         for cancelled in ids:
             self._continuations.pop(cancelled, None)
 
-    def release_adapter(self, name: str) -> None:
-        """Let the requests in flight by an adapter fail, which is then replaced or removed.
+    def finish_adapter(self, name: str) -> None:
+        """Answer the requests in flight by an adapter; call it before another takes its name.
 
-        An engine calls it when it does so: no answer is then of an adapter that came later.
+        What else ends meanwhile is given out by the next step as well.
         """
-        asking = [r for r in self._waiting if r.adapter == name]
-        asking += [c.next_request() for c in self._continuations.values() if c.adapter == name]
-        gone = PromptFailed(f"the adapter {name!r} was removed or replaced meanwhile: ask again")
-        self.cancel({request.id for request in asking})
-        self._refused += [Outcome(request.id, error=gone) for request in asking]
+        while self._asking(name):
+            self._outcomes.extend(self.step())
+
+    def refuse_adapter(self, name: str) -> None:
+        """Let the requests in flight by an adapter fail; call it when it is removed."""
+        asking = self._asking(name)
+        if asking:
+            self.cancel(asking)
+            gone = PromptFailed(f"the adapter {name!r} was removed before this was computed")
+            self._outcomes += [Outcome(asked, error=gone) for asked in asking]
+
+    def _asking(self, name: str) -> set[bytes]:
+        """The ids in flight by an adapter."""
+        asking = {r.id for r in self._waiting if r.adapter == name}
+        return asking | {c.id for c in self._continuations.values() if c.adapter == name}
 
     def step(self) -> Sequence[Outcome]:
         batch, self._waiting = self._waiting, []
         accepted, outcomes = self._check(batch)
-        if self._refused:
-            outcomes = [*self._refused, *outcomes]
-            self._refused = []
+        if self._outcomes:
+            outcomes = [*self._outcomes, *outcomes]
+            self._outcomes = []
         rows: list[Request] = []
         for request in accepted:
             match request.want:

@@ -83,7 +83,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine serves. `identity` holds all that changes its numbers."""
+    """What an engine serves. `identity` holds all that changes its numbers.
+
+    `execution` says in a line how it computes prompts, and why not in its fastest way: for people.
+    """
 
     engine: str
     model: str
@@ -96,6 +99,7 @@ class EngineInfo:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    execution: str | None = None
 
 
 class Engine(ABC):

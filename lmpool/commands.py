@@ -70,6 +70,7 @@ class Server(Protocol):
         name: str,
         fields: Mapping[str, Value],
         *,
+        id: str = "*",
         maxlen: int | None = None,
         approximate: bool = True,
     ) -> bytes: ...

@@ -226,7 +226,11 @@ def check_pool(facts: Facts) -> Iterator[Finding]:
     alive = sum(facts.workers.values())
     shown = f"pool {facts.pool} serves {facts.model.model} ({facts.model.engine})"
     if alive:
-        yield Finding("ok", f"{shown}: {alive} workers alive, backlog {facts.backlog:,}")
+        yield Finding(
+            "ok",
+            f"{shown}: {alive} workers alive, backlog {facts.backlog:,} (XLEN of its job streams; "
+            "the lag of XINFO GROUPS is wrong once jobs were withdrawn)",
+        )
     else:
         yield Finding(
             "wrong", f"{shown}, and none of its workers is alive", "start one: lmpool worker"

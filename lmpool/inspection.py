@@ -35,6 +35,8 @@ from lmpool.server import get_string, greet, understood
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
 
+REPUBLISHED_IN: Final = 2.0
+"""Seconds within which living workers publish a model info that was lost."""
 PINGS: Final = 25
 
 __all__ = ["Facts", "Finding", "Ping", "diagnose", "measure_latency", "ping", "read_facts"]
@@ -67,7 +69,7 @@ def ping(url: str | None = None, pool: str | None = None) -> Ping:
     Raises `ServerError` where the server does not, `UnknownPool` where nothing is served by that
     name. A pool without workers answers: `Ping.workers` is empty.
     """
-    with connect(url, pool) as lm:
+    with connect(url, pool, workers_timeout=REPUBLISHED_IN) as lm:
         with _connections(lm.url) as servers:
             server = servers.pool
             version = greet(server, lm.url)

@@ -145,6 +145,10 @@ class PoolKeys:
         """The arq queue of one worker's control jobs."""
         return f"lmpool:{self.pool}:control:{consumer}"
 
+    def health(self, place: str) -> str:
+        """Where arq says that the worker of a place lives, for ``arq --check``."""
+        return f"lmpool:{self.pool}:health:{place}"
+
     def shard(self, fingerprint8: str, number: int, lanes: int = 1) -> ShardKeys:
         """The keys of shard `number`."""
         tag = f"{{lmpool:{self.pool}:{fingerprint8}:{PROTOCOL}:{number}}}"

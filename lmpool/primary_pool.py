@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from redis.connection import Connection, ConnectionPool
-from redis.sentinel import SentinelConnectionPool
+from redis.sentinel import Sentinel, SentinelConnectionPool
 
 
 class PrimaryPool(SentinelConnectionPool):
@@ -12,6 +14,9 @@ class PrimaryPool(SentinelConnectionPool):
     redis-py forgets such a connection but goes on counting it: where one is all that there may be,
     a single answer of no Sentinel would be "Too many connections" for ever.
     """
+
+    def __init__(self, service: str, sentinels: Sentinel, **options: Any) -> None:
+        super().__init__(service, sentinels, **options)  # type: ignore[no-untyped-call]
 
     def owns_connection(self, connection: Connection) -> bool:
         return bool(ConnectionPool.owns_connection(self, connection))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import cache
 from importlib import resources
 from typing import Any, Final
 
@@ -17,6 +16,8 @@ import redis.exceptions
 
 from lmpool.commands import Server, Value
 
+SHARED: Final = "access"
+"""What every script begins with."""
 CLIENT_SCRIPTS: Final = ("check", "enqueue", "withdraw")
 
 
@@ -30,11 +31,6 @@ class ScriptsMissing(redis.exceptions.ResponseError):
         )
 
 
-@cache
-def _shared() -> str:
-    return _read("access")
-
-
 def _read(name: str) -> str:
     return resources.files("lmpool").joinpath("lua", f"{name}.lua").read_text("utf-8")
 
@@ -44,7 +40,7 @@ class Script:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.source = f"{_shared()}\n{_read(name)}"
+        self.source = f"{_read(SHARED)}\n{_read(name)}"
         self.sha = hashlib.sha1(self.source.encode()).hexdigest()
 
     def __call__(self, server: Server, keys: Sequence[str], arguments: Sequence[Value]) -> Any:
@@ -65,10 +61,20 @@ class Script:
         return f"Script({self.name!r})"
 
 
-@cache
+# Read with this module, not when first asked for: a fork while a thread reads them, which imports
+# more, would leave the child with import locks that nobody releases.
+_SCRIPTS: Final = {
+    name: Script(name)
+    for name, extension in (
+        file.name.split(".") for file in resources.files("lmpool").joinpath("lua").iterdir()
+    )
+    if extension == "lua" and name != SHARED
+}
+
+
 def script(name: str) -> Script:
-    """The script of that name, read once."""
-    return Script(name)
+    """The script of that name."""
+    return _SCRIPTS[name]
 
 
 def load_client_scripts(server: Server) -> None:

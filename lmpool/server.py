@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - sockets import it at the first name, on whichever thread
 import logging
 import re
 from collections.abc import Iterator
@@ -75,7 +76,9 @@ def is_lost(error: BaseException) -> bool:
     if isinstance(error, (redis.exceptions.AuthorizationError, redis.exceptions.NoPermissionError)):
         return False
     # BusyLoading, a ConnectionError, and ReadOnly: a server that restarts or fails over.
-    if isinstance(error, (*LOST, redis.exceptions.ReadOnlyError, OSError)):
+    # An invalid response: a connection that is out of step.
+    passing = (redis.exceptions.ReadOnlyError, redis.exceptions.InvalidResponse)
+    if isinstance(error, (*LOST, *passing, OSError)):
         return True
     return isinstance(error, redis.exceptions.ResponseError) and str(error).startswith(NOT_READY)
 

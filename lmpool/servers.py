@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, NoReturn
 
 import redis.exceptions
 
 from lmpool.commands import Server
+from lmpool.errors import LmpoolError
 from lmpool.keys import ShardKeys
-from lmpool.server import open_server
+from lmpool.server import NONSENSE, open_server
+
+logger = logging.getLogger(__name__)
+
+NONSENSE_MOST: Final = 5
+"""Answers in succession that may make no sense."""
 
 
 class Servers:
@@ -21,6 +29,8 @@ class Servers:
     def __init__(self, open_one: Callable[[], Server]) -> None:
         self._server = open_one()
         self._is_cut = False
+        self._nonsense = 0
+        """How many answers in succession made no sense."""
 
     @classmethod
     def of_url(
@@ -46,12 +56,38 @@ class Servers:
             found.setdefault(id(server), (server, []))[1].append(shard)
         return list(found.values())
 
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Take answers that make no sense for those of a connection that is out of step: end it.
+
+        Raises redis-py's `InvalidResponse` for what they led to, which is a reason to try again;
+        what happens again and again is no server's doing, and is raised as it is.
+        """
+        try:
+            yield
+        except LmpoolError:  # some are a ValueError, too
+            raise
+        except NONSENSE as error:
+            self._nonsense += 1
+            if self._nonsense > NONSENSE_MOST:
+                raise
+            self.renew()
+            logger.debug("an answer of the server made no sense", exc_info=True)
+            raise redis.exceptions.InvalidResponse(
+                f"an answer made no sense ({type(error).__name__}: {error})"
+            ) from None
+        self._nonsense = 0
+
     def cut(self) -> None:
         """End reads that may be blocked on connections that will never answer, and connect no more.
 
         Whoever reads gets an error, of redis-py or of what it stumbles over.
         """
         self._is_cut = True
+        self.renew()
+
+    def renew(self) -> None:
+        """End every connection; the next command makes another."""
         self._server.connection_pool.disconnect()
 
     def close(self) -> None:

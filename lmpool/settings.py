@@ -185,7 +185,8 @@ class ClientOptions(_Options):
         None, description="seconds a call may wait when it names no timeout of its own"
     )
     workers_timeout: Seconds = Field(
-        10.0, description="seconds to wait for a worker before NoWorkers, while none is alive"
+        10.0,
+        description="seconds to wait, while no worker is alive, before NoWorkers or UnknownPool",
     )
     reconnect_timeout: Seconds = Field(
         60.0, description="seconds to keep trying to reach a lost server before giving up"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, NoReturn, Self, TypeVar
 
+from lmpool.errors import UnknownPool
 from lmpool.keys import ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.adapters import (
@@ -15,7 +16,7 @@ from lmpool.producer.adapters import (
     check_new_name,
     read_registry,
 )
-from lmpool.producer.blocking import outcome, result, run_blocking
+from lmpool.producer.blocking import outcome, pause, result, run_blocking
 from lmpool.producer.client import Client
 from lmpool.producer.control import Argument, ask_workers
 from lmpool.producer.deadline import Deadline
@@ -26,6 +27,8 @@ from lmpool.producer.tokens import ByteToken, Tokenizer
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
 
+INFO_POLL: Final = 0.1
+"""Seconds between two looks whether a pool has come to be served."""
 AT_ONCE: Final = 0.01
 """Seconds in which a client ends that has waited for as long as it may."""
 
@@ -56,9 +59,9 @@ class BaseLM:
     def info(self) -> ModelInfo:
         """What the pool serves: model, vocabulary size, longest prompt, special token ids.
 
-        Connects at the first call. Raises `UnknownPool` where nobody has served it, and
-        `ServerError` where there is no server. Like every call that takes no timeout, it waits
-        `request_timeout` at most.
+        Connects at the first call. Raises `UnknownPool` where nobody serves it within the client's
+        `workers_timeout`, and `ServerError` where there is no server. Like every call that takes no
+        timeout, it waits `request_timeout` at most.
         """
         return self._client.info or run_blocking(self._load_info(self._until(None)))
 
@@ -90,10 +93,19 @@ class BaseLM:
         return Deadline.checked(timeout, self.options.request_timeout)
 
     async def _load_info(self, deadline: Deadline) -> ModelInfo:
-        if self._client.info is not None:
-            return self._client.info
+        """The model info, for which a pool that nobody has served is waited for."""
         client = self._client
-        return await outcome(client.load_info(), deadline, client.no_answer, shared=True)
+        if client.info is not None:
+            return client.info
+        patience = Deadline(self.options.workers_timeout)
+        while True:
+            try:
+                return await outcome(client.load_info(), deadline, client.no_answer, shared=True)
+            except UnknownPool:
+                if not patience.left() or deadline.left() == 0.0:
+                    raise
+            left = deadline.left()
+            await pause(INFO_POLL if left is None else min(INFO_POLL, left))
 
     async def _run(self, function: Callable[[Servers], T], deadline: Deadline) -> T:
         """What a function brings that reads from the server."""

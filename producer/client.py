@@ -40,8 +40,6 @@ FAREWELL: Final = 3.0
 """Seconds for which a client that closes waits for the server, unless it is told otherwise."""
 CUT_WAIT: Final = 0.2
 """Seconds in which a thread ends whose connection was cut."""
-REPUBLISHED_IN: Final = 6.0
-"""Seconds within which living workers publish a model info that was lost."""
 LOCK_MOST: Final = 1.0
 """Seconds after which nobody but this very thread can be holding the lock."""
 
@@ -65,11 +63,13 @@ class Client:
 
     def after_fork(self) -> None:
         """In a forked child: threads, locks and connections of its own."""
-        info = self._session.info
+        before = self._session
         self.cache.unlock()
-        self._begin(self._session.table.statistics)
-        if info is not None:
-            self._session.join(info)
+        self._begin(before.table.statistics)
+        self._session.closed = before.closed
+        if before.info is not None:
+            self._session.join(before.info)
+            self._session.confirmed = before.confirmed
 
     @property
     def keys(self) -> PoolKeys:
@@ -145,6 +145,7 @@ class Client:
             if session.closed:
                 raise closed()
             table = session.table
+            confirmed = session.is_confirmed(now)
             for call in calls:
                 if call.done:
                     continue  # cancelled in the turn it was made
@@ -153,7 +154,7 @@ class Client:
                     answered.append(call)
                     continue
                 table.statistics.requests += len(call.jobs)
-                for place, job in enumerate(call.jobs):
+                for place, job in enumerate(call.jobs if confirmed else ()):
                     answer = self.cache.get(job.digest)
                     if answer is not None:
                         call.answers[place] = answer
@@ -169,11 +170,16 @@ class Client:
 
     def lookup(self, job: Job) -> Answer | None:
         """The answer from the local cache, counted as a request, or None, counted as nothing."""
+        session = self._session
+        if session.closed:
+            raise closed()
+        if not session.is_confirmed(time.monotonic()):
+            return None
         answer = self.cache.get(job.digest)
         if answer is not None:
-            with self._session.lock:
-                self._session.table.statistics.requests += 1
-                self._session.table.statistics.local_hits += 1
+            with session.lock:
+                session.table.statistics.requests += 1
+                session.table.statistics.local_hits += 1
         return answer
 
     def forget(self, call: PendingCall) -> None:
@@ -268,14 +274,8 @@ class Client:
         if session.info is not None:  # two asked
             return session.info
         greet(server, options.url, session.clock)
+        began = time.monotonic()
         found = get_string(server, session.keys.info)
-        deadline = time.monotonic() + REPUBLISHED_IN
-        # Living workers publish it again at their next heartbeat.
-        while found is None and server.exists(session.keys.serving):
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(0.05)
-            found = get_string(server, session.keys.info)
         if found is None:
             raise UnknownPool(
                 f"no pool {options.pool!r} on {mask_url(options.url)}: start a worker "
@@ -283,6 +283,7 @@ class Client:
             )
         info = ModelInfo.unpack(found)
         session.join(info)
+        session.confirmed = began
         return info
 
 

@@ -73,7 +73,8 @@ class Collector:
                     session.joined.wait()  # nothing can be waited for before the pool is known
                     continue
                 try:
-                    self._collect_once()
+                    with self._servers.in_step():
+                        self._collect_once()
                     failures = 0
                 except (redis.exceptions.RedisError, OSError) as error:
                     if session.closing.is_set():

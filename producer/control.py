@@ -13,6 +13,7 @@ import msgpack
 
 from lmpool.address import async_connection_pool
 from lmpool.checks import quoted, said
+from lmpool.clock import to_ms
 from lmpool.errors import AdapterError, LmpoolError, NoWorkers, PoolError
 from lmpool.keys import PoolKeys
 from lmpool.producer.blocking import result
@@ -93,13 +94,11 @@ async def _ask(
     )
 
     async def one(worker: str) -> dict[str, Any]:
+        queue = keys.control_queue(worker)
         job = await pool.enqueue_job(
-            function,
-            *arguments,
-            limit,
-            _queue_name=keys.control_queue(worker),
-            _expires=max(limit, 0.001),
+            function, *arguments, limit, _queue_name=queue, _expires=max(limit, 0.001)
         )
+        await pool.pexpire(queue, to_ms(2 * limit))  # of a worker that died nothing is left
         assert job is not None
         answer = await job.result(poll_delay=0.05)
         if not isinstance(answer, dict):

@@ -27,19 +27,29 @@ def look_at(session: Session, servers: Servers, current: bytes) -> bool:
     """
     known = session.info
     assert known is not None
+    if is_known(session, current):
+        return False
     try:
         info = ModelInfo.unpack(current)
     except WireError as error:  # of another version of lmpool
         session.fail_everything(replaced(session.options, known, f" ({error})"))
         return True
-    keys = session.keys
-    if info.shard_keys(keys) == known.shard_keys(keys) and info.fingerprint == known.fingerprint:
-        return False
     if session.options.when_replaced == "follow":
         _move(session, servers, known, info)
     else:
         session.fail_everything(replaced(session.options, known))
     return True
+
+
+def is_known(session: Session, current: bytes) -> bool:
+    """Whether the pool's model info is what the client knows, as far as it matters."""
+    try:
+        info, known = ModelInfo.unpack(current), session.info
+    except WireError:
+        return False
+    assert known is not None
+    keys = session.keys
+    return info.shard_keys(keys) == known.shard_keys(keys) and info.fingerprint == known.fingerprint
 
 
 def replaced(options: ClientOptions, known: ModelInfo, detail: str = "") -> PoolMismatch:

@@ -27,10 +27,12 @@ from lmpool.keys import GROUP, PRIORITIES, Priority, ShardKeys
 from lmpool.liveness import any_alive
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
+from lmpool.producer.notices import bring_forward
 from lmpool.producer.pending import PendingCall, wake
-from lmpool.producer.replacement import look_at, wake_collector
+from lmpool.producer.replacement import is_known, look_at, wake_collector
 from lmpool.producer.session import (
     CLAIM_MOST,
+    CONFIRMED_FOR,
     FLIGHT_TTL,
     REPLY_TTL,
     Session,
@@ -83,7 +85,8 @@ class Sender:
                 if closing:
                     break
                 try:
-                    self._serve()
+                    with self._servers.in_step():
+                        self._serve()
                     lost_since = None
                 except (redis.exceptions.RedisError, OSError) as error:
                     lost_since = self._after_loss(error, lost_since)
@@ -133,12 +136,14 @@ class Sender:
                 raise closed()
             with understood(session.options.url):
                 try:
-                    result = function(self._servers)
+                    with self._servers.in_step():
+                        result = function(self._servers)
                 except redis.exceptions.RedisError as error:
                     # An idle connection may have died unnoticed: once more on a new one.
                     if not is_lost(error) or session.closing.is_set():
                         raise
-                    result = function(self._servers)
+                    with self._servers.in_step():
+                        result = function(self._servers)
         except BaseException as error:
             future.set_exception(closed() if session.closing.is_set() else error)
         else:
@@ -186,10 +191,28 @@ class Sender:
     def _serve(self) -> None:
         session = self._session
         withdraw(session, self._servers)
+        if session.table.has_unsent():
+            self._confirm()
         while self._claim():
             pass
         if session.table.flights and self._next_check <= time.monotonic():
             self._check()
+
+    def _confirm(self) -> None:
+        """See before a claim, now and then, that the model which the client knows is served."""
+        session = self._session
+        now = time.monotonic()
+        if now - session.confirmed < CONFIRMED_FOR / 2:
+            return
+        current = self._servers.pool.get(session.keys.info)
+        if current is not None and not is_known(session, current) and not self._are_served():
+            look_at(session, self._servers, current)
+            return
+        with session.lock:
+            stale = not session.is_confirmed(now)
+            session.confirmed = now
+            ended = session.land_cached() if stale else []
+        wake(ended)
 
     def _claim(self) -> bool:
         """Send one request's worth of flights; False when there was nothing to send."""
@@ -339,7 +362,9 @@ class Sender:
 
     def _check_in(self, shard: ShardKeys, flights: Sequence[Flight]) -> None:
         session = self._session
-        states, fresh = script("check")(
+        reply = shard.reply(session.id)
+        last = session.last_ids.get(reply)
+        states, fresh, newest = script("check")(
             self._servers.for_shard(shard),
             [shard.stream().key],
             [
@@ -350,7 +375,7 @@ class Sender:
                 *(flight.job.digest.hex() for flight in flights),
             ],
         )
-        session.made[shard.reply(session.id)] += fresh
+        session.made[reply] += fresh
         there = []
         with session.lock:
             for flight, state in zip(flights, states.decode(), strict=True):
@@ -358,14 +383,21 @@ class Sender:
                     there.append(flight.job.digest)
                 elif state == "u":
                     session.table.resend(flight)
+        if last is not None and newest:
+            bring_forward(self._servers.for_shard(shard), reply, last, newest.decode())
         if there:
             self._answers.fetch(shard, there)
+
+    def _are_served(self) -> bool:
+        """Whether workers of the model that the client knows live: in every shard, as a pool taken
+        over in fewer shards has nobody in the others."""
+        shards = self._session.shards
+        return all(any_alive(self._servers.for_shard(shard), shard) for shard in shards)
 
     def _look_for_workers(self, now: float) -> None:
         session = self._session
         servers = self._servers
-        # In every shard: a pool taken over in fewer shards has nobody in the others.
-        if all(any_alive(servers.for_shard(shard), shard) for shard in session.shards):
+        if self._are_served():
             self._alone_since = None
             return
         if self._alone_since is None:
@@ -387,8 +419,9 @@ class Sender:
         session, servers = self._session, self._servers
         try:
             if session.shards:
-                withdraw(session, servers)
-                wake_collector(session, servers, session.shards)
+                with servers.in_step():
+                    withdraw(session, servers)
+                    wake_collector(session, servers, session.shards)
                 self._farewell()
                 for shard in session.shards:
                     servers.for_shard(shard).delete(shard.reply(session.id))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import uuid
@@ -23,6 +24,9 @@ from lmpool.settings import ClientOptions
 
 REPLY_TTL: Final = 30.0
 FLIGHT_TTL: Final = 600.0
+CONFIRMED_FOR: Final = 5.0
+"""Seconds for which the pool is taken to serve what it did when that was last looked at: answers of
+a model that it no longer serves, from the client's cache or the server's, are no older."""
 CLAIM_MOST: Final = 512
 """Jobs in one claim: about 3 ms of the server's time, which is everybody's."""
 
@@ -55,6 +59,8 @@ class Session:
         """The pool's shards are known, or the client is closing."""
         self.made: Counter[str] = Counter()
         """How often each reply stream was made: again once it expired, or the server forgot it."""
+        self.confirmed = -math.inf
+        """When the pool was last known to serve what `info` says, on the monotonic clock."""
         self.last_ids: dict[str, str] = {}
         """The last notice read, by reply stream."""
 
@@ -78,6 +84,21 @@ class Session:
         self.info = info
         self.shards = info.shard_keys(self.keys)
         self.table.shards = info.shards
+
+    def is_confirmed(self, now: float) -> bool:
+        """Whether answers of the model `info` may be given out without looking at the pool."""
+        return now - self.confirmed < CONFIRMED_FOR
+
+    def land_cached(self) -> list[PendingCall]:
+        """Answer what is unsent and in the cache: the calls that this ends. Under the lock."""
+        ended = []
+        for unsent in self.table.unsent.values():
+            for flight in unsent:
+                answer = None if flight.sent else self.cache.get(flight.job.digest)
+                if answer is not None and self.table.is_waiting(flight):
+                    self.table.statistics.local_hits += 1
+                    ended += self.table.land(flight.job.digest, answer)
+        return ended
 
     def forget(self, call: PendingCall) -> None:
         """`call` waits no longer: what nobody else wants is withdrawn. Under the lock."""

@@ -15,7 +15,7 @@ from lmpool.servers import Servers
 
 
 class WorkerStatistics(TypedDict):
-    """One living worker."""
+    """One living worker. `execution` is how its engine computes prompts, where it says so."""
 
     id: str
     host: str
@@ -23,6 +23,7 @@ class WorkerStatistics(TypedDict):
     engine: str
     gpu: str
     rows_per_second: float
+    execution: str | None
 
 
 class PoolStatistics(TypedDict):
@@ -117,4 +118,5 @@ def _described(beat: dict[str, Any]) -> WorkerStatistics:
         engine=str(beat.get("engine", "")),
         gpu=str(beat.get("gpu", "")),
         rows_per_second=float(beat.get("rows_per_second", 0.0)),
+        execution=None if beat.get("execution") is None else str(beat["execution"]),
     )

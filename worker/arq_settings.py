@@ -10,6 +10,7 @@ import asyncio
 import logging
 import logging.config
 import os
+import re
 import signal
 import threading
 import time
@@ -26,7 +27,7 @@ from lmpool.server import greet, open_server
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.worker.control import FUNCTIONS, LONGEST
 from lmpool.worker.logs import logging_config
-from lmpool.worker.service import Service
+from lmpool.worker.service import Service, place_name
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,11 @@ EXIT_REFUSED: Final = 78
 """Exit status when starting again cannot help: settings, another model in the pool."""
 EXIT_BROKEN: Final = 70
 """Exit status after a failure that a fresh start may mend."""
+
+
+_TLS: Final = frozenset(
+    {"ssl_keyfile", "ssl_certfile", "ssl_cert_reqs", "ssl_ca_certs", "ssl_check_hostname"}
+)
 
 
 def redis_settings(url: str) -> RedisSettings:
@@ -62,6 +68,7 @@ def redis_settings(url: str) -> RedisSettings:
         username=found.get("username"),
         password=found.get("password"),
         ssl=found.get("connection_class") is SSLConnection,
+        **{name: value for name, value in found.items() if name in _TLS},
     )
 
 
@@ -88,12 +95,19 @@ class PatientRedis(ArqRedis):
                 raise
             logger.debug("arq's %s failed: %s", args[0], error)
             answer = self._NOTHING[args[0]]
+        if args[0] == "ZRANGEBYSCORE":
+            answer = [job for job in answer if _is_job_id(job)] if type(answer) is list else []
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             # redis-py waits with asyncio.wait_for, and that of Python 3.11 loses a cancellation
             # that comes together with the answer: a worker would not hear of its SIGTERM.
             raise asyncio.CancelledError
         return answer
+
+
+def _is_job_id(found: object) -> bool:
+    """Whether it is what arq calls a job: all else is not from a client of ours."""
+    return isinstance(found, bytes) and re.fullmatch(rb"[0-9a-f]{32}", found) is not None
 
 
 def _new_redis(url: str, queue: str) -> PatientRedis:
@@ -185,6 +199,7 @@ class WorkerSettings:
 
     functions: ClassVar = FUNCTIONS
     queue_name: ClassVar = _new_service.keys.control_queue(_new_service.consumer)
+    health_check_key: ClassVar = _new_service.keys.health(place_name(_options))
     redis_settings: ClassVar = redis_settings(_options.url)
     redis_pool: ClassVar = _new_redis(_options.url, queue_name)
     on_startup: ClassVar = startup

@@ -127,14 +127,15 @@ class Batcher:
 
     def due_in(self) -> float | None:
         """Seconds until a batch leaves: 0 when one is ready, None while there is no job."""
-        if self.alone_is_next():
-            return 0.0
-        if not len(self):
-            return None
-        if len(self) >= self.batch_size or self._tokens >= self.max_batch_tokens:
-            return 0.0
-        came = min(jobs[0].came for jobs in (self._interactive, self._batch_priority) if jobs)
-        return max(0.0, came + self.timeout - self._clock())
+        with self.changed:  # the engine may take the last of them meanwhile
+            if self.alone_is_next():
+                return 0.0
+            if not len(self):
+                return None
+            if len(self) >= self.batch_size or self._tokens >= self.max_batch_tokens:
+                return 0.0
+            came = min(jobs[0].came for jobs in (self._interactive, self._batch_priority) if jobs)
+            return max(0.0, came + self.timeout - self._clock())
 
     def take(self, most: int | None = None) -> list[Delivery]:
         """The next batch's jobs now, ready or not; `most` narrows `batch_size`."""

@@ -147,15 +147,16 @@ class EngineLoop:
             return batch
         dropped: dict[Delivery, str] = {}  # not by entry: two streams may share an id
         try:
-            for stream, mine in by_stream(doubtful):
-                pairs = [v for c in mine for v in (c.job.digest.hex(), c.entry)]
-                verdicts = script("admit")(
-                    self._servers.for_shard(stream.shard),
-                    [stream.key],
-                    [stream.shard.prefix, GROUP, COUNTERS_TTL_MS, *pairs],
-                )
-                judged = zip(mine, verdicts.decode(), strict=True)
-                dropped |= {delivery: verdict for delivery, verdict in judged if verdict != "r"}
+            with self._servers.in_step():
+                for stream, mine in by_stream(doubtful):
+                    pairs = [v for c in mine for v in (c.job.digest.hex(), c.entry)]
+                    verdicts = script("admit")(
+                        self._servers.for_shard(stream.shard),
+                        [stream.key],
+                        [stream.shard.prefix, GROUP, COUNTERS_TTL_MS, *pairs],
+                    )
+                    judged = zip(mine, verdicts.decode(), strict=True)
+                    dropped |= {delivery: verdict for delivery, verdict in judged if verdict != "r"}
         except (redis.exceptions.RedisError, OSError) as error:
             logger.debug("running jobs without asking who waits: %s", error)
         there = [Done(c, None) for c in batch if dropped.get(c) == "x"]

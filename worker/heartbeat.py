@@ -75,7 +75,8 @@ class Heartbeat:
         last = time.monotonic()
         while not ended.wait(EVERY):
             try:
-                damaged = self.beat(self._servers)
+                with self._servers.in_step():
+                    damaged = self.beat(self._servers)
                 missed = False
                 if damaged:
                     on_damage(damaged)

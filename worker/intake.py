@@ -11,6 +11,7 @@ import redis.exceptions
 
 from lmpool.commands import Fields, Server, Value
 from lmpool.errors import JobFormatError
+from lmpool.isolation import isolate
 from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream, ShardKeys, streams
 from lmpool.replies import REPLY_BYTES, ReplyTooLong
 from lmpool.scripts import script
@@ -84,11 +85,13 @@ class Intake:
         while not self._status.stopping.is_set():
             try:
                 if group_is_gone:
-                    self._restore(self._servers)
-                    create_groups(self._servers, self._shards, self._consumer)
+                    with self._servers.in_step():
+                        self._restore(self._servers)
+                        create_groups(self._servers, self._shards, self._consumer)
                     self._last.clear()
                     group_is_gone = False
-                self._turn()
+                with self._servers.in_step():
+                    self._turn()
                 failures = 0
             except (redis.exceptions.RedisError, OSError) as error:
                 self._unsure = True
@@ -302,19 +305,32 @@ def release(
         server, start = servers.for_shard(stream.shard), "-"
         while True:
             held = server.xpending_range(stream.key, GROUP, start, "+", 500, consumername=consumer)
-            arguments: list[Value] = [stream.shard.prefix, GROUP]
+            jobs: list[tuple[str, bytes]] = []
             for item in held:
                 entry = item["message_id"]
                 if (stream.key, entry) in keep:
                     continue
                 job = known.get((stream.key, entry))
                 digest = _digest_of(server, stream, entry) if job is None else job.digest.hex()
-                arguments += (digest, entry)
-            if len(arguments) > 2:
-                released += script("release")(server, [stream.key], arguments)
+                jobs.append((digest, entry))
+            released += _give_back(server, stream, jobs)
             if len(held) < 500:
                 break
             start = f"({held[-1]['message_id'].decode()}"
+    return released
+
+
+def _give_back(server: Server, stream: JobStream, jobs: Sequence[tuple[str, bytes]]) -> int:
+    """Give back entries by their digests, or ''; one that cannot be stays. How many were."""
+    released = 0
+
+    def give_back(some: Sequence[tuple[str, bytes]]) -> None:
+        nonlocal released
+        arguments: list[Value] = [stream.shard.prefix, GROUP, *(v for job in some for v in job)]
+        released += script("release")(server, [stream.key], arguments)
+
+    if jobs:
+        isolate(jobs, give_back, lambda job, error: logger.error("%s stays: %s", job[1], error))
     return released
 
 

@@ -152,11 +152,12 @@ class Publisher:
         left = _by_stream(chunk)
         while True:
             try:
-                while left:
-                    stream, mine = left[0]
-                    isolate(mine, partial(self._write_in, stream, batches), self._leave_out)
-                    left.pop(0)
-                    batches = 0
+                with self._servers.in_step():
+                    while left:
+                        stream, mine = left[0]
+                        isolate(mine, partial(self._write_in, stream, batches), self._leave_out)
+                        left.pop(0)
+                        batches = 0
                 self._status.let_go(done.delivery for done in chunk)
                 return
             except (redis.exceptions.RedisError, OSError) as error:

@@ -83,7 +83,8 @@ class Recovery:
             if server in lost:
                 continue
             try:
-                self._look(stream)
+                with self._servers.in_step():
+                    self._look(stream)
             except (redis.exceptions.RedisError, OSError) as error:
                 failure = error
                 if is_lost(error):  # so are its other streams, those of other servers are not

@@ -162,6 +162,7 @@ class Service:
     def _enter_pool(self, control: Servers, info: ModelInfo, engine: Engine) -> Heartbeat:
         """Become one of the pool's workers; all that is left is to read jobs."""
         self.status.description["engine"] = info.engine
+        self.status.description["execution"] = engine.info.execution
         join(control.pool, self.keys, info, self.options.replace, LIFE_MS)
         self.shards = info.shard_keys(self.keys)
         heartbeat = Heartbeat(
@@ -351,9 +352,14 @@ def warn_about(server: Server, url: str) -> None:
 
 def consumer_name(options: WorkerOptions) -> str:
     """A name no other worker has: it says where to look, and a restart gets another."""
+    return f"{place_name(options)}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+def place_name(options: WorkerOptions) -> str:
+    """Where a worker runs: the same for each that these settings and this environment start."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    place = f"gpu{gpu.replace(',', '+')}-" if gpu and len(gpu) < 16 else ""
-    return f"{options.worker_name}-{place}{os.getpid()}-{secrets.token_hex(2)}"
+    place = f"-gpu{gpu.replace(',', '+')}" if gpu and len(gpu) < 16 else ""
+    return f"{options.worker_name}{place}"
 
 
 def _engine_options(options: WorkerOptions) -> dict[str, Any]:

@@ -12,7 +12,7 @@ class BrokenPromise(AssertionError):
         self.seen = seen
 
 
-def expect(kept: bool, promise: str, seen: str) -> None:
-    """Raise `BrokenPromise` unless the promise was kept."""
+def expect(kept: bool, promise: str, *seen: object) -> None:
+    """Raise `BrokenPromise` unless the promise was kept; what was seen is only then made a text."""
     if not kept:
-        raise BrokenPromise(promise, seen)
+        raise BrokenPromise(promise, " ".join(map(str, seen)))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from lmpool.backends.contract.breaches import expect
 from lmpool.backends.contract.draws import Draws, Weights, heated
@@ -20,8 +21,9 @@ from lmpool.wants import Generate, Generation, Reduced
 _FOLLOWS: Final = "a continuation is drawn from the model's rows, at its temperature, by its seed"
 _REPEATS: Final = "one seed and prompt give one continuation, whatever the company"
 
-TEMPERATURES: Final = (0.0, 0.0, 0.1, 0.2, 0.25, 0.3, 0.5, 0.7, 1.0, 1.0, 1.3, 1.9)
+TEMPERATURES: Final = (0.0, 0.0, 0.1, 0.2, 0.25, 0.3, 0.5, 0.7, 1.0, 1.0, 1.3, 1.9, 2.5, 20.0)
 _BAD_TEMPERATURES: Final = (-1.0, float("nan"), float("inf"))
+_TRIES: Final = 3_000
 _MAX_SEED: Final = 2**63 - 1
 
 _Item: TypeAlias = tuple[Asked, Adapter | None, Reduced | None]
@@ -32,7 +34,7 @@ def draw_generate(
     random: Random, prompt: Prompt, adapter: Adapter | None, truth: Truth
 ) -> Generate:
     """A continuation that takes few tokens; one in 25 has a temperature that is none."""
-    temperature = float(random.choice(TEMPERATURES))
+    temperature = min(float(random.choice(TEMPERATURES)), truth.suite.most_temperature)
     if random.random() < 0.04:
         temperature = float(random.choice(_BAD_TEMPERATURES))
     most = int(random.choice((0, 1, 1, 2, 3, 4, 6, 9)))
@@ -51,7 +53,11 @@ def _seed(random: Random) -> int | None:
         return low
     if kind < 0.7:
         return low + (int(random.integers(1, 2**31)) << 32)
-    return int(random.integers(2**64, dtype=np.uint64)) | (1 << 63)
+    seed = int(random.integers(2**64, dtype=np.uint64)) | (1 << 63)
+    if kind < 0.85:
+        return seed
+    # Any integer is a seed: equal ones modulo 2**64 draw alike.
+    return -low - 1 if kind < 0.92 else seed + (low + 1 << 64)
 
 
 def _end_tokens(
@@ -74,6 +80,17 @@ def _end_tokens(
         return tuple({likely, int(random.integers(vocab))})
     count = min(100, vocab // 2)
     return tuple(int(token) for token in np.argpartition(row, -count)[-count:])
+
+
+def seed_that_draws(
+    random: Random, row: npt.NDArray[np.float32], temperature: float, tokens: Collection[int]
+) -> int | None:
+    """A seed whose first draw from this row is one of `tokens`; None where none is found soon."""
+    for _ in range(_TRIES):
+        seed = int(random.integers(2**62))
+        if sample_token(row, temperature, seed, 0) in tokens:
+            return seed
+    return None
 
 
 class ContinuationJudge:
@@ -117,30 +134,35 @@ class ContinuationJudge:
         expect(
             isinstance(answer, Generation),
             "a continuation is answered with a Generation",
-            f"{type(answer).__name__}: {asked}",
+            type(answer),
+            asked,
         )
         assert isinstance(answer, Generation)
         ids = answer.token_ids
         expect(
             isinstance(ids, np.ndarray) and str(ids.dtype) == "uint32" and ids.ndim == 1,
             "a continuation's tokens are uint32 [n]",
-            f"{getattr(ids, 'dtype', type(ids).__name__)} {getattr(ids, 'shape', '')}: {asked}",
+            getattr(ids, "dtype", type(ids)),
+            getattr(ids, "shape", ""),
+            asked,
         )
         tokens = tuple(ids.tolist())
         most = _most(asked, truth)
         expect(
             len(tokens) <= most,
             "a continuation ends after max_tokens, and where the model does",
-            f"{len(tokens)} tokens, {most} at most: {asked}",
+            f"{len(tokens)} tokens, {most} at most:",
+            asked,
         )
         ends = _ends(asked, truth)
         expect(
             ends.isdisjoint(tokens),
             "a continuation ends before an end token, which is no part of it",
-            f"{list(tokens)}: {asked}",
+            tokens,
+            asked,
         )
         wrong = [token for token in tokens if token >= truth.info.vocab_size]
-        expect(not wrong, "tokens are of the vocabulary", f"{wrong}: {asked}")
+        expect(not wrong, "tokens are of the vocabulary", wrong, asked)
         return tokens
 
     def _rows_needed(self, asked: Asked, drawn: tuple[int, ...], truth: Truth) -> int:
@@ -162,16 +184,16 @@ class ContinuationJudge:
         for step, row in enumerate(rows):
             candidates = drawn[step : step + 1] or tuple(sorted(ends))
             said = f"token {drawn[step]}" if step < len(drawn) else "the end"
-            where = f"{said} at step {step} of {list(drawn)}: {asked}"
+            where = (f"{said} at step {step} of", drawn, asked)
             if want.temperature == 0.0:
                 best = float(row.max()) - 2 * truth.tolerance
                 kept = any(row[token] >= best for token in candidates)
-                expect(kept, "greedy takes the likeliest token", where)
+                expect(kept, "greedy takes the likeliest token", *where)
                 continue
             weights = heated(row, want.temperature)
             if want.seed is not None and not truth.suite.own_draws:
                 place = uniform(want.seed, step)
-                expect(_drawn_at(weights, candidates, place, want, truth), _FOLLOWS, where)
+                expect(_drawn_at(weights, candidates, place, want, truth), _FOLLOWS, *where)
                 continue
             if ends:
                 self._draws.end(weights, ends, step == len(drawn))

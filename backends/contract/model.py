@@ -115,8 +115,7 @@ class Model:
             case AddAdapter(files):
                 self._add(files)
             case RemoveAdapter(name):
-                self._engine.remove_adapter(name)
-                self._release(name)
+                self._remove(name)
             case ClearCache():
                 self._engine.clear_cache()
             case CachePrefix(prompt):
@@ -142,7 +141,9 @@ class Model:
             refused = self._must_fail(each) or (adapter is None and each.adapter is not None)
             self._living[each.id] = _Living(each, adapter, refused)
             taken.append(each)
-        self._engine.submit([each.request() for each in taken])
+        requests = [each.request() for each in taken]
+        self._engine.submit(requests)
+        requests.clear()  # the list is the caller's
 
     def _must_fail(self, asked: Asked) -> bool:
         info, prompt = self._truth.info, asked.prompt
@@ -164,14 +165,14 @@ class Model:
         expect(
             isinstance(outcome, Outcome),
             "step returns Outcomes",
-            f"a {type(outcome).__name__}",
+            type(outcome),
         )
         living = self._living.pop(outcome.id, None) or self._cancelled.pop(outcome.id, None)
         if living is None:
             raise BrokenPromise(_ONE_OUTCOME, f"one more came, for the id {outcome.id!r}")
         asked = living.asked
         kinds = [outcome.row is not None, outcome.answer is not None, outcome.error is not None]
-        expect(sum(kinds) == 1, "an outcome is one of a row, an answer or an error", f"{asked}")
+        expect(sum(kinds) == 1, "an outcome is one of a row, an answer or an error", asked)
         if outcome.error is not None:
             expect(
                 isinstance(outcome.error, PromptFailed),
@@ -184,7 +185,7 @@ class Model:
                 f"{outcome.error}: {asked}",
             )
             return
-        expect(not living.refused, "what cannot be run fails", f"it has an answer: {asked}")
+        expect(not living.refused, "what cannot be run fails", "it has an answer:", asked)
         if living.cancelled and isinstance(asked.want, Generate) and asked.want.max_tokens > 100:
             expect(is_cut_short(outcome, asked), "cancelled requests end", f"{asked} ran on")
         self._finished.append(Answered(asked, living.adapter, outcome))
@@ -221,7 +222,9 @@ class Model:
 
     def _cancel(self, numbers: Sequence[int]) -> None:
         ids = [Asked(number, (0,)).id for number in numbers]
-        self._engine.cancel(set(ids))
+        wanted = set(ids)
+        self._engine.cancel(wanted)
+        wanted.clear()
         for cancelled in ids:
             living = self._living.pop(cancelled, None)
             if living is not None:
@@ -242,12 +245,12 @@ class Model:
                 f"{error} with {len(self._adapters)} of them",
             )
             return
-        if self._adapters.get(files.name) != adapter:
-            self._release(files.name)
+        # Requests in flight by one that it replaces are answered by that one.
         self._adapters[files.name] = adapter
 
-    def _release(self, name: str) -> None:
+    def _remove(self, name: str) -> None:
         """The adapter of this name goes: its requests have an answer of it, or fail."""
+        self._engine.remove_adapter(name)
         self._adapters.pop(name, None)
         for living in (*self._living.values(), *self._cancelled.values()):
             if living.asked.adapter == name:
@@ -261,7 +264,9 @@ class Model:
         expect(
             least <= found <= most,
             "in_flight is the number of requests that have had no outcome",
-            f"{found} instead of {most}" + (f" (or {least})" * (least < most)) + f": {operation}",
+            found,
+            f"instead of {least}" + (f" to {most}" if least < most else "") + ":",
+            operation,
         )
 
     def _judge(self) -> None:
@@ -292,7 +297,8 @@ class Model:
         expect(
             len(self._blocks) < _BLOCKS,
             "a row keeps no more alive than the rows of its batch",
-            f"{row.nbytes} bytes in a block of {held}, with {company} in flight: {asked}",
+            f"{row.nbytes} bytes in a block of {held}, with {company} in flight:",
+            asked,
         )
 
     def check_held(self) -> None:
@@ -301,5 +307,6 @@ class Model:
             expect(
                 zlib.crc32(held.row.tobytes()) == held.checksum,
                 "rows that were handed out stay as they are",
-                f"that of {held.asked} was written again",
+                "this one was written again:",
+                held.asked,
             )

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
+import numpy as np
+
+from lmpool.backends.contract.continuations import seed_that_draws
 from lmpool.backends.contract.operations import Cancel, Prompt, Submit
 from lmpool.backends.contract.prompts import (
     LONGEST,
@@ -12,7 +15,7 @@ from lmpool.backends.contract.prompts import (
     near_copies,
     random_prompt,
 )
-from lmpool.backends.contract.script import Script, shuffled, versioned
+from lmpool.backends.contract.script import HOW, Script, shuffled, versioned
 from lmpool.wants import Generate
 
 
@@ -22,16 +25,19 @@ def rows(script: Script) -> None:
     most = min(longest, LONGEST)
     # Twice: alone with its kind, and then all in another order, out of what may be kept.
     families: list[list[Prompt]] = []
-    for length in (2, 5, 9, 20, 33, 70, 140, 300, most - 1):
-        if length > most - 1:
-            continue
-        prompt = random_prompt(random, vocab, max(1, length - int(random.integers(0, 4))))
+    between = int(random.integers(100, 300))
+    for length, some in ((2, 99), (5, 99), (9, 99), (20, 99), (33, 99), (70, 24), (between, 6)):
+        length = min(length, most - 1) - int(random.integers(0, 2))
+        prompt = random_prompt(random, vocab, max(1, length))
         copies = shuffled(random, near_copies(random, prompt, vocab, most))
-        families.append([prompt, *copies[: len(copies) if length < 100 else 10]])
+        families.append([prompt, *copies[:some]])
     for family in families:
         script.submit(map(script.ask, shuffled(random, family)), portions=2)
     script.settle()
-    every = [random_prompt(random, vocab, n) for n in lengths(longest)]
+    near = lengths(longest)
+    long = [n for n in near if n > 100 and n < most - 1]
+    few = [n for n in near if n not in long] + random.permutation(long)[:4].tolist()
+    every = [random_prompt(random, vocab, n) for n in few]
     whole = random_prompt(random, vocab, min(40, most))
     nested = [whole[:n] for n in range(1, len(whole) + 1)]
     edges = [(0,), (vocab - 1,), (0,) * 20, (vocab - 1,) * 20, (vocab - 1, 0)]
@@ -67,7 +73,7 @@ def company(script: Script) -> None:
         below, above = int(random.integers(-1, 1)), int(random.integers(1, 3))
         sizes |= {power + below, power + above} if power < 1_024 else {power + above - 1}
     for size in shuffled_sizes(script, sizes):
-        asked = script.mixed(size, others=0.12, bad=0.02)
+        asked = script.mixed(size, others=0.12, bad=0.02, most=3 if size > 200 else 6)
         if size < 200 and random.random() < 0.4:  # of one kind
             asked = script.mixed(size, adapters=float(random.integers(2)), others=0.0, bad=0.0)
         script.submit(asked, portions=1 if size > 200 else 2)
@@ -122,7 +128,7 @@ def _many_adapters(script: Script) -> None:
     """As many as an engine keeps, of which each is asked for."""
     most = min(script.truth.suite.most_adapters, 70)
     for number in range(most):
-        script.add_adapter(versioned(f"a{number}", number), 100 + number)
+        script.add_adapter(versioned(f"a{number}", number), 100 + len(HOW) * number)
     short, longer = script.prompt(), script.prompt(20)
     asked = [script.ask(short, name) for name in script.loaded]
     asked += [script.ask(longer, name) for name in script.loaded if script.random.random() < 0.3]
@@ -139,7 +145,7 @@ def continuations(script: Script) -> None:
     if script.has_adapters:
         script.add_adapter(versioned("drawn", 1), 1)
     for _ in range(3):
-        script.submit(script.mixed(40, others=1.0, bad=0.0, draw=lambda: script.prompt(12)))
+        script.submit(script.mixed(40, others=1.0, bad=0.0, most=12))
         script.submit(script.mixed(10, others=0.0), portions=2)
         script.settle()
     # One prompt: many seeds of which some are alike in part, then again in other company.
@@ -162,8 +168,37 @@ def continuations(script: Script) -> None:
         [script.ask(prompt, None, want) for prompt in (whole, whole[:-2], (1,)) for want in ends]
         + [script.ask(prompt, None, Generate(0, (), 0.0, 0)) for prompt in (whole, (1,))]
     )
+    _long_ones(script)
+    _own_ends(script)
     _many_draws(script)
     script.remove_adapters()
+
+
+def _long_ones(script: Script) -> None:
+    """Continuations longer than most, among short ones: each token follows all before it."""
+    room = script.longest - 6
+    for most in (20, 45, 80, 140):
+        for temperature in (0.0, 1.0):
+            seed = int(script.random.integers(2**62))
+            want = Generate(min(most, room), (), temperature, seed)
+            script.submit([script.ask(script.prompt(4), script.any_adapter(0.3), want)])
+    script.submit(script.mixed(5))
+    script.settle()
+
+
+def _own_ends(script: Script) -> None:
+    """The model's own end tokens, which end what names none, and nothing that names others."""
+    own = script.info.eos_token_ids
+    temperature = min(1.9, script.truth.suite.most_temperature)
+    prompts = [script.prompt(10) for _ in range(24)]
+    rows = script.truth.rows(prompts, None)
+    likely = np.argsort(rows[:, list(own)].max(axis=1, initial=-np.inf))[::-1]
+    for place in likely[:3].tolist() if own else ():
+        seed = seed_that_draws(script.random, rows[place], temperature, own)
+        ends: list[tuple[int, ...] | None] = [None, (), own, (int(own[0] == 0),)]
+        wants = [Generate(5, each, temperature, seed) for each in ends]
+        script.submit([script.ask(prompts[place], None, want) for want in wants])
+    script.settle()
 
 
 def _many_draws(script: Script) -> None:
@@ -213,17 +248,24 @@ def cancelling(script: Script) -> None:
 def kept_state(script: Script) -> None:
     """Prefixes that are kept and dropped, with everything under way."""
     random, vocab = script.random, script.vocab
-    prefix = random_prompt(random, vocab, min(100, script.longest // 2))
+    prefix = random_prompt(random, vocab, min(40, script.longest // 2))
     relatives = [
         prefix, (*prefix, 3), (*prefix, 3, 4), prefix[:-1], (*prefix[:-1], 9), prefix + prefix[:5],
-        *near_copies(random, prefix, vocab, script.longest)[:12],
+        *shuffled(random, near_copies(random, prefix, vocab, script.longest))[:6],
     ]  # fmt: skip
     names: list[str | None] = [None]
     if script.has_adapters:
         script.add_adapter(versioned("kept", 0), 0)
         script.add_adapter(versioned("too", 1), 1)
         names += list(script.loaded)
-    script.cache_prefix(prefix)
+    # Kept prefixes that resemble each other, and prompts behind them and behind their likes.
+    alike = [prefix, *shuffled(random, near_copies(random, prefix, vocab, len(prefix)))[:10]]
+    alike.append((*prefix[:-1], (prefix[-1] + 1) % vocab))
+    for kept in alike[:3]:
+        script.cache_prefix(kept)
+    behind = [(*before, *end) for before in alike for end in ((5, 6, 7), (4,), prefix[:2])]
+    script.submit(map(script.ask, shuffled(random, behind)), portions=2)
+    script.settle()
     for turn in range(4):
         asked = [script.ask(prompt, name) for prompt in relatives for name in names[: 1 + turn]]
         asked += script.mixed(6, others=1.0, bad=0.0)
@@ -235,7 +277,7 @@ def kept_state(script: Script) -> None:
             script.submit(script.mixed(6))
             script.clear_cache()
         script.settle()
-        script.cache_prefix(prefix[: 50 + turn])
+        script.cache_prefix(prefix[: 20 + turn])
         if turn == 2:
             script.clear_cache()
             script.clear_cache()
@@ -263,7 +305,8 @@ def life(script: Script) -> None:
         (1, script.clear_cache),
         (1, lambda: script.cache_prefix(script.prompt(20))),
         (1, lambda: script.cache_prefix(())),
-        (1, lambda: script.submit(script.mixed(40, draw=lambda: script.prompt(60)))),
+        (1, lambda: script.do(Submit(()))),
+        (1, lambda: script.submit(script.mixed(20, most=40))),
     ]
     if script.has_adapters:
         names = [versioned(f"x{n}", n) for n in range(4)]
@@ -281,11 +324,11 @@ def life(script: Script) -> None:
 
 SCENARIOS: Final[Mapping[str, Callable[[Script], None]]] = {
     "rows": rows,
-    "company": company,
-    "continuations": continuations,
     "cancelling": cancelling,
     "kept_state": kept_state,
     "adapters": adapters,
     "life": life,
+    "continuations": continuations,
+    "company": company,
 }
-"""By name, in the order in which they are run."""
+"""By name, in the order in which they are run: what takes longest is last."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from lmpool.backends.contract.operations import (
     AdapterFiles,
@@ -36,8 +36,6 @@ HOW: Final[Sequence[dict[str, object]]] = (
     {"rank": 3, "alpha": 1.5, "targets": ("v_proj", "down_proj")},
 )
 """Adapters of unlike ranks, scales and layers."""
-
-Draw: TypeAlias = Callable[[], Prompt]
 
 
 class Script:
@@ -94,9 +92,12 @@ class Script:
         adapters: float = 0.4,
         others: float = 0.15,
         bad: float = 0.03,
-        draw: Draw | None = None,
+        most: int = 6,
     ) -> list[Asked]:
-        """So many requests: these shares by adapters, for other wants than rows, and bad ones."""
+        """So many requests: these shares by adapters, for other wants than rows, and bad ones.
+
+        Prompts have 1 to `most` tokens; one in ten is one of before.
+        """
         found: list[Asked] = []
         again: list[Prompt] = []
         for _ in range(count):
@@ -106,7 +107,7 @@ class Script:
             if again and self.random.random() < 0.1:
                 prompt = again[int(self.random.integers(len(again)))]
             else:
-                prompt = self.prompt() if draw is None else draw()
+                prompt = self.prompt(most)
             again.append(prompt)
             adapter = self.any_adapter(adapters)
             other = self.random.random() < others

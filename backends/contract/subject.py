@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ class Subject:
     tolerance: ClassVar[float] = 1e-4
     lacks: ClassVar[Mapping[str, str]] = {}
     most_adapters: ClassVar[int] = 70
+    most_temperature: ClassVar[float] = math.inf
     own_draws: ClassVar[bool] = False
     seed: ClassVar[int] = 0
 

@@ -69,20 +69,23 @@ class RowReference(WantReference[Row]):
 
     def _check_form(self, each: Answered, truth: Truth) -> None:
         row = each.outcome.row
-        expect(row is not None, "a row was asked for", f"{each.asked} has another answer")
+        expect(row is not None, "a row was asked for", "another answer came:", each.asked)
         assert row is not None
         allowed = ["float32", "uint16"] if truth.info.encoding == "bf16" else ["float32"]
         dtype = str(getattr(row, "dtype", None))  # that of another byte order has another name
         expect(
             type(row) is np.ndarray and dtype in allowed,
             f"rows are {' or '.join(allowed)}, as info.encoding={truth.info.encoding!r} says",
-            f"{type(row).__name__} of {dtype}: {each.asked}",
+            type(row),
+            f"of {dtype}:",
+            each.asked,
         )
         truth.narrow += dtype == "uint16"
         expect(
             row.shape == (truth.info.vocab_size,) and row.flags.c_contiguous,
             "rows are contiguous, one number a token of the vocabulary",
-            f"shape {row.shape}, strides {row.strides}: {each.asked}",
+            (row.shape, row.strides),
+            each.asked,
         )
 
 

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -32,9 +33,9 @@ from lmpool.backends.hf.model import (
     prompt_bounds,
 )
 from lmpool.backends.hf.packed import Take
-from lmpool.backends.hf.packed_fit import packed_forward
+from lmpool.backends.hf.packed_fit import execution, packed_forward
 from lmpool.backends.hf.packed_layout import Bounds
-from lmpool.backends.hf.probes import first_row, measure
+from lmpool.backends.hf.probes import first_row, longest_placed, measure
 from lmpool.backends.model_config import longest_prompt
 from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.options import check_positive
@@ -116,10 +117,10 @@ class HFEngine(BatchEngine):
         self._copies = HostCopies(loaded.device)
         self._lora = LoraAdapters(loaded.model, (Path(model).name, self.model_files.folder.name))
         bounds = prompt_bounds(loaded.model, self.model_files.tokenizer)
-        longest = longest_prompt(bounds, max_prompt_tokens)
+        longest = longest_placed(forward, longest_prompt(bounds, max_prompt_tokens))
         self.info = self._describe(model, revision, loaded, kwargs, probe.shape[-1], longest)
         forward.sharing = measure(forward, longest)
-        self._packed, self._packed_longest = packed_forward(
+        fit = packed_forward(
             loaded.model,
             forward,
             device=loaded.device,
@@ -127,6 +128,8 @@ class HFEngine(BatchEngine):
             longest=longest,
             bounds=Bounds(self._forward_tokens, max(1, MAX_LOGITS // self.info.vocab_size)),
         )
+        self._packed, self._packed_longest = fit.packed, fit.longest
+        self.info = replace(self.info, execution=execution(fit, forward.sharing, longest))
 
     def _describe(
         self,
@@ -288,11 +291,11 @@ class HFEngine(BatchEngine):
         Raises `AdapterError` where it does not fit the model; the engine goes on as before.
         """
         forward = self._open()
+        self.finish_adapter(name)
         try:
             self._lora.add(name, Path(path))
         finally:
             forward.follow()
-        self.release_adapter(name)
         self.adapters[name] = path
         if self._packed is not None:
             self._packed.forget(name)
@@ -300,7 +303,7 @@ class HFEngine(BatchEngine):
     def remove_adapter(self, name: str) -> None:
         """Unload an adapter, and forget the keys and values that it computed."""
         if self.adapters.pop(name, None) is not None:
-            self.release_adapter(name)
+            self.refuse_adapter(name)
             self._lora.remove(name)
             if self._packed is not None:
                 self._packed.forget(name)

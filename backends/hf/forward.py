@@ -12,6 +12,7 @@ import torch
 from lmpool.backends.engine import Tokens
 from lmpool.backends.grouping import forward_passes
 from lmpool.backends.hf.device import to_device
+from lmpool.backends.hf.numbers import Number
 
 # By how much of its largest logit a prompt in company may differ from the same prompt alone.
 _TOLERANCE: Final = 2e-4
@@ -99,6 +100,8 @@ class Forward:
         self.name = type(model).__name__
         self.embedded = int(model.get_input_embeddings().weight.shape[0])
         self.sharing = Sharing()
+        self.numbers: list[Number] = []
+        """Those of the model that may be lengths, from where it computes otherwise."""
         self._model: Any = model
         self._device = device
         self.head: Head | None = Head(model)

@@ -47,6 +47,7 @@ def load_model(
     place = resolve_device(device)
     check_dtype(dtype)
     kwargs = with_quantization(model_kwargs)
+    config: Any = None
     try:
         config = transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code
@@ -77,8 +78,12 @@ def load_model(
     except SettingsError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise SettingsError(f"the model in {str(folder)!r} cannot be loaded: {reason}") from error
+        # transformers lists all that it knows below the first line.
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        kind = "" if config is None else f" ({config.model_type})"
+        raise SettingsError(
+            f"the model in {str(folder)!r}{kind} cannot be loaded: {reason}"
+        ) from error
     if missing := sorted(loading["missing_keys"]):
         raise SettingsError(
             f"the weights in {str(folder)!r} lack {len(missing)} of the model's tensors, "

@@ -10,12 +10,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from lmpool.backends.cache_memory import MOST_POSITIONS, default_cache_bytes
-from lmpool.backends.hf.forward import Forward
+from lmpool.backends.hf.forward import Forward, Sharing
+from lmpool.backends.hf.numbers import LOWERED
 from lmpool.backends.hf.packed import LayerShape, PackedForward, Reach, cache_utils
 from lmpool.backends.hf.packed_layout import RESERVED_SLOTS, Bounds
 from lmpool.backends.hf.packed_trial import Unfit, compare, longest_by_cache_length
@@ -34,7 +36,17 @@ _WINDOWS: Final = {
 
 _TRIAL_WINDOW: Final = 7
 """A window for the trial, so that its prompts are longer than that and yet short."""
+_LOWERED_TOKENS: Final = 17
 _FEWEST_SLOTS: Final = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fit:
+    """A packed forward, and the `longest` prompt that it serves right; or why there is none."""
+
+    packed: PackedForward | None = None
+    longest: int = 0
+    reason: str = ""
 
 
 def packed_forward(
@@ -45,14 +57,14 @@ def packed_forward(
     kv_cache_bytes: int | None,
     longest: int,
     bounds: Bounds,
-) -> tuple[PackedForward | None, int]:
-    """A packed forward for `model`, and the longest prompt that it serves right.
+) -> Fit:
+    """A packed forward for `model`.
 
-    None and 0 where `kv_cache_bytes` is 0, and for a model that it cannot serve; the log says why.
-    Raises `SettingsError` where `kv_cache_bytes` is too little for a few positions.
+    There is none where `kv_cache_bytes` is 0, and for a model that it cannot serve; the log says
+    why. Raises `SettingsError` where `kv_cache_bytes` is too little for a few positions.
     """
     if kv_cache_bytes == 0:
-        return None, 0
+        return Fit(reason="kv_cache_bytes is 0")
     name = type(model).__name__
     began = time.monotonic()
     try:
@@ -66,13 +78,14 @@ def packed_forward(
         logger.info("%s is tried in packed forward passes", name)
         limit = _longest_right(packed, forward, model, min(limit, longest))
         limit = longest_by_cache_length(packed, forward, limit)
+        limit = _within_numbers(packed, forward, limit)
     except Unfit as reason:
         logger.warning(
             "%s keeps nothing between batches, and computes shared prefixes for each prompt: %s",
             name,
             reason,
         )
-        return None, 0
+        return Fit(reason=str(reason))
     logger.info(
         "%s computes each distinct position once, packed with others: trials in %.1f s gave the "
         "rows of plain forward passes",
@@ -93,7 +106,21 @@ def packed_forward(
             limit,
             name,
         )
-    return packed, limit
+    return Fit(packed, limit)
+
+
+def execution(fit: Fit, sharing: Sharing, longest: int) -> str:
+    """How prompts of up to `longest` tokens are computed, and why not in a faster way."""
+    if fit.packed is not None and fit.longest >= longest:
+        return "each distinct position once"
+    if sharing.padded and (fit.packed is None or sharing.padded_beyond):
+        plain = "prompts of like length, padded"
+    else:
+        plain = "prompts of one length together" if sharing.alike else "one prompt at a time"
+    reason = fit.reason or sharing.reason
+    if fit.packed is not None:
+        plain = f"each distinct position once up to {fit.longest} tokens, then {plain}"
+    return f"{plain}: {reason}" if reason else plain
 
 
 def _slots(shapes: Sequence[LayerShape], device: torch.device, kv_cache_bytes: int | None) -> int:
@@ -130,6 +157,26 @@ def _longest_right(packed: PackedForward, forward: Forward, model: Any, longest:
         packed.reach = Reach()
         longest = min(longest, *windows.values())
         compare(packed, forward, longest)
+    return longest
+
+
+def _within_numbers(packed: PackedForward, forward: Forward, longest: int) -> int:
+    """The longest prompt, up to this, that none of the model's numbers cuts in a way of its own.
+
+    Windows that `packed` heeds were tried with it.
+    """
+    heeded = _WINDOWS.values() if packed.reach != Reach() else ()
+    for number in forward.numbers:
+        if number.name in heeded or number.value > longest:
+            continue
+        try:
+            with number.lowered():
+                compare(packed, forward, min(longest, _LOWERED_TOKENS))
+        except Unfit as reason:
+            logger.info("from %s=%d on, %s", number.name, number.value, reason)
+            longest = min(longest, number.value - 1)
+            with number.lowered():  # shorter prompts in rows that may be longer
+                compare(packed, forward, LOWERED - 1)
     return longest
 
 

@@ -75,10 +75,10 @@ def longest_by_cache_length(packed: PackedForward, forward: Forward, longest: in
 
     plain = rows(0)
     claimed = min(_CLAIMED, longest - 1)
-    if claimed < 1 or right(claimed):
-        return longest
-    limit = 1 + greatest(right, 0, claimed)
-    if limit < _FEWEST_TOKENS:
+    limit = longest
+    if claimed >= 1 and not right(claimed):
+        limit = 1 + greatest(right, 0, claimed)
+    if limit < longest and limit < _FEWEST_TOKENS:
         raise Unfit("its rows depend on how long its cache says that it is")
     packed.bounds = replace(packed.bounds, widest=limit)
     return limit

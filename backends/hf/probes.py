@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmpool.backends.engine import Tokens
 from lmpool.backends.hf.forward import Forward, Sharing
+from lmpool.backends.hf.numbers import numbers
 from lmpool.errors import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,15 @@ _SHORT: Final = 9
 _LONG: Final = 66
 """More than a usual chunk of 64: attention by chunks differs from there on."""
 _VERY_LONG: Final = 1_024
+_TRIED: Final = 17
+"""As many as suffice to see what a lowered number changes."""
 _NEAR: Final = 7
 """So many tokens near a position stand for a prompt that long."""
+_LOOKUPS: Final = (
+    torch.ops.aten.embedding,
+    torch.ops.aten.gather,
+    torch.ops.aten.index_select,
+)
 _RANDOM: Final = ("bernoulli", "multinomial", "native_dropout", "normal", "rand", "uniform")
 """How operations begin that draw random numbers."""
 
@@ -40,6 +48,33 @@ def first_row(forward: Forward) -> torch.Tensor:
     """
     with _refusing(forward):
         return forward([np.zeros(1, np.uint32)])
+
+
+def longest_placed(forward: Forward, longest: int) -> int:
+    """The longest prompt, up to this, for which the model's tables of positions have entries.
+
+    They need not begin with the first entry, as a config supposes.
+    """
+    tokens = np.random.default_rng(0).integers(0, forward.embedded, _FIRST + 1).astype(np.uint32)
+    seen: list[list[tuple[int, int]]] = []
+    with _refusing(forward):
+        for size in (_FIRST, _FIRST + 1):
+            with _Record() as record:
+                forward.every(tokens[: min(size, longest)])
+            seen.append(record.tables)
+    # In a table of positions a further token looks one entry further.
+    ends = {
+        rows - (last + 1 - _FIRST)
+        for (rows, last), (same, further) in zip(*seen, strict=False)
+        if rows == same and further == last + 1
+    }
+    for end in sorted(end for end in ends if _FIRST < end < longest):
+        try:
+            with _Record():
+                forward.every(np.resize(tokens, end + 1))
+        except _NoEntry:
+            return end
+    return longest
 
 
 @contextmanager
@@ -108,7 +143,40 @@ def _measure(forward: Forward, longest: int) -> Sharing:
             reason = f"a padded batch gives other rows, by {error:.2g}"
     beyond = padded and _alike_beyond(forward, near, limit, longest)
     alike = padded or _alike(forward, near)
-    return Sharing(alike, padded, limit, beyond, reason)
+    sharing = Sharing(alike, padded, limit, beyond, reason)
+    return _within_numbers(forward, sharing, tokens[:_TRIED], rows[:_TRIED], longest)
+
+
+def _within_numbers(
+    forward: Forward, sharing: Sharing, tokens: Tokens, rows: torch.Tensor, longest: int
+) -> Sharing:
+    """Find which of the model's numbers may be lengths, and whether padding is right beyond."""
+    forward.numbers = numbers(
+        forward._model, lambda: forward.difference(forward.every(tokens), rows), longest
+    )
+    for number in forward.numbers if sharing.padded else ():
+        with number.lowered():
+            if _selects(forward, tokens[:_SHORT], tokens):
+                reason = f"it selects among positions, by their number too, from {number.value} on"
+            else:
+                long = forward.every(tokens)
+                alone = torch.stack([long[_NEAR - 1], long[-1]])
+                if _together(forward, [tokens[:_NEAR], tokens], alone) is None:
+                    continue
+                reason = f"padding gives other rows from {number.name}={number.value} on"
+        if number.value <= sharing.limit:
+            sharing = Sharing(sharing.alike, True, number.value - 1, False, reason)
+    return sharing
+
+
+def _selects(forward: Forward, short: Tokens, long: Tokens) -> bool:
+    """Whether among more positions it selects otherwise: exact ties are broken by their number."""
+    sizes = []
+    for tokens in (short, long):
+        with _Record() as record:
+            forward.every(tokens)
+        sizes.append(record.selections)
+    return bool(sizes[0] != sizes[1])
 
 
 def _repeat(forward: Forward, tokens: Tokens, longest: int) -> torch.Tensor:
@@ -258,6 +326,10 @@ def greatest(right: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
+class _NoEntry(IndexError):
+    """A table has no entry for what is looked up."""
+
+
 class _Record(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
     """Records what of a forward pass is worth a closer look."""
 
@@ -267,6 +339,8 @@ class _Record(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         """Among how many things the greatest are selected."""
         self.draws = False
         """Whether random numbers are drawn."""
+        self.tables: list[tuple[int, int]] = []
+        """What is looked up in tables, in order: how many entries, and the last that is taken."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -275,5 +349,12 @@ class _Record(TorchDispatchMode):  # pyright: ignore[reportUntypedBaseClass]
         if func.overloadpacket is torch.ops.aten.topk:
             dim = args[2] if len(args) > 2 else given.get("dim", -1)
             self.selections.add(args[0].shape[dim])
+        if func.overloadpacket in _LOOKUPS:
+            whole = func.overloadpacket is torch.ops.aten.embedding
+            dim, index = (0, args[1]) if whole else args[1:3]
+            if index.numel():
+                self.tables.append((args[0].shape[dim], int(index.max())))
+                if self.tables[-1][1] >= args[0].shape[dim]:
+                    raise _NoEntry  # a GPU would never recover from it
         self.draws = self.draws or func.name().removeprefix("aten::").startswith(_RANDOM)
         return func(*args, **given)

@@ -312,14 +312,14 @@ class MLXEngine(BatchEngine):
     def add_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter of PEFT, of linear layers other than the head."""
         self._open()
+        self.finish_adapter(name)
         self._lora.add(name, Path(path))
-        self.release_adapter(name)
         self._kept.drop(name)
         self.adapters[name] = path
 
     def remove_adapter(self, name: str) -> None:
         self._lora.remove(name)
-        self.release_adapter(name)
+        self.refuse_adapter(name)
         self._kept.drop(name)
         self.adapters.pop(name, None)
 

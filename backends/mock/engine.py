@@ -157,7 +157,7 @@ class MockEngine(BatchEngine):
         self.adapters[name] = path
 
     def remove_adapter(self, name: str) -> None:
-        self.release_adapter(name)
+        self.refuse_adapter(name)
         self.adapters.pop(name, None)
 
     def close(self) -> None:

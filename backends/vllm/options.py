@@ -33,7 +33,10 @@ REFUSED: Final[Mapping[str, str]] = {
     "trust_remote_code": "it is an option of the engine: write it as such",
     "logits_processors": "rows are captured by one, and another would change them",
     "worker_extension_cls": "rows are read by way of it",
-    "speculative_config": "vLLM runs no logits processors with it, so that no row can be captured",
+    **dict.fromkeys(
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+        "vLLM runs no logits processors with it, so that no row can be captured",
+    ),
     "logprobs_mode": "rows are the model's own log-probabilities",
     "max_logprobs": "rows are whole vocabularies",
     "runner": "only generating models have next-token log-probabilities",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lmpool.backends.vllm import internals
-from lmpool.backends.vllm.capture import CAPTURE, WATCH, Copied, Taken
+from lmpool.backends.vllm.capture import CAPTURE, WATCH, Copied
+from lmpool.backends.vllm.row_store import Taken
 from lmpool.errors import EngineBroken, SettingsError
 
 logger = logging.getLogger(__name__)
@@ -56,35 +58,41 @@ class RowSource(Protocol):
 
 
 def row_source(engine: Any, *, capture: bool) -> RowSource:
-    """Capture where vLLM's model runner lets us, else its log-probabilities, said in the log."""
+    """Capture where vLLM's model runner lets us, else its log-probabilities, said in the log.
+
+    Raises `SettingsError` where neither gives rows.
+    """
+    internals.check_speculation(engine.vllm_config)
     core = engine.engine_core
-    runners = internals.call_workers(core, "lmpool_attach")
+    prefix = secrets.token_hex(16)
+    runners = internals.call_workers(core, "lmpool_attach", prefix)
+    runner = next(filter(None, runners), None)
     if not capture:
         logger.warning("rows come through vLLM's logprobs=-1, as told: many times slower")
         return FullLogprobs()
-    if not any(runners):
+    if runner is None:
         logger.warning(
             "rows come through vLLM's logprobs=-1, many times slower: its model runner has no "
             "place for lmpool's logits processor"
         )
         return FullLogprobs()
-    runner = next(filter(None, runners))
     if internals.is_local(engine):
         logger.info("rows are captured in vLLM's %s model runner, in this process", runner)
-        return LocalRows(core)
+        return LocalRows(core, prefix)
     logger.info("rows are captured in vLLM's %s model runner, in another process", runner)
-    return SharedRows(core, engine.vllm_config.model_config.get_vocab_size())
+    return SharedRows(core, prefix, engine.vllm_config.model_config.get_vocab_size())
 
 
 class _CapturedRows:
-    def __init__(self, core: Any) -> None:
+    def __init__(self, core: Any, prefix: str) -> None:
         self._core = core
+        self._prefix = prefix
 
     def row(self, number: int) -> dict[str, Any]:
-        return {"extra_args": {CAPTURE: number}}
+        return {"extra_args": {CAPTURE: f"{self._prefix}{number}"}}
 
     def watch(self, number: int) -> dict[str, Any]:
-        return {"extra_args": {WATCH: number}}
+        return {"extra_args": {WATCH: f"{self._prefix}{number}"}}
 
     def see(self, number: int, output: Any) -> None:
         pass
@@ -106,12 +114,14 @@ class LocalRows(_CapturedRows):
         self._call((), numbers)
 
     def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, CapturedRow]:
-        replies = internals.call_workers(self._core, "lmpool_take_rows", numbers, forgotten)
+        replies = internals.call_workers(
+            self._core, "lmpool_take_rows", list(map(str, numbers)), list(map(str, forgotten))
+        )
         taken: list[Taken] = self._of_publisher(replies)
         found: dict[int, CapturedRow] = {}
-        for ids, rows, scale in taken:
+        for names, rows, scale in taken:
             rows.flags.writeable = False
-            found.update(zip(map(int, ids), zip(rows, scale.tolist(), strict=True), strict=True))
+            found.update(zip(map(int, names), zip(rows, scale.tolist(), strict=True), strict=True))
         return found
 
     def close(self) -> None:
@@ -125,8 +135,8 @@ class SharedRows(_CapturedRows):
     however the two end.
     """
 
-    def __init__(self, core: Any, vocab_size: int) -> None:
-        super().__init__(core)
+    def __init__(self, core: Any, prefix: str, vocab_size: int) -> None:
+        super().__init__(core, prefix)
         row = 4 * vocab_size
         with tempfile.NamedTemporaryFile(
             prefix="lmpool-rows-", dir=_memory_folder(), delete=False
@@ -152,17 +162,21 @@ class SharedRows(_CapturedRows):
 
     def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, CapturedRow]:
         replies = internals.call_workers(
-            self._core, "lmpool_copy_rows", self._path, list(numbers), list(forgotten)
+            self._core,
+            "lmpool_copy_rows",
+            self._path,
+            list(map(str, numbers)),
+            list(map(str, forgotten)),
         )
         copied: list[Copied] = self._of_publisher(replies)
         found: dict[int, CapturedRow] = {}
-        for ids, offset, dtype, vocab_size, scale in copied:
-            size = len(ids) * vocab_size * np.dtype(dtype).itemsize
+        for names, offset, dtype, vocab_size, scale in copied:
+            size = len(names) * vocab_size * np.dtype(dtype).itemsize
             # Our own copy: the next call writes there again.
             rows = self._memory[offset : offset + size].copy().view(dtype)
-            rows = rows.reshape(len(ids), vocab_size)
+            rows = rows.reshape(len(names), vocab_size)
             rows.flags.writeable = False
-            found.update(zip(map(int, ids), zip(rows, scale, strict=True), strict=True))
+            found.update(zip(map(int, names), zip(rows, scale, strict=True), strict=True))
         return found
 
     def close(self) -> None:

@@ -118,7 +118,7 @@ def _shown(
     counters = counters_table(f"pool {lm.pool}: {escape(lm.info.model)}", found, rate, console)
     if not found["workers"]:
         return Group(counters, "[red]no worker is alive[/]: start one with lmpool worker")
-    return Group(counters, workers_table(found["workers"], console))
+    return Group(counters, workers_table(found["workers"], console), *executions(found["workers"]))
 
 
 def counters_table(
@@ -184,3 +184,16 @@ def workers_table(workers: list[WorkerStatistics], console: Console) -> Renderab
         f"gpu {escape(worker['gpu']) or '-'}, {worker['rows_per_second']:,.0f} rows/s"
         for worker in workers
     )
+
+
+def executions(workers: list[WorkerStatistics]) -> list[str]:
+    """How workers compute prompts: a line for each way, and whose it is where there are several."""
+    ways: dict[str, list[str]] = {}
+    for worker in workers:
+        if worker["execution"] is not None:
+            ways.setdefault(worker["execution"], []).append(worker["id"])
+    everyone = len(next(iter(ways.values()), ())) == len(workers)
+    return [
+        escape(f"computed: {way}" + ("" if everyone else f" ({', '.join(ids)})"))
+        for way, ids in ways.items()
+    ]

@@ -36,4 +36,10 @@ for i = 5, #ARGV do
   end
   answers[#answers + 1] = answer
 end
-return {table.concat(answers), fresh}
+-- Ids that the client has read may lie beyond: a server that was restored is younger than they are.
+local newest = ''
+local found = redis.pcall('XINFO', 'STREAM', reply)
+for f = 1, #found, 2 do
+  if found[f] == 'last-generated-id' then newest = found[f + 1] end
+end
+return {table.concat(answers), fresh, newest}

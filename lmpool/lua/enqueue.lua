@@ -41,12 +41,15 @@ for i = 8, #ARGV, 4 do
   elseif has_result(prefix, digest) then
     answer = 'h'
   else
-    local held = redis.pcall('HMGET', flight, 'deadline', 'job', 'stream')
-    local due, job, stream = held[1], held[2], held[3]
-    if held['err'] or due and not (job and is_job_stream(prefix, stream, lanes)
-        and (due == '' or tonumber(due))) then
-      redis.call('DEL', flight) -- no client wrote this: nobody would ever land in it
-      due = false
+    local due = redis.pcall('HGET', flight, 'deadline')
+    local job, stream
+    if due then
+      local held = redis.pcall('HMGET', flight, 'job', 'stream')
+      job, stream = held[1], held[2]
+      if not (job and is_job_stream(prefix, stream, lanes) and (due == '' or tonumber(due))) then
+        redis.call('DEL', flight) -- no client wrote this: nobody would ever land in it
+        due = nil
+      end
     end
     if due then
       -- The job runs for whoever waits longest.

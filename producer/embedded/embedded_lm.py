@@ -132,7 +132,7 @@ def embedded(
         cache_bytes: bound of the local cache of rows, e.g. 512MiB; 0 for none
         encoding: how rows travel; auto is the smallest lossless one, f16 is lossy
         request_timeout: seconds a call may wait when it names no timeout of its own
-        workers_timeout: seconds to wait for a worker before NoWorkers, while none is alive
+        workers_timeout: seconds to wait, while no worker is alive, before NoWorkers or UnknownPool
         reconnect_timeout: seconds to keep trying to reach a lost server before giving up
         priority: of calls that name none; batch lets interactive jobs go first
         when_busy: at the backlog's bound: wait for room, or raise PoolBusy

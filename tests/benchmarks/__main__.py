@@ -16,7 +16,10 @@ from tests.benchmarks.measure import Report, Scale, progress
 from tests.benchmarks.pool import WrongRows
 from tests.benchmarks.tables import save, show, write_json
 
-NAMES = ("jobs", "rows", "full", "latency", "memory", "dedup", "hf", "hf_memory", "masks", "vllm")
+NAMES = (
+    "jobs", "rows", "full", "latency", "memory", "dedup", "hf", "hf_memory", "hf_start", "masks",
+    "vllm",
+)  # fmt: skip
 
 
 class Benchmark(Protocol):

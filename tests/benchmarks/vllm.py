@@ -52,7 +52,7 @@ def measure(scale: Scale) -> Report:
         report = Report(
             NAME, f"a random Llama (hidden 192, 4 layers), rows of {VOCAB:,} float32, prompts of 32"
         )
-        with served(folder) as wait_for_server:
+        with served(folder, alone=not scale.quick) as wait_for_server:
             engine = load(folder)
             rows_of_every_way(engine, wait_for_server(), scale, report)
             with_particles(engine, folder, scale, report)
@@ -198,8 +198,12 @@ def by_logprobs(engine: Any, prompts: Prompts, *, flat: bool) -> Rows:
 
 
 @contextmanager
-def served(folder: str) -> Iterator[Callable[[], str | None]]:
-    """``vllm serve`` with this model: what waits for its URL, None where it does not start."""
+def served(folder: str, *, alone: bool) -> Iterator[Callable[[], str | None]]:
+    """``vllm serve`` with this model: what waits for its URL, None where it does not start.
+
+    On a CPU its core starts a worker in a further process: unless `alone`, both are one, so that
+    there is less to start.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -209,10 +213,13 @@ def served(folder: str) -> Iterator[Callable[[], str | None]]:
         "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m",
         "--kv-cache-memory-bytes", str(KV_BYTES),
     ]  # fmt: skip
+    environment = dict(os.environ)
+    if not alone:
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 200
 
         def wait() -> str | None:
             while process.poll() is None and time.monotonic() < deadline:
@@ -325,11 +332,11 @@ def from_another_process(local: Any, folder: str, scale: Scale, report: Report) 
     remote = load(folder, own_process=True)
 
     def by_rpc(numbers: Sequence[int]) -> dict[int, Any]:
-        replies = internals.call_workers(remote._core, rows_as_bytes, list(numbers))
+        replies = internals.call_workers(remote._core, rows_as_bytes, list(map(str, numbers)))
         found: dict[int, Any] = {}
-        for ids, data, scales in remote._rows._of_publisher(replies):
-            rows = np.frombuffer(data, np.float32).reshape(len(ids), VOCAB)
-            found.update(zip(ids, zip(rows, scales, strict=True), strict=True))
+        for names, data, scales in remote._rows._of_publisher(replies):
+            rows = np.frombuffer(data, np.float32).reshape(len(names), VOCAB)
+            found.update(zip(map(int, names), zip(rows, scales, strict=True), strict=True))
         return found
 
     def rpc(prompts: Prompts) -> Rows:
@@ -370,7 +377,7 @@ def from_another_process(local: Any, folder: str, scale: Scale, report: Report) 
             report.add("Shared memory against", ratio(name, taken["shared memory"], values))
 
 
-def rows_as_bytes(worker: Any, numbers: Sequence[int]) -> Any:
+def rows_as_bytes(worker: Any, names: Sequence[str]) -> Any:
     """What vLLM's worker returns where rows travel in what its calls return."""
-    taken = worker.lmpool_take_rows(numbers)
-    return taken and [(list(ids), rows.tobytes(), s.tolist()) for ids, rows, s in taken]
+    taken = worker.lmpool_take_rows(names)
+    return taken and [(list(found), rows.tobytes(), s.tolist()) for found, rows, s in taken]

@@ -23,11 +23,8 @@ from tests.support.hf_texts import reference_rows  # noqa: E402
 from tests.support.models import (  # noqa: E402
     FLOOR,
     LONGEST,
-    NOT_CAUSAL,
     ORIGINAL,
     SELECTED,
-    TRIE_FAMILIES,
-    TWO_STACKS,
     VOCAB,
     WINDOW,
     save_model,
@@ -135,16 +132,9 @@ def test_a_forward_pass_that_does_not_repeat_itself_is_refused(tmp_path: Path) -
         HFEngine(saved(tmp_path, "reformer"))
 
 
-@pytest.mark.parametrize("name", NOT_CAUSAL)
-def test_a_model_that_is_not_causal_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"is not causal.*is_decoder"):
-        HFEngine(saved(tmp_path, name), max_prompt_tokens=64)
-
-
-@pytest.mark.parametrize("name", TWO_STACKS)
-def test_a_model_with_an_encoder_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"has an encoder.*serve a decoder-only model"):
-        HFEngine(saved(tmp_path, name), max_prompt_tokens=64)
+        HFEngine(saved(tmp_path, "t5"), max_prompt_tokens=64)
 
 
 def test_a_decoder_of_such_a_family_is_served(tmp_path: Path) -> None:
@@ -187,15 +177,60 @@ def test_half_precision_hides_nothing(name: str, tmp_path: Path) -> None:
     assert packed == (name == "llama")
 
 
+TOGETHER = "each distinct position once"
+PADDED = "prompts of like length, padded: "
+ALIKE = "prompts of one length together: it selects"
+REFUSED = {
+    "bart": "has an encoder",
+    "bert": "is not causal",
+    "reformer": "other rows for the same prompt each time",
+    "xlnet": "is not causal",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRIE_FAMILIES)
-def test_families_that_share_prefixes(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    folder = saved(tmp_path, name)
-    engine = check(folder, nasty(min(60, LONGEST)), max_prompt_tokens=LONGEST)
-    statistics = engine.statistics()
-    assert statistics is not None, caplog.text
-    assert statistics.found > 0
-    assert "keep nothing" not in caplog.text
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *(
+            (name, TOGETHER)
+            for name in (
+                "codegen", "cohere2", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "gpt2",
+                "gpt_bigcode", "gpt_oss", "granite", "llama4_text", "mixtral", "opt",
+                "qwen2: windows", "llama: yarn", "stablelm: parallel",
+            )
+        ),
+        ("llama: longrope", f"{TOGETHER} up to 20 tokens, then "),
+        *(
+            (name, PADDED)
+            for name in (
+                "bloom", "falcon: alibi", "gpt_neo", "jamba", "mamba", "qwen3_next",
+                "roberta: decoder",
+            )
+        ),
+        ("deepseek_v32", ALIKE),
+        ("doge", ALIKE),
+        *((name, "") for name in REFUSED),
+    ],
+)  # fmt: skip
+def test_families(name: str, way: str, tmp_path: Path) -> None:
+    """A part of `make families`, at the smallest scale."""
+    from tests.families.check import check
+    from tests.families.small import SCALES
+
+    found = check(name, tmp_path, seed=0, scales=SCALES[:1])
+    assert found.verdict == ("refused" if name in REFUSED else "right"), found
+    assert REFUSED.get(name, "") in found.said
+    assert all(said.startswith(way) for said in found.ways), found.ways
+
+
+def test_the_page_lists_the_families_of_this_transformers() -> None:
+    """Or says of which version it is."""
+    from tests.families.small import FAMILIES
+    from tests.families.table import DOCUMENT, listed
+
+    version, families = listed(DOCUMENT.read_text())
+    assert version
+    if version == transformers.__version__:
+        assert families == list(FAMILIES)
+    assert len(families) >= 170

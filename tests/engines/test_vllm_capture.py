@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint, EntryPoints
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ need_vllm()
 
 import torch  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
+from vllm.sampling_params import StructuredOutputsParams  # noqa: E402
 from vllm.v1.sample.logits_processor import (  # noqa: E402
     BatchUpdate,
     LogitsProcessors,
@@ -36,31 +38,43 @@ from lmpool.backends.vllm.capture import (  # noqa: E402
     WATCH,
     CapturedRows,
     CaptureProcessor,
+)
+from lmpool.backends.vllm.options import capture_processors  # noqa: E402
+from lmpool.backends.vllm.row_store import (  # noqa: E402
     HostCopy,
     RowBlock,
     RowStore,
     WatchedLogits,
 )
-from lmpool.backends.vllm.options import capture_processors  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 VOCAB = 50
+SECRET = "the owner's secret: "
 
 
 def config(dtype: torch.dtype = torch.float32) -> Any:
     return SimpleNamespace(model_config=SimpleNamespace(dtype=dtype))
 
 
-def params(name: int | str | None) -> SamplingParams:
-    return SamplingParams(max_tokens=1, extra_args=None if name is None else {CAPTURE: name})
+def params(name: int | None, key: str = CAPTURE) -> SamplingParams:
+    asked = None if name is None else {key: f"{SECRET}{name}"}
+    return SamplingParams(max_tokens=1, extra_args=asked)
 
 
-def v1(dtype: torch.dtype = torch.float32) -> CaptureProcessor:
-    return CaptureProcessor(config(dtype), torch.device("cpu"), False)
+def v1(dtype: torch.dtype = torch.float32, *, owned: bool = True) -> CaptureProcessor:
+    capture = CaptureProcessor(config(dtype), torch.device("cpu"), False)
+    if owned:
+        capture.attach(SECRET)
+    return capture
 
 
-def logits_of(names: list[int | str]) -> torch.Tensor:
+def joining(*given: SamplingParams) -> BatchUpdate:
+    added = [(i, one, None, []) for i, one in enumerate(given)]
+    return BatchUpdate(len(given), removed=(), added=added, moved=())
+
+
+def logits_of(names: Sequence[int | str]) -> torch.Tensor:
     """Rows that differ from each other, one for each request of a batch."""
     rows = [torch.randn(VOCAB, generator=torch.Generator().manual_seed(int(n))) for n in names]
     return torch.stack(rows)
@@ -73,8 +87,8 @@ def row_of(name: int | str) -> np.ndarray:
 def assert_captured(capture: CaptureProcessor, names: list[int]) -> None:
     assert len(capture.rows) == len(names)
     found = {
-        n: row
-        for ids, rows, _ in capture.rows.take(names)
+        int(n): row
+        for ids, rows, _ in capture.rows.take(list(map(str, names)))
         for n, row in zip(ids, rows, strict=True)
     }
     assert sorted(found) == sorted(names)
@@ -228,7 +242,9 @@ class TestV2:
             prefill_len=tensor,
             total_len=tensor,
         )
-        return CaptureProcessor(config(), states), prefill
+        capture = CaptureProcessor(config(), states)
+        capture.attach(SECRET)
+        return capture, prefill
 
     def context(self, slots: list[int], lengths: list[int] | None = None) -> LogitsContext:
         mapping = torch.tensor(slots, dtype=torch.int32)
@@ -312,21 +328,56 @@ class TestRowBlock:
         np.testing.assert_allclose(block.read()[0][1], row_of(2), atol=1e-6)
 
 
+def names(*numbers: int) -> list[str]:
+    return list(map(str, numbers))
+
+
 class TestRowStore:
-    def test_rows_nobody_takes_are_bounded(self):
-        store = RowStore(most=4)
+    ROW = 4 * VOCAB
+
+    def block(self, *numbers: int, bfloat16: bool = False) -> RowBlock:
+        return RowBlock(logits_of(numbers), bfloat16=bfloat16, stream=None)
+
+    def test_rows_nobody_takes_are_bounded_by_their_bytes(self):
+        store = RowStore(most_bytes=4 * self.ROW)
         for start in range(0, 20, 2):
-            store.put([start, start + 1], RowBlock(logits_of([1, 2]), bfloat16=False, stream=None))
+            store.put(names(start, start + 1), self.block(1, 2))
+            assert store.nbytes <= 4 * self.ROW
         assert len(store) == 4
-        assert [ids for ids, _, _ in store.take(range(20))] == [[16, 17], [18, 19]]
-        assert len(store) == 0
+        taken = store.take(names(*range(20)))
+        assert [found for found, _, _ in taken] == [names(16, 17), names(18, 19)]
+        assert (len(store), store.nbytes) == (0, 0)
+
+    def test_a_row_that_is_left_counts_as_the_block_that_it_holds(self):
+        store = RowStore(most_bytes=4 * self.ROW)
+        store.put(names(0, 1, 2), self.block(0, 1, 2))
+        store.forget(names(0, 1))
+        assert (len(store), store.nbytes) == (1, 3 * self.ROW)
+        store.put(names(3, 4), self.block(3, 4))
+        assert store.take(names(2)) == []
+        assert (len(store), store.nbytes) == (2, 2 * self.ROW)
+
+    def test_a_block_larger_than_the_bound_is_not_kept(self):
+        store = RowStore(most_bytes=2 * self.ROW)
+        store.put(names(0, 1, 2), self.block(0, 1, 2))
+        assert (len(store), store.nbytes) == (0, 0)
+
+    def test_the_wide_copy_of_bfloat16_logits_counts(self):
+        assert self.block(0, bfloat16=True).nbytes == 6 * VOCAB
+
+    def test_the_last_row_of_a_name_counts(self):
+        store = RowStore()
+        store.put(names(7, 8, 7), self.block(1, 2, 3))
+        ((found, rows, _),) = store.take(names(7))
+        assert found == names(7)
+        np.testing.assert_allclose(rows[0], row_of(3), atol=1e-6)
 
     def test_rows_are_taken_once_and_in_any_order(self):
         store = RowStore()
-        store.put(["a", "b", "c"], RowBlock(logits_of([1, 2, 3]), bfloat16=False, stream=None))
+        store.put(["a", "b", "c"], self.block(1, 2, 3))
         store.forget(["b", "unknown"])
-        ((ids, rows, _),) = store.take(["c", "a", "b"])
-        assert ids == ["c", "a"]
+        ((found, rows, _),) = store.take(["c", "a", "b"])
+        assert found == ["c", "a"]
         np.testing.assert_allclose(rows, [row_of(3), row_of(1)], atol=1e-6)
         assert store.take(["a"]) == []
 
@@ -335,9 +386,7 @@ class TestWatchedLogits:
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
     def test_one_bad_step_is_enough(self, bad):
         capture = v1()
-        watched = [SamplingParams(max_tokens=9, extra_args={WATCH: name}) for name in (7, 8)]
-        added = [(i, given, None, []) for i, given in enumerate([*watched, params(9)])]
-        capture.update_state(BatchUpdate(3, removed=(), added=added, moved=()))
+        capture.update_state(joining(params(7, WATCH), params(8, WATCH), params(9)))
         for step in range(200):  # nobody asks meanwhile
             logits = logits_of([7, 8, 9])
             if step == 3:
@@ -345,15 +394,15 @@ class TestWatchedLogits:
             logits[0, :10] = -np.inf  # which a model may give
             capture.apply(logits)
         assert_captured(capture, [9])
-        assert capture.watched.take([7, 9]) == []
-        assert capture.watched.take([7, 8, 9]) == [8]
-        assert capture.watched.take([7, 8, 9]) == []
+        assert capture.watched.take(names(7, 9)) == []
+        assert capture.watched.take(names(7, 8, 9)) == names(8)
+        assert capture.watched.take(names(7, 8, 9)) == []
 
     def test_those_that_nobody_takes_are_bounded(self):
         watched = WatchedLogits(most=4)
         for name in range(200):
-            watched.put([name], HostCopy([torch.full((1,), torch.nan)], None))
-        assert watched.take(range(200)) == [196, 197, 198, 199]
+            watched.put(names(name), HostCopy([torch.full((1,), torch.nan)], None))
+        assert watched.take(names(*range(200))) == names(196, 197, 198, 199)
 
 
 @pytest.mark.parametrize(("tensor", "last"), [(0, True), (1, True), (0, False)])
@@ -367,15 +416,137 @@ def test_one_rank_publishes(tensor, last, monkeypatch):
     assert v1().publishes == (tensor == 0 and last)
 
 
+class TestOwner:
+    """Nothing is captured but for the one who attached, by the secret that he gave."""
+
+    def strangers(self, key: str) -> list[SamplingParams]:
+        """As an HTTP client's ``vllm_xargs`` may be."""
+        ids = [0, "", "0", SECRET[:-1] + "0", "x" + SECRET, [SECRET], 1.5, "y" * 10_000]
+        return [SamplingParams(max_tokens=1, extra_args={key: value}) for value in ids]
+
+    @pytest.mark.parametrize("key", [CAPTURE, WATCH])
+    @pytest.mark.parametrize("owned", [False, True])
+    def test_no_stranger_has_a_row_kept(self, key, owned):
+        capture = v1(owned=owned)
+        given = self.strangers(key)
+        capture.update_state(joining(*given, params(50)))
+        capture.apply(logits_of([*range(len(given)), 50]).fill_(torch.nan))
+        assert len(capture.rows) == (1 if owned else 0)
+        assert not capture.watched.take(["", "0", "x", "y", *names(*range(50))])
+        assert capture.rows.nbytes == (4 * VOCAB if owned else 0)
+
+    def test_who_attaches_later_takes_over(self):
+        capture = v1()
+        capture.update_state(joining(params(1), params(2)))
+        capture.apply(logits_of([1, 2]))
+        capture.attach("another's secret: ")
+        assert (len(capture.rows), capture.rows.nbytes) == (0, 0)
+        other = SamplingParams(extra_args={CAPTURE: "another's secret: 3"})
+        capture.update_state(BatchUpdate(3, removed=(), added=[(2, other, None, [])], moved=()))
+        capture.apply(logits_of([1, 2, 3]))
+        assert_captured(capture, [3])
+        capture.detach()
+        capture.update_state(joining(other))
+        capture.apply(logits_of([3]))
+        assert len(capture.rows) == 0
+
+    @pytest.mark.parametrize("prefix", ["", "short", 5, None])
+    def test_a_prefix_that_is_no_secret_is_refused(self, prefix):
+        with pytest.raises(ValueError, match="16 characters"):
+            v1().attach(prefix)
+
+    def runner(self, count: int, **options: Any) -> Any:
+        """A runner that has loaded the processor so many times: by the entry point and by name."""
+        loaded = [v1(owned=False) for _ in range(count)]
+        return SimpleNamespace(
+            sampler=SimpleNamespace(logits_processors=loaded),
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[], num_blocks=0),
+            kv_caches=[],
+            device=torch.device("cpu"),
+            execute_model=lambda scheduled: None,
+            vllm_config=SimpleNamespace(
+                speculative_config=None,
+                scheduler_config=SimpleNamespace(max_num_seqs=8),
+                model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB),
+                **options,
+            ),
+        )
+
+    def worker(self, runner: Any) -> CapturedRows:
+        worker = CapturedRows()
+        worker.model_runner = runner
+        return worker
+
+    def test_one_of_several_in_a_runner_keeps_rows(self):
+        runner = self.runner(3)
+        worker = self.worker(runner)
+        assert worker.lmpool_attach(SECRET) == "V2"
+        loaded = runner.sampler.logits_processors
+        for capture in loaded:
+            capture.update_state(joining(params(4), params(5)))
+            capture.apply(logits_of([4, 5]))
+        assert [len(capture.rows) for capture in loaded] == [2, 0, 0]
+        ((found, rows, _),) = worker.lmpool_take_rows(names(4, 5))
+        assert found == names(4, 5)
+        np.testing.assert_allclose(rows[1], row_of(5), atol=1e-6)
+        assert sum(capture.rows.nbytes for capture in loaded) == 0
+
+    def test_attaching_again_prepares_the_runner_once(self):
+        runner = self.runner(1)
+        worker = self.worker(runner)
+        worker.lmpool_attach(SECRET)
+        prepared = runner.execute_model
+        worker.lmpool_attach(SECRET, most_bytes=5)
+        assert runner.execute_model is prepared
+        assert runner.sampler.logits_processors[0].rows.most_bytes == 5
+
+    def test_speculative_decoding_is_refused(self):
+        runner = self.runner(1)
+        runner.vllm_config.speculative_config = object()
+        with pytest.raises(ValueError, match="start it without speculative_config"):
+            self.worker(runner).lmpool_attach(SECRET)
+        assert len(runner.sampler.logits_processors[0].rows) == 0
+
+    def test_a_few_whole_steps_find_room(self, monkeypatch):
+        monkeypatch.setattr("lmpool.backends.vllm.capture.MOST_BYTES", 1)
+        runner = self.runner(1)
+        self.worker(runner).lmpool_attach(SECRET)
+        assert runner.sampler.logits_processors[0].rows.most_bytes == 4 * 8 * VOCAB * 6
+
+
 @pytest.mark.parametrize("key", [CAPTURE, WATCH])
-@pytest.mark.parametrize("name", [True, 1.5, [1], {"a": 1}])
+@pytest.mark.parametrize("name", [True, 1, 1.5, [1], {"a": 1}])
 def test_ids_that_are_none_are_refused(key, name):
-    with pytest.raises(ValueError, match="a str or an int expected"):
+    with pytest.raises(ValueError, match="a str expected"):
         CaptureProcessor.validate_params(SamplingParams(extra_args={key: name}))
 
 
 def test_several_continuations_of_a_captured_prompt_are_refused():
     with pytest.raises(ValueError, match="n=1"):
-        CaptureProcessor.validate_params(SamplingParams(n=2, extra_args={CAPTURE: 1}))
+        CaptureProcessor.validate_params(SamplingParams(n=2, extra_args={CAPTURE: "1"}))
     CaptureProcessor.validate_params(SamplingParams(n=2))
-    CaptureProcessor.validate_params(params("x"))
+    CaptureProcessor.validate_params(params(5))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"logit_bias": {7: 5.0}},
+        {"allowed_token_ids": [7, 8]},
+        {"bad_words": ["x"]},
+        {"min_tokens": 1},
+        {"structured_outputs": StructuredOutputsParams(regex="a")},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_what_would_change_a_row_before_it_is_captured_is_refused(option):
+    (name,) = option
+    with pytest.raises(ValueError, match=f"with {name}=.*write {name}="):
+        CaptureProcessor.validate_params(
+            SamplingParams(extra_args={CAPTURE: f"{SECRET}1"}, **option)
+        )
+    CaptureProcessor.validate_params(SamplingParams(**option))
+    CaptureProcessor.validate_params(SamplingParams(extra_args={WATCH: f"{SECRET}1"}, **option))

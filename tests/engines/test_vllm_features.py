@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -42,10 +45,15 @@ from tests.support.vllm_engine import (
 
 need_vllm()
 
+from vllm import SamplingParams  # noqa: E402
+from vllm.exceptions import VLLMValidationError  # noqa: E402
+
 from lmpool.backends.tensor_files import ModelTensors  # noqa: E402
 from lmpool.backends.vllm import engine as engine_module  # noqa: E402
 from lmpool.backends.vllm import internals  # noqa: E402
-from lmpool.backends.vllm.options import MOST_ADAPTERS  # noqa: E402
+from lmpool.backends.vllm.capture import CAPTURE, CapturedRows, CaptureProcessor  # noqa: E402
+from lmpool.backends.vllm.options import CAPTURE_PROCESSOR, MOST_ADAPTERS  # noqa: E402
+from lmpool.backends.vllm.own import WORKER_EXTENSION, OwnRows  # noqa: E402
 
 pytestmark = [
     pytest.mark.engine,
@@ -500,6 +508,16 @@ def test_a_runner_without_a_place_for_capture_is_used_through_logprobs(
         assert_rows(answer(engine, given), reference.rows(given))
 
 
+def test_engines_in_one_process_live_and_end_on_their_own(reference):
+    given = prompts(20, 40, seed=15)
+    with vllm_engine(max_num_seqs=8) as first, vllm_engine() as second:
+        assert_rows(answer(second, given), reference.rows(given))
+        first.close()
+        more = [extended(p, 4) for p in given]
+        assert_rows(answer(second, more), reference.rows(more))
+        assert_nothing_left(second)
+
+
 def test_an_engine_in_another_process(reference, tmp_path):
     given = prompts(300, 60, seed=13)
     particles = [extended(p, 4) for p in given[-20:]]
@@ -507,7 +525,8 @@ def test_an_engine_in_another_process(reference, tmp_path):
     model = spoiled_model(tmp_path / "spoiled", token=1)
     adapter = write_adapter(tmp_path / "style", 5)
     lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
-    with vllm_engine(model=model, own_process=True, **lora) as engine:
+    with vllm_engine() as beside, vllm_engine(model=model, own_process=True, **lora) as engine:
+        assert_rows(answer(beside, given[:1]), reference.rows(given[:1]))
         assert_rows(answer(engine, given), reference.rows(given))
         assert_rows(answer(engine, particles), reference.rows(particles))
         engine.submit(requests_of(given, want=want))
@@ -532,49 +551,118 @@ def test_an_engine_in_another_process(reference, tmp_path):
         assert cores, [p.cmdline() for p in psutil.Process().children()]
         for core in cores:
             core.kill()
-        with pytest.raises(EngineBroken, match="vLLM's engine failed"):
+        killed = (
+            rf"failed: its process {cores[0].pid} \(EngineCore.*was killed by signal 9 \(Killed"
+        )
+        with pytest.raises(EngineBroken, match=killed):
             drain(engine)
         for use in (
             lambda: engine.submit(requests_of(given[:1], 1000)),
             lambda: engine.cancel([b"5"]),
             lambda: engine.add_adapter("style", adapter),
         ):
-            with pytest.raises(EngineBroken, match="vLLM's engine failed"):
+            with pytest.raises(EngineBroken, match=killed):
                 use()
 
 
-def test_others_vllm_captures_rows_by_the_entry_point(reference, monkeypatch):
-    from vllm import LLM, SamplingParams
+class TestOwnVLLM:
+    """An ``LLM`` of a user's own, in this process, with the entry point and named ones besides."""
 
-    from lmpool.backends.vllm.capture import CAPTURE, CapturedRows
+    @pytest.fixture(scope="class")
+    def llm(self) -> Iterator[Any]:
+        with own_llm(
+            worker_extension_cls=WORKER_EXTENSION,
+            logits_processors=[CaptureProcessor, CAPTURE_PROCESSOR],
+        ) as made:
+            yield made
 
-    given = prompts(20, 40, seed=14)
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    try:
-        llm = LLM(
-            tiny.path(),
-            dtype="float32",
-            skip_tokenizer_init=True,
-            worker_extension_cls=f"{CapturedRows.__module__}.CapturedRows",
-            **QUICK,
+    def captures(self, llm: Any) -> list[CaptureProcessor]:
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        loaded = runner.input_batch.logitsprocs.all
+        return [each for each in loaded if isinstance(each, CaptureProcessor)]
+
+    def generate(self, llm: Any, given: Sequence[np.ndarray], params: Sequence[Any]) -> list[Any]:
+        asked = [{"prompt_token_ids": p.tolist()} for p in given]
+        return llm.generate(asked, params, use_tqdm=False)
+
+    def stranger(self, **options: Any) -> Any:
+        """As an HTTP client's ``vllm_xargs`` are."""
+        return SamplingParams(
+            max_tokens=1, detokenize=False, **{"extra_args": {CAPTURE: "0"}, **options}
         )
-        params = [
-            SamplingParams(
-                max_tokens=1,
-                temperature=0.7,
-                detokenize=False,
-                extra_args={CAPTURE: f"row {i}"} if i % 2 else None,
-            )
-            for i in range(20)
-        ]
-        llm.generate([{"prompt_token_ids": p.tolist()} for p in given], params, use_tqdm=False)
-        (taken,) = llm.collective_rpc("lmpool_take_rows", args=([f"row {i}" for i in range(20)],))
-        found = {
-            name: row for names, rows, _ in taken for name, row in zip(names, rows, strict=True)
-        }
-        assert sorted(found) == sorted(f"row {i}" for i in range(1, 20, 2))
-        rows = np.stack([found[f"row {i}"] for i in range(1, 20, 2)])
+
+    def test_captures_what_is_its_owners_and_nothing_else(self, llm, reference):
+        given = prompts(20, 40, seed=14)
+        plain = SamplingParams(max_tokens=1, detokenize=False)
+        self.generate(llm, given[:2], [self.stranger(), plain])
+        assert [len(each.rows) for each in self.captures(llm)] == [0, 0, 0]
+        with OwnRows(llm) as own:
+            params = [
+                own.params(i, temperature=0.7) if i % 2 else self.stranger() for i in range(20)
+            ]
+            self.generate(llm, given, params)
+            assert [len(each.rows) for each in self.captures(llm)] == [10, 0, 0]
+            found = own.take(range(20))
+            assert own.take(range(20)) == {}
+        assert sorted(found) == list(range(1, 20, 2))
+        rows = np.stack([found[i] for i in range(1, 20, 2)])
         assert np.abs(rows - reference.rows(given[1::2])).max() <= 5e-5
+        self.generate(llm, given[:1], params[1:2])
+        assert [each.rows.nbytes for each in self.captures(llm)] == [0, 0, 0]
+
+    def test_refuses_what_would_change_a_row_and_goes_on(self, llm, reference):
+        (given,) = prompts(1, 40, seed=16)
+        with OwnRows(llm) as own:
+            for option in ({"logit_bias": {7: 5.0}}, {"allowed_token_ids": [7, 9]}):
+                with pytest.raises(VLLMValidationError, match=f"with {next(iter(option))}="):
+                    self.generate(llm, [given], [own.params(1, **option)])
+            self.generate(llm, [given], [own.params(2)])
+            assert np.abs(own.take([1, 2])[2] - reference.rows([given])).max() <= 5e-5
+
+    def test_two_owners_take_turns(self, llm):
+        given = prompts(2, 40, seed=17)
+        with OwnRows(llm) as first, OwnRows(llm) as second:
+            self.generate(llm, given, [first.params(1), second.params(1)])
+            assert list(second.take([1])) == [1]
+            assert first.take([1]) == {}
+
+    def test_without_the_extension_says_what_to_write(self, llm, monkeypatch):
+        monkeypatch.delattr(CapturedRows, "lmpool_attach")
+        with pytest.raises(SettingsError, match="started with worker_extension_cls='lmpool"):
+            OwnRows(llm)
+
+
+def test_an_own_vllm_that_decodes_speculatively_is_refused():
+    draft = {"model": tiny.path(), "num_speculative_tokens": 2}
+    with (
+        own_llm(worker_extension_cls=WORKER_EXTENSION, speculative_config=draft) as llm,
+        pytest.raises(SettingsError, match=r"speculatively.*start it without speculative_config"),
+    ):
+        OwnRows(llm)
+
+
+def test_an_engine_whose_model_brings_a_draft_model_does_not_start(monkeypatch):
+    """As a model in the format of "speculators" does: no option tells."""
+    make = internals.make_engine
+
+    def with_draft(arguments: Any, **options: Any) -> Any:
+        arguments.speculative_config = {"model": tiny.path(), "num_speculative_tokens": 2}
+        return make(arguments, **options)
+
+    monkeypatch.setattr(internals, "make_engine", with_draft)
+    with pytest.raises(SettingsError, match="start it without speculative_config"):
+        load_engine("vllm", "tiny", **QUICK)
+
+
+@contextmanager
+def own_llm(**options: Any) -> Iterator[Any]:
+    from vllm import LLM
+
+    chosen = {"dtype": "float32", "skip_tokenizer_init": True, **QUICK, **options}
+    with patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0"):
+        llm = LLM(tiny.path(), **chosen)
+    try:
+        yield llm
     finally:
         internals.shut_down(llm.llm_engine)
 
@@ -585,6 +673,9 @@ class TestOptions:
         [
             ({"max_model_len": 100}, "max_prompt_tokens"),
             ({"speculative_config": {}}, "no row can be captured"),
+            ({"spec_method": "ngram"}, "no row can be captured"),
+            ({"spec_tokens": 3}, "no row can be captured"),
+            ({"spec_model": "tiny"}, "no row can be captured"),
             ({"logits_processors": ["x:Y"]}, "another would change them"),
             ({"data_parallel_size": 2}, "start that many workers"),
             ({"max_num_seq": 3}, "did you mean 'max_num_seqs'"),

@@ -133,14 +133,16 @@ def test_a_notice_that_came_later_says_nothing_of_an_earlier_result(
 def test_who_takes_nothing_is_not_waited_for(
     caller: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    caller.enqueue(*JOBS[:3])
+    caller.enqueue(JOBS[0])
     store(worker, JOBS[0])
     readers = evict(redis_client, shard, 0)[2]
     ((name, first),) = readers.items()
     assert evict(redis_client, shard, 0, name, "5-0") == (100, 0, readers)  # it took some since
     assert evict(redis_client, shard, 0, "else", first) == (100, 0, readers)
     assert evict(redis_client, shard, 0, name, first) == (0, 1, {})
+    caller.enqueue(JOBS[1])
     store(worker, JOBS[1])
+    assert evict(redis_client, shard, 0)[:2] == (100, 0)
     time.sleep(0.01)
     assert evict(redis_client, shard, 0, patience=1) == (0, 1, {})  # too long ago for anybody
 
@@ -231,11 +233,16 @@ def test_room_is_made_where_the_servers_memory_is_full(
 ) -> None:
     shard = shard_of_pool(pool_name)
     worker = Consumer(redis_client, shard)
+    store(worker, JOBS[8], life_ms=1)
     store(worker, *JOBS[:4])
     store(worker, *JOBS[4:8])
+    time.sleep(0.01)
     redis_client.config_set("maxmemory", 1)
     try:
+        assert evict(redis_client, shard, 800) == (800, 0, {})  # only what ended by itself
+        assert evict(redis_client, shard, 800) == (800, 0, {})
         assert evict(redis_client, shard, 400) == (400, 4, {})
     finally:
         redis_client.config_set("maxmemory", 0)
-    assert there(redis_client, shard) == [4, 5, 6, 7]
+    assert evict(redis_client, shard, 400) == (400, 0, {})
+    assert there(redis_client, shard) == [4, 5, 6, 7, 8]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +19,9 @@ import lmpool
 from lmpool.backends.mock import mock_row
 from tests.support.clients import connected
 from tests.support.mock_rows import VOCAB, prompts_of, rows_of
+from tests.support.server import RealServer
 from tests.support.waiting import until
+from tests.support.workers import in_process_worker
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -117,6 +121,35 @@ def test_a_forked_child_goes_on_with_the_same_client(lm: lmpool.PooledLM) -> Non
         until(has_ended, 20, what="the child to end")
         assert os.waitstatus_to_exitcode(ended[-1]) == 0
     assert np.array_equal(lm.next_token_logprobs_sync([6]), mock_row([6], VOCAB))
+
+
+IMPORTS = """
+import sys, threading
+import lmpool
+found = []
+def hear(event, arguments):
+    if event == "import" and threading.current_thread().name.startswith("lmpool-"):
+        found.append(arguments[0])
+lm = lmpool.connect(sys.argv[1], sys.argv[2], framework="numpy")
+sys.addaudithook(hear)
+lm.next_token_logprobs_sync([1])
+lm.batch_next_token_logprobs_sync([[1], [2]])
+lm.pool_statistics_sync()
+lm.close()
+print(found)
+"""
+
+
+def test_a_clients_threads_import_nothing(server_binary: str, pool_name: str) -> None:
+    """A child that is forked meanwhile could never import it."""
+    with (
+        RealServer(binary=server_binary, tcp=True) as server,
+        in_process_worker(server.url, pool_name),
+    ):
+        url = server.url.replace("127.0.0.1", "localhost")
+        command = [sys.executable, "-c", IMPORTS, url, pool_name]
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (found.stdout, found.stderr) == ("[]\n", "")
 
 
 def test_a_client_that_nobody_closes_leaves_nothing(any_server: str, pool: str) -> None:

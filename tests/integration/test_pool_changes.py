@@ -17,12 +17,15 @@ import redis
 import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.errors import (
+    ClientClosed,
     NoWorkers,
     PoolMismatch,
     UnknownPool,
     WireError,
 )
 from lmpool.keys import PROTOCOL, PoolKeys
+from lmpool.producer import sender as sender_module
+from lmpool.producer import session as session_module
 from tests.support.clients import connected
 from tests.support.mock_rows import VOCAB, prompts_of, rows_of
 from tests.support.pools import pending
@@ -34,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def test_a_pool_that_was_never_served_is_unknown(any_server: str, pool_name: str) -> None:
-    lm = lmpool.connect(any_server, pool_name)
+    lm = lmpool.connect(any_server, pool_name, workers_timeout=0.3)
     try:
         with pytest.raises(UnknownPool, match=f"no pool '{pool_name}' on .*LMPOOL_POOL="):
             lm.next_token_logprobs_sync([1])
@@ -116,6 +119,71 @@ def test_who_speaks_another_protocol_is_told_what_to_upgrade(
         with closing(lm), pytest.raises(WireError, match=whose):
             lm.next_token_logprobs_sync([1], timeout=10)
         redis_client.set(key, packed)
+
+
+@pytest.mark.parametrize("asks", ["blocking", "async"])
+def test_the_first_worker_of_a_pool_is_waited_for(
+    asks: str, any_server: str, pool_name: str
+) -> None:
+    with closing(lmpool.connect(any_server, pool_name, framework="numpy")) as lm:
+
+        async def ask() -> Any:
+            return await lm.next_token_logprobs([7])
+
+        with ThreadPoolExecutor(1) as threads:
+            blocking = asks == "blocking"
+            row = threads.submit(
+                lambda: lm.next_token_logprobs_sync([7]) if blocking else asyncio.run(ask())
+            )
+            until(lambda: lm._client._threads, what="the client to look for the pool")
+            time.sleep(0.3)
+            assert not row.done()
+            with in_process_worker(any_server, pool_name):
+                assert np.array_equal(row.result(10), mock_row([7], VOCAB))
+
+
+@pytest.mark.parametrize("when_replaced", ["raise", "follow"])
+def test_answers_of_the_clients_cache_are_of_the_model_that_is_served(
+    when_replaced: Any, any_server: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "CONFIRMED_FOR", 0.2)
+    monkeypatch.setattr(sender_module, "CONFIRMED_FOR", 0.2)
+    with in_process_worker(any_server, pool_name):
+        lm = lmpool.connect(any_server, pool_name, framework="numpy", when_replaced=when_replaced)
+        prompts = [[7], [8], [9]]
+        lm.batch_next_token_logprobs_sync(prompts)
+        time.sleep(0.3)
+        # As long as the same model is served they are answers, of prompts asked in any way.
+        assert np.array_equal(lm.next_token_logprobs_sync([7]), mock_row([7], VOCAB))
+        time.sleep(0.3)
+        assert np.array_equal(lm.batch_next_token_logprobs_sync(prompts), rows_of(prompts))
+        assert lm.statistics()["local_hits"] == 4
+        assert lm.statistics()["queued"] == 3
+    with closing(lm), in_process_worker(any_server, pool_name, engine_opts={"vocab_size": 100}):
+        time.sleep(0.3)
+        if when_replaced == "raise":
+            for _ in range(2):
+                with pytest.raises(PoolMismatch, match="connect again"):
+                    lm.next_token_logprobs_sync([7])
+                with pytest.raises(PoolMismatch, match="connect again"):
+                    lm.batch_next_token_logprobs_sync(prompts)
+        else:
+            assert np.array_equal(lm.next_token_logprobs_sync([7]), mock_row([7], 100))
+            rows = lm.batch_next_token_logprobs_sync(prompts)
+            assert np.array_equal(rows, [mock_row(prompt, 100) for prompt in prompts])
+
+
+def test_a_closed_client_answers_nothing(any_server: str, pool: str) -> None:
+    with connected(any_server, pool) as lm:
+        lm.next_token_logprobs_sync([7])
+        lm.batch_next_token_logprobs_sync([[7]])
+    for ask in (
+        lambda: lm.next_token_logprobs_sync([7]),
+        lambda: lm.batch_next_token_logprobs_sync([[7]]),
+        lambda: asyncio.run(lm.next_token_logprobs([7])),
+    ):
+        with pytest.raises(ClientClosed):
+            ask()
 
 
 def test_a_worker_that_comes_in_time_is_waited_for(any_server: str, pool_name: str) -> None:

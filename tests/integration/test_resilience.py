@@ -34,7 +34,7 @@ def test_a_pool_whose_model_info_is_lost_is_not_unknown(server_url, redis_client
                 right(lm, [number])
         # Another's, that appeared on its own, is left alone by whoever does not serve it.
     with pytest.raises(UnknownPool):
-        lmpool.connect(server_url, f"{pool_name}-never").__enter__()
+        lmpool.connect(server_url, f"{pool_name}-never", workers_timeout=0.2).__enter__()
 
 
 def test_two_models_that_join_at_once_are_one(server_url, redis_client, pool_name):

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+import redis
 
 from lmpool.backends.mock import mock_row
+from lmpool.errors import PromptFailed
+from lmpool.producer import session as session_module
 from tests.support.clients import connected
+from tests.support.pools import pool_shards
 from tests.support.server import RealServer
 from tests.support.waiting import until
-from tests.support.workers import worker_process
+from tests.support.workers import in_process_worker, worker_process
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,3 +49,51 @@ def test_a_worker_that_is_told_to_stop_without_a_server_stops(server_binary, poo
         worker.terminate()
         assert worker.wait(20) == 0
         assert "Traceback" not in worker.log
+
+
+def test_answers_of_a_server_that_is_away_are_given_once_it_is_back(
+    server_binary: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody can confirm is not given out, and a short outage is no error."""
+    monkeypatch.setattr(session_module, "CONFIRMED_FOR", 0.2)
+    with (
+        RealServer(binary=server_binary, tcp=True) as server,
+        in_process_worker(server.url, pool_name),
+        connected(server.url, pool_name) as lm,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        lm.next_token_logprobs_sync([7])
+        server.kill()
+        time.sleep(0.3)
+        row = threads.submit(lm.next_token_logprobs_sync, [7])
+        time.sleep(0.5)
+        assert not row.done()
+        server.start()
+        assert np.array_equal(row.result(20), mock_row([7], 256))
+
+
+def test_notices_of_a_server_that_is_as_it_was_some_time_ago_are_read(
+    server_url: str, pool_name: str, redis_client: redis.Redis
+) -> None:
+    """Its streams go on with ids that are smaller than those that the client has read."""
+    with (
+        in_process_worker(server_url, pool_name, engine_opts={"fail_token": 255}),
+        connected(server_url, pool_name, cache_bytes=0) as lm,
+    ):
+        (shard,) = pool_shards(redis_client, pool_name)
+        reply = shard.reply(lm._client._session.id)
+        lm.next_token_logprobs_sync([1], timeout=10)
+        ahead = f"{int(time.time() * 1000) + 3_600_000}-5"  # as of a clock that is set back later
+        redis_client.xadd(reply, {"ok": b""}, id=ahead)
+        until(lambda: lm._client._session.last_ids[reply] == ahead, what="the client to read it")
+        redis_client.delete(reply)
+        redis_client.xadd(reply, {"hello": "1"}, id="1-1")
+        redis_client.expire(reply, 30)
+        with pytest.raises(PromptFailed):
+            lm.next_token_logprobs_sync([2, 255], timeout=15)
+        for number in range(3):
+            began = time.monotonic()
+            with pytest.raises(PromptFailed):
+                lm.next_token_logprobs_sync([3, number, 255], timeout=15)
+            assert time.monotonic() - began < 1.5, "it learnt of it by looking after it"
+        assert lm.statistics()["resubmitted"] <= 1

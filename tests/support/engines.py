@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -43,11 +44,15 @@ def drawn(outcome: Outcome) -> list[int]:
     return outcome.answer.token_ids.tolist()
 
 
-def check_engines(name: str, drawn: str = "same") -> None:
-    """The command ends well, and has asked a pool of `name`, which draws so, and one of hf."""
+def check_engines(name: str, drawn: str = "same", **engine_opts: object) -> None:
+    """The command ends well, and has asked a pool of `name`, which draws so, and one of hf.
+
+    `engine_opts` are those of `name`.
+    """
+    own = {"LMPOOL_ENGINE": name, "LMPOOL_ENGINE_OPTS": json.dumps(engine_opts)}
     done = subprocess.run(
         [sys.executable, "-m", "lmpool", "doctor", "--engines"],
-        env={**clean_environment(), "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        env={**clean_environment(), **own, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
         capture_output=True,
         text=True,
     )

@@ -123,14 +123,15 @@ class FaultyEngine(MockEngine):
         write = publishing.set_and_call
         written = 0
 
-        def set_and_call(*arguments: Any) -> None:
+        def set_and_call(*arguments: Any) -> Any:
             nonlocal written
             written += 1
             if step == "publishing" and written == 2:
                 self._die_once()  # the first chunk of a batch is written, the second is not
-            write(*arguments)
+            answers = write(*arguments)
             if step == "published":
                 self._die_once()  # all is written, and the worker knows of nothing
+            return answers
 
         publishing.CHUNK_MOST = 4  # type: ignore[misc]
         publishing.set_and_call = set_and_call

@@ -42,72 +42,6 @@ _LATENT: Final = {
     "mlp_layer_types": ["dense", "sparse"],
     "pad_token_id": 0,
 }
-_NOT_CAUSAL: Final[dict[str, tuple[str, dict[str, Any]]]] = {
-    "bert": ("Bert", {}),
-    "bert-generation": ("BertGeneration", {}),
-    "big_bird": ("BigBird", {"attention_type": "original_full"}),
-    "camembert": ("Camembert", {}),
-    "data2vec-text": ("Data2VecText", {}),
-    "electra": ("Electra", {"embedding_size": 16}),
-    "ernie": ("Ernie", {}),
-    "megatron-bert": ("MegatronBert", {}),
-    "rembert": ("RemBert", {"input_embedding_size": 16, "output_embedding_size": 16}),
-    "roberta": ("Roberta", {}),
-    "roberta-prelayernorm": ("RobertaPreLayerNorm", {}),
-    "roc_bert": ("RoCBert", {"enable_pronunciation": False, "enable_shape": False}),
-    "roformer": ("RoFormer", {}),
-    "xlm": ("XLM", {"n_layers": 2, "emb_dim": 32, "n_heads": 2}),
-    "xlm-roberta": ("XLMRoberta", {}),
-    "xlm-roberta-xl": ("XLMRobertaXL", {}),
-}
-_MOE: Final = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_MORE: Final[dict[str, tuple[str, dict[str, Any]]]] = {
-    "apertus": ("Apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
-    "arcee": ("Arcee", {}),
-    "biogpt": ("BioGpt", {}),
-    "codegen": ("CodeGen", {"rotary_dim": 8, "num_attention_heads": 4}),
-    "cohere": ("Cohere", {"eos_token_id": 1}),
-    "cohere2": ("Cohere2", {"sliding_window": WINDOW, "eos_token_id": 1}),
-    "deepseek_v3": (
-        "DeepseekV3",
-        {k: v for k, v in _LATENT.items() if not k.startswith(("index", "mlp"))},
-    ),
-    "diffllama": ("DiffLlama", {"num_key_value_heads": 2}),
-    "doge": ("Doge", {}),
-    "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
-    "exaone4": ("Exaone4", {"sliding_window": WINDOW}),
-    "falcon": ("Falcon", {"multi_query": True, "new_decoder_architecture": False}),
-    "gemma": ("Gemma", {"head_dim": 16}),
-    "glm": ("Glm", {"head_dim": 16, "pad_token_id": 0}),
-    "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
-    "gpt_bigcode": ("GPTBigCode", {"bos_token_id": 1, "eos_token_id": 1}),
-    "gpt_neox_japanese": ("GPTNeoXJapanese", {"bos_token_id": 1, "eos_token_id": 1}),
-    "gpt_oss": (
-        "GptOss",
-        {
-            "head_dim": 16,
-            "num_local_experts": 4,
-            "sliding_window": WINDOW,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    ),
-    "gptj": ("GPTJ", {"rotary_dim": 8}),
-    "granite": ("Granite", {}),
-    "helium": ("Helium", {"head_dim": 16}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4}),
-    "nemotron": ("Nemotron", {}),
-    "olmo": ("Olmo", {"eos_token_id": 1}),
-    "olmo2": ("Olmo2", {"eos_token_id": 1}),
-    "olmo3": ("Olmo3", {"eos_token_id": 1, "sliding_window": WINDOW}),
-    "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
-    "persimmon": ("Persimmon", {"num_key_value_heads": 2}),
-    "phimoe": ("Phimoe", {"num_local_experts": 4}),
-    "qwen2_moe": ("Qwen2Moe", {**_MOE, "shared_expert_intermediate_size": 32}),
-    "qwen3_moe": ("Qwen3Moe", {**_MOE, "head_dim": 16}),
-    "smollm3": ("SmolLM3", {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}),
-    "stablelm": ("StableLm", {}),
-    "xglm": ("XGLM", {"d_model": 32, "ffn_dim": 48, "attention_heads": 2, "num_layers": 2}),
-}
 
 
 def _llama_like(hidden: int, **changes: Any) -> dict[str, Any]:
@@ -162,24 +96,9 @@ def _reformer(hidden: int, **changes: Any) -> Any:
     return transformers.ReformerConfig(**{**sizes, **changes})
 
 
-def _xlnet(hidden: int, **changes: Any) -> Any:
-    sizes = {"vocab_size": VOCAB, "d_model": hidden, "d_inner": hidden, "n_layer": 2, "n_head": 2}
-    return transformers.XLNetConfig(**{**sizes, **changes})
-
-
 def _t5(hidden: int, **changes: Any) -> Any:
     sizes = {"vocab_size": VOCAB, "d_model": hidden, "d_kv": hidden // 2, "d_ff": hidden}
     return transformers.T5Config(**{**sizes, "num_layers": 1, "num_heads": 2, **changes})
-
-
-def _two_stacks(config: str) -> Callable[..., Any]:
-    def make(hidden: int, **changes: Any) -> Any:
-        sizes: dict[str, Any] = {"vocab_size": VOCAB, "d_model": hidden}
-        for part in ("encoder", "decoder"):
-            sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": hidden}
-        return getattr(transformers, f"{config}Config")(**{**sizes, **changes})
-
-    return make
 
 
 def _longrope(hidden: int) -> dict[str, Any]:
@@ -306,15 +225,9 @@ _MAKE: Final[dict[str, Callable[..., Any]]] = {
     "glm_moe_dsa": _named("GlmMoeDsa", **_LATENT, indexer_types=["full", "full"]),
     # Hashes at random.
     "reformer": _reformer,
-    **{
-        name: _named(config, num_key_value_heads=2, **own)
-        for name, (config, own) in _NOT_CAUSAL.items()
-    },
-    "xlnet": _xlnet,
+    # Later tokens change earlier rows.
+    "bert": _named("Bert", num_key_value_heads=2),
     "t5": _t5,
-    "bart": _two_stacks("Bart"),
-    "m2m_100": _two_stacks("M2M100"),
-    **{name: _named(config, **own) for name, (config, own) in _MORE.items()},
 }
 
 SERVED: Final = ("gpt2", "gpt_neox", "llama", "mistral", "phi", "qwen2", "qwen3")
@@ -326,9 +239,6 @@ WINDOWED: Final = (
 """Models with layers that see less."""
 UNFIT: Final = ("bloom", "gpt_neo", "mamba")
 """Models whose states cannot be kept and shared by position."""
-NOT_CAUSAL: Final = (*_NOT_CAUSAL, "xlnet")
-TWO_STACKS: Final = ("bart", "m2m_100", "t5")
-TRIE_FAMILIES: Final = (*SERVED, *WINDOWED, *_MORE)
 
 
 def configuration(name: str, *, hidden: int = 32, **changes: Any) -> Any:

@@ -144,7 +144,7 @@ class SplitServers(Servers):
     def for_shard(self, shard: ShardKeys) -> Any:
         return self._opened[shard.number % len(self._opened)]
 
-    def cut(self) -> None:
+    def renew(self) -> None:
         for server in self._opened:
             server.connection_pool.disconnect()
 

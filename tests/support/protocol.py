@@ -64,7 +64,7 @@ class Caller:
     ) -> tuple[str, bool]:
         """What became of each job, and whether the reply stream was made anew."""
         digests = [job.digest.hex() for job in jobs]
-        answers, fresh = script("check")(
+        answers, fresh, _ = script("check")(
             self.server,  # type: ignore[arg-type]
             [self.shard.stream().key],
             [self.shard.prefix, self.id, reply_ttl, flight_ttl, *digests],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import redis
@@ -13,9 +13,11 @@ from tests.support.waiting import until
 
 
 @contextmanager
-def sentinels(primary: RealServer, count: int = 3) -> Iterator[str]:
+def sentinels(
+    primary: RealServer, count: int = 3, *, replicas: int = 1, ports: Sequence[int] = ()
+) -> Iterator[str]:
     """Sentinels that watch `primary` as the service ``main``; yields the URL that clients use."""
-    ports = [free_port() for _ in range(count)]
+    ports = ports or [free_port() for _ in range(count)]
     running = []
     try:
         for port in ports:
@@ -40,7 +42,8 @@ def sentinels(primary: RealServer, count: int = 3) -> Iterator[str]:
                         state = client.sentinel_master("main")
                     except redis.exceptions.RedisError:
                         return False
-                    return state["num-other-sentinels"] == count - 1 and state["num-slaves"] == 1
+                    others, found = state["num-other-sentinels"], state["num-slaves"]
+                    return others == len(ports) - 1 and found == replicas
 
                 until(ready, 20, what="the sentinels to know each other and the replica", every=0.1)
         hosts = ",".join(f"127.0.0.1:{port}" for port in ports)

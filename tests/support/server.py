@@ -103,7 +103,7 @@ class RealServer:
             command += [f"--{name.replace('_', '-')}", value]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        until(self._answers, what=f"{self.binary} to answer; its log is {self.log.read_text()}")
+        until(self._answers, 30, what=f"{self.binary} to answer; its log is {self.log.read_text()}")
         return self
 
     @property

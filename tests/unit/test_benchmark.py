@@ -50,6 +50,9 @@ def test_what_cannot_be_measured_is_refused(given: dict[str, Any]) -> None:
         benchmark.measure(**given)
 
 
-def test_a_pool_that_is_none_is_not_measured(fake_url: str, pool_name: str) -> None:
+def test_a_pool_that_is_none_is_not_measured(
+    fake_url: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMPOOL_WORKERS_TIMEOUT", "0.2")
     with pytest.raises(UnknownPool):
         benchmark.measure(fake_url, pool_name, seconds=0.1)

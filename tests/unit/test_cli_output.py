@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lmpool.benchmark import Measurement
 from lmpool.cli import app, bench
-from lmpool.cli.pool import counters_table, workers_table
+from lmpool.cli.pool import counters_table, executions, workers_table
 from lmpool.cli.worker import read_options
 from lmpool.errors import SettingsError
 from lmpool.producer.statistics import PoolStatistics, WorkerStatistics
@@ -26,6 +26,7 @@ WORKER = WorkerStatistics(
     engine="vllm",
     gpu="0",
     rows_per_second=12345.6,
+    execution="each distinct position once",
 )
 STATISTICS = PoolStatistics(
     computed=12_345_678,
@@ -82,6 +83,18 @@ def test_statistics_are_never_cut(width: int) -> None:
 def test_wide_terminals_have_tables() -> None:
     assert printed(120).count("┏") == 2
     assert "┏" not in printed(40)
+
+
+def test_how_workers_compute_is_said_once_for_each_way() -> None:
+    other = WorkerStatistics(
+        {**WORKER, "id": "b", "execution": "one prompt at a time: [its reason]"}
+    )
+    silent = WorkerStatistics({**WORKER, "id": "c", "execution": None})
+    assert executions([WORKER, WORKER]) == ["computed: each distinct position once"]
+    assert executions([silent]) == []
+    first, second = executions([WORKER, other, silent])
+    assert first == f"computed: each distinct position once ({WORKER['id']})"
+    assert second == r"computed: one prompt at a time: \[its reason] (b)"
 
 
 def test_names_of_models_are_never_cut() -> None:

@@ -219,6 +219,15 @@ def test_two_that_join_at_once_see_each_other(
     assert served(redis_client, keys) == OTHER
 
 
+def test_a_pool_whose_workers_died_as_the_clock_was_set_back_is_nobodys(
+    redis_client: redis.Redis, keys: PoolKeys
+) -> None:
+    join(redis_client, keys, OTHER, False, LIFE_MS)  # type: ignore[arg-type]
+    redis_client.pexpire(keys.serving, LIFE_MS + 3_600_000)
+    join(redis_client, keys, INFO, False, LIFE_MS)  # type: ignore[arg-type]
+    assert served(redis_client, keys) == INFO
+
+
 @pytest.mark.parametrize("priority", ["interactive", "batch"])
 @pytest.mark.parametrize("lane", [0, 1])
 def test_what_nobody_serves_any_more_ends_and_what_is_served_again_stays(

@@ -100,6 +100,26 @@ def _reduced(request: Request, outcome: Outcome) -> Outcome:
     return Outcome(outcome.id, answer=LikeliestToken(int(outcome.logprobs().argmax())))
 """
 
+REFERENCE: Final = """
+
+class LikeliestReference(WantReference[Likeliest]):
+    def draw(
+        self, random: Random, prompt: Prompt, adapter: Adapter | None, truth: Truth
+    ) -> Likeliest:
+        return Likeliest()
+
+    def judge(self, answered: Sequence[Answered], truth: Truth) -> None:
+        for each in answered:
+            answer = each.outcome.answer
+            assert isinstance(answer, LikeliestToken)
+            row = truth.rows([each.asked.prompt], each.adapter)[0]
+            expect(
+                row[answer.token_id] >= row.max() - 2 * truth.tolerance,
+                "the likeliest token is the likeliest",
+                each.asked,
+            )
+"""
+
 ENGINES: Final[Patch] = {
     "backends/batch.py": IMPORTS
     | {
@@ -127,14 +147,31 @@ ENGINES: Final[Patch] = {
         ),
         "\n\nclass ": REDUCED + "\n\nclass ",
     },
+    "backends/contract/wants.py": {
+        "import Generate, Row, Want\n": "import Generate, Likeliest, LikeliestToken, Row, Want\n",
+        "\n\nclass References:": REFERENCE + "\n\nclass References:",
+        "        self._generate = GenerateReference()\n": (
+            "        self._generate = GenerateReference()\n"
+            "        self._likeliest = LikeliestReference()\n"
+        ),
+        "                return self._generate\n": (
+            "                return self._generate\n"
+            "            case Likeliest():\n"
+            "                return self._likeliest\n"
+        ),
+        "        return (self._generate,)": "        return (self._generate, self._likeliest)",
+    },
 }
-"""What the engines do for it: here they reduce a row."""
+"""What the engines do for it: here they reduce a row. And what is right, for all of them."""
 
 ASK: Final = """
 import numpy as np
+from lmpool.backends import Outcome, batch
+from lmpool.backends.contract import EngineContract, examine
 from lmpool.backends.mock import mock_row
 from tests.support.clients import connected
 from tests.support.fake import FakeServer
+from lmpool.wants import Likeliest, LikeliestToken
 from tests.support.workers import in_process_worker
 
 with (
@@ -149,6 +186,23 @@ with (
     assert lm.sync.likeliest([0, 7], timeout=20) == int(np.argmax(mock_row([0, 7], 256)))
     assert lm.statistics()["local_hits"] == 1
     assert lm.sync.pool_statistics()["computed"] == 40
+
+class Toy(EngineContract):
+    engine = "mock"
+    lacks = {"adapters": "its rows are looked up without"}
+
+    @classmethod
+    def reference(cls, prompts, adapter=None):
+        return np.stack([mock_row(prompt, 256) for prompt in prompts])
+
+assert examine(Toy, parts=["life"]) is None
+reduced = batch._reduced
+batch._reduced = lambda request, outcome: (
+    Outcome(outcome.id, answer=LikeliestToken(0))
+    if isinstance(request.want, Likeliest) and outcome.error is None
+    else reduced(request, outcome)
+)
+assert examine(Toy, parts=["life"]).promise == "the likeliest token is the likeliest"
 print("answered")
 """
 
@@ -189,11 +243,11 @@ def run(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.types
 @pytest.mark.timeout(600)
-def test_a_new_want_is_a_patch_of_five_files_of_which_the_type_checker_knows(
+def test_a_new_want_is_a_patch_of_six_files_of_which_the_type_checker_knows(
     checkout: Path,
 ) -> None:
     pytest.importorskip("mypy")
-    assert len({*WANT, *ENGINES}) == 5
+    assert len({*WANT, *ENGINES}) == 6
     apply(WANT, checkout)
     found = run(checkout, "-m", "mypy", "-p", "lmpool")
     errors = re.findall(r"^(\S+?):\d+: error: (.*)$", found.stdout, re.MULTILINE)

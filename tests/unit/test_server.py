@@ -214,7 +214,7 @@ def test_the_right_password_is_taken(guarded: RealServer) -> None:
 
 
 def refusal_of_unknown_pool(url: str) -> str:
-    lm = lmpool.connect(url, "never-served")
+    lm = lmpool.connect(url, "never-served", workers_timeout=0.2)
     try:
         with pytest.raises(lmpool.errors.UnknownPool) as refused:
             lm.info  # noqa: B018

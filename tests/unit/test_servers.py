@@ -12,10 +12,11 @@ import pytest
 import redis
 
 from lmpool.backends.mock import mock_row
+from lmpool.errors import UnknownAdapter
 from lmpool.keys import GROUP, PoolKeys
 from lmpool.producer import collector as collector_module
-from lmpool.server import ANSWER_TIMEOUT
-from lmpool.servers import Servers
+from lmpool.server import ANSWER_TIMEOUT, is_lost
+from lmpool.servers import NONSENSE_MOST, Servers
 from tests.support.clients import connected
 from tests.support.fake import FakeServer
 from tests.support.mock_rows import VOCAB, prompts_of, rows_of
@@ -55,6 +56,31 @@ def test_shards_are_grouped_by_the_connection_that_reads_them() -> None:
     assert [server for server, _ in found] == opened
     numbers = [[shard.number for shard in shards] for _, shards in found]
     assert numbers == [[0, 3], [1], [2]]
+
+
+def test_what_makes_no_sense_is_tried_again_on_another_connection(fake_url: str) -> None:
+    servers = Servers.of_url(fake_url)
+
+    def misread() -> None:
+        with servers.in_step():
+            servers.pool.ping().decode()  # type: ignore[attr-defined]
+
+    with servers.in_step():
+        before = servers.pool.execute_command("CLIENT", "ID")  # type: ignore[attr-defined]
+    for _ in range(NONSENSE_MOST):
+        with pytest.raises(redis.exceptions.InvalidResponse, match="AttributeError") as found:
+            misread()
+        assert is_lost(found.value)
+    assert servers.pool.execute_command("CLIENT", "ID") != before  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError):  # that is a defect of ours
+        misread()
+    with servers.in_step():
+        servers.pool.ping()
+    with pytest.raises(redis.exceptions.InvalidResponse):
+        misread()
+    with pytest.raises(UnknownAdapter), servers.in_step():
+        raise UnknownAdapter("a ValueError that is an error of ours")
+    servers.close()
 
 
 def test_a_read_that_is_blocked_ends_when_it_is_cut(fake_url: str) -> None:

@@ -11,6 +11,7 @@ import redis
 
 from lmpool.counters import COUNTERS
 from lmpool.keys import PoolKeys, ShardKeys
+from lmpool.liveness import LIFE_MS
 from lmpool.producer.statistics import PoolStatistics, pool_statistics
 from lmpool.servers import Servers
 from tests.support.protocol import Consumer
@@ -70,13 +71,25 @@ def test_what_is_held_is_of_all_shards_and_its_age_that_of_the_oldest(server, sh
 def test_workers_with_a_heartbeat_are_listed_by_name(server, shards) -> None:
     for name in ("w-2", "w-1", "dead"):
         Consumer(server, shards[0], name)
-    beat = {"id": "w-1", "host": "h", "pid": 7, "engine": "hf", "gpu": "0", "rows_per_second": 1.5}
+    beat = {
+        "id": "w-1",
+        "host": "h",
+        "pid": 7,
+        "engine": "hf",
+        "gpu": "0",
+        "rows_per_second": 1.5,
+        "execution": "one prompt at a time: it bears no company",
+    }
     server.set(shards[0].alive("w-1"), msgpack.packb(beat))
     server.set(shards[0].alive("w-2"), msgpack.packb({"id": "w-2"}))
+    # Of one that died as the server's clock was set back an hour.
+    Consumer(server, shards[0], "w-3")
+    server.set(shards[0].alive("w-3"), msgpack.packb({"id": "w-3"}), px=LIFE_MS + 3_600_000)
     first, second = read(server, shards)["workers"]
     assert first == beat
     assert second["id"] == "w-2"
     assert second["rows_per_second"] == 0.0
+    assert second["execution"] is None
 
 
 @pytest.mark.parametrize("fields", [{"a": "b"}, {"held": "x"}, None], ids=str)

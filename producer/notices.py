@@ -1,0 +1,29 @@
+"""The ids of a client's notices, which only ever grow."""
+
+from __future__ import annotations
+
+import redis.exceptions
+
+from lmpool.commands import Server
+from lmpool.server import is_full, is_lost
+
+
+def bring_forward(server: Server, reply: str, last: str, newest: str) -> None:
+    """Let the next id of a reply stream be greater than `last`, which was read from it.
+
+    Where the stream's latest id, `newest`, is smaller it would not be: the server came back as it
+    was some time ago, or its clock was set back. What came then would be taken for read.
+    """
+    read = _parts(last)
+    if _parts(newest) >= read:
+        return
+    try:
+        server.xadd(reply, {"bye": "1"}, id=f"{read[0]}-{read[1] + 1}")
+    except redis.exceptions.ResponseError as error:
+        if is_full(error) or is_lost(error):
+            raise  # else it has come so far meanwhile
+
+
+def _parts(entry: str) -> tuple[int, int]:
+    moment, _, number = entry.partition("-")
+    return int(moment), int(number)

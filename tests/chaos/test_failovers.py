@@ -1,0 +1,67 @@
+"""Failovers by three Sentinels, with TLS and users, one after another under a load."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.replicated import BACK_WITHIN, ReplicatedPool
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(150)]
+
+EVERY = 20.0
+"""Seconds from one fault to the next."""
+LONG = [pytest.mark.chaos, pytest.mark.timeout(700)]
+
+
+@pytest.mark.parametrize("append_only", [False, True], ids=["no AOF", "AOF"])
+@pytest.mark.parametrize(
+    ("seed", "seconds", "every"),
+    [
+        pytest.param(1, 5.0, 2.0, id="short"),
+        pytest.param(2, 450.0, EVERY, marks=LONG),
+        pytest.param(3, 450.0, EVERY, marks=LONG),
+    ],
+)
+def test_failovers_lose_nothing(
+    seed: int, seconds: float, every: float, append_only: bool, server_binary: str, tmp_path: Path
+) -> None:
+    with replicated_pool(tmp_path, server_binary, seed=seed, append_only=append_only) as pool:
+        ends = time.monotonic() + seconds
+        with pool.load() as load:
+            until(lambda: load.answered() > 100, 20, what="the load to begin")
+            while time.monotonic() < ends:
+                next_one = time.monotonic() + every
+                pool.befall(load)
+                time.sleep(max(0.0, next_one - time.monotonic()))
+        pool.check_nothing_left()
+    found = load.outcomes
+    print(f"{found.asked} prompts, {pool.longest_return:.1f} s; {', '.join(pool.done)}")
+    assert found.wrong == 0
+    assert found.failed == [], sorted(set(found.failed))
+    assert found.right == found.asked
+    assert not [what for what in pool.done if what.startswith("a worker ended")], pool.done
+    assert pool.longest_return < BACK_WITHIN
+
+
+@contextmanager
+def replicated_pool(*arguments: Any, **options: Any) -> Iterator[ReplicatedPool]:
+    """One that is up, where the server speaks TLS."""
+    pool = ReplicatedPool(*arguments, **options)
+    try:
+        pool.__enter__()
+    except RuntimeError as error:
+        if re.search("Bad directive|TLS support", str(error)):
+            pytest.skip("this server speaks no TLS")
+        raise
+    try:
+        yield pool
+    finally:
+        pool.__exit__(None, None, None)

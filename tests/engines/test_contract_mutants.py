@@ -1,0 +1,39 @@
+"""No engine that is broken on purpose survives the contract, and the right ones do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmpool.backends import Engine
+from lmpool.backends.contract import EngineContract, examine
+from tests.engines.mutants import MUTANTS, Make
+from tests.engines.test_contract import TestFed as Fed
+from tests.engines.test_contract import TestMock as Mock
+
+SEEDS = 20
+
+
+def suite_of(make: Make) -> type[EngineContract]:
+    """The contract of the mock engine on what `make` opens."""
+
+    class Suite(Mock):
+        @classmethod
+        def open_engine(cls, **options: Any) -> Engine:
+            return make("mock", **{**cls.options, **options})
+
+    return Suite
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_engine_is_found_out(name: str) -> None:
+    assert examine(suite_of(MUTANTS[name])) is not None, MUTANTS[name].breaks
+
+
+@pytest.mark.parametrize("seed", range(1, SEEDS + 1))
+def test_a_right_engine_is_not(seed: int) -> None:
+    """Each seed on one of four: the mock engine, it fed while it runs, and what mutants are of."""
+    unbroken = {mutant.form: mutant.unbroken for mutant in MUTANTS.values()}
+    right = [Mock, Fed, *map(suite_of, unbroken.values())]
+    assert examine(right[seed % len(right)], seed=seed) is None

@@ -1,0 +1,88 @@
+"""Sentinels, or the primary that they name, are away when somebody connects for the first time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from typing import Any
+
+import numpy as np
+import pytest
+import redis.exceptions
+
+import lmpool
+from lmpool.backends.mock import mock_row
+from lmpool.errors import ServerUnreachable
+from lmpool.server import open_server
+from lmpool.worker.service import Service
+from tests.support.clients import connected
+from tests.support.proxy import Proxy
+from tests.support.sentinels import sentinels
+from tests.support.server import RealServer, free_port
+from tests.support.workers import in_process_worker
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def primary(server_binary: str) -> Iterator[RealServer]:
+    with RealServer(binary=server_binary, tcp=True) as server:
+        yield server
+
+
+def test_a_connection_that_met_no_sentinel_is_used_again(primary: RealServer) -> None:
+    port = free_port()
+    server = open_server(f"redis+sentinel://127.0.0.1:{port}/main/0")
+    for _ in range(3):
+        with pytest.raises(redis.exceptions.ConnectionError, match="No master found"):
+            server.ping()
+    with sentinels(primary, replicas=0, ports=[port]):
+        assert server.ping()
+        primary.kill()
+        for _ in range(2):
+            with pytest.raises(redis.exceptions.ConnectionError):
+                server.ping()
+        primary.start()
+        assert server.ping()
+    server.close()
+
+
+def test_a_client_that_met_no_sentinel_connects_later(primary: RealServer, pool_name: str) -> None:
+    port = free_port()
+    url = f"redis+sentinel://127.0.0.1:{port}/main/0"
+    with ExitStack() as stack:
+        lm = stack.enter_context(closing(lmpool.connect(url, pool_name, framework="numpy")))
+        with pytest.raises(ServerUnreachable, match="No master found"):
+            lm.next_token_logprobs_sync([1])
+        stack.enter_context(sentinels(primary, replicas=0, ports=[port]))
+        stack.enter_context(in_process_worker(url, pool_name))
+        np.testing.assert_array_equal(lm.next_token_logprobs_sync([1]), mock_row([1], 256))
+
+
+def test_a_worker_whose_threads_meet_no_sentinel_is_not_deaf(
+    primary: RealServer, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has joined, and its threads, each with a connection of its own, find nobody to ask."""
+    enter = Service._enter_pool
+    with ExitStack() as stack:
+        port = free_port()
+        stack.enter_context(sentinels(primary, replicas=0, ports=[port]))
+        proxy = stack.enter_context(Proxy(port))
+        url = f"redis+sentinel://127.0.0.1:{proxy.port}/main/0"
+
+        def enter_and_lose_the_sentinel(*arguments: Any) -> Any:
+            entered = enter(*arguments)
+            proxy.refuses = True
+            proxy.cut()
+            return entered
+
+        monkeypatch.setattr(Service, "_enter_pool", enter_and_lose_the_sentinel)
+        stack.enter_context(in_process_worker(url, pool_name))
+        lm = stack.enter_context(connected(primary.url, pool_name))
+        with ThreadPoolExecutor(1) as threads:
+            row = threads.submit(lm.next_token_logprobs_sync, [1], timeout=30)
+            with pytest.raises(TimeoutError):
+                row.result(0.5)
+            proxy.refuses = False
+            np.testing.assert_array_equal(row.result(20), mock_row([1], 256))
