@@ -20,7 +20,7 @@ TOGETHER     := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 INSTALL      := bin/python -m pip install --quiet --disable-pip-version-check
 REQUIREMENTS := tests/engines/requirements
 OTHERS       := $(patsubst $(REQUIREMENTS)/%.txt,%,$(wildcard $(REQUIREMENTS)/*.txt))
-ELSEWHERE    := not chaos and not genlm and not types and not bench
+ELSEWHERE    := not chaos and not genlm and not types and not bench and not mutants
 IGNORE       := $(foreach name,$(OTHERS),--ignore-glob='*/engines/test_$(name).py' --ignore-glob='*/engines/test_$(name)_*.py')
 
 .DEFAULT_GOAL := help
@@ -28,7 +28,7 @@ IGNORE       := $(foreach name,$(OTHERS),--ignore-glob='*/engines/test_$(name).p
 .PHONY: help install demo test test-server chaos families check format format-check lint types \
         unit bench bench-check clean distclean
 =======
-.PHONY: help install demo test test-server chaos soak check format format-check lint types unit \
+.PHONY: help install demo test test-server chaos soak mutants check format format-check lint types unit \
         bench bench-check clean distclean
 >>>>>>> suite
 
@@ -63,6 +63,9 @@ chaos: $(READY) ## The long fault-injection tests
 families: $(READY) ## Every family of transformers on the hf engine, and docs/models.md of it
 	$(BIN)/python -m tests.families $(ARGS)
 =======
+mutants: $(READY) ## That the contract of engines finds out every engine that is broken on purpose
+	$(BIN)/python -m pytest --numprocesses 2 tests/engines/test_contract_mutants.py $(ARGS)
+
 SOAK_SECONDS ?= 3600
 SOAK = -m pytest --engine-seed random --engine-seconds $(SOAK_SECONDS) --timeout 0 -x
 

@@ -35,7 +35,8 @@ _PROMPT_TOKENS: Final = 4
 _GROWTH: Final = 16 << 20
 
 _EVENTS: Final = 60
-_ROUNDS: Final = 6
+_ROUNDS: Final = 24
+"""Of the first ones some grow what Python and libraries keep of code that was seldom run."""
 _LEFT: Final = 1 / 16
 """Objects that may be left of each: less than a leak of a part of them leaves."""
 _FILLING: Final = 150
@@ -129,7 +130,7 @@ def _check_cycle(kind: str, cycle: Callable[[], None]) -> None:
     events = _EVENTS // 15 if "adapters" in kind else _EVENTS
     cycle()
     before = _blocks()
-    grown = []
+    grown: list[int] = []
     for _ in range(_ROUNDS):
         cycle()
         after = _blocks()

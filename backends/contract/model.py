@@ -143,7 +143,8 @@ class Model:
             taken.append(each)
         requests = [each.request() for each in taken]
         self._engine.submit(requests)
-        requests.clear()  # the list is the caller's
+        if len(requests) % 2:  # the list is the caller's, who may use it again or not
+            requests.clear()
 
     def _must_fail(self, asked: Asked) -> bool:
         info, prompt = self._truth.info, asked.prompt
@@ -222,7 +223,8 @@ class Model:
 
     def _cancel(self, numbers: Sequence[int]) -> None:
         ids = [Asked(number, (0,)).id for number in numbers]
-        wanted = set(ids)
+        # A collection of any kind, which is the caller's.
+        wanted = set(ids) if len(ids) % 2 else ids.copy()
         self._engine.cancel(wanted)
         wanted.clear()
         for cancelled in ids:

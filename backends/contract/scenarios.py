@@ -96,19 +96,28 @@ def adapters(script: Script) -> None:
     names = [versioned(name, n) for n, name in enumerate(("french", "legal", "rs", "code"))]
     for number, name in enumerate(names):
         script.add_adapter(name, number)
+    twin = versioned("twin", 9)
+    script.add_adapter(twin, 0)  # of the same folder as the first
     longer = random_prompt(random, script.vocab, min(90, script.longest))
     prompts = [longer, *near_copies(random, longer, script.vocab, script.longest)[:4]]
     prompts += [script.prompt(20) for _ in range(4)]
     for _ in range(2):  # the second time out of what was kept
-        asked = [script.ask(p, name) for p in prompts for name in (None, *names)]
+        asked = [script.ask(p, name) for p in prompts for name in (None, *script.loaded)]
         script.submit([asked[i] for i in random.permutation(len(asked))], portions=2)
         script.settle()
+    script.remove_adapter(twin)
+    script.submit([script.ask(prompts[0], name) for name in (names[0], twin)])
+    script.settle()
     for turn in range(6):
         name = names[int(random.integers(len(names)))]
-        script.submit(script.mixed(14, adapters=0.8, others=0.4, bad=0.0), portions=2)
+        mine = [script.ask(p, name, Generate(9, (), 1.0, turn)) for p in prompts[-2:]]
+        script.submit([*mine, script.ask(prompts[-1], name)])
         if turn % 2:  # under way, or just submitted
             script.do_steps()
-        if turn % 3 == 2 or name not in script.loaded:
+        script.submit(script.mixed(14, adapters=0.8, others=0.4, bad=0.0))
+        if turn % 3 == 0:
+            script.do_steps(1)
+        if turn % 3 < 2 or name not in script.loaded:
             script.add_adapter(name, 10 + turn)
         else:
             script.remove_adapter(name)

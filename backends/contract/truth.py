@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,19 +32,25 @@ class Truth:
         self.tolerance = suite.tolerance
         self._folder = folder
         self._adapters: dict[AdapterFiles, Adapter] = {}
+        self._written: dict[AdapterFiles, Adapter] = {}
         self.narrow = 0
         """Rows that were the bits of bfloat16 logits."""
         self._compared = 0
         self._worst = 0.0
 
     def adapter(self, files: AdapterFiles) -> Adapter:
-        """The adapter as it was written, once for each of its descriptions."""
+        """The adapter as it was written: those that differ by their name alone, in one folder."""
         found = self._adapters.get(files)
         if found is None:
-            place = hashlib.blake2b(repr(files).encode(), digest_size=8).hexdigest()
-            how = dict(files.how)
-            found = self.suite.make_adapter(files.name, self._folder / place, files.seed, **how)
-            self._adapters[files] = found
+            content = replace(files, name="")
+            written = self._written.get(content)
+            if written is None:  # never again: an engine may read the files of a folder later
+                place = hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
+                how = dict(files.how)
+                make = self.suite.make_adapter
+                written = make(files.name, self._folder / place, files.seed, **how)
+                self._written[content] = written
+            found = self._adapters[files] = replace(written, name=files.name)
         return found
 
     def rows(self, prompts: Sequence[Prompt], adapter: Adapter | None) -> Rows:

@@ -13,6 +13,13 @@ from tests.engines.test_contract import TestFed as Fed
 from tests.engines.test_contract import TestMock as Mock
 
 SEEDS = 20
+SOME = 12
+"""`make test` takes one of so many, `make mutants` all."""
+
+ALL = [
+    pytest.param(name, marks=[pytest.mark.mutants] if number % SOME else [])
+    for number, name in enumerate(MUTANTS)
+]
 
 
 def suite_of(make: Make) -> type[EngineContract]:
@@ -26,12 +33,18 @@ def suite_of(make: Make) -> type[EngineContract]:
     return Suite
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_broken_engine_is_found_out(name: str) -> None:
     assert examine(suite_of(MUTANTS[name])) is not None, MUTANTS[name].breaks
 
 
-@pytest.mark.parametrize("seed", range(1, SEEDS + 1))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=[pytest.mark.mutants] if seed > 4 else [])
+        for seed in range(1, SEEDS + 1)
+    ],
+)
 def test_a_right_engine_is_not(seed: int) -> None:
     """Each seed on one of four: the mock engine, it fed while it runs, and what mutants are of."""
     unbroken = {mutant.form: mutant.unbroken for mutant in MUTANTS.values()}
