@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 from lmpool.backends.contract.breaches import BrokenPromise, expect
@@ -53,12 +55,17 @@ def check_closed(engine: Engine, model: Model) -> None:
     model.check_held()
 
 
+_lived: list[weakref.ref[Engine]] = []
+"""Of the engine that lived on the thread."""
+
+
 def _live(truth: Truth, first: Engine, adapters: list[str]) -> bool:
     """The whole life of an engine."""
     try:
         engine = truth.suite.open_engine()
     except SettingsError:
         return False
+    _lived.append(weakref.ref(engine))
     model = Model(engine, truth, References())
     asked = [Asked(n, (n % truth.info.vocab_size, 3)) for n in range(9)]
     asked += [Asked(100 + n, (1,), name) for n, name in enumerate(adapters)]  # it has none
@@ -104,8 +111,15 @@ def _on_a_thread(work: Callable[[], bool]) -> bool:
             failures.append(error)
 
     thread = threading.Thread(target=run, name="engine-contract")
+    _lived.clear()
     thread.start()
     thread.join()
     if failures:
         raise failures[0]
+    gc.collect()
+    expect(
+        all(engine() is None for engine in _lived),
+        "nothing keeps an engine that was closed",
+        "it is there still, after nobody else knows it",
+    )
     return results[0]

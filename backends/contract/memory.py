@@ -9,8 +9,10 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -98,17 +100,24 @@ def _cycles(engine: Engine, truth: Truth) -> Mapping[str, Callable[[], None]]:
         for number in range(_EVENTS // 15):
             files = AdapterFiles("", 200 + number, (("rank", 2),))
             name = versioned("m", next(names))
+            engine.add_adapter(name, truth.adapter(replace(files, seed=300)).folder)
             engine.add_adapter(name, truth.adapter(files).folder)
             ask(engine, [request_for(prompts[0], adapter=name)])
             engine.remove_adapter(name)
 
-    def prefixes() -> None:
-        for prompt in prompts:
+    def prefixes(some: Sequence[Sequence[int]]) -> None:
+        for prompt in some:
             try:
                 engine.cache_prefix(tokens_of(prompt))
             except PromptFailed:
                 pass
+
+    def dropped() -> None:
+        prefixes(prompts)
         engine.clear_cache()
+
+    def new_ones() -> None:
+        prefixes(random.integers(0, vocab, (_EVENTS, 2 * _PROMPT_TOKENS)).tolist())
 
     found: dict[str, Callable[[], None]] = {
         "rows": lambda: _ignore(ask(engine, requests())),
@@ -118,7 +127,8 @@ def _cycles(engine: Engine, truth: Truth) -> Mapping[str, Callable[[], None]]:
         "requests that were cancelled under way": partial(cancelled, 1),
         "unknown ids that were cancelled": unknown,
         "steps with nothing to do": idle,
-        "prefixes that were kept and dropped": prefixes,
+        "prefixes that were kept and dropped": dropped,
+        "prefixes for which there is no room": new_ones,
     }
     if "adapters" not in truth.suite.lacks:
         found["adapters that came and went"] = adapters
@@ -206,8 +216,10 @@ def _counted() -> Iterator[None]:
 
 
 def _blocks() -> int:
+    """The objects of Python, open files and threads that there are."""
     gc.collect()
-    return sys.getallocatedblocks()
+    files = psutil.Process().num_fds() if psutil.POSIX else 0
+    return sys.getallocatedblocks() + files + threading.active_count()
 
 
 def resident_bytes() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,10 @@ class TestMock(EngineContract):
         return np.stack([mock_row(prompt, VOCAB, name) for prompt in prompts])
 
     @classmethod
-    def make_adapter(cls, name: str, folder: Any, seed: int, **how: Any) -> Adapter:
-        return Adapter(name, str(folder))
+    def make_adapter(cls, name: str, folder: Path, seed: int, **how: Any) -> Adapter:
+        (folder / str(seed)).mkdir(parents=True, exist_ok=True)
+        (folder / str(seed) / "adapter_model.safetensors").write_bytes(b"not looked at")
+        return Adapter(name, str(folder / str(seed)))
 
 
 class TestFed(TestMock):
