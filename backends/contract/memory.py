@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -100,10 +99,15 @@ def _cycles(engine: Engine, truth: Truth) -> Mapping[str, Callable[[], None]]:
         for number in range(_EVENTS // 15):
             files = AdapterFiles("", 200 + number, (("rank", 2),))
             name = versioned("m", next(names))
-            engine.add_adapter(name, truth.adapter(replace(files, seed=300)).folder)
             engine.add_adapter(name, truth.adapter(files).folder)
             ask(engine, [request_for(prompts[0], adapter=name)])
             engine.remove_adapter(name)
+
+    def replaced() -> None:
+        for number in range(_EVENTS // 15):
+            files = AdapterFiles("", 200 + number, (("rank", 2),))
+            engine.add_adapter(versioned("r", 1), truth.adapter(files).folder)
+            ask(engine, [request_for(prompts[0], adapter=versioned("r", 1))])
 
     def prefixes(some: Sequence[Sequence[int]]) -> None:
         for prompt in some:
@@ -132,6 +136,7 @@ def _cycles(engine: Engine, truth: Truth) -> Mapping[str, Callable[[], None]]:
     }
     if "adapters" not in truth.suite.lacks:
         found["adapters that came and went"] = adapters
+        found["adapters that were replaced"] = replaced
     return found
 
 
