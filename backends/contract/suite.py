@@ -39,6 +39,8 @@ class EngineContract(Subject):
         seed = config.getoption("--engine-seed", default=None)
         seconds: float = config.getoption("--engine-seconds", default=None) or 0.0
         end = time.monotonic() + seconds
+        if seed == "random":
+            seed = secrets.randbits(32)
         self._run(part, type(self).seed if seed is None else int(seed))
         while time.monotonic() < end:
             self._run(part, secrets.randbits(32))

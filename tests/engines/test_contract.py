@@ -31,6 +31,10 @@ class TestMock(EngineContract):
         return np.stack([mock_row(prompt, VOCAB, name) for prompt in prompts])
 
     @classmethod
+    def vocabulary(cls) -> list[bytes] | None:
+        return [bytes([i]) if i < 256 else f"<{i}>".encode() for i in range(VOCAB)]
+
+    @classmethod
     def make_adapter(cls, name: str, folder: Path, seed: int, **how: Any) -> Adapter:
         (folder / str(seed)).mkdir(parents=True, exist_ok=True)
         (folder / str(seed) / "adapter_model.safetensors").write_bytes(b"not looked at")
@@ -38,7 +42,11 @@ class TestMock(EngineContract):
 
 
 class TestFed(TestMock):
-    """The same rows from an engine that is fed while it runs."""
+    """The same rows from an engine that is fed while it runs, and has no tokenizer."""
+
+    @classmethod
+    def vocabulary(cls) -> None:
+        return None
 
     @classmethod
     def open_engine(cls, **options: Any) -> FedEngine:
