@@ -43,6 +43,20 @@ def check_reopened(engine: Engine, truth: Truth) -> None:
     expect(opened, "an engine can be opened again after it was closed", "it is refused")
 
 
+def check_identity(engine: Engine, truth: Truth) -> None:
+    """Engines whose rows differ say so, for workers of one identity share their rows."""
+    if not truth.suite.otherwise:
+        return
+    other = truth.suite.open_engine(**truth.suite.otherwise)
+    found = dict(other.info.identity)
+    other.close()
+    expect(
+        found != dict(engine.info.identity),
+        "info.identity holds what changes the numbers",
+        f"it is the same with {dict(truth.suite.otherwise)}: {found!r:.200}",
+    )
+
+
 def check_closed(engine: Engine, model: Model) -> None:
     """Close it, with something in flight; twice; and use it then."""
     model.apply(Submit((Asked(1, (1, 2)),)))

@@ -7,8 +7,8 @@ from typing import Any, Final
 from lmpool.backends.contract.breaches import expect
 from lmpool.backends.contract.truth import Truth
 from lmpool.backends.engine import Engine, EngineInfo
-from lmpool.backends.model_files import TOKENIZER_FILES
 from lmpool.model_info import fingerprint
+from lmpool.vocabulary import TOKENIZER_FILES
 
 _UNDECODABLE: Final = "\N{REPLACEMENT CHARACTER}"
 

@@ -36,6 +36,7 @@ class Subject:
     model: ClassVar[str] = "tiny"
     options: ClassVar[Mapping[str, Any]] = {}
     bounded: ClassVar[Mapping[str, Any]] = {}
+    otherwise: ClassVar[Mapping[str, Any]] = {}
     tolerance: ClassVar[float] = 1e-4
     lacks: ClassVar[Mapping[str, str]] = {}
     most_adapters: ClassVar[int] = 70

@@ -399,7 +399,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
 
 
 def _spread(seed: int) -> int:
-    """A seed for vLLM: each bit depends on all of `seed`, of which torch on a CPU takes 32 alone."""
+    """A seed for vLLM, each bit of all of `seed`: torch on a CPU takes the lower 32 alone."""
     packed = (seed & MAX_SEED).to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") & MAX_SEED
 

@@ -21,6 +21,7 @@ class TestMock(EngineContract):
 
     engine = "mock"
     options = {"vocab_size": VOCAB, "max_prompt_tokens": 512}
+    otherwise = {"vocab_size": 1000}
     lacks = {"adapter files": "its rows depend on the adapter's name alone"}
 
     @classmethod
@@ -59,3 +60,4 @@ class TestHF(EngineContract):
     engine = "hf"
     options = {"threads": 1}
     bounded = {"kv_cache_bytes": 8 << 20}
+    otherwise = {"dtype": "bfloat16"}

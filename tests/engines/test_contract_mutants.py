@@ -49,5 +49,9 @@ def test_a_broken_engine_is_found_out(name: str) -> None:
 def test_a_right_engine_is_not(seed: int) -> None:
     """Each seed on one of four: the mock engine, it fed while it runs, and what mutants are of."""
     unbroken = {mutant.form: mutant.unbroken for mutant in MUTANTS.values()}
-    right = [Mock, Fed, *(suite_of(make, form) for form, make in unbroken.items())]
+    right: list[type[EngineContract]] = [
+        Mock,
+        Fed,
+        *(suite_of(make, form) for form, make in unbroken.items()),
+    ]
     assert examine(right[seed % len(right)], seed=seed) is None
