@@ -247,8 +247,8 @@ class Model:
                 f"{error} with {len(self._adapters)} of them",
             )
             return
-        # Requests in flight by one that it replaces are answered by that one. Those that came before
-        # there was any may be answered by it.
+        # Requests in flight by one that it replaces are answered by that one. Those that came while
+        # there was none may be answered by it.
         self._adapters[files.name] = adapter
         for living in (*self._living.values(), *self._cancelled.values()):
             if living.asked.adapter == files.name and living.adapter is None:
