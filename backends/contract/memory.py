@@ -36,6 +36,7 @@ _PROMPT_TOKENS: Final = 4
 _GROWTH: Final = 16 << 20
 
 _EVENTS: Final = 60
+_ADAPTERS: Final = 4
 _ROUNDS: Final = 24
 """Of the first ones some grow what Python and libraries keep of code that was seldom run."""
 _LEFT: Final = 1 / 16
@@ -50,7 +51,10 @@ def check_memory(engine: Engine, truth: Truth) -> None:
     """
     with _counted():
         for kind, cycle in _cycles(engine, truth).items():
-            _check_cycle(kind, cycle)
+            if "adapters" in kind:
+                _check_cycle(kind, cycle, _ADAPTERS, max(_LEFT, truth.suite.left_by_adapter))
+            else:
+                _check_cycle(kind, cycle, _EVENTS, _LEFT)
         _check_clearing(engine, truth)
         _check_life(engine, truth)
 
@@ -96,7 +100,7 @@ def _cycles(engine: Engine, truth: Truth) -> Mapping[str, Callable[[], None]]:
             engine.submit([])
 
     def adapters() -> None:
-        for number in range(_EVENTS // 15):
+        for number in range(_ADAPTERS):
             files = AdapterFiles("", 200 + number, (("rank", 2),))
             name = versioned("m", next(names))
             engine.add_adapter(name, truth.adapter(files).folder)
@@ -104,7 +108,7 @@ def _cycles(engine: Engine, truth: Truth) -> Mapping[str, Callable[[], None]]:
             engine.remove_adapter(name)
 
     def replaced() -> None:
-        for number in range(_EVENTS // 15):
+        for number in range(_ADAPTERS):
             files = AdapterFiles("", 200 + number, (("rank", 2),))
             engine.add_adapter(versioned("r", 1), truth.adapter(files).folder)
             ask(engine, [request_for(prompts[0], adapter=versioned("r", 1))])
@@ -140,9 +144,8 @@ def _cycles(engine: Engine, truth: Truth) -> Mapping[str, Callable[[], None]]:
     return found
 
 
-def _check_cycle(kind: str, cycle: Callable[[], None]) -> None:
-    """Do it until a round leaves nothing behind; a leak leaves something each time."""
-    events = _EVENTS // 15 if "adapters" in kind else _EVENTS
+def _check_cycle(kind: str, cycle: Callable[[], None], events: int, left: float) -> None:
+    """Do it until a round leaves no more than `left` of each behind; a leak does so each time."""
     cycle()
     before = _blocks()
     grown: list[int] = []
@@ -150,7 +153,7 @@ def _check_cycle(kind: str, cycle: Callable[[], None]) -> None:
         cycle()
         after = _blocks()
         grown.append(after - before)
-        if grown[-1] <= events * _LEFT:
+        if grown[-1] <= events * left:
             return
         before = after
     expect(

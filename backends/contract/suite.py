@@ -28,6 +28,9 @@ class EngineContract(Subject):
     its own: its continuations are then judged by how they are distributed, and not token by token
     as those that are drawn by `lmpool.backends.sampling`. `seed` is that of the scenarios.
 
+    Libraries leave something of each adapter that was loaded (safetensors some numbers of each
+    tensor): up to `left_by_adapter` objects are not the engine's fault.
+
     The model needs 64 tokens of vocabulary and 48 of length at least, and a Llama's names of layers
     where the engine has adapters. Prompts longer than 4,096 tokens are not tried.
     """

@@ -22,6 +22,7 @@ class TestMock(EngineContract):
     engine = "mock"
     options = {"vocab_size": VOCAB, "max_prompt_tokens": 512}
     otherwise = {"vocab_size": 1000}
+    left_by_adapter = 0
     lacks = {"adapter files": "its rows depend on the adapter's name alone"}
 
     @classmethod
