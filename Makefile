@@ -1,12 +1,8 @@
 # lmpool: every command that a developer or a newcomer needs. `make` lists them.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made of (3.11 or newer)
-<<<<<<< HEAD
 #   ARGS="-k flight"    more arguments for pytest, the demo, the families or the measurements
-=======
-#   ARGS="-k flight"    more arguments for pytest, the demo or the measurements
 #   SOAK_SECONDS=600    how long each test of `make soak` goes on (3600)
->>>>>>> suite
 #   WORKERS=0           how many processes run the tests (4, as they wait a lot; 0: this one alone)
 
 PYTHON  ?= python3
@@ -24,13 +20,8 @@ ELSEWHERE    := not chaos and not genlm and not types and not bench and not muta
 IGNORE       := $(foreach name,$(OTHERS),--ignore-glob='*/engines/test_$(name).py' --ignore-glob='*/engines/test_$(name)_*.py')
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help install demo test test-server chaos families check format format-check lint types \
-        unit bench bench-check clean distclean
-=======
-.PHONY: help install demo test test-server chaos soak mutants check format format-check lint types unit \
-        bench bench-check clean distclean
->>>>>>> suite
+.PHONY: help install demo test test-server chaos soak mutants families check format format-check lint \
+        types unit bench bench-check clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -59,10 +50,9 @@ test-%: .venv-%/.installed ## One engine's tests in an environment of its own: m
 chaos: $(READY) ## The long fault-injection tests
 	$(BIN)/python -m pytest -m chaos $(ARGS)
 
-<<<<<<< HEAD
 families: $(READY) ## Every family of transformers on the hf engine, and docs/models.md of it
 	$(BIN)/python -m tests.families $(ARGS)
-=======
+
 mutants: $(READY) ## That the contract of engines finds out every engine that is broken on purpose
 	$(BIN)/python -m pytest --numprocesses 2 tests/engines/test_contract_mutants.py $(ARGS)
 
@@ -75,7 +65,6 @@ soak: $(READY) ## The contract of engines with random seeds: mock, fed and hf, a
 # make soak-mlx ARGS="-k rows" SOAK_SECONDS=600
 soak-%: .venv-%/.installed
 	.venv-$*/bin/python $(SOAK) tests/engines/test_$*_contract.py $(ARGS)
->>>>>>> suite
 
 check: format-check lint types unit ## Format, lint, types and the fast tests, in seconds
 

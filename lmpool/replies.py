@@ -42,7 +42,7 @@ class BoundedParser(_HiredisParser):
     def on_connect(self, connection: Any, **options: Any) -> None:
         """A new connection."""
         super().on_connect(connection, **options)  # type: ignore[no-untyped-call]
-        self._sock = _Counted(self._sock)
+        self._sock: _Counted | None = _Counted(self._sock)
 
     def read_response(self, disable_decoding: bool = False) -> Any:
         """The next reply."""

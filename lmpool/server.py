@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import encodings.idna  # noqa: F401 - sockets import it at the first name, on whichever thread
+import importlib
 import logging
 import re
 from collections.abc import Iterator
@@ -28,6 +28,9 @@ from lmpool.replies import BoundedParser
 from lmpool.settings import mask_url
 
 logger = logging.getLogger(__name__)
+
+# Sockets would import it at the first name, on whichever thread.
+importlib.import_module("encodings.idna")
 
 CONNECT_TIMEOUT: Final = 5.0
 ANSWER_TIMEOUT: Final = 15.0

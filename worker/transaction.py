@@ -64,12 +64,13 @@ def set_and_call(
     outcomes: list[Any] = answers[-1]
     first = None if before is None else _made_up_for(server, before, outcomes[0])
     last = _made_up_for(server, call, outcomes[-1])
-    start = len(calls) - 1
-    for (key, value), outcome in zip(rows, outcomes[start:-1], strict=True):
-        if outcome is None:
-            _replace_what_is_none(server, key, value, ttl_ms)
-        elif isinstance(outcome, Exception):
-            raise outcome
+    written = outcomes[len(calls) - 1 : -1]
+    if written.count(b"OK") < len(rows):
+        for (key, value), outcome in zip(rows, written, strict=True):
+            if isinstance(outcome, Exception):
+                raise outcome
+            if outcome is None:
+                _replace_what_is_none(server, key, value, ttl_ms)
     return first, last
 
 

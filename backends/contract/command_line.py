@@ -29,7 +29,7 @@ def configure(suite: type[Subject], config: pytest.Config) -> None:
     suite.tolerance = suite.tolerance if tolerance is None else tolerance
     most = config.getoption("--engine-most-adapters")
     suite.most_adapters = suite.most_adapters if most is None else most
-    suite.own_draws = config.getoption("--engine-own-draws")
+    suite.own_draws = bool(config.getoption("--engine-own-draws"))
     lacks = config.getoption("--engine-lacks") or []
     if unknown := set(lacks) - FEATURES:
         raise pytest.UsageError(

@@ -212,6 +212,7 @@ def examine(
     The parts are those of `PARTS`.
     """
     examination = Examination(suite, seed=seed, shrink_seconds=shrink_seconds)
+    part = ""
     try:
         for part in parts:
             examination.run(part)

@@ -99,6 +99,8 @@ class Forward:
     def __init__(self, model: Any, device: torch.device) -> None:
         self.name = type(model).__name__
         self.embedded = int(model.get_input_embeddings().weight.shape[0])
+        self.special = _special_tokens(model.config, self.embedded)
+        """Token ids that the model may treat in a way of their own."""
         self.sharing = Sharing()
         self.numbers: list[Number] = []
         """Those of the model that may be lengths, from where it computes otherwise."""
@@ -189,3 +191,11 @@ class Forward:
         error = float(difference.nan_to_num(torch.inf, torch.inf).max())
         largest = float(alone[finite].abs().max())
         return error if error > tolerance * max(_LEAST_LOGIT, largest) else None
+
+
+def _special_tokens(config: Any, embedded: int) -> list[int]:
+    """Those that a configuration names, that of padding first."""
+    text = config.get_text_config()
+    names = ("pad_token_id", "pad_index", "eos_token_id", "bos_token_id")
+    found = [getattr(text, name, None) for name in names]
+    return list(dict.fromkeys(t for t in found if type(t) is int and 0 <= t < embedded))

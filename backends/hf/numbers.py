@@ -7,6 +7,7 @@ rows, trials are made with it lowered.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,19 +35,44 @@ class Number:
     @contextmanager
     def lowered(self) -> Iterator[None]:
         """Have the model compute with a small number instead, and forget that it did."""
-        kept = [(m.__dict__, dict(m.__dict__), dict(m._buffers)) for m in self.model.modules()]
+        modules = [(m.__dict__, dict(m.__dict__), dict(m._buffers)) for m in self.model.modules()]
+        # Rotary positions write into what their configuration says of them.
+        configs = [(state, copy.deepcopy(state)) for state in _configurations(self.model)]
         for place in self.places:
             place[self.name] = LOWERED
         try:
             yield
         finally:
-            for state, attributes, buffers in kept:
+            for state, attributes, buffers in modules:
                 state.clear()
                 state.update(attributes)
                 state["_buffers"].clear()
                 state["_buffers"].update(buffers)
+            for state, saved in configs:
+                _restore(state, saved)
             for place in self.places:
                 place[self.name] = self.value
+
+
+def _configurations(model: Any) -> list[dict[str, Any]]:
+    """What the configurations of a model and of its modules hold, each once."""
+    found = [model.config.get_text_config()]
+    found += [module.config for module in model.modules() if hasattr(module, "config")]
+    states = [vars(config) for config in found if hasattr(config, "__dict__")]
+    return list({id(state): state for state in states}.values())
+
+
+def _restore(state: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Write back what was saved, into the dictionaries that are there."""
+    for name in state.keys() - saved.keys():
+        del state[name]
+    for name, value in saved.items():
+        if isinstance(value, dict) and isinstance(state.get(name), dict):
+            _restore(state[name], value)
+        elif not isinstance(value, int | float | str | bool | type(None)):
+            state.setdefault(name, value)
+        else:
+            state[name] = value
 
 
 def numbers(model: Any, changed: Callable[[], object], longest: int) -> list[Number]:
@@ -67,16 +93,12 @@ def numbers(model: Any, changed: Callable[[], object], longest: int) -> list[Num
 
 
 def _candidates(model: Any, longest: int) -> list[Number]:
-    holders: dict[int, dict[str, Any]] = {}
+    states = _configurations(model)
     for module in model.modules():
-        holders[id(module)] = module.__dict__
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "__dict__"):
-            holders[id(config)] = config.__dict__
-    text = model.config.get_text_config()
-    holders[id(text)] = text.__dict__
+        if not type(module).__module__.startswith("torch."):  # those know sizes alone
+            states.append(module.__dict__)
     places: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for state in holders.values():
+    for state in states:
         for name, value in state.items():
             if type(value) is int and _LEAST <= value < longest:
                 places.setdefault((name, value), []).append(state)

@@ -20,7 +20,7 @@ from lmpool.backends.hf.forward import Forward, Sharing
 from lmpool.backends.hf.numbers import LOWERED
 from lmpool.backends.hf.packed import LayerShape, PackedForward, Reach, cache_utils
 from lmpool.backends.hf.packed_layout import RESERVED_SLOTS, Bounds
-from lmpool.backends.hf.packed_trial import Unfit, compare, longest_by_cache_length
+from lmpool.backends.hf.packed_trial import FEW_WIDTHS, Unfit, compare, longest_by_cache_length
 from lmpool.errors import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -171,12 +171,12 @@ def _within_numbers(packed: PackedForward, forward: Forward, longest: int) -> in
             continue
         try:
             with number.lowered():
-                compare(packed, forward, min(longest, _LOWERED_TOKENS))
+                compare(packed, forward, min(longest, _LOWERED_TOKENS), FEW_WIDTHS)
         except Unfit as reason:
             logger.info("from %s=%d on, %s", number.name, number.value, reason)
             longest = min(longest, number.value - 1)
             with number.lowered():  # shorter prompts in rows that may be longer
-                compare(packed, forward, LOWERED - 1)
+                compare(packed, forward, LOWERED - 1, FEW_WIDTHS)
     return longest
 
 

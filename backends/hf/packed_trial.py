@@ -15,8 +15,9 @@ from lmpool.backends.hf.packed import PackedForward
 from lmpool.backends.hf.probes import greatest
 
 _TOKENS: Final = 32
-_WIDTHS: Final = (1, 2, 3, 5, 8, 13, 1 << 30)
+WIDTHS: Final = (1, 2, 3, 5, 8, 13, 1 << 30)
 """Of rows. Where a prompt is cut, and what stands before it in its row, depends on the width."""
+FEW_WIDTHS: Final = (3, 1 << 30)
 _CLAIMED: Final = 100_003
 """What the length of the cache is said to be: the mask and the positions that are given count."""
 _FEWEST_TOKENS: Final = 16
@@ -30,26 +31,28 @@ class _Failed(Unfit):
     """It raised."""
 
 
-def compare(packed: PackedForward, forward: Forward, longest: int) -> None:
+def compare(
+    packed: PackedForward, forward: Forward, longest: int, widths: Sequence[int] = WIDTHS
+) -> None:
     """Compare prompts that share prefixes, are kept, and are computed in parts with each alone.
 
     Raises `Unfit` where they differ.
     """
     trial = _Trial(packed, forward, longest)
     try:
-        _compare(packed, trial)
+        _compare(packed, trial, widths)
     except _Failed:
         packed.want_contiguous()  # some models view states as if they were
-        _compare(packed, trial)
+        _compare(packed, trial, widths)
 
 
-def _compare(packed: PackedForward, trial: _Trial) -> None:
+def _compare(packed: PackedForward, trial: _Trial, widths: Sequence[int]) -> None:
     """Raise `Unfit` where any layout gives other rows."""
     head, long, *branches = trial.family
     with packed.on_trial():
         for batch in ([long], [head, *branches], [long, branches[2], trial.random(1)]):
             trial.check(batch, "a trial")
-    for width in _WIDTHS:
+    for width in widths:
         what = f"a trial in rows of {min(width, trial.positions)}"
         with packed.on_trial(width=width):
             trial.check([head], what)

@@ -63,9 +63,9 @@ def longest_placed(forward: Forward, longest: int) -> int:
                 forward.every(tokens[: min(size, longest)])
             seen.append(record.tables)
     # In a table of positions a further token looks one entry further.
-    ends = {
+    ends: set[int] = {
         rows - (last + 1 - _FIRST)
-        for (rows, last), (same, further) in zip(*seen, strict=False)
+        for (rows, last), (same, further) in zip(seen[0], seen[1], strict=False)
         if rows == same and further == last + 1
     }
     for end in sorted(end for end in ends if _FIRST < end < longest):
@@ -125,11 +125,16 @@ def measure(forward: Forward, longest: int) -> Sharing:
 def _measure(forward: Forward, longest: int) -> Sharing:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, forward.embedded, min(_LONG, longest)).astype(np.uint32)
+    # Some models leave out what a special token stands for, wherever it is.
+    tokens[1 : _NEAR - 1 : 2] = np.resize(
+        forward.special or tokens[:1], tokens[1 : _NEAR - 1 : 2].size
+    )
     rows = _repeat(forward, tokens, longest)
     short, selects = _causality(forward, tokens[:_SHORT])
     near = tokens[:_NEAR]
     _head(forward, tokens[:_SHORT], short[-1])
     limit, by = _company(forward, near, short[: near.size], longest)
+    alone = forward.alone(near)
     reason = f"a row beside a longer one differs by {by:.2g}" if limit < longest else ""
     if selects:
         # Exact ties are broken by the length of the row, which padding would change.
@@ -137,7 +142,7 @@ def _measure(forward: Forward, longest: int) -> Sharing:
     else:
         long = tokens[: max(1, limit)]
         last = rows[-1] if long.size == tokens.size else forward.alone(long)
-        error = _together(forward, [near, long], torch.stack([short[near.size - 1], last]))
+        error = _together(forward, [near, long], torch.stack([alone, last]))
         padded = error is None
         if error is not None:
             reason = f"a padded batch gives other rows, by {error:.2g}"

@@ -124,6 +124,7 @@ class MockEngine(BatchEngine):
             identity={"engine": "mock", "revision": revision, "vocab_size": vocab_size},
             bos_token_id=0,
             eos_token_ids=(vocab_size - 1,),
+            execution="hashes of prompts",
         )
 
     def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:

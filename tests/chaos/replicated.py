@@ -103,6 +103,8 @@ class ReplicatedPool:
         with ExitStack() as stack:
             for node in self.nodes:
                 stack.enter_context(node)
+            # From now on the Sentinels say whose replica it is, as in a file that they rewrite.
+            del self.nodes[1].options["replicaof"]
             stack.callback(self._stop_sentinels)
             for port in self._ports:
                 self._start_sentinel(port)
@@ -153,7 +155,11 @@ class ReplicatedPool:
         fault()
         self.primary()
         back = time.monotonic()
-        until(lambda: self._is_served(load, back), 60, what="the load to be served", every=0.05)
+        try:
+            until(lambda: self._is_served(load, back), 60, what="the load to be served", every=0.05)
+        except AssertionError as error:
+            said = "\n".join(f"--- {w.pid}: {w.log[-3000:]}" for w in self.workers)
+            raise AssertionError(f"{error}\nafter {self.done}; workers say\n{said}") from None
         self.longest_return = max(self.longest_return, time.monotonic() - back)
 
     def kill_primary(self) -> None:
@@ -290,7 +296,7 @@ class ReplicatedPool:
                 worker.terminate()
         for worker in self.workers:
             try:
-                worker.wait(20)
+                worker.wait(40)
             finally:
                 worker.close()
 

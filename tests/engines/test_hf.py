@@ -312,3 +312,11 @@ def test_a_closed_engine_is_broken(llama: str) -> None:
     engine.submit(requests_of([[1]]))
     with pytest.raises(EngineBroken, match="closed"):
         engine.step()
+
+
+def test_a_model_that_transformers_has_no_language_model_for_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(SettingsError, match=r"\(vit\) cannot be loaded: ValueError: Unr") as raised:
+        HFEngine(str(tmp_path))
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 600

@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from lmpool.backends.hf import HFEngine  # noqa: E402
+from lmpool.backends.hf.numbers import Number  # noqa: E402
 from tests.support.engines import requests_of  # noqa: E402
 from tests.support.hf_texts import reference_rows  # noqa: E402
 from tests.support.models import (  # noqa: E402
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.timeout(120)
 
 TOLERANCE = 1e-4
 """Nats."""
+TOGETHER = "each distinct position once"
 
 
 def saved(folder: Path, name: str, **options: Any) -> str:
@@ -157,11 +159,13 @@ def test_a_model_that_bears_no_company_computes_one_prompt_at_a_time(
     engine = check(folder, nasty(60))
     assert not engine._open().sharing.alike
     assert "runs without padding, one prompt at a time" in caplog.text
+    assert (engine.info.execution or "").startswith("one prompt at a time: ")
 
 
 def test_the_log_says_how_a_model_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    HFEngine(saved(tmp_path, "llama"))
+    engine = HFEngine(saved(tmp_path, "llama"))
+    assert engine.info.execution == "each distinct position once"
     assert "LlamaForCausalLM was measured in plain and padded forward passes" in caplog.text
     assert "computes each distinct position once, packed with others" in caplog.text
 
@@ -177,7 +181,49 @@ def test_half_precision_hides_nothing(name: str, tmp_path: Path) -> None:
     assert packed == (name == "llama")
 
 
-TOGETHER = "each distinct position once"
+def test_a_length_by_any_name_that_no_trial_reaches(tmp_path: Path) -> None:
+    """Doge selects what it attends to among more than `keep_window_size` positions."""
+    from tests.families.check import check
+    from tests.families.small import SCALES
+
+    found = check("doge", tmp_path, seed=0, scales=SCALES[1:2])
+    assert found.verdict == "right", found
+    window = SCALES[1].window
+    assert found.ways[0].startswith(
+        f"{TOGETHER} up to {window - 1} tokens, then prompts of one length together: it selects"
+    )
+
+
+def test_a_model_is_as_before_its_numbers_were_lowered(tmp_path: Path) -> None:
+    engine = HFEngine(saved(tmp_path, "dynamic_rope", max_position_embeddings=WINDOW * 2))
+    model = engine._open()._model
+    config = model.config
+    buffer = model.model.rotary_emb.inv_freq.clone()
+    places = (config.__dict__, model.model.rotary_emb.__dict__)
+    number = Number("max_position_embeddings", WINDOW * 2, places, model)
+    with number.lowered():
+        assert config.max_position_embeddings < WINDOW
+        model(torch.arange(WINDOW)[None])
+        model.model.rotary_emb.register_buffer("inv_freq", buffer * 2, persistent=False)
+        model.more = 1
+        config.rope_parameters["factor"] = 1.0
+    assert config.max_position_embeddings == WINDOW * 2
+    assert torch.equal(model.model.rotary_emb.inv_freq, buffer)
+    assert not hasattr(model, "more")
+    assert config.rope_parameters["factor"] == 8.0
+
+
+def test_positions_that_do_not_begin_with_the_tables_first_bound_prompts(tmp_path: Path) -> None:
+    """RoBERTa's begin behind that of its padding token."""
+    from tests.families.small import SCALES, small_configuration
+    from tests.families.weights import save_small
+
+    config = small_configuration("roberta", SCALES[0], is_decoder=True)
+    save_small(config, tmp_path / "model", SCALES[0], 0)
+    engine = HFEngine(str(tmp_path / "model"))
+    assert engine.info.max_prompt_tokens == SCALES[0].longest - config.pad_token_id - 1
+
+
 PADDED = "prompts of like length, padded: "
 ALIKE = "prompts of one length together: it selects"
 REFUSED = {
@@ -210,6 +256,8 @@ REFUSED = {
         ),
         ("deepseek_v32", ALIKE),
         ("doge", ALIKE),
+        # It leaves out as many of the last positions as there are padding tokens in the text.
+        ("xlm: one way", "prompts of one length together: a padded batch gives other rows"),
         *((name, "") for name in REFUSED),
     ],
 )  # fmt: skip

@@ -40,7 +40,7 @@ need_vllm()
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.server,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -86,7 +86,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, lis
             start(stack, server.url, POOL, adapter_dirs=[str(folders)], own_process=True, **lora),
         ]
         for worker in started:
-            worker.wait_until_alive(120)
+            worker.wait_until_alive(240)
         yield server.url, started
 
 
@@ -228,7 +228,7 @@ class TestPool:
         given = prompts(1500, 60, seed=25)
         with ExitStack() as stack:
             third = start(stack, url, POOL, enable_lora=True, max_loras=1, max_lora_rank=8)
-            third.wait_until_alive(120)
+            third.wait_until_alive(240)
             with connected(url, POOL) as lm:
                 before = lm.pool_statistics_sync()["computed"]
                 asking = Asking(lm, [p.tolist() for p in given])

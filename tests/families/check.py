@@ -174,7 +174,8 @@ class _Check:
                 engine.close()
 
     def _engine(self, **options: Any) -> HFEngine:
-        own = transformers.AutoConfig.from_pretrained(self._folder).get_text_config()
+        own = transformers.AutoConfig.from_pretrained(self._folder)
+        own = own if own.is_encoder_decoder else own.get_text_config()
         bounds = [getattr(own, name, None) for name in LONGEST_PROMPT_NAMES]
         known = next((b for b in bounds if isinstance(b, int) and b > 0), None)
         if known is None or known > self._limits.longest:

@@ -74,4 +74,7 @@ OVERRIDES: Final[Mapping[str, Mapping[str, Any]]] = {
         "axial_pos_embds_dim": [32, 32],
         "max_position_embeddings": 320,
     },
+    # Its attention layers share their weights: there must be two.
+    "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4},
+    "zaya": {"num_experts_per_tok": 1},
 }

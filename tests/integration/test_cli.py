@@ -150,6 +150,7 @@ def test_stats_are_a_table_or_json(served: list[str]) -> None:
     table = lmpool("stats", *served).stdout
     assert str(os.getpid()) in table
     assert "backlog" in table
+    assert "computed: hashes of prompts" in table
 
 
 def test_stats_can_be_watched(served: list[str]) -> None:

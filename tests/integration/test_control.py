@@ -1,4 +1,4 @@
-"""arq's part: control jobs and the health that ``arq --check`` asks for."""
+"""What operators go by: control jobs, health for ``arq --check``, and what to scale by."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 import redis
 
-from lmpool.errors import PoolTimeout
+from lmpool.errors import ClientClosed, PoolTimeout
 from lmpool.keys import PoolKeys
 from lmpool.producer.control import ask_workers
 from lmpool.producer.deadline import Deadline
+from tests.support.clients import connected
+from tests.support.pools import Asking
 from tests.support.waiting import until
-from tests.support.workers import ARQ, clean_environment, settings_as_environment, worker_process
+from tests.support.workers import (
+    ARQ,
+    clean_environment,
+    in_process_worker,
+    settings_as_environment,
+    worker_process,
+)
 
 
 def test_of_a_control_job_that_nobody_takes_nothing_is_left(
@@ -41,11 +49,36 @@ def check(url: str, pool: str, folder: Path, **settings: Any) -> int:
     ).returncode
 
 
+@pytest.mark.timeout(150)
 def test_a_workers_health_is_told_by_arq(server_url: str, pool_name: str, tmp_path: Path) -> None:
     def found(name: str) -> int:
         return check(server_url, pool_name, tmp_path, worker_name=name)
 
     with worker_process(server_url, pool_name, worker_name="here"):
-        until(lambda: found("here") == 0, 20, what="the worker to be healthy")
+        until(lambda: found("here") == 0, 60, what="the worker to be healthy")
         assert found("there") == 1
     assert found("here") == 1
+
+
+def test_the_backlog_is_the_length_of_the_streams_and_not_the_lag(
+    server_url: str, redis_client: redis.Redis, pool_name: str
+) -> None:
+    """As the README says."""
+    with in_process_worker(server_url, pool_name):
+        pass
+    with connected(server_url, pool_name, workers_timeout=60) as lm:
+        (shard,) = lm.shards
+        asking = Asking(lm, [[1]])
+        until(lambda: lm.pool_statistics_sync()["backlog"] == 1, 20)
+        with pytest.raises(PoolTimeout):
+            lm.batch_next_token_logprobs_sync([[2], [3]], timeout=0.5)
+        other = Asking(lm, [[4]])
+        until(lambda: lm.statistics()["queued"] == 4, 20)
+        until(lambda: lm.pool_statistics_sync()["backlog"] == 2, 20)
+        assert redis_client.xlen(shard.stream().key) == 2
+        (group,) = redis_client.xinfo_groups(shard.stream().key)
+        assert group["lag"] != 2
+        lm.close()
+        for caller in (asking, other):
+            with pytest.raises(ClientClosed):
+                caller.rows()

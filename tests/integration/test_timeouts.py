@@ -22,7 +22,12 @@ from lmpool.wire import Job
 from tests.support.clients import connected
 from tests.support.faults import Faults
 from tests.support.server import RealServer
-from tests.support.workers import in_process_worker, worker_process
+from tests.support.workers import (
+    in_process_worker,
+    leaked_threads,
+    lmpool_threads,
+    worker_process,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -116,6 +121,7 @@ def all_at_once(url: str, pool: str, before: Callable[[list[PooledLM]], None]) -
             wrong[name] = error
         took[name] = time.monotonic() - began
 
+    others = lmpool_threads()
     # Where a call takes no timeout, the client's own holds.
     clients = {
         True: lmpool.connect(url, pool, framework="numpy"),
@@ -138,6 +144,8 @@ def all_at_once(url: str, pool: str, before: Callable[[list[PooledLM]], None]) -
         began = time.monotonic()
         lm.close(0.1)
         took[f"the end of client {number}"] = time.monotonic() - began
+    left = leaked_threads(others, 1.0)
+    assert not left, f"threads that wait for the server after their clients were closed: {left}"
     assert not wrong, wrong
     assert len(took) == len(threads) + len(opened), "some calls have not ended"
     return took

@@ -126,8 +126,9 @@ def has_target(target: str) -> bool:
     """Whether the Makefile makes it."""
     makefile = (ROOT / "Makefile").read_text("utf-8")
     engines = (ROOT / "tests" / "engines" / "requirements").glob("*.txt")
-    if target.removeprefix("test-") in {path.stem for path in engines}:
-        target = "test-%"
+    kind, dash, engine = target.partition("-")
+    if dash and engine in {"", *(path.stem for path in engines)}:  # "": `make soak-NAME`
+        target = f"{kind}-%"
     return re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE) is not None
 
 

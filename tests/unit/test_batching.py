@@ -365,3 +365,25 @@ def test_a_second_delivery_runs_alone_and_every_other_batch_is_of_others() -> No
     assert [kinds(batcher.take()) for _ in range(4)] == ["a", "iiii", "a", "ii"]
     batcher.add_alone(of_kind(3, alone=True))
     assert [kinds([delivery]) for delivery in batcher.close()] == ["a"]
+
+
+def test_the_last_job_may_be_taken_while_somebody_looks_what_is_due() -> None:
+    class Watched(Batcher):
+        """Somebody takes all there is as soon as it is counted."""
+
+        taker: threading.Thread | None = None
+
+        def __len__(self) -> int:
+            count = super().__len__()
+            if count and self.taker is None:
+                self.taker = threading.Thread(target=self.take)
+                self.taker.start()
+                self.taker.join(0.1)
+            return count
+
+    batcher = Watched(8, 1.0, 1000, Clock())
+    batcher.add([delivery(3)])
+    assert batcher.due_in() == 1.0
+    assert batcher.taker is not None
+    batcher.taker.join()
+    assert batcher.due_in() is None

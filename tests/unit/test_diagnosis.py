@@ -107,3 +107,10 @@ def test_a_server_that_hides_its_configuration_is_examined_all_the_same() -> Non
 def test_a_server_that_hides_everything_is_examined_all_the_same() -> None:
     found = examine(Facts("redis://h", {}, None, [0.001], 0.0, model=MODEL, workers={"w": True}))
     assert not [finding for finding in found if finding.level == "wrong"]
+
+
+def test_the_backlog_is_shown_with_what_it_is() -> None:
+    shown = [finding.what for finding in examine(facts(backlog=7)) if "backlog 7" in finding.what]
+    assert len(shown) == 1
+    assert "XLEN" in shown[0]
+    assert "lag of XINFO GROUPS is wrong" in shown[0]

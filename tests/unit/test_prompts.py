@@ -196,7 +196,9 @@ def test_what_breaks_when_it_is_read_is_refused(make: Callable[[], Any], reason:
         check(make())
 
 
-@pytest.mark.parametrize("batch", ["", b"", {}, 5, None, midway()], ids=repr)
+@pytest.mark.parametrize(
+    "batch", ["", b"", {}, 5, None, midway()], ids=lambda value: type(value).__name__
+)
 def test_what_is_no_batch_is_refused(batch: Any) -> None:
     with pytest.raises(PromptError, match=f"prompts of type {type(batch).__name__}: a list of"):
         list(several(batch))
