@@ -57,7 +57,7 @@ mutants: $(READY) ## That the contract of engines finds out every engine that is
 	$(BIN)/python -m pytest --numprocesses 2 tests/engines/test_contract_mutants.py $(ARGS)
 
 SOAK_SECONDS ?= 3600
-SOAK = -m pytest --engine-seed random --engine-seconds $(SOAK_SECONDS) --timeout 0 -x
+SOAK = -m pytest --engine-seed random --engine-seconds $(SOAK_SECONDS) -x
 
 soak: $(READY) ## The contract of engines with random seeds: mock, fed and hf, an hour for each part
 	$(BIN)/python $(SOAK) tests/engines/test_contract.py $(ARGS)

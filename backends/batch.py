@@ -60,7 +60,9 @@ class BatchEngine(Engine):
         What else ends meanwhile is given out by the next step as well.
         """
         while self._asking(name):
-            self._outcomes.extend(self.step())
+            # The step gives out what is kept, too: only then is there something to add to.
+            given = self.step()
+            self._outcomes.extend(given)
 
     def refuse_adapter(self, name: str) -> None:
         """Let the requests in flight by an adapter fail; call it when it is removed."""

@@ -66,3 +66,14 @@ def pytest_load_initial_conftests(
         metavar="SECONDS",
         help="how long each test goes on with random seeds (0: its own seed alone)",
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let tests take the time that they were given."""
+    if config.getoption("--engine-seconds", default=None) and config.pluginmanager.hasplugin(
+        "timeout"
+    ):
+        import pytest
+
+        for item in items:
+            item.add_marker(pytest.mark.timeout(0), append=False)

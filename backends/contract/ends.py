@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 from lmpool.backends.contract.breaches import BrokenPromise, expect
@@ -41,6 +43,20 @@ def check_reopened(engine: Engine, truth: Truth) -> None:
     expect(opened, "an engine can be opened again after it was closed", "it is refused")
 
 
+def check_identity(engine: Engine, truth: Truth) -> None:
+    """Engines whose rows differ say so, for workers of one identity share their rows."""
+    if not truth.suite.otherwise:
+        return
+    other = truth.suite.open_engine(**truth.suite.otherwise)
+    found = dict(other.info.identity)
+    other.close()
+    expect(
+        found != dict(engine.info.identity),
+        "info.identity holds what changes the numbers",
+        f"it is the same with {dict(truth.suite.otherwise)}: {found!r:.200}",
+    )
+
+
 def check_closed(engine: Engine, model: Model) -> None:
     """Close it, with something in flight; twice; and use it then."""
     model.apply(Submit((Asked(1, (1, 2)),)))
@@ -53,12 +69,17 @@ def check_closed(engine: Engine, model: Model) -> None:
     model.check_held()
 
 
+_lived: list[weakref.ref[Engine]] = []
+"""Of the engine that lived on the thread."""
+
+
 def _live(truth: Truth, first: Engine, adapters: list[str]) -> bool:
     """The whole life of an engine."""
     try:
         engine = truth.suite.open_engine()
     except SettingsError:
         return False
+    _lived.append(weakref.ref(engine))
     model = Model(engine, truth, References())
     asked = [Asked(n, (n % truth.info.vocab_size, 3)) for n in range(9)]
     asked += [Asked(100 + n, (1,), name) for n, name in enumerate(adapters)]  # it has none
@@ -104,8 +125,15 @@ def _on_a_thread(work: Callable[[], bool]) -> bool:
             failures.append(error)
 
     thread = threading.Thread(target=run, name="engine-contract")
+    _lived.clear()
     thread.start()
     thread.join()
     if failures:
         raise failures[0]
+    gc.collect()
+    expect(
+        all(engine() is None for engine in _lived),
+        "nothing keeps an engine that was closed",
+        "it is there still, after nobody else knows it",
+    )
     return results[0]

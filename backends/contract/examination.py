@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from lmpool.backends.contract.breaches import BrokenPromise
-from lmpool.backends.contract.ends import check_closed, check_reopened, check_second
+from lmpool.backends.contract.ends import check_closed, check_identity, check_reopened, check_second
 from lmpool.backends.contract.folders import check_folders
 from lmpool.backends.contract.memory import check_memory
 from lmpool.backends.contract.model import Model
@@ -184,6 +184,7 @@ class Examination:
 
     def _ends(self, engine: Engine, model: Model, truth: Truth) -> None:
         beside = check_second(engine, model, self._script("ends"))
+        check_identity(engine, truth)
         check_closed(engine, model)
         self._drop()
         if not beside:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Final
@@ -35,6 +36,7 @@ _PROMPT_TOKENS: Final = 4
 _GROWTH: Final = 16 << 20
 
 _EVENTS: Final = 60
+_ADAPTERS: Final = 4
 _ROUNDS: Final = 24
 """Of the first ones some grow what Python and libraries keep of code that was seldom run."""
 _LEFT: Final = 1 / 16
@@ -49,7 +51,10 @@ def check_memory(engine: Engine, truth: Truth) -> None:
     """
     with _counted():
         for kind, cycle in _cycles(engine, truth).items():
-            _check_cycle(kind, cycle)
+            if "adapters" in kind:
+                _check_cycle(kind, cycle, _ADAPTERS, max(_LEFT, truth.suite.left_by_adapter))
+            else:
+                _check_cycle(kind, cycle, _EVENTS, _LEFT)
         _check_clearing(engine, truth)
         _check_life(engine, truth)
 
@@ -95,20 +100,32 @@ def _cycles(engine: Engine, truth: Truth) -> Mapping[str, Callable[[], None]]:
             engine.submit([])
 
     def adapters() -> None:
-        for number in range(_EVENTS // 15):
+        for number in range(_ADAPTERS):
             files = AdapterFiles("", 200 + number, (("rank", 2),))
             name = versioned("m", next(names))
             engine.add_adapter(name, truth.adapter(files).folder)
             ask(engine, [request_for(prompts[0], adapter=name)])
             engine.remove_adapter(name)
 
-    def prefixes() -> None:
-        for prompt in prompts:
+    def replaced() -> None:
+        for number in range(_ADAPTERS):
+            files = AdapterFiles("", 200 + number, (("rank", 2),))
+            engine.add_adapter(versioned("r", 1), truth.adapter(files).folder)
+            ask(engine, [request_for(prompts[0], adapter=versioned("r", 1))])
+
+    def prefixes(some: Sequence[Sequence[int]]) -> None:
+        for prompt in some:
             try:
                 engine.cache_prefix(tokens_of(prompt))
             except PromptFailed:
                 pass
+
+    def dropped() -> None:
+        prefixes(prompts)
         engine.clear_cache()
+
+    def new_ones() -> None:
+        prefixes(random.integers(0, vocab, (_EVENTS, 2 * _PROMPT_TOKENS)).tolist())
 
     found: dict[str, Callable[[], None]] = {
         "rows": lambda: _ignore(ask(engine, requests())),
@@ -118,16 +135,17 @@ def _cycles(engine: Engine, truth: Truth) -> Mapping[str, Callable[[], None]]:
         "requests that were cancelled under way": partial(cancelled, 1),
         "unknown ids that were cancelled": unknown,
         "steps with nothing to do": idle,
-        "prefixes that were kept and dropped": prefixes,
+        "prefixes that were kept and dropped": dropped,
+        "prefixes for which there is no room": new_ones,
     }
     if "adapters" not in truth.suite.lacks:
         found["adapters that came and went"] = adapters
+        found["adapters that were replaced"] = replaced
     return found
 
 
-def _check_cycle(kind: str, cycle: Callable[[], None]) -> None:
-    """Do it until a round leaves nothing behind; a leak leaves something each time."""
-    events = _EVENTS // 15 if "adapters" in kind else _EVENTS
+def _check_cycle(kind: str, cycle: Callable[[], None], events: int, left: float) -> None:
+    """Do it until a round leaves no more than `left` of each behind; a leak does so each time."""
     cycle()
     before = _blocks()
     grown: list[int] = []
@@ -135,7 +153,7 @@ def _check_cycle(kind: str, cycle: Callable[[], None]) -> None:
         cycle()
         after = _blocks()
         grown.append(after - before)
-        if grown[-1] <= events * _LEFT:
+        if grown[-1] <= events * left:
             return
         before = after
     expect(
@@ -206,8 +224,10 @@ def _counted() -> Iterator[None]:
 
 
 def _blocks() -> int:
+    """The objects of Python, open files and threads that there are."""
     gc.collect()
-    return sys.getallocatedblocks()
+    files = psutil.Process().num_fds() if psutil.POSIX else 0
+    return sys.getallocatedblocks() + files + threading.active_count()
 
 
 def resident_bytes() -> int:

@@ -247,8 +247,13 @@ class Model:
                 f"{error} with {len(self._adapters)} of them",
             )
             return
-        # Requests in flight by one that it replaces are answered by that one.
+        # Requests in flight by one that it replaces are answered by that one. Those that came while
+        # there was none may be answered by it.
         self._adapters[files.name] = adapter
+        for living in (*self._living.values(), *self._cancelled.values()):
+            if living.asked.adapter == files.name and living.adapter is None:
+                living.refused, living.may_fail = self._must_fail(living.asked), True
+                living.adapter = adapter
 
     def _remove(self, name: str) -> None:
         """The adapter of this name goes: its requests have an answer of it, or fail."""

@@ -8,6 +8,7 @@ from lmpool.backends.contract.breaches import expect
 from lmpool.backends.contract.truth import Truth
 from lmpool.backends.engine import Engine, EngineInfo
 from lmpool.model_info import fingerprint
+from lmpool.vocabulary import TOKENIZER_FILES
 
 _UNDECODABLE: Final = "\N{REPLACEMENT CHARACTER}"
 
@@ -49,10 +50,16 @@ def _check_info(info: EngineInfo, truth: Truth) -> None:
 def _check_vocabulary(engine: Engine, truth: Truth) -> None:
     """The bytes of each id: as many as there are, and those that the tokenizer decodes."""
     vocabulary, files = engine.byte_vocabulary(), dict(engine.tokenizer_files())
+    strange = set(files) - TOKENIZER_FILES
     expect(
-        all(type(name) is str and type(content) is bytes for name, content in files.items()),
-        "tokenizer_files are bytes by name",
-        f"{sorted(map(str, files))}",
+        all(type(content) is bytes for content in files.values()) and not strange,
+        "tokenizer_files are the bytes of files that clients take, by their names",
+        sorted(map(str, strange or files)),
+    )
+    expect(
+        engine.byte_vocabulary() == vocabulary and dict(engine.tokenizer_files()) == files,
+        "byte_vocabulary and tokenizer_files are the same again",
+        "they are others the second time",
     )
     right = truth.suite.vocabulary()
     if right is not None:

@@ -44,6 +44,11 @@ def rows(script: Script) -> None:
     again = [family[int(random.integers(len(family)))] for family in families for _ in range(6)]
     script.submit(map(script.ask, shuffled(random, [*every, *nested, *edges, *again])), portions=4)
     script.settle()
+    # Many tokens at once, most of them the same.
+    shared = random_prompt(random, vocab, min(180, most - 8))
+    many = [shared + random_prompt(random, vocab, 1 + n % 7) for n in range(26)]
+    script.submit(map(script.ask, many))
+    script.settle()
     if longest < 100_000:
         script.submit([script.ask((1,) * (longest + by)) for by in (1, 0, -1) if longest + by > 0])
     _particles(script)
@@ -69,9 +74,10 @@ def company(script: Script) -> None:
         for number in range(3):
             script.add_adapter(versioned("company", number), number)
     sizes = {2**k + by for k in range(8) for by in (-1, 0, 1)}
-    for power in (256, 512, 1_024):
-        below, above = int(random.integers(-1, 1)), int(random.integers(1, 3))
-        sizes |= {power + below, power + above} if power < 1_024 else {power + above - 1}
+    sizes |= {256 + int(random.integers(3)), 511 + int(random.integers(3)), 1_025}
+    for size in shuffled_sizes(script, {2**k for k in range(11)}):  # nothing but rows of the model
+        script.submit(script.mixed(size, adapters=0.0, others=0.0, bad=0.0, most=3))
+        script.settle()
     for size in shuffled_sizes(script, sizes):
         asked = script.mixed(size, others=0.12, bad=0.02, most=3 if size > 200 else 6)
         if size < 200 and random.random() < 0.4:  # of one kind
@@ -235,6 +241,9 @@ def cancelling(script: Script) -> None:
         if turn % 2:
             script.do_steps()
         script.cancel(12, unknown=2)
+        if turn == 3:
+            script.submit(script.mixed(90, adapters=0.2, others=0.1, bad=0.0))
+            script.cancel(75)
         if turn % 2 == 0:
             script.submit(script.mixed(8))
         script.do(Cancel(tuple(each.number for each in endless)))

@@ -67,6 +67,11 @@ class Script:
         self._number += 1
         return Asked(self._number, prompt, adapter, Row() if want is None else want)
 
+    def row(self) -> Want:
+        """The want of a row, which may say how it is to travel."""
+        want: Want = self.references.of(Row()).draw(self.random, (), None, self.truth)
+        return want
+
     def other_want(self, prompt: Prompt, adapter: str | None = None) -> Want:
         """A want of any kind but a row."""
         others = self.references.others()
@@ -111,7 +116,7 @@ class Script:
             again.append(prompt)
             adapter = self.any_adapter(adapters)
             other = self.random.random() < others
-            want = self.other_want(prompt, adapter) if other else None
+            want = self.other_want(prompt, adapter) if other else self.row()
             found.append(self.ask(prompt, adapter, want))
         return found
 

@@ -36,9 +36,11 @@ class Subject:
     model: ClassVar[str] = "tiny"
     options: ClassVar[Mapping[str, Any]] = {}
     bounded: ClassVar[Mapping[str, Any]] = {}
+    otherwise: ClassVar[Mapping[str, Any]] = {}
     tolerance: ClassVar[float] = 1e-4
     lacks: ClassVar[Mapping[str, str]] = {}
     most_adapters: ClassVar[int] = 70
+    left_by_adapter: ClassVar[int] = 64
     most_temperature: ClassVar[float] = math.inf
     own_draws: ClassVar[bool] = False
     seed: ClassVar[int] = 0

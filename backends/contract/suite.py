@@ -21,12 +21,15 @@ class EngineContract(Subject):
     float32, unless you override it; then `vocabulary` may say what the tokens are. The engine is
     opened with `options` by `open_engine`, and with `bounded` on top where memory is looked at:
     options under which all that the engine keeps between batches is there after 1,500 prompts of 4
-    tokens. `lacks` maps a name of `FEATURES` to the reason why the engine does not have it, and the
-    contract then sees to it that the engine refuses. An engine may refuse more adapters than
-    `most_adapters`, and is not asked for temperatures above `most_temperature`. With `own_draws` it
-    draws tokens by a generator of its own: its continuations are then judged by how they are
-    distributed, and not token by token as those that are drawn by `lmpool.backends.sampling`.
-    `seed` is that of the scenarios.
+    tokens. With `otherwise` on top its rows are others, if only by rounding. `lacks` maps a name of
+    `FEATURES` to the reason why the engine does not have it, and the contract then sees to it that
+    the engine refuses. An engine may refuse more adapters than `most_adapters`, and is not asked
+    for temperatures above `most_temperature`. With `own_draws` it draws tokens by a generator of
+    its own: its continuations are then judged by how they are distributed, and not token by token
+    as those that are drawn by `lmpool.backends.sampling`. `seed` is that of the scenarios.
+
+    Libraries leave something of each adapter that was loaded (safetensors some numbers of each
+    tensor): up to `left_by_adapter` objects are not the engine's fault.
 
     The model needs 64 tokens of vocabulary and 48 of length at least, and a Llama's names of layers
     where the engine has adapters. Prompts longer than 4,096 tokens are not tried.
@@ -39,6 +42,8 @@ class EngineContract(Subject):
         seed = config.getoption("--engine-seed", default=None)
         seconds: float = config.getoption("--engine-seconds", default=None) or 0.0
         end = time.monotonic() + seconds
+        if seed == "random":
+            seed = secrets.randbits(32)
         self._run(part, type(self).seed if seed is None else int(seed))
         while time.monotonic() < end:
             self._run(part, secrets.randbits(32))

@@ -19,6 +19,7 @@ from lmpool.backends.contract.prompts import Random
 from lmpool.backends.contract.subject import Adapter
 from lmpool.backends.contract.truth import Truth
 from lmpool.backends.engine import Outcome
+from lmpool.model_info import Encoding
 from lmpool.wants import Generate, Row, Want
 
 W = TypeVar("W", bound=Want)
@@ -53,7 +54,9 @@ class RowReference(WantReference[Row]):
     """Rows: each its own prompt's, in the form that `EngineInfo` promises."""
 
     def draw(self, random: Random, prompt: Prompt, adapter: Adapter | None, truth: Truth) -> Row:
-        return Row()
+        # How it travels is the worker's to do, and changes nothing for an engine.
+        encodings: tuple[Encoding | None, ...] = (None, None, None, "f32", "bf16", "f16")
+        return Row(encodings[int(random.integers(len(encodings)))])
 
     def judge(self, answered: Sequence[Answered], truth: Truth) -> None:
         by_adapter: dict[Adapter | None, list[Answered]] = {}

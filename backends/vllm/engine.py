@@ -7,6 +7,7 @@ extends it costs a decode step (`live`).
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 import time
 from collections import deque
@@ -222,7 +223,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
                 params = _params(
                     sampler.max_tokens,
                     sampler.temperature,
-                    seed=sampler.seed & MAX_SEED,
+                    seed=_spread(sampler.seed),
                     stop_token_ids=[i for i in sampler.eos_token_ids if 0 <= i < vocab_size],
                     **self._rows.watch(self._numbers),
                 )
@@ -395,6 +396,12 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         self._core = None
         self._rows.close()
         internals.shut_down(engine)
+
+
+def _spread(seed: int) -> int:
+    """A seed for vLLM, each bit of all of `seed`: torch on a CPU takes the lower 32 alone."""
+    packed = (seed & MAX_SEED).to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") & MAX_SEED
 
 
 def _params(max_tokens: int, temperature: float, **options: Any) -> SamplingParams:

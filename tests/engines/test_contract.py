@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ class TestMock(EngineContract):
 
     engine = "mock"
     options = {"vocab_size": VOCAB, "max_prompt_tokens": 512}
+    otherwise = {"vocab_size": 1000}
+    left_by_adapter = 0
     lacks = {"adapter files": "its rows depend on the adapter's name alone"}
 
     @classmethod
@@ -30,12 +33,22 @@ class TestMock(EngineContract):
         return np.stack([mock_row(prompt, VOCAB, name) for prompt in prompts])
 
     @classmethod
-    def make_adapter(cls, name: str, folder: Any, seed: int, **how: Any) -> Adapter:
-        return Adapter(name, str(folder))
+    def vocabulary(cls) -> list[bytes] | None:
+        return [bytes([i]) if i < 256 else f"<{i}>".encode() for i in range(VOCAB)]
+
+    @classmethod
+    def make_adapter(cls, name: str, folder: Path, seed: int, **how: Any) -> Adapter:
+        (folder / str(seed)).mkdir(parents=True, exist_ok=True)
+        (folder / str(seed) / "adapter_model.safetensors").write_bytes(b"not looked at")
+        return Adapter(name, str(folder / str(seed)))
 
 
 class TestFed(TestMock):
-    """The same rows from an engine that is fed while it runs."""
+    """The same rows from an engine that is fed while it runs, and has no tokenizer."""
+
+    @classmethod
+    def vocabulary(cls) -> None:
+        return None
 
     @classmethod
     def open_engine(cls, **options: Any) -> FedEngine:
@@ -48,3 +61,4 @@ class TestHF(EngineContract):
     engine = "hf"
     options = {"threads": 1}
     bounded = {"kv_cache_bytes": 8 << 20}
+    otherwise = {"dtype": "bfloat16"}

@@ -22,10 +22,11 @@ ALL = [
 ]
 
 
-def suite_of(make: Make) -> type[EngineContract]:
-    """The contract of the mock engine on what `make` opens."""
+def suite_of(make: Make, form: str = "batch") -> type[EngineContract]:
+    """The contract of the mock engine, or of it fed, on what `make` opens."""
+    kind: type[Mock] = Fed if form == "fed" else Mock
 
-    class Suite(Mock):
+    class Suite(kind):  # type: ignore[valid-type, misc]
         @classmethod
         def open_engine(cls, **options: Any) -> Engine:
             return make("mock", **{**cls.options, **options})
@@ -35,7 +36,7 @@ def suite_of(make: Make) -> type[EngineContract]:
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_broken_engine_is_found_out(name: str) -> None:
-    assert examine(suite_of(MUTANTS[name])) is not None, MUTANTS[name].breaks
+    assert examine(suite_of(MUTANTS[name], MUTANTS[name].form)) is not None, MUTANTS[name].breaks
 
 
 @pytest.mark.parametrize(
@@ -48,5 +49,9 @@ def test_a_broken_engine_is_found_out(name: str) -> None:
 def test_a_right_engine_is_not(seed: int) -> None:
     """Each seed on one of four: the mock engine, it fed while it runs, and what mutants are of."""
     unbroken = {mutant.form: mutant.unbroken for mutant in MUTANTS.values()}
-    right = [Mock, Fed, *map(suite_of, unbroken.values())]
+    right: list[type[EngineContract]] = [
+        Mock,
+        Fed,
+        *(suite_of(make, form) for form, make in unbroken.items()),
+    ]
     assert examine(right[seed % len(right)], seed=seed) is None
