@@ -194,7 +194,8 @@ class Publisher:
     def _relieve(self, stream: JobStream, chunk: list[Done]) -> bool:
         """Make room where the server has no memory left. Whether there was any to make."""
         try:
-            return self._store.relieve(stream.shard, _size(chunk))
+            with self._servers.in_step():
+                return self._store.relieve(stream.shard, _size(chunk))
         except (redis.exceptions.RedisError, OSError) as error:
             logger.debug("no room could be made: %s", error)
             return False

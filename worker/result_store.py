@@ -116,7 +116,8 @@ class ResultStore:
         """The same where it is due; a server that does not answer is looked at later."""
         if time.monotonic() >= self._due:
             try:
-                self.look()
+                with self._servers.in_step():
+                    self.look()
             except (redis.exceptions.RedisError, OSError) as error:
                 logger.debug("the server's memory cannot be looked at: %s", error)
 

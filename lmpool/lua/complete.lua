@@ -67,5 +67,7 @@ if stored > 0 then
   redis.pcall('XADD', account, '*', 'held', string.format('%.0f', held), 'bytes', ARGV[4],
     'life', ARGV[5], 'digests', ARGV[6], unpack(told, 1, math.min(#told, 2000)))
   if last and last[2][8] == '' then redis.call('XDEL', account, last[1]) end -- only the sum
+  local life = tonumber(ARGV[5]) -- by its end all that this entry names has ended
+  if redis.call('PTTL', account) < life then redis.pcall('PEXPIRE', account, 2 * life) end
 end
 return {#ids + others, held}

@@ -85,7 +85,7 @@ def mixed(seed: int | None, bits: int = 63) -> int | None:
 
 BROKEN: dict[str, Callable[[Generate], Generate]] = {
     "half the temperature": lambda w: replace(w, temperature=w.temperature / 2),
-    "a little colder": lambda w: replace(w, temperature=w.temperature * 0.8),
+    "a little colder": lambda w: replace(w, temperature=w.temperature * 0.7),
     "greedy when cold": lambda w: replace(w, temperature=w.temperature * (w.temperature > 0.3)),
     "seeds of 32 bits": lambda w: replace(w, seed=mixed(w.seed, 32)),
     "no seeds": lambda w: replace(w, seed=None),

@@ -214,12 +214,12 @@ def test_the_doctor_examines_a_server_that_tells_little(pool_name: str, server_b
     with RealServer() as server, in_process_worker(server.url, pool_name):
         with server.client() as client:
             client.execute_command(
-                "ACL SETUSER narrow on >secret ~* +@read +@write +@connection -info -config -eval"
+                "ACL SETUSER narrow on >secret ~* +@read +@write +@connection -info -config -eval -evalsha"
             )
         url = server.url.replace("unix://", "unix://narrow:secret@")
         shown = lmpool("doctor", "--url", url, "--pool", pool_name)
     assert shown.exit_code == 1
-    assert "no permissions to run the 'eval' command" in shown.stdout
+    assert "no permissions to run the 'evalsha' command" in shown.stdout
     assert "no permissions to run the 'time' command" in shown.stdout
     assert "1 workers alive" in shown.stdout
     assert "secret" not in shown.stdout
