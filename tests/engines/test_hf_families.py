@@ -224,6 +224,36 @@ def test_positions_that_do_not_begin_with_the_tables_first_bound_prompts(tmp_pat
     assert engine.info.max_prompt_tokens == SCALES[0].longest - config.pad_token_id - 1
 
 
+def test_a_row_of_a_routers_other_choice_is_told_from_a_wrong_one() -> None:
+    from tests.families import routers
+    from tests.families.small import SCALES, small_configuration
+
+    torch.manual_seed(0)
+    config = small_configuration("mixtral", SCALES[0])
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
+            if name.endswith("gate.weight"):
+                parameter[1:3] = parameter[0] * (1 + 1e-7)  # three of four experts are tied
+    prompt = list(range(12))
+    ids = torch.tensor([prompt])
+
+    def row(choices: routers._Choices) -> Any:
+        with torch.inference_mode(), choices:
+            return torch.log_softmax(model(ids, use_cache=False).logits[0, -1], -1)
+
+    seen = routers._Choices()
+    plain = row(seen)
+    assert seen.near
+    flipped = [row(routers._Choices(place)) for _, place in seen.near]
+    other = next(found for found in flipped if float((found - plain).abs().max()) > 1e-3)
+    margin = routers.margin_of_flip(model, prompt, other, 1e-4)
+    assert margin is not None
+    assert 0 <= margin < routers.NEAR
+    assert routers.margin_of_flip(model, prompt, plain + 0.1, 1e-4) is None
+
+
 PADDED = "prompts of like length, padded: "
 ALIKE = "prompts of one length together: it selects"
 REFUSED = {

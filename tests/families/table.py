@@ -22,8 +22,8 @@ Measured with transformers {transformers} and torch {torch}, on a CPU, seed {see
 families and {variants} variants of them, {rows:,} rows. A row is right when no entry is off by
 more than {tolerance:g} nats. {verdicts}.
 
-Each is tried at three scales: with windows, chunks, selections, original lengths of rotary
-positions and longest prompts of {scales} tokens. Its prompts share prefixes, are nested, end
+Each is tried at three scales. Its selections, windows and chunks, original lengths of rotary
+positions, and longest prompts are of {scales} tokens. Its prompts share prefixes, are nested, end
 alike, and have lengths around each of these limits; all beginnings of a text are asked for at
 once; texts grow by a token a step while a small cache evicts; and rows with a random LoRA adapter
 mix with rows without.
@@ -134,12 +134,14 @@ def _bound(worst: float) -> str:
 
 
 def _adapters(said: str) -> str:
+    if said.startswith("PEFT cannot"):
+        return "not tried: PEFT makes none"
     return said.partition(":")[0]
 
 
 def _remarks(found: dict[str, Any]) -> str:
     reasons = dict.fromkeys(_plain(way.partition(":")[2]) for way in found["ways"] if ":" in way)
-    said = [reason for reason in reasons if reason]
+    said = list(filter(None, reasons))
     if found["said"]:
         said = [_plain(found["said"])]
     if found["flipped"]:
@@ -152,6 +154,8 @@ def _remarks(found: dict[str, Any]) -> str:
 
 def _plain(text: str) -> str:
     """Without figures that rounding decides, and on one line."""
-    text = re.sub(r",? by \d[\d.e+-]*", "", text.replace("\n", " ").strip())
+    text = re.sub(r",? by \d[\d.e+-]*,?", "", " ".join(text.split()))
     text = re.sub(r"\(?'FOLDER[^']*'\)?", "the folder", text)
-    return re.sub(r"\b(more than|up to|first|after|in rows of|than) \d+\b", r"\1 N", text)[:400]
+    return re.sub(r"\b(more than|up to|first|after|in rows of|than|from) \d+\b", r"\1 N", text)[
+        :400
+    ]

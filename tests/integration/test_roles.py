@@ -50,7 +50,8 @@ def deeds(shard: ShardKeys) -> dict[str, list[Command]]:
             ("DEL", JOBS), ("SET", JOBS, "x"), ("RENAME", JOBS, JOBS), ("COPY", JOBS, JOBS + "0"),
             ("DEL", JOBS),
         ],
-        "write a row, the model info, a heartbeat, a counter, the backlog's bound, the account of what is stored": [
+        "write a row, the model info, a heartbeat, a counter, the backlog's bound, "
+        "the account of what is stored": [
             ("SET", RESULT, "x"), ("APPEND", RESULT, "x"), ("SET", KEYS.info, "x"),
             ("SET", KEYS.serving, "x"), ("SET", shard.alive("me"), "x"),
             ("HINCRBY", shard.counters, "computed", 1), ("HSET", shard.bounds, "backlog", 1),
