@@ -39,7 +39,7 @@ _EVENTS: Final = 60
 _ADAPTERS: Final = 4
 _ROUNDS: Final = 24
 """Of the first ones some grow what Python and libraries keep of code that was seldom run."""
-_LEFT: Final = 1 / 16
+_LEFT: Final = 1 / 10
 """Objects that may be left of each: less than a leak of a part of them leaves."""
 _FILLING: Final = 150
 
@@ -90,6 +90,7 @@ def _cycles(engine: Engine, truth: Truth) -> Mapping[str, Callable[[], None]]:
         engine.cancel({request.id for request in asked})
         while engine.in_flight():
             engine.step()
+        _ignore(ask(engine, [request_for(prompts[0])]))  # whose steps clear up after them
 
     def unknown() -> None:
         engine.cancel({request.id for request in requests()})

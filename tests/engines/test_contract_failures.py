@@ -85,7 +85,7 @@ def mixed(seed: int | None, bits: int = 63) -> int | None:
 
 BROKEN: dict[str, Callable[[Generate], Generate]] = {
     "half the temperature": lambda w: replace(w, temperature=w.temperature / 2),
-    "a little colder": lambda w: replace(w, temperature=w.temperature * 0.7),
+    "a third colder": lambda w: replace(w, temperature=w.temperature * 0.66),
     "greedy when cold": lambda w: replace(w, temperature=w.temperature * (w.temperature > 0.3)),
     "seeds of 32 bits": lambda w: replace(w, seed=mixed(w.seed, 32)),
     "no seeds": lambda w: replace(w, seed=None),
@@ -95,9 +95,8 @@ BROKEN: dict[str, Callable[[Generate], Generate]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_an_engine_that_draws_otherwise_passes(seed: int) -> None:
-    assert found(Own, seed=seed) is None
+def test_an_engine_that_draws_otherwise_passes() -> None:
+    assert found(Own, parts=["life", "continuations", "company"]) is None
 
 
 @pytest.mark.parametrize("wrong", BROKEN)

@@ -13,7 +13,7 @@ from tests.engines.test_contract import TestFed as Fed
 from tests.engines.test_contract import TestMock as Mock
 
 SEEDS = 20
-SOME = 12
+SOME = 20
 """`make test` takes one of so many, `make mutants` all."""
 
 ALL = [
