@@ -214,7 +214,8 @@ def test_the_doctor_examines_a_server_that_tells_little(pool_name: str, server_b
     with RealServer() as server, in_process_worker(server.url, pool_name):
         with server.client() as client:
             client.execute_command(
-                "ACL SETUSER narrow on >secret ~* +@read +@write +@connection -info -config -eval -evalsha"
+                "ACL SETUSER narrow on >secret ~* +@read +@write +@connection "
+                "-info -config -eval -evalsha"
             )
         url = server.url.replace("unix://", "unix://narrow:secret@")
         shown = lmpool("doctor", "--url", url, "--pool", pool_name)
