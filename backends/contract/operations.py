@@ -44,11 +44,11 @@ class Asked:
 
     @property
     def id(self) -> bytes:
-        """As workers have them, 16 bytes that look random; but others have the same half of them."""
+        """As workers have them: 16 bytes that look random. Others have the same half of them."""
         return _half(self.number & ~1) + _half(self.number & ~2)
 
     def request(self) -> Request:
-        """With tokens as a worker has them, a read-only view of bytes; of some numbers, an array."""
+        """Its tokens are a read-only view of bytes, as a worker's; of some numbers an array."""
         tokens = np.array(self.prompt, dtype="<u4")
         if self.number % 3:
             tokens = np.frombuffer(tokens.tobytes(), dtype="<u4")
