@@ -34,7 +34,7 @@ from lmpool.backends.contract.owners import held_bytes, owner
 from lmpool.backends.contract.subject import Adapter
 from lmpool.backends.contract.truth import Truth
 from lmpool.backends.contract.wants import Answered, References
-from lmpool.backends.engine import Engine, Outcome
+from lmpool.backends.engine import Engine, Outcome, Request, Tokens
 from lmpool.errors import AdapterError, PromptFailed
 from lmpool.wants import Generate
 
@@ -58,6 +58,8 @@ class _Living:
     adapter: Adapter | None
     refused: bool
     """Whether it must fail."""
+    tokens: Tokens
+    """As they were submitted: an array of the caller's."""
     may_fail: bool = False
     """Whether it may: its adapter went while it was in flight."""
     cancelled: bool = False
@@ -130,7 +132,7 @@ class Model:
 
     def _submit(self, asked: Iterable[Asked]) -> None:
         """Submit those whose ids are free, as ids are unique among what is in flight."""
-        taken: list[Asked] = []
+        requests: list[Request] = []
         for each in asked:
             if each.id in self._living:
                 continue
@@ -139,9 +141,9 @@ class Model:
                 continue  # workers ask for the same again under an id, and for nothing else
             adapter = None if each.adapter is None else self._adapters.get(each.adapter)
             refused = self._must_fail(each) or (adapter is None and each.adapter is not None)
-            self._living[each.id] = _Living(each, adapter, refused)
-            taken.append(each)
-        requests = [each.request() for each in taken]
+            request = each.request()
+            self._living[each.id] = _Living(each, adapter, refused, request.tokens)
+            requests.append(request)
         self._engine.submit(requests)
         if len(requests) % 2:  # the list is the caller's, who may use it again or not
             requests.clear()
@@ -172,6 +174,12 @@ class Model:
         if living is None:
             raise BrokenPromise(_ONE_OUTCOME, f"one more came, for the id {outcome.id!r}")
         asked = living.asked
+        expect(
+            not living.tokens.flags.writeable or tuple(living.tokens.tolist()) == asked.prompt,
+            "a request's tokens are the caller's",
+            "somebody wrote into those of",
+            asked,
+        )
         kinds = [outcome.row is not None, outcome.answer is not None, outcome.error is not None]
         expect(sum(kinds) == 1, "an outcome is one of a row, an answer or an error", asked)
         if outcome.error is not None:
