@@ -31,6 +31,8 @@ class Servers:
         self._is_cut = False
         self._nonsense = 0
         """How many answers in succession made no sense."""
+        self._steps = 0
+        """Of `in_step`, one within another: the outermost one ends a succession."""
 
     @classmethod
     def of_url(
@@ -63,6 +65,7 @@ class Servers:
         Raises redis-py's `InvalidResponse` for what they led to, which is a reason to try again;
         what happens again and again is no server's doing, and is raised as it is.
         """
+        self._steps += 1
         try:
             yield
         except LmpoolError:  # some are a ValueError, too
@@ -76,7 +79,11 @@ class Servers:
             raise redis.exceptions.InvalidResponse(
                 f"an answer made no sense ({type(error).__name__}: {error})"
             ) from None
-        self._nonsense = 0
+        else:
+            if self._steps == 1:
+                self._nonsense = 0
+        finally:
+            self._steps -= 1
 
     def cut(self) -> None:
         """End reads that may be blocked on connections that will never answer, and connect no more.

@@ -49,4 +49,5 @@ class Deadline:
 
     def error(self, missing: str, more: str = "") -> PoolTimeout:
         """The error of who waited until then: what was missing, and what else there is to say."""
-        return PoolTimeout(f"{missing} after {self.timeout:g} s{more}")
+        after = "" if self.timeout is None else f" after {self.timeout:g} s"
+        return PoolTimeout(f"{missing}{after}{more}")

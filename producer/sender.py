@@ -204,7 +204,7 @@ class Sender:
         now = time.monotonic()
         if now - session.confirmed < CONFIRMED_FOR / 2:
             return
-        current = self._servers.pool.get(session.keys.info)
+        current = get_string(self._servers.pool, session.keys.info)
         if current is not None and not is_known(session, current) and not self._are_served():
             look_at(session, self._servers, current)
             return

@@ -212,4 +212,6 @@ class WorkerSettings:
     job_timeout: ClassVar = LONGEST
     health_check_interval: ClassVar = 30
     poll_delay: ClassVar = 0.2
+    # One that is cancelled while arq notes its end would end this process in the middle of leaving.
+    job_completion_wait: ClassVar = 1
     log_results: ClassVar = False

@@ -45,6 +45,7 @@ class Heartbeat:
         self._info = info
         self._pool = [keys.info, keys.serving]
         self._serves: list[Value] = [info.pack(), mark(info), LIFE_MS]
+        self._joining = True
         self._trouble = -math.inf
         """When a beat last failed, or was late."""
 
@@ -61,7 +62,8 @@ class Heartbeat:
                 [GROUP, self._consumer, value, LIFE_MS],
             )
         script("serve")(servers.pool, self._pool, self._serves)
-        return mend(servers, self._shards, self._info)
+        joining, self._joining = self._joining, False
+        return mend(servers, self._shards, self._info, joining=joining)
 
     def steady(self) -> bool:
         """Whether server and network have let every beat through for a heartbeat's life."""

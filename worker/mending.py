@@ -15,8 +15,12 @@ from lmpool.servers import Servers
 logger = logging.getLogger(__name__)
 
 
-def mend(servers: Servers, shards: Sequence[ShardKeys], info: ModelInfo) -> list[str]:
+def mend(
+    servers: Servers, shards: Sequence[ShardKeys], info: ModelInfo, *, joining: bool = False
+) -> list[str]:
     """Take away what only damage can have made, and load what clients run.
+
+    A worker that joins says how many jobs may wait; others keep to what is said.
 
     Returns the keys that were taken away: streams want groups again, registries their entries.
     """
@@ -25,7 +29,7 @@ def mend(servers: Servers, shards: Sequence[ShardKeys], info: ModelInfo) -> list
         damaged += script("mend")(
             servers.for_shard(shard),
             [stream.key for stream in shard.streams],
-            [shard.prefix, info.max_backlog, shard.lanes, COUNTERS_TTL_MS],
+            [shard.prefix, info.max_backlog, shard.lanes, COUNTERS_TTL_MS, int(joining)],
         )
     for server, _ in servers.by_connection(shards):
         try:

@@ -164,8 +164,12 @@ class ResultStore:
     def _wait_for_readers(self, shard: ShardKeys, size: int) -> None:
         pause, longest = PAUSES
         while not self._stopping():
+            target = self._target(shard, size)
+            if target is None:  # there is no bound any more
+                self._crowded.discard(shard.prefix)
+                return
             before = self._held.get(shard.prefix)
-            held = self._evict(shard, self._target(shard, size))
+            held = self._evict(shard, target)
             if shard.prefix not in self._crowded:
                 return
             if held == before:

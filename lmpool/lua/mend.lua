@@ -1,18 +1,15 @@
 -- A worker mends what is the workers' own: what can only be damage is taken away, to be made anew;
 -- clients ask again for the jobs in it. It also says what bounds the shard has, where no client can.
 -- KEYS[1] and on: the job streams.
--- ARGV: prefix, most jobs that wait in a stream, lanes, life of the bounds in ms
+-- ARGV: prefix, most jobs that wait in a stream, lanes, life of the bounds in ms, '1' of one that joins:
+--       the latest to join decides how many jobs may wait
 -- Returns the keys that were taken away.
 local prefix, most, lanes = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-local damaged = {}
+local bounds = prefix .. ':bounds'
+local damaged, sound = {}, {}
 for _, stream in ipairs(KEYS) do
-  if not takes_entries(stream) then
-    damaged[#damaged + 1] = stream
-  else
-    -- Clients keep the bound; what was put there past it they ask for again. Jobs that change
-    -- their stream may double it.
-    redis.pcall('XTRIM', stream, 'MAXLEN', '~', 2 * most)
-  end
+  local list = takes_entries(stream) and sound or damaged
+  list[#list + 1] = stream
 end
 for _, name in ipairs({':dead', ':account'}) do
   if not takes_entries(prefix .. name) then damaged[#damaged + 1] = prefix .. name end
@@ -27,6 +24,14 @@ for f = 1, #counted, 2 do
     redis.call('HDEL', prefix .. ':counters', counted[f])
   end
 end
-redis.pcall('HSET', prefix .. ':bounds', 'backlog', most, 'lanes', lanes)
-redis.pcall('PEXPIRE', prefix .. ':bounds', ARGV[4])
+local held = given(redis.pcall('HGET', bounds, 'backlog'))
+held = held and tonumber(held)
+if ARGV[5] == '1' or not held or held < 1 then
+  redis.pcall('HSET', bounds, 'backlog', most, 'lanes', lanes)
+  held = most
+end
+redis.pcall('PEXPIRE', bounds, ARGV[4])
+-- Clients keep the bound; what was put there past it they ask for again. Jobs that change their
+-- stream may double it.
+for _, stream in ipairs(sound) do redis.pcall('XTRIM', stream, 'MAXLEN', '~', 2 * held) end
 return damaged

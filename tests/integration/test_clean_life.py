@@ -216,7 +216,7 @@ def test_nothing_is_left_behind(server_binary, tmp_path):
                 *(lm.next_token_logprobs(prompt) for prompt in prompts),
                 other.batch_next_token_logprobs(prompts),
                 lm.batch_sample(prompts[:5], 10, [254], seed=1),
-                other.sample(prompts[5], 10, [254]),
+                other.sample(prompts[5], 10, [254], seed=1),
             )
             await asyncio.to_thread(lm.add_new_lora, str(adapter), "one")
             await lm.batch_next_token_logprobs(prompts[:20], lora_name="one")
