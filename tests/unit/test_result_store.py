@@ -187,6 +187,27 @@ def test_one_that_goes_on_reading_is_waited_for_and_one_that_does_not_for_some_s
     assert 3 in left  # its reader is at it
 
 
+def test_nobody_waits_for_readers_where_the_bound_has_ended(
+    store_of: Callable[..., ResultStore], redis_client: redis.Redis, shard: ShardKeys, clock: Time
+) -> None:
+    store = store_of(2 * EACH)
+    caller = Caller(redis_client, shard)
+    for number in range(3):
+        caller.enqueue(new_job(number))
+        write(store, redis_client, shard, number)
+
+    def lift(seconds: float) -> None:  # as CONFIG SET maxmemory 0 does
+        clock.now += seconds
+        assert clock.now - began < 60, "it waits for ever"
+        store._most = None
+
+    began = clock.now
+    clock.sleep = lift  # type: ignore[attr-defined]
+    write(store, redis_client, shard, 5)
+    assert there(redis_client, shard) == [0, 1, 2, 5]
+    assert clock.now - began < result_store.READER_PATIENCE
+
+
 def test_who_is_told_to_stop_writes_what_is_computed(
     store_of: Callable[..., ResultStore], redis_client: redis.Redis, shard: ShardKeys, clock: Time
 ) -> None:

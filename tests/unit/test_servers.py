@@ -83,6 +83,23 @@ def test_what_makes_no_sense_is_tried_again_on_another_connection(fake_url: str)
     servers.close()
 
 
+def test_a_step_within_another_does_not_end_its_succession_of_nonsense(fake_url: str) -> None:
+    servers = Servers.of_url(fake_url)
+
+    def misread() -> None:
+        with servers.in_step():
+            with servers.in_step():
+                servers.pool.ping()  # this one makes sense, each time
+            servers.pool.ping().decode()  # type: ignore[attr-defined]
+
+    for _ in range(NONSENSE_MOST):
+        with pytest.raises(redis.exceptions.InvalidResponse):
+            misread()
+    with pytest.raises(AttributeError):
+        misread()
+    servers.close()
+
+
 def test_a_read_that_is_blocked_ends_when_it_is_cut(fake_url: str) -> None:
     servers = Servers.of_url(fake_url, blocks_for=60.0)
     reading = threading.Event()
