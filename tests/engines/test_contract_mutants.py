@@ -36,7 +36,10 @@ def suite_of(make: Make, form: str = "batch") -> type[EngineContract]:
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_broken_engine_is_found_out(name: str) -> None:
-    assert examine(suite_of(MUTANTS[name], MUTANTS[name].form)) is not None, MUTANTS[name].breaks
+    suite = suite_of(MUTANTS[name], MUTANTS[name].form)
+    # A leak of some hundred kB may hide once in what the allocator had to spare.
+    found = examine(suite) or examine(suite, parts=["memory"], seed=1)
+    assert found is not None, MUTANTS[name].breaks
 
 
 @pytest.mark.parametrize(
