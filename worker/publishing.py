@@ -34,6 +34,8 @@ QUEUE_MOST: Final = 2
 CHUNK_BYTES: Final = 2 << 20
 CHUNK_MOST: Final = 512
 MAX_ERROR_CHARS: Final = 2000
+LEFT_OUT_MOST: Final = 32
+"""Jobs refused in succession, in one call or many: after so many it is not the jobs."""
 FULL: Final = "the server's memory is full: raise maxmemory or lower result_ttl"
 
 
@@ -94,6 +96,10 @@ class Publisher:
         self._status = status
         self._queue: queue.Queue[Sequence[Finished] | None] = queue.Queue(QUEUE_MOST)
         self._ended = False
+        self._uncounted = 0
+        """1 until the batch that is being written has been counted."""
+        self._left_out = 0
+        """Jobs that the server refused in succession, none taken between them."""
 
     def put(self, finished: Sequence[Finished]) -> None:
         """Hand over one batch; blocks while two are waiting to be written."""
@@ -116,10 +122,9 @@ class Publisher:
         """Write until told to finish."""
         try:
             while (finished := self._next()) is not None:
-                batches = 1
+                self._uncounted = 1
                 for chunk in self._chunks(finished):
-                    self._write(chunk, batches)
-                    batches = 0
+                    self._write(chunk)
         finally:
             self._ended = True
 
@@ -145,7 +150,7 @@ class Publisher:
         if chunk:
             yield chunk
 
-    def _write(self, chunk: list[Done], batches: int) -> None:
+    def _write(self, chunk: list[Done]) -> None:
         """Write one chunk, again and again until the server takes it: results are idempotent."""
         failures = 0
         began = time.monotonic()
@@ -155,9 +160,8 @@ class Publisher:
                 with self._servers.in_step():
                     while left:
                         stream, mine = left[0]
-                        isolate(mine, partial(self._write_in, stream, batches), self._leave_out)
+                        isolate(mine, partial(self._write_in, stream), self._leave_out)
                         left.pop(0)
-                        batches = 0
                 self._status.let_go(done.delivery for done in chunk)
                 return
             except (redis.exceptions.RedisError, OSError) as error:
@@ -184,7 +188,13 @@ class Publisher:
                 self._status.stopping.wait(pause * random.uniform(0.5, 1.0))
 
     def _leave_out(self, done: Done, error: redis.exceptions.RedisError) -> None:
-        """The server takes this one in no company: whoever waits for it asks again."""
+        """The server takes this one in no company: whoever waits for it asks again.
+
+        Raises `error` where so many were refused in succession that it is not the jobs.
+        """
+        self._left_out += 1
+        if self._left_out > LEFT_OUT_MOST:
+            raise error
         place = done.delivery.stream
         logger.error("%s of %s cannot be told: %s", done.delivery.entry.decode(), place.key, error)
         server = self._servers.for_shard(place.shard)
@@ -200,7 +210,7 @@ class Publisher:
             logger.debug("no room could be made: %s", error)
             return False
 
-    def _write_in(self, stream: JobStream, batches: int, chunk: Sequence[Done]) -> None:
+    def _write_in(self, stream: JobStream, chunk: Sequence[Done]) -> None:
         """One transaction: room, every row with its TTL, then the notices and acknowledgements."""
         shard = stream.shard
         failed = sum(done.status != "ok" for done in chunk)
@@ -215,7 +225,11 @@ class Publisher:
                 digests.append(name)
             jobs += (name, done.delivery.entry, done.status, done.error)
         counters: list[Value] = []
-        for counter, by in ((COMPUTED, len(values)), (FAILED, failed), (BATCHES, batches)):
+        for counter, by in (
+            (COMPUTED, len(values)),
+            (FAILED, failed),
+            (BATCHES, self._uncounted),
+        ):
             if by:
                 counters += (counter.field, by)
         size = _size(chunk)
@@ -231,6 +245,7 @@ class Publisher:
             Call(script("complete"), [stream.key, shard.account], arguments),
             before,
         )
+        self._uncounted = self._left_out = 0
         if before is not None:
             self._store.evicted(shard, made, size)
         self._store.holds(shard, told[1])

@@ -69,10 +69,10 @@ def _restore(state: dict[str, Any], saved: dict[str, Any]) -> None:
     for name, value in saved.items():
         if isinstance(value, dict) and isinstance(state.get(name), dict):
             _restore(state[name], value)
-        elif not isinstance(value, int | float | str | bool | type(None)):
-            state.setdefault(name, value)
-        else:
+        elif isinstance(value, int | float | str | bool | list | tuple | dict | set | None):
             state[name] = value
+        else:  # a copy of an object would be another one
+            state.setdefault(name, value)
 
 
 def numbers(model: Any, changed: Callable[[], object], longest: int) -> list[Number]:

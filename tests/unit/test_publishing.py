@@ -478,6 +478,72 @@ def test_a_server_that_refuses_for_good_ends_the_worker(
     assert len(consumer.held()) == 1  # the job stays with the pool
 
 
+def refuse(writer: Writer, refused: Callable[[Sequence[Done]], bool]) -> None:
+    """Let the server refuse what is written, and not who writes it."""
+    write_in = writer.publisher._write_in
+
+    def refusing(stream: Any, chunk: Sequence[Done]) -> None:
+        if refused(chunk):
+            raise redis.exceptions.ResponseError("WRONGTYPE")
+        write_in(stream, chunk)
+
+    writer.publisher._write_in = refusing  # type: ignore[method-assign]
+
+
+def test_jobs_that_are_refused_alone_go_and_the_batch_counts_once(
+    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller, consumer, finished = prepare(redis_client, shard, 8)
+    bad = finished[2][0].job.digest  # type: ignore[index]
+    writer = start(any_server)
+    refuse(writer, lambda chunk: any(done.delivery.job.digest == bad for done in chunk))
+    writer.put(finished)
+    writer.finish()
+    told = {notice.digest for notice in caller.notices()}
+    assert told == {item[0].job.digest for item in finished} - {bad}  # type: ignore[index]
+    assert consumer.held() == []
+    assert redis_client.hgetall(shard.counters) == {b"computed": b"7", b"batches": b"1"}
+    assert not writer.failed
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+def test_what_refuses_all_jobs_alike_ends_the_worker_and_not_the_jobs(
+    start: Callable[..., Writer],
+    any_server: str,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+    at_once: int,
+) -> None:
+    _, consumer, finished = prepare(redis_client, shard, 3 * publishing.LEFT_OUT_MOST)
+    writer = start(any_server)
+    monkeypatch.setattr(publishing, "CHUNK_MOST", at_once)
+    monkeypatch.setattr(writer.status.stopping, "wait", lambda _: False)  # no back-off here
+    refuse(writer, lambda _: True)
+    writer.put(finished)
+    until(lambda: writer.failed)
+    assert len(consumer.held()) >= 2 * publishing.LEFT_OUT_MOST
+
+
+def test_refusals_that_others_come_between_end_nobody(
+    start: Callable[..., Writer],
+    any_server: str,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caller, consumer, finished = prepare(redis_client, shard, 4 * publishing.LEFT_OUT_MOST)
+    bad = {item[0].job.digest for item in finished[::2]}  # type: ignore[index]
+    writer = start(any_server)
+    monkeypatch.setattr(publishing, "CHUNK_MOST", 1)
+    refuse(writer, lambda chunk: chunk[0].delivery.job.digest in bad)
+    writer.put(finished)
+    writer.finish()
+    assert len(caller.notices()) == 2 * publishing.LEFT_OUT_MOST
+    assert consumer.held() == []
+    assert not writer.failed
+
+
 def test_a_worker_that_stops_does_not_wait_for_a_lost_server_for_ever(
     start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
