@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -15,6 +16,15 @@ from tests.engines.mutants.witnesses import ask_rightly, prompts_of, requests_of
 
 EVERY = {**MUTANTS, **FOLDER_MUTANTS}
 THEMES = sorted({mutant.theme for mutant in EVERY.values()})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """Collections leave out what was there before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def shown(witness: Witness, make: Make) -> Exception | None:

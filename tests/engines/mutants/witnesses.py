@@ -214,7 +214,6 @@ def bounded(
 def _traced(play: Callable[[int], None], numbers: range) -> int:
     """The bytes that are kept of so many rounds."""
     gc.collect()
-    gc.freeze()  # what was there before takes no time below
     tracemalloc.start()
     try:
         for number in numbers:
@@ -223,4 +222,3 @@ def _traced(play: Callable[[int], None], numbers: range) -> int:
         return tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-        gc.unfreeze()
