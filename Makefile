@@ -19,6 +19,9 @@ OTHERS       := $(patsubst $(REQUIREMENTS)/%.txt,%,$(wildcard $(REQUIREMENTS)/*.
 ELSEWHERE    := not chaos and not genlm and not types and not bench and not mutants
 IGNORE       := $(foreach name,$(OTHERS),--ignore-glob='*/engines/test_$(name).py' --ignore-glob='*/engines/test_$(name)_*.py')
 
+# The tests start hundreds of processes, which would each compile all that they import.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-server chaos soak mutants families check format format-check lint \
         types unit bench bench-check clean distclean
