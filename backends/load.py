@@ -15,6 +15,7 @@ from lmpool.backends.batch import is_out_of_memory
 from lmpool.backends.engine import Engine
 from lmpool.backends.options import check_types
 from lmpool.errors import LmpoolError, SettingsError
+from lmpool.garbage import uncollected
 
 ENTRY_POINTS: Final = "lmpool.engines"
 """The entry-point group of engines that other packages bring: a callable
@@ -100,7 +101,7 @@ def _automatic() -> str:
 def _find(name: str) -> Callable[..., object]:
     if name in _BUILT_IN:
         module, attribute = _BUILT_IN[name]
-        with _telling_what_to_install(name):
+        with _telling_what_to_install(name), uncollected():
             # The folder imports its engine, and the engine its packages, when it is named.
             make: Callable[..., object] = getattr(importlib.import_module(module), attribute)
         return make

@@ -19,9 +19,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Read when it is asked for: importing the package must not need settings or an engine.
     from lmpool.errors import LmpoolError, ServerUnreachable
+    from lmpool.garbage import uncollected
 
     try:
-        from lmpool.worker.arq_settings import WorkerSettings, wait_for_server
+        with uncollected():
+            from lmpool.worker.arq_settings import WorkerSettings, wait_for_server
 
         wait_for_server()
     except LmpoolError as error:

@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 
 from lmpool.address import Sentinels, async_connection_pool, is_sentinel
 from lmpool.errors import LmpoolError, ServerUnreachable, SettingsError
+from lmpool.garbage import keep_what_is_there
 from lmpool.server import greet, open_server
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.worker.control import FUNCTIONS, LONGEST
@@ -129,6 +130,7 @@ async def startup(ctx: dict[str, Any]) -> None:
         failure: BaseException | None = None
         try:
             service.start()
+            keep_what_is_there()
         except BaseException as error:
             failure = error
         try:

@@ -26,6 +26,9 @@ READER_PATIENCE: Final = 5.0
 """Seconds for which a client that takes none of its notices is still expected to read."""
 LONGEST_WAIT_MS: Final = 30_000
 """Milliseconds for which a result waits for whoever was told of it, however they get on."""
+READER_MEMORY: Final = 3600.0
+"""Seconds for which it is known of a client that it takes nothing: nobody waits for it again."""
+READERS_MOST: Final = 256
 RESERVE: Final = 32 << 20
 """Memory for all but results, at least: streams, and what is on its way to clients."""
 UNLINK_MOST: Final = 4096
@@ -220,8 +223,11 @@ class ResultStore:
         for client, first in zip(answer[2::2], answer[3::2], strict=True):
             reader = (shard.prefix, client)
             if self._readers.get(reader, (None,))[0] != first:
+                self._readers.pop(reader, None)
                 self._readers[reader] = (first, now)
-        if self._readers:
-            forget = now - LONGEST_WAIT_MS / 1000
-            self._readers = {c: r for c, r in self._readers.items() if r[1] > forget}
+        while self._readers:  # they stand in the order of their times
+            oldest, (_, since) = next(iter(self._readers.items()))
+            if len(self._readers) <= READERS_MOST and since > now - READER_MEMORY:
+                break
+            del self._readers[oldest]
         return held

@@ -15,6 +15,7 @@ import torch
 from lmpool.backends.model_config import LONGEST_PROMPT_NAMES, SpecialTokens, special_tokens
 from lmpool.backends.options import check_dtype
 from lmpool.errors import SettingsError
+from lmpool.garbage import uncollected
 
 # Untyped on purpose: its annotations differ from release to release.
 transformers: Any = importlib.import_module("transformers")
@@ -49,9 +50,12 @@ def load_model(
     kwargs = with_quantization(model_kwargs)
     config: Any = None
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code
-        )
+        with uncollected():  # they import much
+            causal = transformers.AutoModelForCausalLM
+            importlib.import_module("transformers.modeling_utils")
+            config = transformers.AutoConfig.from_pretrained(
+                folder, trust_remote_code=trust_remote_code
+            )
         if getattr(config, "is_encoder_decoder", False):
             raise SettingsError(
                 f"the model in {str(folder)!r} ({config.model_type}) has an encoder: what it says "
@@ -66,7 +70,7 @@ def load_model(
         else:
             kwargs["dtype"] = getattr(torch, dtype)
         with _no_progress_bars():
-            model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            model, loading = causal.from_pretrained(
                 folder,
                 config=config,
                 trust_remote_code=trust_remote_code,

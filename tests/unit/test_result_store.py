@@ -187,6 +187,31 @@ def test_one_that_goes_on_reading_is_waited_for_and_one_that_does_not_for_some_s
     assert 3 in left  # its reader is at it
 
 
+def test_who_takes_nothing_is_waited_for_once(
+    store_of: Callable[..., ResultStore], redis_client: redis.Redis, shard: ShardKeys, clock: Time
+) -> None:
+    """Its notices stay the same ones, also after minutes."""
+    sleeper = Caller(redis_client, shard, "sleeper")
+    store = store_of(4 * EACH)
+    waits: list[float] = []
+    for number in range(80):
+        sleeper.enqueue(new_job(number))
+        began = clock.now
+        write(store, redis_client, shard, number)
+        waits.append(clock.now - began)
+        clock.now += 1.0
+    assert 0 < sum(waits) < 2 * result_store.READER_PATIENCE
+
+
+def test_few_sleepers_are_kept_in_mind(
+    store_of: Callable[..., ResultStore], shard: ShardKeys
+) -> None:
+    store = store_of(4 * EACH)
+    for number in range(2 * result_store.READERS_MOST):
+        store._take(shard, [0, 0, b"sleeper %d" % number, b"1-1"])
+    assert len(store._readers) == result_store.READERS_MOST
+
+
 def test_nobody_waits_for_readers_where_the_bound_has_ended(
     store_of: Callable[..., ResultStore], redis_client: redis.Redis, shard: ShardKeys, clock: Time
 ) -> None:
