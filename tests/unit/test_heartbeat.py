@@ -123,6 +123,28 @@ def test_a_model_info_that_was_lost_is_published_again_and_anothers_is_left(
     assert server.get(keys.serving) == mark(other)
 
 
+def test_the_latest_to_join_bounds_the_backlog_and_no_beat_changes_that(
+    servers: Servers, server: redis.Redis, keys: PoolKeys, shards: tuple[ShardKeys, ...]
+) -> None:
+    def bounds() -> set[bytes]:
+        return {server.hget(f"{shard.prefix}:bounds", "backlog") for shard in shards}  # type: ignore[misc]
+
+    first = new(servers, keys, replace(INFO, max_backlog=50))
+    first.beat(servers)
+    assert bounds() == {b"50"}
+    second = new(servers, keys, replace(INFO, max_backlog=5))
+    second.beat(servers)
+    first.beat(servers)
+    assert bounds() == {b"5"}
+    for damage in (b"", b"nonsense", b"0"):  # what cannot be meant is said anew
+        server.hset(f"{shards[0].prefix}:bounds", "backlog", damage)
+        first.beat(servers)
+        assert bounds() == {b"50", b"5"}
+    server.delete(*(f"{shard.prefix}:bounds" for shard in shards))
+    second.beat(servers)
+    assert bounds() == {b"5"}
+
+
 class Ended:
     """The event that ends a heartbeat, after so many waits; the clock goes on meanwhile."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -260,6 +261,24 @@ def test_shards_on_several_servers_are_claimed_where_they_lie(
             here, elsewhere = clients[shard.number % 2], clients[1 - shard.number % 2]
             assert len(queued(here, shard)) == len(mine) > 0
             assert not elsewhere.exists(shard.stream().key)
+
+
+@pytest.mark.parametrize("kind", ["hash", "list", "nothing"])
+def test_a_damaged_or_missing_model_info_holds_no_claim_up(
+    session: Session, sender: Sender, server: redis.Redis, kind: str
+) -> None:
+    """Workers publish it again; until then the model is taken to be the one that was known."""
+    server.delete(session.keys.info)
+    if kind == "hash":
+        server.hset(session.keys.info, "a", "b")
+    elif kind == "list":
+        server.rpush(session.keys.info, "a")
+    session.confirmed = -math.inf
+    jobs = jobs_of(some_prompts(3))
+    call = ask(session, jobs)
+    sender._serve()
+    assert call.error is None
+    assert sum(len(mine) for mine in waiting(server, session, "interactive")) == 3
 
 
 # --- bounds ------------------------------------------------------------------------------------
