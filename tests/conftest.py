@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -26,6 +27,15 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("lmpool")
+
+# Who runs the tests in the background lets them ignore these, and what they start as well.
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 # What is imported and collected stays: no collection looks at it, neither meanwhile nor later.
 gc.disable()
