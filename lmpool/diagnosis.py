@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from lmpool.errors import LmpoolError
 from lmpool.model_info import ModelInfo
@@ -40,7 +40,7 @@ class Facts:
     """What was read of a server and one of its pools."""
 
     url: str
-    info: Mapping[str, Any]
+    info: Mapping[str, object]
     """The fields of INFO, those that the server shows."""
     config: Mapping[str, str] | None
     """The server's settings; None where it does not show them."""

@@ -104,7 +104,7 @@ def check_engines(
     model: str = "tiny",
     *,
     revision: str | None = None,
-    engine_opts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    engine_opts: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
     on_start: Callable[[str], None] = lambda engine: None,
 ) -> EngineCheck:
     """Run each engine in a private pool of one worker, one after the other, and compare.
@@ -129,7 +129,7 @@ def run_engine(
     model: str,
     *,
     revision: str | None = None,
-    engine_opts: Mapping[str, Any] = MappingProxyType({}),
+    engine_opts: Mapping[str, object] = MappingProxyType({}),
 ) -> EngineRun:
     """Start a pool of one worker, ask it, and end it. Raises what `lmpool.embedded` does.
 

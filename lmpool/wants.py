@@ -133,12 +133,12 @@ class Row:
         """This want for `count` prompts."""
         return (self,) * count
 
-    def fields(self) -> list[Any]:
+    def fields(self) -> list[object]:
         """As it travels, and as the digest covers it."""
         return [self.encoding]
 
     @classmethod
-    def from_fields(cls, fields: Sequence[Any]) -> Row:
+    def from_fields(cls, fields: Sequence[object]) -> Row:
         """Read `fields`. Raises `JobFormatError`."""
         (encoding,) = _expect(cls.kind, fields, 1)
         if not isinstance(encoding, str) or encoding not in _ROWS:
@@ -227,12 +227,12 @@ class Generate:
             return (self,) * count
         return [replace(self, seed=secrets.randbits(63)) for _ in range(count)]
 
-    def fields(self) -> list[Any]:
+    def fields(self) -> list[object]:
         """As it travels, and as the digest covers it."""
         return [self.max_tokens, list(self.eos_token_ids or ()), self.temperature, self.seed]
 
     @classmethod
-    def from_fields(cls, fields: Sequence[Any]) -> Generate:
+    def from_fields(cls, fields: Sequence[object]) -> Generate:
         """Read `fields`. Raises `JobFormatError`."""
         most, eos, temperature, seed = _expect(cls.kind, fields, 4)
         if type(most) is not int or type(seed) is not int:
@@ -308,7 +308,7 @@ def _eos(given: Iterable[int] | None, info: ModelInfo) -> tuple[int, ...]:
 # --- wire form ---------------------------------------------------------------------------------
 
 
-def want_to_wire(want: Want) -> list[Any]:
+def want_to_wire(want: Want) -> list[object]:
     """A want as it travels: ``[kind, fields...]``."""
     return [want.kind, *want.fields()]
 
@@ -333,8 +333,10 @@ class Digester:
     """Digests of one model's jobs: blake2b-128 over all that changes the result."""
 
     fingerprint: str
-    _started: dict[tuple[str | None, Want], Any] = field(default_factory=dict, repr=False)
-    _last: tuple[Want, str | None, Any] | None = field(default=None, repr=False)
+    _started: dict[tuple[str | None, Want], Any] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    _last: tuple[Want, str | None, Any] | None = field(default=None, init=False, repr=False)
     """What was started last: mostly it is asked for again, and then it is not even looked up."""
 
     def digest(self, want: Want, tokens: bytes, adapter: str | None = None) -> Digest:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Final
 
 import numpy as np
 
 from lmpool.backends.contract.reference import PromptTokens
 from lmpool.backends.engine import Engine, Outcome, Request, Tokens
+from lmpool.wants import Row, Want
 
 _numbers = itertools.count()
+_ROW: Final = Row()
 
 
 def tokens_of(prompt: PromptTokens) -> Tokens:
@@ -20,11 +22,11 @@ def tokens_of(prompt: PromptTokens) -> Tokens:
     return np.asarray(prompt, dtype=np.uint32)
 
 
-def request_for(prompt: PromptTokens, **options: Any) -> Request:
+def request_for(prompt: PromptTokens, *, adapter: str | None = None, want: Want = _ROW) -> Request:
     """A request with an id of its own, and ids as a worker has them: a read-only view of bytes."""
     raw = np.asarray(prompt, dtype="<u4").tobytes()
     name = hashlib.blake2b(b"%d" % next(_numbers), digest_size=16).digest()
-    return Request(name, np.frombuffer(raw, dtype="<u4"), **options)
+    return Request(name, np.frombuffer(raw, dtype="<u4"), adapter, want)
 
 
 def finish(engine: Engine, requests: Sequence[Request]) -> list[Outcome]:

@@ -25,9 +25,11 @@ from lmpool.backends.contract.script import versioned
 from lmpool.backends.contract.truth import Truth
 from lmpool.backends.engine import Engine, Request
 from lmpool.errors import PromptFailed
-from lmpool.wants import Generate
+from lmpool.wants import Generate, Row, Want
 
 PROMISE: Final = "memory does not grow with what was asked before"
+
+_ROW: Final = Row()
 
 _LIFE: Final = 3_500
 _WARM_UP: Final = 1_500
@@ -66,8 +68,8 @@ def _cycles(engine: Engine, truth: Truth) -> Mapping[str, Callable[[], None]]:
     prompts = random.integers(0, vocab, (_EVENTS, _PROMPT_TOKENS)).tolist()
     names = itertools.count()
 
-    def requests(**options: object) -> list[Request]:
-        return [request_for(prompt, **options) for prompt in prompts]
+    def requests(want: Want = _ROW) -> list[Request]:
+        return [request_for(prompt, want=want) for prompt in prompts]
 
     def continuations() -> None:
         drawn = [Generate(2, (), 1.0, n) for n in range(_EVENTS)]

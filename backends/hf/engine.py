@@ -87,7 +87,7 @@ class HFEngine(BatchEngine):
         kv_cache_bytes: int | None = None,
         threads: int | None = None,
         trust_remote_code: bool = False,
-        model_kwargs: Mapping[str, Any] | None = None,
+        model_kwargs: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__()
         check_positive(forward_tokens=forward_tokens, threads=threads)

@@ -58,7 +58,7 @@ class SGLangEngine(ContinuousEngine[str]):
         max_loras: int = 0,
         max_lora_rank: int = 64,
         lora_targets: Sequence[str] = LORA_TARGETS,
-        server_args: Mapping[str, Any] | None = None,
+        server_args: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__()
         check_dtype(dtype)

@@ -87,7 +87,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         live_prompts: int | None = None,
         own_process: bool = False,
         capture: bool = True,
-        **engine_opts: Any,
+        **engine_opts: object,
     ) -> None:
         super().__init__()
         for name, value in (("own_process", own_process), ("capture", capture)):

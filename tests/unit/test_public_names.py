@@ -78,6 +78,27 @@ def test_no_public_signature_says_any(name: str, function: Any) -> None:
         assert not re.search(r"\bAny\b", str(hint)), name
 
 
+MODULES = ["wants", "errors", "inspection", "dead_letters", "engine_check", "benchmark"]
+MODULES += ["backends", "backends.contract", "backends.hf", "backends.mock", "backends.tiny"]
+
+
+@pytest.mark.parametrize("module", [*PUBLIC, *(f"lmpool.{module}" for module in MODULES)])
+def test_nothing_that_a_module_shows_says_any(module: str) -> None:
+    """Only an array may have numbers of any kind."""
+    found = importlib.import_module(module)
+    shown = [(name, getattr(found, name)) for name in found.__all__]
+    for name, kind in [pair for pair in shown if inspect.isclass(pair[1])]:
+        members = [n for n in vars(kind) if not n.startswith("_") or n == "__init__"]
+        for member in members:
+            what = inspect.getattr_static(kind, member)
+            what = what.fget if isinstance(what, property) else getattr(what, "__func__", what)
+            shown.append((f"{name}.{member}", what))
+    functions = [(name, what) for name, what in shown if isinstance(what, FunctionType)]
+    for name, function in functions:
+        for hint in function.__annotations__.values():
+            assert not re.search(r"(?<!NDArray\[)\bAny\b", str(hint)), name
+
+
 @FUNCTIONS
 def test_every_public_method_says_what_it_does(name: str, function: Any) -> None:
     assert name.endswith("__init__") or inspect.getdoc(function), name
