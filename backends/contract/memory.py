@@ -10,7 +10,7 @@ import gc
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Final
@@ -61,12 +61,22 @@ def check_memory(engine: Engine, truth: Truth) -> None:
         _check_life(engine, truth)
 
 
-def _cycles(engine: Engine, truth: Truth) -> Mapping[str, Callable[[], None]]:
+_Cycles = dict[str, Callable[[], None]]
+
+
+def _cycles(engine: Engine, truth: Truth) -> _Cycles:
     """What is done over and over, the same each time but for the ids; `_EVENTS` times a call."""
     random = np.random.default_rng(3)
+    prompts = random.integers(0, truth.info.vocab_size, (_EVENTS, _PROMPT_TOKENS)).tolist()
+    found = _cycles_of_requests(engine, truth, prompts)
+    found |= _cycles_of_prefixes(engine, truth, prompts)
+    if "adapters" not in truth.suite.lacks:
+        found |= _cycles_of_adapters(engine, truth, prompts[0])
+    return found
+
+
+def _cycles_of_requests(engine: Engine, truth: Truth, prompts: Sequence[list[int]]) -> _Cycles:
     vocab, longest = truth.info.vocab_size, truth.info.max_prompt_tokens
-    prompts = random.integers(0, vocab, (_EVENTS, _PROMPT_TOKENS)).tolist()
-    names = itertools.count()
 
     def requests(want: Want = _ROW) -> list[Request]:
         return [request_for(prompt, want=want) for prompt in prompts]
@@ -102,35 +112,7 @@ def _cycles(engine: Engine, truth: Truth) -> Mapping[str, Callable[[], None]]:
             engine.step()
             engine.submit([])
 
-    def adapters() -> None:
-        for number in range(_ADAPTERS):
-            files = AdapterFiles("", 200 + number, (("rank", 2),))
-            name = versioned("m", next(names))
-            engine.add_adapter(name, truth.adapter(files).folder)
-            ask(engine, [request_for(prompts[0], adapter=name)])
-            engine.remove_adapter(name)
-
-    def replaced() -> None:
-        for number in range(_ADAPTERS):
-            files = AdapterFiles("", 200 + number, (("rank", 2),))
-            engine.add_adapter(versioned("r", 1), truth.adapter(files).folder)
-            ask(engine, [request_for(prompts[0], adapter=versioned("r", 1))])
-
-    def prefixes(some: Sequence[Sequence[int]]) -> None:
-        for prompt in some:
-            try:
-                engine.cache_prefix(tokens_of(prompt))
-            except PromptFailed:
-                pass
-
-    def dropped() -> None:
-        prefixes(prompts)
-        engine.clear_cache()
-
-    def new_ones() -> None:
-        prefixes(random.integers(0, vocab, (_EVENTS, 2 * _PROMPT_TOKENS)).tolist())
-
-    found: dict[str, Callable[[], None]] = {
+    return {
         "rows": lambda: _ignore(ask(engine, requests())),
         "continuations": continuations,
         "refused requests": refused,
@@ -138,13 +120,51 @@ def _cycles(engine: Engine, truth: Truth) -> Mapping[str, Callable[[], None]]:
         "requests that were cancelled under way": partial(cancelled, 1),
         "unknown ids that were cancelled": unknown,
         "steps with nothing to do": idle,
+    }
+
+
+def _cycles_of_prefixes(engine: Engine, truth: Truth, prompts: Sequence[list[int]]) -> _Cycles:
+    random = np.random.default_rng(6)
+
+    def keep(some: Sequence[Sequence[int]]) -> None:
+        for prompt in some:
+            try:
+                engine.cache_prefix(tokens_of(prompt))
+            except PromptFailed:
+                pass
+
+    def dropped() -> None:
+        keep(prompts)
+        engine.clear_cache()
+
+    def new_ones() -> None:
+        keep(random.integers(0, truth.info.vocab_size, (_EVENTS, 2 * _PROMPT_TOKENS)).tolist())
+
+    return {
         "prefixes that were kept and dropped": dropped,
         "prefixes for which there is no room": new_ones,
     }
-    if "adapters" not in truth.suite.lacks:
-        found["adapters that came and went"] = adapters
-        found["adapters that were replaced"] = replaced
-    return found
+
+
+def _cycles_of_adapters(engine: Engine, truth: Truth, prompt: list[int]) -> _Cycles:
+    names = itertools.count()
+
+    def folder_of(number: int) -> str:
+        return truth.adapter(AdapterFiles("", 200 + number, (("rank", 2),))).folder
+
+    def came_and_went() -> None:
+        for number in range(_ADAPTERS):
+            name = versioned("m", next(names))
+            engine.add_adapter(name, folder_of(number))
+            ask(engine, [request_for(prompt, adapter=name)])
+            engine.remove_adapter(name)
+
+    def replaced() -> None:
+        for number in range(_ADAPTERS):
+            engine.add_adapter(versioned("r", 1), folder_of(number))
+            ask(engine, [request_for(prompt, adapter=versioned("r", 1))])
+
+    return {"adapters that came and went": came_and_went, "adapters that were replaced": replaced}
 
 
 def _check_cycle(kind: str, cycle: Callable[[], None], events: int, left: float) -> None:

@@ -50,18 +50,7 @@ def load_model(
     kwargs = with_quantization(model_kwargs)
     config: Any = None
     try:
-        with uncollected():  # they import much
-            causal = transformers.AutoModelForCausalLM
-            importlib.import_module("transformers.modeling_utils")
-            config = transformers.AutoConfig.from_pretrained(
-                folder, trust_remote_code=trust_remote_code
-            )
-        if getattr(config, "is_encoder_decoder", False):
-            raise SettingsError(
-                f"the model in {str(folder)!r} ({config.model_type}) has an encoder: what it says "
-                "next depends on a second text, which a prompt does not have; serve a decoder-only "
-                "model"
-            )
+        config = _load_config(folder, trust_remote_code)
         if "quantization_config" in kwargs or hasattr(config, "quantization_config"):
             # Quantized weights are made on their device and cannot be moved there later.
             kwargs.setdefault("device_map", {"": str(place)})
@@ -70,7 +59,7 @@ def load_model(
         else:
             kwargs["dtype"] = getattr(torch, dtype)
         with _no_progress_bars():
-            model, loading = causal.from_pretrained(
+            model, loading = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
                 trust_remote_code=trust_remote_code,
@@ -99,6 +88,20 @@ def load_model(
         device=model.device,
         dtype=str(model.dtype).removeprefix("torch."),
     )
+
+
+def _load_config(folder: Path, trust_remote_code: bool) -> Any:
+    with uncollected():  # they import much
+        importlib.import_module("transformers.modeling_utils")
+        config = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise SettingsError(
+            f"the model in {str(folder)!r} ({config.model_type}) has an encoder: what it says next "
+            "depends on a second text, which a prompt does not have; serve a decoder-only model"
+        )
+    return config
 
 
 def resolve_device(device: str) -> torch.device:
