@@ -31,7 +31,7 @@ def check_positive(**options: object) -> None:
 
 
 _PLAIN: Final = frozenset(
-    {bool, int, float, str, list, dict, tuple, set, types.NoneType, Any, Sequence, Mapping}
+    {bool, int, float, str, list, dict, tuple, set, types.NoneType, Any, object, Sequence, Mapping}
     | {os.PathLike}
 )
 _STRICT: Final = ConfigDict(strict=True)
