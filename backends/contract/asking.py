@@ -14,7 +14,7 @@ from lmpool.backends.engine import Engine, Outcome, Request, Tokens
 from lmpool.wants import Row, Want
 
 _numbers = itertools.count()
-_ROW: Final = Row()
+ROW: Final = Row()
 
 
 def tokens_of(prompt: PromptTokens) -> Tokens:
@@ -22,7 +22,7 @@ def tokens_of(prompt: PromptTokens) -> Tokens:
     return np.asarray(prompt, dtype=np.uint32)
 
 
-def request_for(prompt: PromptTokens, *, adapter: str | None = None, want: Want = _ROW) -> Request:
+def request_for(prompt: PromptTokens, *, adapter: str | None = None, want: Want = ROW) -> Request:
     """A request with an id of its own, and ids as a worker has them: a read-only view of bytes."""
     raw = np.asarray(prompt, dtype="<u4").tobytes()
     name = hashlib.blake2b(b"%d" % next(_numbers), digest_size=16).digest()

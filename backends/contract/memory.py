@@ -18,18 +18,16 @@ from typing import Final
 import numpy as np
 import psutil
 
-from lmpool.backends.contract.asking import ask, request_for, tokens_of
+from lmpool.backends.contract.asking import ROW, ask, request_for, tokens_of
 from lmpool.backends.contract.breaches import expect
 from lmpool.backends.contract.operations import AdapterFiles, Asked
 from lmpool.backends.contract.script import versioned
 from lmpool.backends.contract.truth import Truth
 from lmpool.backends.engine import Engine, Request
 from lmpool.errors import PromptFailed
-from lmpool.wants import Generate, Row, Want
+from lmpool.wants import Generate, Want
 
 PROMISE: Final = "memory does not grow with what was asked before"
-
-_ROW: Final = Row()
 
 _LIFE: Final = 3_500
 _WARM_UP: Final = 1_500
@@ -78,7 +76,7 @@ def _cycles(engine: Engine, truth: Truth) -> _Cycles:
 def _cycles_of_requests(engine: Engine, truth: Truth, prompts: Sequence[list[int]]) -> _Cycles:
     vocab, longest = truth.info.vocab_size, truth.info.max_prompt_tokens
 
-    def requests(want: Want = _ROW) -> list[Request]:
+    def requests(want: Want = ROW) -> list[Request]:
         return [request_for(prompt, want=want) for prompt in prompts]
 
     def continuations() -> None:

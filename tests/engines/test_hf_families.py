@@ -201,7 +201,10 @@ def test_a_model_is_as_before_its_numbers_were_lowered(tmp_path: Path) -> None:
     buffer = model.model.rotary_emb.inv_freq.clone()
     places = (config.__dict__, model.model.rotary_emb.__dict__)
     number = Number("max_position_embeddings", WINDOW * 2, places, model)
+    config.kinds, config.ids, config.seen = ["full", "full"], [1], {1}
     with number.lowered():
+        config.kinds, config.ids = ("full",), None
+        config.seen.add(2)
         assert config.max_position_embeddings < WINDOW
         model(torch.arange(WINDOW)[None])
         model.model.rotary_emb.register_buffer("inv_freq", buffer * 2, persistent=False)
@@ -211,6 +214,7 @@ def test_a_model_is_as_before_its_numbers_were_lowered(tmp_path: Path) -> None:
     assert torch.equal(model.model.rotary_emb.inv_freq, buffer)
     assert not hasattr(model, "more")
     assert config.rope_parameters["factor"] == 8.0
+    assert (config.kinds, config.ids, config.seen) == (["full", "full"], [1], {1})
 
 
 def test_positions_that_do_not_begin_with_the_tables_first_bound_prompts(tmp_path: Path) -> None:

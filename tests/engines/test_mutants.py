@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from lmpool.backends import Engine
+from lmpool.garbage import keep_what_is_there
 from lmpool.wants import Generate
 from tests.engines.mutants import FOLDER_MUTANTS, MUTANTS, Make, Mutant, Witness
 from tests.engines.mutants.engines import Form, Model, Remembering, open_form
@@ -19,12 +19,9 @@ THEMES = sorted({mutant.theme for mutant in EVERY.values()})
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Collections leave out what was there before."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+def quick_collections() -> None:
+    """Witnesses of leaks collect often: what was there before is left out."""
+    keep_what_is_there()
 
 
 def shown(witness: Witness, make: Make) -> Exception | None:

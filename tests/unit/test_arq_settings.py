@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from arq.connections import ArqRedis
 
+from lmpool.settings import WorkerOptions
+from lmpool.worker import arq_settings
 from lmpool.worker.arq_settings import PatientRedis
 
 
@@ -39,3 +41,20 @@ def test_a_cancellation_lost_on_the_way_to_the_server_is_not_lost(
         assert polling.cancelled()
 
     asyncio.run(cancel())
+
+
+def test_what_a_worker_has_loaded_is_left_out_of_collections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    class Service:
+        def start(self) -> None:
+            done.append("started")
+
+    monkeypatch.setattr(
+        arq_settings, "logging_config", lambda _: {"version": 1, "incremental": True}
+    )
+    monkeypatch.setattr(arq_settings, "keep_what_is_there", lambda: done.append("kept"))
+    asyncio.run(arq_settings.startup({"options": WorkerOptions(), "service": Service()}))
+    assert done == ["started", "kept"]

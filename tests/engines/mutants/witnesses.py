@@ -193,7 +193,7 @@ def bounded(
 ) -> Witness:
     """After `before` rounds of it, further ones take less than `most` bytes each.
 
-    What Python allocates once is not what each round keeps: it is spread over ever more rounds.
+    What Python allocates once is not what each round keeps: it is spread over more of them.
     """
 
     def witness(make: Make) -> None:
