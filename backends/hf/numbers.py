@@ -3,13 +3,17 @@
 No prompt of a trial is as long as the window of a real model. So each number that a model holds, in
 its configuration or in a module, is lowered in turn, whatever its name: where that changes its
 rows, trials are made with it lowered.
+
+Most of them only built the model, and no forward pass looks at them again. Those are found
+together: a forward pass in which something that cannot be computed with stands for each of them
+gives the same rows.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -35,23 +39,64 @@ class Number:
     @contextmanager
     def lowered(self) -> Iterator[None]:
         """Have the model compute with a small number instead, and forget that it did."""
-        modules = [(m.__dict__, dict(m.__dict__), dict(m._buffers)) for m in self.model.modules()]
-        # Rotary positions write into what their configuration says of them.
-        configs = [(state, copy.deepcopy(state)) for state in _configurations(self.model)]
-        for place in self.places:
-            place[self.name] = LOWERED
-        try:
+        with _standing_in(self.model, [(self, LOWERED)]):
             yield
-        finally:
-            for state, attributes, buffers in modules:
-                state.clear()
-                state.update(attributes)
-                state["_buffers"].clear()
-                state["_buffers"].update(buffers)
-            for state, saved in configs:
-                _restore(state, saved)
-            for place in self.places:
-                place[self.name] = self.value
+
+
+_OPERATIONS: Final = {
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"),
+    *("__format__", "__repr__", "__str__", "__reduce_ex__"),
+    *(name for name in vars(int).keys() - vars(object).keys() if name.startswith("__")),
+}
+
+
+class _Used(Exception):
+    """A forward pass uses a number."""
+
+
+class _Tripwire:
+    """Stands in for a number, and notes its name and raises where it is more than handed on."""
+
+    def __init__(self, name: str, used: set[str]) -> None:
+        self._name = name
+        self._used = used
+
+    def _use(self, *_: object) -> Any:
+        self._used.add(self._name)
+        raise _Used(self._name)
+
+    def __getattr__(self, name: str) -> Any:  # torch asks for attributes of what it is given
+        return self._use()
+
+    __class__ = property(_use)  # type: ignore[assignment]  # isinstance asks for it
+
+
+for _operation in _OPERATIONS:
+    setattr(_Tripwire, _operation, _Tripwire._use)
+
+
+@contextmanager
+def _standing_in(model: Any, stand_ins: Sequence[tuple[Number, object]]) -> Iterator[None]:
+    """Have `model` find these in the places of its numbers, and forget what it made of them."""
+    modules = [(m.__dict__, dict(m.__dict__), dict(m._buffers)) for m in model.modules()]
+    # Rotary positions write into what their configuration says of them.
+    configs = [(state, copy.deepcopy(state)) for state in _configurations(model)]
+    for number, stand_in in stand_ins:
+        for place in number.places:
+            place[number.name] = stand_in
+    try:
+        yield
+    finally:
+        for state, attributes, buffers in modules:
+            state.clear()
+            state.update(attributes)
+            state["_buffers"].clear()
+            state["_buffers"].update(buffers)
+        for state, saved in configs:
+            _restore(state, saved)
+        for number, _ in stand_ins:
+            for place in number.places:
+                place[number.name] = number.value
 
 
 def _configurations(model: Any) -> list[dict[str, Any]]:
@@ -67,7 +112,7 @@ def _restore(state: dict[str, Any], saved: dict[str, Any]) -> None:
     for name in state.keys() - saved.keys():
         del state[name]
     for name, value in saved.items():
-        if isinstance(value, dict) and isinstance(state.get(name), dict):
+        if isinstance(value, dict) and issubclass(type(state.get(name)), dict):
             _restore(state[name], value)
         elif isinstance(value, int | float | str | bool | list | tuple | dict | set | None):
             state[name] = value
@@ -77,19 +122,45 @@ def _restore(state: dict[str, Any], saved: dict[str, Any]) -> None:
 
 def numbers(model: Any, changed: Callable[[], object], longest: int) -> list[Number]:
     """Those below `longest` that change rows, as `changed` tells by a forward pass."""
+    candidates = _candidates(model, longest)
+    used = _used(model, candidates, changed)
     found = []
-    for number in _candidates(model, longest):
+    for number in candidates:
+        if number.name not in used:
+            continue
         with number.lowered():
-            try:
-                heeded = bool(changed())
-            except (torch.OutOfMemoryError, torch.AcceleratorError):
-                raise
-            except Exception:
-                heeded = False  # a size of its matrices
+            heeded = _changes(changed, raising=False)  # a size of its matrices
         if heeded:
             logger.info("%s=%d changes rows, and may be a length", number.name, number.value)
             found.append(number)
     return found
+
+
+def _used(model: Any, candidates: Sequence[Number], changed: Callable[[], object]) -> set[str]:
+    """The names of those that a forward pass uses, or that may be used unseen."""
+    used: set[str] = set()
+    while unused := [number for number in candidates if number.name not in used]:
+        seen: set[str] = set()
+        tripwires = [(number, _Tripwire(number.name, seen)) for number in unused]
+        with _standing_in(model, tripwires):
+            differs = _changes(changed, raising=True)
+        if not seen:
+            # Code that asks for the very type of a number passes by every tripwire.
+            with _standing_in(model, [(number, LOWERED) for number in unused]):
+                differs = differs or _changes(changed, raising=True)
+            return used if not differs else {number.name for number in candidates}
+        used |= seen
+    return used
+
+
+def _changes(changed: Callable[[], object], *, raising: bool) -> bool:
+    """Whether rows changed; `raising` where the forward pass raises."""
+    try:
+        return bool(changed())
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception:
+        return raising
 
 
 def _candidates(model: Any, longest: int) -> list[Number]:

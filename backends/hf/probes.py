@@ -161,10 +161,11 @@ def _within_numbers(
     )
     for number in forward.numbers if sharing.padded else ():
         with number.lowered():
-            if _selects(forward, tokens[:_SHORT], tokens):
+            _, fewer = _recorded(forward, tokens[:_SHORT])
+            long, selections = _recorded(forward, tokens)
+            if selections != fewer:
                 reason = f"it selects among positions, by their number too, from {number.value} on"
             else:
-                long = forward.every(tokens)
                 alone = torch.stack([long[_NEAR - 1], long[-1]])
                 if _together(forward, [tokens[:_NEAR], tokens], alone) is None:
                     continue
@@ -174,14 +175,14 @@ def _within_numbers(
     return sharing
 
 
-def _selects(forward: Forward, short: Tokens, long: Tokens) -> bool:
-    """Whether among more positions it selects otherwise: exact ties are broken by their number."""
-    sizes = []
-    for tokens in (short, long):
-        with _Record() as record:
-            forward.every(tokens)
-        sizes.append(record.selections)
-    return bool(sizes[0] != sizes[1])
+def _recorded(forward: Forward, tokens: Tokens) -> tuple[torch.Tensor, set[int]]:
+    """The rows for `tokens`, and among how many things the greatest are selected.
+
+    Where more tokens are more of these, exact ties are broken by the number of positions.
+    """
+    with _Record() as record:
+        rows = forward.every(tokens)
+    return rows, record.selections
 
 
 def _repeat(forward: Forward, tokens: Tokens, longest: int) -> torch.Tensor:
@@ -207,8 +208,7 @@ def _causality(forward: Forward, tokens: Tokens) -> tuple[torch.Tensor, bool]:
 
     Else the rows for `tokens`, and whether it selects among positions.
     """
-    with _Record() as record:
-        rows = forward.every(tokens)
+    rows, selections = _recorded(forward, tokens)
     if rows.shape[0] != tokens.size:
         raise SettingsError(
             f"{forward.name} gives {rows.shape[0]} rows for {tokens.size} tokens: serve a causal "
@@ -217,8 +217,7 @@ def _causality(forward: Forward, tokens: Tokens) -> tuple[torch.Tensor, bool]:
     first = min(_FIRST, tokens.size - 1)
     if first < 1:
         return rows, False
-    with _Record() as first_record:
-        alone = forward.every(tokens[:first])
+    alone, fewer = _recorded(forward, tokens[:first])
     errors = [forward.difference(rows[i], alone[i]) for i in range(first)]
     if None in errors:
         # As many other tokens after them: less to see, but no rounding hides it.
@@ -233,7 +232,7 @@ def _causality(forward: Forward, tokens: Tokens) -> tuple[torch.Tensor, bool]:
             "trained to predict the next token (if this one was, its config.json may lack "
             '"is_decoder": true)'
         )
-    return rows, bool(record.selections != first_record.selections)
+    return rows, selections != fewer
 
 
 def _head(forward: Forward, tokens: Tokens, last: torch.Tensor) -> None:
