@@ -68,7 +68,8 @@ class _Tripwire:
     def __getattr__(self, name: str) -> Any:  # torch asks for attributes of what it is given
         return self._use()
 
-    __class__ = property(_use)  # type: ignore[assignment]  # isinstance asks for it
+    # isinstance asks for it.
+    __class__ = property(_use)  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 for _operation in _OPERATIONS:
