@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 import numpy as np
 
 from lmpool.backends.engine import EngineInfo, Request
-from lmpool.wants import Generate, Row
+from lmpool.wants import Generate, OfRow, Row
 
 
 def are_plain(requests: Sequence[Request], info: EngineInfo) -> bool:
@@ -40,4 +40,4 @@ def reason_to_refuse(request: Request, info: EngineInfo, adapters: Container[str
     want = request.want
     if isinstance(want, Generate) and not 0.0 <= want.temperature < np.inf:
         return f"temperature={want.temperature!r}: a finite number, 0 or more, expected"
-    return None
+    return want.misfit(info.vocab_size) if isinstance(want, OfRow) else None

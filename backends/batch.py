@@ -9,10 +9,11 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import assert_never
 
 from lmpool.backends.admission import are_plain, reason_to_refuse
+from lmpool.backends.answers import answered
 from lmpool.backends.engine import Engine, Outcome, Request
 from lmpool.backends.sampling import Continuation, Sampler
 from lmpool.errors import EngineBroken, PromptFailed
-from lmpool.wants import Generate, Generation, Row
+from lmpool.wants import Generate, Generation, OfRow, Row
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +36,13 @@ class BatchEngine(Engine):
 
     @abstractmethod
     def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
-        """One outcome with a row or an error for each request, in any order.
+        """One outcome with a row, an answer or an error for each request, in any order.
 
         The prompts were checked: 1 to `max_prompt_tokens` ids, all below `vocab_size`, the adapter
-        one of `adapters`; each wants a row. An exception fails the batch, which is then
-        halved until the request that caused it stands alone; `EngineBroken` passes through.
+        one of `adapters`. Each wants a row, or what follows from one (`OfRow`): whoever can reduce
+        it where it was computed gives the answer, others the row. An exception fails the batch,
+        which is then halved until the request that caused it stands alone; `EngineBroken` passes
+        through.
         """
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -86,7 +89,7 @@ class BatchEngine(Engine):
         rows: list[Request] = []
         for request in accepted:
             match request.want:
-                case Row():
+                case Row() | OfRow():
                     rows.append(request)
                 case Generate() as want:
                     self._begin(request, want, outcomes)
@@ -174,7 +177,9 @@ class BatchEngine(Engine):
             else:
                 logger.warning("a batch of %d failed (%s): halving it", len(batch), reason)
         else:
-            return [computed.get(r.id) or Outcome(r.id, error=_forgotten()) for r in batch]
+            return [
+                answered(r, computed.get(r.id) or Outcome(r.id, error=_forgotten())) for r in batch
+            ]
         return self._attempt(batch[:half]) + self._attempt(batch[half:])
 
 

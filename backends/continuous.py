@@ -11,10 +11,11 @@ from typing import ClassVar, Generic, TypeVar
 import numpy as np
 
 from lmpool.backends.admission import reason_to_refuse
+from lmpool.backends.answers import answered
 from lmpool.backends.engine import Engine, Outcome, Request, Tokens
 from lmpool.backends.sampling import Sampler
 from lmpool.errors import AdapterError, PromptFailed
-from lmpool.wants import Generate, Generation
+from lmpool.wants import Generate, Generation, OfRow
 
 Adapter = TypeVar("Adapter", bound=Hashable)
 """What an engine knows a loaded adapter by: a value that is used for one loading only."""
@@ -51,6 +52,8 @@ class ContinuousEngine(Engine, Generic[Adapter]):
         self.running: dict[str, Admitted[Adapter]] = {}
         """By the names that `begin` gave them."""
         self._names: dict[bytes, str] = {}
+        self._reduced: dict[bytes, Request] = {}
+        """Those in flight that want what follows from a row, by id."""
         self._outcomes: list[Outcome] = []
         self.leaving: list[Adapter] = []
         """Removed adapters that are loaded as long as requests in flight use them."""
@@ -125,6 +128,8 @@ class ContinuousEngine(Engine, Generic[Adapter]):
                     nothing = Generation(np.empty(0, np.uint32))
                     self._outcomes.append(Outcome(request.id, answer=nothing))
                     continue
+            if isinstance(request.want, OfRow):
+                self._reduced[request.id] = request
             adapter = None if request.adapter is None else self.adapters[request.adapter]
             self.waiting.append(Admitted(request, adapter, sampler))
         self._feed()
@@ -137,9 +142,13 @@ class ContinuousEngine(Engine, Generic[Adapter]):
     def work(self) -> None:
         """Work once, where something runs; what ends is given out by the next `step`."""
         if self.running:
-            self._outcomes.extend(self.advance())
+            self._outcomes.extend(map(self._answered, self.advance()))
         self._feed()
         self._unload_unused()
+
+    def _answered(self, outcome: Outcome) -> Outcome:
+        request = self._reduced.pop(outcome.id, None) if self._reduced else None
+        return outcome if request is None else answered(request, outcome)
 
     def ended(self, name: str) -> Admitted[Adapter] | None:
         """The request of this name, which runs no more; None for one that was cancelled."""
@@ -169,6 +178,8 @@ class ContinuousEngine(Engine, Generic[Adapter]):
 
     def cancel(self, ids: Collection[bytes]) -> None:
         wanted = set(ids)
+        for cancelled in wanted & self._reduced.keys():
+            del self._reduced[cancelled]
         self.waiting = deque(w for w in self.waiting if w.request.id not in wanted)
         self._outcomes = [outcome for outcome in self._outcomes if outcome.id not in wanted]
         names = [self._names[cancelled] for cancelled in wanted & self._names.keys()]

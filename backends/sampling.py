@@ -13,20 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lmpool.backends.engine import EngineInfo, Request
+from lmpool.uniforms import uniform
 from lmpool.wants import Generate, Row
-
-_MASK64 = (1 << 64) - 1
-
-
-def uniform(seed: int, step: int) -> float:
-    """The draw in [0, 1) of `step` under `seed` (any int; equal modulo 2**64 draw alike).
-
-    Philox is a counter-based generator (Salmon et al., "Parallel random numbers: as easy as
-    1, 2, 3", SC 2011): any step can be drawn without the ones before it.
-    """
-    key = (seed & _MASK64) | ((step & _MASK64) << 64)
-    raw = int(np.random.Philox(key=key).random_raw())
-    return (raw >> 11) * 2.0**-53
 
 
 def sample_token(

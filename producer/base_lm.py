@@ -20,12 +20,13 @@ from lmpool.producer.blocking import outcome, pause, result, run_blocking
 from lmpool.producer.client import Client
 from lmpool.producer.control import Argument, ask_workers
 from lmpool.producer.deadline import Deadline
-from lmpool.producer.prompts import TokenIds, prompt_bytes
+from lmpool.producer.prompts import prompt_bytes
 from lmpool.producer.served_model import ServedModel, ServedModels
 from lmpool.producer.statistics import PoolStatistics, pool_statistics
 from lmpool.producer.tokens import ByteToken, Tokenizer
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
+from lmpool.token_ids import TokenIds
 
 INFO_POLL: Final = 0.1
 """Seconds between two looks whether a pool has come to be served."""

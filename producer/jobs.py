@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from lmpool.errors import PromptError
 from lmpool.model_info import ModelInfo
-from lmpool.producer.prompts import TokenIds, prompt_bytes, several
+from lmpool.producer.prompts import prompt_bytes, several
+from lmpool.token_ids import TokenIds
 from lmpool.wants import Digester, Want
 from lmpool.wire import Job
 

@@ -22,11 +22,11 @@ from lmpool.producer.client import Client
 from lmpool.producer.deadline import Deadline
 from lmpool.producer.frameworks import Framework, RowT_co, framework
 from lmpool.producer.jobs import JobMaker
-from lmpool.producer.prompts import TokenIds
 from lmpool.producer.served_model import ServedModels
 from lmpool.producer.statistics import PoolStatistics
 from lmpool.rows import EncodedRow
 from lmpool.settings import ClientOptions
+from lmpool.token_ids import TokenIds
 from lmpool.wants import Answer, Generate, Generation, Row
 from lmpool.wire import Job
 

@@ -15,7 +15,8 @@ from lmpool.backends.contract.prompts import Random
 from lmpool.backends.contract.subject import Adapter
 from lmpool.backends.contract.truth import Rows, Truth
 from lmpool.backends.engine import Outcome
-from lmpool.backends.sampling import sample_token, uniform
+from lmpool.backends.sampling import sample_token
+from lmpool.uniforms import uniform
 from lmpool.wants import Generate, Generation, Reduced
 
 _FOLLOWS: Final = "a continuation is drawn from the model's rows, at its temperature, by its seed"

@@ -18,7 +18,7 @@ from lmpool.backends.options import check_dtype, check_types
 from lmpool.backends.sglang.adapters import AdapterReader
 from lmpool.backends.sglang.scheduler import SGLangScheduler, Step
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
-from lmpool.wants import Generate, Generation, Row
+from lmpool.wants import Generate, Generation, OfRow, Row
 
 LORA_TARGETS: Final = (
     "q_proj",
@@ -129,7 +129,7 @@ class SGLangEngine(ContinuousEngine[str]):
     def begin(self, admitted: Admitted[str]) -> str:
         request = admitted.request
         match request.want:
-            case Row():
+            case Row() | OfRow():
                 draws = 0
             case Generate():
                 assert admitted.sampler is not None

@@ -33,7 +33,7 @@ from lmpool.backends.vllm.live import LivePrompt, LivePrompts
 from lmpool.backends.vllm.options import NUMERIC, engine_arguments
 from lmpool.backends.vllm.rows import CapturedRow, FullLogprobs, RowSource, row_source
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
-from lmpool.wants import Generate, Generation, Row
+from lmpool.wants import Generate, Generation, OfRow, Row
 
 WAIT_SECONDS: Final = 0.02
 """How long a step waits for an engine in another process before new requests may join."""
@@ -214,7 +214,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         new, live = request.tokens, None
         self._numbers += 1
         match request.want:
-            case Row():
+            case Row() | OfRow():
                 params = _params(1, 0.0, **self._rows.row(self._numbers))
                 live, new = self._live_prompt(admitted)
             case Generate():

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmpool.backends.sampling import sample_token, uniform
+from lmpool.backends.sampling import sample_token
+from lmpool.uniforms import uniform
 
 SEEDS = st.integers(-(2**70), 2**70)
 

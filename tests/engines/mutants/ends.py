@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from lmpool.backends import Engine, EngineInfo, Outcome, Request
-from lmpool.backends.sampling import Sampler, uniform
+from lmpool.backends.sampling import Sampler
+from lmpool.uniforms import uniform
 from lmpool.wants import Generate, Generation
 from tests.engines.mutants.engines import F32, Remembering
 from tests.engines.mutants.registry import BOTH, Make, mutant

@@ -1,0 +1,112 @@
+"""Token ids as callers give them: lists, ranges, arrays of NumPy, tensors of torch."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, Protocol, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from lmpool.checks import as_integer, quoted, said
+from lmpool.errors import LmpoolError, PromptError
+
+
+class Tensor(Protocol):
+    """A torch tensor, to type checkers that need not find torch."""
+
+    def detach(self) -> object: ...
+    def numel(self) -> int: ...
+
+
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor | Iterable[int]
+"""Integers in a list, tuple, numpy array or torch tensor, one-dimensional: a prompt, for one."""
+
+PROMPT = "a prompt"
+
+
+def listed(given: TokenIds, most: int, what: str = PROMPT) -> Sequence[int]:
+    """Ids of any container, of which at most one more than `most` is read.
+
+    Raises `PromptError` for what has another shape or dtype; `what` says what it was given as.
+    """
+    if type(given) is list or type(given) is tuple:
+        return given
+    kind = type(given).__name__
+    if isinstance(given, (str, bytes, bytearray, memoryview)):
+        hint = "; write lm.tokenizer.encode(text)" if what == PROMPT else ""
+        raise PromptError(f"{what} of type {kind}: token ids are needed{hint}")
+    if isinstance(given, Mapping):
+        raise PromptError(f"{what} of type {kind}: a list of token ids is needed")
+    try:
+        found = _as_array(given)
+        if found is None:
+            # One more than may be: there are iterables without end.
+            return list(islice(cast(Iterable[int], given), most + 1))
+    except LmpoolError:  # of a call that it makes
+        raise
+    except Exception as error:
+        raise PromptError(
+            f"{what} of type {kind}: a list of token ids is needed ({said(error)})"
+        ) from error
+    if found.ndim != 1:
+        hint = (
+            "; for several prompts call a batch_ method, such as batch_next_token_logprobs"
+            if what == PROMPT
+            else ""
+        )
+        raise PromptError(f"{what} of shape {found.shape}: one dimension is needed{hint}")
+    if found.size and found.dtype.kind not in "iu":
+        raise PromptError(f"{what} of dtype {found.dtype}: integers are needed")
+    ids: list[int] = found.tolist()
+    return ids
+
+
+def packed(ids: Sequence[int], vocab_size: int, what: str = "") -> bytes:
+    """Listed ids as little-endian uint32 bytes.
+
+    Raises `PromptError` for what is no integer in ``[0, vocab_size)``; the message names the first
+    such id and its place. `what` is said before it.
+    """
+    kinds = set(map(type, ids))
+    integers = ids if kinds <= {int} else _as_integers(ids, what)
+    try:
+        found = array("I", integers)
+    except OverflowError:  # negative, or no uint32
+        found = None
+    if found is None or (found and max(found) >= vocab_size):
+        place, bad = next((i, t) for i, t in enumerate(integers) if not 0 <= t < vocab_size)
+        raise PromptError(
+            f"{what}token id {quoted(bad)} at position {place} is outside [0, {vocab_size}): "
+            "was it made with this pool's tokenizer?"
+        )
+    if sys.byteorder != "little":
+        found.byteswap()
+    return found.tobytes()
+
+
+def _as_array(token_ids: Any) -> npt.NDArray[Any] | None:
+    """A numpy array or a torch tensor, on any device, as an array; None for anything else."""
+    if isinstance(token_ids, np.ndarray):
+        return token_ids
+    if not hasattr(token_ids, "detach"):
+        return None
+    found: npt.NDArray[Any] = token_ids.detach().cpu().numpy()
+    return found
+
+
+def _as_integers(token_ids: Sequence[Any], what: str) -> list[int]:
+    """Ids of integer types other than int, as int; bools and floats are refused."""
+    ids = []
+    for place, token in enumerate(token_ids):
+        number = as_integer(token)
+        if number is None:
+            kind = type(token).__name__
+            raise PromptError(
+                f"{what}token id {quoted(token)} at position {place} is a {kind}, not an integer"
+            )
+        ids.append(number)
+    return ids

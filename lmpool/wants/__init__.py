@@ -1,0 +1,53 @@
+"""What may be asked of a prompt: one closed set of wants, and everything that a want decides.
+
+For each want there is its check, what its digest covers, its wire form, how a worker stores the
+answer and how a client reads it. A new want that a row answers is a class derived from `OfRow` and
+one more member of `Want`: every engine answers it by reducing rows, until it does better. One that
+takes more is also what each engine does for it: a type checker finds the places, by
+`typing.assert_never`. Both have a public method of the client.
+"""
+
+from __future__ import annotations
+
+from lmpool.wants.answers import (
+    Answer,
+    Computed,
+    Draws,
+    Generation,
+    Reduced,
+    TopLogprobs,
+)
+from lmpool.wants.choice import Choice, TokenSet
+from lmpool.wants.digests import DIGEST_BYTES, Digest, Digester
+from lmpool.wants.draw import Draw
+from lmpool.wants.generate import MAX_EOS_IDS, MAX_SEED, Generate
+from lmpool.wants.of_row import OfRow
+from lmpool.wants.row import Row
+from lmpool.wants.tokens import Tokens
+from lmpool.wants.top import Top
+from lmpool.wants.want import Want, want_from_wire, want_to_wire
+
+__all__ = [
+    "DIGEST_BYTES",
+    "MAX_EOS_IDS",
+    "MAX_SEED",
+    "Answer",
+    "Choice",
+    "Computed",
+    "Digest",
+    "Digester",
+    "Draw",
+    "Draws",
+    "Generate",
+    "Generation",
+    "OfRow",
+    "Reduced",
+    "Row",
+    "TokenSet",
+    "Tokens",
+    "Top",
+    "TopLogprobs",
+    "Want",
+    "want_from_wire",
+    "want_to_wire",
+]

@@ -1,0 +1,89 @@
+"""What wants are answered with: frozen, of NumPy arrays that are nobody's to write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lmpool.rows import EncodedRow
+
+TokenArray = npt.NDArray[np.int32]
+Logprobs = npt.NDArray[np.float32]
+
+
+class _OfArrays:
+    """An answer whose bytes are those of its arrays."""
+
+    __slots__ = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers."""
+        held = (getattr(self, part.name) for part in fields(self))  # type: ignore[arg-type]
+        return sum(getattr(value, "nbytes", 0) for value in held)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generation(_OfArrays):
+    """A continuation drawn on the worker: `token_ids`, uint32 [n], without the EOS token."""
+
+    token_ids: npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopLogprobs(_OfArrays):
+    """The likeliest next tokens.
+
+    `token_ids` int32 [k], likeliest first, equally likely ones by id; `logprobs` float32 [k],
+    natural log, normalized over the whole vocabulary; `rest`: the log of the mass of all others,
+    summed over them, -inf where there are none.
+    """
+
+    token_ids: TokenArray
+    logprobs: Logprobs
+    rest: np.float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draws(_OfArrays):
+    """Tokens drawn from what follows a prompt.
+
+    `token_ids` int32 [n] in the order drawn; `logprobs` float32 [n] under the model: temperature
+    1, nothing excluded; `proposal_logprobs` float32 [n] under what each was drawn from; `log_mass`:
+    the log of the mass, at that temperature, of what may be drawn.
+    """
+
+    token_ids: TokenArray
+    logprobs: Logprobs
+    proposal_logprobs: Logprobs
+    log_mass: np.float32
+
+
+Reduced: TypeAlias = Generation | TopLogprobs | Logprobs | Draws
+"""Answers that an engine hands over as they are: to every want but `Row`. An array is that to
+`Tokens`."""
+
+Answer: TypeAlias = EncodedRow | Reduced
+"""What a want is answered with, as a client decodes it."""
+
+
+class Computed(Protocol):
+    """What an engine computed for one request; `lmpool.backends.Outcome` is one."""
+
+    @property
+    def row(self) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16] | None:
+        """float32 [vocab_size] log-probabilities, or uint16: the bits of bfloat16 logits."""
+        ...
+
+    @property
+    def logsumexp(self) -> float:
+        """Of the bfloat16 logits, in float32."""
+        ...
+
+    @property
+    def answer(self) -> Reduced | None:
+        """The answer to a want other than `Row`."""
+        ...

@@ -1,0 +1,78 @@
+"""Wants that one row answers: an engine may reduce it on its device, or anybody the row itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Final, Generic, Self, TypeVar
+
+import numpy as np
+
+from lmpool.errors import PromptFailed
+from lmpool.model_info import ModelInfo
+from lmpool.wants.answers import Computed, Logprobs, Reduced
+
+NOT_A_NUMBER: Final = "the model computed NaN for this prompt; another dtype may help"
+
+AnswerT = TypeVar("AnswerT", bound=Reduced)
+
+
+class OfRow(ABC, Generic[AnswerT]):
+    """A want whose answer follows from the row after the prompt."""
+
+    __slots__ = ()
+
+    kind: ClassVar[str]
+    cached: ClassVar[bool] = True
+    """Whether a client keeps the answer in its local cache."""
+    answer_type: ClassVar[type]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether several prompts of a call are asked it as it stands."""
+        return True
+
+    def each(self, count: int) -> Sequence[Self]:
+        """This want for `count` prompts."""
+        return (self,) * count
+
+    @abstractmethod
+    def checked(self, info: ModelInfo) -> Self:
+        """With every default resolved for a model. Raises `PromptError`."""
+
+    @abstractmethod
+    def fields(self) -> list[object]:
+        """As it travels, and as the digest covers it."""
+
+    @abstractmethod
+    def misfit(self, vocab_size: int) -> str | None:
+        """Why rows of this size cannot answer it, as it travels; None where they can."""
+
+    @abstractmethod
+    def of_row(self, logprobs: Logprobs) -> AnswerT:
+        """The answer of a row: float32 [vocab_size], natural log, normalized, none of it NaN.
+
+        Raises `PromptFailed` for a row that has no answer.
+        """
+
+    @abstractmethod
+    def pack(self, answer: AnswerT, vocab_size: int) -> bytes:
+        """An answer as it is stored."""
+
+    @abstractmethod
+    def decode(self, data: bytes, info: ModelInfo) -> AnswerT:
+        """Read what `encode` wrote. Raises `AnswerFormatError`."""
+
+    def reduce(self, logprobs: Logprobs) -> AnswerT:
+        """`of_row` of any row: one of NaN raises `PromptFailed` too."""
+        # Normalizing spreads one NaN to all entries: the first one tells.
+        if np.isnan(logprobs[0]):
+            raise PromptFailed(NOT_A_NUMBER)
+        return self.of_row(logprobs)
+
+    def encode(self, computed: Computed, vocab_size: int) -> bytes:
+        """What is stored of an answer. Raises `PromptFailed` where the engine gave another."""
+        answer = computed.answer
+        if not isinstance(answer, self.answer_type):
+            raise PromptFailed(f"the engine gave no answer to {self.kind} for this prompt")
+        return self.pack(answer, vocab_size)  # type: ignore[arg-type]

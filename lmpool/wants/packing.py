@@ -1,0 +1,108 @@
+"""Small answers as they are stored: ``[form, numbers]``, the numbers little-endian.
+
+A form's number stands for one layout of one kind of answer: another layout takes another number.
+Ids take as few bytes as the vocabulary needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from lmpool.errors import AnswerFormatError, JobFormatError
+from lmpool.rows import refuse_extension
+from lmpool.wants.answers import Logprobs, TokenArray
+
+FLOAT_BYTES: Final = 4
+
+
+def pack(form: int, *parts: bytes) -> bytes:
+    """The numbers of one answer."""
+    packed: bytes = msgpack.packb([form, b"".join(parts)])
+    return packed
+
+
+def unpack(form: int, data: bytes, name: str) -> bytes:
+    """The numbers that `pack` was given. Raises `AnswerFormatError`: `name` was expected."""
+    try:
+        found = msgpack.unpackb(data, ext_hook=refuse_extension)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise AnswerFormatError(f"no {name}: {error or type(error).__name__}") from None
+    if not isinstance(found, list) or len(found) != 2 or type(found[0]) is not int:
+        raise AnswerFormatError(f"no {name}")
+    if found[0] != form or not isinstance(found[1], bytes):
+        raise AnswerFormatError(f"no {name} of form {form}")
+    return found[1]
+
+
+def expect_size(data: bytes, size: int, name: str) -> None:
+    """Raise `AnswerFormatError` for an answer that was cut or is too long."""
+    if len(data) != size:
+        raise AnswerFormatError(f"{name} of {len(data)} bytes where {size} were expected")
+
+
+def floats(values: Logprobs | np.float32) -> bytes:
+    """float32 numbers."""
+    return np.ascontiguousarray(values, dtype="<f4").tobytes()
+
+
+def read_floats(data: bytes, start: int, count: int) -> Logprobs:
+    """`count` float32 numbers, `start` numbers behind the beginning. None of them is NaN."""
+    values: Logprobs = np.frombuffer(data, "<f4", count, start * FLOAT_BYTES)
+    if np.isnan(values).any():
+        raise AnswerFormatError("an answer of NaN")
+    return values
+
+
+def id_bytes(vocab_size: int) -> int:
+    """Bytes of one id."""
+    return max(1, (vocab_size - 1).bit_length() + 7 >> 3)
+
+
+def ids(values: npt.NDArray[np.integer[Any]], vocab_size: int) -> bytes:
+    """Ids below `vocab_size`, one after another."""
+    wide = np.ascontiguousarray(values, dtype="<u4").view(np.uint8).reshape(-1, 4)
+    return wide[:, : id_bytes(vocab_size)].tobytes()
+
+
+def read_ids(data: bytes, start: int, count: int, vocab_size: int) -> TokenArray:
+    """`count` ids, from byte `start` on. Raises `AnswerFormatError` for one out of range."""
+    width = id_bytes(vocab_size)
+    wide = np.zeros((count, 4), np.uint8)
+    wide[:, :width] = np.frombuffer(data, np.uint8, count * width, start).reshape(count, width)
+    found = wide.view("<u4")[:, 0]
+    if count and int(found.max()) >= vocab_size:
+        raise AnswerFormatError(f"token id {int(found.max())}: below {vocab_size} expected")
+    read: TokenArray = found.astype(np.int32)
+    read.flags.writeable = False
+    return read
+
+
+def expect(kind: str, fields: Sequence[object], count: int) -> Sequence[Any]:
+    """The fields of a want, of which there must be so many. Raises `JobFormatError`."""
+    if len(fields) != count:
+        raise JobFormatError(f"{kind} wants {count} fields, not {list(fields)!r:.100}")
+    return fields
+
+
+def expect_integer(name: str, found: object, low: int, high: int) -> int:
+    """An integer field of a want, `low` to `high`. Raises `JobFormatError`."""
+    if type(found) is not int or not low <= found <= high:
+        raise JobFormatError(f"{name}={found!r:.40}: an integer from {low} to {high} expected")
+    return found
+
+
+def expect_number(name: str, found: object) -> float:
+    """A field of a want that is a finite number of 0 or more. Raises `JobFormatError`."""
+    if type(found) not in (float, int) or not 0 <= found < float("inf"):  # type: ignore[operator]
+        raise JobFormatError(f"{name}={found!r:.40}: a finite number, 0 or more, expected")
+    return plain_zero(float(found))  # type: ignore[arg-type]
+
+
+def plain_zero(value: float) -> float:
+    """-0.0 as 0.0: equal wants travel, and are hashed, in one form."""
+    return value + 0.0

@@ -1,0 +1,105 @@
+"""The want of a whole row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final, Self
+
+import numpy as np
+
+from lmpool.checks import quoted
+from lmpool.errors import JobFormatError, PromptError, PromptFailed, RowFormatError
+from lmpool.model_info import Encoding, ModelInfo
+from lmpool.rows import (
+    ENTRY_BYTES,
+    EncodedRow,
+    bf16_to_f32,
+    pack_logprobs,
+    pack_values,
+    unpack_row,
+)
+from lmpool.wants.answers import Computed
+from lmpool.wants.of_row import NOT_A_NUMBER
+from lmpool.wants.packing import expect
+
+_FLOAT32, _UINT16 = np.dtype(np.float32), np.dtype(np.uint16)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The log-probability of every token of the vocabulary coming next.
+
+    `encoding` is how the row travels: None is the smallest lossless one of the model.
+    """
+
+    kind: ClassVar[str] = "row"
+    cached: ClassVar[bool] = True
+    """Whether a client keeps the answer in its local cache."""
+
+    encoding: Encoding | None = None
+
+    def checked(self, info: ModelInfo) -> Row:
+        """With every default resolved for a model. Raises `PromptError`."""
+        if self.encoding is None:
+            return _ROWS[info.encoding]
+        if not isinstance(self.encoding, str) or self.encoding not in ENTRY_BYTES:
+            raise PromptError(
+                f"encoding={quoted(self.encoding)}: write one of {', '.join(ENTRY_BYTES)}"
+            )
+        return self
+
+    @property
+    def repeats(self) -> bool:
+        """Whether asked again it is answered alike."""
+        return True
+
+    def each(self, count: int) -> Sequence[Self]:
+        """This want for `count` prompts."""
+        return (self,) * count
+
+    def fields(self) -> list[object]:
+        """As it travels, and as the digest covers it."""
+        return [self.encoding]
+
+    @classmethod
+    def from_fields(cls, fields: Sequence[object]) -> Row:
+        """Read `fields`. Raises `JobFormatError`."""
+        (encoding,) = expect(cls.kind, fields, 1)
+        if not isinstance(encoding, str) or encoding not in _ROWS:
+            raise JobFormatError(f"unknown encoding {encoding!r:.40}")
+        return _ROWS[encoding]
+
+    def encode(self, computed: Computed, vocab_size: int) -> bytes:
+        """What is stored of the row. Raises `PromptFailed` for what no client could use."""
+        row = computed.row
+        if row is None:
+            raise PromptFailed("the engine gave no row for this prompt")
+        kind = getattr(row, "dtype", None)
+        if getattr(row, "shape", None) != (vocab_size,) or kind not in (_FLOAT32, _UINT16):
+            raise PromptFailed(
+                f"the engine gave a row of shape {getattr(row, 'shape', None)}, "
+                f"{kind or type(row).__name__}: {(vocab_size,)} was expected"
+            )
+        if kind == _UINT16:
+            if math.isnan(computed.logsumexp):
+                raise PromptFailed(NOT_A_NUMBER)
+            if self.encoding == "bf16":
+                return pack_values("bf16", row, computed.logsumexp)
+            row = bf16_to_f32(row.view(np.uint16)) - np.float32(computed.logsumexp)
+        # Normalizing spreads one NaN to all entries: the first one tells.
+        if row[0] != row[0]:
+            raise PromptFailed(NOT_A_NUMBER)
+        return pack_logprobs(row.view(np.float32), "f16" if self.encoding == "f16" else "f32")
+
+    def decode(self, data: bytes, info: ModelInfo) -> EncodedRow:
+        """Read what `encode` wrote. Raises `RowFormatError`."""
+        row = unpack_row(data, info.vocab_size)
+        # As above. The first of bfloat16's bits is a logit, which its scale was taken from.
+        if row.scale != row.scale or (row.encoding != "bf16" and row.data[0] != row.data[0]):
+            raise RowFormatError("a row of NaN")
+        return row
+
+
+_ROWS: Final[dict[str, Row]] = {encoding: Row(encoding) for encoding in ENTRY_BYTES}

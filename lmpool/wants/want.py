@@ -1,0 +1,32 @@
+"""The closed set of wants, and how one travels."""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias, get_args
+
+from lmpool.errors import JobFormatError
+from lmpool.wants.draw import Draw
+from lmpool.wants.generate import Generate
+from lmpool.wants.row import Row
+from lmpool.wants.tokens import Tokens
+from lmpool.wants.top import Top
+
+Want: TypeAlias = Row | Top | Tokens | Draw | Generate
+"""Every kind of question."""
+
+_KINDS: Final[dict[str, type[Want]]] = {want.kind: want for want in get_args(Want)}
+
+
+def want_to_wire(want: Want) -> list[object]:
+    """A want as it travels: ``[kind, fields...]``."""
+    return [want.kind, *want.fields()]
+
+
+def want_from_wire(found: object) -> Want:
+    """Read `want_to_wire`'s form, strictly. Raises `JobFormatError`."""
+    if not isinstance(found, list) or not found or not isinstance(found[0], str):
+        raise JobFormatError(f"no want: {found!r:.100}")
+    kind = _KINDS.get(found[0])
+    if kind is None:
+        raise JobFormatError(f"unknown want {found[0]!r:.40}; there are {', '.join(_KINDS)}")
+    return kind.from_fields(found[1:])
