@@ -30,6 +30,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 __all__ = [
     "AdapterError",
     "AnswerFormatError",
@@ -60,6 +62,15 @@ __all__ = [
 
 class LmpoolError(Exception):
     """Base of every error lmpool raises."""
+
+    index: int | None = None
+    """Of a call with several prompts: the number of the one that failed, from 0."""
+
+    def of(self, index: int | None) -> Self:
+        """This error as one caller's own: several may share it."""
+        mine = type(self)(*self.args)
+        mine.index = index
+        return mine
 
 
 class SettingsError(LmpoolError, ValueError):

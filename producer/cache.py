@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
+from lmpool.rows import EncodedRow
 from lmpool.wants import Answer, Digest
 
 _OVERHEAD = 200
@@ -17,6 +18,8 @@ class AnswerCache:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._bytes = 0
+        self.rows = 0
+        """How many of the answers are rows."""
         self._answers: OrderedDict[Digest, Answer] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -36,6 +39,10 @@ class AnswerCache:
                 self._answers.move_to_end(digest)
             return answer
 
+    def peek(self, digest: Digest) -> Answer | None:
+        """The answer, which is used no more recently by that, or None."""
+        return self._answers.get(digest)
+
     def put(self, digest: Digest, answer: Answer) -> None:
         """Keep an answer, dropping the least recently used while over the bound."""
         size = answer.nbytes + _OVERHEAD
@@ -46,15 +53,17 @@ class AnswerCache:
                 return
             self._answers[digest] = answer
             self._bytes += size
+            self.rows += type(answer) is EncodedRow
             while self._bytes > self.max_bytes:
                 _, dropped = self._answers.popitem(last=False)
                 self._bytes -= dropped.nbytes + _OVERHEAD
+                self.rows -= type(dropped) is EncodedRow
 
     def clear(self) -> None:
         """Drop every answer."""
         with self._lock:
             self._answers.clear()
-            self._bytes = 0
+            self._bytes = self.rows = 0
 
     def unlock(self) -> None:
         """A new lock, for a forked child: another thread may have held the old one."""

@@ -1,14 +1,18 @@
-"""How one call waits: until when, how urgent it is, and whether it shows a bar."""
+"""How one call waits: until when, how urgent it is, whether it shows a bar, what errors end."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from lmpool.checks import quoted
 from lmpool.errors import SettingsError
 from lmpool.keys import PRIORITIES, Priority
 from lmpool.producer.deadline import Deadline
 from lmpool.settings import ClientOptions
+
+Errors: TypeAlias = Literal["raise", "return"]
+"""What becomes of an error: it ends the call, or stands where the answer would."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,7 @@ class CallOptions:
     deadline: Deadline
     priority: Priority
     progress: bool
+    keeps_errors: bool = False
 
     @classmethod
     def checked(
@@ -26,6 +31,7 @@ class CallOptions:
         timeout: float | None,
         priority: Priority | None,
         progress: bool = False,
+        errors: Errors = "raise",
     ) -> CallOptions:
         """What a caller gave, from now on; what was left out is as the client's `defaults` say.
 
@@ -37,5 +43,7 @@ class CallOptions:
             raise SettingsError(f"priority={quoted(priority)}: write 'interactive' or 'batch'")
         if type(progress) is not bool:
             raise SettingsError(f"progress={quoted(progress)}: write True or False")
+        if errors not in ("raise", "return"):
+            raise SettingsError(f"errors={quoted(errors)}: write 'raise' or 'return'")
         deadline = Deadline.checked(timeout, defaults.request_timeout)
-        return cls(deadline, priority, progress)
+        return cls(deadline, priority, progress, errors == "return")

@@ -33,14 +33,21 @@ class Caller:
 
     async def answers(
         self, info: ModelInfo, jobs: Sequence[Job], options: CallOptions
-    ) -> list[Answer]:
+    ) -> list[Answer | LmpoolError]:
         """The answers to these jobs, which were made for the model `info`.
 
         Whoever stops waiting, by `options`, cancellation or Ctrl-C, withdraws them. Raises
-        `PoolTimeout`, and what the pool found wrong.
+        `PoolTimeout`, and what the pool found wrong; where `options` keep errors, they stand in the
+        answers' places.
         """
         deadline = options.deadline
-        call = PendingCall(jobs, deadline.at, priority=options.priority, info=info)
+        call = PendingCall(
+            jobs,
+            deadline.at,
+            priority=options.priority,
+            info=info,
+            keeps_errors=options.keeps_errors,
+        )
         try:
             self._submit(call)
             wait = _show_and_wait if options.progress else _wait
@@ -54,11 +61,11 @@ class Caller:
         if not done:
             self._client.forget(call)
             if call.left:  # else the last answer came at the same moment
-                raise deadline.error(
+                call.error = deadline.error(
                     f"{call.left} of {len(call.jobs)} answers were not there",
                     f"; they were withdrawn (pool {self._client.options.pool!r})",
                 )
-        return _answers_of(call)
+        return answers_of(call)
 
     def _submit(self, call: PendingCall) -> None:
         if is_blocking():
@@ -135,8 +142,16 @@ def _bar(total: int) -> Iterator[Callable[[int], None]]:
         yield update
 
 
-def _answers_of(call: PendingCall) -> list[Answer]:
-    if call.error is not None:
-        # Several callers may share one error: each raises its own.
-        raise type(call.error)(*call.error.args)
-    return cast(list[Answer], call.answers)
+def answers_of(call: PendingCall) -> list[Answer | LmpoolError]:
+    """What became of a call that is done."""
+    error = call.error
+    # Several callers may share one error: each has its own.
+    if not call.keeps_errors:
+        if error is not None:
+            raise error.of(call.failed if len(call.jobs) > 1 else None)
+        return cast("list[Answer | LmpoolError]", call.answers)
+    found = [error if given is None else given for given in call.answers]
+    return [
+        given.of(place) if isinstance(given, LmpoolError) else cast(Answer, given)
+        for place, given in enumerate(found)
+    ]

@@ -14,9 +14,10 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Final, TypeVar
 
-from lmpool.errors import LmpoolError, UnknownPool
+from lmpool.errors import LmpoolError, PromptFailed, UnknownPool
 from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.liveness import any_alive
 from lmpool.model_info import ModelInfo
@@ -27,10 +28,11 @@ from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.replacement import look_at, replaced
 from lmpool.producer.sender import Sender
 from lmpool.producer.session import Session, closed
+from lmpool.rows import EncodedRow
 from lmpool.server import get_string, greet
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
-from lmpool.wants import Answer
+from lmpool.wants import Answer, Digest, OfRow
 from lmpool.wire import Job
 
 _CLIENTS: weakref.WeakSet[Client] = weakref.WeakSet()
@@ -181,6 +183,19 @@ class Client:
                 session.table.statistics.requests += 1
                 session.table.statistics.local_hits += 1
         return answer
+
+    def reduce_rows(self, jobs: Sequence[Job], row_digest: Callable[[Job], Digest]) -> None:
+        """Answer by rows of the local cache what follows from them, into that cache."""
+        if not self.cache.rows:
+            return
+        for job in jobs:
+            if not isinstance(job.want, OfRow) or self.cache.peek(job.digest) is not None:
+                continue
+            row = self.cache.peek(row_digest(job))
+            # Of numbers that lost precision on their way something else would follow.
+            if isinstance(row, EncodedRow) and row.encoding != "f16":
+                with suppress(PromptFailed):  # which a worker can say as well
+                    self.cache.put(job.digest, job.want.reduce(row.logprobs()))
 
     def forget(self, call: PendingCall) -> None:
         """`call` waits no longer: jobs that nobody else wants are withdrawn."""

@@ -178,9 +178,8 @@ class FlightTable:
         flight = self._pop(digest)
         ended: dict[int, PendingCall] = {}
         if flight is not None:
-            for call, _ in flight.waiters:
-                if not call.done:
-                    call.error = error
+            for call, place in flight.waiters:
+                if call.fail(place, error):
                     ended[id(call)] = call
         for call in ended.values():
             self.forget(call)

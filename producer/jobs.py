@@ -8,7 +8,7 @@ from lmpool.errors import PromptError
 from lmpool.model_info import ModelInfo
 from lmpool.producer.prompts import prompt_bytes, several
 from lmpool.token_ids import TokenIds
-from lmpool.wants import Digester, Want
+from lmpool.wants import Digest, Digester, Row, Want
 from lmpool.wire import Job
 
 
@@ -18,6 +18,10 @@ class JobMaker:
     def __init__(self, info: ModelInfo) -> None:
         self._info = info
         self._digester = Digester(info.fingerprint)
+
+    def row_digest(self, row: Row, job: Job) -> Digest:
+        """What the row after a job's prompt is called; `row` is a checked want."""
+        return self._digester.digest(row, job.tokens, job.adapter)
 
     def check(self, want: Want) -> Want:
         """A want with this model's defaults. Raises `PromptError`."""
@@ -38,7 +42,7 @@ class JobMaker:
             try:
                 packed.append(prompt_bytes(prompt, info.vocab_size, info.max_prompt_tokens))
             except PromptError as error:
-                raise PromptError(f"prompt {number}: {error}") from None
+                raise PromptError(f"prompt {number}: {error}").of(number) from None
         if want.repeats:
             digests = self._digester.digests(want, packed, adapter)
             return [

@@ -21,8 +21,8 @@ class PendingCall:
     """
 
     __slots__ = (
-        "_event", "_future", "_loop", "answers", "deadline", "error", "info", "jobs", "left",
-        "priority",
+        "_event", "_future", "_loop", "answers", "deadline", "error", "failed", "info", "jobs",
+        "keeps_errors", "left", "priority",
     )  # fmt: skip
 
     def __init__(
@@ -32,14 +32,19 @@ class PendingCall:
         *,
         priority: Priority = "interactive",
         info: ModelInfo | None = None,
+        keeps_errors: bool = False,
     ) -> None:
         self.jobs = jobs
         self.priority: Priority = priority
         self.info = info
-        self.answers: list[Answer | None] = [None] * len(jobs)
+        self.keeps_errors = keeps_errors
+        """Whether a job's error stands where its answer would, and ends nothing else."""
+        self.answers: list[Answer | LmpoolError | None] = [None] * len(jobs)
         self.left = len(jobs)
         self.deadline = deadline
         self.error: LmpoolError | None = None
+        self.failed: int | None = None
+        """Which job `error` is about, if it is about one."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._future: asyncio.Future[None] | None = None
         self._event: threading.Event | None = None
@@ -48,6 +53,22 @@ class PendingCall:
     def done(self) -> bool:
         """Whether every answer is there, or an error."""
         return self.left == 0 or self.error is not None
+
+    def fail(self, place: int, error: LmpoolError) -> bool:
+        """A job failed. Whether the call is done by that. Under the client's lock."""
+        if self.done or self.answers[place] is not None:
+            return False
+        if self.keeps_errors:
+            self.answers[place] = error
+            self.left -= 1
+            return self.left == 0
+        self.error, self.failed = error, place
+        return True
+
+    def for_event(self, event: threading.Event) -> PendingCall:
+        """Prepare to be waited for among others, by a thread that waits for `event`."""
+        self._event = event
+        return self
 
     def for_thread(self) -> PendingCall:
         """Prepare to be waited for by a thread."""

@@ -5,33 +5,29 @@ from __future__ import annotations
 import asyncio
 import functools
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar, cast
 
 from lmpool.checks import as_integer, quoted
-from lmpool.errors import PoolMismatch, PromptError, SettingsError, UnknownAdapter
+from lmpool.errors import LmpoolError, PromptError, SettingsError
 from lmpool.keys import Priority
-from lmpool.model_info import ModelInfo
-from lmpool.producer.adapters import check_lora_name
+from lmpool.producer.asking_lm import AdapterOf, AnswerTo, AskingLM
+from lmpool.producer.asks import Asks
 from lmpool.producer.base_lm import AT_ONCE, BaseLM
 from lmpool.producer.blocking import blocking, outcome, pause, run_blocking, running_loop
-from lmpool.producer.call_options import CallOptions
-from lmpool.producer.caller import Caller
+from lmpool.producer.call_options import CallOptions, Errors
 from lmpool.producer.client import Client
 from lmpool.producer.deadline import Deadline
-from lmpool.producer.frameworks import Framework, RowT_co, framework
+from lmpool.producer.frameworks import RowT_co
 from lmpool.producer.jobs import JobMaker
 from lmpool.producer.served_model import ServedModels
 from lmpool.producer.statistics import PoolStatistics
 from lmpool.rows import EncodedRow
 from lmpool.settings import ClientOptions
 from lmpool.token_ids import TokenIds
-from lmpool.wants import Answer, Generate, Generation, Row
+from lmpool.wants import Answer, Generate, Generation
 from lmpool.wire import Job
-
-MakeJobs = Callable[[JobMaker, str | None], list[Job]]
-"""Makes the jobs of a call, for a model and the adapter that is meant."""
 
 WORKERS_POLL: Final = 0.1
 
@@ -39,7 +35,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class PooledLM(BaseLM, Generic[RowT_co]):
+class PooledLM(AskingLM[RowT_co]):
     """Next-token log-probabilities from a pool; made by `lmpool.connect` or `lmpool.embedded`.
 
     A drop-in for genlm-backend's ``AsyncLM``. Every method works from any thread and any event
@@ -59,9 +55,6 @@ class PooledLM(BaseLM, Generic[RowT_co]):
             raise SettingsError(f"options={quoted(options)}: write ClientOptions(...), or connect")
         client = Client(options)
         super().__init__(options, client, ServedModels(client))
-        self._framework: Framework[RowT_co] = framework(options.framework)
-        self._caller = Caller(client)
-        self._row = Row(None if options.encoding == "auto" else options.encoding)
         # Whoever forgets to close still leaves nothing behind.
         self._finalizer: weakref.finalize[..., BaseLM] = weakref.finalize(self, client.close_soon)
 
@@ -108,47 +101,6 @@ class PooledLM(BaseLM, Generic[RowT_co]):
     ) -> None:
         await self.aclose()
 
-    # --- asking --------------------------------------------------------------------------------
-
-    def _options(
-        self, timeout: float | None, priority: Priority | None, progress: bool = False
-    ) -> CallOptions:
-        return CallOptions.checked(self.options, timeout, priority, progress)
-
-    async def _answers(
-        self, make: MakeJobs, lora_name: str | None, options: CallOptions
-    ) -> tuple[ModelInfo, list[Answer]]:
-        """The answers to what `make` makes, and the model whose they are.
-
-        Asked anew of a pool that was replaced, if the client follows, and once of an adapter that
-        was replaced: all answers of a call are of one model and one adapter.
-        """
-        asked_again = False
-        if lora_name is not None:
-            check_lora_name(lora_name)
-        while True:
-            info = self._client.info or await self._load_info(options.deadline)
-            model = self._models.of(info)
-            adapter = None
-            if lora_name is not None:
-                if not model.adapters.knows(lora_name):
-                    model.adapters.keep(await self._run(self._read_adapters, options.deadline))
-                adapter = model.adapters.reference(lora_name)
-            jobs = make(model.jobs, adapter)
-            answer = self._client.lookup(jobs[0]) if len(jobs) == 1 else None
-            if answer is not None:
-                return info, [answer]
-            try:
-                return info, await self._caller.answers(info, jobs, options)
-            except PoolMismatch:
-                if self._client.info is info:
-                    raise
-            except UnknownAdapter:
-                if asked_again:
-                    raise
-                asked_again = True
-                model.adapters.forget()
-
     # --- log-probabilities ---------------------------------------------------------------------
 
     async def next_token_logprobs(
@@ -168,11 +120,8 @@ class PooledLM(BaseLM, Generic[RowT_co]):
             UnknownAdapter: (a ValueError) no adapter `lora_name`.
             PoolTimeout, NoWorkers, PoolBusy, PromptFailed, ServerError: see `lmpool.errors`.
         """
-        _, (row,) = await self._answers(
-            lambda jobs, adapter: [jobs.one(token_ids, jobs.check(self._row), adapter)],
-            lora_name,
-            self._options(timeout, priority),
-        )
+        options = self._options(timeout, priority)
+        row = await self._one(token_ids, self._row, lora_name, options)
         return self._framework.one(cast(EncodedRow, row))
 
     async def batch_next_token_logprobs(
@@ -190,11 +139,8 @@ class PooledLM(BaseLM, Generic[RowT_co]):
         `progress=True` shows a bar. Raises what `next_token_logprobs` raises; the message of a
         `PromptError` begins with the prompt's number.
         """
-        info, rows = await self._answers(
-            lambda jobs, adapter: jobs.many(token_ids_list, jobs.check(self._row), adapter),
-            lora_name,
-            self._options(timeout, priority, progress),
-        )
+        options = self._options(timeout, priority, progress)
+        info, rows = await self._several(token_ids_list, self._row, lora_name, options)
         return self._framework.stack(cast(list[EncodedRow], rows), info.vocab_size)
 
     # --- sampling ------------------------------------------------------------------------------
@@ -249,12 +195,12 @@ class PooledLM(BaseLM, Generic[RowT_co]):
     ) -> list[list[int]]:
         asked: list[Job] = []
 
-        def make(jobs: JobMaker, adapter: str | None) -> list[Job]:
-            asked[:] = jobs.many(prompts, jobs.check(want), adapter)
+        def make(jobs: JobMaker, adapter: AdapterOf) -> list[Job]:
+            asked[:] = jobs.many(prompts, jobs.check(want), adapter(lora_name))
             # For no tokens there is nothing to be asked.
             return asked if as_integer(want.max_tokens) else []
 
-        _, found = await self._answers(make, lora_name, options)
+        _, found = await self._answers(make, (lora_name,), options)
         if not found:
             return [[] for _ in asked]
         return [generation.token_ids.tolist() for generation in cast(list[Generation], found)]
@@ -266,7 +212,7 @@ class PooledLM(BaseLM, Generic[RowT_co]):
             raise PromptError(f"job={quoted(job)}: a job is needed, as a dead letter has one")
         info = run_blocking(self._load_info(options.deadline))
         (answer,) = run_blocking(self._caller.answers(info, [job], options))
-        return answer
+        return cast(Answer, answer)
 
     # --- the pool ------------------------------------------------------------------------------
 
@@ -334,6 +280,32 @@ class SyncPooledLM(BaseLM, Generic[RowT_co]):
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return SyncPooledLM, (self._lm,)
 
+    def ask_iter(
+        self,
+        asks: Asks,
+        *,
+        in_flight: int = 1024,
+        ordered: bool = False,
+        errors: Errors = "raise",
+        timeout: float | None = None,
+        priority: Priority | None = None,
+    ) -> Iterator[tuple[int, AnswerTo[RowT_co] | LmpoolError]]:
+        """The answers to asks of any number, as they come; see `PooledLM.ask_iter`."""
+        window = self._lm._window(asks, in_flight, ordered, errors, timeout, priority)
+        try:
+            while (found := run_blocking(window.next())) is not None:
+                yield found
+        finally:
+            window.close()
+
+    ask = _of_sync(PooledLM[RowT_co].ask)
+    ask_many = _of_sync(PooledLM[RowT_co].ask_many)
+    top_logprobs = _of_sync(PooledLM[RowT_co].top_logprobs)
+    batch_top_logprobs = _of_sync(PooledLM[RowT_co].batch_top_logprobs)
+    token_logprobs = _of_sync(PooledLM[RowT_co].token_logprobs)
+    batch_token_logprobs = _of_sync(PooledLM[RowT_co].batch_token_logprobs)
+    draw = _of_sync(PooledLM[RowT_co].draw)
+    batch_draw = _of_sync(PooledLM[RowT_co].batch_draw)
     next_token_logprobs = _of_sync(PooledLM[RowT_co].next_token_logprobs)
     batch_next_token_logprobs = _of_sync(PooledLM[RowT_co].batch_next_token_logprobs)
     sample = _of_sync(PooledLM[RowT_co].sample)

@@ -1,0 +1,410 @@
+"""Any want of any prompt: what `PooledLM` can ask besides what genlm's models are asked."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Generic, Literal, TypeAlias, cast, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from lmpool.checks import is_text
+from lmpool.errors import LmpoolError, PoolMismatch, PromptError, UnknownAdapter
+from lmpool.keys import Priority
+from lmpool.model_info import ModelInfo
+from lmpool.producer.adapters import check_lora_name
+from lmpool.producer.asks import Ask, Asks, check_want, each_ask, read_ask
+from lmpool.producer.base_lm import BaseLM
+from lmpool.producer.call_options import CallOptions, Errors
+from lmpool.producer.caller import Caller
+from lmpool.producer.client import Client
+from lmpool.producer.frameworks import Framework, RowT_co, framework
+from lmpool.producer.jobs import JobMaker
+from lmpool.producer.served_model import ServedModel, ServedModels
+from lmpool.producer.window import Window
+from lmpool.rows import EncodedRow
+from lmpool.settings import ClientOptions
+from lmpool.token_ids import TokenIds
+from lmpool.wants import (
+    Answer,
+    Draw,
+    Draws,
+    Generate,
+    Generation,
+    Row,
+    Tokens,
+    TokenSet,
+    Top,
+    TopLogprobs,
+    Want,
+)
+from lmpool.wire import Job
+
+Logprobs: TypeAlias = npt.NDArray[np.float32]
+Found: TypeAlias = "Answer | LmpoolError"
+AnswerTo: TypeAlias = "RowT_co | TopLogprobs | Logprobs | Draws | Generation"
+"""What a want is answered with, as a caller gets it: a row follows the client's `framework`."""
+
+AdapterOf = Callable[[str | None], str | None]
+"""A name as ``name@fingerprint``, which is looked up. Raises `UnknownAdapter`."""
+MakeJobs = Callable[[JobMaker, AdapterOf], list[Job]]
+"""Makes the jobs of a call, for a model and its adapters."""
+
+
+class AskingLM(BaseLM, Generic[RowT_co]):
+    """A model that a pool serves, asked for any want: see `lmpool.wants`."""
+
+    def __init__(self, options: ClientOptions, client: Client, models: ServedModels) -> None:
+        super().__init__(options, client, models)
+        self._framework: Framework[RowT_co] = framework(options.framework)
+        self._caller = Caller(client)
+        self._row = Row(None if options.encoding == "auto" else options.encoding)
+
+    # --- any want ------------------------------------------------------------------------------
+
+    @overload
+    async def ask(
+        self, token_ids: TokenIds, want: Row, lora_name: str | None = None, *,
+        timeout: float | None = None, priority: Priority | None = None,
+    ) -> RowT_co: ...  # fmt: skip
+    @overload
+    async def ask(
+        self, token_ids: TokenIds, want: Top, lora_name: str | None = None, *,
+        timeout: float | None = None, priority: Priority | None = None,
+    ) -> TopLogprobs: ...  # fmt: skip
+    @overload
+    async def ask(
+        self, token_ids: TokenIds, want: Tokens, lora_name: str | None = None, *,
+        timeout: float | None = None, priority: Priority | None = None,
+    ) -> Logprobs: ...  # fmt: skip
+    @overload
+    async def ask(
+        self, token_ids: TokenIds, want: Draw, lora_name: str | None = None, *,
+        timeout: float | None = None, priority: Priority | None = None,
+    ) -> Draws: ...  # fmt: skip
+    @overload
+    async def ask(
+        self, token_ids: TokenIds, want: Generate, lora_name: str | None = None, *,
+        timeout: float | None = None, priority: Priority | None = None,
+    ) -> Generation: ...  # fmt: skip
+
+    async def ask(
+        self,
+        token_ids: TokenIds,
+        want: Want,
+        lora_name: str | None = None,
+        *,
+        timeout: float | None = None,
+        priority: Priority | None = None,
+    ) -> AnswerTo[RowT_co]:
+        """The answer to one want of one prompt.
+
+        Raises:
+            PromptError: (a ValueError) a prompt or a want that cannot be, before anything is sent.
+            UnknownAdapter: (a ValueError) no adapter `lora_name`.
+            PoolTimeout, NoWorkers, PoolBusy, PromptFailed, ServerError: see `lmpool.errors`.
+        """
+        check_want(want)
+        options = self._options(timeout, priority)
+        return self._handed_out(await self._one(token_ids, want, lora_name, options))
+
+    @overload
+    async def ask_many(
+        self, asks: Asks, *, errors: Literal["raise"] = "raise", timeout: float | None = None,
+        priority: Priority | None = None, progress: bool = False,
+    ) -> list[AnswerTo[RowT_co]]: ...  # fmt: skip
+    @overload
+    async def ask_many(
+        self, asks: Asks, *, errors: Errors, timeout: float | None = None,
+        priority: Priority | None = None, progress: bool = False,
+    ) -> list[AnswerTo[RowT_co] | LmpoolError]: ...  # fmt: skip
+
+    async def ask_many(
+        self,
+        asks: Asks,
+        *,
+        errors: Errors = "raise",
+        timeout: float | None = None,
+        priority: Priority | None = None,
+        progress: bool = False,
+    ) -> Sequence[AnswerTo[RowT_co] | LmpoolError]:
+        """The answers to several asks, of any wants and adapters, in their order.
+
+        Each ask is an `Ask`, or a pair of a prompt and a want. Equal ones are one job. With
+        ``errors="raise"`` the first failure is raised, before anything is sent where a prompt or a
+        want cannot be, and its `.index` says which ask it was; with ``"return"`` errors stand where
+        the answers would. Raises what `ask` raises.
+        """
+        options = self._options(timeout, priority, progress, errors)
+        given = list(each_ask(asks))
+        bad: dict[int, LmpoolError] = {}
+
+        def make(jobs: JobMaker, adapter: AdapterOf) -> list[Job]:
+            bad.clear()
+            made = []
+            for number, found in enumerate(given):
+                try:
+                    ask = read_ask(found)
+                    want = self._checked(jobs, ask.want)
+                    made.append(jobs.one(ask.token_ids, want, adapter(ask.lora_name)))
+                except (PromptError, UnknownAdapter) as error:
+                    mine = type(error)(f"ask {number}: {error}").of(number)
+                    if not options.keeps_errors:
+                        raise mine from None
+                    bad[number] = mine
+            return made
+
+        names = {ask.lora_name for ask in given if isinstance(ask, Ask) and is_text(ask.lora_name)}
+        _, answers = await self._answers(make, names, options)
+        left = iter(answers)
+        return [self._given(bad[n] if n in bad else next(left), n) for n in range(len(given))]
+
+    async def ask_iter(
+        self,
+        asks: Asks,
+        *,
+        in_flight: int = 1024,
+        ordered: bool = False,
+        errors: Errors = "raise",
+        timeout: float | None = None,
+        priority: Priority | None = None,
+    ) -> AsyncIterator[tuple[int, AnswerTo[RowT_co] | LmpoolError]]:
+        """The answers to asks of any number, as they come: pairs of an ask's number and its answer.
+
+        `asks` is gone through as answers are taken: at most `in_flight` of them are held at once,
+        those that wait to be yielded among them. With `ordered` they come in the order of the asks.
+        Each ask has `timeout` seconds of its own. Ending the loop withdraws what is left of it.
+        """
+        window = self._window(asks, in_flight, ordered, errors, timeout, priority)
+        try:
+            while (found := await window.next()) is not None:
+                yield found
+        finally:
+            window.close()
+
+    def _window(
+        self,
+        asks: Asks,
+        in_flight: int,
+        ordered: bool,
+        errors: Errors,
+        timeout: float | None,
+        priority: Priority | None,
+    ) -> Window[AnswerTo[RowT_co]]:
+        def options() -> CallOptions:
+            return self._options(timeout, priority, errors=errors)
+
+        async def alone(ask: Ask, options: CallOptions) -> Answer:
+            return await self._one(ask.token_ids, ask.want, ask.lora_name, options)
+
+        async def job(ask: Ask, options: CallOptions) -> tuple[ModelInfo, Job]:
+            model = await self._served((ask.lora_name,), options)
+            want = self._checked(model.jobs, ask.want)
+            return model.info, model.jobs.one(ask.token_ids, want, _adapter(model, ask.lora_name))
+
+        return Window(
+            self._client, each_ask(asks), in_flight, ordered, options, job, alone, self._handed_out
+        )
+
+    # --- by name -------------------------------------------------------------------------------
+
+    async def top_logprobs(
+        self,
+        token_ids: TokenIds,
+        k: int = 20,
+        lora_name: str | None = None,
+        *,
+        timeout: float | None = None,
+        priority: Priority | None = None,
+    ) -> TopLogprobs:
+        """The `k` likeliest next tokens; see `TopLogprobs`. Raises what `ask` raises."""
+        return await self.ask(token_ids, Top(k), lora_name, timeout=timeout, priority=priority)
+
+    async def batch_top_logprobs(
+        self,
+        token_ids_list: Sequence[TokenIds],
+        k: int = 20,
+        lora_name: str | None = None,
+        *,
+        timeout: float | None = None,
+        priority: Priority | None = None,
+        progress: bool = False,
+    ) -> list[TopLogprobs]:
+        """`top_logprobs` of several prompts, in their order."""
+        options = self._options(timeout, priority, progress)
+        _, found = await self._several(token_ids_list, Top(k), lora_name, options)
+        return cast(list[TopLogprobs], found)
+
+    async def token_logprobs(
+        self,
+        prompt_token_ids: TokenIds,
+        token_ids: TokenIds,
+        lora_name: str | None = None,
+        *,
+        timeout: float | None = None,
+        priority: Priority | None = None,
+    ) -> Logprobs:
+        """The log-probabilities of these tokens coming next, float32 [n], in their order.
+
+        Normalized over the whole vocabulary. Raises what `ask` raises.
+        """
+        want = Tokens(token_ids)
+        return await self.ask(prompt_token_ids, want, lora_name, timeout=timeout, priority=priority)
+
+    async def batch_token_logprobs(
+        self,
+        prompt_token_ids_list: Sequence[TokenIds],
+        token_ids: TokenIds,
+        lora_name: str | None = None,
+        *,
+        timeout: float | None = None,
+        priority: Priority | None = None,
+        progress: bool = False,
+    ) -> Logprobs:
+        """`token_logprobs` after several prompts, float32 [prompts, n]."""
+        options = self._options(timeout, priority, progress)
+        want = Tokens(token_ids)
+        _, found = await self._several(prompt_token_ids_list, want, lora_name, options)
+        return np.array(found, np.float32)
+
+    async def draw(
+        self,
+        token_ids: TokenIds,
+        n: int = 1,
+        seed: int | None = None,
+        temperature: float = 1.0,
+        replacement: bool = True,
+        allowed: TokenSet | None = None,
+        excluded: TokenSet | None = None,
+        lora_name: str | None = None,
+        *,
+        timeout: float | None = None,
+        priority: Priority | None = None,
+    ) -> Draws:
+        """`n` next tokens, drawn on the worker; see `lmpool.wants.Draw`, and `Draws`.
+
+        Raises what `ask` raises.
+        """
+        want = Draw(n, seed, temperature, replacement, allowed, excluded)
+        return await self.ask(token_ids, want, lora_name, timeout=timeout, priority=priority)
+
+    async def batch_draw(
+        self,
+        token_ids_list: Sequence[TokenIds],
+        n: int = 1,
+        seed: int | None = None,
+        temperature: float = 1.0,
+        replacement: bool = True,
+        allowed: TokenSet | None = None,
+        excluded: TokenSet | None = None,
+        lora_name: str | None = None,
+        *,
+        timeout: float | None = None,
+        priority: Priority | None = None,
+        progress: bool = False,
+    ) -> list[Draws]:
+        """`draw` after several prompts, in their order; that of prompt i by `seed` + i."""
+        want = Draw(n, seed, temperature, replacement, allowed, excluded)
+        options = self._options(timeout, priority, progress)
+        _, found = await self._several(token_ids_list, want, lora_name, options)
+        return cast(list[Draws], found)
+
+    # --- how -----------------------------------------------------------------------------------
+
+    def _options(
+        self,
+        timeout: float | None,
+        priority: Priority | None,
+        progress: bool = False,
+        errors: Errors = "raise",
+    ) -> CallOptions:
+        return CallOptions.checked(self.options, timeout, priority, progress, errors)
+
+    def _checked(self, jobs: JobMaker, want: Want) -> Want:
+        """A want with the model's defaults; a row's way to travel is this client's."""
+        return jobs.check(self._row if want == Row() else want)
+
+    def _handed_out(self, answer: Answer) -> AnswerTo[RowT_co]:
+        return self._framework.one(answer) if isinstance(answer, EncodedRow) else answer
+
+    def _given(self, found: Found, number: int) -> AnswerTo[RowT_co] | LmpoolError:
+        return found.of(number) if isinstance(found, LmpoolError) else self._handed_out(found)
+
+    async def _one(
+        self, prompt: TokenIds, want: Want, lora_name: str | None, options: CallOptions
+    ) -> Answer:
+        _, (answer,) = await self._answers(
+            lambda jobs, adapter: [jobs.one(prompt, self._checked(jobs, want), adapter(lora_name))],
+            (lora_name,),
+            options,
+        )
+        if isinstance(answer, LmpoolError):
+            raise answer
+        return answer
+
+    async def _several(
+        self,
+        prompts: Sequence[TokenIds],
+        want: Want,
+        lora_name: str | None,
+        options: CallOptions,
+    ) -> tuple[ModelInfo, list[Answer]]:
+        info, found = await self._answers(
+            lambda jobs, adapter: jobs.many(prompts, self._checked(jobs, want), adapter(lora_name)),
+            (lora_name,),
+            options,
+        )
+        return info, cast(list[Answer], found)
+
+    async def _served(self, names: Iterable[str | None], options: CallOptions) -> ServedModel:
+        """The model that is served, which knows the adapters of these names, if there are such."""
+        info = self._client.info or await self._load_info(options.deadline)
+        model = self._models.of(info)
+        for name in names:
+            if name is not None and not model.adapters.knows(check_lora_name(name)):
+                model.adapters.keep(await self._run(self._read_adapters, options.deadline))
+                break
+        return model
+
+    async def _answers(
+        self, make: MakeJobs, names: Collection[str | None], options: CallOptions
+    ) -> tuple[ModelInfo, list[Found]]:
+        """The answers to what `make` makes, and the model whose they are.
+
+        Asked anew of a pool that was replaced, if the client follows, and once of an adapter that
+        was replaced: all answers of a call are of one model and one adapter of a name.
+        """
+        asked_again = False
+        while True:
+            model = await self._served(names, options)
+            info = model.info
+            found: list[Found] = []
+            jobs = make(model.jobs, partial(_adapter, model))
+            if not jobs:
+                return info, found
+            row = self._row.checked(info)
+            row = self._row.checked(info)
+            self._client.reduce_rows(jobs, partial(model.jobs.row_digest, row))
+            answer = self._client.lookup(jobs[0]) if len(jobs) == 1 else None
+            if answer is not None:
+                return info, [answer]
+            try:
+                found = await self._caller.answers(info, jobs, options)
+                for each in found if options.keeps_errors else ():
+                    if isinstance(each, (PoolMismatch, UnknownAdapter)):
+                        raise each
+                return info, found
+            except (PoolMismatch, UnknownAdapter) as error:
+                adapter = isinstance(error, UnknownAdapter)
+                if asked_again if adapter else self._client.info is info:
+                    if not found:
+                        raise
+                    return info, found
+                if adapter:
+                    asked_again = True
+                    model.adapters.forget()
+
+
+def _adapter(model: ServedModel, name: str | None) -> str | None:
+    return None if name is None else model.adapters.reference(check_lora_name(name))
