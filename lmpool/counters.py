@@ -8,7 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["BATCHES", "COMPUTED", "COUNTERS", "EVICTED", "EXPIRED", "FAILED", "LABELS", "Counter"]
+__all__ = [
+    "ANSWERS_METRIC", "BATCHES", "COMPUTED", "COUNTERS", "EVICTED", "EXPIRED", "FAILED", "LABELS",
+    "Counter", "answers",
+]  # fmt: skip
 
 LABELS: Final = ("pool", "model_name")
 """The labels of every metric of a pool."""
@@ -40,6 +43,15 @@ EVICTED: Final = Counter(
     "lmpool_results_evicted_total",
     "Results that were dropped before their time to live had passed, to make room for new ones.",
 )
+
+ANSWERS_METRIC: Final = "lmpool_answers_total"
+"""What of `COMPUTED` was an answer to each want, which is one more label."""
+
+
+def answers(kind: str) -> str:
+    """The field that counts answers to the wants of a kind. Rows are what is left of `COMPUTED`."""
+    return f"answers_{kind}"
+
 
 COUNTERS: Final = (COMPUTED, BATCHES, FAILED, EXPIRED, EVICTED)
 """All of them, in the order in which they are shown."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import redis.exceptions
@@ -19,7 +19,9 @@ from lmpool.wants import Digest
 logger = logging.getLogger(__name__)
 
 FETCH_BYTES: Final = 8 << 20
-"""Rows read by one command."""
+"""Answers read by one command."""
+SMALLEST: Final = 1 << 10
+"""Bytes that any answer counts as at least: a command reads some thousands of them."""
 MAX_TRIES: Final = 5
 
 
@@ -35,19 +37,31 @@ class AnswerReader:
 
         Returns how many bytes were read.
         """
-        session = self._session
-        assert session.info is not None
-        width = session.info.vocab_size * (2 if session.info.encoding == "bf16" else 4)
-        step, read = max(1, FETCH_BYTES // width), 0
-        for i in range(0, len(digests), step):
-            part = digests[i : i + step]
-            start = f"{shard.prefix}:result:"
+        read = 0
+        start = f"{shard.prefix}:result:"
+        for part in self._parts(digests):
             values = self._servers.for_shard(shard).mget([start + d.hex() for d in part])
             read += sum(len(value) for value in values if value is not None)
             spoiled = self._hand_out(part, values)
             if spoiled:
                 self._compute_again(shard, spoiled)
         return read
+
+    def _parts(self, digests: Sequence[Digest]) -> Iterator[list[Digest]]:
+        """Those that one command reads: few rows, or many small answers."""
+        info, flights = self._session.info, self._session.table.flights
+        assert info is not None
+        part: list[Digest] = []
+        size = 0
+        for digest in digests:
+            flight = flights.get(digest)
+            part.append(digest)
+            size += SMALLEST if flight is None else flight.job.want.stored_bytes(info) + SMALLEST
+            if size >= FETCH_BYTES:
+                yield part
+                part, size = [], 0
+        if part:
+            yield part
 
     def _hand_out(
         self, digests: Sequence[Digest], values: Sequence[bytes | None]

@@ -14,7 +14,7 @@ from lmpool.errors import LmpoolError, PoolMismatch, PromptError, UnknownAdapter
 from lmpool.keys import Priority
 from lmpool.model_info import ModelInfo
 from lmpool.producer.adapters import check_lora_name
-from lmpool.producer.asks import Ask, Asks, check_want, each_ask, read_ask
+from lmpool.producer.asks import Ask, Asks, all_asks, check_want, each_ask
 from lmpool.producer.base_lm import BaseLM
 from lmpool.producer.call_options import CallOptions, Errors
 from lmpool.producer.caller import Caller
@@ -134,18 +134,17 @@ class AskingLM(BaseLM, Generic[RowT_co]):
         Each ask is an `Ask`, or a pair of a prompt and a want. Equal ones are one job. With
         ``errors="raise"`` the first failure is raised, before anything is sent where a prompt or a
         want cannot be, and its `.index` says which ask it was; with ``"return"`` errors stand where
-        the answers would. Raises what `ask` raises.
+        the answers would, but for what is no ask at all. Raises what `ask` raises.
         """
         options = self._options(timeout, priority, progress, errors)
-        given = list(each_ask(asks))
+        given = all_asks(asks)
         bad: dict[int, LmpoolError] = {}
 
         def make(jobs: JobMaker, adapter: AdapterOf) -> list[Job]:
             bad.clear()
             made = []
-            for number, found in enumerate(given):
+            for number, ask in enumerate(given):
                 try:
-                    ask = read_ask(found)
                     want = self._checked(jobs, ask.want)
                     made.append(jobs.one(ask.token_ids, want, adapter(ask.lora_name)))
                 except (PromptError, UnknownAdapter) as error:
@@ -155,7 +154,7 @@ class AskingLM(BaseLM, Generic[RowT_co]):
                     bad[number] = mine
             return made
 
-        names = {ask.lora_name for ask in given if isinstance(ask, Ask) and is_text(ask.lora_name)}
+        names = {ask.lora_name for ask in given if is_text(ask.lora_name)}
         _, answers = await self._answers(make, names, options)
         left = iter(answers)
         return [self._given(bad[n] if n in bad else next(left), n) for n in range(len(given))]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, cast, get_args
+from itertools import islice
+from typing import Final, TypeAlias, cast, get_args
 
 from lmpool.checks import quoted, said
 from lmpool.errors import LmpoolError, PromptError
@@ -27,18 +28,10 @@ class Ask:
 Asks: TypeAlias = Iterable[Ask | tuple[TokenIds, Want]]
 """Questions: each an `Ask`, or a pair of a prompt and a want."""
 
+ASKS_MOST: Final = 1 << 22
+"""Asks of one call; without end go those of `ask_iter`."""
+
 _WANTS = get_args(Want)
-_NEEDED = "an Ask, or a pair of a prompt and a want, is needed"
-
-
-def read_ask(found: object) -> Ask:
-    """A question as a caller gave it. Raises `PromptError` for what is none."""
-    if isinstance(found, tuple) and len(found) == 2:
-        found = Ask(*found)
-    if not isinstance(found, Ask):
-        raise PromptError(f"{quoted(found)}: {_NEEDED}")
-    check_want(found.want)
-    return found
 
 
 def check_want(want: object) -> None:
@@ -47,17 +40,40 @@ def check_want(want: object) -> None:
         raise PromptError(f"want={quoted(want)}: write one of lmpool.wants, such as Top(20)")
 
 
-def each_ask(asks: object) -> Iterator[object]:
-    """What a caller gave, one after another. Raises `PromptError` where it cannot be gone through,
-    also midway."""
+def each_ask(asks: object) -> Iterator[Ask]:
+    """What a caller gave, one after another. Raises `PromptError` for what is no ask, and where
+    they cannot be gone through, also midway."""
     kind = type(asks).__name__
     if isinstance(asks, (str, bytes, bytearray, memoryview, Mapping, Ask)):
         raise PromptError(f"asks of type {kind}: a list of asks is needed")
     try:
-        yield from cast(Iterable[object], asks)
-    except LmpoolError:  # of a call that it makes
+        for number, found in enumerate(cast(Iterable[object], asks)):
+            yield _ask(number, found)
+    except LmpoolError:  # ours, or of a call that it makes
         raise
     except Exception as error:
         raise PromptError(
             f"asks of type {kind}: a list of asks is needed ({said(error)})"
         ) from error
+
+
+def all_asks(asks: object) -> list[Ask]:
+    """All that a caller gave. Raises `PromptError`, also for more than may be in one call."""
+    found = list(islice(each_ask(asks), ASKS_MOST + 1))
+    if len(found) > ASKS_MOST:
+        raise PromptError(f"more than {ASKS_MOST} asks in one call: ask them by ask_iter")
+    return found
+
+
+def _ask(number: int, found: object) -> Ask:
+    if isinstance(found, tuple) and len(found) == 2:
+        found = Ask(*found)
+    try:
+        if not isinstance(found, Ask):
+            raise PromptError(
+                f"{quoted(found)}: an Ask, or a pair of a prompt and a want, is needed"
+            )
+        check_want(found.want)
+    except PromptError as error:
+        raise PromptError(f"ask {number}: {error}").of(number) from None
+    return found

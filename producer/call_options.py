@@ -43,7 +43,7 @@ class CallOptions:
             raise SettingsError(f"priority={quoted(priority)}: write 'interactive' or 'batch'")
         if type(progress) is not bool:
             raise SettingsError(f"progress={quoted(progress)}: write True or False")
-        if errors not in ("raise", "return"):
+        if not isinstance(errors, str) or errors not in ("raise", "return"):
             raise SettingsError(f"errors={quoted(errors)}: write 'raise' or 'return'")
         deadline = Deadline.checked(timeout, defaults.request_timeout)
         return cls(deadline, priority, progress, errors == "return")

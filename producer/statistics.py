@@ -8,10 +8,21 @@ from typing import Any, TypedDict
 import msgpack
 
 from lmpool.commands import Server
-from lmpool.counters import BATCHES, COMPUTED, COUNTERS, EVICTED, EXPIRED, FAILED, Counter
+from lmpool.counters import (
+    ANSWERS_METRIC,
+    BATCHES,
+    COMPUTED,
+    COUNTERS,
+    EVICTED,
+    EXPIRED,
+    FAILED,
+    Counter,
+    answers,
+)
 from lmpool.keys import ShardKeys
 from lmpool.liveness import living
 from lmpool.servers import Servers
+from lmpool.wants import KINDS
 
 
 class WorkerStatistics(TypedDict):
@@ -28,14 +39,16 @@ class WorkerStatistics(TypedDict):
 
 class PoolStatistics(TypedDict):
     """`computed`, `batches`, `failed`, `expired`, `evicted` since the pool began (see
-    `lmpool.counters`); `backlog` now, and what it holds: `held_bytes` of the server's memory for
-    results, the oldest of which was stored `oldest_seconds` ago (None without one)."""
+    `lmpool.counters`), and the `answers` among `computed` by the kind of want;
+    `backlog` now, and what it holds: `held_bytes` of the server's memory for results, the oldest of
+    which was stored `oldest_seconds` ago (None without one)."""
 
     computed: int
     batches: int
     failed: int
     expired: int
     evicted: int
+    answers: dict[str, int]
     backlog: int
     held_bytes: int
     oldest_seconds: float | None
@@ -45,6 +58,8 @@ class PoolStatistics(TypedDict):
 def pool_statistics(servers: Servers, shards: Sequence[ShardKeys]) -> PoolStatistics:
     """Read them: one request for each shard, and one for the workers."""
     counted = dict.fromkeys(COUNTERS, 0)
+    kinds = {kind: Counter(answers(kind), ANSWERS_METRIC, "") for kind in KINDS if kind != "row"}
+    counted |= dict.fromkeys(kinds.values(), 0)
     backlog = held = 0
     ages: list[float] = []
     for shard in shards:
@@ -72,6 +87,7 @@ def pool_statistics(servers: Servers, shards: Sequence[ShardKeys]) -> PoolStatis
         failed=counted[FAILED],
         expired=counted[EXPIRED],
         evicted=counted[EVICTED],
+        answers=_by_kind(counted[COMPUTED], {k: counted[c] for k, c in kinds.items()}),
         backlog=backlog,
         held_bytes=held,
         oldest_seconds=max(ages, default=None),
@@ -99,6 +115,12 @@ def _add(counted: dict[Counter, int], found: Mapping[bytes, bytes]) -> None:
     for counter in counted:
         number = found.get(counter.field.encode(), b"0")
         counted[counter] += int(number) if number.isdigit() else 0
+
+
+def _by_kind(computed: int, others: Mapping[str, int]) -> dict[str, int]:
+    """Answers by kind, those that there are. Only what are no rows is counted by itself."""
+    rows = max(0, computed - sum(others.values()))
+    return {kind: number for kind, number in {"row": rows, **others}.items() if number}
 
 
 def _worker(packed: bytes | None) -> WorkerStatistics | None:

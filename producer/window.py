@@ -21,7 +21,7 @@ from lmpool.errors import (
     UnknownAdapter,
 )
 from lmpool.model_info import ModelInfo
-from lmpool.producer.asks import Ask, read_ask
+from lmpool.producer.asks import Ask
 from lmpool.producer.blocking import is_blocking, running_loop
 from lmpool.producer.call_options import CallOptions
 from lmpool.producer.caller import answers_of
@@ -44,7 +44,7 @@ class _Asked:
     """One ask that was read: its call, or the error that it ended with before there was one."""
 
     number: int
-    ask: Ask | None
+    ask: Ask
     options: CallOptions
     call: PendingCall | None = None
     error: LmpoolError | None = None
@@ -64,7 +64,7 @@ class Window(Generic[GivenT]):
     def __init__(
         self,
         client: Client,
-        asks: Iterator[object],
+        asks: Iterator[Ask],
         in_flight: int,
         ordered: bool,
         options: Callable[[], CallOptions],
@@ -129,11 +129,11 @@ class Window(Generic[GivenT]):
         room = min(TOGETHER, self._most - len(self._under_way))
         try:
             while len(calls) < room and time.monotonic() - began < SLOW:
-                found = next(self._asks, self)
-                if found is self:
+                ask = next(self._asks, None)
+                if ask is None:
                     self._exhausted = True
                     break
-                call = await self._begin(found)
+                call = await self._begin(ask)
                 if call is None:
                     break  # it has ended already
                 calls.append(call)
@@ -143,14 +143,13 @@ class Window(Generic[GivenT]):
             if calls:
                 self._client.submit(calls)
 
-    async def _begin(self, found: object) -> PendingCall | None:
+    async def _begin(self, ask: Ask) -> PendingCall | None:
         """Make the call of an ask; None where it failed before anything was sent."""
         number, options = self._read, self._options()
         self._read += 1
-        asked = _Asked(number, None, options)
+        asked = _Asked(number, ask, options)
         self._under_way.append(asked)
         try:
-            asked.ask = ask = read_ask(found)
             info, job = await self._job(ask, options)
         except LmpoolError as error:
             asked.error = error
@@ -221,7 +220,6 @@ class Window(Generic[GivenT]):
         if asked.error is not None:
             raise asked.error
         assert asked.call is not None
-        assert asked.ask is not None
         try:
             (answer,) = answers_of(asked.call)
         except (PoolMismatch, UnknownAdapter):

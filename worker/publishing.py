@@ -15,13 +15,14 @@ import redis.exceptions
 
 from lmpool.backends.engine import Outcome
 from lmpool.commands import Value
-from lmpool.counters import BATCHES, COMPUTED, FAILED
+from lmpool.counters import BATCHES, COMPUTED, FAILED, answers
 from lmpool.errors import PromptFailed, ServerRefused
 from lmpool.isolation import isolate
 from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream
 from lmpool.scripts import script
 from lmpool.server import is_full, is_lost
 from lmpool.servers import Servers
+from lmpool.wants import Row
 from lmpool.worker.batching import Delivery
 from lmpool.worker.result_store import LOOK_EVERY, ResultStore, footprint
 from lmpool.worker.status import WorkerStatus
@@ -217,21 +218,26 @@ class Publisher:
         values: list[tuple[str, bytes]] = []
         digests: list[str] = []
         jobs: list[Value] = []
+        kinds: dict[str, int] = {}
         for done in chunk:
             digest = done.delivery.job.digest
             name = digest.hex()
             if done.value is not None:
                 values.append((shard.result(digest), done.value))
                 digests.append(name)
+                if done.delivery.job.want.kind != Row.kind:
+                    field = answers(done.delivery.job.want.kind)
+                    kinds[field] = kinds.get(field, 0) + 1
             jobs += (name, done.delivery.entry, done.status, done.error)
         counters: list[Value] = []
-        for counter, by in (
-            (COMPUTED, len(values)),
-            (FAILED, failed),
-            (BATCHES, self._uncounted),
+        for field, by in (
+            (COMPUTED.field, len(values)),
+            (FAILED.field, failed),
+            (BATCHES.field, self._uncounted),
+            *kinds.items(),
         ):
             if by:
-                counters += (counter.field, by)
+                counters += (field, by)
         size = _size(chunk)
         arguments: list[Value] = [
             *(shard.prefix, GROUP, COUNTERS_TTL_MS, size, self._result_ttl_ms, "".join(digests)),

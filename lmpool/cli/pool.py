@@ -141,18 +141,21 @@ def counters_table(
     }
     if rate is not None:
         numbers["rows/s"] = f"{rate:,.0f}"
-    wide = Table()
+    table = Table()
     for name in numbers:
-        wide.add_column(name, justify="right")
-    wide.add_row(*numbers.values())
-    if fits(wide, console):
-        return titled(title, wide)
-    narrow = Table(show_header=False)
-    narrow.add_column()
-    narrow.add_column(justify="right")
-    for name, number in numbers.items():
-        narrow.add_row(name, number)
-    return titled(title, narrow)
+        table.add_column(name, justify="right")
+    table.add_row(*numbers.values())
+    if not fits(table, console):
+        table = Table(show_header=False)
+        table.add_column()
+        table.add_column(justify="right")
+        for name, number in numbers.items():
+            table.add_row(name, number)
+    kinds = found["answers"]
+    if kinds.keys() <= {"row"}:
+        return titled(title, table)
+    each = ", ".join(f"{kind} {number:,}" for kind, number in kinds.items())
+    return Group(titled(title, table), f"answers: {each}")
 
 
 def in_time(seconds: float | None) -> str:

@@ -25,10 +25,11 @@ from lmpool.wants.of_row import OfRow
 from lmpool.wants.row import Row
 from lmpool.wants.tokens import Tokens
 from lmpool.wants.top import Top
-from lmpool.wants.want import Want, want_from_wire, want_to_wire
+from lmpool.wants.want import KINDS, Want, want_from_wire, want_to_wire
 
 __all__ = [
     "DIGEST_BYTES",
+    "KINDS",
     "MAX_EOS_IDS",
     "MAX_SEED",
     "Answer",

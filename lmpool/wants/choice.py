@@ -109,11 +109,8 @@ def _members(given: TokenSet, size: int, name: str) -> npt.NDArray[np.bool_]:
 
 def _mask_words(given: Any) -> npt.NDArray[np.int32] | None:
     """An array or tensor of int32; None for anything else."""
-    if not str(getattr(given, "dtype", "")).endswith("int32") or "uint" in str(given.dtype):
+    try:
+        found = given.detach().cpu().numpy() if hasattr(given, "detach") else given
+    except Exception:  # of the value's own, which is told where its ids are read
         return None
-    if isinstance(given, np.ndarray):
-        return given
-    if not hasattr(given, "detach"):
-        return None
-    found: npt.NDArray[np.int32] = given.detach().cpu().numpy()
-    return found
+    return found if isinstance(found, np.ndarray) and found.dtype == np.int32 else None

@@ -94,6 +94,10 @@ class Draw(OfRow[Draws]):
             return [replace(self, seed=secrets.randbits(63)) for _ in range(count)]
         return [replace(self, seed=(self.seed + i) & MAX_SEED) for i in range(count)]
 
+    def stored_bytes(self, info: ModelInfo) -> int:
+        """What a checked one's answer takes, about."""
+        return 12 * self.n
+
     def fields(self) -> list[object]:
         """As it travels, and as the digest covers it."""
         choice = self.allowed

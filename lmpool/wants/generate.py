@@ -77,6 +77,10 @@ class Generate:
             return (self,) * count
         return [replace(self, seed=secrets.randbits(63)) for _ in range(count)]
 
+    def stored_bytes(self, info: ModelInfo) -> int:
+        """What a checked one's answer takes at most, about."""
+        return 4 * self.max_tokens
+
     def fields(self) -> list[object]:
         """As it travels, and as the digest covers it."""
         return [self.max_tokens, list(self.eos_token_ids or ()), self.temperature, self.seed]

@@ -41,6 +41,10 @@ class OfRow(ABC, Generic[AnswerT]):
         """With every default resolved for a model. Raises `PromptError`."""
 
     @abstractmethod
+    def stored_bytes(self, info: ModelInfo) -> int:
+        """What a checked one's answer takes, about."""
+
+    @abstractmethod
     def fields(self) -> list[object]:
         """As it travels, and as the digest covers it."""
 

@@ -59,6 +59,10 @@ class Row:
         """This want for `count` prompts."""
         return (self,) * count
 
+    def stored_bytes(self, info: ModelInfo) -> int:
+        """What a checked one's answer takes, about."""
+        return info.vocab_size * ENTRY_BYTES[self.encoding or info.encoding]
+
     def fields(self) -> list[object]:
         """As it travels, and as the digest covers it."""
         return [self.encoding]

@@ -45,6 +45,10 @@ class Tokens(OfRow[Logprobs]):
             raise PromptError(f"token_ids: {wrong}")
         return self
 
+    def stored_bytes(self, info: ModelInfo) -> int:
+        """What a checked one's answer takes, about."""
+        return len(as_bytes(self.token_ids))
+
     def fields(self) -> list[object]:
         """As it travels, and as the digest covers it."""
         return [self.token_ids]

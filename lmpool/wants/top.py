@@ -38,6 +38,10 @@ class Top(OfRow[TopLogprobs]):
             )
         return self if type(self.k) is int else Top(k)
 
+    def stored_bytes(self, info: ModelInfo) -> int:
+        """What a checked one's answer takes, about."""
+        return 8 * self.k
+
     def fields(self) -> list[object]:
         """As it travels, and as the digest covers it."""
         return [self.k]

@@ -14,7 +14,8 @@ from lmpool.wants.top import Top
 Want: TypeAlias = Row | Top | Tokens | Draw | Generate
 """Every kind of question."""
 
-_KINDS: Final[dict[str, type[Want]]] = {want.kind: want for want in get_args(Want)}
+KINDS: Final[dict[str, type[Want]]] = {want.kind: want for want in get_args(Want)}
+"""The wants by kind."""
 
 
 def want_to_wire(want: Want) -> list[object]:
@@ -26,7 +27,7 @@ def want_from_wire(found: object) -> Want:
     """Read `want_to_wire`'s form, strictly. Raises `JobFormatError`."""
     if not isinstance(found, list) or not found or not isinstance(found[0], str):
         raise JobFormatError(f"no want: {found!r:.100}")
-    kind = _KINDS.get(found[0])
+    kind = KINDS.get(found[0])
     if kind is None:
-        raise JobFormatError(f"unknown want {found[0]!r:.40}; there are {', '.join(_KINDS)}")
+        raise JobFormatError(f"unknown want {found[0]!r:.40}; there are {', '.join(KINDS)}")
     return kind.from_fields(found[1:])

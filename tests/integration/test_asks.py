@@ -112,8 +112,8 @@ BAD: list[tuple[Any, str]] = [
     (([], Top(1)), "empty prompt"),
     (([V], Top(1)), f"token id {V}"),
     (([1], "row"), "want='row'"),
-    ("x", "an Ask, or a pair"),
-    (None, "an Ask, or a pair"),
+    ("x", "write an Ask, or a pair"),
+    (None, "write an Ask, or a pair"),
 ]
 
 
@@ -126,6 +126,10 @@ def test_what_cannot_be_asked_is_named_before_anything_is_sent(
         lm.sync.ask_many([([1], Top(1)), ([2], Top(1)), bad])
     assert caught.value.index == 2
     assert lm.statistics()["requests"] == requests
+    if not isinstance(bad, tuple) or isinstance(bad[1], str):
+        with pytest.raises(PromptError, match=f"ask 1: .*{reason}"):
+            lm.sync.ask_many([([1], Top(1)), bad], errors="return")
+        return
     found = lm.sync.ask_many([([1], Top(1)), bad, ([2], Top(1))], errors="return")
     same_top(found[0], [1], 1)
     assert isinstance(found[1], PromptError)

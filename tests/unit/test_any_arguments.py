@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -36,10 +36,12 @@ from lmpool.errors import (
     UnknownAdapter,
 )
 from lmpool.keys import GROUP, PoolKeys
+from lmpool.producer.asks import Ask
 from lmpool.producer.embedded import embedded_lm
 from lmpool.scripts import script
 from lmpool.settings import ClientOptions, WorkerOptions
 from lmpool.vocabulary import Vocabulary
+from lmpool.wants import Draw, Row, Top
 from tests.support.fake import FakeServer
 from tests.support.parts import VOCAB, info_of, jobs_of
 from tests.support.waiting import until
@@ -163,7 +165,11 @@ ANYTHING = st.recursive(
 
 PROMPT = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4)
 NAMES = st.sampled_from(["one", "two", ""])
+QUESTIONS = st.builds(Top, st.integers(1, VOCAB)) | st.just(Row()) | st.just(Draw(2, seed=1))
 TYPED: dict[str, st.SearchStrategy[Any]] = {
+    "Want": QUESTIONS,
+    "Asks": st.lists(st.tuples(PROMPT, QUESTIONS) | st.builds(Ask, PROMPT), max_size=3),
+    "TokenSet | None": st.none() | PROMPT,
     "TokenIds": PROMPT | PROMPT.map(np.array) | PROMPT.map(torch.tensor),
     "Sequence[TokenIds]": st.lists(PROMPT, max_size=3),
     "Sequence[int]": PROMPT,
@@ -192,8 +198,9 @@ def typed(name: str, annotation: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from([None, NOBODY, "unix:///nowhere"])
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     text = text.replace("typing.", "").replace("collections.abc.", "")
-    if "Literal" in text or text in ("Priority | None", "FrameworkName | None"):
+    if "Literal" in text or text in ("Priority | None", "FrameworkName | None", "Errors"):
         choices = ["interactive", "batch", "auto", "numpy", "f32", "wait", "raise", "follow"]
+        choices.append("return")
         return st.none() | st.sampled_from(choices)
     assert text in TYPED, f"{name}: {text} is new; write into TYPED what it may be"
     return TYPED[text]
@@ -255,6 +262,11 @@ def case_of_function(function: Callable[..., Any]) -> st.SearchStrategy[Any]:
     return st.tuples(st.just(function), arguments(function))
 
 
+async def _gone_through(answers: AsyncIterator[object]) -> None:
+    async for _ in answers:
+        pass
+
+
 def outcome(function: Callable[..., Any], given: dict[str, Any]) -> LmpoolError | None:
     """How a call ended; any other exception than may be fails the test."""
     try:
@@ -267,6 +279,10 @@ def outcome(function: Callable[..., Any], given: dict[str, Any]) -> LmpoolError 
         found = function(**given)
         if inspect.iscoroutine(found):
             found = asyncio.run(found)
+        elif inspect.isgenerator(found):
+            list(found)
+        elif inspect.isasyncgen(found):
+            asyncio.run(_gone_through(found))
     except LmpoolError as error:
         assert str(error)  # noqa: PT017
         return error
@@ -354,6 +370,8 @@ def test_functions_and_options_refuse_what_they_cannot_use(
 
 SOUND: dict[str, Any] = {
     "job": jobs_of([[1]])[0],
+    "asks": [([1], Top(1))],
+    "want": Top(1),
     "token_ids": [1],
     "token_ids_list": [[1]],
     "prompt_token_ids": [1],

@@ -34,6 +34,7 @@ STATISTICS = PoolStatistics(
     failed=12,
     expired=3,
     evicted=7_654_321,
+    answers={"row": 12_000_000, "top": 345_678},
     backlog=99_999,
     held_bytes=6 << 30,
     oldest_seconds=567.8,
@@ -73,6 +74,8 @@ def test_statistics_are_never_cut(width: int) -> None:
     shown = printed(width)
     assert "…" not in shown
     for part in ("computed", "12,345,678", "a batch", "10.0", "backlog", "rows/s", "1,234"):
+        assert part in shown
+    for part in ("row 12,000,000", "top 345,678"):
         assert part in shown
     for part in ("held", "6 GiB", "oldest", "9 min 27 s", "evicted", "7,654,321"):
         assert part in shown

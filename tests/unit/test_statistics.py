@@ -9,7 +9,7 @@ import msgpack
 import pytest
 import redis
 
-from lmpool.counters import COUNTERS
+from lmpool.counters import COUNTERS, answers
 from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.liveness import LIFE_MS
 from lmpool.producer.statistics import PoolStatistics, pool_statistics
@@ -47,6 +47,14 @@ def test_every_counter_is_summed_over_the_lanes_and_others_are_left_out(server, 
         server.hset(shard.counters, "of_a_later_release", 5)
     found = read(server, shards)
     assert [found[counter.field] for counter in COUNTERS] == [3, 30, 300, 3000, 30000]
+    assert found["answers"] == {"row": 3}
+
+
+def test_answers_are_counted_by_kind_and_rows_are_the_rest(server, shards) -> None:
+    for shard in shards:
+        server.hset(shard.counters, mapping={"computed": 10, answers("top"): 3})
+    server.hset(shards[0].counters, answers("draw"), 1)
+    assert read(server, shards)["answers"] == {"row": 13, "top": 6, "draw": 1}
 
 
 def test_the_backlog_is_of_both_priorities_and_all_shards(server, shards) -> None:
