@@ -21,6 +21,7 @@ from lmpool.errors import LmpoolError
 
 if TYPE_CHECKING:
     from lmpool.producer import (
+        Ask,
         EmbeddedLM,
         NumpyRows,
         PooledLM,
@@ -36,6 +37,7 @@ except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "Ask",
     "EmbeddedLM",
     "LmpoolError",
     "NumpyRows",

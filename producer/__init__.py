@@ -1,5 +1,6 @@
 """What a pipeline imports: `PooledLM`, and how to get one."""
 
+from lmpool.producer.asks import Ask
 from lmpool.producer.connecting import connect
 from lmpool.producer.embedded import EmbeddedLM, embedded
 from lmpool.producer.frameworks import NumpyRows, TorchRows
@@ -9,6 +10,7 @@ from lmpool.producer.pooled_lm import PooledLM, SyncPooledLM
 # `from lmpool.producer.embedded import ...` finds the package.
 
 __all__ = [
+    "Ask",
     "EmbeddedLM",
     "NumpyRows",
     "PooledLM",

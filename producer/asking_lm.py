@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Generic, Literal, TypeAlias, cast, overload
+from typing import Generic, Literal, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,8 @@ from lmpool.wants import (
     Draws,
     Generate,
     Generation,
+    OfRow,
+    Reduced,
     Row,
     Tokens,
     TokenSet,
@@ -52,6 +54,9 @@ MakeJobs = Callable[[JobMaker, AdapterOf], list[Job]]
 """Makes the jobs of a call, for a model and its adapters."""
 
 
+AnswerT = TypeVar("AnswerT", bound=Reduced)
+
+
 class AskingLM(BaseLM, Generic[RowT_co]):
     """A model that a pool serves, asked for any want: see `lmpool.wants`."""
 
@@ -70,19 +75,9 @@ class AskingLM(BaseLM, Generic[RowT_co]):
     ) -> RowT_co: ...  # fmt: skip
     @overload
     async def ask(
-        self, token_ids: TokenIds, want: Top, lora_name: str | None = None, *,
+        self, token_ids: TokenIds, want: OfRow[AnswerT], lora_name: str | None = None, *,
         timeout: float | None = None, priority: Priority | None = None,
-    ) -> TopLogprobs: ...  # fmt: skip
-    @overload
-    async def ask(
-        self, token_ids: TokenIds, want: Tokens, lora_name: str | None = None, *,
-        timeout: float | None = None, priority: Priority | None = None,
-    ) -> Logprobs: ...  # fmt: skip
-    @overload
-    async def ask(
-        self, token_ids: TokenIds, want: Draw, lora_name: str | None = None, *,
-        timeout: float | None = None, priority: Priority | None = None,
-    ) -> Draws: ...  # fmt: skip
+    ) -> AnswerT: ...  # fmt: skip
     @overload
     async def ask(
         self, token_ids: TokenIds, want: Generate, lora_name: str | None = None, *,
@@ -92,12 +87,12 @@ class AskingLM(BaseLM, Generic[RowT_co]):
     async def ask(
         self,
         token_ids: TokenIds,
-        want: Want,
+        want: Want | OfRow[AnswerT],
         lora_name: str | None = None,
         *,
         timeout: float | None = None,
         priority: Priority | None = None,
-    ) -> AnswerTo[RowT_co]:
+    ) -> AnswerTo[RowT_co] | AnswerT:
         """The answer to one want of one prompt.
 
         Raises:
@@ -107,7 +102,7 @@ class AskingLM(BaseLM, Generic[RowT_co]):
         """
         check_want(want)
         options = self._options(timeout, priority)
-        return self._handed_out(await self._one(token_ids, want, lora_name, options))
+        return self._handed_out(await self._one(token_ids, cast(Want, want), lora_name, options))
 
     @overload
     async def ask_many(

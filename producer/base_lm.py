@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Final, NoReturn, Self, TypeVar
 
-from lmpool.errors import UnknownPool
+from lmpool.checks import is_text, quoted
+from lmpool.errors import PromptError, UnknownPool
 from lmpool.keys import ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.adapters import (
@@ -23,13 +24,15 @@ from lmpool.producer.deadline import Deadline
 from lmpool.producer.prompts import prompt_bytes
 from lmpool.producer.served_model import ServedModel, ServedModels
 from lmpool.producer.statistics import PoolStatistics, pool_statistics
-from lmpool.producer.tokens import ByteToken, Tokenizer
+from lmpool.producer.tokens import ByteToken, Tokenizer, encode_conversation
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
-from lmpool.token_ids import TokenIds
+from lmpool.token_ids import TokenIds, listed, packed
 
 INFO_POLL: Final = 0.1
 """Seconds between two looks whether a pool has come to be served."""
+IDS_MOST: Final = 1 << 24
+"""Ids of one text."""
 AT_ONCE: Final = 0.01
 """Seconds in which a client ends that has waited for as long as it may."""
 
@@ -146,6 +149,43 @@ class BaseLM:
     def str_vocab(self) -> list[str]:
         """Every token as text; what is no UTF-8 as the tokenizer spells it."""
         return self._model_with_vocabulary().str_vocab
+
+    def encode(self, text: str, bos: bool | None = None) -> list[int]:
+        """A text as token ids.
+
+        The tokens that a model wants around a text are as its tokenizer has them; `bos` says
+        whether there are any: False is none, True begins with the BOS token in any case. Raises
+        `PromptError` for what is no text, and what `tokenizer` raises.
+        """
+        if bos is not None and type(bos) is not bool:
+            raise PromptError(f"bos={quoted(bos)}: write True, False, or None")
+        if not is_text(text):
+            raise PromptError(f"{quoted(text)}: a text in UTF-8 is needed")
+        ids = list(self.tokenizer.encode(text, add_special_tokens=bos is not False))
+        first = self.info.bos_token_id
+        if not bos or ids[:1] == [first]:
+            return ids
+        if first is None:
+            raise PromptError(f"bos=True: {self.info.model} has no BOS token")
+        return [first, *ids]
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """A conversation as token ids, as the model was taught to read it.
+
+        `messages` are mappings with ``role`` and ``content``; with `add_generation_prompt` the
+        model's turn is next. Raises `PromptError` for what the model's chat template does not
+        take, `PoolError` where it has none, and what `tokenizer` raises.
+        """
+        return encode_conversation(self.tokenizer, self.info, messages, add_generation_prompt)
+
+    def decode(self, token_ids: TokenIds) -> str:
+        """The text of token ids, special tokens included. Raises what `tokenizer` raises, and
+        `PromptError` for ids that the vocabulary does not have."""
+        ids = listed(token_ids, IDS_MOST, "token_ids")
+        packed(ids, self.info.vocab_size)
+        return self.tokenizer.decode(list(ids))
 
     # --- adapters and caches -------------------------------------------------------------------
 

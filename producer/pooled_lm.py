@@ -7,12 +7,23 @@ import functools
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar, cast
+from typing import (
+    Any,
+    Concatenate,
+    Final,
+    Generic,
+    Literal,
+    ParamSpec,
+    Self,
+    TypeVar,
+    cast,
+    overload,
+)
 
 from lmpool.checks import as_integer, quoted
 from lmpool.errors import LmpoolError, PromptError, SettingsError
 from lmpool.keys import Priority
-from lmpool.producer.asking_lm import AdapterOf, AnswerTo, AskingLM
+from lmpool.producer.asking_lm import AdapterOf, AnswerT, AnswerTo, AskingLM
 from lmpool.producer.asks import Asks
 from lmpool.producer.base_lm import AT_ONCE, BaseLM
 from lmpool.producer.blocking import blocking, outcome, pause, run_blocking, running_loop
@@ -26,7 +37,7 @@ from lmpool.producer.statistics import PoolStatistics
 from lmpool.rows import EncodedRow
 from lmpool.settings import ClientOptions
 from lmpool.token_ids import TokenIds
-from lmpool.wants import Answer, Generate, Generation
+from lmpool.wants import Answer, Generate, Generation, OfRow, Row, Want
 from lmpool.wire import Job
 
 WORKERS_POLL: Final = 0.1
@@ -298,8 +309,63 @@ class SyncPooledLM(BaseLM, Generic[RowT_co]):
         finally:
             window.close()
 
-    ask = _of_sync(PooledLM[RowT_co].ask)
-    ask_many = _of_sync(PooledLM[RowT_co].ask_many)
+    @overload
+    def ask(
+        self, token_ids: TokenIds, want: Row, lora_name: str | None = None, *,
+        timeout: float | None = None, priority: Priority | None = None,
+    ) -> RowT_co: ...  # fmt: skip
+    @overload
+    def ask(
+        self, token_ids: TokenIds, want: OfRow[AnswerT], lora_name: str | None = None, *,
+        timeout: float | None = None, priority: Priority | None = None,
+    ) -> AnswerT: ...  # fmt: skip
+    @overload
+    def ask(
+        self, token_ids: TokenIds, want: Generate, lora_name: str | None = None, *,
+        timeout: float | None = None, priority: Priority | None = None,
+    ) -> Generation: ...  # fmt: skip
+
+    def ask(
+        self,
+        token_ids: TokenIds,
+        want: Want | OfRow[AnswerT],
+        lora_name: str | None = None,
+        *,
+        timeout: float | None = None,
+        priority: Priority | None = None,
+    ) -> AnswerTo[RowT_co] | AnswerT:
+        """The answer to one want of one prompt; see `PooledLM.ask`."""
+        asking = self._lm.ask(
+            token_ids, cast(Row, want), lora_name, timeout=timeout, priority=priority
+        )
+        return run_blocking(asking)
+
+    @overload
+    def ask_many(
+        self, asks: Asks, *, errors: Literal["raise"] = "raise", timeout: float | None = None,
+        priority: Priority | None = None, progress: bool = False,
+    ) -> list[AnswerTo[RowT_co]]: ...  # fmt: skip
+    @overload
+    def ask_many(
+        self, asks: Asks, *, errors: Errors, timeout: float | None = None,
+        priority: Priority | None = None, progress: bool = False,
+    ) -> list[AnswerTo[RowT_co] | LmpoolError]: ...  # fmt: skip
+
+    def ask_many(
+        self,
+        asks: Asks,
+        *,
+        errors: Errors = "raise",
+        timeout: float | None = None,
+        priority: Priority | None = None,
+        progress: bool = False,
+    ) -> Sequence[AnswerTo[RowT_co] | LmpoolError]:
+        """The answers to several asks, in their order; see `PooledLM.ask_many`."""
+        asking = self._lm.ask_many(
+            asks, errors=errors, timeout=timeout, priority=priority, progress=progress
+        )
+        return run_blocking(asking)
+
     top_logprobs = _of_sync(PooledLM[RowT_co].top_logprobs)
     batch_top_logprobs = _of_sync(PooledLM[RowT_co].batch_top_logprobs)
     token_logprobs = _of_sync(PooledLM[RowT_co].token_logprobs)

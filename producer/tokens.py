@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
-from lmpool.checks import said
-from lmpool.errors import PoolError
+from lmpool.checks import is_text, quoted, said
+from lmpool.errors import PoolError, PromptError
 from lmpool.model_info import ModelInfo
 from lmpool.vocabulary import Vocabulary
 
@@ -134,6 +134,29 @@ def string_tokens(tokens: Sequence[bytes], tokenizer: Tokenizer) -> list[str]:
         except UnicodeDecodeError:
             strings.append(tokenizer.convert_ids_to_tokens(i))
     return strings
+
+
+def encode_conversation(
+    tokenizer: Tokenizer,
+    info: ModelInfo,
+    messages: Sequence[Mapping[str, str]],
+    add_generation_prompt: bool,
+) -> list[int]:
+    """The ids of a conversation by the model's chat template; see `BaseLM.encode_chat`."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise PoolError(f"{info.model} has no chat template: encode a text instead")
+    try:
+        if not all(is_text(message["content"]) for message in messages):
+            raise TypeError("a content that is no text in UTF-8")
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=bool(add_generation_prompt)
+        )
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    except Exception as error:  # of its template, which is a program of its own
+        raise PromptError(
+            f"messages={quoted(messages)}: the model's chat template does not take them: write a "
+            f"list of {{'role': ..., 'content': ...}} ({said(error)})"
+        ) from None
 
 
 def load_tokenizer(vocabulary: Vocabulary, info: ModelInfo) -> Tokenizer:

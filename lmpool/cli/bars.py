@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,16 +25,6 @@ def bar(fraction: float, width: int, *, ascii_only: bool = False) -> str:
     return _EIGHTHS[8] * full + (_EIGHTHS[rest] if rest else "")
 
 
-def likeliest(row: Any, k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Ids and probabilities of a row's `k` likeliest tokens, the likeliest first.
-
-    Equally likely ones come in the order of their ids.
-    """
-    values = np.asarray(row, dtype=np.float64)
-    ids = np.argsort(-values, kind="stable")[:k]
-    return ids, np.exp(values[ids])
-
-
 def token_text(token: bytes) -> str:
     """A token as one visible word: spaces and line ends are shown, what is no text in hex."""
     try:
@@ -49,8 +39,8 @@ def token_text(token: bytes) -> str:
 
 def bar_lines(
     tokens: Sequence[bytes],
-    ids: Sequence[int] | npt.NDArray[np.int64],
-    probabilities: Sequence[float] | npt.NDArray[np.float64],
+    ids: Sequence[int] | npt.NDArray[np.int32],
+    probabilities: Sequence[float] | npt.NDArray[np.float32],
     *,
     width: int = 40,
     ascii_only: bool = False,

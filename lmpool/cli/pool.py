@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,6 +19,7 @@ from lmpool.cli.terminal import escape, fits, lines, speaks_unicode, tables, tit
 if TYPE_CHECKING:
     from lmpool.producer import PooledLM
     from lmpool.producer.statistics import PoolStatistics, WorkerStatistics
+    from lmpool.wants import TopLogprobs
 
 
 def logprobs(
@@ -27,11 +29,14 @@ def logprobs(
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long to wait.", min=0.001)
     ] = 60.0,
+    as_json: AsJson = False,
     url: Url = None,
     pool: Pool = None,
 ) -> None:
     """Show the likeliest next tokens of a prompt, as bars."""
-    from lmpool.cli.bars import bar_lines, likeliest
+    import numpy as np
+
+    from lmpool.cli.bars import bar_lines
     from lmpool.producer import connect
     from lmpool.prompt_text import encoder, read_vocabulary
 
@@ -39,14 +44,36 @@ def logprobs(
     with connect(url, pool, framework="numpy") as lm:
         vocabulary = read_vocabulary(lm)
         ids = encoder(lm, vocabulary)(text)
-        row = lm.next_token_logprobs_sync(ids, adapter, timeout=timeout)
-    found, probabilities = likeliest(row, k)
+        most = min(k, lm.info.vocab_size)
+        top = lm.sync.top_logprobs(ids, most, adapter, timeout=timeout)
+    if as_json:
+        print(json.dumps(_as_json(top, vocabulary.tokens)))
+        return
     plural = "token" if len(ids) == 1 else "tokens"
     console.print(f"[dim]{escape(lm.info.model)}, {len(ids)} {plural}[/]")
     for line in bar_lines(
-        vocabulary.tokens, found, probabilities, ascii_only=not speaks_unicode(console)
+        vocabulary.tokens,
+        top.token_ids,
+        np.exp(top.logprobs),
+        ascii_only=not speaks_unicode(console),
     ):
         console.print(escape(line))
+
+
+def _as_json(top: TopLogprobs, tokens: Sequence[bytes]) -> dict[str, object]:
+    """The likeliest tokens for programs. JSON has no infinity: what is impossible is null."""
+    from lmpool.prompt_text import decode
+
+    ids = top.token_ids.tolist()
+    logprobs = [*top.logprobs.tolist(), float(top.rest)]
+    *each, rest = [number if math.isfinite(number) else None for number in logprobs]
+    return {
+        "tokens": [
+            {"id": i, "token": decode(tokens, [i]), "logprob": logprob}
+            for i, logprob in zip(ids, each, strict=True)
+        ],
+        "rest": rest,
+    }
 
 
 def ping(url: Url = None, pool: Pool = None) -> None:

@@ -118,6 +118,18 @@ def test_logprobs_shows_the_likeliest_tokens(served: list[str]) -> None:
     assert lines[0].count("█") == 40
 
 
+def test_logprobs_for_programs(served: list[str]) -> None:
+    shown = lmpool("logprobs", "abc", "-k", "300", "--json", *served)
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(shown.stdout)
+    row = mock_row([*b"abc"], 256)
+    assert [each["id"] for each in found["tokens"]] == np.argsort(-row, kind="stable").tolist()
+    assert found["tokens"][0]["logprob"] == pytest.approx(float(row.max()), abs=1e-6)
+    assert found["rest"] is None  # of no other token
+    by_id = {each["id"]: each["token"] for each in found["tokens"]}
+    assert (by_id[97], by_id[200]) == ("a", "\ufffd")
+
+
 def test_ping_tells_who_answers(served: list[str]) -> None:
     shown = lmpool("ping", *served)
     assert shown.exit_code == 0, shown.output

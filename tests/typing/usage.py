@@ -15,6 +15,7 @@ from lmpool import EmbeddedLM, NumpyRows, PooledLM, SyncPooledLM, TorchRows
 from lmpool.errors import PoolTimeout, PromptError
 from lmpool.producer.statistics import PoolStatistics
 from lmpool.producer.tokens import ByteToken
+from lmpool.wants import Draw, Draws, Generate, Generation, Row, Tokens, Top, TopLogprobs
 
 PROMPT = [1, 5, 9]
 
@@ -32,6 +33,26 @@ async def asked_in_an_event_loop() -> None:
         assert_type(await lm.batch_sample([PROMPT], 20, [2], 0.8), list[list[int]])
         assert_type(await lm.pool_statistics(), PoolStatistics)
         assert_type(lm.statistics()["requests"], int)
+
+
+async def less_than_rows(lm: PooledLM[NumpyRows]) -> None:
+    assert_type(await lm.top_logprobs(PROMPT, 5), TopLogprobs)
+    assert_type(await lm.ask(PROMPT, Row()), npt.NDArray[np.float32])
+    assert_type(await lm.ask(PROMPT, Top(5)), TopLogprobs)
+    assert_type(await lm.ask(PROMPT, Generate(5)), Generation)
+    assert_type(lm.sync.ask(PROMPT, Draw(n=3, allowed=[1, 2])), Draws)
+    assert_type(lm.sync.ask(PROMPT, Tokens([3])), npt.NDArray[np.float32])
+    assert_type(await lm.batch_draw([PROMPT], n=2), list[Draws])
+    for found in lm.sync.ask_many([(PROMPT, Top(2)), lmpool.Ask(PROMPT, lora_name="fr")]):
+        if isinstance(found, TopLogprobs):
+            assert_type(found.token_ids, npt.NDArray[np.int32])
+    for each in await lm.ask_many([(PROMPT, Top(2))], errors="return"):
+        if isinstance(each, lmpool.LmpoolError):
+            assert_type(each.index, int | None)
+    async for number, _ in lm.ask_iter((PROMPT, Top(2)) for _ in range(10)):
+        assert_type(number, int)
+    for number, _ in lm.sync.ask_iter([(PROMPT, Top(2))], in_flight=10, ordered=True):
+        assert_type(number, int)
 
 
 def asked_in_a_thread() -> None:

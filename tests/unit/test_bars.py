@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmpool.cli.bars import ascii_text, bar, bar_lines, likeliest, token_text
+from lmpool.cli.bars import ascii_text, bar, bar_lines, token_text
 
 
 @pytest.mark.parametrize(
@@ -36,21 +35,6 @@ def test_bars_can_do_without_unicode() -> None:
 def test_bars_grow_with_their_fractions(a: float, b: float, width: int) -> None:
     shorter, longer = (bar(fraction, width) for fraction in sorted((a, b)))
     assert len(shorter) <= len(longer) <= width
-
-
-def test_the_likeliest_come_first_and_ties_by_id() -> None:
-    row = np.log(np.array([0.1, 0.3, 0.2, 0.3, 0.1], np.float32))
-    ids, probabilities = likeliest(row, 4)
-    assert ids.tolist() == [1, 3, 2, 0]
-    assert probabilities == pytest.approx([0.3, 0.3, 0.2, 0.1], rel=1e-6)
-    assert likeliest(row, 99)[0].size == 5
-
-
-def test_impossible_tokens_come_last() -> None:
-    row = np.array([-np.inf, 0.0, -np.inf], np.float32)
-    ids, probabilities = likeliest(row, 3)
-    assert ids.tolist() == [1, 0, 2]
-    assert probabilities.tolist() == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 from rich.console import Console
 
-from lmpool.cli.bars import ascii_text, bar_lines, likeliest
+from lmpool.cli.bars import ascii_text, bar_lines
 from lmpool.cli.demo.client import Report, examine
 from lmpool.cli.demo.load import make_work, run_load
 from lmpool.cli.terminal import escape, lines, speaks_unicode
@@ -99,11 +100,15 @@ class _Demo:
     def show_likeliest(self) -> None:
         self.title("The likeliest next tokens")
         prompts = [self.encode(text) for text in TEXTS]
-        rows = self.lm.batch_next_token_logprobs_sync(prompts, timeout=60.0)
-        for text, row in zip(TEXTS, rows, strict=True):
+        found = self.lm.sync.batch_top_logprobs(prompts, LIKELIEST, timeout=60.0)
+        for text, top in zip(TEXTS, found, strict=True):
             self.say(f"  [cyan]{text}[/] …")
             lines = bar_lines(
-                self.tokens, *likeliest(row, LIKELIEST), width=30, ascii_only=self.ascii_only
+                self.tokens,
+                top.token_ids,
+                np.exp(top.logprobs),
+                width=30,
+                ascii_only=self.ascii_only,
             )
             for line in lines:
                 self.say(f"      {escape(line)}")
