@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from lmpool.errors import SettingsError
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """Raised when what travels or a key's form changes: it is part of every key of a shard, so that
 workers and clients of different protocols never meet on one."""
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from lmpool.backends.batch import BatchEngine
 from lmpool.backends.engine import EngineInfo, Outcome, Request, Tokens
 from lmpool.errors import EngineBroken, SettingsError
+from lmpool.wants import Top, TopLogprobs
 
 _TABLE_ENTRIES: Final = 1 << 20
 _TABLE_KEY: Final = 0x6C6D706F6F6C  # "lmpool"
@@ -69,10 +70,42 @@ def _adapter_key(adapter: str | None) -> bytes:
 def _pick(
     table: npt.NDArray[np.float32], vocab_size: int, prompt: bytes, key: bytes
 ) -> npt.NDArray[np.float32]:
-    digest = hashlib.blake2b(prompt, digest_size=8, key=key).digest()
-    window = int.from_bytes(digest, "little") % (table.size >> 1)
-    start = window + window // vocab_size * vocab_size
+    row, turn = _place(table.size >> 1, vocab_size, prompt, key)
+    start = row * 2 * vocab_size + turn
     return table[start : start + vocab_size]
+
+
+def _place(entries: int, vocab_size: int, prompt: bytes, key: bytes) -> tuple[int, int]:
+    """Which of the normalized rows a prompt has, and by how many entries it is turned."""
+    digest = hashlib.blake2b(prompt, digest_size=8, key=key).digest()
+    return divmod(int.from_bytes(digest, "little") % entries, vocab_size)
+
+
+@functools.cache
+def _sorted_row(vocab_size: int, row: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+    """A normalized row's ids, likeliest first, and the log of the mass from each of them on."""
+    values = _table(vocab_size)[row * 2 * vocab_size :][:vocab_size]
+    order = np.argsort(-values, kind="stable")
+    with np.errstate(divide="ignore"):
+        masses = np.log(np.cumsum(np.exp(values[order[::-1]], dtype=np.float64))[::-1])
+    return order, np.append(masses, -np.inf)
+
+
+def _top(want: Top, vocab_size: int, prompt: bytes, key: bytes) -> TopLogprobs:
+    """The likeliest tokens of a prompt's row, which are those of the row that it turns."""
+    table = _table(vocab_size)
+    row, turn = _place(table.size >> 1, vocab_size, prompt, key)
+    order, masses = _sorted_row(vocab_size, row)
+    values = table[row * 2 * vocab_size :][:vocab_size]
+    # To turn a row changes the ids, by which those come in order that are equally likely.
+    least, most = values[order[want.k - 1]], want.k
+    while most < vocab_size and values[order[most]] == least:
+        most += 1
+    ids = (order[:most] - turn) % vocab_size
+    logprobs = values[order[:most]]
+    first = np.lexsort((ids, -logprobs))[: want.k]
+    rest = np.float32(masses[want.k])
+    return TopLogprobs(ids[first].astype(np.int32), logprobs[first], rest)
 
 
 class MockEngine(BatchEngine):
@@ -142,10 +175,14 @@ class MockEngine(BatchEngine):
                 _append(self._log, len(requests), tokens, started, clock)
         vocab_size = self.info.vocab_size
         table = _table(vocab_size)
-        return [
-            Outcome(r.id, _pick(table, vocab_size, r.tokens.tobytes(), _adapter_key(r.adapter)))
-            for r in requests
-        ]
+        outcomes = []
+        for r in requests:
+            prompt, key = r.tokens.tobytes(), _adapter_key(r.adapter)
+            if isinstance(r.want, Top):
+                outcomes.append(Outcome(r.id, answer=_top(r.want, vocab_size, prompt, key)))
+            else:
+                outcomes.append(Outcome(r.id, _pick(table, vocab_size, prompt, key)))
+        return outcomes
 
     def _misbehave(self, requests: Sequence[Request]) -> None:
         if self._break_token is not None and _contains(requests, self._break_token):

@@ -76,6 +76,8 @@ class Draw(OfRow[Draws]):
         return Draw(n, seed, packing.plain_zero(temperature), self.replacement, choice)
 
     def _choice(self, size: int) -> Choice | None:
+        if self.allowed is None and self.excluded is None:
+            return None
         if not isinstance(self.allowed, Choice):
             return Choice.of(self.allowed, self.excluded, size)
         wrong = self.allowed.misfit(size)

@@ -17,8 +17,8 @@ from tests.benchmarks.pool import WrongRows
 from tests.benchmarks.tables import save, show, write_json
 
 NAMES = (
-    "jobs", "rows", "full", "latency", "memory", "dedup", "hf", "hf_memory", "hf_start", "masks",
-    "vllm",
+    "jobs", "rows", "answers", "full", "latency", "memory", "dedup", "hf", "hf_memory", "hf_start",
+    "masks", "vllm",
 )  # fmt: skip
 
 
