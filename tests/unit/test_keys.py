@@ -40,7 +40,7 @@ def test_names_are_those_of_the_design() -> None:
     keys = PoolKeys("llama")
     shard = keys.shard(FINGERPRINT8, 3)
     assert PROTOCOL == 3
-    prefix = "{lmpool:llama:0123abcd:2:3}"
+    prefix = "{lmpool:llama:0123abcd:3:3}"
     assert keys.info == "lmpool:llama"
     assert shard.prefix == prefix
     assert shard.stream().key == f"{prefix}:jobs:0"
