@@ -1,0 +1,92 @@
+"""The examples, as their own words say to run them, and that what they compute is right."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import lmpool
+from lmpool.backends.mock import mock_row
+from tests.support.clients import connected
+from tests.support.workers import clean_environment, in_process_worker
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(ROOT.joinpath("examples").glob("*.py"))
+SAYS = {
+    "classify": ["'Return a list of' goes on with ' the' ("],
+    "constrained": ["%  The method returns None.", "%  The method returns a list."],
+}
+"""What each prints, besides."""
+
+
+def imported(name: str) -> ModuleType:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_it_runs_on_the_tiny_model(example: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    done = subprocess.run(
+        [sys.executable, str(example)],
+        cwd=tmp_path,
+        env={**clean_environment(), "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    for said in SAYS[example.stem]:
+        assert said in done.stdout
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_readme_links_it(example: Path) -> None:
+    assert f"examples/{example.name}" in (ROOT / "README.md").read_text("utf-8")
+
+
+def test_the_classifiers_shares_are_those_of_the_rows(server_url: str, pool_name: str) -> None:
+    classify = imported("classify").classify
+    with in_process_worker(server_url, pool_name), connected(server_url, pool_name) as lm:
+        found = classify(lm.sync, ["ab", "abc"], ["x", "y"])
+    for text, shares in zip((b"ab", b"abc"), found, strict=True):
+        two = np.exp(mock_row([*text], 256)[[ord("x"), ord("y")]])
+        np.testing.assert_allclose(shares, two / two.sum(), rtol=1e-5)
+
+
+def test_weighted_draws_follow_the_models_distribution(server_url: str, pool_name: str) -> None:
+    example = imported("constrained")
+    texts = [(1, 2), (1, 3), (2, 2, 2), (250,)]
+    with in_process_worker(server_url, pool_name):
+
+        async def ask() -> dict[tuple[int, ...], float]:
+            async with lmpool.connect(server_url, pool_name, framework="numpy") as lm:
+                grammar = example.Grammar(texts)
+                found = await example.sample(lm, [7], grammar, 3_000, 5)
+                shares: dict[tuple[int, ...], float] = example.estimate(found)
+                return shares
+
+        found = asyncio.run(ask())
+    exact = {
+        text: float(sum(mock_row([7, *text[:n]], 256)[text[n]] for n in range(len(text))))
+        for text in texts
+    }
+    total = sum(np.exp(list(exact.values())))
+    assert found.keys() == exact.keys()
+    for text, logprob in exact.items():
+        assert found[text] == pytest.approx(np.exp(logprob) / total, abs=0.04)
