@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 import lmpool
 
@@ -25,14 +26,15 @@ WORDS = (" an", " the")
 
 def classify(
     lm: lmpool.SyncPooledLM[object], texts: Sequence[str], words: Sequence[str]
-) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+) -> npt.NDArray[np.float64]:
     """The probability of each word after each text, among these words alone: [texts, words]."""
     first = [lm.encode(word, bos=False)[0] for word in words]
     if len(set(first)) < len(words):
         raise SystemExit(f"{words} begin with the same token: choose others")
     logprobs = lm.batch_token_logprobs([lm.encode(text) for text in texts], first)
-    shares = np.exp(logprobs.astype(np.float64))
-    return shares / shares.sum(axis=1, keepdims=True)
+    shares: npt.NDArray[np.float64] = np.exp(logprobs.astype(np.float64))
+    shares /= shares.sum(axis=1, keepdims=True)
+    return shares
 
 
 def main() -> None:
@@ -45,9 +47,8 @@ def main() -> None:
     given = parser.parse_args()
     lm = lmpool.connect(given.url, given.pool) if given.url else lmpool.embedded("tiny", "hf")
     with lm:
-        for text, shares in zip(
-            given.texts, classify(lm.sync, given.texts, given.words), strict=True
-        ):
+        found = classify(lm.sync, given.texts, given.words)
+        for text, shares in zip(given.texts, found, strict=True):
             chosen = given.words[int(shares.argmax())]
             print(f"{text!r} goes on with {chosen!r} ({100 * shares.max():.1f} %)")
 

@@ -3,9 +3,9 @@
     python examples/constrained.py                                 # a private pool, the tiny model
     python examples/constrained.py --url redis://server:6379/0 --pool llama --samples 100
 
-A grammar says which tokens may follow; here it is a choice of whole texts, kept as a trie of tokens.
-Every step sends those ids and gets one token, its log-probability, and the mass of what was allowed
-(`log_mass`): the sum of these is what a particle is weighted by, so that the samples can be
+A grammar says which tokens may follow; here it is a choice of whole texts, kept as a trie of
+tokens. Every step sends those ids and gets one token, its log-probability, and the mass of what was
+allowed (`log_mass`): the sum of these is what a particle is weighted by, so that the samples can be
 reweighted to the model's own distribution over the texts. A row is never fetched.
 """
 
@@ -51,13 +51,11 @@ async def sample(
         going_on = [n for n, tokens in enumerate(drawn) if grammar.allowed(tokens)]
         if not going_on:
             return [(tokens, float(w)) for tokens, w in zip(drawn, weights, strict=True)]
-        asks = [
-            (
-                [*prompt, *drawn[n]],
-                Draw(seed=seed + step * samples + n, allowed=grammar.allowed(drawn[n])),
-            )
+        wants = [
+            Draw(seed=seed + step * samples + n, allowed=grammar.allowed(drawn[n]))
             for n in going_on
         ]
+        asks = [([*prompt, *drawn[n]], want) for n, want in zip(going_on, wants, strict=True)]
         for n, found in zip(going_on, await lm.ask_many(asks), strict=True):
             assert isinstance(found, Draws)
             drawn[n] = (*drawn[n], int(found.token_ids[0]))
