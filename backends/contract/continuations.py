@@ -39,12 +39,12 @@ def draw_generate(
     if random.random() < 0.04:
         temperature = float(random.choice(_BAD_TEMPERATURES))
     most = int(random.choice((0, 1, 1, 2, 3, 4, 6, 9)))
-    seed = _seed(random)
+    seed = random_seed(random)
     eos = _end_tokens(random, prompt, adapter, truth, temperature, seed)
     return Generate(most, eos, temperature, seed)
 
 
-def _seed(random: Random) -> int | None:
+def random_seed(random: Random) -> int | None:
     """Small ones, of 63 and of 64 bits, and some that are alike in their lower 32."""
     kind = random.random()
     if kind < 0.05:

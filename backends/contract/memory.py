@@ -23,6 +23,7 @@ from lmpool.backends.contract.breaches import expect
 from lmpool.backends.contract.operations import AdapterFiles, Asked
 from lmpool.backends.contract.script import versioned
 from lmpool.backends.contract.truth import Truth
+from lmpool.backends.contract.wants import References
 from lmpool.backends.engine import Engine, Request
 from lmpool.errors import PromptFailed
 from lmpool.wants import Generate, Want
@@ -83,6 +84,14 @@ def _cycles_of_requests(engine: Engine, truth: Truth, prompts: Sequence[list[int
         drawn = [Generate(2, (), 1.0, n) for n in range(_EVENTS)]
         ask(engine, [request_for(p, want=w) for p, w in zip(prompts, drawn, strict=True)])
 
+    random, references = np.random.default_rng(4), References().of_rows()
+    reduced = [
+        references[n % len(references)].draw(random, (), None, truth) for n in range(_EVENTS)
+    ]
+
+    def answers() -> list[Request]:
+        return [request_for(p, want=w) for p, w in zip(prompts, reduced, strict=True)]
+
     def refused() -> None:
         bad: list[list[int]] = [[], [vocab], [1] * (longest + 1)]
         if longest > 10_000:
@@ -93,7 +102,8 @@ def _cycles_of_requests(engine: Engine, truth: Truth, prompts: Sequence[list[int
 
     def cancelled(steps: int) -> None:
         long = Generate(longest - _PROMPT_TOKENS, (), 1.0, 1)
-        asked = requests()[: _EVENTS // 2] + requests(want=long)[_EVENTS // 2 :]
+        asked = requests()[: _EVENTS // 3] + requests(want=long)[: _EVENTS // 3]
+        asked += answers()[: _EVENTS // 3]
         engine.submit(asked)
         for _ in range(steps):
             engine.step()
@@ -112,6 +122,7 @@ def _cycles_of_requests(engine: Engine, truth: Truth, prompts: Sequence[list[int
 
     return {
         "rows": lambda: _ignore(ask(engine, requests())),
+        "what follows from rows": lambda: _ignore(ask(engine, answers())),
         "continuations": continuations,
         "refused requests": refused,
         "cancelled requests": partial(cancelled, 0),

@@ -33,7 +33,8 @@ from lmpool.backends.contract.operations import (
 from lmpool.backends.contract.owners import held_bytes, owner
 from lmpool.backends.contract.subject import Adapter
 from lmpool.backends.contract.truth import Truth
-from lmpool.backends.contract.wants import Answered, References
+from lmpool.backends.contract.want_reference import Answered
+from lmpool.backends.contract.wants import References
 from lmpool.backends.engine import Engine, Outcome, Request, Tokens
 from lmpool.errors import AdapterError, PromptFailed
 from lmpool.wants import Generate
@@ -151,7 +152,7 @@ class Model:
     def _must_fail(self, asked: Asked) -> bool:
         info, prompt = self._truth.info, asked.prompt
         fits = 0 < len(prompt) <= info.max_prompt_tokens and max(prompt) < info.vocab_size
-        return not fits or self._references.of(asked.want).refuses(asked.want)
+        return not fits or self._references.of(asked.want).refuses(asked.want, info)
 
     def _step(self) -> int:
         company = len(self._living) + len(self._cancelled)

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from lmpool.backends.engine import Request
+from lmpool.checks import quoted
 from lmpool.wants import Row, Want
 
 Prompt: TypeAlias = tuple[int, ...]
@@ -155,7 +156,7 @@ def _half(number: int) -> bytes:
 def _described(want: Want) -> str:
     """Its kind, and the fields that are not as they are by default."""
     said = [
-        f"{field.name}={value!r}"
+        f"{field.name}={quoted(value)}"
         for field in fields(want)
         if (value := getattr(want, field.name)) != field.default
     ]

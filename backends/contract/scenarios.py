@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -76,12 +77,13 @@ def company(script: Script) -> None:
     sizes = {2**k + by for k in range(8) for by in (-1, 0, 1)}
     sizes |= {256 + int(random.integers(3)), 511 + int(random.integers(3)), 1_025}
     for size in shuffled_sizes(script, {2**k for k in range(11)}):  # nothing but rows of the model
-        script.submit(script.mixed(size, adapters=0.0, others=0.0, bad=0.0, most=3))
+        script.submit(script.mixed(size, adapters=0.0, others=0.0, reduced=0.0, bad=0.0, most=3))
         script.settle()
     for size in shuffled_sizes(script, sizes):
         asked = script.mixed(size, others=0.12, bad=0.02, most=3 if size > 200 else 6)
         if size < 200 and random.random() < 0.4:  # of one kind
-            asked = script.mixed(size, adapters=float(random.integers(2)), others=0.0, bad=0.0)
+            by = float(random.integers(2))
+            asked = script.mixed(size, adapters=by, others=0.0, reduced=0.0, bad=0.0)
         script.submit(asked, portions=1 if size > 200 else 2)
         if size > 100 or random.random() < 0.6:
             script.settle()
@@ -152,6 +154,62 @@ def _many_adapters(script: Script) -> None:
     script.submit([asked[i] for i in script.random.permutation(len(asked))], portions=2)
     script.submit([script.ask(short)])
     script.remove_adapters()
+
+
+def answers(script: Script) -> None:
+    """What follows from rows: of prompts that resemble each other, and whatever goes on beside."""
+    random = script.random
+    names: list[str | None] = [None]
+    if script.has_adapters:
+        names += [versioned("short", 0), versioned("answer", 1)]
+        for number, name in enumerate(names[1:]):
+            script.add_adapter(str(name), number)
+    whole = random_prompt(random, script.vocab, min(30, script.longest // 2))
+    copies = shuffled(random, near_copies(random, whole, script.vocab, script.longest))
+    prompts = [*(whole[:n] for n in range(1, len(whole) + 1, 3)), *copies[:12]]
+    for turn in range(3):  # from nothing, out of what may be kept, and by another adapter
+        asked = [
+            script.ask(p, name, script.want_of_row(p, name)) for p in prompts for name in names
+        ]
+        script.submit([asked[i] for i in random.permutation(len(asked))], portions=1 + turn)
+        script.submit(script.mixed(10))
+        script.settle()
+        script.cache_prefix(whole[: 10 + turn])
+        if script.has_adapters and turn == 1:
+            script.clear_cache()
+            script.add_adapter(str(names[1]), 7)
+    _many_questions(script, names)
+    _in_flight(script, names)
+    script.remove_adapters()
+
+
+def _many_questions(script: Script, names: list[str | None]) -> None:
+    """All that can be asked of one prompt, at once; and the same wants of others."""
+    prompt, other = script.prompt(12), script.prompt(12)
+    for name in names:
+        wants = [script.want_of_row(prompt, name) for _ in range(24)]
+        wants += [script.row(), script.other_want(prompt, name), *wants[:6]]
+        script.submit([script.ask(prompt, name, want) for want in wants], portions=2)
+        script.submit([script.ask(other, name, want) for want in wants[:12]])
+        script.settle()
+
+
+def _in_flight(script: Script, names: list[str | None]) -> None:
+    """They are cancelled, their ids taken for other questions, and their adapters replaced."""
+    for turn in range(4):
+        name = names[turn % len(names)]
+        prompts = [script.prompt() for _ in range(10)]
+        asked = [script.ask(p, name, script.want_of_row(p, name)) for p in prompts]
+        script.submit(asked)
+        if turn % 2:
+            script.do_steps(1)
+        script.do(Cancel(tuple(each.number for each in asked[::2])))
+        if name is not None:
+            script.add_adapter(name, 10 + turn)
+        script.settle()
+        again = [replace(each, want=script.want_of_row(each.prompt, name)) for each in asked]
+        script.submit(again)
+        script.settle()
 
 
 def continuations(script: Script) -> None:
@@ -344,6 +402,7 @@ SCENARIOS: Final[Mapping[str, Callable[[Script], None]]] = {
     "kept_state": kept_state,
     "adapters": adapters,
     "life": life,
+    "answers": answers,
     "continuations": continuations,
     "company": company,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from lmpool.backends.contract.operations import (
     AdapterFiles,
@@ -22,6 +22,7 @@ from lmpool.backends.contract.operations import (
 from lmpool.backends.contract.prompts import Random, random_prompt
 from lmpool.backends.contract.subject import Adapter
 from lmpool.backends.contract.truth import Truth
+from lmpool.backends.contract.want_reference import WantReference
 from lmpool.backends.contract.wants import References
 from lmpool.wants import Row, Want
 
@@ -73,9 +74,17 @@ class Script:
         return want
 
     def other_want(self, prompt: Prompt, adapter: str | None = None) -> Want:
-        """A want of any kind but a row."""
-        others = self.references.others()
-        reference = others[int(self.random.integers(len(others)))]
+        """A want of any kind that takes more than a row."""
+        return self._drawn(self.references.others(), prompt, adapter)
+
+    def want_of_row(self, prompt: Prompt, adapter: str | None = None) -> Want:
+        """A want of any kind that a row answers."""
+        return self._drawn(self.references.of_rows(), prompt, adapter)
+
+    def _drawn(
+        self, references: Sequence[WantReference[Any]], prompt: Prompt, adapter: str | None
+    ) -> Want:
+        reference = references[int(self.random.integers(len(references)))]
         want: Want = reference.draw(self.random, prompt, self.written(adapter), self.truth)
         return want
 
@@ -96,10 +105,11 @@ class Script:
         *,
         adapters: float = 0.4,
         others: float = 0.15,
+        reduced: float = 0.12,
         bad: float = 0.03,
         most: int = 6,
     ) -> list[Asked]:
-        """So many requests: these shares by adapters, for other wants than rows, and bad ones.
+        """So many requests: these shares by adapters, for more than rows, for less, and bad ones.
 
         Prompts have 1 to `most` tokens; one in ten is one of before.
         """
@@ -115,8 +125,13 @@ class Script:
                 prompt = self.prompt(most)
             again.append(prompt)
             adapter = self.any_adapter(adapters)
-            other = self.random.random() < others
-            want = self.other_want(prompt, adapter) if other else self.row()
+            kind = self.random.random()
+            if kind < others:
+                want = self.other_want(prompt, adapter)
+            elif kind < others + reduced:
+                want = self.want_of_row(prompt, adapter)
+            else:
+                want = self.row()
             found.append(self.ask(prompt, adapter, want))
         return found
 

@@ -80,6 +80,10 @@ class EngineContract(Subject):
         """So it has in batches of every size, among others of every kind."""
         self.examine("company", pytestconfig)
 
+    def test_answers(self, pytestconfig: pytest.Config) -> None:
+        """What follows from a row is that of the prompt's own."""
+        self.examine("answers", pytestconfig)
+
     def test_continuations(self, pytestconfig: pytest.Config) -> None:
         """Tokens are drawn from the rows, by their seed and temperature."""
         self.examine("continuations", pytestconfig)

@@ -1,53 +1,27 @@
 """What is right for each want: how one is made up, and how its answer is judged.
 
-A new want joins the contract by its reference here, and by nothing else.
+A new want joins the contract by its reference among `References`, and by nothing else.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, assert_never
+from typing import Any, assert_never
 
 import numpy as np
 
 from lmpool.backends.contract.breaches import expect
 from lmpool.backends.contract.continuations import ContinuationJudge, draw_generate
-from lmpool.backends.contract.operations import Asked, Prompt
+from lmpool.backends.contract.drawn import DrawReference
+from lmpool.backends.contract.operations import Prompt
 from lmpool.backends.contract.prompts import Random
+from lmpool.backends.contract.reduced import TokensReference, TopReference
 from lmpool.backends.contract.subject import Adapter
 from lmpool.backends.contract.truth import Truth
-from lmpool.backends.engine import Outcome
+from lmpool.backends.contract.want_reference import Answered, WantReference
+from lmpool.backends.engine import EngineInfo
 from lmpool.model_info import Encoding
-from lmpool.wants import Generate, Row, Want
-
-W = TypeVar("W", bound=Want)
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A request as it was submitted, its adapter as it was then, and its outcome."""
-
-    asked: Asked
-    adapter: Adapter | None
-    outcome: Outcome
-
-
-class WantReference(ABC, Generic[W]):
-    """What the contract knows of one want."""
-
-    @abstractmethod
-    def draw(self, random: Random, prompt: Prompt, adapter: Adapter | None, truth: Truth) -> W:
-        """A want of this kind, made up for this prompt."""
-
-    @abstractmethod
-    def judge(self, answered: Sequence[Answered], truth: Truth) -> None:
-        """Raise `BrokenPromise` where one of these answers is not right. None is an error."""
-
-    def refuses(self, want: W) -> bool:
-        """Whether an engine must refuse this want with `PromptFailed`."""
-        return False
+from lmpool.wants import Draw, Generate, Row, Tokens, Top, Want
 
 
 class RowReference(WantReference[Row]):
@@ -108,7 +82,7 @@ class GenerateReference(WantReference[Generate]):
             [(each.asked, each.adapter, each.outcome.answer) for each in answered], truth
         )
 
-    def refuses(self, want: Generate) -> bool:
+    def refuses(self, want: Generate, info: EngineInfo) -> bool:
         return not 0.0 <= want.temperature < np.inf
 
 
@@ -118,6 +92,9 @@ class References:
     def __init__(self) -> None:
         self._row = RowReference()
         self._generate = GenerateReference()
+        self._top = TopReference()
+        self._tokens = TokensReference()
+        self._draw = DrawReference()
 
     def of(self, want: Want) -> WantReference[Any]:
         """The reference of a want of this kind."""
@@ -126,12 +103,22 @@ class References:
                 return self._row
             case Generate():
                 return self._generate
+            case Top():
+                return self._top
+            case Tokens():
+                return self._tokens
+            case Draw():
+                return self._draw
             case _:
                 assert_never(want)
 
     def others(self) -> Sequence[WantReference[Any]]:
-        """Those of all wants but `Row`."""
+        """Those of wants that take more than a row."""
         return (self._generate,)
+
+    def of_rows(self) -> Sequence[WantReference[Any]]:
+        """Those of wants that a row answers, which is not asked for itself."""
+        return (self._top, self._tokens, self._draw)
 
     def judge(self, answered: Sequence[Answered], truth: Truth) -> None:
         """Raise `BrokenPromise` where one of these answers is not right."""

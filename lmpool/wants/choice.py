@@ -40,7 +40,12 @@ class Choice:
             may &= ~_members(excluded, size, "excluded")
             if not may.any():
                 raise PromptError("excluded: every token that is allowed is excluded, none is left")
-        few, many = np.flatnonzero(may), np.flatnonzero(~may)
+        return cls._of_members(may)
+
+    @classmethod
+    def _of_members(cls, may: npt.NDArray[np.bool_]) -> Choice | None:
+        """The one form of a set that is not empty."""
+        size, few, many = may.size, np.flatnonzero(may), np.flatnonzero(~may)
         if not many.size:
             return None
         if min(few.size, many.size) * 32 > size:
@@ -60,6 +65,19 @@ class Choice:
         if not isinstance(data, bytes) or not 0 < len(data) <= MAX_BYTES or len(data) % 4:
             raise JobFormatError("a set of tokens is not a positive number of uint32")
         return cls(form, data)
+
+    def checked(self, size: int) -> Choice | None:
+        """Of a vocabulary of `size`, in the one form of each set. Raises `PromptError`."""
+        try:
+            known = Choice.read(self.form, self.data)
+        except JobFormatError as error:
+            raise PromptError(f"allowed: {error}") from None
+        if known is None:
+            return None
+        wrong = known.misfit(size)
+        if wrong is not None:
+            raise PromptError(f"allowed: {wrong}")
+        return self._of_members(known.members(size))
 
     def misfit(self, size: int) -> str | None:
         """Why it is no set of tokens of a vocabulary of `size`, or an empty one."""
@@ -113,4 +131,6 @@ def _mask_words(given: Any) -> npt.NDArray[np.int32] | None:
         found = given.detach().cpu().numpy() if hasattr(given, "detach") else given
     except Exception:  # of the value's own, which is told where its ids are read
         return None
-    return found if isinstance(found, np.ndarray) and found.dtype == np.int32 else None
+    if not isinstance(found, np.ndarray) or found.dtype.kind != "i" or found.dtype.itemsize != 4:
+        return None
+    return found

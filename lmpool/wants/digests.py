@@ -16,6 +16,8 @@ Digest = NewType("Digest", bytes)
 
 DIGEST_BYTES: Final = 16
 _STARTED_MOST: Final = 1024
+_HEAD_MOST: Final = 4096
+"""Bytes of a beginning that is kept: a want of many token ids would be kept with it."""
 
 
 @dataclass(slots=True)
@@ -57,8 +59,10 @@ class Digester:
             # One msgpack value delimits itself: no choice of fields can run into the tokens.
             adapter_fingerprint = None if adapter is None else adapter.rpartition("@")[2]
             head = [self.fingerprint, adapter_fingerprint, *want_to_wire(want)]
-            started = hashlib.blake2b(msgpack.packb(head), digest_size=DIGEST_BYTES)
-            if want.cached:  # others differ from each other: they would push out what is used
+            packed = msgpack.packb(head)
+            started = hashlib.blake2b(packed, digest_size=DIGEST_BYTES)
+            # Wants that are not cached differ from each other: they would push out what is used.
+            if want.cached and len(packed) <= _HEAD_MOST:
                 if len(self._started) >= _STARTED_MOST:
                     self._started.clear()
                 self._started[adapter, want] = started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final, Self
@@ -25,6 +26,8 @@ from lmpool.wants.top import likeliest
 MAX_DRAWS: Final = 4096
 _CANCELS: Final = 1e-6
 """The share of all weight under which what is left of it is summed anew."""
+_TAKEN_MOST: Final = 64
+"""Drawn tokens that are stepped over; with more, what is left is summed anew, too."""
 
 Weights = npt.NDArray[np.float64]
 
@@ -80,10 +83,9 @@ class Draw(OfRow[Draws]):
             return None
         if not isinstance(self.allowed, Choice):
             return Choice.of(self.allowed, self.excluded, size)
-        wrong = self.allowed.misfit(size)
-        if wrong is not None or self.excluded is not None:
-            raise PromptError(f"allowed: {wrong or 'a Choice says what is excluded, too'}")
-        return self.allowed
+        if self.excluded is not None:
+            raise PromptError("allowed: a Choice says what is excluded, too")
+        return self.allowed.checked(size)
 
     @property
     def repeats(self) -> bool:
@@ -170,64 +172,78 @@ class Draw(OfRow[Draws]):
 
     def _drawn(self, row: Logprobs, logprobs: Logprobs) -> tuple[TokenArray, Weights, float]:
         assert self.seed is not None
-        scaled = (row.astype(np.float64) - float(row.max())) / self.temperature
-        weights = np.exp(scaled)
-        cumulative = np.cumsum(weights)
-        total = float(cumulative[-1])
         if self.replacement:
-            at = np.array([uniform(self.seed, i) for i in range(self.n)]) * total
-            found = np.searchsorted(cumulative, at, side="right")
-            # The product may round up to the total, past every token.
-            last = int(np.flatnonzero(weights)[-1])
-            ids = np.minimum(found, last).astype(np.int32)
-            proposals = scaled[ids] - math.log(total)
+            ids, proposals = _with_replacement(row, self.temperature, self.n, self.seed)
         else:
-            ids, proposals = _without_replacement(weights, cumulative, self.n, self.seed)
-        mass = 0.0 if row is logprobs else _log_share(row, logprobs, self.temperature, total)
+            ids, proposals = _without_replacement(row, self.temperature, self.n, self.seed)
+        mass = 0.0 if row is logprobs else _log_share(row, logprobs, self.temperature)
         return ids, proposals, mass
 
 
-def _log_share(row: Logprobs, logprobs: Logprobs, temperature: float, total: float) -> float:
-    """The log of what `row`, of which `total` is summed, has of all the mass at a temperature."""
-    top, largest = float(logprobs.max()), float(row.max())
-    everything = float(np.exp((logprobs.astype(np.float64) - top) / temperature).sum())
-    return min(0.0, math.log(total) + (largest - top) / temperature - math.log(everything))
+def _log_share(row: Logprobs, logprobs: Logprobs, temperature: float) -> float:
+    """The log of what `row` has of all the mass at a temperature."""
+    some = float(np.exp(_scaled(row, temperature)).sum())
+    everything = float(np.exp(_scaled(logprobs, temperature)).sum())
+    below = (float(row.max()) - float(logprobs.max())) / temperature
+    return min(0.0, math.log(some) + below - math.log(everything))
+
+
+def _scaled(row: Logprobs, temperature: float) -> Weights:
+    """Log-probabilities at a temperature, 0 of the likeliest."""
+    with np.errstate(over="ignore"):
+        scaled: Weights = (row.astype(np.float64) - float(row.max())) / temperature
+    return scaled
+
+
+def _with_replacement(
+    row: Logprobs, temperature: float, n: int, seed: int
+) -> tuple[TokenArray, Weights]:
+    """`n` ids, and the log-probability of each."""
+    scaled = _scaled(row, temperature)
+    weights = np.exp(scaled)
+    cumulative = np.cumsum(weights)
+    total = float(cumulative[-1])
+    at = np.array([uniform(seed, i) for i in range(n)]) * total
+    found = np.searchsorted(cumulative, at, side="right")
+    # The product may round up to the total, past every token.
+    ids = np.minimum(found, int(np.flatnonzero(weights)[-1])).astype(np.int32)
+    return ids, scaled[ids] - math.log(total)
 
 
 def _without_replacement(
-    weights: Weights, cumulative: Weights, n: int, seed: int
+    row: Logprobs, temperature: float, n: int, seed: int
 ) -> tuple[TokenArray, Weights]:
     """`n` ids, each drawn from what the ones before left, and the log-probability of each then."""
     ids, proposals = np.empty(n, np.int32), np.empty(n)
-    total, gone = float(cumulative[-1]), 0.0
-    taken: list[int] = []
-    """Those that `cumulative` still has, ascending."""
-    for i in range(n):
-        if total - gone < _CANCELS * total:
-            weights = weights.copy()
-            weights[taken] = 0.0
-            cumulative, taken, gone = np.cumsum(weights), [], 0.0
-            total = float(cumulative[-1])
-        left = total - gone
-        at = uniform(seed, i) * left
-        for token in taken:
-            if at < cumulative[token] - weights[token]:
-                break
-            at += weights[token]
-        drawn = _nearest(weights, taken, int(np.searchsorted(cumulative, at, side="right")))
-        ids[i], proposals[i] = drawn, math.log(weights[drawn] / left)
-        gone += float(weights[drawn])
-        taken = sorted([*taken, drawn])
+    row, drawn = row.copy(), 0
+    while drawn < n:
+        # Summed anew, beside the likeliest that is left: what is unlikely now may be all there is.
+        scaled = _scaled(row, temperature)
+        weights = np.exp(scaled)
+        cumulative = np.cumsum(weights)
+        total = left = float(cumulative[-1])
+        taken: list[int] = []
+        while drawn < n and len(taken) < _TAKEN_MOST and left > _CANCELS * total:
+            token = _token_at(uniform(seed, drawn) * left, weights, cumulative, taken)
+            ids[drawn], proposals[drawn] = token, scaled[token] - math.log(left)
+            left -= float(weights[token])
+            insort(taken, token)
+            drawn += 1
+        row[taken] = -np.inf
     return ids, proposals
 
 
-def _nearest(weights: Weights, taken: Sequence[int], drawn: int) -> int:
-    """`drawn`, or where rounding led to a token that cannot be drawn the next one that can."""
-    if drawn < weights.size and weights[drawn] > 0.0 and drawn not in taken:
-        return drawn
+def _token_at(at: float, weights: Weights, cumulative: Weights, taken: Sequence[int]) -> int:
+    """The token at this place of the cumulative distribution without those taken, ascending."""
+    for token in taken:
+        if at < cumulative[token] - weights[token]:
+            break
+        at += float(weights[token])
+    found = int(np.searchsorted(cumulative, at, side="right"))
+    if found < weights.size and weights[found] > 0.0 and found not in taken:
+        return found
+    # Rounding led to one that cannot be drawn: the next one that can.
     left = weights.copy()
     left[list(taken)] = 0.0
     possible = np.flatnonzero(left)
-    if not possible.size:
-        raise PromptFailed("too few tokens have a probability at this temperature")
-    return int(possible[min(int(np.searchsorted(possible, drawn)), possible.size - 1)])
+    return int(possible[min(int(np.searchsorted(possible, found)), possible.size - 1)])

@@ -13,7 +13,7 @@ from lmpool.backends import ContinuousEngine, Outcome
 from lmpool.backends.continuous import Admitted
 from lmpool.backends.mock import MockEngine, mock_row
 from lmpool.errors import EngineBroken
-from lmpool.wants import Generate, Generation, Row
+from lmpool.wants import Generate, Generation, OfRow, Row
 
 
 class FedEngine(ContinuousEngine[str]):
@@ -52,7 +52,7 @@ class FedEngine(ContinuousEngine[str]):
         adapter = None if admitted.adapter is None else admitted.adapter.rpartition("#")[0]
         row = mock_row([*request.tokens, *drawn], self.info.vocab_size, adapter)
         match request.want:
-            case Row():
+            case Row() | OfRow():
                 drawn.append(0)
                 if len(drawn) < self._steps:
                     return None

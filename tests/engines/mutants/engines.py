@@ -19,7 +19,7 @@ from lmpool.backends.continuous import Admitted
 from lmpool.backends.engine import Tokens
 from lmpool.backends.mock import MockEngine, mock_row
 from lmpool.backends.sampling import Continuation, Sampler
-from lmpool.wants import Generate, Generation, Row
+from lmpool.wants import Generate, Generation, OfRow, Row
 from tests.support.fed_engine import FedEngine
 
 Form = Literal["batch", "fed"]
@@ -137,7 +137,7 @@ class FedForm(FedEngine):
         due: list[str] = []
         for name, admitted in self.running.items():
             drawn = self._drawn[name]
-            if isinstance(admitted.request.want, Row):
+            if isinstance(admitted.request.want, (Row, OfRow)):
                 drawn.append(0)
                 if len(drawn) < self._steps:
                     continue
@@ -172,7 +172,7 @@ class FedForm(FedEngine):
 
     def _take(self, name: str, row: F32) -> Outcome | None:
         admitted, drawn = self.running[name], self._drawn[name]
-        if isinstance(admitted.request.want, Row):
+        if isinstance(admitted.request.want, (Row, OfRow)):
             outcome = Outcome(admitted.request.id, row=row)
         else:
             assert admitted.sampler is not None
