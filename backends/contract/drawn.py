@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -45,19 +46,20 @@ class DrawReference(ReducedReference[Draw]):
     """Tokens at the places of the cumulative distribution that a seed gives."""
 
     answer_type = Draws
+    bad = 0.08
 
     def draw(self, random: Random, prompt: Prompt, adapter: Adapter | None, truth: Truth) -> Draw:
         vocab = truth.info.vocab_size
         temperature = min(float(random.choice(TEMPERATURES)), truth.suite.most_temperature)
         n = int(random.choice((1, 1, 2, 3, 8, 30)))
-        replacement = bool(random.random() < 0.6)
-        choice = (
-            _bad_choice(random, vocab) if random.random() < self.bad else _choice(random, vocab)
-        )
-        if choice is not None and not replacement and random.random() > self.bad:
-            n = min(n, max(1, _sound_size(choice, vocab)))
-        seed = random_seed(random)
-        return Draw(n, 0 if seed is None else seed, temperature, replacement, choice)
+        replacement, given = bool(random.random() < 0.6), random_seed(random)
+        seed = 0 if given is None else given
+        if random.random() < self.bad:
+            return _bad(random, vocab, Draw(n, seed, temperature, replacement))
+        choice = _choice(random, vocab)
+        if not replacement:
+            n = min(n, _sound_size(choice, vocab))
+        return Draw(n, seed, temperature, replacement, choice)
 
     def refuses(self, want: Draw, info: EngineInfo) -> bool:
         size = _sound_size(want.allowed, info.vocab_size)
@@ -173,15 +175,21 @@ def _choice(random: Random, vocab: int) -> Choice | None:
     return Choice.of(np.flatnonzero(random.random(vocab) < 0.5).tolist(), None, vocab)
 
 
-def _bad_choice(random: Random, vocab: int) -> Choice:
-    """None that an engine can take: too large, of another vocabulary, or empty."""
-    words = -(-vocab // 32)
-    every = np.arange(vocab, dtype="<u4")
-    return (
-        Choice("only", every[-1:].tobytes() + (every[-1:] + 1).tobytes()),
-        Choice("but", (every[-1:] + 1).tobytes()),
+def _bad(random: Random, vocab: int, want: Draw) -> Draw:
+    """One that no engine can answer: of no set of this vocabulary's tokens, or of too few."""
+    words, every = -(-vocab // 32), np.arange(vocab, dtype="<u4")
+    last, none = every[-1:].tobytes(), (every[-1:] + 1).tobytes()
+    choices = [
+        Choice("only", last + none),
+        Choice("but", none),
         Choice("but", every.tobytes()),
         Choice("mask", b"\xff" * 4 * (words + 1)),
         Choice("mask", b"\xff" * 4 * (words - 1)),
         Choice("mask", b"\0" * 4 * words),
-    )[int(random.integers(6))]
+        Choice("only", last),
+        Choice("only", last),
+    ]
+    choice = choices[int(random.integers(len(choices)))]
+    if choice == choices[-1]:
+        return replace(want, n=want.n + 1, replacement=False, allowed=choice)
+    return replace(want, allowed=choice)

@@ -178,6 +178,10 @@ def answers(script: Script) -> None:
         if script.has_adapters and turn == 1:
             script.clear_cache()
             script.add_adapter(str(names[1]), 7)
+    for _ in range(6):  # one question, of prompts that could be taken for each other
+        want = script.want_of_row(whole)
+        script.submit([script.ask(p, None, want) for p in shuffled(random, copies)])
+        script.settle()
     _many_questions(script, names)
     _in_flight(script, names)
     script.remove_adapters()

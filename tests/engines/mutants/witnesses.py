@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from lmpool.backends import Engine, Outcome, Request
 from lmpool.backends.mock import mock_row
 from lmpool.backends.sampling import sample_token
 from lmpool.errors import EngineError
-from lmpool.wants import Generate, Generation, Row, Want
+from lmpool.wants import Generate, Generation, OfRow, Row, Want
 from tests.engines.mutants.registry import Make, Witness
 
 VOCAB: Final = 300
@@ -85,11 +86,26 @@ def check(request: Request, outcome: Outcome, vocab: int = VOCAB) -> None:
         expected = drawn(request, vocab)
         assert ids.tolist() == expected, (ids.tolist(), expected)
         return
+    if isinstance(request.want, OfRow):
+        right = request.want.of_row(mock_row(request.tokens, vocab, request.adapter))
+        assert parts_of(outcome.answer) == parts_of(right)
+        return
     row = outcome.row
     assert isinstance(row, np.ndarray)
     assert (row.dtype, row.shape) == (np.dtype("=f4"), (vocab,))
     assert row.flags.c_contiguous
     assert np.array_equal(row, mock_row(request.tokens, vocab, request.adapter))
+
+
+def parts_of(answer: Any) -> list[tuple[str, Any]]:
+    """The dtypes and numbers of an answer."""
+    assert answer is not None
+    held = (
+        [answer]
+        if isinstance(answer, np.ndarray)
+        else [getattr(answer, f.name) for f in fields(answer)]
+    )
+    return [(str(part.dtype), part.tolist()) for part in held]
 
 
 def drawn(request: Request, vocab: int = VOCAB, longest: int = LONGEST) -> list[int]:
@@ -184,6 +200,22 @@ def refused(
             assert isinstance(outcome.error, EngineError), outcome
             assert outcome.row is None
             assert outcome.answer is None
+
+    return scenario(play)
+
+
+def reduced(
+    *wants: Want, prompts: Sequence[Prompt] = ((1, 2, 3), (4, 5)), adapter: str | None = None
+) -> Witness:
+    """What rows answer is right: all wants of all prompts at once, and then again."""
+
+    def play(engine: Engine) -> None:
+        if adapter is not None:
+            engine.add_adapter(adapter, f"/adapters/{adapter}")
+        asked = [(prompt, want) for prompt in prompts for want in wants]
+        asked += [(prompt, ROW) for prompt in prompts]
+        for _ in range(2):
+            ask_rightly(engine, [request(n, p, adapter, w) for n, (p, w) in enumerate(asked)])
 
     return scenario(play)
 
