@@ -145,7 +145,10 @@ class Draw(OfRow[Draws]):
             ids, proposals, mass = self._likeliest(row, logprobs)
         else:
             ids, proposals, mass = self._drawn(row, logprobs)
-        return Draws(ids, logprobs[ids], proposals.astype(np.float32), np.float32(mass))
+        with np.errstate(over="ignore"):  # at a tiny temperature
+            share = np.float32(mass)
+        # Rounding may lead above 0.
+        return Draws(ids, logprobs[ids], np.minimum(proposals, 0.0).astype(np.float32), share)
 
     def pack(self, answer: Draws, vocab_size: int) -> bytes:
         """An answer as it is stored."""

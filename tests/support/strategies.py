@@ -6,21 +6,58 @@ import msgpack
 import numpy as np
 from hypothesis import strategies as st
 
-from lmpool.wants import MAX_EOS_IDS, Digest, Generate, Row, Want
+from lmpool.wants import MAX_EOS_IDS, Choice, Digest, Draw, Generate, Row, Tokens, Top, Want
 from lmpool.wire import Job
+
+VOCABULARY = 1000
+"""Tokens of the model that wants are checked for."""
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 UINT32 = st.integers(0, 2**32 - 1)
+IDS = st.integers(0, VOCABULARY - 1)
+
+TEMPERATURES = st.floats(0, 100).map(lambda value: value + 0.0)  # 0.0 has one form
 
 ROWS: st.SearchStrategy[Row] = st.builds(Row, st.sampled_from(["f32", "bf16", "f16"]))
 GENERATES: st.SearchStrategy[Generate] = st.builds(
     Generate,
     max_tokens=st.integers(1, 10_000),
     eos_token_ids=st.lists(UINT32, max_size=MAX_EOS_IDS).map(tuple),
-    temperature=st.floats(0, 100).map(lambda value: value + 0.0),  # 0.0 has one form
+    temperature=TEMPERATURES,
     seed=INT64,
 )
-WANTS: st.SearchStrategy[Want] = ROWS | GENERATES
+TOPS: st.SearchStrategy[Top] = st.builds(Top, st.integers(1, VOCABULARY))
+TOKENS: st.SearchStrategy[Tokens] = st.lists(IDS, min_size=1, max_size=20).map(
+    lambda ids: Tokens(token_bytes(*ids))
+)
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> Choice | None:
+    """Sets of tokens in the one form of each: all, few, all but few, and about half."""
+    ids = draw(st.sets(IDS, min_size=1, max_size=30))
+    kind = draw(st.sampled_from(["all", "few", "but", "half"]))
+    if kind == "half":
+        ids |= set(range(min(ids), VOCABULARY, 2))
+    match kind:
+        case "all":
+            return None
+        case "but":
+            return Choice.of(None, list(ids), VOCABULARY)
+        case _:
+            return Choice.of(list(ids), None, VOCABULARY)
+
+
+@st.composite
+def draws(draw: st.DrawFn) -> Draw:
+    """Draws of which there are tokens enough."""
+    choice, replacement = draw(choices()), draw(st.booleans())
+    most = VOCABULARY if choice is None else int(choice.members(VOCABULARY).sum())
+    n = draw(st.integers(1, 4096 if replacement else most))
+    return Draw(n, draw(INT64), draw(TEMPERATURES), replacement, choice)
+
+
+WANTS: st.SearchStrategy[Want] = ROWS | TOPS | TOKENS | draws() | GENERATES
 """Wants as they travel: nothing is left open."""
 
 PROMPTS = st.lists(UINT32, min_size=1, max_size=50).map(lambda ids: token_bytes(*ids))

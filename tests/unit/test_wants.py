@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgpack
 import numpy as np
@@ -18,15 +18,27 @@ from lmpool.errors import AnswerFormatError, JobFormatError, PromptFailed, RowFo
 from lmpool.model_info import ModelInfo
 from lmpool.rows import EncodedRow, pack_logprobs
 from lmpool.wants import (
+    Choice,
     Digester,
+    Draw,
     Generate,
     Generation,
     Row,
+    Tokens,
+    Top,
     Want,
     want_from_wire,
     want_to_wire,
 )
-from tests.support.strategies import ADAPTERS, ANYTHING, PROMPTS, UINT32, WANTS, token_bytes
+from tests.support.strategies import (
+    ADAPTERS,
+    ANYTHING,
+    PROMPTS,
+    UINT32,
+    VOCABULARY,
+    WANTS,
+    token_bytes,
+)
 
 FINGERPRINT = "0123456789abcdef" * 2
 VOCAB = 300
@@ -41,6 +53,9 @@ INFO = ModelInfo(
     encoding="bf16",
     eos_token_ids=(2, 5),
 )
+
+
+FORMS: tuple[Literal["only", "but", "mask"], ...] = ("only", "but", "mask")
 
 
 def generate(**changed: Any) -> Generate:
@@ -59,7 +74,7 @@ def test_what_is_left_open_is_the_models_own() -> None:
 
 @given(want=WANTS)
 def test_a_checked_want_stays_as_it_is_and_travels(want: Want) -> None:
-    info = replace(INFO, vocab_size=2**32)
+    info = replace(INFO, vocab_size=VOCABULARY)
     checked = want.checked(info)
     assert checked.checked(info) == checked
     assert want_from_wire(want_to_wire(checked)) == checked
@@ -97,7 +112,7 @@ def test_wants_round_trip(want: Want) -> None:
         ([None], "no want"),
         ([b"row", "f32"], "no want"),
         ([["row"], "f32"], "no want"),
-        (["embed"], "unknown want 'embed'; there are row, generate"),
+        (["embed"], "unknown want 'embed'; there are row, top, tokens, draw, generate"),
         (["Row", "f32"], "unknown want 'Row'"),
         (["row"], "row wants 1 fields"),
         (["row", "f32", 1], "row wants 1 fields"),
@@ -132,7 +147,10 @@ def test_what_is_no_want_is_refused_with_its_reason(found: Any, reason: str) -> 
         want_from_wire(found)
 
 
-@given(kind=st.sampled_from(["row", "generate", "x"]), fields=st.lists(ANYTHING, max_size=5))
+KINDS = st.sampled_from([*(want.kind for want in get_args(Want)), "x"])
+
+
+@given(kind=KINDS, fields=st.lists(ANYTHING, max_size=7))
 def test_any_fields_are_read_or_refused(kind: str, fields: list[Any]) -> None:
     try:
         want = want_from_wire([kind, *fields])
@@ -150,6 +168,19 @@ def test_any_fields_are_read_or_refused(kind: str, fields: list[Any]) -> None:
 def test_everything_that_changes_the_result_changes_the_digest() -> None:
     wants: list[Want] = [
         *(Row(encoding) for encoding in ("f32", "bf16", "f16")),
+        Top(1),
+        Top(2),
+        Tokens(token_bytes(1)),
+        Tokens(token_bytes(1, 2)),
+        Tokens(token_bytes(2, 1)),
+        Tokens(token_bytes(1, 1)),
+        Draw(1, 1),
+        Draw(2, 1),
+        Draw(1, 2),
+        Draw(1, 1, 0.5),
+        Draw(2, 1, 1.0, False),
+        *(Draw(1, 1, 1.0, True, Choice(form, token_bytes(1))) for form in FORMS),
+        Draw(1, 1, 1.0, True, Choice("only", token_bytes(1, 2))),
         generate(),
         generate(seed=2),
         generate(max_tokens=4),
