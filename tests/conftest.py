@@ -75,6 +75,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="random batches of the soak on the hf engine (150)",
     )
+    parser.addoption(
+        "--answers",
+        type=int,
+        default=500,
+        metavar="N",
+        help="random questions of each kind that a row answers, on each engine (500)",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -20,3 +20,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def answers(request: pytest.FixtureRequest) -> int:
+    """How many questions of each kind an engine is asked."""
+    return int(request.config.getoption("--answers"))

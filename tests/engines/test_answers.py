@@ -1,0 +1,38 @@
+"""What rows answer, on the engines of the base environment, beside rows in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmpool.backends import Engine, load_engine
+from lmpool.backends.mock import MockEngine, mock_row
+from tests.support.exact_answers import ExactRows, check_answers, two_adapters
+from tests.support.fed_engine import FedEngine
+
+pytestmark = pytest.mark.timeout(3_600)
+
+VOCAB = 2000
+
+
+@pytest.mark.parametrize("make", [MockEngine, FedEngine])
+def test_answers_are_those_of_the_rows(make: type[Engine], answers: int) -> None:
+    check_answers(
+        make("mock", vocab_size=VOCAB),  # type: ignore[call-arg]
+        lambda prompt, adapter: mock_row(prompt, VOCAB, adapter).astype(np.float64),
+        {"one@1": "/adapters/one", "two@2": "/adapters/two"},
+        answers,
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 1 << 20, "forward_tokens": 29}])
+def test_answers_of_hf_are_those_of_transformers(
+    options: dict[str, Any], tmp_path: Path, answers: int
+) -> None:
+    adapters = two_adapters(tmp_path)
+    engine = load_engine("hf", "tiny", threads=1, **options)
+    check_answers(engine, ExactRows("tiny", adapters), adapters, answers)
+    engine.close()

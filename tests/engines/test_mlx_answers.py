@@ -1,0 +1,25 @@
+"""What rows answer, on the MLX engine, beside rows of transformers in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lmpool.backends import load_engine
+
+pytest.importorskip("mlx_lm")
+
+from tests.support.exact_answers import ExactRows, check_answers, two_adapters
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3_600)]
+
+
+def test_answers_are_those_of_transformers(tmp_path: Path, answers: int) -> None:
+    adapters = two_adapters(tmp_path)
+    rows = ExactRows("tiny", adapters)  # before the engine, which may change how models are loaded
+    engine = load_engine("mlx", "tiny")
+    try:
+        check_answers(engine, rows, adapters, answers)
+    finally:
+        engine.close()

@@ -1,0 +1,26 @@
+"""What rows answer, on the SGLang engine, beside rows of transformers in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lmpool.backends import load_engine
+from tests.support.sglang_engine import WARNINGS
+
+pytest.importorskip("sglang")
+
+from tests.support.exact_answers import ExactRows, check_answers, two_adapters
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3_600), *WARNINGS]
+
+
+def test_answers_are_those_of_transformers(tmp_path: Path, answers: int) -> None:
+    adapters = two_adapters(tmp_path)
+    rows = ExactRows("tiny", adapters)  # before the engine, which may change how models are loaded
+    engine = load_engine("sglang", "tiny", max_loras=4)
+    try:
+        check_answers(engine, rows, adapters, answers)
+    finally:
+        engine.close()

@@ -1,0 +1,30 @@
+"""What rows answer, on the vLLM engine, beside rows of transformers in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lmpool.backends import load_engine
+from tests.support.vllm_engine import QUICK, need_vllm
+
+need_vllm()
+
+from tests.support.exact_answers import ExactRows, check_answers, two_adapters  # noqa: E402
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(3_600),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own, many
+]
+
+
+def test_answers_are_those_of_transformers(tmp_path: Path, answers: int) -> None:
+    adapters = two_adapters(tmp_path)
+    rows = ExactRows("tiny", adapters)  # before the engine, which may change how models are loaded
+    engine = load_engine("vllm", "tiny", **QUICK, enable_lora=True, max_loras=2, max_lora_rank=16)
+    try:
+        check_answers(engine, rows, adapters, answers)
+    finally:
+        engine.close()
