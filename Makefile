@@ -60,14 +60,14 @@ mutants: $(READY) ## That the contract of engines finds out every engine that is
 	$(BIN)/python -m pytest --numprocesses 2 tests/engines/test_contract_mutants.py $(ARGS)
 
 SOAK_SECONDS ?= 3600
-SOAK = -m pytest --engine-seed random --engine-seconds $(SOAK_SECONDS) -x
+SOAK = -m pytest --engine-seed random --engine-seconds $(SOAK_SECONDS) --answers 10000 -x
 
 soak: $(READY) ## The contract of engines with random seeds: mock, fed and hf, an hour for each part
-	$(BIN)/python $(SOAK) tests/engines/test_contract.py $(ARGS)
+	$(BIN)/python $(SOAK) tests/engines/test_answers.py tests/engines/test_contract.py $(ARGS)
 
 # make soak-mlx ARGS="-k rows" SOAK_SECONDS=600
 soak-%: .venv-%/.installed
-	.venv-$*/bin/python $(SOAK) tests/engines/test_$*_contract.py $(ARGS)
+	.venv-$*/bin/python $(SOAK) $(wildcard tests/engines/test_$*_answers.py) tests/engines/test_$*_contract.py $(ARGS)
 
 check: format-check lint types unit ## Format, lint, types and the fast tests, in seconds
 

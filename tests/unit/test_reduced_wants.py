@@ -25,7 +25,7 @@ DIGESTER = Digester(INFO.fingerprint)
 WORDS = -(-VOCAB // 32)
 
 
-def digest(want: OfRow[Any]) -> bytes:
+def digest(want: Top | Tokens | Draw) -> bytes:
     return DIGESTER.digest(want.checked(INFO), b"0000")
 
 
