@@ -74,7 +74,7 @@ class BatchForm(MockEngine):
         elif type(self.model) is Model:
             return list(outcomes)
         rows = self.model.rows(requests)
-        return [replace(o, row=row) for o, row in zip(outcomes, rows, strict=True)]
+        return [Outcome(o.id, row) for o, row in zip(outcomes, rows, strict=True)]
 
     def _begin(self, request: Request, want: Generate, outcomes: list[Outcome]) -> None:
         sampler = self.sampler.of(want, request.tokens.size, self.info)
