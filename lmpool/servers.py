@@ -12,7 +12,7 @@ import redis.exceptions
 from lmpool.commands import Server
 from lmpool.errors import LmpoolError
 from lmpool.keys import ShardKeys
-from lmpool.server import NONSENSE, open_server
+from lmpool.server import ANSWER_TIMEOUT, NONSENSE, open_server
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,24 @@ class Servers:
 
     @classmethod
     def of_url(
-        cls, url: str, *, blocks_for: float = 0.0, name: str = "lmpool", bounded: bool = False
+        cls,
+        url: str,
+        *,
+        blocks_for: float = 0.0,
+        name: str = "lmpool",
+        bounded: bool = False,
+        answers_within: float = ANSWER_TIMEOUT,
     ) -> Servers:
         """Those of `url`; see `open_server`."""
-        return cls(lambda: open_server(url, blocks_for=blocks_for, name=name, bounded=bounded))
+        return cls(
+            lambda: open_server(
+                url,
+                blocks_for=blocks_for,
+                name=name,
+                bounded=bounded,
+                answers_within=answers_within,
+            )
+        )
 
     @property
     def pool(self) -> Server:

@@ -22,18 +22,17 @@ from redis.connection import SSLConnection, parse_url
 from redis.exceptions import RedisError
 
 from lmpool.address import Sentinels, async_connection_pool, is_sentinel
-from lmpool.errors import LmpoolError, ServerUnreachable, SettingsError
+from lmpool.errors import LmpoolError, SettingsError
 from lmpool.garbage import keep_what_is_there
 from lmpool.server import greet, open_server
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.worker.control import FUNCTIONS, LONGEST
 from lmpool.worker.logs import logging_config
+from lmpool.worker.patience import patiently
 from lmpool.worker.service import Service, place_name
 
 logger = logging.getLogger(__name__)
 
-SERVER_WAIT: Final = 5.0
-"""Seconds for which a worker that starts waits for a server that does not answer."""
 ARQ_TIMEOUT: Final = 5.0
 """Seconds after which arq's connection gives a command up."""
 EXIT_REFUSED: Final = 78
@@ -165,22 +164,15 @@ async def shutdown(ctx: dict[str, Any]) -> None:
         raise SystemExit(EXIT_BROKEN)
 
 
-def wait_for_server(limit: float = SERVER_WAIT) -> None:
+def wait_for_server() -> None:
     """Return once the server answers. For before arq connects: its failure is a traceback.
 
-    Raises `ServerUnreachable` after `limit` seconds, and at once what no waiting helps against.
+    Raises what `patiently` does.
     """
+    logging.config.dictConfig(logging_config(_options.log_level))  # arq does only later
     server = open_server(_options.url, name="lmpool-worker")
-    deadline = time.monotonic() + limit
     try:
-        while True:
-            try:
-                greet(server, _options.url)
-                return
-            except ServerUnreachable:
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(0.25)
+        patiently(lambda: greet(server, _options.url), time.sleep)
     finally:
         server.close()
         server.connection_pool.disconnect()

@@ -6,8 +6,10 @@ import contextlib
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -158,8 +160,7 @@ class ReplicatedPool:
         try:
             until(lambda: self._is_served(load, back), 60, what="the load to be served", every=0.05)
         except AssertionError as error:
-            said = "\n".join(f"--- {w.pid}: {w.log[-3000:]}" for w in self.workers)
-            raise AssertionError(f"{error}\nafter {self.done}; workers say\n{said}") from None
+            raise AssertionError(f"{error}\nafter {self.done}\n{self._diagnosis()}") from None
         self.longest_return = max(self.longest_return, time.monotonic() - back)
 
     def kill_primary(self) -> None:
@@ -222,6 +223,27 @@ class ReplicatedPool:
 
     def _is_served(self, load: Load, since: float) -> bool:
         return sum(begin > since for begin, _, _ in load.outcomes.calls) >= 4
+
+    def _diagnosis(self) -> str:
+        """What the servers hold, what the clients' threads are at, and the workers' and theirs."""
+        lines = [f"the Sentinels name {self._named()}"]
+        for node in self.nodes:
+            lines.append(f"--- the server at {node.tls_port}")
+            try:
+                with node.client() as client:
+                    lines += what_it_holds(client)
+            except (redis.exceptions.RedisError, OSError) as error:
+                lines.append(str(error))
+        frames = sys._current_frames()
+        for thread in threading.enumerate():
+            if thread.name.startswith("lmpool"):
+                stack = "".join(traceback.format_stack(frames[thread.ident or 0])[-6:])
+                lines.append(f"--- {thread.name}\n{stack}")
+        for worker in self.workers:
+            worker.process.send_signal(signal.SIGABRT)  # it writes down where its threads are
+            worker.process.wait(10)
+            lines.append(f"--- {worker.pid}: {worker.log[-20_000:]}")
+        return "\n".join(lines)
 
     def _named(self) -> int | None:
         for port in self._ports:
@@ -299,6 +321,29 @@ class ReplicatedPool:
                 worker.wait(40)
             finally:
                 worker.close()
+
+
+def what_it_holds(client: redis.Redis) -> list[str]:
+    """Its role, who is connected, and whatever is about jobs."""
+    found: Any = client.info("replication")
+    lines = [f"{found['role']}, {found.get('master_link_status')}, {client.dbsize()} keys"]
+    lines += [f"{c['name']} {c['cmd']} {c['idle']} {c['user']}" for c in client.client_list()]
+    for key in sorted(client.scan_iter("*lmpool*", count=1000)):
+        name = key.decode()
+        kind = client.type(key)
+        if ":jobs:" in name or ":batch:" in name:
+            lines.append(
+                f"{name}: {client.xinfo_groups(key)} {client.xinfo_consumers(key, 'workers')}"
+            )
+            lines += [str(entry[0]) for entry in client.xrange(key)]
+            lines += map(str, client.xpending_range(key, "workers", "-", "+", 100))
+        elif ":result:" not in name and kind == b"string":
+            lines.append(f"{name}: {client.get(key)!r:.100} {client.pttl(key)}")
+        elif ":flight:" in name:
+            lines.append(f"{name}: {client.hgetall(key)}")
+        elif ":reply:" in name:
+            lines.append(f"{name}: {client.xinfo_stream(key)['last-generated-id']!r}")
+    return lines
 
 
 def _certificates(folder: Path) -> dict[str, str]:

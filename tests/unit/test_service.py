@@ -19,6 +19,7 @@ from lmpool.model_info import ModelInfo
 from lmpool.settings import WorkerOptions
 from lmpool.wire import pack_job
 from lmpool.worker import intake as intake_module
+from lmpool.worker import patience
 from lmpool.worker import service as service_module
 from lmpool.worker.heartbeat import Heartbeat
 from lmpool.worker.recovery import Recovery
@@ -216,9 +217,45 @@ def test_a_server_that_is_not_there_is_told_before_the_engine_is_loaded(
 ) -> None:
     loaded: list[int] = []
     monkeypatch.setattr(service_module, "load_engine", lambda *_, **__: loaded.append(1))
+    monkeypatch.setattr(patience, "SERVER_WAIT", 0.3)
     with pytest.raises(ServerUnreachable):
         new("redis://127.0.0.1:1/0").start()
     assert loaded == []
+
+
+def test_a_server_that_goes_away_in_the_midst_of_joining_is_waited_for(
+    new: Callable[..., InProcessWorker],
+    server: redis.Redis,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It closes the connection at each step, once more when that is made good, then loads."""
+    lost = [redis.exceptions.ConnectionError("Connection closed by server.")] * 2
+    for name in ("greet", "warn_about", "join", "create_groups", "publish_vocabulary"):
+        failures: list[Exception] = [redis.exceptions.BusyLoadingError("loading"), *lost]
+        step = getattr(service_module, name)
+
+        def flaky(*arguments: Any, failures: Any = failures, step: Any = step) -> Any:
+            if failures:
+                raise failures.pop()
+            return step(*arguments)
+
+        monkeypatch.setattr(service_module, name, flaky)
+    worker = new()
+    worker.start()
+    _, shards = served(server, keys)
+    assert members(server, shards) == [{worker.id}] * SHARDS * len(PRIORITIES)
+    assert "waiting for the server, 60 s at most: Connection closed by server." in caplog.text
+
+
+def test_a_worker_that_waits_for_its_server_is_told_to_stop(
+    new: Callable[..., InProcessWorker],
+) -> None:
+    worker = new("redis://127.0.0.1:1/0")
+    threading.Timer(0.3, worker.service.status.stopping.set).start()
+    with pytest.raises(LmpoolError, match="told to stop while waiting for the server"):
+        worker.start()
 
 
 def test_a_worker_that_may_not_join_closes_its_engine_and_is_nobody(
