@@ -154,14 +154,16 @@ class ReplicatedPool:
         if self.random.random() < 0.5:
             self.small_fault()
         self.done.append(fault.__name__)
-        fault()
-        self.primary()
-        back = time.monotonic()
         try:
+            fault()
+            self.primary()
+            back = time.monotonic()
             until(lambda: self._is_served(load, back), 60, what="the load to be served", every=0.05)
         except AssertionError as error:
             raise AssertionError(f"{error}\nafter {self.done}\n{self._diagnosis()}") from None
-        self.longest_return = max(self.longest_return, time.monotonic() - back)
+        took = time.monotonic() - back
+        self.longest_return = max(self.longest_return, took)
+        print(f"{time.strftime('%X')} {fault.__name__}: served after {took:.1f} s", flush=True)
 
     def kill_primary(self) -> None:
         """It comes back later, to be the other's replica."""
@@ -178,12 +180,19 @@ class ReplicatedPool:
 
     def fail_over(self) -> None:
         node = self.primary()
-        try:
-            with self._sentinel(self.random.choice(self._ports)) as client:
+
+        def is_over() -> bool:
+            if self._named() != node.tls_port or not node.is_primary():
+                return True
+            # A replica that is not up in time is not promoted: the Sentinel gives up.
+            return "failover_in_progress" not in client.sentinel_master("main")["flags"]
+
+        with self._sentinel(self.random.choice(self._ports)) as client:
+            try:
                 client.sentinel_failover("main")
-        except redis.exceptions.ResponseError:
-            return  # one goes on, or there is no replica that is fit
-        until(lambda: self._named() != node.tls_port or not node.is_primary(), 20, every=0.1)
+            except redis.exceptions.ResponseError:
+                return  # one goes on, or there is no replica that is fit
+            until(is_over, 30, what="the failover to be over", every=0.1)
 
     def restart(self) -> None:
         """In order: it saves what it is told to save."""
@@ -234,6 +243,10 @@ class ReplicatedPool:
                     lines += what_it_holds(client)
             except (redis.exceptions.RedisError, OSError) as error:
                 lines.append(str(error))
+            lines.append(node.log.read_text()[-3000:])
+        for port in self._ports:
+            said = (self.nodes[0].folder / f"sentinel-{port}.log").read_text()
+            lines.append(f"--- the Sentinel at {port}\n{said[-4000:]}")
         frames = sys._current_frames()
         for thread in threading.enumerate():
             if thread.name.startswith("lmpool"):
