@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final
 
 import msgpack
 from arq.connections import ArqRedis, RedisSettings
+from redis.asyncio.client import Pipeline
 from redis.connection import SSLConnection, parse_url
 from redis.exceptions import RedisError
 
@@ -72,6 +73,17 @@ def redis_settings(url: str) -> RedisSettings:
     )
 
 
+class _ServerReport(Pipeline):
+    """What arq logs of the server before it calls `startup`, which waits where there is none."""
+
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        try:
+            return await super().execute(raise_on_error)
+        except (RedisError, OSError) as error:
+            logger.debug("arq's look at the server failed: %s", error)
+            return [{}, {}, {}, "?"]
+
+
 class PatientRedis(ArqRedis):
     """arq's connection, which a server that restarts, hangs or is full must not end.
 
@@ -85,6 +97,12 @@ class PatientRedis(ArqRedis):
         "PSETEX": None,
         "DEL": 0,
     }
+
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
+        """As redis-py's; arq's only one that is no transaction is its report of the server."""
+        if transaction:
+            return super().pipeline(transaction, shard_hint)
+        return _ServerReport(self.connection_pool, self.response_callbacks, transaction, shard_hint)
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """As redis-py's, less those failures."""

@@ -115,6 +115,22 @@ def test_deliveries_add_up_over_owners(redis_client: redis.Redis, shard: ShardKe
     assert reclaim(redis_client, shard)[:3] == [b"next", entry, 4]
 
 
+def test_what_kills_its_workers_adds_up_whatever_becomes_of_the_server_between(
+    redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    Caller(redis_client, shard).enqueue(A)
+    (entry,) = Consumer(redis_client, shard, "first").read()
+    for deliveries, last in ((2, "first"), (3, "second"), (4, "third")):
+        redis_client.delete(shard.steady)  # it restarted, or failed over
+        assert reclaim(redis_client, shard) is None
+        be_steady(redis_client, shard)
+        assert reclaim(redis_client, shard)[:3] == [last.encode(), entry, deliveries]
+        taker = "second" if deliveries == 2 else "third"
+        redis_client.xclaim(
+            shard.stream().key, GROUP, taker, 0, [entry], retrycount=deliveries, justid=True
+        )
+
+
 def test_what_a_worker_forgot_comes_back_to_it(redis_client: redis.Redis, shard: ShardKeys) -> None:
     Caller(redis_client, shard).enqueue(A, B)
     me = Consumer(redis_client, shard, "me")
