@@ -90,7 +90,12 @@ class ReplicatedPool:
         self._ports = [free_port() for _ in range(3)]
         self._sentinels: list[subprocess.Popen[bytes]] = []
         self.workers: list[WorkerProcess] = []
-        self._settings = {"batch_size": 16, **Faults(folder).settings(delay=0.004)}
+        # What an append-only file holds is read within seconds when its server starts.
+        self._settings = {
+            "batch_size": 16,
+            "result_ttl": 30,
+            **Faults(folder).settings(delay=0.004),
+        }
         self._ended = threading.Event()
         self._stack = ExitStack()
 
@@ -341,16 +346,17 @@ def what_it_holds(client: redis.Redis) -> list[str]:
     found: Any = client.info("replication")
     lines = [f"{found['role']}, {found.get('master_link_status')}, {client.dbsize()} keys"]
     lines += [f"{c['name']} {c['cmd']} {c['idle']} {c['user']}" for c in client.client_list()]
-    for key in sorted(client.scan_iter("*lmpool*", count=1000)):
-        name = key.decode()
-        kind = client.type(key)
+    for name in sorted(key.decode() for key in client.scan_iter("*lmpool*", count=10_000)):
+        if ":result:" in name:
+            continue
+        key: Any = name
         if ":jobs:" in name or ":batch:" in name:
             lines.append(
                 f"{name}: {client.xinfo_groups(key)} {client.xinfo_consumers(key, 'workers')}"
             )
             lines += [str(entry[0]) for entry in client.xrange(key)]
             lines += map(str, client.xpending_range(key, "workers", "-", "+", 100))
-        elif ":result:" not in name and kind == b"string":
+        elif client.type(key) == b"string":
             lines.append(f"{name}: {client.get(key)!r:.100} {client.pttl(key)}")
         elif ":flight:" in name:
             lines.append(f"{name}: {client.hgetall(key)}")

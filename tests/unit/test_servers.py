@@ -41,6 +41,13 @@ def test_nothing_connects_before_its_first_command() -> None:
     servers.close()
 
 
+def test_a_server_that_answers_nothing_is_given_up_when_it_is_said() -> None:
+    servers = Servers.of_url("redis://127.0.0.1:1/0", answers_within=1.5)
+    options = servers.pool.connection_pool.connection_kwargs
+    assert (options["socket_timeout"], options["socket_connect_timeout"]) == (1.5, 1.5)
+    servers.close()
+
+
 def test_every_shard_lies_on_the_one_server() -> None:
     servers = Servers.of_url("redis://127.0.0.1:1/0")
     assert {id(servers.for_shard(shard)) for shard in SHARDS} == {id(servers.pool)}

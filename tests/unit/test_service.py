@@ -16,12 +16,13 @@ from lmpool.backends.mock import MockEngine, mock_row
 from lmpool.errors import EngineBroken, LmpoolError, PoolMismatch, ServerUnreachable, SettingsError
 from lmpool.keys import GROUP, PRIORITIES, PoolKeys, ShardKeys, streams
 from lmpool.model_info import ModelInfo
+from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
 from lmpool.wire import pack_job
 from lmpool.worker import intake as intake_module
 from lmpool.worker import patience
 from lmpool.worker import service as service_module
-from lmpool.worker.heartbeat import Heartbeat
+from lmpool.worker.heartbeat import ANSWER_WITHIN, Heartbeat
 from lmpool.worker.recovery import Recovery
 from lmpool.worker.service import Service, consumer_name
 from tests.support.clients import connected
@@ -247,6 +248,25 @@ def test_a_server_that_goes_away_in_the_midst_of_joining_is_waited_for(
     _, shards = served(server, keys)
     assert members(server, shards) == [{worker.id}] * SHARDS * len(PRIORITIES)
     assert "waiting for the server, 60 s at most: Connection closed by server." in caplog.text
+
+
+def test_a_beat_waits_for_a_server_that_answers_nothing_no_longer_than_a_life(
+    new: Callable[..., InProcessWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next primary must hear of a worker before others take it for dead."""
+    opened: list[Servers] = []
+    init = Heartbeat.__init__
+
+    def note(self: Heartbeat, servers: Servers, *arguments: Any) -> None:
+        opened.append(servers)
+        init(self, servers, *arguments)
+
+    monkeypatch.setattr(Heartbeat, "__init__", note)
+    worker = new()
+    worker.start()
+    (servers,) = opened
+    assert servers.pool.connection_pool.connection_kwargs["socket_timeout"] == ANSWER_WITHIN
+    worker.stop()
 
 
 def test_a_worker_that_waits_for_its_server_is_told_to_stop(
