@@ -102,7 +102,8 @@ class PatientRedis(ArqRedis):
         """As redis-py's; arq's only one that is no transaction is its report of the server."""
         if transaction:
             return super().pipeline(transaction, shard_hint)
-        return _ServerReport(self.connection_pool, self.response_callbacks, transaction, shard_hint)
+        pool: Any = self.connection_pool
+        return _ServerReport(pool, self.response_callbacks, transaction, shard_hint)
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """As redis-py's, less those failures."""

@@ -17,6 +17,7 @@ from typing import Any, Self
 import redis
 import trustme
 
+from lmpool.keys import GROUP
 from tests.chaos.load import Load
 from tests.support.faults import Faults
 from tests.support.pools import until_at_rest
@@ -346,22 +347,19 @@ def what_it_holds(client: redis.Redis) -> list[str]:
     found: Any = client.info("replication")
     lines = [f"{found['role']}, {found.get('master_link_status')}, {client.dbsize()} keys"]
     lines += [f"{c['name']} {c['cmd']} {c['idle']} {c['user']}" for c in client.client_list()]
-    for name in sorted(key.decode() for key in client.scan_iter("*lmpool*", count=10_000)):
+    for key in sorted(client.scan_iter("*lmpool*", count=10_000)):
+        name = key.decode()
         if ":result:" in name:
             continue
-        key: Any = name
         if ":jobs:" in name or ":batch:" in name:
-            lines.append(
-                f"{name}: {client.xinfo_groups(key)} {client.xinfo_consumers(key, 'workers')}"
-            )
-            lines += [str(entry[0]) for entry in client.xrange(key)]
-            lines += map(str, client.xpending_range(key, "workers", "-", "+", 100))
-        elif client.type(key) == b"string":
-            lines.append(f"{name}: {client.get(key)!r:.100} {client.pttl(key)}")
+            lines.append(f"{name}: {client.xinfo_groups(key)}")
+            lines += map(str, client.xinfo_consumers(key, GROUP))
+            lines += [str(entry) for entry, _ in client.xrange(key, count=100)]
+            lines += map(str, client.xpending_range(key, GROUP, "-", "+", 100))
         elif ":flight:" in name:
             lines.append(f"{name}: {client.hgetall(key)}")
-        elif ":reply:" in name:
-            lines.append(f"{name}: {client.xinfo_stream(key)['last-generated-id']!r}")
+        elif ":alive:" in name or name.endswith(":steady"):
+            lines.append(f"{name}: {client.get(key)!r:.60}, ends in {client.pttl(key)} ms")
     return lines
 
 
