@@ -170,8 +170,8 @@ class Sender:
         if lost_since is None:
             logger.warning("%s is lost or not ready: trying again (%s)", shown, error)
         if isinstance(error, ScriptsMissing):
-            # A worker will load them, if there is one. Into a replica nobody does, and a failover may
-            # have led here: the next connection is to the primary of then.
+            # A worker will load them, if there is one. Into a replica nobody does, and a failover
+            # may have led here: the next connection is to the primary of then.
             self._servers.renew()
             with contextlib.suppress(redis.exceptions.RedisError, OSError):
                 self._look_for_workers(now)
