@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 import redis.exceptions
@@ -68,11 +69,20 @@ class Heartbeat:
         return damaged
 
     def run(
-        self, ended: threading.Event, on_damage: Callable[[list[str]], None] = lambda keys: None
+        self,
+        ended: threading.Event,
+        on_damage: Callable[[list[str]], None] = lambda keys: None,
+        on_move: Callable[[], None] = lambda: None,
     ) -> None:
-        """Renew until `ended` is set. `on_damage` is told which keys were made anew."""
+        """Renew until `ended` is set.
+
+        `on_damage` is told which keys were made anew, `on_move` that there is another primary.
+        """
         missed = False
         while not ended.wait(AGAIN if missed else EVERY):
+            with suppress(redis.exceptions.RedisError, OSError):  # the Sentinels may be away
+                if self._servers.follow():
+                    on_move()
             try:
                 with self._servers.in_step():
                     damaged = self.beat(self._servers)

@@ -151,7 +151,7 @@ class Service:
         intake = self._intake(self._batcher, digester, engine, restore)
         recovery = self._recovery(self._batcher, digester)
         for name, target in (
-            ("heartbeat", lambda: heartbeat.run(self._heartbeat_ended, self._register_again)),
+            ("heartbeat", lambda: self._beat(heartbeat)),
             ("publisher", self._publisher.run),
             ("intake", intake.run),
             ("recovery", recovery.run),
@@ -242,6 +242,15 @@ class Service:
             loop.call(adapters.restore)
 
         return restore
+
+    def _beat(self, heartbeat: Heartbeat) -> None:
+        heartbeat.run(self._heartbeat_ended, self._register_again, self._follow)
+
+    def _follow(self) -> None:
+        """Every thread's connections, to another primary."""
+        logger.warning("the Sentinels name another primary: all connections are made anew")
+        for servers in self._opened:
+            servers.leave()
 
     def _register_again(self, damaged: list[str]) -> None:
         """Adapters, where their registry was damaged."""
