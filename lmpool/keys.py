@@ -113,6 +113,11 @@ class ShardKeys:
         """Stream of notices to one client."""
         return f"{self.prefix}:reply:{client}"
 
+    @cached_property
+    def steady(self) -> str:
+        """String: since when its workers' heartbeats have come without a gap, in ms."""
+        return f"{self.prefix}:steady"
+
     def alive(self, consumer: str) -> str:
         """A worker's heartbeat."""
         return f"{self.prefix}:alive:{consumer}"

@@ -12,6 +12,11 @@ from lmpool.keys import GROUP, ShardKeys
 
 LIFE_MS: Final = 5000
 """How long a worker counts as alive after its last sign of life."""
+BEAT_MS: Final = LIFE_MS // 3
+"""How often a worker gives a sign of life."""
+GAP_MS: Final = LIFE_MS // 2
+"""How long a shard goes, at most, without a sign of life of any worker: beyond that its server was
+away. Across a shorter gap no living worker's ends, as `BEAT_MS` + `GAP_MS` < `LIFE_MS`."""
 
 
 def consumers(server: Server, shard: ShardKeys) -> list[str]:

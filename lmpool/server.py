@@ -87,22 +87,29 @@ def is_lost(error: BaseException) -> bool:
 
 
 def open_server(
-    url: str, *, blocks_for: float = 0.0, name: str = "lmpool", bounded: bool = False
+    url: str,
+    *,
+    blocks_for: float = 0.0,
+    name: str = "lmpool",
+    bounded: bool = False,
+    answers_within: float = ANSWER_TIMEOUT,
 ) -> Server:
     """A synchronous connection of its own to the server at `url`; connects at its first command.
 
     `blocks_for` is how long, in seconds, its blocking reads may wait. A `bounded` one reads no
-    reply beyond `lmpool.replies.REPLY_BYTES`.
+    reply beyond `lmpool.replies.REPLY_BYTES`. One that hears nothing for `answers_within` seconds
+    is given up.
     """
     options: dict[str, Any] = {
         "protocol": 2,
         "client_name": name,
-        "socket_timeout": ANSWER_TIMEOUT + blocks_for,
+        "socket_timeout": answers_within + blocks_for,
         "socket_read_size": READ_BYTES,
         "retry": Retry(NoBackoff(), 0),
     }
     if not url.startswith("unix:"):
-        options |= {"socket_connect_timeout": CONNECT_TIMEOUT, "socket_keepalive": True}
+        connects_within = min(CONNECT_TIMEOUT, answers_within)
+        options |= {"socket_connect_timeout": connects_within, "socket_keepalive": True}
     if bounded:
         options["parser_class"] = BoundedParser
     pool = connection_pool(url, max_connections=1, **options)

@@ -12,7 +12,8 @@ import redis.exceptions
 from lmpool.commands import Server
 from lmpool.errors import LmpoolError
 from lmpool.keys import ShardKeys
-from lmpool.server import NONSENSE, open_server
+from lmpool.primary_pool import PrimaryPool
+from lmpool.server import ANSWER_TIMEOUT, NONSENSE, open_server
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class Servers:
     def __init__(self, open_one: Callable[[], Server]) -> None:
         self._server = open_one()
         self._is_cut = False
+        self._is_left = False
         self._nonsense = 0
         """How many answers in succession made no sense."""
         self._steps = 0
@@ -36,19 +38,41 @@ class Servers:
 
     @classmethod
     def of_url(
-        cls, url: str, *, blocks_for: float = 0.0, name: str = "lmpool", bounded: bool = False
+        cls,
+        url: str,
+        *,
+        blocks_for: float = 0.0,
+        name: str = "lmpool",
+        bounded: bool = False,
+        answers_within: float = ANSWER_TIMEOUT,
     ) -> Servers:
         """Those of `url`; see `open_server`."""
-        return cls(lambda: open_server(url, blocks_for=blocks_for, name=name, bounded=bounded))
+        return cls(
+            lambda: open_server(
+                url,
+                blocks_for=blocks_for,
+                name=name,
+                bounded=bounded,
+                answers_within=answers_within,
+            )
+        )
 
     @property
     def pool(self) -> Server:
         """Where the keys lie that belong to the pool and to no shard."""
-        return self._server if not self._is_cut else _no_server()
+        return self._connected()
 
     def for_shard(self, shard: ShardKeys) -> Server:
         """Where a shard lies."""
-        return self._server if not self._is_cut else _no_server()
+        return self._connected()
+
+    def _connected(self) -> Server:
+        if self._is_cut:
+            _no_server()
+        if self._is_left:
+            self._is_left = False
+            self.renew()
+        return self._server
 
     def by_connection(self, shards: Sequence[ShardKeys]) -> list[tuple[Server, list[ShardKeys]]]:
         """The shards that one blocking read covers, by the connection that it uses."""
@@ -84,6 +108,22 @@ class Servers:
                 self._nonsense = 0
         finally:
             self._steps -= 1
+
+    def follow(self) -> bool:
+        """Leave a primary that the Sentinels, if there are any, have replaced; whether it was.
+
+        It may go on for ten seconds as if it still were one, and all that it is told is lost.
+        Raises redis-py's exceptions where no Sentinel names a primary.
+        """
+        pool = self._server.connection_pool
+        if not isinstance(pool, PrimaryPool) or (former := pool.master_address) is None:
+            return False
+        # Which ends connections to the former.
+        return bool(pool.get_master_address() != former)  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """Have the thread whose these are connect anew before its next command. For any thread."""
+        self._is_left = True
 
     def cut(self) -> None:
         """End reads that may be blocked on connections that will never answer, and connect no more.

@@ -170,7 +170,9 @@ class Sender:
         if lost_since is None:
             logger.warning("%s is lost or not ready: trying again (%s)", shown, error)
         if isinstance(error, ScriptsMissing):
-            # A worker will load them, if there is one.
+            # A worker will load them, if there is one. Into a replica nobody does, and a failover
+            # may have led here: the next connection is to the primary of then.
+            self._servers.renew()
             with contextlib.suppress(redis.exceptions.RedisError, OSError):
                 self._look_for_workers(now)
         # The table keeps what was waited for; the next claim or check finds what became of it.

@@ -18,22 +18,22 @@ from typing import Any, ClassVar, Final
 
 import msgpack
 from arq.connections import ArqRedis, RedisSettings
+from redis.asyncio.client import Pipeline
 from redis.connection import SSLConnection, parse_url
 from redis.exceptions import RedisError
 
 from lmpool.address import Sentinels, async_connection_pool, is_sentinel
-from lmpool.errors import LmpoolError, ServerUnreachable, SettingsError
+from lmpool.errors import LmpoolError, SettingsError
 from lmpool.garbage import keep_what_is_there
 from lmpool.server import greet, open_server
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.worker.control import FUNCTIONS, LONGEST
 from lmpool.worker.logs import logging_config
+from lmpool.worker.patience import patiently
 from lmpool.worker.service import Service, place_name
 
 logger = logging.getLogger(__name__)
 
-SERVER_WAIT: Final = 5.0
-"""Seconds for which a worker that starts waits for a server that does not answer."""
 ARQ_TIMEOUT: Final = 5.0
 """Seconds after which arq's connection gives a command up."""
 EXIT_REFUSED: Final = 78
@@ -73,6 +73,17 @@ def redis_settings(url: str) -> RedisSettings:
     )
 
 
+class _ServerReport(Pipeline):
+    """What arq logs of the server before it calls `startup`, which waits where there is none."""
+
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        try:
+            return await super().execute(raise_on_error)
+        except (RedisError, OSError) as error:
+            logger.debug("arq's look at the server failed: %s", error)
+            return [{}, {}, {}, "?"]
+
+
 class PatientRedis(ArqRedis):
     """arq's connection, which a server that restarts, hangs or is full must not end.
 
@@ -86,6 +97,13 @@ class PatientRedis(ArqRedis):
         "PSETEX": None,
         "DEL": 0,
     }
+
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
+        """As redis-py's; arq's only one that is no transaction is its report of the server."""
+        if transaction:
+            return super().pipeline(transaction, shard_hint)
+        pool: Any = self.connection_pool
+        return _ServerReport(pool, self.response_callbacks, transaction, shard_hint)
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """As redis-py's, less those failures."""
@@ -165,22 +183,15 @@ async def shutdown(ctx: dict[str, Any]) -> None:
         raise SystemExit(EXIT_BROKEN)
 
 
-def wait_for_server(limit: float = SERVER_WAIT) -> None:
+def wait_for_server() -> None:
     """Return once the server answers. For before arq connects: its failure is a traceback.
 
-    Raises `ServerUnreachable` after `limit` seconds, and at once what no waiting helps against.
+    Raises what `patiently` does.
     """
+    logging.config.dictConfig(logging_config(_options.log_level))  # arq does only later
     server = open_server(_options.url, name="lmpool-worker")
-    deadline = time.monotonic() + limit
     try:
-        while True:
-            try:
-                greet(server, _options.url)
-                return
-            except ServerUnreachable:
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(0.25)
+        patiently(lambda: greet(server, _options.url), time.sleep)
     finally:
         server.close()
         server.connection_pool.disconnect()

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
-import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 import redis.exceptions
 
 from lmpool.commands import Value
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
-from lmpool.liveness import LIFE_MS
+from lmpool.liveness import BEAT_MS, GAP_MS, LIFE_MS
 from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
 from lmpool.servers import Servers
@@ -23,7 +22,12 @@ from lmpool.worker.status import WorkerStatus
 
 logger = logging.getLogger(__name__)
 
-EVERY: Final = LIFE_MS / 3000
+EVERY: Final = BEAT_MS / 1000
+AGAIN: Final = EVERY / 4
+"""Seconds after which a beat that failed is tried again."""
+ANSWER_WITHIN: Final = 2.0
+"""Seconds for which a beat waits for the server. The next primary must have one within a life, and
+the last beat may have gone to a host that will never answer."""
 
 
 class Heartbeat:
@@ -46,8 +50,6 @@ class Heartbeat:
         self._pool = [keys.info, keys.serving]
         self._serves: list[Value] = [info.pack(), mark(info), LIFE_MS]
         self._joining = True
-        self._trouble = -math.inf
-        """When a beat last failed, or was late."""
 
     def beat(self, servers: Servers) -> list[str]:
         """Renew once, publish the model info again where it was lost, and mend what was damaged.
@@ -58,24 +60,29 @@ class Heartbeat:
         for shard in self._shards:
             script("alive")(
                 servers.for_shard(shard),
-                [shard.stream().key, shard.alive(self._consumer)],
-                [GROUP, self._consumer, value, LIFE_MS],
+                [shard.stream().key, shard.alive(self._consumer), shard.steady],
+                [GROUP, self._consumer, value, LIFE_MS, GAP_MS],
             )
         script("serve")(servers.pool, self._pool, self._serves)
-        joining, self._joining = self._joining, False
-        return mend(servers, self._shards, self._info, joining=joining)
-
-    def steady(self) -> bool:
-        """Whether server and network have let every beat through for a heartbeat's life."""
-        return time.monotonic() - self._trouble > LIFE_MS / 1000
+        damaged = mend(servers, self._shards, self._info, joining=self._joining)
+        self._joining = False
+        return damaged
 
     def run(
-        self, ended: threading.Event, on_damage: Callable[[list[str]], None] = lambda keys: None
+        self,
+        ended: threading.Event,
+        on_damage: Callable[[list[str]], None] = lambda keys: None,
+        on_move: Callable[[], None] = lambda: None,
     ) -> None:
-        """Renew until `ended` is set. `on_damage` is told which keys were made anew."""
+        """Renew until `ended` is set.
+
+        `on_damage` is told which keys were made anew, `on_move` that there is another primary.
+        """
         missed = False
-        last = time.monotonic()
-        while not ended.wait(EVERY):
+        while not ended.wait(AGAIN if missed else EVERY):
+            with suppress(redis.exceptions.RedisError, OSError):  # the Sentinels may be away
+                if self._servers.follow():
+                    on_move()
             try:
                 with self._servers.in_step():
                     damaged = self.beat(self._servers)
@@ -86,7 +93,3 @@ class Heartbeat:
                 if not missed:
                     logger.warning("the heartbeat could not be renewed: %s", error)
                 missed = True
-            now = time.monotonic()
-            if missed or now - last > 2 * EVERY:
-                self._trouble = now
-            last = now

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import redis.exceptions
@@ -209,21 +210,41 @@ class Intake:
         deliveries: list[Delivery] = []
         last: dict[str, str] = {}
         for server, shards in self._servers.by_connection(self._shards):
-            wanted = {
-                stream.key: self._last.get(stream.key, "0-0") if self._unsure else ">"
+            wanted = [
+                stream
                 for stream in streams(shards)
                 if batch_too or stream.priority == "interactive"
-            }
-            found = server.xreadgroup(GROUP, self._consumer, wanted, count=count, block=block)
+            ]
+            read = self._read_again if self._unsure else partial(self._read_new, block)
+            found = read(server, wanted, count)
             came = time.monotonic()
-            for name, entries in found or ():
-                stream = self._streams[name.decode()]
+            for stream, entries in found:
                 deliveries += self._parse(server, stream, entries, came)
                 if entries:
                     last[stream.key] = entries[-1][0].decode()
         # Not before all of them are parsed: of a read that fails they are read again.
         self._status.held.update(delivery.place for delivery in deliveries)
         return deliveries, last
+
+    def _read_new(
+        self, block: int | None, server: Server, wanted: Sequence[JobStream], count: int
+    ) -> list[tuple[JobStream, Sequence[Entry]]]:
+        """What was never delivered, of each stream that has something."""
+        keys = {stream.key: ">" for stream in wanted}
+        found = server.xreadgroup(GROUP, self._consumer, keys, count=count, block=block)
+        return [(self._streams[name.decode()], entries) for name, entries in found or ()]
+
+    def _read_again(
+        self, server: Server, wanted: Sequence[JobStream], count: int
+    ) -> list[tuple[JobStream, Sequence[Entry]]]:
+        """What is ours of each stream, beyond the last entry that arrived."""
+        found: list[tuple[JobStream, Sequence[Entry]]] = []
+        for stream in wanted:
+            last = self._last.get(stream.key, "0-0")
+            arguments: list[Value] = [GROUP, self._consumer, last, count]
+            entries = script("reread")(server, [stream.key], arguments)
+            found.append((stream, [(entry, fields_of(values)) for entry, values in entries]))
+        return found
 
     def _parse(
         self, server: Server, stream: JobStream, entries: Sequence[Entry], came: float
@@ -267,6 +288,11 @@ def read_job(data: bytes, digester: Digester) -> Job:
             "the digest is not the one of this prompt for this pool's model", job.digest
         )
     return job
+
+
+def fields_of(values: Sequence[bytes]) -> Fields:
+    """An entry's fields as a script returns them: names and values in turn."""
+    return dict(zip(values[::2], values[1::2], strict=True))
 
 
 def by_stream(jobs: Iterable[Delivery]) -> list[tuple[JobStream, list[Delivery]]]:

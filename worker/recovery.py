@@ -21,8 +21,7 @@ from lmpool.servers import Servers
 from lmpool.wants import Digester
 from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.dead_letters import DeadLetters
-from lmpool.worker.heartbeat import Heartbeat
-from lmpool.worker.intake import read_job
+from lmpool.worker.intake import fields_of, read_job
 from lmpool.worker.status import WorkerStatus
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,6 @@ class Recovery:
         batcher: Batcher,
         status: WorkerStatus,
         digester: Digester,
-        heartbeat: Heartbeat,
         dead_letters: DeadLetters,
         max_deliveries: int,
     ) -> None:
@@ -58,7 +56,6 @@ class Recovery:
         self._batcher = batcher
         self._status = status
         self._digester = digester
-        self._heartbeat = heartbeat
         self._dead_letters = dead_letters
         self._max_deliveries = max_deliveries
 
@@ -66,9 +63,6 @@ class Recovery:
         """Look, until the worker stops."""
         failures = 0
         while not self._status.stopping.wait(LOOK_EVERY * random.uniform(0.75, 1.25)):
-            # Where our own heartbeat had trouble, that of others is no sign of their death.
-            if not self._heartbeat.steady():
-                continue
             error = self._look_everywhere()
             failures = 0 if error is None else failures + 1
             if failures in (1, 10):
@@ -98,19 +92,19 @@ class Recovery:
         forgotten = self._forgotten(stream)
         while not self._status.stopping.is_set():
             arguments: list[Value] = [prefix, GROUP, self._consumer, LIFE_MS, *forgotten]
-            found = script("reclaim")(server, [stream.key], arguments)
+            found = script("reclaim")(server, [stream.key, stream.shard.steady], arguments)
             if not found:
                 break
-            owner, entry, deliveries, *fields = found
+            owner, entry, deliveries, *values = found
             forgotten = [other for other in forgotten if other != entry]
             owners[owner.decode()] = owners.get(owner.decode(), 0) + 1
-            data = dict(zip(fields[::2], fields[1::2], strict=True))
-            if data.keys() == {b"bytes"}:
-                size = data[b"bytes"].decode("ascii", "replace")
+            fields = fields_of(values)
+            if fields.keys() == {b"bytes"}:
+                size = fields[b"bytes"].decode("ascii", "replace")
                 error = JobFormatError(f"an entry of {size!r:.40} bytes: too long")
                 self._dead_letters.refuse(stream, entry, b"", error)
                 continue
-            self._take_over(stream, owner.decode(), entry, int(deliveries), data.get(b"job", b""))
+            self._take_over(stream, owner.decode(), entry, int(deliveries), fields.get(b"job", b""))
         for name, count in owners.items():
             whose = "forgotten here" if name == self._consumer else f"of {name}, which is gone"
             logger.warning("took over %d jobs %s", count, whose)

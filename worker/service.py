@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import redis.exceptions
 
@@ -22,7 +22,7 @@ from lmpool.keys import GROUP, PoolKeys, ShardKeys, streams
 from lmpool.liveness import LIFE_MS, any_alive
 from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
-from lmpool.server import explained, greet
+from lmpool.server import ANSWER_TIMEOUT, explained, greet
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions, mask_url
 from lmpool.wants import Digester
@@ -30,9 +30,10 @@ from lmpool.worker.adapters import Adapters
 from lmpool.worker.batching import Batcher
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.engine_thread import EngineLoop, spawn
-from lmpool.worker.heartbeat import Heartbeat
+from lmpool.worker.heartbeat import ANSWER_WITHIN, Heartbeat
 from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups, release, uncount
 from lmpool.worker.membership import batch_budget, join, model_info, publish_vocabulary
+from lmpool.worker.patience import patiently
 from lmpool.worker.publishing import Publisher
 from lmpool.worker.recovery import Recovery
 from lmpool.worker.result_store import ResultStore
@@ -40,6 +41,8 @@ from lmpool.worker.status import WorkerStatus
 from lmpool.worker.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 HUNG_WAIT: Final = 2.0
 """Seconds for which a worker that failed waits for its threads."""
@@ -112,13 +115,14 @@ class Service:
         options, url = self.options, self.options.url
         clock = ServerClock()
         control = self._open()
-        version = greet(control.pool, url, clock)  # before minutes of loading, not after
+        # Before minutes of loading, not after.
+        version = self._patiently(lambda: greet(control.pool, url, clock))
         engine = self.engine = load_engine(
             options.engine,
             options.model,
             **_engine_options(options),
         )
-        warn_about(control.pool, url)
+        self._patiently(lambda: warn_about(control.pool, url))
         with self._joining:
             if self.status.stopping.is_set():
                 raise LmpoolError("told to stop while the engine was loading")
@@ -128,10 +132,14 @@ class Service:
         self, engine: Engine, control: Servers, clock: ServerClock, version: str
     ) -> EngineLoop:
         options = self.options
-        with explained(options.url):
-            info = model_info(engine.info, options)
-            budget = batch_budget(options, info)
-            heartbeat = self._enter_pool(control, info, engine)
+        info = model_info(engine.info, options)
+        budget = batch_budget(options, info)
+        self.status.description["engine"] = info.engine
+        self.status.description["execution"] = engine.info.execution
+        self.shards = info.shard_keys(self.keys)
+        beating = self._open(answers_within=ANSWER_WITHIN)
+        heartbeat = Heartbeat(beating, self.shards, self.consumer, self.status, self.keys, info)
+        self._patiently(lambda: self._enter_pool(control, info, engine, heartbeat))
         self._batcher = Batcher(options.batch_size, options.timeout, budget)
         self._publisher = self._publishing(info)
         self.adapters = Adapters(engine, control, self.shards, options.adapter_dirs)
@@ -141,9 +149,9 @@ class Service:
         digester = Digester(info.fingerprint)
         restore = self._restorer(control, heartbeat, info)
         intake = self._intake(self._batcher, digester, engine, restore)
-        recovery = self._recovery(self._batcher, digester, heartbeat)
+        recovery = self._recovery(self._batcher, digester)
         for name, target in (
-            ("heartbeat", lambda: heartbeat.run(self._heartbeat_ended, self._register_again)),
+            ("heartbeat", lambda: self._beat(heartbeat)),
             ("publisher", self._publisher.run),
             ("intake", intake.run),
             ("recovery", recovery.run),
@@ -159,15 +167,16 @@ class Service:
         )
         return self.loop
 
-    def _enter_pool(self, control: Servers, info: ModelInfo, engine: Engine) -> Heartbeat:
+    def _patiently(self, step: Callable[[], T]) -> T:
+        """What `step` returns; see `patiently`. The server's refusals are errors of ours."""
+        with explained(self.options.url):
+            return patiently(step, self.status.stopping.wait)
+
+    def _enter_pool(
+        self, control: Servers, info: ModelInfo, engine: Engine, heartbeat: Heartbeat
+    ) -> None:
         """Become one of the pool's workers; all that is left is to read jobs."""
-        self.status.description["engine"] = info.engine
-        self.status.description["execution"] = engine.info.execution
         join(control.pool, self.keys, info, self.options.replace, LIFE_MS)
-        self.shards = info.shard_keys(self.keys)
-        heartbeat = Heartbeat(
-            self._open(), self.shards, self.consumer, self.status, self.keys, info
-        )
         heartbeat.beat(control)  # before the consumer is there: nobody must take it for dead
         try:
             create_groups(control, self.shards, self.consumer)
@@ -175,7 +184,6 @@ class Service:
         except BaseException:
             self._end_membership(control)
             raise
-        return heartbeat
 
     def _publishing(self, info: ModelInfo) -> Publisher:
         servers = self._open()
@@ -204,7 +212,7 @@ class Service:
             restore,
         )
 
-    def _recovery(self, batcher: Batcher, digester: Digester, heartbeat: Heartbeat) -> Recovery:
+    def _recovery(self, batcher: Batcher, digester: Digester) -> Recovery:
         servers = self._open()
         return Recovery(
             servers,
@@ -213,7 +221,6 @@ class Service:
             batcher,
             self.status,
             digester,
-            heartbeat,
             DeadLetters(servers, self.consumer),
             self.options.max_deliveries,
         )
@@ -235,6 +242,15 @@ class Service:
             loop.call(adapters.restore)
 
         return restore
+
+    def _beat(self, heartbeat: Heartbeat) -> None:
+        heartbeat.run(self._heartbeat_ended, self._register_again, self._follow)
+
+    def _follow(self) -> None:
+        """Every thread's connections, to another primary."""
+        logger.warning("the Sentinels name another primary: all connections are made anew")
+        for servers in self._opened:
+            servers.leave()
 
     def _register_again(self, damaged: list[str]) -> None:
         """Adapters, where their registry was damaged."""
@@ -315,9 +331,19 @@ class Service:
         if not any_alive(servers.for_shard(first), first):
             servers.pool.delete(self.keys.serving)
 
-    def _open(self, *, blocks_for: float = 0.0, bounded: bool = False) -> Servers:
+    def _open(
+        self,
+        *,
+        blocks_for: float = 0.0,
+        bounded: bool = False,
+        answers_within: float = ANSWER_TIMEOUT,
+    ) -> Servers:
         servers = Servers.of_url(
-            self.options.url, blocks_for=blocks_for, name="lmpool-worker", bounded=bounded
+            self.options.url,
+            blocks_for=blocks_for,
+            name="lmpool-worker",
+            bounded=bounded,
+            answers_within=answers_within,
         )
         self._opened.append(servers)
         return servers

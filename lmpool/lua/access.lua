@@ -77,6 +77,14 @@ local function now_ms()
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
+-- Since when workers have beaten without a gap, in milliseconds of the server's clock: nil after one,
+-- of a server that was away, hung, was restored or is another, and of a clock that was set back.
+local function steady_since(steady)
+  local since = tonumber(given(redis.pcall('GET', steady)) or '')
+  if since and since <= now_ms() then return since end
+  return nil
+end
+
 -- Ids this far ahead of the clock were not made by it: a stream that reached the last takes no more.
 local FAR_AHEAD_MS = 1000 * 86400 * 366
 

@@ -1,21 +1,24 @@
 -- A worker looks after the jobs of workers that have no heartbeat: it takes over one of them, and
 -- consumers that hold nothing are removed (deleting one that holds entries would drop them).
 -- Owner and heartbeat are looked at in the same step as the claim: a living worker loses nothing.
+-- Nobody is dead until beats have come without a gap for a heartbeat's life: while the server was away
+-- nobody could renew, and what it lost since may have been a heartbeat.
+-- Only a death counts: what a worker forgot itself keeps its number of deliveries.
 -- A heartbeat that ends later than its life from now was set before the clock was set back: it gets
 -- one life, within which a living worker renews it.
--- KEYS[1] job stream. ARGV: prefix, group, who asks, a heartbeat's life, then ids of its own that it
---       has forgotten
+-- KEYS[1] job stream, KEYS[2] since when the shard has had beats without a gap.
+-- ARGV: prefix, group, who asks, a heartbeat's life, then ids of its own that it has forgotten
 -- Returns {owner, id, deliveries, field, value...} or nothing. Of what is too large for a job it gives
 -- the bytes alone, in place of the fields.
 local jobs, prefix, group, me, life = KEYS[1], ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 
 local function claim(owner, id, deliveries)
-  local entries = redis.call('XCLAIM', jobs, group, me, 0, id)
+  local entries = redis.call('XCLAIM', jobs, group, me, 0, id, 'RETRYCOUNT', deliveries)
   if not entries[1] then
     redis.call('XACK', jobs, group, id) -- it was withdrawn
     return nil
   end
-  local answer, fields = {owner, id, deliveries + 1}, entries[1][2]
+  local answer, fields = {owner, id, deliveries}, entries[1][2]
   local size = size_of(fields)
   if size > MAX_JOB_BYTES then fields = {'bytes', tostring(size)} end
   for _, value in ipairs(fields) do answer[#answer + 1] = value end
@@ -36,6 +39,9 @@ for i = 5, #ARGV do
   if answer then return answer end
 end
 
+local since = steady_since(KEYS[2])
+if not since or now_ms() - since < life then return nil end
+
 local found = redis.pcall('XINFO', 'CONSUMERS', jobs, group)
 if found['err'] then return nil end -- no stream or no group: nobody holds anything
 for _, consumer in ipairs(found) do
@@ -48,7 +54,7 @@ for _, consumer in ipairs(found) do
     while pending > 0 do
       local held = redis.call('XPENDING', jobs, group, '-', '+', 1, name)[1]
       if not held then break end
-      local answer = claim(name, held[1], held[4])
+      local answer = claim(name, held[1], held[4] + 1)
       if answer then return answer end
       pending = pending - 1
     end

@@ -6,8 +6,10 @@ import contextlib
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +17,7 @@ from typing import Any, Self
 import redis
 import trustme
 
+from lmpool.keys import GROUP
 from tests.chaos.load import Load
 from tests.support.faults import Faults
 from tests.support.pools import until_at_rest
@@ -88,7 +91,12 @@ class ReplicatedPool:
         self._ports = [free_port() for _ in range(3)]
         self._sentinels: list[subprocess.Popen[bytes]] = []
         self.workers: list[WorkerProcess] = []
-        self._settings = {"batch_size": 16, **Faults(folder).settings(delay=0.004)}
+        # What an append-only file holds is read within seconds when its server starts.
+        self._settings = {
+            "batch_size": 16,
+            "result_ttl": 30,
+            **Faults(folder).settings(delay=0.004),
+        }
         self._ended = threading.Event()
         self._stack = ExitStack()
 
@@ -152,15 +160,16 @@ class ReplicatedPool:
         if self.random.random() < 0.5:
             self.small_fault()
         self.done.append(fault.__name__)
-        fault()
-        self.primary()
-        back = time.monotonic()
         try:
+            fault()
+            self.primary()
+            back = time.monotonic()
             until(lambda: self._is_served(load, back), 60, what="the load to be served", every=0.05)
         except AssertionError as error:
-            said = "\n".join(f"--- {w.pid}: {w.log[-3000:]}" for w in self.workers)
-            raise AssertionError(f"{error}\nafter {self.done}; workers say\n{said}") from None
-        self.longest_return = max(self.longest_return, time.monotonic() - back)
+            raise AssertionError(f"{error}\nafter {self.done}\n{self._diagnosis()}") from None
+        took = time.monotonic() - back
+        self.longest_return = max(self.longest_return, took)
+        print(f"{time.strftime('%X')} {fault.__name__}: served after {took:.1f} s", flush=True)
 
     def kill_primary(self) -> None:
         """It comes back later, to be the other's replica."""
@@ -177,12 +186,19 @@ class ReplicatedPool:
 
     def fail_over(self) -> None:
         node = self.primary()
-        try:
-            with self._sentinel(self.random.choice(self._ports)) as client:
+
+        def is_over() -> bool:
+            if self._named() != node.tls_port or not node.is_primary():
+                return True
+            # A replica that is not up in time is not promoted: the Sentinel gives up.
+            return "failover_in_progress" not in client.sentinel_master("main")["flags"]
+
+        with self._sentinel(self.random.choice(self._ports)) as client:
+            try:
                 client.sentinel_failover("main")
-        except redis.exceptions.ResponseError:
-            return  # one goes on, or there is no replica that is fit
-        until(lambda: self._named() != node.tls_port or not node.is_primary(), 20, every=0.1)
+            except redis.exceptions.ResponseError:
+                return  # one goes on, or there is no replica that is fit
+            until(is_over, 30, what="the failover to be over", every=0.1)
 
     def restart(self) -> None:
         """In order: it saves what it is told to save."""
@@ -222,6 +238,31 @@ class ReplicatedPool:
 
     def _is_served(self, load: Load, since: float) -> bool:
         return sum(begin > since for begin, _, _ in load.outcomes.calls) >= 4
+
+    def _diagnosis(self) -> str:
+        """What the servers hold, what the clients' threads are at, and the workers' and theirs."""
+        lines = [f"the Sentinels name {self._named()}"]
+        for node in self.nodes:
+            lines.append(f"--- the server at {node.tls_port}")
+            try:
+                with node.client() as client:
+                    lines += what_it_holds(client)
+            except (redis.exceptions.RedisError, OSError) as error:
+                lines.append(str(error))
+            lines.append(node.log.read_text()[-3000:])
+        for port in self._ports:
+            said = (self.nodes[0].folder / f"sentinel-{port}.log").read_text()
+            lines.append(f"--- the Sentinel at {port}\n{said[-4000:]}")
+        frames = sys._current_frames()
+        for thread in threading.enumerate():
+            if thread.name.startswith("lmpool"):
+                stack = "".join(traceback.format_stack(frames[thread.ident or 0])[-6:])
+                lines.append(f"--- {thread.name}\n{stack}")
+        for worker in self.workers:
+            worker.process.send_signal(signal.SIGABRT)  # it writes down where its threads are
+            worker.process.wait(10)
+            lines.append(f"--- {worker.pid}: {worker.log[-20_000:]}")
+        return "\n".join(lines)
 
     def _named(self) -> int | None:
         for port in self._ports:
@@ -299,6 +340,27 @@ class ReplicatedPool:
                 worker.wait(40)
             finally:
                 worker.close()
+
+
+def what_it_holds(client: redis.Redis) -> list[str]:
+    """Its role, who is connected, and whatever is about jobs."""
+    found: Any = client.info("replication")
+    lines = [f"{found['role']}, {found.get('master_link_status')}, {client.dbsize()} keys"]
+    lines += [f"{c['name']} {c['cmd']} {c['idle']} {c['user']}" for c in client.client_list()]
+    for key in sorted(client.scan_iter("*lmpool*", count=10_000)):
+        name = key.decode()
+        if ":result:" in name:
+            continue
+        if ":jobs:" in name or ":batch:" in name:
+            lines.append(f"{name}: {client.xinfo_groups(key)}")
+            lines += map(str, client.xinfo_consumers(key, GROUP))
+            lines += [str(entry) for entry, _ in client.xrange(key, count=100)]
+            lines += map(str, client.xpending_range(key, GROUP, "-", "+", 100))
+        elif ":flight:" in name:
+            lines.append(f"{name}: {client.hgetall(key)}")
+        elif ":alive:" in name or name.endswith(":steady"):
+            lines.append(f"{name}: {client.get(key)!r:.60}, ends in {client.pttl(key)} ms")
+    return lines
 
 
 def _certificates(folder: Path) -> dict[str, str]:

@@ -131,3 +131,24 @@ def test_a_role_can_do_what_the_table_says(
         except redis.exceptions.ResponseError:
             pass  # it was allowed, and came to nothing
         assert (refused is None) == (answer == "yes"), f"{role}: {command}: {refused}"
+
+
+def test_an_append_only_file_brings_back_what_scripts_wrote(server_binary: str) -> None:
+    """Redis 7.0 replays transactions as the user `default`, which nobody can be all the same."""
+    acl = ROOT / "deploy" / "redis" / "users.acl"
+    with RealServer(
+        binary=server_binary, aclfile=str(acl), tcp=True, appendonly="yes", appendfsync="always"
+    ) as server:
+        address = server.url.rpartition("/")[0].removeprefix("redis://")
+        worker = f"redis://worker:change-this-worker@{address}/0"
+        with redis.Redis.from_url(worker, protocol=2) as client:
+            keys = [SHARD.stream().key, SHARD.alive("worker"), SHARD.steady]
+            script("alive")(client, keys, [GROUP, "worker", "beats", 60_000, 60_000])  # type: ignore[arg-type]
+            server.kill()
+            server.start()
+            assert client.get(keys[1]) == b"beats"
+            assert client.exists(keys[2])
+        with redis.Redis.from_url(server.url, protocol=2) as nobody:
+            for attempt in (("GET", keys[1]), ("AUTH", "default", ""), ("AUTH", "")):
+                with pytest.raises(redis.exceptions.RedisError):
+                    nobody.execute_command(*attempt)

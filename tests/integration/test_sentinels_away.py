@@ -20,6 +20,7 @@ from tests.support.clients import connected
 from tests.support.proxy import Proxy
 from tests.support.sentinels import sentinels
 from tests.support.server import RealServer, free_port
+from tests.support.waiting import until
 from tests.support.workers import in_process_worker
 
 pytestmark = pytest.mark.timeout(60)
@@ -86,3 +87,30 @@ def test_a_worker_whose_threads_meet_no_sentinel_is_not_deaf(
                 row.result(0.5)
             proxy.refuses = False
             np.testing.assert_array_equal(row.result(20), mock_row([1], 256))
+
+
+def test_a_client_that_was_led_to_a_replica_finds_the_primary(
+    primary: RealServer, pool_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody loads scripts into a replica, and this user may not: waiting for them is in vain."""
+    with ExitStack() as stack:
+        replica = RealServer(binary=primary.binary, tcp=True, replicaof=f"127.0.0.1 {primary.port}")
+        stack.enter_context(replica)
+        for server in (primary, replica):
+            with server.client() as admin:
+                admin.execute_command(
+                    "ACL", "SETUSER", "narrow", "on", ">pw", "~*", "+@all", "-eval"
+                )
+        stack.enter_context(in_process_worker(primary.url, pool_name))
+        proxy = stack.enter_context(Proxy(primary.port))
+        lm = stack.enter_context(
+            connected(proxy.url.replace("redis://", "redis://narrow:pw@"), pool_name)
+        )
+        lm.next_token_logprobs_sync([1], timeout=10)
+        proxy.target = replica.port
+        proxy.cut()
+        with ThreadPoolExecutor(1) as threads:
+            row = threads.submit(lm.next_token_logprobs_sync, [2], timeout=30)
+            until(lambda: "NOSCRIPT" in caplog.text, what="the client to ask the replica")
+            proxy.target = primary.port
+            np.testing.assert_array_equal(row.result(20), mock_row([2], 256))

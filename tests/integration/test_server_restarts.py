@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +12,12 @@ import redis
 
 from lmpool.backends.mock import mock_row
 from lmpool.errors import PromptFailed
+from lmpool.keys import GROUP
 from lmpool.producer import session as session_module
 from tests.support.clients import connected
-from tests.support.pools import pool_shards
+from tests.support.gate import Gate
+from tests.support.pools import Asking, pool_shards
+from tests.support.proxy import Proxy
 from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker, worker_process
@@ -49,6 +53,53 @@ def test_a_worker_that_is_told_to_stop_without_a_server_stops(server_binary, poo
         worker.terminate()
         assert worker.wait(20) == 0
         assert "Traceback" not in worker.log
+
+
+def test_the_living_keep_their_jobs_where_the_server_lost_their_heartbeats(
+    server_binary: str, pool_name: str, tmp_path: Path
+) -> None:
+    """It restarts as it was a moment ago, less the heartbeats, and goes on losing them."""
+    gate = Gate(tmp_path)
+    settings = {"batch_size": 4, **gate.settings()}
+    with (
+        RealServer(binary=server_binary, tcp=True, appendonly="yes") as server,
+        worker_process(server.url, pool_name, **settings) as busy,
+        connected(server.url, pool_name, workers_timeout=60) as lm,
+    ):
+        asking = Asking(lm, [[1, 2]])
+        gate.wait_for_batch()
+        with worker_process(server.url, pool_name, **settings) as idle:
+            server.kill()
+            server.start()
+            with server.client() as client:
+                (shard,) = pool_shards(client, pool_name)
+                ends = time.monotonic() + 4.0  # longer than from one look for the dead to the next
+                while time.monotonic() < ends:
+                    client.delete(*client.keys(shard.alive("*")), shard.steady)
+                    time.sleep(0.005)
+                (held,) = client.xpending_range(shard.stream().key, GROUP, "-", "+", 10)
+            gate.open()
+            np.testing.assert_array_equal(asking.rows(), [mock_row([1, 2], 256)])
+            assert {pid for pid, _ in gate.batches()} == {busy.pid} != {idle.pid}
+            assert held["times_delivered"] == 1
+            assert "took over" not in idle.log + busy.log
+
+
+def test_a_worker_waits_for_a_server_that_is_away_when_it_starts(
+    server_binary: str, pool_name: str
+) -> None:
+    with (
+        RealServer(binary=server_binary, tcp=True) as server,
+        Proxy(server.port) as proxy,
+    ):
+        proxy.refuses = True
+        with worker_process(proxy.url, pool_name, alive=False) as worker:
+            until(lambda: "waiting for the server, 60 s at most" in worker.log, 20)
+            time.sleep(1.0)
+            assert worker.process.poll() is None, worker.log
+            proxy.refuses = False
+            worker.wait_until_alive()
+            assert "Traceback" not in worker.log
 
 
 def test_answers_of_a_server_that_is_away_are_given_once_it_is_back(

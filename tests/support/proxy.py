@@ -16,7 +16,8 @@ class Proxy:
     """Between clients and a server on a loopback port; one thread for each connection."""
 
     def __init__(self, port: int) -> None:
-        self._target = port
+        self.target = port
+        """Where connections lead that are made from now on."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
@@ -82,7 +83,7 @@ class Proxy:
 
     def _serve(self, client: socket.socket) -> None:
         try:
-            upstream = socket.create_connection(("127.0.0.1", self._target))
+            upstream = socket.create_connection(("127.0.0.1", self.target))
         except OSError:
             client.close()
             return

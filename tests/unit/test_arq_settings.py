@@ -6,7 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from arq.connections import ArqRedis
+import redis.exceptions
+from arq.connections import ArqRedis, log_redis_info
 
 from lmpool.settings import WorkerOptions
 from lmpool.worker import arq_settings
@@ -41,6 +42,21 @@ def test_a_cancellation_lost_on_the_way_to_the_server_is_not_lost(
         assert polling.cancelled()
 
     asyncio.run(cancel())
+
+
+def test_a_server_that_is_away_when_arq_looks_at_it_does_not_end_the_worker() -> None:
+    async def look() -> None:
+        server = PatientRedis(host="127.0.0.1", port=1)
+        said: list[str] = []
+        await log_redis_info(server, said.append)
+        assert said == [
+            "redis_version=? mem_usage=? clients_connected=? db_keys=?",
+        ]
+        with pytest.raises(redis.exceptions.ConnectionError):  # what matters is not made up
+            async with server.pipeline(transaction=True) as pipeline:
+                await pipeline.dbsize().execute()
+
+    asyncio.run(look())
 
 
 def test_what_a_worker_has_loaded_is_left_out_of_collections(

@@ -12,17 +12,19 @@ import msgpack
 import pytest
 import redis
 
+from lmpool.address import SENTINEL_TIMEOUT
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
-from lmpool.liveness import LIFE_MS
+from lmpool.liveness import BEAT_MS, GAP_MS, LIFE_MS
 from lmpool.model_info import ModelInfo
 from lmpool.servers import Servers
-from lmpool.worker import heartbeat as heartbeat_module
-from lmpool.worker.heartbeat import EVERY, Heartbeat
+from lmpool.worker.heartbeat import AGAIN, ANSWER_WITHIN, EVERY, Heartbeat
 from lmpool.worker.intake import create_groups
 from lmpool.worker.membership import mark
 from lmpool.worker.status import WorkerStatus
 from tests.support.fake import FakeServer
 from tests.support.parts import SplitServers, Time, info_of
+from tests.support.protocol import be_steady
+from tests.support.waiting import until
 
 INFO = info_of(3)
 
@@ -49,10 +51,8 @@ def shards(keys: PoolKeys) -> tuple[ShardKeys, ...]:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
-    clock = Time()
-    monkeypatch.setattr(heartbeat_module, "time", clock)
-    return clock
+def clock() -> Time:
+    return Time()
 
 
 def new(servers: Servers, keys: PoolKeys, info: ModelInfo = INFO) -> Heartbeat:
@@ -171,11 +171,10 @@ def test_it_beats_at_a_third_of_its_life_until_it_ends(
     heartbeat.run(ended)
     assert len(beats) == 5
     assert set(ended.asked) == {EVERY}
-    assert pytest.approx(LIFE_MS / 3000) == EVERY
-    assert heartbeat.steady()
+    assert pytest.approx(LIFE_MS / 3000, abs=0.001) == EVERY
 
 
-def test_a_beat_that_failed_is_said_once_and_makes_it_unsteady_for_a_life(
+def test_a_beat_that_failed_is_said_once_and_tried_again_soon(
     servers: Servers,
     keys: PoolKeys,
     clock: Time,
@@ -183,33 +182,56 @@ def test_a_beat_that_failed_is_said_once_and_makes_it_unsteady_for_a_life(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     heartbeat = new(servers, keys)
-    seen: list[bool] = []
-    failures = [False, True, True, False, False, False, False, True, False]
+    failures = [False, True, True, False, False, True, False]
 
     def beat(servers: Servers) -> None:
-        seen.append(heartbeat.steady())
         if failures.pop(0):
             raise redis.exceptions.ConnectionError("gone")
 
     monkeypatch.setattr(heartbeat, "beat", beat)
+    ended: Any = Ended(clock, [EVERY] * 7)
     with caplog.at_level(logging.WARNING):
-        heartbeat.run(Ended(clock, [EVERY] * 9))  # type: ignore[arg-type]
-    # A life after the last failure, and not before, it is trusted again.
-    assert seen == [True, True, False, False, False, False, True, True, False]
+        heartbeat.run(ended)
+    assert ended.asked == [EVERY, EVERY, AGAIN, AGAIN, EVERY, EVERY, AGAIN, EVERY]
     assert caplog.text.count("could not be renewed: gone") == 2
 
 
-def test_a_machine_that_slept_is_unsteady(
-    servers: Servers, keys: PoolKeys, clock: Time, monkeypatch: pytest.MonkeyPatch
+def test_a_beat_says_since_when_there_was_no_gap(
+    servers: Servers, server: redis.Redis, keys: PoolKeys, shards: tuple[ShardKeys, ...]
 ) -> None:
-    heartbeat = new(servers, keys)
-    seen: list[bool] = []
-    monkeypatch.setattr(heartbeat, "beat", lambda servers: seen.append(heartbeat.steady()))
-    heartbeat.run(Ended(clock, [EVERY, 60.0, EVERY, EVERY]))  # type: ignore[arg-type]
-    assert not heartbeat.steady()
-    clock.now += LIFE_MS / 1000
-    assert heartbeat.steady()
-    assert seen == [True, True, False, False]
+    def since() -> int:
+        new(servers, keys).beat(servers)  # whichever worker's
+        found = [int(server.get(shard.steady)) for shard in shards]  # type: ignore[arg-type]
+        assert found[0] <= found[-1] < found[0] + 1000
+        return found[0]
+
+    def now() -> int:
+        seconds, micros = server.time()  # type: ignore[misc]
+        return int(seconds * 1000 + micros // 1000)
+
+    first = since()
+    assert now() - 1000 < first <= now()
+    for shard in shards:
+        assert BEAT_MS < server.pttl(shard.steady) <= GAP_MS  # type: ignore[operator]
+    be_steady(server, *shards, for_ms=60_000)
+    assert since() < now() - 50_000
+    be_steady(server, *shards, for_ms=-60_000)  # the clock was set back
+    assert since() <= now()
+    be_steady(server, *shards, for_ms=60_000)
+    for shard in shards:
+        server.pexpire(shard.steady, 1)  # none came for so long
+    until(lambda: not any(server.exists(shard.steady) for shard in shards), 5)
+    assert since() >= first
+    for shard in shards:
+        server.delete(shard.steady)
+        server.rpush(shard.steady, "in the way")
+    assert since() >= first
+
+
+def test_no_gap_ends_a_living_workers_heartbeat() -> None:
+    assert BEAT_MS + GAP_MS < LIFE_MS
+    # Nor does a primary that answers nothing, and then a Sentinel that does not.
+    assert ANSWER_WITHIN + AGAIN + SENTINEL_TIMEOUT < LIFE_MS / 1000
 
 
 def test_it_ends_at_once(servers: Servers, keys: PoolKeys) -> None:

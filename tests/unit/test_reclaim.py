@@ -11,20 +11,29 @@ from lmpool.keys import GROUP, ShardKeys
 from lmpool.liveness import LIFE_MS
 from lmpool.scripts import script
 from lmpool.wire import pack_job
-from tests.support.protocol import Caller, Consumer, entries_of, new_job, shard_of_pool
+from tests.support.protocol import (
+    Caller,
+    Consumer,
+    be_steady,
+    entries_of,
+    new_job,
+    shard_of_pool,
+)
 from tests.support.waiting import until
 
 A, B = new_job(1), new_job(2)
 
 
 @pytest.fixture
-def shard(pool_name: str, any_server: str) -> ShardKeys:
-    return shard_of_pool(pool_name)
+def shard(pool_name: str, redis_client: redis.Redis) -> ShardKeys:
+    shard = shard_of_pool(pool_name)
+    be_steady(redis_client, shard)
+    return shard
 
 
 def reclaim(server: redis.Redis, shard: ShardKeys, *forgotten: bytes) -> Any:
     arguments = [shard.prefix, GROUP, "me", LIFE_MS, *forgotten]
-    return script("reclaim")(server, [shard.stream().key], arguments)  # type: ignore[arg-type]
+    return script("reclaim")(server, [shard.stream().key, shard.steady], arguments)  # type: ignore[arg-type]
 
 
 def bury(server: redis.Redis, shard: ShardKeys, job: Any, entry: bytes) -> Any:
@@ -66,6 +75,27 @@ def test_a_heartbeat_lives_no_longer_when_the_clock_was_set_back(
     until(lambda: reclaim(redis_client, shard) == [b"owner", entry, 2, b"job", pack_job(A)], 5)
 
 
+@pytest.mark.parametrize("since", [None, -60_000, 0, LIFE_MS - 2000, "nonsense"])
+def test_nobody_is_dead_before_the_living_could_renew(
+    since: Any, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    """The server was away, or is another, or its clock was set back."""
+    Caller(redis_client, shard).enqueue(A, B)
+    owner, me = Consumer(redis_client, shard, "owner"), Consumer(redis_client, shard, "me")
+    forgotten, held = me.read(1) + owner.read()
+    redis_client.delete(shard.steady)
+    if since == "nonsense":
+        redis_client.rpush(shard.steady, since)
+    elif since is not None:
+        be_steady(redis_client, shard, for_ms=since)
+    assert reclaim(redis_client, shard) is None
+    assert owner.held() == [held]
+    assert reclaim(redis_client, shard, forgotten)[:3] == [b"me", forgotten, 1]
+    redis_client.delete(shard.steady)
+    be_steady(redis_client, shard)
+    assert reclaim(redis_client, shard)[:3] == [b"owner", held, 2]
+
+
 def test_what_was_withdrawn_is_not_taken_over(redis_client: redis.Redis, shard: ShardKeys) -> None:
     caller = Caller(redis_client, shard)
     caller.enqueue(A, B)
@@ -85,12 +115,29 @@ def test_deliveries_add_up_over_owners(redis_client: redis.Redis, shard: ShardKe
     assert reclaim(redis_client, shard)[:3] == [b"next", entry, 4]
 
 
+def test_what_kills_its_workers_adds_up_whatever_becomes_of_the_server_between(
+    redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    Caller(redis_client, shard).enqueue(A)
+    (entry,) = Consumer(redis_client, shard, "first").read()
+    for deliveries, last in ((2, "first"), (3, "second"), (4, "third")):
+        redis_client.delete(shard.steady)  # it restarted, or failed over
+        assert reclaim(redis_client, shard) is None
+        be_steady(redis_client, shard)
+        assert reclaim(redis_client, shard)[:3] == [last.encode(), entry, deliveries]
+        taker = "second" if deliveries == 2 else "third"
+        redis_client.xclaim(
+            shard.stream().key, GROUP, taker, 0, [entry], retrycount=deliveries, justid=True
+        )
+
+
 def test_what_a_worker_forgot_comes_back_to_it(redis_client: redis.Redis, shard: ShardKeys) -> None:
     Caller(redis_client, shard).enqueue(A, B)
     me = Consumer(redis_client, shard, "me")
     first, second = me.read()
     assert reclaim(redis_client, shard) is None
-    assert reclaim(redis_client, shard, second)[:3] == [b"me", second, 2]
+    for _ in range(4):  # nobody died of it
+        assert reclaim(redis_client, shard, second)[:3] == [b"me", second, 1]
     assert reclaim(redis_client, shard, b"1-1") is None  # not ours
     assert me.held() == [first, second]
 

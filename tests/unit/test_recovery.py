@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from lmpool.keys import GROUP, PRIORITIES, JobStream, Priority, ShardKeys, streams
+from lmpool.liveness import LIFE_MS
 from lmpool.servers import Servers
 from lmpool.wants import Digester
 from lmpool.wire import Job, pack_job
@@ -25,6 +26,7 @@ from tests.support.protocol import (
     FINGERPRINT,
     Caller,
     Consumer,
+    be_steady,
     entries_of,
     new_job,
     shard_of_pool,
@@ -32,16 +34,15 @@ from tests.support.protocol import (
 from tests.support.waiting import until
 
 
-class Steady:
-    """A heartbeat that is steady where the test says so."""
+class CountedRecovery(Recovery):
+    """Says how often it has looked."""
 
-    def __init__(self) -> None:
-        self.is_steady = True
-        self.looks = 0
+    looks = 0
 
-    def steady(self) -> bool:
+    def _look_everywhere(self) -> Exception | None:
+        found = super()._look_everywhere()
         self.looks += 1
-        return self.is_steady
+        return found
 
 
 class Worker:
@@ -51,11 +52,12 @@ class Worker:
         self.servers = servers
         self.status = WorkerStatus({}, lambda: None)
         self.batcher = Batcher(8, 0.0, 10_000)
-        self.heartbeat: Any = Steady()
         create_groups(servers, shards, "me")
-        self.recovery = Recovery(
+        for shard in shards:
+            be_steady(servers.for_shard(shard), shard)  # type: ignore[arg-type]
+        self.recovery = CountedRecovery(
             servers, shards, "me", self.batcher, self.status, Digester(FINGERPRINT),
-            self.heartbeat, DeadLetters(servers, "me"), 3,
+            DeadLetters(servers, "me"), 3,
         )  # fmt: skip
         self.thread = Guarded(self.recovery.run)
 
@@ -75,8 +77,8 @@ class Worker:
 
     def looks_again(self) -> None:
         """Wait until it has looked through all of its streams from now on."""
-        seen = self.heartbeat.looks
-        until(lambda: self.heartbeat.looks >= seen + 3)
+        seen = self.recovery.looks
+        until(lambda: self.recovery.looks >= seen + 2)
 
     def stop(self) -> None:
         self.status.stopping.set()
@@ -213,16 +215,19 @@ def test_a_heartbeat_in_another_shard_keeps_nothing_here(
     worker.settle(worker.take())
 
 
-def test_while_its_own_heartbeat_has_trouble_it_takes_nobody_for_dead(
+def test_after_a_gap_in_a_shard_nobody_there_is_taken_for_dead(
     start: Start, server: redis.Redis, shards: list[ShardKeys]
 ) -> None:
     worker = start()
-    worker.heartbeat.is_steady = False
-    worker.looks_again()
-    leave_behind(server, shards[0], new_job(1))
+    be_steady(server, shards[0], for_ms=LIFE_MS // 2)
+    for shard in shards[:2]:
+        leave_behind(server, shard, new_job(1))
+    delivery = worker.take()
+    assert delivery.stream.shard == shards[1]
+    worker.settle(delivery)
     worker.looks_again()
     assert consumers(server, shards[0].stream())[b"dead"] == 1
-    worker.heartbeat.is_steady = True
+    be_steady(server, shards[0])
     worker.settle(worker.take())
 
 

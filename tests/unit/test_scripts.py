@@ -29,6 +29,7 @@ def test_every_script_is_known() -> None:
         "reclaim",
         "release",
         "replace",
+        "reread",
         "serve",
         "sift",
         "withdraw",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import redis
 from lmpool.backends.mock import mock_row
 from lmpool.errors import UnknownAdapter
 from lmpool.keys import GROUP, PoolKeys
+from lmpool.primary_pool import PrimaryPool
 from lmpool.producer import collector as collector_module
 from lmpool.server import ANSWER_TIMEOUT, is_lost
 from lmpool.servers import NONSENSE_MOST, Servers
@@ -38,6 +41,13 @@ def test_nothing_connects_before_its_first_command() -> None:
     options = servers.pool.connection_pool.connection_kwargs
     assert options["socket_timeout"] == ANSWER_TIMEOUT + 3.0
     assert options["client_name"] == "somebody"
+    servers.close()
+
+
+def test_a_server_that_answers_nothing_is_given_up_when_it_is_said() -> None:
+    servers = Servers.of_url("redis://127.0.0.1:1/0", answers_within=1.5)
+    options = servers.pool.connection_pool.connection_kwargs
+    assert (options["socket_timeout"], options["socket_connect_timeout"]) == (1.5, 1.5)
     servers.close()
 
 
@@ -168,3 +178,45 @@ def test_a_pool_whose_shards_lie_on_several_servers_serves(
         left = [key for key in client.keys("*") if b":reply:" in key or b":alive:" in key]
         assert left == []
         client.close()
+
+
+class Named:
+    """Sentinels that name one server."""
+
+    def __init__(self, server: FakeServer) -> None:
+        self.server = server
+
+    def discover_master(self, service: str) -> tuple[str, int]:
+        assert service == "main"
+        url = urlsplit(self.server.url)
+        return str(url.hostname), int(url.port or 0)
+
+
+def test_a_primary_that_was_replaced_is_left(two: list[FakeServer]) -> None:
+    named: Any = Named(two[0])
+
+    def open_one() -> Any:
+        return redis.Redis(connection_pool=PrimaryPool("main", named, protocol=2))
+
+    both = first, other = Servers(open_one), Servers(open_one)
+    assert not first.follow()  # it has no connection yet
+    for servers in both:
+        servers.pool.set("here", b"the first")
+    assert not first.follow()
+    named.server = two[1]
+    assert first.pool.get("here") == b"the first"  # as if nothing had happened
+    assert first.follow()
+    assert first.pool.get("here") is None
+    assert not first.follow()
+    assert other.pool.get("here") == b"the first"
+    other.leave()
+    assert other.for_shard(SHARDS[0]).get("here") is None
+    for servers in both:
+        servers.close()
+
+
+def test_without_sentinels_there_is_nothing_to_follow(two: list[FakeServer]) -> None:
+    servers = Servers.of_url(two[0].url)
+    assert servers.pool.ping()
+    assert not servers.follow()
+    servers.close()

@@ -16,11 +16,13 @@ from lmpool.backends.mock import MockEngine, mock_row
 from lmpool.errors import EngineBroken, LmpoolError, PoolMismatch, ServerUnreachable, SettingsError
 from lmpool.keys import GROUP, PRIORITIES, PoolKeys, ShardKeys, streams
 from lmpool.model_info import ModelInfo
+from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
 from lmpool.wire import pack_job
 from lmpool.worker import intake as intake_module
+from lmpool.worker import patience
 from lmpool.worker import service as service_module
-from lmpool.worker.heartbeat import Heartbeat
+from lmpool.worker.heartbeat import ANSWER_WITHIN, Heartbeat
 from lmpool.worker.recovery import Recovery
 from lmpool.worker.service import Service, consumer_name
 from tests.support.clients import connected
@@ -216,9 +218,64 @@ def test_a_server_that_is_not_there_is_told_before_the_engine_is_loaded(
 ) -> None:
     loaded: list[int] = []
     monkeypatch.setattr(service_module, "load_engine", lambda *_, **__: loaded.append(1))
+    monkeypatch.setattr(patience, "SERVER_WAIT", 0.3)
     with pytest.raises(ServerUnreachable):
         new("redis://127.0.0.1:1/0").start()
     assert loaded == []
+
+
+def test_a_server_that_goes_away_in_the_midst_of_joining_is_waited_for(
+    new: Callable[..., InProcessWorker],
+    server: redis.Redis,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It closes the connection at each step, once more when that is made good, then loads."""
+    lost = [redis.exceptions.ConnectionError("Connection closed by server.")] * 2
+    for name in ("greet", "warn_about", "join", "create_groups", "publish_vocabulary"):
+        failures: list[Exception] = [redis.exceptions.BusyLoadingError("loading"), *lost]
+        step = getattr(service_module, name)
+
+        def flaky(*arguments: Any, failures: Any = failures, step: Any = step) -> Any:
+            if failures:
+                raise failures.pop()
+            return step(*arguments)
+
+        monkeypatch.setattr(service_module, name, flaky)
+    worker = new()
+    worker.start()
+    _, shards = served(server, keys)
+    assert members(server, shards) == [{worker.id}] * SHARDS * len(PRIORITIES)
+    assert "waiting for the server, 60 s at most: Connection closed by server." in caplog.text
+
+
+def test_a_beat_waits_for_a_server_that_answers_nothing_no_longer_than_a_life(
+    new: Callable[..., InProcessWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next primary must hear of a worker before others take it for dead."""
+    opened: list[Servers] = []
+    init = Heartbeat.__init__
+
+    def note(self: Heartbeat, servers: Servers, *arguments: Any) -> None:
+        opened.append(servers)
+        init(self, servers, *arguments)
+
+    monkeypatch.setattr(Heartbeat, "__init__", note)
+    worker = new()
+    worker.start()
+    (servers,) = opened
+    assert servers.pool.connection_pool.connection_kwargs["socket_timeout"] == ANSWER_WITHIN
+    worker.stop()
+
+
+def test_a_worker_that_waits_for_its_server_is_told_to_stop(
+    new: Callable[..., InProcessWorker],
+) -> None:
+    worker = new("redis://127.0.0.1:1/0")
+    threading.Timer(0.3, worker.service.status.stopping.set).start()
+    with pytest.raises(LmpoolError, match="told to stop while waiting for the server"):
+        worker.start()
 
 
 def test_a_worker_that_may_not_join_closes_its_engine_and_is_nobody(
