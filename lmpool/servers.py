@@ -122,8 +122,12 @@ class Servers:
         return bool(pool.get_master_address() != former)  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
-        """Have the thread whose these are connect anew before its next command. For any thread."""
+        """Have the thread whose these are connect anew before its next command. For any thread.
+
+        A read under way ends with an error: who may have been replaced may never answer.
+        """
         self._is_left = True
+        self.renew()
 
     def cut(self) -> None:
         """End reads that may be blocked on connections that will never answer, and connect no more.

@@ -95,6 +95,10 @@ class Collector:
         finally:
             self._servers.close()
 
+    def leave(self) -> None:
+        """Connect anew, to the primary of now; for another thread to call."""
+        self._servers.leave()
+
     def cut(self) -> None:
         """End a read that may be blocked on a connection that will never answer."""
         self._servers.cut()

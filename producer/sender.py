@@ -12,6 +12,7 @@ from typing import Final
 
 import redis.exceptions
 
+from lmpool.address import is_sentinel
 from lmpool.clock import to_ms
 from lmpool.commands import Value
 from lmpool.errors import (
@@ -41,7 +42,7 @@ from lmpool.producer.session import (
 )
 from lmpool.producer.withdrawal import withdraw
 from lmpool.scripts import ScriptsMissing, script
-from lmpool.server import get_string, is_full, is_lost, senseless, understood
+from lmpool.server import ANSWER_TIMEOUT, get_string, is_full, is_lost, senseless, understood
 from lmpool.servers import Servers
 from lmpool.settings import mask_url
 from lmpool.wants import Digest
@@ -50,6 +51,8 @@ from lmpool.wire import JobPacker
 logger = logging.getLogger(__name__)
 
 CHECK_EVERY: Final = 2.0
+FAILOVER_TIMEOUT: Final = 5.0
+"""Seconds without an answer after which the Sentinels are asked for the primary again."""
 CLAIM_BYTES: Final = 1 << 20
 CHECK_MOST: Final = 500
 
@@ -60,7 +63,10 @@ class Sender:
     def __init__(self, session: Session, farewell: Callable[[], None]) -> None:
         self._session = session
         self._farewell = farewell
-        self._servers = Servers.of_url(session.options.url, name="lmpool-client")
+        url = session.options.url
+        # A primary that was replaced may never answer.
+        within = FAILOVER_TIMEOUT if is_sentinel(url) else ANSWER_TIMEOUT
+        self._servers = Servers.of_url(url, name="lmpool-client", answers_within=within)
         self._answers = AnswerReader(session, self._servers)
         self._busy_until: dict[Priority, float] = dict.fromkeys(PRIORITIES, 0.0)
         self._next_check = 0.0
@@ -351,6 +357,9 @@ class Sender:
         every = min(CHECK_EVERY, max(0.1, session.options.workers_timeout / 4))
         now = time.monotonic()
         self._next_check = now + every
+        with contextlib.suppress(redis.exceptions.RedisError, OSError):  # Sentinels may be away
+            if self._servers.follow():
+                session.leave()
         with session.lock:
             flights = session.table.overdue(now, every, 10 * CHECK_MOST)
         for shard, mine in self._by_shard(flights):

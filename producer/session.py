@@ -61,6 +61,8 @@ class Session:
         """How often each reply stream was made: again once it expired, or the server forgot it."""
         self.confirmed = -math.inf
         """When the pool was last known to serve what `info` says, on the monotonic clock."""
+        self.leave: Callable[[], None] = lambda: None
+        """Has the collector leave a primary that was replaced."""
         self.last_ids: dict[str, str] = {}
         """The last notice read, by reply stream."""
 

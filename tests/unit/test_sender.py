@@ -22,7 +22,7 @@ from lmpool.errors import (
 )
 from lmpool.keys import PRIORITIES, Priority
 from lmpool.producer import sender as sender_module
-from lmpool.producer.sender import CLAIM_BYTES, Sender
+from lmpool.producer.sender import CHECK_EVERY, CLAIM_BYTES, Sender
 from lmpool.producer.session import CLAIM_MOST, FLIGHT_TTL, REPLY_TTL, Session
 from lmpool.servers import Servers
 from lmpool.wants import Digest, Generate, Row
@@ -311,6 +311,44 @@ def test_at_the_backlogs_bound_the_rest_is_asked_again_in_order_and_not_at_once(
     sender._serve()
     (found,) = waiting(server, session, "interactive")
     assert [job.digest for job in found] == [job.digest for job in jobs[2:4]]
+
+
+def test_who_waits_follows_the_sentinels(
+    session: Session, sender: Sender, clock: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while they are away: what is waited for is looked after all the same."""
+    looks: list[float] = []
+
+    def follow() -> bool:
+        looks.append(clock.now)
+        raise redis.exceptions.ConnectionError("No master found")
+
+    monkeypatch.setattr(sender._servers, "follow", follow)
+    session.join(info_of(1))
+    ask(session, jobs_of(some_prompts(1)))
+    sender._next_check = clock.now + CHECK_EVERY
+    sender._serve()
+    assert looks == []  # there is nothing to look after yet
+    clock.now += CHECK_EVERY
+    sender._serve()
+    assert looks == [clock.now]
+    (flight,) = session.table.flights.values()
+    assert flight.since == clock.now
+
+
+def test_the_collector_goes_where_the_sender_goes(
+    session: Session, sender: Sender, clock: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or else one would tell a primary what the other waits for at its predecessor."""
+    moved, left = [False], []
+    session.leave = lambda: left.append(clock.now)
+    monkeypatch.setattr(sender._servers, "follow", lambda: moved[0])
+    session.join(info_of(1))
+    ask(session, jobs_of(some_prompts(1)))
+    for moved[0] in (False, True, False):
+        clock.now += CHECK_EVERY
+        sender._serve()
+    assert left == [clock.now - CHECK_EVERY]
 
 
 def test_what_found_no_room_goes_before_what_was_asked_after_it(
