@@ -344,8 +344,8 @@ def test_the_collector_goes_where_the_sender_goes(
     session.leave = lambda: left.append(clock.now)
     monkeypatch.setattr(sender._servers, "follow", lambda: moved[0])
     session.join(info_of(1))
-    ask(session, jobs_of(some_prompts(1)))
-    for moved[0] in (False, True, False):
+    for job, moved[0] in zip(jobs_of(some_prompts(3)), (False, True, False), strict=True):
+        ask(session, [job])
         clock.now += CHECK_EVERY
         sender._serve()
     assert left == [clock.now - CHECK_EVERY]
