@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 IDLE_BLOCK_MS: Final = 1000
 """How long an idle worker's read blocks; a worker told to stop notices after that at the latest."""
 SHORT_WAIT: Final = 0.002
+LOOKS_IN_VAIN: Final = 4
+"""Looks for company in succession, none found, after which it is looked for at few batches."""
+FEW_LOOKS: Final = 8
+"""Then at one batch in so many: a read costs as much as all else that a small batch takes."""
 GIVE_BACK_AFTER: Final = 0.5
 """Seconds, at least, that a batch may take longer than expected before jobs are given back."""
 
@@ -77,6 +81,8 @@ class Intake:
         """Whether it failed as the entries were too long to be read at once."""
         self._most = MANY
         """Entries that a read may bring: few after one that was too long, then more and more."""
+        self._alone = 0
+        """Batches in succession that left as they were first read, looked for company or not."""
 
     def run(self) -> None:
         """Read until the worker stops."""
@@ -118,14 +124,19 @@ class Intake:
                     self._batcher.changed.wait(pause)
             return
         block = None
+        company = False
         if not busy:
             due = self._batcher.due_in()
             if due is None:
                 block = IDLE_BLOCK_MS
             elif due >= SHORT_WAIT:
                 block = min(IDLE_BLOCK_MS, int(due * 1000))
+            elif self._is_likely_alone():
+                self._wait_while(busy, due + SHORT_WAIT)
+                return
             else:
                 # Too short to block for: one look for company shortly before the batch leaves.
+                company = True
                 self._wait_while(busy, due * 0.7)
         if self._too_long:
             self._sift()
@@ -133,11 +144,22 @@ class Intake:
         self._most = min(MANY, 2 * self._most)
         if jobs:
             self._batcher.add(jobs)
+        if company:
+            self._alone = 0 if jobs else self._alone + 1
         self._last.update(last)
         if self._unsure:
             self._unsure = bool(last)
         elif block is None:
             self._wait_while(busy, self._poll_seconds())
+
+    def _is_likely_alone(self) -> bool:
+        """Whether the jobs that wait get no company, as those before them: then nobody looks."""
+        if self._alone < LOOKS_IN_VAIN or self._unsure:
+            return False
+        if self._alone % FEW_LOOKS == 0:
+            return False
+        self._alone += 1
+        return True
 
     def _sift(self) -> None:
         """Take off what came in a reply that was too long and can be no job, unread."""
