@@ -248,7 +248,8 @@ class Publisher:
         self._uncounted = self._left_out = 0
         if before is not None:
             self._store.evicted(shard, made, size)
-        self._store.holds(shard, told[1])
+        if size:
+            self._store.holds(shard, told[1])
 
 
 def _size(chunk: Sequence[Done]) -> int:
