@@ -60,8 +60,9 @@ if stored == 0 then return {#ids + others, 0} end
 -- that notice off its reply stream, it is about to read. The order of the fields counts: evict.lua.
 local entry = {'*', 'held', '', 'bytes', ARGV[4], 'life', ARGV[5], 'digests', ARGV[6],
   unpack(told, 1, math.min(#told, 2000))}
--- The sum is counted beside the counters, too: reading the newest entry costs more than adding one.
-local held = given(redis.pcall('HINCRBY', counters, 'held', ARGV[4]))
+-- The sum is counted beside the account, too: reading the newest entry costs more than adding one.
+local sum, life = prefix .. ':held', tonumber(ARGV[5])
+local held = given(redis.pcall('INCRBY', sum, ARGV[4]))
 entry[3] = string.format('%.0f', held or 0)
 if not held or held <= stored
     or not given(redis.pcall('XADD', account, 'NOMKSTREAM', unpack(entry))) then
@@ -72,9 +73,9 @@ if not held or held <= stored
   held = stored + (last and tonumber(last[2][2]) or 0)
   entry[3] = string.format('%.0f', held)
   redis.pcall('XADD', account, unpack(entry))
-  redis.pcall('HSET', counters, 'held', entry[3])
+  redis.pcall('SET', sum, entry[3], 'PX', life)
   if last and last[2][8] == '' then redis.call('XDEL', account, last[1]) end -- only the sum
 end
-local life = tonumber(ARGV[5]) -- by its end all that this entry names has ended
+-- By the end of its life all that this entry names has ended.
 if redis.call('PTTL', account) < life then redis.pcall('PEXPIRE', account, 2 * life) end
 return {#ids + others, held}
