@@ -29,9 +29,9 @@ IDLE_BLOCK_MS: Final = 1000
 """How long an idle worker's read blocks; a worker told to stop notices after that at the latest."""
 SHORT_WAIT: Final = 0.002
 LOOKS_IN_VAIN: Final = 4
-"""Looks for company in succession, none found, after which it is looked for at few batches."""
+"""Batches in succession that got no company, after which it is looked for at few of them."""
 FEW_LOOKS: Final = 8
-"""Then at one batch in so many: a read costs as much as all else that a small batch takes."""
+"""At one in so many: a look costs as much as all else that a small batch takes."""
 GIVE_BACK_AFTER: Final = 0.5
 """Seconds, at least, that a batch may take longer than expected before jobs are given back."""
 
@@ -82,7 +82,7 @@ class Intake:
         self._most = MANY
         """Entries that a read may bring: few after one that was too long, then more and more."""
         self._alone = 0
-        """Batches in succession that left as they were first read, looked for company or not."""
+        """Batches in succession, with the one that waits, that left as they were first read."""
 
     def run(self) -> None:
         """Read until the worker stops."""
@@ -124,7 +124,6 @@ class Intake:
                     self._batcher.changed.wait(pause)
             return
         block = None
-        company = False
         if not busy:
             due = self._batcher.due_in()
             if due is None:
@@ -136,16 +135,15 @@ class Intake:
                 return
             else:
                 # Too short to block for: one look for company shortly before the batch leaves.
-                company = True
                 self._wait_while(busy, due * 0.7)
         if self._too_long:
             self._sift()
         jobs, last = self._read(room, block)
         self._most = min(MANY, 2 * self._most)
         if jobs:
+            if not busy:
+                self._alone = 0 if len(self._batcher) else self._alone + 1
             self._batcher.add(jobs)
-        if company:
-            self._alone = 0 if jobs else self._alone + 1
         self._last.update(last)
         if self._unsure:
             self._unsure = bool(last)
@@ -154,12 +152,9 @@ class Intake:
 
     def _is_likely_alone(self) -> bool:
         """Whether the jobs that wait get no company, as those before them: then nobody looks."""
-        if self._alone < LOOKS_IN_VAIN or self._unsure:
+        if self._unsure:
             return False
-        if self._alone % FEW_LOOKS == 0:
-            return False
-        self._alone += 1
-        return True
+        return self._alone > LOOKS_IN_VAIN and self._alone % FEW_LOOKS != 0
 
     def _sift(self) -> None:
         """Take off what came in a reply that was too long and can be no job, unread."""
