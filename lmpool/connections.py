@@ -52,7 +52,7 @@ class OneConnectionClient(redis.Redis):
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         """Send a command, read its reply. Raises redis-py's exceptions."""
-        pool = self.connection_pool
+        pool: Any = self.connection_pool
         connection = pool.get_connection()
         try:
             connection.send_command(*args)

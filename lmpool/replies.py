@@ -30,11 +30,12 @@ class Parser(_HiredisParser):
     def on_connect(self, connection: Any, **options: Any) -> None:
         """A new connection."""
         super().on_connect(connection, **options)  # type: ignore[no-untyped-call]
-        self._poll = None
+        self._poll: Any = None
+        socket: Any = self._sock
         # TLS keeps what it decrypted to itself, and what comes may be its own.
-        if hasattr(select, "poll") and not isinstance(self._sock, ssl.SSLSocket):
+        if hasattr(select, "poll") and not isinstance(socket, ssl.SSLSocket):
             self._poll = select.poll()
-            self._poll.register(self._sock, select.POLLIN)
+            self._poll.register(socket, select.POLLIN)
 
     def can_read(self, timeout: float) -> bool:
         """Whether there is anything to be read, or the connection was closed."""
@@ -47,9 +48,10 @@ class Parser(_HiredisParser):
     def read_response(self, disable_decoding: bool = False) -> Any:
         """The next reply."""
         reader: Any = self._reader
+        socket: Any = self._sock
         if disable_decoding or reader is None or self._next_response is not NOT_ENOUGH_DATA:
             return super().read_response(disable_decoding)  # type: ignore[no-untyped-call]
-        response, came, receive = reader.gets(), 0, self._sock.recv_into
+        response, came, receive = reader.gets(), 0, socket.recv_into
         while response is NOT_ENOUGH_DATA:
             count = receive(self._buffer)
             if not count:
