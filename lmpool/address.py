@@ -92,17 +92,17 @@ def username(url: str) -> str:
 
 
 def connection_pool(url: str, **options: Any) -> ConnectionPool:
-    """Synchronous connections to the server, or to the primary of the moment."""
-    import redis
-    from redis.connection import parse_url
+    """A synchronous connection to the server, or to the primary of the moment."""
+    from redis.connection import Connection, parse_url
     from redis.sentinel import Sentinel
 
+    from lmpool.connections import OneConnectionPool
     from lmpool.primary_pool import PrimaryPool
 
     if not is_sentinel(url):
         found = {**parse_url(url), **options}
-        return redis.ConnectionPool(
-            connection_class=found.pop("connection_class", redis.Connection), **found
+        return OneConnectionPool(
+            connection_class=found.pop("connection_class", Connection), **found
         )
     known = Sentinels.parse(url)
     sentinel = Sentinel(known.hosts, sentinel_kwargs=_to_sentinels(known))

@@ -92,6 +92,11 @@ class ShardKeys:
         return f"{self.prefix}:account"
 
     @cached_property
+    def held(self) -> str:
+        """The sum of the account, while it is known: see ``complete.lua``."""
+        return f"{self.prefix}:held"
+
+    @cached_property
     def adapters(self) -> str:
         """Hash of adapter name to the adapter's fingerprint and folder."""
         return f"{self.prefix}:adapters"

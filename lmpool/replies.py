@@ -1,11 +1,14 @@
-"""Replies of a bounded size: what others wrote must not fill this process's memory."""
+"""Replies as they come, in few steps, and of a bounded size where others wrote them."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+import select
+import ssl
+from typing import Any, ClassVar, Final
 
 import redis.exceptions
 from redis._parsers import _HiredisParser
+from redis._parsers.hiredis import NOT_ENOUGH_DATA
 
 REPLY_BYTES: Final = 64 << 20
 
@@ -14,38 +17,57 @@ class ReplyTooLong(redis.exceptions.ConnectionError):
     """A reply was longer than `REPLY_BYTES`: it was not read to its end, its connection closed."""
 
 
-class _Counted:
-    """A socket that says how much came since `begin`, and gives up beyond the bound."""
+class Parser(_HiredisParser):
+    """redis-py's reader of replies, for a connection that one thread uses.
 
-    def __init__(self, socket: Any) -> None:
-        self._socket = socket
-        self._receive = socket.recv_into
-        self.settimeout = socket.settimeout
-        self._came = 0
+    redis-py looks for what nobody asked for by a read that fails, and reads a reply in layers: with
+    several threads at work both take longer than a small reply's own cost.
+    """
 
-    def begin(self) -> None:
-        """The next reply begins."""
-        self._came = 0
-
-    def recv_into(self, buffer: bytearray) -> int:
-        """As a socket's."""
-        count: int = self._receive(buffer)
-        self._came += count
-        if self._came > REPLY_BYTES:
-            raise ReplyTooLong(f"a reply of more than {REPLY_BYTES} bytes")
-        return count
-
-
-class BoundedParser(_HiredisParser):
-    """redis-py's reader of replies, for a connection that reads what others wrote."""
+    most: ClassVar[int | None] = None
+    """Bytes that a reply may have; None is no bound."""
 
     def on_connect(self, connection: Any, **options: Any) -> None:
         """A new connection."""
         super().on_connect(connection, **options)  # type: ignore[no-untyped-call]
-        self._sock: _Counted | None = _Counted(self._sock)
+        self._poll: Any = None
+        socket: Any = self._sock
+        # TLS keeps what it decrypted to itself, and what comes may be its own.
+        if hasattr(select, "poll") and not isinstance(socket, ssl.SSLSocket):
+            self._poll = select.poll()
+            self._poll.register(socket, select.POLLIN)
+
+    def can_read(self, timeout: float) -> bool:
+        """Whether there is anything to be read, or the connection was closed."""
+        if timeout or self._poll is None or self._reader is None:
+            return bool(super().can_read(timeout))  # type: ignore[no-untyped-call]
+        if self._next_response is NOT_ENOUGH_DATA:
+            self._next_response = self._reader.gets()
+        return self._next_response is not NOT_ENOUGH_DATA or bool(self._poll.poll(0))
 
     def read_response(self, disable_decoding: bool = False) -> Any:
         """The next reply."""
-        if self._sock is not None:
-            self._sock.begin()
-        return super().read_response(disable_decoding)  # type: ignore[no-untyped-call]
+        reader: Any = self._reader
+        socket: Any = self._sock
+        if disable_decoding or reader is None or self._next_response is not NOT_ENOUGH_DATA:
+            return super().read_response(disable_decoding)  # type: ignore[no-untyped-call]
+        response, came, receive = reader.gets(), 0, socket.recv_into
+        while response is NOT_ENOUGH_DATA:
+            count = receive(self._buffer)
+            if not count:
+                raise redis.exceptions.ConnectionError("Connection closed by server.")
+            came += count
+            if self.most is not None and came > self.most:
+                raise ReplyTooLong(f"a reply of more than {self.most} bytes")
+            reader.feed(self._buffer, 0, count)
+            response = reader.gets()
+        refusal = response[0] if response and isinstance(response, list) else response
+        if isinstance(refusal, redis.exceptions.ConnectionError):
+            raise refusal
+        return response
+
+
+class BoundedParser(Parser):
+    """The same for a connection that reads what others wrote: it must not fill the memory."""
+
+    most = REPLY_BYTES

@@ -17,6 +17,7 @@ from lmpool.address import connection_pool
 from lmpool.checks import said
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
+from lmpool.connections import OneConnectionClient
 from lmpool.errors import (
     LmpoolError,
     ServerError,
@@ -24,7 +25,7 @@ from lmpool.errors import (
     ServerTooOld,
     ServerUnreachable,
 )
-from lmpool.replies import BoundedParser
+from lmpool.replies import BoundedParser, Parser
 from lmpool.settings import mask_url
 
 logger = logging.getLogger(__name__)
@@ -106,14 +107,13 @@ def open_server(
         "socket_timeout": answers_within + blocks_for,
         "socket_read_size": READ_BYTES,
         "retry": Retry(NoBackoff(), 0),
+        "parser_class": BoundedParser if bounded else Parser,
     }
     if not url.startswith("unix:"):
         connects_within = min(CONNECT_TIMEOUT, answers_within)
         options |= {"socket_connect_timeout": connects_within, "socket_keepalive": True}
-    if bounded:
-        options["parser_class"] = BoundedParser
     pool = connection_pool(url, max_connections=1, **options)
-    return cast(Server, redis.Redis(connection_pool=pool))
+    return cast(Server, OneConnectionClient(connection_pool=pool))
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Final, NoReturn
 
 import redis.exceptions
@@ -21,6 +22,27 @@ NONSENSE_MOST: Final = 5
 """Answers in succession that may make no sense."""
 
 
+class _Step:
+    """`Servers.in_step`, which every prompt goes through: a generator would cost several times as
+    much."""
+
+    __slots__ = ("_servers",)
+
+    def __init__(self, servers: Servers) -> None:
+        self._servers = servers
+
+    def __enter__(self) -> None:
+        self._servers._steps += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._servers._end_step(error)
+
+
 class Servers:
     """One thread's connections to the servers of a pool; each connects at its first command.
 
@@ -35,6 +57,7 @@ class Servers:
         """How many answers in succession made no sense."""
         self._steps = 0
         """Of `in_step`, one within another: the outermost one ends a succession."""
+        self._step = _Step(self)
 
     @classmethod
     def of_url(
@@ -76,38 +99,37 @@ class Servers:
 
     def by_connection(self, shards: Sequence[ShardKeys]) -> list[tuple[Server, list[ShardKeys]]]:
         """The shards that one blocking read covers, by the connection that it uses."""
+        if len(shards) == 1:
+            return [(self.for_shard(shards[0]), [*shards])]
         found: dict[int, tuple[Server, list[ShardKeys]]] = {}
         for shard in shards:
             server = self.for_shard(shard)
             found.setdefault(id(server), (server, []))[1].append(shard)
         return list(found.values())
 
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
+    def in_step(self) -> AbstractContextManager[None]:
         """Take answers that make no sense for those of a connection that is out of step: end it.
 
         Raises redis-py's `InvalidResponse` for what they led to, which is a reason to try again;
         what happens again and again is no server's doing, and is raised as it is.
         """
-        self._steps += 1
-        try:
-            yield
-        except LmpoolError:  # some are a ValueError, too
-            raise
-        except NONSENSE as error:
+        return self._step
+
+    def _end_step(self, error: BaseException | None) -> None:
+        self._steps -= 1
+        if error is None:
+            if not self._steps:
+                self._nonsense = 0
+        # Some of ours are a ValueError, too.
+        elif isinstance(error, NONSENSE) and not isinstance(error, LmpoolError):
             self._nonsense += 1
             if self._nonsense > NONSENSE_MOST:
-                raise
+                return
             self.renew()
-            logger.debug("an answer of the server made no sense", exc_info=True)
+            logger.debug("an answer of the server made no sense", exc_info=error)
             raise redis.exceptions.InvalidResponse(
                 f"an answer made no sense ({type(error).__name__}: {error})"
             ) from None
-        else:
-            if self._steps == 1:
-                self._nonsense = 0
-        finally:
-            self._steps -= 1
 
     def follow(self) -> bool:
         """Leave a primary that the Sentinels, if there are any, have replaced; whether it was.

@@ -70,9 +70,7 @@ def _ask(number: int, found: object) -> Ask:
         found = Ask(*found)
     try:
         if not isinstance(found, Ask):
-            raise PromptError(
-                f"{quoted(found)}: an Ask, or a pair of a prompt and a want, is needed"
-            )
+            raise PromptError(f"{quoted(found)}: write an Ask, or a pair of a prompt and a want")
         check_want(found.want)
     except PromptError as error:
         raise PromptError(f"ask {number}: {error}").of(number) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from lmpool.errors import LmpoolError
 from lmpool.keys import Priority
@@ -21,8 +22,8 @@ class PendingCall:
     """
 
     __slots__ = (
-        "_event", "_future", "_loop", "answers", "deadline", "error", "failed", "info", "jobs",
-        "keeps_errors", "left", "priority",
+        "_asleep", "_event", "_future", "_loop", "answers", "deadline", "error", "failed", "info",
+        "jobs", "keeps_errors", "left", "priority",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +49,8 @@ class PendingCall:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._future: asyncio.Future[None] | None = None
         self._event: threading.Event | None = None
+        self._asleep: threading.Lock | None = None
+        """Held until the call is done, by nobody in particular: an event would take three locks."""
 
     @property
     def done(self) -> bool:
@@ -72,7 +75,8 @@ class PendingCall:
 
     def for_thread(self) -> PendingCall:
         """Prepare to be waited for by a thread."""
-        self._event = threading.Event()
+        self._asleep = threading.Lock()
+        self._asleep.acquire()
         return self
 
     def for_loop(self, loop: asyncio.AbstractEventLoop) -> PendingCall:
@@ -83,8 +87,8 @@ class PendingCall:
 
     def wait(self, timeout: float | None) -> bool:
         """Block until done; False when `timeout` seconds went by first."""
-        assert self._event is not None
-        return self.done or self._event.wait(timeout)
+        assert self._asleep is not None
+        return self.done or self._asleep.acquire(timeout=-1 if timeout is None else timeout)
 
     async def wait_async(self) -> None:
         """Wait in the loop until done."""
@@ -107,7 +111,10 @@ def wake(calls: Iterable[PendingCall]) -> None:
     """Wake whoever waits for these calls: one crossing for each event loop."""
     loops: dict[asyncio.AbstractEventLoop, list[PendingCall]] = {}
     for call in calls:
-        if call._event is not None:
+        if call._asleep is not None:
+            with suppress(RuntimeError):  # woken before
+                call._asleep.release()
+        elif call._event is not None:
             call._event.set()
         elif call._loop is not None:
             loops.setdefault(call._loop, []).append(call)

@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 IDLE_BLOCK_MS: Final = 1000
 """How long an idle worker's read blocks; a worker told to stop notices after that at the latest."""
 SHORT_WAIT: Final = 0.002
+LOOKS_IN_VAIN: Final = 4
+"""Batches in succession that got no company, after which it is looked for at few of them."""
+FEW_LOOKS: Final = 8
+"""At one in so many: a look costs as much as all else that a small batch takes."""
 GIVE_BACK_AFTER: Final = 0.5
 """Seconds, at least, that a batch may take longer than expected before jobs are given back."""
 
@@ -78,6 +82,8 @@ class Intake:
         """Whether it failed as the entries were too long to be read at once."""
         self._most = MANY
         """Entries that a read may bring: few after one that was too long, then more and more."""
+        self._alone = 0
+        """Batches in succession, with the one that waits, that left as they were first read."""
 
     def run(self) -> None:
         """Read until the worker stops."""
@@ -125,6 +131,9 @@ class Intake:
                 block = IDLE_BLOCK_MS
             elif due >= SHORT_WAIT:
                 block = min(IDLE_BLOCK_MS, int(due * 1000))
+            elif self._is_likely_alone():
+                self._wait_while(busy, due + SHORT_WAIT)
+                return
             else:
                 # Too short to block for: one look for company shortly before the batch leaves.
                 self._wait_while(busy, due * 0.7)
@@ -133,12 +142,20 @@ class Intake:
         jobs, last = self._read(room, block)
         self._most = min(MANY, 2 * self._most)
         if jobs:
+            if not busy:
+                self._alone = 0 if len(self._batcher) else self._alone + 1
             self._batcher.add(jobs)
         self._last.update(last)
         if self._unsure:
             self._unsure = bool(last)
         elif block is None:
             self._wait_while(busy, self._poll_seconds())
+
+    def _is_likely_alone(self) -> bool:
+        """Whether the jobs that wait get no company, as those before them: then nobody looks."""
+        if self._unsure:
+            return False
+        return self._alone > LOOKS_IN_VAIN and self._alone % FEW_LOOKS != 0
 
     def _sift(self) -> None:
         """Take off what came in a reply that was too long and can be no job, unread."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import random
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -95,7 +96,8 @@ class Publisher:
         self._result_ttl_ms = result_ttl_ms
         self._store = store
         self._status = status
-        self._queue: queue.Queue[Sequence[Finished] | None] = queue.Queue(QUEUE_MOST)
+        self._queue: queue.SimpleQueue[Sequence[Finished] | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(QUEUE_MOST)
         self._ended = False
         self._uncounted = 0
         """1 until the batch that is being written has been counted."""
@@ -113,11 +115,9 @@ class Publisher:
     def _put(self, finished: Sequence[Finished] | None) -> None:
         # Where nobody writes any more nobody must wait: the jobs stay with the pool.
         while not self._ended:
-            try:
-                self._queue.put(finished, timeout=0.5)
+            if self._room.acquire(timeout=0.5):
+                self._queue.put(finished)
                 break
-            except queue.Full:
-                pass
 
     def run(self) -> None:
         """Write until told to finish."""
@@ -133,9 +133,12 @@ class Publisher:
         """What is to be written next. Meanwhile others may need what was stored's room."""
         while True:
             try:
-                return self._queue.get(timeout=LOOK_EVERY)
+                finished = self._queue.get(timeout=LOOK_EVERY)
             except queue.Empty:
                 self._store.look_now_and_then()
+            else:
+                self._room.release()
+                return finished
 
     def _chunks(self, finished: Sequence[Finished]) -> Iterator[list[Done]]:
         """Few large rows or many small ones at a time: the first are read while others follow."""
@@ -254,7 +257,8 @@ class Publisher:
         self._uncounted = self._left_out = 0
         if before is not None:
             self._store.evicted(shard, made, size)
-        self._store.holds(shard, told[1])
+        if size:
+            self._store.holds(shard, told[1])
 
 
 def _size(chunk: Sequence[Done]) -> int:

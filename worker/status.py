@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import msgpack
@@ -17,6 +17,21 @@ from lmpool.worker.batching import Delivery
 logger = logging.getLogger(__name__)
 
 RATE_WINDOW: Final = 10.0
+
+
+class _Step:
+    """`WorkerStatus.step`: one for all, as the engine has one thread."""
+
+    __slots__ = ("_status",)
+
+    def __init__(self, status: WorkerStatus) -> None:
+        self._status = status
+
+    def __enter__(self) -> None:
+        self._status.step_since = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        self._status.step_since = None
 
 
 class WorkerStatus:
@@ -33,6 +48,7 @@ class WorkerStatus:
         """Since when the engine has been at what it is doing, on the monotonic clock."""
         self.held: set[tuple[str, bytes]] = set()
         """Entries, by stream and id, that this worker took and has not acknowledged."""
+        self._step = _Step(self)
         self._on_failure = on_failure
         self._recent: deque[tuple[float, int]] = deque()
         self._lock = threading.Lock()
@@ -46,14 +62,9 @@ class WorkerStatus:
         logger.error("the worker cannot go on: %s", error, exc_info=error)
         self._on_failure()
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> AbstractContextManager[None]:
         """While the engine works: the watchdog looks how long."""
-        self.step_since = time.monotonic()
-        try:
-            yield
-        finally:
-            self.step_since = None
+        return self._step
 
     def let_go(self, jobs: Iterable[Delivery]) -> None:
         """These are acknowledged, or given back."""

@@ -4,7 +4,7 @@
 -- ARGV: prefix, group, counter TTL, bytes stored, their life in ms, the digests stored as one text,
 --       number of counters, then counter name and increment for each,
 --       then per job: digest, stream id, status ('ok' or an error's), error text
--- Returns {jobs acknowledged, bytes that the account holds}.
+-- Returns {jobs acknowledged, bytes that the account holds, or 0 where nothing was stored}.
 local jobs, account, prefix, group = KEYS[1], KEYS[2], ARGV[1], ARGV[2]
 local stored = tonumber(ARGV[4])
 local counters = prefix .. ':counters'
@@ -54,20 +54,28 @@ for i = 1, #ids, 1000 do
   redis.pcall('XDEL', jobs, unpack(ids, i, last))
 end
 
+if stored == 0 then return {#ids + others, 0} end
+
 -- Each entry has the sum of all, itself included, and who was told where: until a client has taken
 -- that notice off its reply stream, it is about to read. The order of the fields counts: evict.lua.
-local last = given(redis.pcall('XREVRANGE', account, '+', '-', 'COUNT', 1))
-if not last then -- damaged: begin anew
-  redis.call('DEL', account)
-  last = {}
-end
-last = last[1]
-local held = stored + (last and tonumber(last[2][2]) or 0)
-if stored > 0 then
-  redis.pcall('XADD', account, '*', 'held', string.format('%.0f', held), 'bytes', ARGV[4],
-    'life', ARGV[5], 'digests', ARGV[6], unpack(told, 1, math.min(#told, 2000)))
+local entry = {'*', 'held', '', 'bytes', ARGV[4], 'life', ARGV[5], 'digests', ARGV[6],
+  unpack(told, 1, math.min(#told, 2000))}
+-- The sum is counted beside the account, too: reading the newest entry costs more than adding one.
+local sum, life = prefix .. ':held', tonumber(ARGV[5])
+local held = given(redis.pcall('INCRBY', sum, ARGV[4]))
+entry[3] = string.format('%.0f', held or 0)
+if not held or held <= stored
+    or not given(redis.pcall('XADD', account, 'NOMKSTREAM', unpack(entry))) then
+  -- The account begins, or evict.lua changed it, or something is damaged: the entries are right.
+  local last = given(redis.pcall('XREVRANGE', account, '+', '-', 'COUNT', 1))
+  if not last then redis.call('DEL', account) end
+  last = last and last[1]
+  held = stored + (last and tonumber(last[2][2]) or 0)
+  entry[3] = string.format('%.0f', held)
+  redis.pcall('XADD', account, unpack(entry))
+  redis.pcall('SET', sum, entry[3], 'PX', life)
   if last and last[2][8] == '' then redis.call('XDEL', account, last[1]) end -- only the sum
-  local life = tonumber(ARGV[5]) -- by its end all that this entry names has ended
-  if redis.call('PTTL', account) < life then redis.pcall('PEXPIRE', account, 2 * life) end
 end
+-- By the end of its life all that this entry names has ended.
+if redis.call('PTTL', account) < life then redis.pcall('PEXPIRE', account, 2 * life) end
 return {#ids + others, held}

@@ -22,8 +22,13 @@ if redis.call('PEXPIRE', reply, reply_ttl) == 0 then
   fresh = 1
 end
 
-local bounds = given(redis.pcall('HMGET', prefix .. ':bounds', 'backlog', 'lanes')) or {}
-local bound, lanes = tonumber(bounds[1] or ARGV[5]), tonumber(bounds[2])
+-- The backlog's bound and the lanes, read where they are needed: not for a first job.
+local bounds
+local function allowed()
+  bounds = bounds or given(redis.pcall('HMGET', prefix .. ':bounds', 'backlog', 'lanes')) or {}
+  return tonumber(bounds[1] or ARGV[5]), tonumber(bounds[2])
+end
+
 local backlog = given(redis.pcall('XLEN', jobs))
 local answers = {}
 for i = 8, #ARGV, 4 do
@@ -46,6 +51,7 @@ for i = 8, #ARGV, 4 do
     if due then
       local held = redis.pcall('HMGET', flight, 'job', 'stream')
       job, stream = held[1], held[2]
+      local _, lanes = allowed()
       if not (job and is_job_stream(prefix, stream, lanes) and (due == '' or tonumber(due))) then
         redis.call('DEL', flight) -- no client wrote this: nobody would ever land in it
         due = nil
@@ -70,7 +76,7 @@ for i = 8, #ARGV, 4 do
       answer = 'j'
     elseif not backlog then
       answer = 'b'
-    elseif backlog >= bound then
+    elseif backlog > 0 and backlog >= (allowed()) then
       answer = 'f'
     else
       local id = given(redis.pcall('XADD', jobs, '*', 'job', ARGV[i + 3]))

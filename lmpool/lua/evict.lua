@@ -10,6 +10,7 @@ local bound, most, looks, patience =
 
 -- Redis lets a script go on that has begun to write, also where the memory is full.
 redis.pcall('XDEL', account, '0-1')
+redis.call('DEL', prefix .. ':held') -- complete.lua reads the newest entry again
 local newest = given(redis.pcall('XREVRANGE', account, '+', '-', 'COUNT', 1))
 if not newest or newest[1] and not tonumber(newest[1][2][2]) then -- damaged: begin anew
   redis.call('DEL', account)

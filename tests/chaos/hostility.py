@@ -321,8 +321,8 @@ class Writer:
         key = rng.choice(
             [
                 shard.result(job.digest), shard.counters, shard.dead, shard.adapters, shard.bounds,
-                shard.account, self._keys.info, self._keys.serving, shard.alive("me"),
-                shard.reply("producer-1"), self._vocabulary, shard.stream().key,
+                shard.account, shard.held, self._keys.info, self._keys.serving,
+                shard.alive("me"), shard.reply("producer-1"), self._vocabulary, shard.stream().key,
             ]
         )  # fmt: skip
         if key == shard.stream().key:
@@ -348,7 +348,7 @@ class Writer:
     def _own_keys(self, rng: Random, shard: ShardKeys) -> list[Command]:
         key = rng.choice(
             [shard.counters, shard.dead, shard.adapters, shard.bounds, shard.account,
-             self._keys.serving, f"{shard.prefix}:new"]
+             shard.held, self._keys.serving, f"{shard.prefix}:new"]
         )  # fmt: skip
         return in_its_place(rng, key)
 

@@ -185,6 +185,38 @@ def test_nothing_stored_is_not_entered(
     assert not redis_client.exists(shard.account)
 
 
+@pytest.mark.parametrize("lost", ["account", "sum", "number", "string"])
+def test_the_sum_is_that_of_the_account_whatever_is_lost(
+    lost: str, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    for job in JOBS[:3]:
+        store(worker, job)
+    assert redis_client.get(shard.held) == b"300"
+    if lost == "account":
+        redis_client.delete(shard.account)
+    elif lost == "number":
+        redis_client.set(shard.held, "no number")
+    else:
+        redis_client.delete(shard.held)
+    if lost == "string":
+        redis_client.hset(shard.held, "a", "b")
+    left = 0 if lost == "account" else 300
+    assert store(worker, JOBS[3]) == left + 100
+    assert store(worker, JOBS[4]) == left + 200
+    newest = entries_of(redis_client, shard.account)[-1][1]
+    assert int(newest[b"held"]) == left + 200
+    assert 0 < redis_client.pttl(shard.held) <= 60_000  # type: ignore[operator]
+
+
+def test_a_sum_that_is_wrong_is_right_again_after_a_look(
+    worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    store(worker, JOBS[0])
+    redis_client.set(shard.held, 7_000)
+    assert evict(redis_client, shard, 1000) == (100, 0, {})
+    assert store(worker, JOBS[1]) == 200
+
+
 @pytest.mark.parametrize("damage", ["string", "hash"])
 def test_a_damaged_account_is_begun_anew(
     damage: str, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys

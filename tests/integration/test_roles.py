@@ -55,7 +55,7 @@ def deeds(shard: ShardKeys) -> dict[str, list[Command]]:
             ("SET", RESULT, "x"), ("APPEND", RESULT, "x"), ("SET", KEYS.info, "x"),
             ("SET", KEYS.serving, "x"), ("SET", shard.alive("me"), "x"),
             ("HINCRBY", shard.counters, "computed", 1), ("HSET", shard.bounds, "backlog", 1),
-            ("XADD", shard.account, "*", "held", "1"),
+            ("XADD", shard.account, "*", "held", "1"), ("SET", shard.held, 1),
         ],
         "read or write notices of another Redis user's clients": [
             ("XADD", THEIRS, "*", "ok", "0" * 32), ("XRANGE", THEIRS, "-", "+"),

@@ -263,6 +263,35 @@ def test_an_idle_worker_blocks_and_a_busy_one_does_not(
     until(lambda: reader.blocks[-1] is not None)
 
 
+def test_who_gets_no_company_looks_for_it_at_few_batches(
+    start: Callable[..., Reader],
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, number in (("SHORT_WAIT", 30), ("LOOKS_IN_VAIN", 1), ("FEW_LOOKS", 3)):
+        monkeypatch.setattr(intake_module, name, number)
+    caller, reader = Caller(redis_client, shard), start(timeout=0.6)
+    jobs = [new_job(number) for number in range(4)]
+
+    def batch(first: Job | None, second: Job | None) -> list[Job]:
+        if first is not None:
+            caller.enqueue(first)
+        until(lambda: len(reader.batcher) == 1)
+        if second is not None:
+            caller.enqueue(second)
+        taken = [delivery.job for delivery in reader.batcher.wait()]
+        reader.batcher.done()
+        return taken
+
+    assert batch(jobs[0], None) == [jobs[0]]  # looked for in vain
+    assert batch(jobs[1], jobs[2]) == [jobs[1]]  # not looked for
+    assert batch(None, jobs[3]) == jobs[2:]  # looked for again, and found
+    caller.enqueue(new_job(4))
+    until(lambda: len(reader.batcher) == 1)
+    assert reader.take_some(8) == [new_job(4)]
+
+
 def test_no_more_is_claimed_than_the_next_batch_takes(
     start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:

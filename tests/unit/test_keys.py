@@ -28,6 +28,8 @@ def every_key(shard: ShardKeys) -> list[str]:
         *(stream.key for stream in shard.streams),
         shard.dead,
         shard.counters,
+        shard.account,
+        shard.held,
         shard.adapters,
         shard.result(DIGEST),
         shard.flight(DIGEST),
@@ -60,7 +62,7 @@ def test_names_are_those_of_the_design() -> None:
 )
 def test_all_keys_of_a_shard_are_in_one_cluster_slot(pool: str, shard: int, lanes: int) -> None:
     keys = every_key(PoolKeys(pool).shard(FINGERPRINT8, shard, lanes))
-    assert len(keys) == 2 * lanes + 7
+    assert len(keys) == 2 * lanes + 9
     assert len(set(keys)) == len(keys)
     assert len({key_slot(key.encode()) for key in keys}) == 1
 

@@ -142,6 +142,10 @@ def test_waking_twice_does_no_harm() -> None:
         await asyncio.sleep(0)
 
     asyncio.run(main())
+    call = fill(PendingCall(jobs(1), None).for_thread())
+    wake([call, call])
+    assert call.wait(0)
+    assert call.wait(None)
 
 
 def test_a_cancelled_wait_is_not_woken() -> None:

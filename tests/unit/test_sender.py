@@ -63,9 +63,8 @@ def new_sender() -> Iterator[Callable[..., Sender]]:
 
     def new(session: Session, farewell: Callable[[], None] = lambda: None) -> Sender:
         made.append(Sender(session, farewell))
-        made[-1]._next_check = (
-            time.monotonic() + 3600
-        )  # nothing is looked after unless a test says so
+        # Nothing is looked after unless a test says so.
+        made[-1]._next_check = time.monotonic() + 3600
         return made[-1]
 
     yield new
@@ -347,6 +346,7 @@ def test_the_collector_goes_where_the_sender_goes(
     for job, moved[0] in zip(jobs_of(some_prompts(3)), (False, True, False), strict=True):
         ask(session, [job])
         clock.now += CHECK_EVERY
+        sender._next_check = clock.now
         sender._serve()
     assert left == [clock.now - CHECK_EVERY]
 

@@ -1,0 +1,61 @@
+"""A connection that one thread has for itself, at the price of its commands.
+
+redis-py keeps books of its connections under a lock, checks arguments that nobody gives, and wraps
+each command in a retry, also where there is none: half of what a small command costs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis
+import redis.exceptions
+
+
+class OneConnectionPool(redis.ConnectionPool):
+    """A pool of a single connection, which is never lent to two: it stays taken."""
+
+    def reset(self) -> None:
+        """Begin anew: in a forked child, too."""
+        super().reset()
+        self._one: Any = None
+
+    def get_connection(self, *unused: object, **options: object) -> Any:
+        """The connection, connected, without anything on it that nobody asked for.
+
+        Raises redis-py's exceptions.
+        """
+        self._checkpid()
+        connection = self._one
+        if connection is None:
+            with self._lock:
+                connection = self._one = self.make_connection()
+                self._in_use_connections.add(connection)
+        connection.connect()
+        try:
+            if not connection.can_read():
+                return connection
+        except (redis.exceptions.ConnectionError, OSError):
+            pass  # the server ended it
+        connection.disconnect()
+        connection.connect()
+        if connection.can_read():
+            raise redis.exceptions.ConnectionError("the server says something before it is asked")
+        return connection
+
+    def release(self, connection: Any) -> None:
+        """It stays."""
+
+
+class OneConnectionClient(redis.Redis):
+    """redis-py's client of such a pool. A connection that fails ends itself; nothing is retried."""
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Send a command, read its reply. Raises redis-py's exceptions."""
+        pool: Any = self.connection_pool
+        connection = pool.get_connection()
+        try:
+            connection.send_command(*args)
+            return self.parse_response(connection, args[0], **options)  # type: ignore[no-untyped-call]
+        finally:
+            pool.release(connection)

@@ -1,0 +1,159 @@
+"""A connection that one thread has for itself."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from lmpool.commands import Server
+from lmpool.replies import BoundedParser, ReplyTooLong
+from lmpool.server import open_server
+from tests.support.fake import FakeServer
+from tests.support.waiting import until
+
+
+class Talker(FakeServer):
+    """Says `more` behind its next answer."""
+
+    more = b""
+
+    def _reply(self, answer: Any) -> bytes:
+        more, self.more = self.more, b""
+        return super()._reply(answer) + more
+
+
+@pytest.fixture
+def talker() -> Iterator[Talker]:
+    with Talker() as server:
+        yield server
+
+
+@pytest.fixture
+def server(any_server: str) -> Iterator[Server]:
+    server = open_server(any_server)
+    yield server
+    server.close()
+    server.connection_pool.disconnect()
+
+
+def id_of(server: Any) -> int:
+    """The server's name for the connection."""
+    found: int = server.execute_command("CLIENT", "ID")
+    return found
+
+
+def test_one_connection_serves_all(server: Server, pool_name: str) -> None:
+    server.set(pool_name, "1")
+    connection = server.connection_pool.get_connection()
+    with server.pipeline(transaction=True) as pipeline:
+        pipeline.pttl(pool_name)
+        assert server.get(pool_name) == b"1"  # while the pipeline is open
+        assert pipeline.execute() == [-1]
+    assert server.connection_pool.get_connection() is connection
+    server.delete(pool_name)
+
+
+@pytest.mark.parametrize("more", [b":7\r\n", b":7\r\n$3\r\nab", b"+a\r\n+b\r\n"], ids=range(3))
+def test_what_nobody_asked_for_is_no_answer(talker: Talker, more: bytes) -> None:
+    server = open_server(talker.url)
+    server.set("key", "value")
+    talker.more = more
+    assert server.ping()
+    for _ in range(2):
+        assert server.get("key") == b"value"
+    server.close()
+    server.connection_pool.disconnect()
+
+
+@pytest.mark.server
+def test_a_connection_that_the_server_ended_while_idle_is_made_again(
+    server_url: str, redis_client: redis.Redis
+) -> None:
+    server = open_server(server_url)
+    first = id_of(server)
+    redis_client.client_kill_filter(_id=str(first))
+    until(lambda: all(int(c["id"]) != first for c in redis_client.client_list()))
+    assert server.ping()
+    assert id_of(server) != first
+    server.close()
+    server.connection_pool.disconnect()
+
+
+def test_a_read_that_blocks_is_ended_from_another_thread(server: Any, pool_name: str) -> None:
+    ended: list[BaseException] = []
+    waiting = threading.Event()
+
+    def read() -> None:
+        waiting.set()
+        try:
+            server.xread({pool_name: "0-0"}, count=1, block=10_000)
+        except Exception as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    waiting.wait()
+    while thread.is_alive():
+        server.connection_pool.disconnect()
+        thread.join(0.05)
+    assert ended
+    assert server.ping()  # the next command makes another
+
+
+@pytest.mark.server
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_child_has_a_connection_of_its_own(server_url: str) -> None:
+    server = open_server(server_url)
+    mine = id_of(server)
+    context = multiprocessing.get_context("fork")
+    reading, writing = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: writing.send(id_of(server)))
+    child.start()
+    assert reading.poll(30)
+    assert reading.recv() != mine
+    child.join(30)
+    assert id_of(server) == mine
+    server.close()
+    server.connection_pool.disconnect()
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_only_a_bounded_connection_refuses_a_long_reply(
+    server: Server, any_server: str, pool_name: str, bounded: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(BoundedParser, "most", 3 << 20)
+    reader = open_server(any_server, bounded=bounded)
+    for size in (1, 2 << 20, 4 << 20):
+        value = os.urandom(size)
+        server.set(pool_name, value)
+        if bounded and size > BoundedParser.most:
+            with pytest.raises(ReplyTooLong, match="more than 3145728 bytes"):
+                reader.get(pool_name)
+        else:
+            assert reader.get(pool_name) == value
+    server.set(pool_name, "short")
+    assert reader.get(pool_name) == b"short"  # each reply has the bound for itself
+    server.delete(pool_name)
+    reader.close()
+    reader.connection_pool.disconnect()
+
+
+def test_a_server_that_is_loading_is_told_from_one_that_refuses(talker: Talker) -> None:
+    server: Any = open_server(talker.url)
+    server.ping()
+    first = server.connection_pool.get_connection()._sock
+    talker._run = lambda client, command: redis.exceptions.ResponseError("LOADING soon")  # type: ignore[assignment, method-assign]
+    with pytest.raises(redis.exceptions.BusyLoadingError):
+        server.get("key")
+    assert first.fileno() == -1
+    talker._run = lambda client, command: redis.exceptions.ResponseError("ERR no")  # type: ignore[assignment, method-assign]
+    with pytest.raises(redis.exceptions.ResponseError, match="no"):
+        server.execute_command("GET", "key")
+    server.connection_pool.disconnect()
