@@ -378,7 +378,6 @@ class AskingLM(BaseLM, Generic[RowT_co]):
             if not jobs:
                 return info, found
             row = self._row.checked(info)
-            row = self._row.checked(info)
             self._client.reduce_rows(jobs, partial(model.jobs.row_digest, row))
             answer = self._client.lookup(jobs[0]) if len(jobs) == 1 else None
             if answer is not None:
