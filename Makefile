@@ -63,7 +63,7 @@ SOAK_SECONDS ?= 3600
 SOAK = -m pytest --engine-seed random --engine-seconds $(SOAK_SECONDS) --answers 10000 -x
 
 soak: $(READY) ## The contract of engines with random seeds: mock, fed and hf, an hour for each part
-	$(BIN)/python $(SOAK) tests/engines/test_answers.py tests/engines/test_contract.py $(ARGS)
+	$(BIN)/python $(SOAK) tests/engines/test_exact_answers.py tests/engines/test_contract.py $(ARGS)
 
 # make soak-mlx ARGS="-k rows" SOAK_SECONDS=600
 soak-%: .venv-%/.installed

@@ -93,14 +93,14 @@ def test_it_passes_the_suite_that_lmpool_brings(installed: Path, tmp_path: Path)
     shown = run(installed, tmp_path, "-m", "pytest", "-rs", "-p", "no:cacheprovider")
     passed = re.search(r"(\d+) passed", shown)
     assert passed is not None
-    assert int(passed[1]) == 10
+    assert int(passed[1]) == 11
     assert "lacks adapters: a table of bigrams has no layers to adapt" in shown
 
 
 def test_the_command_line_examines_it(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "my_rows.py").write_text(MY_ROWS)
     shown = run(installed, tmp_path, *EXAMINE, "--engine-opts", '{"vocab_size": 64}')
-    assert "10 passed, 1 skipped" in shown
+    assert "11 passed, 1 skipped" in shown
     broken = tmp_path / "my_rows.py"
     broken.write_text(MY_ROWS.replace("prompt[-1]", "prompt[-2:][0]"))
     shown = run(installed, tmp_path, *EXAMINE, "-k", "rows", expected=1)

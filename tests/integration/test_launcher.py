@@ -92,7 +92,7 @@ def test_refused_workers_end_it_with_the_reason(server_url: str, pool_name: str)
 
 def test_a_server_that_is_not_there_is_tried_again(pool_name: str, tmp_path: Path) -> None:
     with launcher(f"unix://{tmp_path}/nobody", pool_name) as found:
-        until(lambda: found.log.count("another one starts in") >= 1, 30, what="it to be tried")
+        until(lambda: "waiting for the server, 60 s" in found.log, 30, what="it to be tried")
         found.send(signal.SIGTERM)
         assert found.wait() == 0
         assert "Traceback" not in found.log

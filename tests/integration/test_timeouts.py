@@ -7,7 +7,7 @@ import inspect
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ import pytest
 import lmpool
 from lmpool import PooledLM, SyncPooledLM
 from lmpool.errors import LmpoolError, PoolTimeout
-from lmpool.wants import Digest, Row
+from lmpool.producer.asks import Ask
+from lmpool.wants import Digest, Row, Top
 from lmpool.wire import Job
 from tests.support.clients import connected
 from tests.support.faults import Faults
@@ -41,6 +42,8 @@ ARGUMENTS: dict[str, Any] = {
     "prompt_token_ids_list": [[1]],
     "prompt_tokens": [1],
     "max_tokens": 1,
+    "want": Top(1),
+    "asks": [Ask([1]), ([1], Top(1)), Ask([1], lora_name="one")],
     "eos_token_ids": [0],
     "lora_path": "/srv/adapters/one",
     "job": Job(Row("f32"), Digest(b"0" * 16), b"\1\0\0\0", None),
@@ -90,11 +93,19 @@ def reads(kind: type, name: str) -> Call:
 def asks(kind: type, name: str, given: dict[str, Any]) -> Call:
     def ask(lm: PooledLM) -> Any:
         asked = getattr(of_kind(lm, kind), name)
+        if inspect.isasyncgenfunction(asked):
+            return asyncio.run(_gone_through(asked(**given)))
+        if inspect.isgeneratorfunction(asked):
+            return list(asked(**given))
         if not inspect.iscoroutinefunction(asked):
             return asked(**given)
         return asyncio.run(asked(**given))
 
     return ask
+
+
+async def _gone_through(answers: AsyncIterator[Any]) -> list[Any]:
+    return [answer async for answer in answers]
 
 
 @contextmanager

@@ -168,6 +168,8 @@ NAMES = st.sampled_from(["one", "two", ""])
 QUESTIONS = st.builds(Top, st.integers(1, VOCAB)) | st.just(Row()) | st.just(Draw(2, seed=1))
 TYPED: dict[str, st.SearchStrategy[Any]] = {
     "Want": QUESTIONS,
+    "Want | OfRow[AnswerT]": QUESTIONS,
+    "Sequence[Mapping[str, str]]": st.just([{"role": "user", "content": "hi"}]),
     "Asks": st.lists(st.tuples(PROMPT, QUESTIONS) | st.builds(Ask, PROMPT), max_size=3),
     "TokenSet | None": st.none() | PROMPT,
     "TokenIds": PROMPT | PROMPT.map(np.array) | PROMPT.map(torch.tensor),
@@ -372,6 +374,7 @@ SOUND: dict[str, Any] = {
     "job": jobs_of([[1]])[0],
     "asks": [([1], Top(1))],
     "want": Top(1),
+    "messages": [{"role": "user", "content": "hi"}],
     "token_ids": [1],
     "token_ids_list": [[1]],
     "prompt_token_ids": [1],

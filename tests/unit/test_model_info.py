@@ -81,7 +81,9 @@ def test_key_names_carry_eight_digits_of_the_fingerprint() -> None:
 def test_the_shards_of_a_pool_have_its_lanes() -> None:
     info = replace(INFO, shards=2, lanes=3)
     shards = info.shard_keys(PoolKeys("p"))
-    assert [shard.prefix for shard in shards] == [f"{{lmpool:p:01234567:2:{i}}}" for i in (0, 1)]
+    assert [shard.prefix for shard in shards] == [
+        f"{{lmpool:p:01234567:{PROTOCOL}:{i}}}" for i in (0, 1)
+    ]
     assert [len(shard.streams) for shard in shards] == [6, 6]
 
 
@@ -99,9 +101,12 @@ def test_a_pool_in_several_protocols_serves_who_speaks_one_of_them() -> None:
         (packed(protocols=[]), "served in protocol .*upgrade the lmpool of the pool's workers"),
         (
             packed(protocols=[1]),
-            "served in protocol 1, .* speaks 2: upgrade the lmpool of the pool",
+            f"served in protocol 1, .* speaks {PROTOCOL}: upgrade the lmpool of the pool",
         ),
-        (packed(protocols=[3, 4]), "served in protocol 3, 4, .* speaks 2: upgrade this lmpool"),
+        (
+            packed(protocols=[PROTOCOL + 1, PROTOCOL + 2]),
+            f"served in protocol {PROTOCOL + 1}, {PROTOCOL + 2}, .*: upgrade this lmpool",
+        ),
         (packed(protocols=["2"]), "protocols=.*integers expected"),
         (packed(protocols=[True]), "protocols=.*integers expected"),
         (packed(protocols=2), "incomplete"),

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmpool import token_ids
 from lmpool.errors import NoWorkers, PromptError
-from lmpool.producer import prompts
 from lmpool.producer.prompts import prompt_bytes, several
 
 VOCAB_SIZE = 300
@@ -59,7 +59,7 @@ def test_a_big_endian_machine_swaps_the_bytes(monkeypatch: pytest.MonkeyPatch) -
     class OtherSystem:
         byteorder = "big" if sys.byteorder == "little" else "little"
 
-    monkeypatch.setattr(prompts, "sys", OtherSystem)
+    monkeypatch.setattr(token_ids, "sys", OtherSystem)
     assert check([1]) == (b"\0\0\0\1" if sys.byteorder == "little" else b"\1\0\0\0")
 
 
