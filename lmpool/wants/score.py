@@ -22,6 +22,7 @@ from lmpool.wants.top import MAX_K, likeliest
 
 MAX_NUMBERS: Final = 1 << 23
 """Numbers of one answer besides the scores themselves: 32 MiB."""
+_USUAL_TOKENS: Final = 2048
 _MOST_TEMPERATURE: Final = 1e30
 """Beyond it, and below its inverse, float32 has no numbers: rows are as flat or as steep there."""
 
@@ -77,6 +78,13 @@ class Score(OfPrompt):
     def each(self, count: int) -> Sequence[Self]:
         """This want for `count` prompts."""
         return (self,) * count
+
+    def stored_bytes(self, info: ModelInfo) -> int:
+        """What a checked one's answer takes, about: of a text of no more than usual length."""
+        ids = self.token_ids
+        most = min(info.max_prompt_tokens, _USUAL_TOKENS)
+        count = ids.positions if isinstance(ids, PositionIds) else most
+        return count * self._position_bytes(info.vocab_size)
 
     def fields(self) -> list[object]:
         """As it travels, and as the digest covers it."""
@@ -231,8 +239,7 @@ class Score(OfPrompt):
         """Read what `encode` wrote. Raises `AnswerFormatError`."""
         size, k, width = info.vocab_size, self.top_logprobs, self._width()
         numbers = packing.unpack(self.form, data, "scores")
-        ids, floats = packing.id_bytes(size), packing.FLOAT_BYTES
-        each = floats + ids + width * floats + (floats + k * (floats + ids) if k else 0)
+        each = self._position_bytes(size)
         count = len(numbers) // each
         if isinstance(self.token_ids, PositionIds):
             count = self.token_ids.positions
@@ -246,6 +253,11 @@ class Score(OfPrompt):
             rest, likely = read.floats(count), read.floats(count, k)
             top = TopLogprobs(read.ids(count, k), likely, rest)
         return TextScores(logprobs, ranks, top, given)
+
+    def _position_bytes(self, vocab_size: int) -> int:
+        """Of a stored answer."""
+        ids, floats, k = packing.id_bytes(vocab_size), packing.FLOAT_BYTES, self.top_logprobs
+        return floats + ids + self._width() * floats + (floats + k * (floats + ids) if k else 0)
 
     def _width(self) -> int:
         """How many ids are asked for at each position."""
