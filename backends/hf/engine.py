@@ -245,6 +245,7 @@ class HFEngine(BatchEngine):
         for logits in forward.blocks(prompts, counts, self._head_rows):
             some = slice(at, at := at + len(logits))
             taken.append(batch.take(owners[some].tolist(), depths[some], logits, last=True))
+            del logits  # before the next block is computed
         return taken
 
     def continues(self, tokens: int) -> bool:

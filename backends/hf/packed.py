@@ -277,6 +277,7 @@ class PackedForward:
                 for chosen, logits in self._forward(layout, part, rows):
                     owners = [numbers[i] for i in part.prompts[chosen]]
                     taken.append(take(owners, part.depths[chosen], logits))
+                    del logits  # before the next block is computed
         return list(dict.fromkeys(number for finish in taken for number in finish()))
 
     def _forward(
@@ -299,6 +300,7 @@ class PackedForward:
                     some = slice(at, min(at + (rows or last), last))
                     yield some, logits[self._place(which[some] - begin)]
             begin += len(logits)
+            del logits  # before the next block is computed
 
     def _inputs(self, layout: Layout, part: Pass) -> dict[str, Any]:
         """What the model is called with; the arena is told where it writes and what is seen."""
