@@ -74,7 +74,7 @@ class _Judge:
         text, scores = np.array(self._asked.prompt), self._scores
         at, targets = np.arange(len(rows)), text[self._want.start :][some]
         given = rows[at, targets][:, None]
-        fewest = (rows >= given + self._near).sum(1)
+        fewest = (rows >= given + self._near).sum(1) + 1  # and itself
         most = (rows >= given - self._near).sum(1)
         ranks = scores.ranks[some]
         expect(

@@ -41,7 +41,9 @@ def score_logits(
     `token_ids` is int64 [T, n].
     """
     size, vocab = len(targets), logits.shape[1]
-    step = max(1, _CACHED_BYTES // (4 * vocab)) if logits.device.type == "cpu" else size
+    step = len(logits)  # no more at a time than there are, however many ask for one
+    if logits.device.type == "cpu":
+        step = min(step, max(1, _CACHED_BYTES // (4 * vocab)))
     scratch = logits.new_empty((min(step, size), vocab), dtype=torch.float32)
     parts = []
     for at in range(0, size, step):

@@ -368,3 +368,33 @@ def test_the_logits_of_a_long_text_are_never_there_at_once(llama: str, kept: int
         outcomes = ask(engine, requests_of([text, text[:50], *twins], want=Score(top_logprobs=3)))
     assert all(outcome.error is None for outcome in outcomes)
     assert 0 < largest.rows <= 8
+
+
+def test_logits_that_tie_are_reduced_as_rows_are() -> None:
+    from lmpool.backends.hf.reduction import score_logits
+
+    rng = np.random.default_rng(15)
+    logits = np.round(rng.normal(size=(40, VOCAB)) * 2).astype(np.float32)
+    rows, targets = rng.integers(0, 40, 90), rng.integers(0, VOCAB, 90)
+    for top in (1, 5, 60, VOCAB):
+        right = Score(top_logprobs=top).of_rows(logits[rows], targets).top_logprobs
+        ranks = Score().of_rows(logits[rows], targets).ranks
+        found = score_logits(
+            torch.from_numpy(logits),
+            torch.from_numpy(targets),
+            rows=torch.from_numpy(rows),
+            top=top,
+        )
+        assert right is not None
+        assert found.top_ids is not None
+        assert (found.top_ids.numpy() == right.token_ids).all()
+        assert (found.ranks.numpy() == ranks).all()
+
+
+def test_a_text_of_which_nothing_is_kept_is_one_piece(llama: str) -> None:
+    engine = HFEngine(llama, max_prompt_tokens=LONGEST, kv_cache_bytes=0)
+    engine.score_tokens = 10
+    text = np.random.default_rng(16).integers(0, VOCAB, 90).astype(np.uint32)
+    engine.submit(requests_of([text, text[:60]], want=Score()))
+    assert [outcome.id for outcome in engine.step()] == [b"0"]
+    assert [outcome.id for outcome in engine.step()] == [b"1"]

@@ -229,3 +229,34 @@ def test_hostile_jobs_are_refused(make: Any, text: list[int], want: Score, said:
     bad, right = ask(engine, [request_for(text, want=want), good])
     assert said in str(bad.error)
     check(right, good)
+
+
+def test_pieces_of_a_step_are_bounded_together() -> None:
+    scorings, rng = Scorings(), np.random.default_rng(10)
+    for text in texts_of(rng, [30, 30, 95]):
+        scorings.begin(request_for(text), Score())
+
+    def pieces() -> list[tuple[int, int]]:
+        asked = scorings.next_pieces(50, lambda tokens: tokens < 90)
+        return [(r.want.start, r.tokens.size) for r in asked if isinstance(r.want, Score)]
+
+    assert pieces() == [(1, 30), (1, 20)]
+    assert pieces() == [(1, 95)]  # at once, as it does not continue
+    (cut,) = [s for s in scorings._texts.values() if s.waiting]
+    assert cut.next == 20
+
+
+def test_a_text_that_has_no_row_in_flight_keeps_its_adapter() -> None:
+    engine = FedEngine()
+    engine.add_adapter("fr", "")
+    first, second = texts_of(np.random.default_rng(11), [300, 20])
+    long = request_for(first, want=Score())
+    mine = request_for(second, adapter="fr", want=Score())
+    engine.submit([long, mine])
+    assert all(admitted.adapter is None for admitted in engine.waiting)
+    engine.remove_adapter("fr")
+    assert engine.loaded
+    outcomes = finish(engine, [long, mine])
+    check(outcomes[0], long)
+    check(outcomes[1], mine)
+    assert not engine.loaded
