@@ -118,8 +118,6 @@ class References:
 
     def others(self) -> Sequence[WantReference[Any]]:
         """Those of wants that take more than a row."""
-        return (self._generate,)
-        """Those of all wants but `Row`."""
         return (self._generate, self._score)
 
     def of_rows(self) -> Sequence[WantReference[Any]]:
