@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Self, cast
+from typing import ClassVar, Final, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -170,7 +170,9 @@ class Score(OfPrompt):
         given = np.empty((count, width), np.float32) if width else None
         return TextScores(np.empty(count, np.float32), np.empty(count, np.int32), top, given)
 
-    def of_rows(self, rows: Logprobs, targets: npt.NDArray[np.integer[Any]]) -> TextScores:
+    def of_rows(
+        self, rows: Logprobs, targets: Sequence[int] | npt.NDArray[np.uint32]
+    ) -> TextScores:
         """The scores of the first positions, of the rows before them.
 
         `rows` are log-probabilities or logits, float32 [positions, vocab_size], `targets` the
