@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 import numpy as np
 
 from lmpool.backends.engine import EngineInfo, Request
-from lmpool.wants import Generate, OfRow, Row
+from lmpool.wants import Generate, Row
 
 
 def are_plain(requests: Sequence[Request], info: EngineInfo) -> bool:
@@ -30,14 +30,14 @@ def are_plain(requests: Sequence[Request], info: EngineInfo) -> bool:
 
 def reason_to_refuse(request: Request, info: EngineInfo, adapters: Container[str]) -> str | None:
     """Why an engine with these `adapters` cannot run a request; None where it can."""
-    tokens, longest = request.tokens, info.max_prompt_tokens
+    tokens, want = request.tokens, request.want
+    longest = want.longest_prompt(info.max_prompt_tokens)
     if not 0 < tokens.size <= longest:
         return f"a prompt of {tokens.size} tokens: 1 to {longest} expected"
     if int(tokens.max()) >= info.vocab_size:
         return f"token id {int(tokens.max())}: below {info.vocab_size} expected"
     if request.adapter is not None and request.adapter not in adapters:
         return f"no adapter named {request.adapter!r} is loaded"
-    want = request.want
     if isinstance(want, Generate) and not 0.0 <= want.temperature < np.inf:
         return f"temperature={want.temperature!r}: a finite number, 0 or more, expected"
-    return want.misfit(info.vocab_size) if isinstance(want, OfRow) else None
+    return want.misfit(info.vocab_size) or want.misfit_prompt(tokens.size)

@@ -12,8 +12,9 @@ from lmpool.backends.admission import are_plain, reason_to_refuse
 from lmpool.backends.answers import answered
 from lmpool.backends.engine import Engine, Outcome, Request
 from lmpool.backends.sampling import Continuation, Sampler
+from lmpool.backends.scoring import Scorings
 from lmpool.errors import EngineBroken, PromptFailed
-from lmpool.wants import Generate, Generation, OfRow, Row
+from lmpool.wants import Generate, Generation, OfRow, Row, Score
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +23,13 @@ class BatchEngine(Engine):
     """An engine that computes one batch at a time.
 
     A step computes every row asked for since the last one, and one token of every continuation
-    under way. `submit` may be called between any two steps.
+    under way, and a piece of the texts that are scored. `submit` may be called between any two
+    steps.
     """
+
+    score_tokens: int = 0
+    """How many tokens of texts a step scores, where `compute` answers a `Score`; 0 where it gives
+    rows."""
 
     def __init__(self) -> None:
         self.adapters: dict[str, str] = {}
@@ -31,6 +37,7 @@ class BatchEngine(Engine):
         """What fits into memory, once a batch did not."""
         self._waiting: list[Request] = []
         self._continuations: dict[bytes, Continuation] = {}
+        self._scorings = Scorings()
         self._outcomes: list[Outcome] = []
         """What the next step gives out first."""
 
@@ -40,22 +47,29 @@ class BatchEngine(Engine):
 
         The prompts were checked: 1 to `max_prompt_tokens` ids, all below `vocab_size`, the adapter
         one of `adapters`. Each wants a row, or what follows from one (`OfRow`): whoever can reduce
-        it where it was computed gives the answer, others the row. An exception fails the batch,
-        which is then halved until the request that caused it stands alone; `EngineBroken` passes
-        through.
+        it where it was computed gives the answer, others the row. Those that have `score_tokens`
+        are also asked for a `Score`, each of a text or of its beginning. An exception fails the
+        batch, which is then halved until the request that caused it stands alone; `EngineBroken`
+        passes through.
         """
+
+    def continues(self, tokens: int) -> bool:
+        """Whether a text of so many tokens is scored in pieces at about the cost of the whole."""
+        return True
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._waiting.extend(requests)
 
     def in_flight(self) -> int:
-        return len(self._waiting) + len(self._continuations) + len(self._outcomes)
+        running = len(self._continuations) + len(self._scorings)
+        return len(self._waiting) + running + len(self._outcomes)
 
     def cancel(self, ids: Collection[bytes]) -> None:
         self._waiting = [r for r in self._waiting if r.id not in ids]
         self._outcomes = [o for o in self._outcomes if o.id not in ids]
         for cancelled in ids:
             self._continuations.pop(cancelled, None)
+        self._scorings.cancel(ids)
 
     def finish_adapter(self, name: str) -> None:
         """Answer the requests in flight by an adapter; call it before another takes its name.
@@ -77,7 +91,8 @@ class BatchEngine(Engine):
 
     def _asking(self, name: str) -> set[bytes]:
         """The ids in flight by an adapter."""
-        asking = {r.id for r in self._waiting if r.adapter == name}
+        held = (*self._waiting, *self._scorings.requests())
+        asking = {request.id for request in held if request.adapter == name}
         return asking | {c.id for c in self._continuations.values() if c.adapter == name}
 
     def step(self) -> Sequence[Outcome]:
@@ -91,19 +106,25 @@ class BatchEngine(Engine):
             match request.want:
                 case Row() | OfRow():
                     rows.append(request)
+                case Score() as want:
+                    self._scorings.begin(request, want)
                 case Generate() as want:
                     self._begin(request, want, outcomes)
                 case _:
                     assert_never(request.want)
-        going_on, refused = self._check([c.next_request() for c in self._continuations.values()])
-        for outcome in refused:  # its adapter was removed
-            del self._continuations[outcome.id]
-        outcomes.extend(refused)
+        going_on, refused = self._check(self._next_requests())  # their adapters may be gone
         rows.extend(going_on)
-        if rows:
-            computed = self._attempt(rows)
-            outcomes.extend(self._continue(computed) if self._continuations else computed)
-        return outcomes
+        computed = [*refused, *self._attempt(rows)] if rows else refused
+        if self._continuations or self._scorings:
+            computed = self._continue(computed)
+        return [*outcomes, *computed]
+
+    def _next_requests(self) -> list[Request]:
+        """What continuations and texts need next."""
+        requests = [c.next_request() for c in self._continuations.values()]
+        if self.score_tokens:
+            return requests + self._scorings.next_pieces(self.score_tokens, self.continues)
+        return requests + self._scorings.next_rows(self.info.vocab_size)
 
     def _check(self, batch: Sequence[Request]) -> tuple[Sequence[Request], list[Outcome]]:
         """The requests that can be run, and the refusals of the others."""
@@ -130,9 +151,14 @@ class BatchEngine(Engine):
             self._continuations[request.id] = continuation
 
     def _continue(self, computed: Sequence[Outcome]) -> list[Outcome]:
-        """Draw a token of each continuation from its row; return what is not needed for that."""
+        """Go on with continuations and texts; return what is not needed for that."""
         outcomes: list[Outcome] = []
         for outcome in computed:
+            if outcome.id in self._scorings:
+                scored = self._scorings.take(outcome)
+                if scored is not None:
+                    outcomes.append(scored)
+                continue
             continuation = self._continuations.get(outcome.id)
             if continuation is None:
                 outcomes.append(outcome)

@@ -14,8 +14,9 @@ from lmpool.backends.admission import reason_to_refuse
 from lmpool.backends.answers import answered
 from lmpool.backends.engine import Engine, Outcome, Request, Tokens
 from lmpool.backends.sampling import Sampler
+from lmpool.backends.scoring import Scorings
 from lmpool.errors import AdapterError, PromptFailed
-from lmpool.wants import Generate, Generation, OfRow
+from lmpool.wants import Generate, Generation, OfRow, Score
 
 Adapter = TypeVar("Adapter", bound=Hashable)
 """What an engine knows a loaded adapter by: a value that is used for one loading only."""
@@ -54,6 +55,9 @@ class ContinuousEngine(Engine, Generic[Adapter]):
         self._names: dict[bytes, str] = {}
         self._reduced: dict[bytes, Request] = {}
         """Those in flight that want what follows from a row, by id."""
+        self._scorings = Scorings()
+        self._scoring_adapters: dict[bytes, Adapter | None] = {}
+        """Those of the texts in flight, by id."""
         self._outcomes: list[Outcome] = []
         self.leaving: list[Adapter] = []
         """Removed adapters that are loaded as long as requests in flight use them."""
@@ -67,7 +71,7 @@ class ContinuousEngine(Engine, Generic[Adapter]):
         """Let a request join, and return the name by which `advance` and `abort` know it.
 
         Its prompt was checked: 1 to `max_prompt_tokens` ids, all below `vocab_size`; a continuation
-        has room for a token.
+        has room for a token. A `Score` never joins: the rows that it needs do.
         """
 
     @abstractmethod
@@ -110,8 +114,9 @@ class ContinuousEngine(Engine, Generic[Adapter]):
 
     def adapters_in_use(self) -> set[Adapter]:
         """Those that must stay loaded for requests in flight."""
-        held = (*self.waiting, *self.running.values())
-        return {admitted.adapter for admitted in held if admitted.adapter is not None}
+        held = [admitted.adapter for admitted in (*self.waiting, *self.running.values())]
+        held.extend(self._scoring_adapters.values())
+        return {adapter for adapter in held if adapter is not None}
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -131,6 +136,10 @@ class ContinuousEngine(Engine, Generic[Adapter]):
             if isinstance(request.want, OfRow):
                 self._reduced[request.id] = request
             adapter = None if request.adapter is None else self.adapters[request.adapter]
+            if isinstance(request.want, Score):
+                self._scorings.begin(request, request.want)
+                self._scoring_adapters[request.id] = adapter
+                continue
             self.waiting.append(Admitted(request, adapter, sampler))
         self._feed()
 
@@ -142,13 +151,23 @@ class ContinuousEngine(Engine, Generic[Adapter]):
     def work(self) -> None:
         """Work once, where something runs; what ends is given out by the next `step`."""
         if self.running:
-            self._outcomes.extend(map(self._answered, self.advance()))
+            for outcome in self.advance():
+                self._take(outcome)
+            self._drop(self._scorings.orphans())
         self._feed()
         self._unload_unused()
 
-    def _answered(self, outcome: Outcome) -> Outcome:
-        request = self._reduced.pop(outcome.id, None) if self._reduced else None
-        return outcome if request is None else answered(request, outcome)
+    def _take(self, outcome: Outcome) -> None:
+        """Keep what an engine computed: of a text's rows, when it is scored."""
+        if outcome.id in self._scorings:
+            scored = self._scorings.take(outcome)
+            if scored is None:
+                return
+            del self._scoring_adapters[scored.id]
+            outcome = scored
+        elif outcome.id in self._reduced:
+            outcome = answered(self._reduced.pop(outcome.id), outcome)
+        self._outcomes.append(outcome)
 
     def ended(self, name: str) -> Admitted[Adapter] | None:
         """The request of this name, which runs no more; None for one that was cancelled."""
@@ -167,6 +186,9 @@ class ContinuousEngine(Engine, Generic[Adapter]):
         if self._clearing and not self.running:
             self.drop_state()
             self._clearing = False
+        for row in self._scorings.next_rows(self.info.vocab_size):
+            adapter = self._scoring_adapters[self._scorings.text(row.id)]
+            self.waiting.append(Admitted(row, adapter, None))
         if self.waiting and not self._clearing:
             for admitted in self.next_to_join():
                 name = self.begin(admitted)
@@ -174,21 +196,32 @@ class ContinuousEngine(Engine, Generic[Adapter]):
                 self._names[admitted.request.id] = name
 
     def in_flight(self) -> int:
-        return len(self.waiting) + len(self.running) + len(self._outcomes)
+        texts = len(self._scorings) - self._scorings.asked  # the rows asked for are in the others
+        return len(self.waiting) + len(self.running) + texts + len(self._outcomes)
 
     def cancel(self, ids: Collection[bytes]) -> None:
         wanted = set(ids)
         for cancelled in wanted & self._reduced.keys():
             del self._reduced[cancelled]
-        self.waiting = deque(w for w in self.waiting if w.request.id not in wanted)
+        for cancelled in wanted & self._scoring_adapters.keys():
+            del self._scoring_adapters[cancelled]
+        self._scorings.cancel(wanted)
         self._outcomes = [outcome for outcome in self._outcomes if outcome.id not in wanted]
+        self._drop(wanted.union(self._scorings.orphans()))
+        self._feed()
+        self._unload_unused()
+
+    def _drop(self, ids: Collection[bytes]) -> None:
+        """End what waits or runs under these ids."""
+        if not ids:
+            return
+        wanted = set(ids)
+        self.waiting = deque(w for w in self.waiting if w.request.id not in wanted)
         names = [self._names[cancelled] for cancelled in wanted & self._names.keys()]
         for name in names:
             self.ended(name)
         if names:
             self.abort(names)
-        self._feed()
-        self._unload_unused()
 
     def run_to_end(self, request: Request) -> Outcome:
         """Run one request to its end; what else ends meanwhile is given out by the next `step`."""

@@ -35,6 +35,7 @@ from lmpool.wants import (
     OfRow,
     Reduced,
     Row,
+    TextScores,
     Tokens,
     TokenSet,
     Top,
@@ -45,7 +46,7 @@ from lmpool.wire import Job
 
 Logprobs: TypeAlias = npt.NDArray[np.float32]
 Found: TypeAlias = "Answer | LmpoolError"
-AnswerTo: TypeAlias = "RowT_co | TopLogprobs | Logprobs | Draws | Generation"
+AnswerTo: TypeAlias = "RowT_co | TopLogprobs | Logprobs | TextScores | Draws | Generation"
 """What a want is answered with, as a caller gets it: a row follows the client's `framework`."""
 
 AdapterOf = Callable[[str | None], str | None]

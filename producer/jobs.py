@@ -29,18 +29,16 @@ class JobMaker:
 
     def one(self, prompt: TokenIds, want: Want, adapter: str | None) -> Job:
         """The job of a prompt and a checked want; `adapter` is ``name@fingerprint``."""
-        info = self._info
-        tokens = prompt_bytes(prompt, info.vocab_size, info.max_prompt_tokens)
+        tokens = self._tokens(prompt, want)
         mine = want if want.repeats else want.each(1)[0]
         return Job(mine, self._digester.digest(mine, tokens, adapter), tokens, adapter)
 
     def many(self, prompts: Sequence[TokenIds], want: Want, adapter: str | None) -> list[Job]:
         """One job for each prompt. An error names the prompt by its place."""
-        info = self._info
         packed = []
         for number, prompt in enumerate(several(prompts)):
             try:
-                packed.append(prompt_bytes(prompt, info.vocab_size, info.max_prompt_tokens))
+                packed.append(self._tokens(prompt, want))
             except PromptError as error:
                 raise PromptError(f"prompt {number}: {error}").of(number) from None
         if want.repeats:
@@ -55,3 +53,12 @@ class JobMaker:
             Job(mine, digest_of(mine, tokens, adapter), tokens, adapter)
             for mine, tokens in zip(wants, packed, strict=True)
         ]
+
+    def _tokens(self, prompt: TokenIds, want: Want) -> bytes:
+        """A prompt of which this may be asked. Raises `PromptError`."""
+        longest = want.longest_prompt(self._info.max_prompt_tokens)
+        tokens = prompt_bytes(prompt, self._info.vocab_size, longest)
+        wrong = want.misfit_prompt(len(tokens) // 4)
+        if wrong is not None:
+            raise PromptError(wrong)
+        return tokens

@@ -150,9 +150,12 @@ class Model:
             requests.clear()
 
     def _must_fail(self, asked: Asked) -> bool:
-        info, prompt = self._truth.info, asked.prompt
-        fits = 0 < len(prompt) <= info.max_prompt_tokens and max(prompt) < info.vocab_size
-        return not fits or self._references.of(asked.want).refuses(asked.want, info)
+        info, prompt, want = self._truth.info, asked.prompt, asked.want
+        longest = want.longest_prompt(info.max_prompt_tokens)
+        fits = 0 < len(prompt) <= longest and max(prompt) < info.vocab_size
+        if not fits or want.misfit_prompt(len(prompt)) is not None:
+            return True
+        return self._references.of(want).refuses(want, info)
 
     def _step(self) -> int:
         company = len(self._living) + len(self._cancelled)

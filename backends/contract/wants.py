@@ -16,12 +16,13 @@ from lmpool.backends.contract.drawn import DrawReference
 from lmpool.backends.contract.operations import Prompt
 from lmpool.backends.contract.prompts import Random
 from lmpool.backends.contract.reduced import TokensReference, TopReference
+from lmpool.backends.contract.scores import ScoreReference
 from lmpool.backends.contract.subject import Adapter
 from lmpool.backends.contract.truth import Truth
 from lmpool.backends.contract.want_reference import Answered, WantReference
 from lmpool.backends.engine import EngineInfo
 from lmpool.model_info import Encoding
-from lmpool.wants import Draw, Generate, Row, Tokens, Top, Want
+from lmpool.wants import Draw, Generate, Row, Score, Tokens, Top, Want
 
 
 class RowReference(WantReference[Row]):
@@ -95,6 +96,7 @@ class References:
         self._top = TopReference()
         self._tokens = TokensReference()
         self._draw = DrawReference()
+        self._score = ScoreReference()
 
     def of(self, want: Want) -> WantReference[Any]:
         """The reference of a want of this kind."""
@@ -109,12 +111,14 @@ class References:
                 return self._tokens
             case Draw():
                 return self._draw
+            case Score():
+                return self._score
             case _:
                 assert_never(want)
 
     def others(self) -> Sequence[WantReference[Any]]:
         """Those of wants that take more than a row."""
-        return (self._generate,)
+        return (self._generate, self._score)
 
     def of_rows(self) -> Sequence[WantReference[Any]]:
         """Those of wants that a row answers, which is not asked for itself."""

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from lmpool.backends.batch import BatchEngine
@@ -32,9 +29,9 @@ from lmpool.backends.hf.model import (
     load_model,
     prompt_bounds,
 )
-from lmpool.backends.hf.packed import Take
+from lmpool.backends.hf.outcomes import Batch, Finish, fits_bfloat16
 from lmpool.backends.hf.packed_fit import execution, packed_forward
-from lmpool.backends.hf.packed_layout import Bounds
+from lmpool.backends.hf.packed_layout import Bounds, Indices
 from lmpool.backends.hf.probes import first_row, longest_placed, measure
 from lmpool.backends.model_config import longest_prompt
 from lmpool.backends.model_files import ModelFiles
@@ -44,11 +41,15 @@ from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 
 logger = logging.getLogger(__name__)
 
-Scales = npt.NDArray[np.float32]
-
 # On a CPU what fits its caches is computed fastest; a GPU wants to be filled.
 _FORWARD_TOKENS_CPU: Final = 1_024
 _FORWARD_TOKENS_GPU: Final = 16_384
+_SCORED_PASSES: Final = 4
+"""So many forward passes' worth of texts are scored before others get in between."""
+_HEAD_BYTES_CPU: Final = 64 << 20
+_HEAD_BYTES_GPU: Final = 256 << 20
+_HEAD_ROWS: Final = (16, 256)
+"""Few rows waste the head's matrix product; on a CPU more than these do not help it."""
 
 
 class HFEngine(BatchEngine):
@@ -109,13 +110,15 @@ class HFEngine(BatchEngine):
         )
         automatic = _FORWARD_TOKENS_CPU if loaded.device.type == "cpu" else _FORWARD_TOKENS_GPU
         self._forward_tokens = forward_tokens or automatic
+        self.score_tokens = _SCORED_PASSES * self._forward_tokens
         forward = Forward(loaded.model, loaded.device)
         self._forward: Forward | None = forward
         # What a config says of its model may differ from the head (padded, resized vocabularies).
         probe = first_row(forward)
-        self._bfloat16 = loaded.dtype == "bfloat16" and _fits_bfloat16(probe)
+        self._bfloat16 = loaded.dtype == "bfloat16" and fits_bfloat16(probe)
         self._copies = HostCopies(loaded.device)
         self._lora = LoraAdapters(loaded.model, (Path(model).name, self.model_files.folder.name))
+        self._head_rows = _head_rows(probe.shape[-1], loaded.device)
         bounds = prompt_bounds(loaded.model, self.model_files.tokenizer)
         longest = longest_placed(forward, longest_prompt(bounds, max_prompt_tokens))
         self.info = self._describe(model, revision, loaded, kwargs, probe.shape[-1], longest)
@@ -129,6 +132,8 @@ class HFEngine(BatchEngine):
             bounds=Bounds(self._forward_tokens, max(1, MAX_LOGITS // self.info.vocab_size)),
         )
         self._packed, self._packed_longest = fit.packed, fit.longest
+        if fit.packed is not None:
+            fit.packed.head_rows = self._head_rows
         self.info = replace(self.info, execution=execution(fit, forward.sharing, longest))
 
     def _describe(
@@ -182,42 +187,17 @@ class HFEngine(BatchEngine):
     def _compute(self, requests: Sequence[Request], adapter: str | None) -> list[Outcome]:
         """Compute the rows of requests that all use `adapter`, which is in use."""
         forward = self._open()
-        alike: dict[bytes, list[Request]] = {}
-        for request in requests:
-            alike.setdefault(request.tokens.tobytes(), []).append(request)
-        distinct = list(alike.values())
-        prompts = [requests[0].tokens for requests in distinct]
-        outcomes: list[Outcome] = []
-
-        def take(
-            numbers: Sequence[int], logits: torch.Tensor, *, last: bool
-        ) -> Callable[[], list[int]]:
-            """Begin to make outcomes of logits; the end returns whose are worth another try."""
-            copied = self._rows(logits)
-
-            def finish() -> list[int]:
-                again = []
-                rows, logsumexp = copied()
-                for number, row, scale in zip(numbers, rows, logsumexp.tolist(), strict=True):
-                    if last or math.isfinite(scale):
-                        outcomes.extend(Outcome.of_row(r.id, row, scale) for r in distinct[number])
-                    else:
-                        again.append(number)
-                return again
-
-            return finish
-
+        batch = Batch(requests, self._copies, bfloat16=self._bfloat16)
         try:
-            left = self._run_packed(prompts, adapter, partial(take, last=False))
+            left = self._run_packed(batch, adapter)
             taken = []
             groups = forward.groups(
-                [prompts[i].size for i in left],
+                [batch.prompts[i].size for i in left],
                 forward_tokens=self._forward_tokens,
                 vocab_size=self.info.vocab_size,
             )
             for group in groups:
-                numbers = [left[i] for i in group]
-                taken.append(take(numbers, forward([prompts[i] for i in numbers]), last=True))
+                taken += self._run_padded(forward, batch, [left[i] for i in group])
             for finish in taken:
                 finish()
         except torch.OutOfMemoryError:
@@ -226,22 +206,18 @@ class HFEngine(BatchEngine):
         except torch.AcceleratorError as error:
             # An asynchronous CUDA error leaves the process without a usable device.
             raise EngineBroken(f"{type(error).__name__}: {error}") from error
-        return outcomes
+        return list(batch.outcomes())
 
-    def _run_packed(
-        self,
-        prompts: Sequence[Tokens],
-        adapter: str | None,
-        take: Take,
-    ) -> list[int]:
+    def _run_packed(self, batch: Batch, adapter: str | None) -> list[int]:
         """Compute what the packed forward serves; return the numbers of the other prompts."""
+        prompts, counts = batch.prompts, batch.counts
         if self._packed is None:
             return list(range(len(prompts)))
         short = [i for i, prompt in enumerate(prompts) if prompt.size <= self._packed_longest]
         left = [i for i, prompt in enumerate(prompts) if prompt.size > self._packed_longest]
 
-        def renumber(numbers: list[int], logits: torch.Tensor) -> Callable[[], list[int]]:
-            finish = take([short[i] for i in numbers], logits)
+        def take(numbers: list[int], depths: Indices, logits: torch.Tensor) -> Finish:
+            finish = batch.take([short[i] for i in numbers], depths, logits, last=False)
 
             def finish_renumbered() -> list[int]:
                 refused = set(finish())
@@ -249,36 +225,32 @@ class HFEngine(BatchEngine):
 
             return finish_renumbered
 
-        left += [short[i] for i in self._packed.run([prompts[i] for i in short], renumber, adapter)]
+        served = [prompts[i] for i in short]
+        wanted = None if counts is None else [counts[i] for i in short]
+        left += [short[i] for i in self._packed.run(served, take, adapter, wanted)]
         return left
 
-    def _rows(
-        self, logits: torch.Tensor
-    ) -> Callable[[], tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint16], Scales]]:
-        """Begin to bring rows [prompts, vocab] of these logits, and the logsumexp of each, home."""
-        with torch.inference_mode():
-            wide = logits.float()
-            as_bits = self._bfloat16 and _fits_bfloat16(logits)
-            if as_bits:
-                rows = logits.to(torch.bfloat16).view(torch.int16)
-                scales = torch.logsumexp(wide, dim=-1)
-            else:
-                rows = torch.log_softmax(wide, dim=-1)
-                scales = wide[:, 0] - rows[:, 0]
-            copied = self._copies.start(rows, scales)
+    def _run_padded(self, forward: Forward, batch: Batch, numbers: list[int]) -> list[Finish]:
+        """Compute prompts in one padded forward pass."""
+        prompts = [batch.prompts[i] for i in numbers]
+        if batch.counts is None:
+            depths = np.array([prompt.size - 1 for prompt in prompts])
+            return [batch.take(numbers, depths, forward(prompts), last=True)]
+        counts = [batch.counts[i] for i in numbers]
+        owners = np.repeat(numbers, counts)
+        depths = np.concatenate(
+            [np.arange(p.size - n, p.size) for p, n in zip(prompts, counts, strict=True)]
+        )
+        taken, at = [], 0
+        for logits in forward.blocks(prompts, counts, self._head_rows):
+            some = slice(at, at := at + len(logits))
+            taken.append(batch.take(owners[some].tolist(), depths[some], logits, last=True))
+            del logits  # before the next block is computed
+        return taken
 
-        def finish() -> tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint16], Scales]:
-            block, logsumexp = (tensor.numpy() for tensor in copied())
-            if as_bits:
-                block = block.view(np.uint16)
-            elif not np.isfinite(logsumexp).all():
-                # A row is one where a single token, the first, is impossible.
-                sound = np.isfinite(block.max(axis=1))
-                logsumexp = np.where(sound & ~np.isfinite(logsumexp), np.float32(0), logsumexp)
-            block.flags.writeable = False
-            return block, logsumexp
-
-        return finish
+    def continues(self, tokens: int) -> bool:
+        packed = self._packed
+        return packed is not None and tokens - 1 <= min(self._packed_longest, packed.slots)
 
     def _open(self) -> Forward:
         if self._forward is None:
@@ -354,8 +326,9 @@ class HFEngine(BatchEngine):
                 torch.cuda.empty_cache()
 
 
-def _fits_bfloat16(logits: torch.Tensor) -> bool:
-    """Whether a cast to bfloat16 loses nothing."""
-    if logits.dtype == torch.bfloat16:
-        return True
-    return bool((logits.to(torch.bfloat16).to(logits.dtype) == logits).all())
+def _head_rows(vocab_size: int, device: torch.device) -> int:
+    """How many rows of logits of a text are there at once."""
+    least, most = _HEAD_ROWS
+    if device.type == "cpu":
+        return max(least, min(most, _HEAD_BYTES_CPU // (4 * vocab_size)))
+    return max(least, _HEAD_BYTES_GPU // (4 * vocab_size))

@@ -2,73 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lmpool.backends.engine import Tokens
 from lmpool.backends.grouping import forward_passes
 from lmpool.backends.hf.device import to_device
+from lmpool.backends.hf.head import Head
 from lmpool.backends.hf.numbers import Number
+
+Indices = npt.NDArray[np.int64]
 
 # By how much of its largest logit a prompt in company may differ from the same prompt alone.
 _TOLERANCE: Final = 2e-4
 _TOLERANCE_HALF_PRECISION: Final = 0.1
 _TOLERANCE_SAME_SHAPES: Final = 0.01
 _LEAST_LOGIT: Final = 0.1
-
-
-class Head:
-    """A model's forward pass whose head sees the wanted positions alone.
-
-    `logits_to_keep` would do the same, if it took other positions for each prompt in every release
-    and every model.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._wanted: torch.Tensor | None = None
-        self._narrowed = False
-        self._hook: Any = None
-        self._attach()
-
-    def logits(self, wanted: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """The logits [wanted, vocab] at places `wanted` of the flattened [rows, positions]."""
-        self._wanted, self._narrowed = wanted, False
-        try:
-            logits: torch.Tensor = self._model(**inputs).logits
-        finally:
-            self._wanted = None
-        return logits[:, 0] if self._narrowed else logits.flatten(0, 1)[wanted.to(logits.device)]
-
-    def close(self) -> None:
-        """Let the head see all positions again; `logits` picks the wanted ones afterwards."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-    def follow(self) -> None:
-        """Heed that an adapter may have put another module in the head's place."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._attach()
-
-    def _attach(self) -> None:
-        head = self._model.get_output_embeddings()
-        self._hook = None if head is None else head.register_forward_pre_hook(self._narrow)
-
-    def _narrow(
-        self, _: object, inputs: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, ...] | None:
-        states = inputs[0]
-        if self._wanted is None or states.dim() != 3:
-            return None
-        self._narrowed = True
-        at = self._wanted.to(states.device)
-        return (states.flatten(0, 1)[at].unsqueeze(1), *inputs[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +65,34 @@ class Forward:
     def __call__(self, prompts: Sequence[Tokens]) -> torch.Tensor:
         """The logits after each prompt [prompts, vocab], in the dtype that the head gives them."""
         assert self.head is not None
-        lengths = np.array([prompt.size for prompt in prompts])
-        longest = int(lengths.max())
+        outputs, inputs = self._outputs(prompts, [1] * len(prompts))
+        with torch.inference_mode():
+            return self.head.logits(to_device(outputs, self._device), **inputs)
+
+    def blocks(
+        self, prompts: Sequence[Tokens], counts: Sequence[int], rows: int
+    ) -> Iterator[torch.Tensor]:
+        """The logits after each of so many of the prompts' last tokens, prompt by prompt.
+
+        They come in blocks [rows, vocab] of which the last may be shorter.
+        """
+        assert self.head is not None
+        outputs, inputs = self._outputs(prompts, counts)
+        with torch.inference_mode():
+            yield from self.head.blocks(to_device(outputs, self._device), rows, **inputs)
+
+    def _outputs(
+        self, prompts: Sequence[Tokens], counts: Sequence[int]
+    ) -> tuple[Indices, dict[str, Any]]:
+        """The places of the wanted logits, and what the model is called with."""
+        longest = max(prompt.size for prompt in prompts)
         padded = np.zeros((len(prompts), longest), dtype=np.int64)
         for row, prompt in zip(padded, prompts, strict=True):
             row[: prompt.size] = prompt
-        last = np.arange(len(prompts)) * longest + lengths - 1
-        with torch.inference_mode():
-            return self.head.logits(
-                to_device(last, self._device),
-                input_ids=to_device(padded, self._device),
-                use_cache=False,
-            )
+        ends = [at * longest + prompt.size for at, prompt in enumerate(prompts)]
+        places = [np.arange(end - n, end) for end, n in zip(ends, counts, strict=True)]
+        inputs = {"input_ids": to_device(padded, self._device), "use_cache": False}
+        return np.concatenate(places), inputs
 
     def groups(
         self, lengths: Sequence[int], *, forward_tokens: int, vocab_size: int

@@ -20,10 +20,11 @@ import torch
 
 from lmpool.backends.engine import Tokens
 from lmpool.backends.hf.device import to_device
-from lmpool.backends.hf.forward import Head
+from lmpool.backends.hf.head import Head
 from lmpool.backends.hf.packed_layout import (
     RESERVED_SLOTS,
     Bounds,
+    Indices,
     Layout,
     Pass,
     lay_out,
@@ -35,10 +36,10 @@ from lmpool.backends.trie_runs import Lease, TrieStatistics
 # Untyped on purpose: its annotations differ from release to release.
 cache_utils: Any = importlib.import_module("transformers.cache_utils")
 
-Take = Callable[[list[int], torch.Tensor], Callable[[], list[int]]]
-"""Takes prompts' numbers and their logits [prompts, vocab].
+Take = Callable[[list[int], Indices, torch.Tensor], Callable[[], list[int]]]
+"""Takes logits [outputs, vocab]: of which prompts' numbers they are, and after which of its tokens.
 
-What it returns is called after the last forward pass, and tells which of these logits are unusable.
+What it returns is called after the last forward pass, and tells whose logits are unusable.
 """
 
 _PINNED_SHARE: Final = 0.5
@@ -146,11 +147,13 @@ class PackedForward:
         dtype: torch.dtype,
         device: torch.device,
         bounds: Bounds,
+        head_rows: int = 128,
     ) -> None:
         self._head = head
         self._device = device
         self._dtype = dtype
         self.bounds = bounds
+        self.head_rows = head_rows
         self.slots = slots
         self._trie = TokenTrie(slots)
         self._arena = Arena(shapes, slots + RESERVED_SLOTS, device)
@@ -160,10 +163,18 @@ class PackedForward:
         self.reach: Reach | Mapping[str, Reach] = Reach()
         """That of every layer, or that of each kind of layer, by its name in the model's config."""
 
-    def run(self, prompts: Sequence[Tokens], take: Take, adapter: str | None = None) -> list[int]:
+    def run(
+        self,
+        prompts: Sequence[Tokens],
+        take: Take,
+        adapter: str | None = None,
+        counts: Sequence[int] | None = None,
+    ) -> list[int]:
         """Give `take` the logits after each of several distinct prompts, in parts.
 
-        `adapter` is the one that the model uses now: it finds only what it computed itself.
+        `adapter` is the one that the model uses now: it finds only what it computed itself. With
+        `counts` they are those after each of so many of a prompt's last tokens, and the head gives
+        a block of `head_rows` at a time.
         Returns the numbers of the prompts that could not be computed: those for which there are too
         few slots, and those that `take` refused.
         """
@@ -182,7 +193,8 @@ class PackedForward:
                     leases.append(lease)
                 batch, waiting = waiting[: len(leases)], waiting[len(leases) :]
                 if leases:
-                    refused = self._compute(leases, batch, take)
+                    wanted = None if counts is None else [counts[i] for i in batch]
+                    refused = self._compute(leases, batch, take, wanted)
                     left.extend(refused)
                     # A state that is no number is in all that shared a row with it.
                     if not refused:
@@ -248,17 +260,50 @@ class PackedForward:
         """Raise `AssertionError` where an invariant of the trie is broken."""
         self._trie.check()
 
-    def _compute(self, leases: Sequence[Lease], numbers: Sequence[int], take: Take) -> list[int]:
-        layout = lay_out(leases)
+    def _compute(
+        self,
+        leases: Sequence[Lease],
+        numbers: Sequence[int],
+        take: Take,
+        counts: Sequence[int] | None,
+    ) -> list[int]:
+        layout = lay_out(leases, counts)
+        bounds, rows = self.bounds, None
+        if counts is not None:  # what bounds the logits is the block
+            bounds, rows = dataclasses.replace(bounds, outputs=bounds.positions), self.head_rows
         taken: list[Callable[[], list[int]]] = []
         with torch.inference_mode():
-            for part in passes(layout, self.bounds):
-                logits = self._forward(layout, part)
-                if part.prompts.size:
-                    taken.append(take([numbers[i] for i in part.prompts], logits))
-        return [number for finish in taken for number in finish()]
+            for part in passes(layout, bounds):
+                for chosen, logits in self._forward(layout, part, rows):
+                    owners = [numbers[i] for i in part.prompts[chosen]]
+                    taken.append(take(owners, part.depths[chosen], logits))
+                    del logits  # before the next block is computed
+        return list(dict.fromkeys(number for finish in taken for number in finish()))
 
-    def _forward(self, layout: Layout, part: Pass) -> torch.Tensor:
+    def _forward(
+        self, layout: Layout, part: Pass, rows: int | None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The logits of a pass, in blocks of `rows`; None: all at once."""
+        places, which = np.unique(part.outputs, return_inverse=True)
+        inputs = self._inputs(layout, part)
+        if not places.size:
+            self._head.logits(self._place(np.zeros(1, np.int64)), **inputs)
+            return
+        begin = 0
+        for logits in self._head.blocks(self._place(places), rows or places.size, **inputs):
+            first, last = np.searchsorted(which, (begin, begin + len(logits)))
+            if last - first == len(logits):
+                yield slice(first, last), logits
+            else:
+                # Several prompts want the same: each is given its own.
+                for at in range(first, last, rows or last):
+                    some = slice(at, min(at + (rows or last), last))
+                    yield some, logits[self._place(which[some] - begin)]
+            begin += len(logits)
+            del logits  # before the next block is computed
+
+    def _inputs(self, layout: Layout, part: Pass) -> dict[str, Any]:
+        """What the model is called with; the arena is told where it writes and what is seen."""
         arena, queries = self._arena, part.queries
         arena.writes = self._place(part.writes)
         arena.columns = mask = None
@@ -273,15 +318,13 @@ class PackedForward:
             or not (layout.depths[queries] == np.arange(queries.shape[1])).all()
         ):
             mask = self._mask(layout, part)
-        outputs = part.outputs if part.outputs.size else np.zeros(1, np.int64)
-        return self._head.logits(
-            self._place(outputs),
-            input_ids=self._place(layout.tokens[queries]),
-            position_ids=self._place(layout.depths[queries]),
-            attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-        )
+        return {
+            "input_ids": self._place(layout.tokens[queries]),
+            "position_ids": self._place(layout.depths[queries]),
+            "attention_mask": mask,
+            "past_key_values": self._cache,
+            "use_cache": True,
+        }
 
     def _mask(self, layout: Layout, part: Pass) -> torch.Tensor | dict[str, torch.Tensor]:
         """[rows, 1, width, columns]: 0 where a position sees a column, else the least number.

@@ -8,7 +8,7 @@ what lies between its first and its last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,13 +36,14 @@ _ALIGNMENT: Final = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """A batch's positions in preorder. All arrays but the last three are int64 [positions + 1].
+    """A batch's positions in preorder. All arrays but the last five are int64 [positions + 1].
 
     The last entry of each is the blank position. `ends` is where the subtree of a position ends,
     `begins` where its run begins, and `above` the last position of the run above (-1: none).
     `fresh`, bool, tells what has to be computed for the first time. `queries` are the positions to
-    compute: the fresh ones and the last of every prompt, in preorder. `last` is that last position
-    of each prompt.
+    compute: the fresh ones and those with logits, in preorder. `last` are the last positions of
+    the prompts, in preorder. `outputs` are the positions whose logits are wanted, in preorder, and
+    `prompts` whose they are: several prompts may want those of one position.
     """
 
     tokens: Indices
@@ -54,6 +55,8 @@ class Layout:
     fresh: npt.NDArray[np.bool_]
     queries: Indices
     last: Indices
+    outputs: Indices
+    prompts: Indices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +66,8 @@ class Pass:
     `queries` is int64 [rows, width], `columns` int64 [rows, columns], both positions of the
     layout; rows are filled up with the last query and with the blank position. `writes` are the
     slots that get what is computed, int64 [rows * width]. `outputs` are the places in the
-    flattened `queries` whose logits are wanted, and `prompts` whose they are.
+    flattened `queries` whose logits are wanted, ascending, `prompts` whose they are, and
+    `depths` after how many tokens of it, less one.
     """
 
     queries: Indices
@@ -71,6 +75,7 @@ class Pass:
     writes: Indices
     outputs: Indices
     prompts: Indices
+    depths: Indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +95,11 @@ class Bounds:
     width: int | None = None
 
 
-def lay_out(leases: Sequence[Lease]) -> Layout:
-    """The positions of these leases' prompts, at least one, in preorder."""
+def lay_out(leases: Sequence[Lease], counts: Sequence[int] | None = None) -> Layout:
+    """The positions of these leases' prompts, at least one, in preorder.
+
+    Logits are wanted of so many of the last positions of each; by default of the last.
+    """
     lengths, below = _used_runs(leases)
     # Siblings stand in any order. Prompts that share nothing, those of one length together, make
     # rows that are a prompt each: popped from the end, they come first.
@@ -133,12 +141,10 @@ def lay_out(leases: Sequence[Lease]) -> Layout:
     at = np.arange(total + 1)
     fresh = np.zeros(total + 1, dtype=np.bool_)
     fresh[:-1] = at[:-1] >= spread[4]
-    last = np.array(
-        [int(begins[numbers[run]]) + lease.end - 1 - run.start for lease, run in _ends(leases)],
-        dtype=np.int64,
-    )
+    places = {run: int(begins[number]) for run, number in numbers.items() if run is not None}
+    last, outputs, prompts = _outputs(leases, counts, places)
     wanted = fresh.copy()
-    wanted[last] = True
+    wanted[outputs] = True
     return Layout(
         tokens=tokens,
         slots=slots,
@@ -149,15 +155,17 @@ def lay_out(leases: Sequence[Lease]) -> Layout:
         fresh=fresh,
         queries=np.flatnonzero(wanted),
         last=last,
+        outputs=outputs,
+        prompts=prompts,
     )
 
 
 def passes(layout: Layout, bounds: Bounds) -> Iterator[Pass]:
     """Cut a layout into forward passes, each to be run after those before it."""
     queries = layout.queries
-    by_place = np.argsort(layout.last, kind="stable")
-    places = np.searchsorted(queries, layout.last[by_place])
-    start = 0
+    places = np.searchsorted(queries, layout.last)
+    outputs = np.searchsorted(queries, layout.outputs)
+    start = done = 0
     while start < queries.size:
         stop = min(start + bounds.positions, queries.size)
         lo = int(np.searchsorted(places, start))
@@ -167,16 +175,16 @@ def passes(layout: Layout, bounds: Bounds) -> Iterator[Pass]:
             whole = int(places[ends - 1]) + 1 if ends else 0
             if stop - whole <= (stop - start) // 8:
                 stop = whole
-        if lo + bounds.outputs < places.size:
-            stop = min(stop, max(start + 1, int(places[lo + bounds.outputs])))
+        if done + bounds.outputs < outputs.size:
+            stop = min(stop, max(start + 1, int(outputs[done + bounds.outputs])))
         first = int(places[lo]) - start + 1 if lo < places.size else 1
         width = _width(layout, queries[start:stop], first, bounds)
         while width == 0:
             stop = start + (stop - start + 1) // 2
             width = _width(layout, queries[start:stop], first, bounds)
-        hi = int(np.searchsorted(places, stop))
-        yield _pass(layout, queries[start:stop], width, places[lo:hi] - start, by_place[lo:hi])
-        start = stop
+        given = slice(done, int(np.searchsorted(outputs, stop)))
+        yield _pass(layout, queries[start:stop], width, outputs[given] - start, given)
+        start, done = stop, given.stop
 
 
 def _used_runs(
@@ -205,6 +213,36 @@ def _used_runs(
 def _ends(leases: Sequence[Lease]) -> Iterator[tuple[Lease, Run]]:
     for lease in leases:
         yield lease, lease.last_run()
+
+
+def _outputs(
+    leases: Sequence[Lease], counts: Sequence[int] | None, places: Mapping[Run, int]
+) -> tuple[Indices, Indices, Indices]:
+    """The last positions of the prompts, those with logits, and whose these are, in preorder.
+
+    `places` are those where the runs begin.
+    """
+    last = np.array(
+        [places[run] + lease.end - 1 - run.start for lease, run in _ends(leases)], dtype=np.int64
+    )
+    if counts is None:
+        order = np.argsort(last, kind="stable")
+        return last[order], last[order], order
+    parts, owners = [], []
+    for number, (lease, run) in enumerate(_ends(leases)):
+        end, left = lease.end, counts[number]
+        while left:
+            first = max(run.start, end - left)
+            begin = places[run] + first - run.start
+            parts.append(np.arange(begin, begin + end - first))
+            owners.append(np.full(end - first, number))
+            left -= end - first
+            if left:
+                assert run.parent is not None
+                end, run = run.start, run.parent
+    outputs, prompts = np.concatenate(parts), np.concatenate(owners)
+    order = np.argsort(outputs, kind="stable")
+    return np.sort(last), outputs[order], prompts[order]
 
 
 def _width(layout: Layout, queries: Indices, first: int, bounds: Bounds) -> int:
@@ -245,7 +283,7 @@ def _row_length(layout: Layout, queries: Indices, width: int) -> int:
     return most if most == width else -(-most // _ALIGNMENT) * _ALIGNMENT
 
 
-def _pass(layout: Layout, queries: Indices, width: int, outputs: Indices, prompts: Indices) -> Pass:
+def _pass(layout: Layout, queries: Indices, width: int, outputs: Indices, given: slice) -> Pass:
     rows = -(-queries.size // width)
     filled = np.full(rows * width, queries[-1])
     filled[: queries.size] = queries
@@ -265,4 +303,5 @@ def _pass(layout: Layout, queries: Indices, width: int, outputs: Indices, prompt
             stop = at + 1
     writes = np.full(filled.size, SPARE)
     writes[: queries.size] = np.where(layout.fresh[queries], layout.slots[queries], SPARE)
-    return Pass(placed, columns, writes, outputs, prompts)
+    depths = layout.depths[layout.outputs[given]]
+    return Pass(placed, columns, writes, outputs, layout.prompts[given], depths)

@@ -12,6 +12,7 @@ import torch
 from lmpool.backends.engine import Tokens
 from lmpool.backends.hf.forward import Forward
 from lmpool.backends.hf.packed import PackedForward
+from lmpool.backends.hf.packed_layout import Indices
 from lmpool.backends.hf.probes import greatest
 
 _TOKENS: Final = 32
@@ -128,7 +129,7 @@ class _Trial:
         """The packed forward's logits after distinct prompts."""
         rows: dict[int, torch.Tensor] = {}
 
-        def take(numbers: list[int], logits: torch.Tensor) -> Callable[[], list[int]]:
+        def take(numbers: list[int], _: Indices, logits: torch.Tensor) -> Callable[[], list[int]]:
             rows.update(zip(numbers, logits, strict=True))
             return list
 

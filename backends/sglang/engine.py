@@ -18,7 +18,7 @@ from lmpool.backends.options import check_dtype, check_types
 from lmpool.backends.sglang.adapters import AdapterReader
 from lmpool.backends.sglang.scheduler import SGLangScheduler, Step
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
-from lmpool.wants import Generate, Generation, OfRow, Row
+from lmpool.wants import Generate, Generation, OfRow, Row, Score
 
 LORA_TARGETS: Final = (
     "q_proj",
@@ -134,6 +134,8 @@ class SGLangEngine(ContinuousEngine[str]):
             case Generate():
                 assert admitted.sampler is not None
                 draws = admitted.sampler.max_tokens
+            case Score():
+                raise AssertionError("the rows of a text join, and never the text")
             case _:
                 assert_never(request.want)
         return self._open().add(request.tokens.tolist(), lora_id=admitted.adapter, max_tokens=draws)

@@ -33,7 +33,7 @@ from lmpool.backends.vllm.live import LivePrompt, LivePrompts
 from lmpool.backends.vllm.options import NUMERIC, engine_arguments
 from lmpool.backends.vllm.rows import CapturedRow, FullLogprobs, RowSource, row_source
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
-from lmpool.wants import Generate, Generation, OfRow, Row
+from lmpool.wants import Generate, Generation, OfRow, Row, Score
 
 WAIT_SECONDS: Final = 0.02
 """How long a step waits for an engine in another process before new requests may join."""
@@ -227,6 +227,8 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
                     stop_token_ids=[i for i in sampler.eos_token_ids if 0 <= i < vocab_size],
                     **self._rows.watch(self._numbers),
                 )
+            case Score():
+                raise AssertionError("the rows of a text join, and never the text")
             case _:
                 assert_never(request.want)
         name = f"once-{self._numbers}" if live is None else live.id

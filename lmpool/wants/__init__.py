@@ -15,6 +15,7 @@ from lmpool.wants.answers import (
     Draws,
     Generation,
     Reduced,
+    TextScores,
     TopLogprobs,
 )
 from lmpool.wants.choice import Choice, TokenSet
@@ -22,7 +23,9 @@ from lmpool.wants.digests import DIGEST_BYTES, Digest, Digester
 from lmpool.wants.draw import Draw
 from lmpool.wants.generate import MAX_EOS_IDS, MAX_SEED, Generate
 from lmpool.wants.of_row import OfRow
+from lmpool.wants.position_ids import PositionIds
 from lmpool.wants.row import Row
+from lmpool.wants.score import Score
 from lmpool.wants.tokens import Tokens
 from lmpool.wants.top import Top
 from lmpool.wants.want import KINDS, Want, want_from_wire, want_to_wire
@@ -42,8 +45,11 @@ __all__ = [
     "Generate",
     "Generation",
     "OfRow",
+    "PositionIds",
     "Reduced",
     "Row",
+    "Score",
+    "TextScores",
     "TokenSet",
     "Tokens",
     "Top",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +40,47 @@ class TopLogprobs(_OfArrays):
     `token_ids` int32 [k], likeliest first, equally likely ones by id; `logprobs` float32 [k],
     natural log, normalized over the whole vocabulary; `rest`: the log of the mass of all others,
     summed over them, -inf where there are none.
+
+    Of a text's positions, all three have a first axis for these: [T, k], [T, k] and [T].
     """
 
     token_ids: TokenArray
     logprobs: Logprobs
-    rest: np.float32
+    rest: np.float32 | Logprobs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextScores(_OfArrays):
+    """What the model makes of a text's tokens, each given those before it.
+
+    For the T positions from `start` to the text's end: `logprobs` float32 [T] of the given tokens,
+    natural log, normalized over the whole vocabulary; `ranks` int32 [T], how many tokens have at
+    least that log-probability (1: the likeliest, which ties with none). Where asked for,
+    `top_logprobs`, the likeliest tokens of each position, and `token_logprobs` float32 [T, n].
+    """
+
+    logprobs: Logprobs
+    ranks: npt.NDArray[np.int32]
+    top_logprobs: TopLogprobs | None = None
+    token_logprobs: Logprobs | None = None
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """All that it has, each with a first axis for the positions."""
+        top = self.top_logprobs
+        found: list[Any] = [self.logprobs, self.ranks, self.token_logprobs]
+        if top is not None:
+            found += [top.token_ids, top.logprobs, top.rest]
+        return [array for array in found if array is not None]
+
+    @property
+    def total(self) -> float:
+        """The log-probability of all scored tokens together."""
+        return float(self.logprobs.sum(dtype=np.float64))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token was the likeliest, and none as likely."""
+        return bool((self.ranks == 1).all())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +98,7 @@ class Draws(_OfArrays):
     log_mass: np.float32
 
 
-Reduced: TypeAlias = Generation | TopLogprobs | Logprobs | Draws
+Reduced: TypeAlias = Generation | TopLogprobs | Logprobs | Draws | TextScores
 """Answers that an engine hands over as they are: to every want but `Row`. An array is that to
 `Tokens`."""
 

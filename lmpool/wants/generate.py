@@ -17,6 +17,7 @@ from lmpool.errors import AnswerFormatError, JobFormatError, PromptError, Prompt
 from lmpool.model_info import ModelInfo
 from lmpool.rows import refuse_extension
 from lmpool.wants.answers import Computed, Generation
+from lmpool.wants.of_prompt import OfPrompt
 from lmpool.wants.packing import expect, plain_zero
 
 MAX_EOS_IDS: Final = 256
@@ -27,7 +28,7 @@ GENERATION_VERSION: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Generate:
+class Generate(OfPrompt):
     """A continuation of the prompt, drawn on the worker.
 
     At most `max_tokens` tokens, ended by any of `eos_token_ids` (None: the model's own).

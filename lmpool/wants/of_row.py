@@ -11,13 +11,14 @@ import numpy as np
 from lmpool.errors import PromptFailed
 from lmpool.model_info import ModelInfo
 from lmpool.wants.answers import Computed, Logprobs, Reduced
+from lmpool.wants.of_prompt import OfPrompt
 
 NOT_A_NUMBER: Final = "the model computed NaN for this prompt; another dtype may help"
 
 AnswerT = TypeVar("AnswerT", bound=Reduced)
 
 
-class OfRow(ABC, Generic[AnswerT]):
+class OfRow(OfPrompt, ABC, Generic[AnswerT]):
     """A want whose answer follows from the row after the prompt."""
 
     __slots__ = ()

@@ -6,6 +6,7 @@ Ids take as few bytes as the vocabulary needs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -80,6 +81,30 @@ def read_ids(data: bytes, start: int, count: int, vocab_size: int) -> TokenArray
     read: TokenArray = found.astype(np.int32)
     read.flags.writeable = False
     return read
+
+
+class Reader:
+    """Reads the numbers of an answer one after another; there must be as many as are read."""
+
+    def __init__(self, data: bytes, vocab_size: int) -> None:
+        self._data = data
+        self._vocab_size = vocab_size
+        self._at = 0
+
+    def floats(self, *shape: int) -> Logprobs:
+        """float32 numbers of this shape. Raises `AnswerFormatError` where one is NaN."""
+        count, start = math.prod(shape), self._at
+        self._at += count * FLOAT_BYTES
+        values: Logprobs = np.frombuffer(self._data[start : self._at], "<f4", count)
+        if np.isnan(values).any():
+            raise AnswerFormatError("an answer of NaN")
+        return values.reshape(shape)
+
+    def ids(self, *shape: int) -> TokenArray:
+        """Ids of this shape. Raises `AnswerFormatError` where one is out of range."""
+        count, start = math.prod(shape), self._at
+        self._at += count * id_bytes(self._vocab_size)
+        return read_ids(self._data, start, count, self._vocab_size).reshape(shape)
 
 
 def expect(kind: str, fields: Sequence[object], count: int) -> Sequence[Any]:

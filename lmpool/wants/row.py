@@ -21,6 +21,7 @@ from lmpool.rows import (
     unpack_row,
 )
 from lmpool.wants.answers import Computed
+from lmpool.wants.of_prompt import OfPrompt
 from lmpool.wants.of_row import NOT_A_NUMBER
 from lmpool.wants.packing import expect
 
@@ -28,7 +29,7 @@ _FLOAT32, _UINT16 = np.dtype(np.float32), np.dtype(np.uint16)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(OfPrompt):
     """The log-probability of every token of the vocabulary coming next.
 
     `encoding` is how the row travels: None is the smallest lossless one of the model.

@@ -13,14 +13,14 @@ import pytest
 
 from lmpool.backends.contract import Reference, write_adapter
 from lmpool.backends.contract.wants import References
-from lmpool.wants import Generate, Row, Want
+from lmpool.wants import Draw, Generate, Row, Score, Tokens, Top, Want
 from tests.support.models import save_model
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 
 PROMPTS = [[5, 9, 11], [7], [3, 3, 3, 12], [200, 100]]
-SAMPLES: list[Want] = [Row(), Generate(1)]
+SAMPLES: list[Want] = [Row(), Top(), Tokens([1]), Score(), Draw(), Generate(1)]
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 CASES: dict[str, dict[str, Any]] = {
@@ -94,4 +94,5 @@ def test_every_want_has_its_reference() -> None:
     """What the type checker sees as well: `References.of` knows each."""
     references = References()
     assert [type(want) for want in SAMPLES] == [*get_args(Want)], "add a sample of the new want"
-    assert [references.of(want) for want in SAMPLES[1:]] == [*references.others()]
+    known = {references.of(want) for want in SAMPLES[1:]}
+    assert known == {*references.others(), *references.of_rows()}

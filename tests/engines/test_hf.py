@@ -201,7 +201,7 @@ def test_a_broken_device_breaks_the_engine(llama: str, monkeypatch: pytest.Monke
     def fail(*_: object) -> None:
         raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr(engine, "_rows", fail)
+    monkeypatch.setattr("lmpool.backends.hf.engine.Batch.take", fail)
     engine.submit(requests_of([[1], [2]]))
     with pytest.raises(EngineBroken, match="device-side assert"):
         engine.step()

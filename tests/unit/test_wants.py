@@ -112,7 +112,7 @@ def test_wants_round_trip(want: Want) -> None:
         ([None], "no want"),
         ([b"row", "f32"], "no want"),
         ([["row"], "f32"], "no want"),
-        (["embed"], "unknown want 'embed'; there are row, top, tokens, draw, generate"),
+        (["embed"], "unknown want 'embed'; there are row, top, tokens, score, draw, generate"),
         (["Row", "f32"], "unknown want 'Row'"),
         (["row"], "row wants 1 fields"),
         (["row", "f32", 1], "row wants 1 fields"),

@@ -103,7 +103,7 @@ def plain_job(**changed: Any) -> bytes:
         ({"v": "2"}, "job version '2'"),
         ({"want": ...}, "no want: None"),
         ({"want": {}}, "no want"),
-        ({"want": ["embed"]}, "unknown want 'embed'; there are row, top, tokens, draw"),
+        ({"want": ["embed"]}, "unknown want 'embed'; there are row, top, tokens, score, draw"),
         ({"want": ["top", 0]}, "k=0: an integer from 1 to"),
         ({"want": ["tokens", b"123"]}, "token_ids are not 1 to"),
         ({"want": ["draw", 1, 1, -1.0, True, None, None]}, "temperature=-1.0"),

@@ -1,0 +1,108 @@
+"""What is asked of logits, reduced on their device: the answer is copied, and not the row."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from lmpool.wants.score import scale
+
+_CACHED_BYTES: Final = 2 << 20
+"""Of logits in float32 that a CPU goes over several times while they are in its cache."""
+
+
+class Reduced(NamedTuple):
+    """Scores of T rows, as `TextScores` has them and in its order, and the rows' `logsumexp` [T].
+
+    Where that is not finite, the others mean nothing.
+    """
+
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+    token_logprobs: torch.Tensor | None
+    top_ids: torch.Tensor | None
+    top_logprobs: torch.Tensor | None
+    rest: torch.Tensor | None
+    logsumexp: torch.Tensor
+
+
+def score_logits(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    rows: torch.Tensor | None = None,
+    token_ids: torch.Tensor | None = None,
+    top: int = 0,
+    temperature: float = 1.0,
+) -> Reduced:
+    """The scores of `targets` [T] by logits [T, vocab], or by `rows` [T] of them.
+
+    `token_ids` is int64 [T, n].
+    """
+    size, vocab = len(targets), logits.shape[1]
+    step = len(logits)  # no more at a time than there are, however many ask for one
+    if logits.device.type == "cpu":
+        step = min(step, max(1, _CACHED_BYTES // (4 * vocab)))
+    scratch = logits.new_empty((min(step, size), vocab), dtype=torch.float32)
+    parts = []
+    for at in range(0, size, step):
+        some = slice(at, at + step)
+        few = logits[some] if rows is None else logits.index_select(0, rows[some])
+        ids = None if token_ids is None else token_ids[some]
+        parts.append(_few(few.float(), targets[some], ids, top, scale(temperature), scratch))
+    joined: list[Any] = [
+        None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)
+    ]
+    return Reduced(*joined)
+
+
+def _few(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    top: int,
+    temperature: float,
+    scratch: torch.Tensor,
+) -> Reduced:
+    """The scores of as many rows as `scratch` has at most."""
+    given = logits.gather(1, targets[:, None])
+    scratch = torch.ge(logits, given, out=scratch[: len(logits)])
+    ranks = scratch.sum(1).to(torch.int32)  # counts are exact in float32 below 2**24
+    largest = logits.amax(1, True)
+    torch.sub(logits, largest, out=scratch)
+    if temperature != 1.0:
+        scratch.div_(temperature)
+    ids = None if token_ids is None else scratch.gather(1, token_ids)
+    best = likeliest(logits, top) if top else None
+    likely = None if best is None else scratch.gather(1, best)
+    chosen = scratch.gather(1, targets[:, None])
+    log_mass = scratch.exp_().sum(1, keepdim=True).log_()
+    rest = None
+    if best is not None:
+        rest = (scratch.scatter_(1, best, 0.0).sum(1, keepdim=True).log_() - log_mass)[:, 0]
+    return Reduced(
+        (chosen - log_mass)[:, 0],
+        ranks,
+        None if ids is None else ids - log_mass,
+        None if best is None else best.to(torch.int32),
+        None if likely is None else likely - log_mass,
+        rest,
+        (largest + log_mass)[:, 0],
+    )
+
+
+def likeliest(values: torch.Tensor, k: int) -> torch.Tensor:
+    """The places of the `k` greatest of each row, int64 [rows, k], equal ones by their place."""
+    found, places = values.topk(min(k + 1, values.shape[1]))
+    tied = found[:, -1] == found[:, k - 1] if found.shape[1] > k else None
+    places, order = places[:, :k].sort(dim=1)
+    ordered = found[:, :k].gather(1, order).sort(dim=1, descending=True, stable=True)
+    places = places.gather(1, ordered.indices)
+    if tied is not None and bool(tied.any()):
+        # Which of those that tie across the end get in is for their places to say.
+        for row in tied.nonzero()[:, 0].tolist():
+            last = found[row, k - 1]
+            above = int((found[row, :k] > last).sum())
+            places[row, above:] = (values[row] == last).nonzero()[: k - above, 0]
+    return places

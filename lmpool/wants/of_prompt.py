@@ -1,0 +1,21 @@
+"""What every want has in common: which prompts it may be asked of."""
+
+from __future__ import annotations
+
+
+class OfPrompt:
+    """Something that may be asked of a prompt; by default of every one that a model takes."""
+
+    __slots__ = ()
+
+    def longest_prompt(self, most: int) -> int:
+        """How long its prompt may be, of a model that computes rows after up to `most` tokens."""
+        return most
+
+    def misfit(self, vocab_size: int) -> str | None:
+        """Why rows of this size cannot answer it, as it travels; None where they can."""
+        return None
+
+    def misfit_prompt(self, tokens: int) -> str | None:
+        """Why it cannot be asked of a prompt of so many tokens; None where it can."""
+        return None
