@@ -28,6 +28,7 @@ from lmpool.settings import ClientOptions
 from lmpool.token_ids import TokenIds
 from lmpool.wants import (
     Answer,
+    AskedIds,
     Draw,
     Draws,
     Generate,
@@ -35,6 +36,7 @@ from lmpool.wants import (
     OfRow,
     Reduced,
     Row,
+    Score,
     TextScores,
     Tokens,
     TokenSet,
@@ -79,6 +81,11 @@ class AskingLM(BaseLM, Generic[RowT_co]):
         self, token_ids: TokenIds, want: OfRow[AnswerT], lora_name: str | None = None, *,
         timeout: float | None = None, priority: Priority | None = None,
     ) -> AnswerT: ...  # fmt: skip
+    @overload
+    async def ask(
+        self, token_ids: TokenIds, want: Score, lora_name: str | None = None, *,
+        timeout: float | None = None, priority: Priority | None = None,
+    ) -> TextScores: ...  # fmt: skip
     @overload
     async def ask(
         self, token_ids: TokenIds, want: Generate, lora_name: str | None = None, *,
@@ -262,6 +269,46 @@ class AskingLM(BaseLM, Generic[RowT_co]):
         want = Tokens(token_ids)
         _, found = await self._several(prompt_token_ids_list, want, lora_name, options)
         return np.array(found, np.float32)
+
+    async def score(
+        self,
+        text_token_ids: TokenIds,
+        start: int = 1,
+        top_logprobs: int = 0,
+        token_ids: AskedIds | None = None,
+        temperature: float = 1.0,
+        lora_name: str | None = None,
+        *,
+        timeout: float | None = None,
+        priority: Priority | None = None,
+    ) -> TextScores:
+        """The log-probability of each token of a text from position `start` on; see `TextScores`.
+
+        One forward pass over the text, of what is not kept of it. `top_logprobs` and `token_ids`
+        ask for more at each position, and a text may be one token longer than the longest prompt:
+        see `lmpool.wants.Score`. Raises what `ask` raises.
+        """
+        want = Score(start, top_logprobs, token_ids, temperature)
+        return await self.ask(text_token_ids, want, lora_name, timeout=timeout, priority=priority)
+
+    async def batch_score(
+        self,
+        text_token_ids_list: Sequence[TokenIds],
+        start: int = 1,
+        top_logprobs: int = 0,
+        token_ids: AskedIds | None = None,
+        temperature: float = 1.0,
+        lora_name: str | None = None,
+        *,
+        timeout: float | None = None,
+        priority: Priority | None = None,
+        progress: bool = False,
+    ) -> list[TextScores]:
+        """`score` of several texts, in their order."""
+        want = Score(start, top_logprobs, token_ids, temperature)
+        options = self._options(timeout, priority, progress)
+        _, found = await self._several(text_token_ids_list, want, lora_name, options)
+        return cast(list[TextScores], found)
 
     async def draw(
         self,

@@ -37,7 +37,7 @@ from lmpool.producer.statistics import PoolStatistics
 from lmpool.rows import EncodedRow
 from lmpool.settings import ClientOptions
 from lmpool.token_ids import TokenIds
-from lmpool.wants import Answer, Generate, Generation, OfRow, Row, Want
+from lmpool.wants import Answer, Generate, Generation, OfRow, Row, Score, TextScores, Want
 from lmpool.wire import Job
 
 WORKERS_POLL: Final = 0.1
@@ -321,6 +321,11 @@ class SyncPooledLM(BaseLM, Generic[RowT_co]):
     ) -> AnswerT: ...  # fmt: skip
     @overload
     def ask(
+        self, token_ids: TokenIds, want: Score, lora_name: str | None = None, *,
+        timeout: float | None = None, priority: Priority | None = None,
+    ) -> TextScores: ...  # fmt: skip
+    @overload
+    def ask(
         self, token_ids: TokenIds, want: Generate, lora_name: str | None = None, *,
         timeout: float | None = None, priority: Priority | None = None,
     ) -> Generation: ...  # fmt: skip
@@ -370,6 +375,8 @@ class SyncPooledLM(BaseLM, Generic[RowT_co]):
     batch_top_logprobs = _of_sync(PooledLM[RowT_co].batch_top_logprobs)
     token_logprobs = _of_sync(PooledLM[RowT_co].token_logprobs)
     batch_token_logprobs = _of_sync(PooledLM[RowT_co].batch_token_logprobs)
+    score = _of_sync(PooledLM[RowT_co].score)
+    batch_score = _of_sync(PooledLM[RowT_co].batch_score)
     draw = _of_sync(PooledLM[RowT_co].draw)
     batch_draw = _of_sync(PooledLM[RowT_co].batch_draw)
     next_token_logprobs = _of_sync(PooledLM[RowT_co].next_token_logprobs)

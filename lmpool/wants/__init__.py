@@ -23,7 +23,7 @@ from lmpool.wants.digests import DIGEST_BYTES, Digest, Digester
 from lmpool.wants.draw import Draw
 from lmpool.wants.generate import MAX_EOS_IDS, MAX_SEED, Generate
 from lmpool.wants.of_row import OfRow
-from lmpool.wants.position_ids import PositionIds
+from lmpool.wants.position_ids import AskedIds, PositionIds
 from lmpool.wants.row import Row
 from lmpool.wants.score import Score
 from lmpool.wants.tokens import Tokens
@@ -36,6 +36,7 @@ __all__ = [
     "MAX_EOS_IDS",
     "MAX_SEED",
     "Answer",
+    "AskedIds",
     "Choice",
     "Computed",
     "Digest",

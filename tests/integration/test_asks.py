@@ -74,6 +74,31 @@ def test_each_want_by_its_name_and_for_a_batch(lm: lmpool.PooledLM) -> None:
     assert set(only.token_ids.tolist()) == {3}
 
 
+def test_texts_are_scored_token_by_token(lm: lmpool.PooledLM) -> None:
+    texts = [[1, 2, 3, 4], [1, 2, 3], [9, 9]]
+    found = lm.sync.batch_score(texts, top_logprobs=2, token_ids=[7], temperature=0.5)
+    for text, scores in zip(texts, found, strict=True):
+        rows = np.array([row(*text[:p]) for p in range(1, len(text))]) / np.float32(0.5)
+        rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))
+        given = rows[np.arange(len(rows)), text[1:]]
+        np.testing.assert_allclose(scores.logprobs, given, atol=1e-5)
+        assert scores.total == pytest.approx(float(given.sum()), abs=1e-4)
+        np.testing.assert_array_equal(scores.ranks, (rows >= given[:, None]).sum(axis=1))
+        assert scores.top_logprobs is not None
+        np.testing.assert_array_equal(scores.top_logprobs.token_ids[:, 0], rows.argmax(axis=1))
+        assert scores.token_logprobs is not None
+        np.testing.assert_allclose(scores.token_logprobs[:, 0], rows[:, 7], atol=1e-5)
+    alone = lm.sync.score(texts[0], start=3)
+    np.testing.assert_allclose(alone.logprobs, [row(1, 2, 3)[4]], atol=1e-5)
+    with pytest.raises(PromptError, match="prompt 1: .*start=3") as caught:
+        lm.sync.batch_score([[1, 2, 3, 4], [1, 2, 3]], start=3)
+    assert caught.value.index == 1
+    longest = lm.info.max_prompt_tokens + 1
+    assert lm.sync.score([5] * longest, start=longest - 1).logprobs.shape == (1,)
+    with pytest.raises(PromptError, match=str(longest + 1)):
+        lm.sync.score([5] * (longest + 1))
+
+
 def test_without_a_seed_equal_draws_are_draws_of_their_own(lm: lmpool.PooledLM) -> None:
     drawn = [tuple(d.token_ids) for d in lm.sync.batch_draw([[5]] * 32, 8)]
     assert len(set(drawn)) == 32

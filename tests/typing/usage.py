@@ -15,7 +15,18 @@ from lmpool import EmbeddedLM, NumpyRows, PooledLM, SyncPooledLM, TorchRows
 from lmpool.errors import PoolTimeout, PromptError
 from lmpool.producer.statistics import PoolStatistics
 from lmpool.producer.tokens import ByteToken
-from lmpool.wants import Draw, Draws, Generate, Generation, Row, Tokens, Top, TopLogprobs
+from lmpool.wants import (
+    Draw,
+    Draws,
+    Generate,
+    Generation,
+    Row,
+    Score,
+    TextScores,
+    Tokens,
+    Top,
+    TopLogprobs,
+)
 
 PROMPT = [1, 5, 9]
 
@@ -40,6 +51,9 @@ async def less_than_rows(lm: PooledLM[NumpyRows]) -> None:
     assert_type(await lm.ask(PROMPT, Row()), npt.NDArray[np.float32])
     assert_type(await lm.ask(PROMPT, Top(5)), TopLogprobs)
     assert_type(await lm.ask(PROMPT, Generate(5)), Generation)
+    assert_type((await lm.score(PROMPT, top_logprobs=2)).total, float)
+    assert_type(lm.sync.ask(PROMPT, Score()), TextScores)
+    assert_type(lm.sync.batch_score([PROMPT], start=2), list[TextScores])
     assert_type(lm.sync.ask(PROMPT, Draw(n=3, allowed=[1, 2])), Draws)
     assert_type(lm.sync.ask(PROMPT, Tokens([3])), npt.NDArray[np.float32])
     assert_type(await lm.batch_draw([PROMPT], n=2), list[Draws])

@@ -169,6 +169,7 @@ QUESTIONS = st.builds(Top, st.integers(1, VOCAB)) | st.just(Row()) | st.just(Dra
 TYPED: dict[str, st.SearchStrategy[Any]] = {
     "Want": QUESTIONS,
     "Want | OfRow[AnswerT]": QUESTIONS,
+    "AskedIds | None": st.none() | PROMPT | st.lists(PROMPT, max_size=3),
     "Sequence[Mapping[str, str]]": st.just([{"role": "user", "content": "hi"}]),
     "Asks": st.lists(st.tuples(PROMPT, QUESTIONS) | st.builds(Ask, PROMPT), max_size=3),
     "TokenSet | None": st.none() | PROMPT,
@@ -374,6 +375,8 @@ SOUND: dict[str, Any] = {
     "job": jobs_of([[1]])[0],
     "asks": [([1], Top(1))],
     "want": Top(1),
+    "text_token_ids": [1, 2],
+    "text_token_ids_list": [[1, 2]],
     "messages": [{"role": "user", "content": "hi"}],
     "token_ids": [1],
     "token_ids_list": [[1]],
