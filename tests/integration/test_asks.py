@@ -90,7 +90,7 @@ def test_texts_are_scored_token_by_token(lm: lmpool.PooledLM) -> None:
         np.testing.assert_allclose(scores.token_logprobs[:, 0], rows[:, 7], atol=1e-5)
     alone = lm.sync.score(texts[0], start=3)
     np.testing.assert_allclose(alone.logprobs, [row(1, 2, 3)[4]], atol=1e-5)
-    with pytest.raises(PromptError, match="prompt 1: .*start=3") as caught:
+    with pytest.raises(PromptError, match=r"prompt 1: .*start=3") as caught:
         lm.sync.batch_score([[1, 2, 3, 4], [1, 2, 3]], start=3)
     assert caught.value.index == 1
     longest = lm.info.max_prompt_tokens + 1

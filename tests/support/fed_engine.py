@@ -13,7 +13,7 @@ from lmpool.backends import ContinuousEngine, Outcome
 from lmpool.backends.continuous import Admitted
 from lmpool.backends.mock import MockEngine, mock_row
 from lmpool.errors import EngineBroken
-from lmpool.wants import Generate, Generation, OfRow, Row
+from lmpool.wants import Generate, Generation, OfRow, Row, Score
 
 
 class FedEngine(ContinuousEngine[str]):
@@ -66,6 +66,8 @@ class FedEngine(ContinuousEngine[str]):
                     if len(drawn) < admitted.sampler.max_tokens:
                         return None
                 outcome = Outcome(request.id, answer=Generation(np.array(drawn, np.uint32)))
+            case Score():
+                raise AssertionError("the rows that it needs join, and not a score")
             case _:
                 assert_never(request.want)
         self.ended(name)

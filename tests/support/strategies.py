@@ -6,7 +6,19 @@ import msgpack
 import numpy as np
 from hypothesis import strategies as st
 
-from lmpool.wants import MAX_EOS_IDS, Choice, Digest, Draw, Generate, Row, Tokens, Top, Want
+from lmpool.wants import (
+    MAX_EOS_IDS,
+    Choice,
+    Digest,
+    Draw,
+    Generate,
+    PositionIds,
+    Row,
+    Score,
+    Tokens,
+    Top,
+    Want,
+)
 from lmpool.wire import Job
 
 VOCABULARY = 1000
@@ -57,7 +69,17 @@ def draws(draw: st.DrawFn) -> Draw:
     return Draw(n, draw(INT64), draw(TEMPERATURES), replacement, choice)
 
 
-WANTS: st.SearchStrategy[Want] = ROWS | TOPS | TOKENS | draws() | GENERATES
+@st.composite
+def scores(draw: st.DrawFn) -> Score:
+    """Scores with no ids, with one list for all positions, or one for each."""
+    ids = draw(st.none() | st.lists(IDS, min_size=1, max_size=12).map(lambda i: token_bytes(*i)))
+    width = draw(st.sampled_from([None, 1, len(ids) // 4])) if ids is not None else None
+    asked = ids if ids is None or width is None else PositionIds(width, ids)
+    temperature = draw(st.floats(0.01, 100))
+    return Score(draw(st.integers(1, 10_000)), draw(st.integers(0, VOCABULARY)), asked, temperature)
+
+
+WANTS: st.SearchStrategy[Want] = ROWS | TOPS | TOKENS | draws() | scores() | GENERATES
 """Wants as they travel: nothing is left open."""
 
 PROMPTS = st.lists(UINT32, min_size=1, max_size=50).map(lambda ids: token_bytes(*ids))
