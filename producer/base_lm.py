@@ -161,7 +161,9 @@ class BaseLM:
             raise PromptError(f"bos={quoted(bos)}: write True, False, or None")
         if not is_text(text):
             raise PromptError(f"{quoted(text)}: a text in UTF-8 is needed")
-        ids = list(self.tokenizer.encode(text, add_special_tokens=bos is not False))
+        special = bos is not False
+        # Of which parts may be asked: what is too long is refused where it is.
+        ids = list(self.tokenizer.encode(text, add_special_tokens=special, verbose=False))
         first = self.info.bos_token_id
         if not bos or ids[:1] == [first]:
             return ids

@@ -55,8 +55,10 @@ class Tokenizer(Protocol):
 
     def __len__(self) -> int: ...
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Text as token ids."""
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, verbose: bool = True
+    ) -> list[int]:
+        """Text as token ids. With `verbose` a text that is longer than prompts is warned of."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -151,7 +153,7 @@ def encode_conversation(
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=bool(add_generation_prompt)
         )
-        return list(tokenizer.encode(text, add_special_tokens=False))
+        return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
     except Exception as error:  # of its template, which is a program of its own
         raise PromptError(
             f"messages={quoted(messages)}: the model's chat template does not take them: write a "

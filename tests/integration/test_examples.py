@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(ROOT.joinpath("examples").glob("*.py"))
 SAYS = {
     "classify": ["'Return a list of' goes on with ' the' ("],
+    "multiple_choice": ["the likeliest is KeyError.", "by the byte it is"],
+    "perplexity": ["tokens  perplexity.py"],
     "constrained": ["%  The method returns None.", "%  The method returns a list."],
 }
 """What each prints, besides."""
@@ -67,6 +69,40 @@ def test_the_classifiers_shares_are_those_of_the_rows(server_url: str, pool_name
     for text, shares in zip((b"ab", b"abc"), found, strict=True):
         two = np.exp(mock_row([*text], 256)[[ord("x"), ord("y")]])
         np.testing.assert_allclose(shares, two / two.sum(), rtol=1e-5)
+
+
+def test_choices_are_judged_by_the_rows_before_their_tokens(
+    server_url: str, pool_name: str
+) -> None:
+    judge = imported("multiple_choice").judge
+    with in_process_worker(server_url, pool_name), connected(server_url, pool_name) as lm:
+        found = judge(lm.sync, "ab", ["c", "xyz"])
+    for answer, text in zip(found, (b"abc", b"abxyz"), strict=True):
+        exact = sum(float(mock_row([*text[:n]], 256)[text[n]]) for n in range(2, len(text)))
+        assert answer.logprob == pytest.approx(exact, abs=1e-4)
+        assert answer.by_byte == pytest.approx(exact / (len(text) - 2), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "stride"), [(2, 5, 2), (5, 5, 1), (50, 7, 3), (9, 2, 1)]
+)
+def test_windows_score_each_token_once_behind_as_many_as_they_can(
+    length: int, window: int, stride: int
+) -> None:
+    scored = []
+    for part, start in imported("perplexity").windows(range(length), window, stride):
+        assert len(part) <= window
+        scored += part[start:]
+        assert start >= min(window - stride, scored[-len(part[start:])])
+    assert scored == list(range(1, length))
+
+
+def test_a_perplexity_is_that_of_the_rows(server_url: str, pool_name: str) -> None:
+    tokens = [n * 7 % 250 for n in range(40)]
+    with in_process_worker(server_url, pool_name), connected(server_url, pool_name) as lm:
+        found = imported("perplexity").perplexity(lm.sync, tokens, 100, 50)
+    exact = [float(mock_row(tokens[:n], 256)[tokens[n]]) for n in range(1, 40)]
+    assert found == pytest.approx(np.exp(-np.mean(exact)), rel=1e-4)
 
 
 def test_weighted_draws_follow_the_models_distribution(server_url: str, pool_name: str) -> None:
