@@ -56,7 +56,7 @@ class AnswerReader:
         for digest in digests:
             flight = flights.get(digest)
             part.append(digest)
-            size += SMALLEST if flight is None else flight.job.want.stored_bytes(info) + SMALLEST
+            size += max(SMALLEST, 0 if flight is None else flight.job.want.stored_bytes(info))
             if size >= FETCH_BYTES:
                 yield part
                 part, size = [], 0

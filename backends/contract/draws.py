@@ -30,8 +30,13 @@ def heated(row: npt.NDArray[np.float32], temperature: float) -> Weights:
 
 @dataclass(slots=True)
 class _Sum:
-    """A sum of what has the expectation 0 each, and its variance."""
+    """A sum of what has the expectation 0 each, and its variance.
 
+    `step` is how far one of them goes where that is much and rare, as with what happens or does
+    not: then a single one is no sign (Bernstein's inequality).
+    """
+
+    step: float = 0.0
     count: int = 0
     total: float = 0.0
     variance: float = 0.0
@@ -45,7 +50,7 @@ class _Sum:
     def sigmas(self) -> float:
         if self.count < _ENOUGH or self.variance < 1e-9:
             return 0.0
-        return abs(self.total) / math.sqrt(self.variance)
+        return abs(self.total) / math.sqrt(self.variance + abs(self.total) * self.step / 3)
 
 
 @dataclass(slots=True)
@@ -77,17 +82,20 @@ class Draws:
             if float(weights.max()) < 0.5:
                 self._add("draws of one step and the next", (place - 0.5) * (before - 0.5), 1 / 144)
             chance = float(weights[last])
-            self._add("tokens drawn twice", (token == last) - chance, chance * (1 - chance))
+            self._event("tokens drawn twice", token == last, chance)
         self._before = (place, token)
         return logprob
 
     def end(self, weights: Weights, ids: frozenset[int], ended: bool) -> None:
         """A token was drawn that was one of the end tokens `ids`, or was not."""
         chance = min(1.0, float(weights[list(ids)].sum()))
-        self._add("continuations that ended", ended - chance, chance * (1 - chance))
+        self._event("continuations that ended", ended, chance)
 
-    def _add(self, what: str, value: float, variance: float) -> None:
-        self._sums.setdefault(what, _Sum()).add(value, variance)
+    def _event(self, what: str, happened: bool, chance: float) -> None:
+        self._add(what, happened - chance, chance * (1 - chance), step=1.0)
+
+    def _add(self, what: str, value: float, variance: float, step: float = 0.0) -> None:
+        self._sums.setdefault(what, _Sum(step)).add(value, variance)
 
     def stream(self, key: object, seed: int | None, tokens: list[int], logprob: float) -> None:
         """One seed's continuation of what `key` stands for."""

@@ -11,6 +11,8 @@ import pytest
 
 from lmpool.backends import Outcome, Request
 from lmpool.backends.contract import Failure, examine
+from lmpool.backends.contract.breaches import BrokenPromise
+from lmpool.backends.contract.draws import Draws
 from lmpool.backends.contract.operations import Submit
 from lmpool.backends.mock import MockEngine
 from lmpool.wants import Generate
@@ -107,3 +109,14 @@ def test_draws_of_another_distribution_are_found(wrong: str) -> None:
             return BROKEN[wrong](Own.drawn_as(want) if "seed" not in wrong else want)
 
     assert found(Broken, parts=["life", "continuations", "company"]) is not None
+
+
+def test_one_unlikely_event_is_no_sign_and_many_are() -> None:
+    draws = Draws()
+    for drawn in [False] * 66 + [True]:
+        draws._event("tokens drawn twice", drawn, 3e-4)
+    draws.check()
+    for _ in range(20):
+        draws._event("tokens drawn twice", True, 3e-4)
+    with pytest.raises(BrokenPromise, match="standard deviations off"):
+        draws.check()

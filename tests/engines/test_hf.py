@@ -198,7 +198,7 @@ def test_a_prompt_that_raises_is_found_and_fails_alone(llama: str) -> None:
 def test_a_broken_device_breaks_the_engine(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = HFEngine(llama)
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr("lmpool.backends.hf.engine.Batch.take", fail)

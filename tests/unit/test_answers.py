@@ -108,7 +108,8 @@ def test_large_answers_are_read_a_few_at_a_time(
     reader: AnswerReader,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(answers_module, "FETCH_BYTES", 3 * 4 * VOCAB + 1)
+    monkeypatch.setattr(answers_module, "SMALLEST", 1)
+    monkeypatch.setattr(answers_module, "FETCH_BYTES", 3 * 4 * VOCAB)
     sizes: list[int] = []
     mget = server.mget
 

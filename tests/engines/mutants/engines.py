@@ -145,7 +145,7 @@ class FedForm(FedEngine):
         if not due:
             return []
         rows = self.model.rows([self._asked(name) for name in due])
-        found = [self._take(name, row) for name, row in zip(due, rows, strict=True)]
+        found = [self._hand_on(name, row) for name, row in zip(due, rows, strict=True)]
         return [outcome for outcome in found if outcome is not None]
 
     def _asked(self, name: str) -> Request:
@@ -170,7 +170,7 @@ class FedForm(FedEngine):
         super().unload_adapter(adapter)
         del self._folders[adapter]
 
-    def _take(self, name: str, row: F32) -> Outcome | None:
+    def _hand_on(self, name: str, row: F32) -> Outcome | None:
         admitted, drawn = self.running[name], self._drawn[name]
         if isinstance(admitted.request.want, (Row, OfRow)):
             outcome = Outcome(admitted.request.id, row=row)
