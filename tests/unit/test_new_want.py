@@ -85,7 +85,7 @@ class LikeliestToken:
 
 
 Reduced: TypeAlias = LikeliestToken | Generation |""",
-        "import Protocol": "import ClassVar, Protocol",
+        "import Any, Protocol": "import Any, ClassVar, Protocol",
     },
     "lmpool/wants/want.py": {
         "Want: TypeAlias = Row |": "Want: TypeAlias = Likeliest | Row |",
