@@ -64,7 +64,7 @@ class LmpoolError(Exception):
     """Base of every error lmpool raises."""
 
     index: int | None = None
-    """Of a call with several prompts: the number of the one that failed, from 0."""
+    """Where one prompt of a call failed: its number, from 0."""
 
     def of(self, index: int | None) -> Self:
         """This error as one caller's own: several may share it."""

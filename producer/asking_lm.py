@@ -365,7 +365,7 @@ class AskingLM(BaseLM, Generic[RowT_co]):
 
     def _checked(self, jobs: JobMaker, want: Want) -> Want:
         """A want with the model's defaults; a row's way to travel is this client's."""
-        return jobs.check(self._row if want == Row() else want)
+        return jobs.check(self._row if type(want) is Row and want.encoding is None else want)
 
     def _handed_out(self, answer: Answer) -> AnswerTo[RowT_co]:
         return self._framework.one(answer) if isinstance(answer, EncodedRow) else answer

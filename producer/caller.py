@@ -148,7 +148,7 @@ def answers_of(call: PendingCall) -> list[Answer | LmpoolError]:
     # Several callers may share one error: each has its own.
     if not call.keeps_errors:
         if error is not None:
-            raise error.of(call.failed if len(call.jobs) > 1 else None)
+            raise error.of(call.failed)
         return cast("list[Answer | LmpoolError]", call.answers)
     found = [error if given is None else given for given in call.answers]
     return [

@@ -205,6 +205,20 @@ class Client:
             if session.table.withdrawn:
                 session.work.notify()
 
+    def let_go(self, call: PendingCall) -> None:
+        """`forget`, at once unless somebody holds the lock, who may be this very thread: for what
+        ends with a loop, or when the garbage collector finds it."""
+        session = self._session
+        if not session.lock.acquire(blocking=False):
+            self.abandon(call)
+            return
+        try:
+            session.forget(call)
+            if session.table.withdrawn:
+                session.work.notify()
+        finally:
+            session.lock.release()
+
     def abandon(self, call: PendingCall) -> None:
         """`forget` soon, without waiting for a lock: for what the garbage collector ends."""
         self._session.abandoned.append(call)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final, Generic, TypeVar, cast
 
@@ -35,7 +35,7 @@ GivenT = TypeVar("GivenT")
 TOGETHER: Final = 64
 """Asks that leave as one request, unless they are slow to come."""
 SLOW: Final = 0.005
-"""Seconds after which those leave that have come."""
+"""Seconds after which those leave that have come, and an event loop is given back."""
 IN_FLIGHT_MOST: Final = 1 << 20
 
 
@@ -93,11 +93,15 @@ class Window(Generic[GivenT]):
         self._exhausted = False
         self._slow = 0.0
         """Seconds that the last asks took to come, if that was long."""
+        self._suspended = time.monotonic()
         self._event = threading.Event()
         self._woken: asyncio.Future[None] | None = None
 
     async def next(self) -> tuple[int, GivenT | LmpoolError] | None:
         """The next answer with its ask's number; None after the last."""
+        if not is_blocking() and time.monotonic() - self._suspended > SLOW:
+            await asyncio.sleep(0)  # the loop has others to run, also where nothing is waited for
+            self._suspended = time.monotonic()
         while True:
             asked = self._take_done()
             if asked is not None:
@@ -118,7 +122,7 @@ class Window(Generic[GivenT]):
         while self._under_way:
             call = self._under_way.popleft().call
             if call is not None:
-                self._client.forget(call)
+                self._client.let_go(call)
 
     # --- asks ----------------------------------------------------------------------------------
 
@@ -154,6 +158,8 @@ class Window(Generic[GivenT]):
         except LmpoolError as error:
             asked.error = error
             return None
+        # What the caller gave may be another by the time that it is asked again.
+        asked.ask = replace(ask, token_ids=job.token_ids())
         asked.call = call = PendingCall(
             [job], options.deadline.at, priority=options.priority, info=info
         )

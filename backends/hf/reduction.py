@@ -8,6 +8,8 @@ import torch
 
 from lmpool.wants.score import scale
 
+_UNDERFLOWS: Final = 1e-30
+"""Below it float32 sums lose their terms."""
 _CACHED_BYTES: Final = 2 << 20
 """Of logits in float32 that a CPU goes over several times while they are in its cache."""
 
@@ -80,7 +82,12 @@ def _few(
     log_mass = scratch.exp_().sum(1, keepdim=True).log_()
     rest = None
     if best is not None:
-        rest = (scratch.scatter_(1, best, 0.0).sum(1, keepdim=True).log_() - log_mass)[:, 0]
+        others = scratch.scatter_(1, best, 0.0).sum(1, keepdim=True)
+        few = others[:, 0] < _UNDERFLOWS
+        rest = (others.log_() - log_mass)[:, 0]
+        if bool(few.any()):
+            least = _rest(logits[few], best[few], largest[few], temperature)
+            rest[few] = (least - log_mass[few])[:, 0]
     return Reduced(
         (chosen - log_mass)[:, 0],
         ranks,
@@ -90,6 +97,18 @@ def _few(
         rest,
         (largest + log_mass)[:, 0],
     )
+
+
+def _rest(
+    logits: torch.Tensor, best: torch.Tensor, largest: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """The log of the mass of all but `best` of each row [rows, 1], beside `largest` as 1: summed
+    beside the largest of those left, where they are too small to be summed beside that."""
+    others = logits.scatter(1, best, -torch.inf)
+    top = others.amax(1, True)
+    mass = others.sub_(top).div_(temperature).exp_().sum(1, keepdim=True).log_()
+    mass += (top - largest) / temperature
+    return torch.where(top.isfinite(), mass, -torch.inf)
 
 
 def likeliest(values: torch.Tensor, k: int) -> torch.Tensor:

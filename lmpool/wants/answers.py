@@ -19,6 +19,11 @@ class _OfArrays:
 
     __slots__ = ()
 
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """All that it has."""
+        held = (getattr(self, part.name) for part in fields(self))  # type: ignore[arg-type]
+        return [value for value in held if isinstance(value, np.ndarray)]
+
     @property
     def nbytes(self) -> int:
         """Bytes of its numbers."""
@@ -96,6 +101,13 @@ class Draws(_OfArrays):
     logprobs: Logprobs
     proposal_logprobs: Logprobs
     log_mass: np.float32
+
+
+def freeze(answer: Reduced) -> None:
+    """Make the arrays of an answer read-only: several may come to share it."""
+    held = [answer] if isinstance(answer, np.ndarray) else answer.arrays()
+    for array in held:
+        array.flags.writeable = False
 
 
 Reduced: TypeAlias = Generation | TopLogprobs | Logprobs | Draws | TextScores

@@ -10,7 +10,7 @@ import numpy as np
 
 from lmpool.errors import PromptFailed
 from lmpool.model_info import ModelInfo
-from lmpool.wants.answers import Computed, Logprobs, Reduced
+from lmpool.wants.answers import Computed, Logprobs, Reduced, freeze
 from lmpool.wants.of_prompt import OfPrompt
 
 NOT_A_NUMBER: Final = "the model computed NaN for this prompt; another dtype may help"
@@ -69,11 +69,13 @@ class OfRow(OfPrompt, ABC, Generic[AnswerT]):
         """Read what `encode` wrote. Raises `AnswerFormatError`."""
 
     def reduce(self, logprobs: Logprobs) -> AnswerT:
-        """`of_row` of any row: one of NaN raises `PromptFailed` too."""
+        """`of_row` of any row, frozen: one of NaN raises `PromptFailed` too."""
         # Normalizing spreads one NaN to all entries: the first one tells.
         if np.isnan(logprobs[0]):
             raise PromptFailed(NOT_A_NUMBER)
-        return self.of_row(logprobs)
+        answer = self.of_row(logprobs)
+        freeze(answer)
+        return answer
 
     def encode(self, computed: Computed, vocab_size: int) -> bytes:
         """What is stored of an answer. Raises `PromptFailed` where the engine gave another."""

@@ -22,6 +22,8 @@ from lmpool.wants.top import MAX_K, likeliest
 
 MAX_NUMBERS: Final = 1 << 23
 """Numbers of one answer besides the scores themselves: 32 MiB."""
+_UNDERFLOWS: Final = 1e-30
+"""Below it float32 sums lose their terms."""
 _USUAL_TOKENS: Final = 2048
 _MOST_TEMPERATURE: Final = 1e30
 """Beyond it, and below its inverse, float32 has no numbers: rows are as flat or as steep there."""
@@ -218,8 +220,24 @@ class Score(OfPrompt):
         if into is not None and best is not None and likely is not None:
             scratch[best] = 0.0
             into.token_ids[at], into.logprobs[at] = best, likely - mass
-            with np.errstate(divide="ignore"):
-                cast(Logprobs, into.rest)[at] = np.log(scratch.sum()) - mass
+            cast(Logprobs, into.rest)[at] = self._rest(row, best, scratch) - mass
+
+    def _rest(self, row: Logprobs, best: TokenArray, others: Logprobs) -> float:
+        """The log of the mass of all but `best`, of which `others` are the terms beside the
+        largest as 1."""
+        found = float(others.sum())
+        if found >= _UNDERFLOWS:
+            return math.log(found)
+        left = row.copy()
+        left[best] = -np.inf
+        most = float(left.max())
+        if most == -np.inf:
+            return most
+        # Beside the largest of those that are left.
+        heat = scale(self.temperature)
+        with np.errstate(under="ignore", over="ignore"):
+            mass = np.exp((left.astype(np.float64) - most) / heat).sum()
+        return math.log(mass) + (most - float(row.max())) / heat
 
     def encode(self, computed: Computed, vocab_size: int) -> bytes:
         """What is stored of an answer. Raises `PromptFailed` where the engine gave another."""

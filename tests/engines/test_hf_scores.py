@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -398,3 +399,19 @@ def test_a_text_of_which_nothing_is_kept_is_one_piece(llama: str) -> None:
     engine.submit(requests_of([text, text[:60]], want=Score()))
     assert [outcome.id for outcome in engine.step()] == [b"0"]
     assert [outcome.id for outcome in engine.step()] == [b"1"]
+
+
+def test_the_mass_of_the_others_is_summed_however_little_it_is() -> None:
+    from lmpool.backends.hf.reduction import score_logits
+
+    logits = torch.zeros(3, 50)
+    logits[0, 7], logits[1, 7], logits[2, :] = 12.0, 3.0, -torch.inf
+    logits[2, 7] = 0.0
+    targets = torch.tensor([3, 3, 7])
+    for temperature in (1.0, 0.1, 0.05, 0.01):
+        found = score_logits(logits, targets, top=1, temperature=temperature)
+        expected = [math.log(49) - 12.0 / temperature, math.log(49) - 3.0 / temperature, -math.inf]
+        if temperature == 1.0:  # the likeliest is not nearly all
+            expected[1] = math.log(49 / (49 + math.exp(3.0)))
+        assert found.rest is not None
+        assert found.rest.tolist() == pytest.approx(expected, rel=1e-4)

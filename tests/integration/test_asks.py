@@ -128,6 +128,17 @@ def test_a_row_in_the_local_cache_answers_what_follows_from_it(lm: lmpool.Pooled
     assert lm.statistics()["local_hits"] == 3
 
 
+def test_what_the_local_cache_answers_is_nobodys_to_write(lm: lmpool.PooledLM) -> None:
+    lm.sync.next_token_logprobs([4, 5])
+    asks = [([4, 5], Tokens([1, 2])), ([4, 5], Top(3)), ([4, 5], Draw(2, seed=1))]
+    some, top, drawn = lm.sync.ask_many(asks)
+    for array in (some, top.token_ids, top.logprobs, drawn.token_ids, drawn.proposal_logprobs):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+    with pytest.raises(PromptError, match="encoding"):
+        lm.sync.ask([4], Row(np.zeros(3)))  # type: ignore[arg-type]
+
+
 BAD: list[tuple[Any, str]] = [
     (([1], Top(0)), "k=0"),
     (([1], Top(V + 1)), f"k={V + 1}"),
@@ -280,6 +291,41 @@ def test_an_error_ends_the_loop_or_stands_in_its_place(lm: lmpool.PooledLM) -> N
     for bad in ({"in_flight": 0}, {"in_flight": "x"}, {"ordered": 1}, {"errors": None}):
         with pytest.raises(SettingsError, match=next(iter(bad))):
             next(lm.sync.ask_iter(asks, **bad))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("want", [Top(2), Top(0)], ids=["cached", "refused"])
+def test_an_event_loop_runs_on_where_nothing_is_waited_for(lm: lmpool.PooledLM, want: Top) -> None:
+    async def both() -> int:
+        if want.k:
+            await lm.ask([1], want)
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0)
+                ticks += 1
+
+        ticking = asyncio.ensure_future(tick())
+        asks = (([1], want) for _ in range(3_000))
+        async for _ in lm.ask_iter(asks, errors="return"):
+            pass
+        ticking.cancel()
+        return ticks
+
+    assert asyncio.run(both()) >= 3
+
+
+def test_a_loop_that_the_garbage_collector_finds_waits_for_no_lock(lm: lmpool.PooledLM) -> None:
+    asks = lm.sync.ask_iter([([n], Top(1)) for n in range(200)], in_flight=200)
+    next(asks)
+    session = lm._client._session
+    with session.lock:  # of which the collector knows nothing
+        ended = threading.Thread(target=asks.close, daemon=True)  # type: ignore[attr-defined]
+        ended.start()
+        ended.join(10)
+        assert not ended.is_alive()
+    until(lambda: not session.table.flights)
 
 
 def test_who_leaves_a_loop_withdraws_what_is_left(any_server: str, pool_name: str) -> None:

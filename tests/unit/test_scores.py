@@ -111,6 +111,19 @@ def test_temperatures_beyond_what_float32_has(temperature: float) -> None:
     assert scores.top_logprobs.logprobs[0, 2] == -np.inf
 
 
+def test_the_mass_of_the_others_is_summed_however_little_it_is() -> None:
+    row = np.zeros(50, np.float32)
+    row[7] = 12.0
+    for temperature in (1.0, 0.1, 0.05, 0.01):
+        scores = Score(top_logprobs=1, temperature=temperature).of_rows(row[None], np.array([3]))
+        assert scores.top_logprobs is not None
+        rest = float(scores.top_logprobs.rest[0])  # type: ignore[index]
+        assert rest == pytest.approx(math.log(49) - 12.0 / temperature, rel=1e-4)
+    whole = Score(top_logprobs=50).of_rows(row[None], np.array([3]))
+    assert whole.top_logprobs is not None
+    assert whole.top_logprobs.rest[0] == -np.inf  # type: ignore[index]
+
+
 def test_totals_and_greedy_texts() -> None:
     ranks = np.array([1, 1, 2], np.int32)
     scores = TextScores(np.array([-1.0, -0.25, -2.0], np.float32), ranks)
