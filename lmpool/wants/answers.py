@@ -105,9 +105,11 @@ class Draws(_OfArrays):
 
 def freeze(answer: Reduced) -> None:
     """Make the arrays of an answer read-only: several may come to share it."""
-    held = [answer] if isinstance(answer, np.ndarray) else answer.arrays()
-    for array in held:
-        array.flags.writeable = False
+    if isinstance(answer, np.ndarray):
+        answer.flags.writeable = False
+    elif isinstance(answer, _OfArrays):
+        for array in answer.arrays():
+            array.flags.writeable = False
 
 
 Reduced: TypeAlias = Generation | TopLogprobs | Logprobs | Draws | TextScores
