@@ -40,7 +40,7 @@ class Reference:
         self.folder = resolve_model(model)
         transformers: Any = importlib.import_module("transformers")
         self._torch: Any = importlib.import_module("torch")
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=self._torch.float32
         ).eval()
         self._base: dict[str, Any] = {}
@@ -54,6 +54,13 @@ class Reference:
     def of(cls, model: str) -> Reference:
         """The reference of `model`, loaded once."""
         return cls(model)
+
+    @property
+    def model(self) -> Any:
+        """The model itself, with no adapter in its weights whatever rows were asked for before."""
+        if self._merged:
+            self._merge(b"", None)
+        return self._model
 
     def rows(
         self, prompts: Sequence[PromptTokens], adapter: str | os.PathLike[str] | None = None
@@ -88,7 +95,7 @@ class Reference:
         torch = self._torch
         tokens = np.stack([np.frombuffer(prompt, "<u4") for _, prompt in keys]).astype(np.int64)
         with torch.inference_mode():
-            logits = self.model(torch.from_numpy(tokens), use_cache=False).logits[:, -1]
+            logits = self._model(torch.from_numpy(tokens), use_cache=False).logits[:, -1]
             rows: npt.NDArray[np.float32] = torch.log_softmax(logits.float(), dim=-1).numpy()
         return rows
 
@@ -103,7 +110,7 @@ class Reference:
             self._merged = b""
             if contents is not None:
                 tensors = importlib.import_module("safetensors.torch").load(contents[1])
-                for parameter, value in changes(self.model, json.loads(contents[0]), tensors):
+                for parameter, value in changes(self._model, json.loads(contents[0]), tensors):
                     own = self._own(parameter)
                     if parameter not in self._base:
                         self._base[parameter] = own.clone()
@@ -113,9 +120,9 @@ class Reference:
     def _own(self, parameter: str) -> Any:
         """A parameter of the model, which no other module has from now on."""
         module, _, name = parameter.rpartition(".")
-        owner = self.model.get_submodule(module)
+        owner = self._model.get_submodule(module)
         found = getattr(owner, name)
-        others = (m for m in self.model.modules() if m is not owner)
+        others = (m for m in self._model.modules() if m is not owner)
         if any(found is own for m in others for own in m._parameters.values()):
             # PEFT changes what one module computes, never another's by way of a tied weight.
             found = self._torch.nn.Parameter(found.detach().clone(), requires_grad=False)

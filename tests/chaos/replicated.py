@@ -164,7 +164,12 @@ class ReplicatedPool:
             fault()
             self.primary()
             back = time.monotonic()
-            until(lambda: self._is_served(load, back), 60, what="the load to be served", every=0.05)
+            until(
+                lambda: self._is_served(load, back),
+                BACK_WITHIN,
+                what="the load to be served",
+                every=0.05,
+            )
         except AssertionError as error:
             raise AssertionError(f"{error}\nafter {self.done}\n{self._diagnosis()}") from None
         took = time.monotonic() - back

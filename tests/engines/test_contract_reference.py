@@ -90,6 +90,14 @@ def test_adapters_to_test_with_are_of_any_layer(tmp_path: Path, targets: list[st
     assert 0.05 < np.abs(moved).max() < 20
 
 
+def test_the_model_is_bare_whatever_was_asked_before(tmp_path: Path) -> None:
+    reference = Reference(str(save_model(tmp_path / "model", "llama", num_hidden_layers=1)))
+    bare = {name: value.clone() for name, value in reference.model.state_dict().items()}
+    folder = write_adapter(tmp_path / "adapter", str(tmp_path / "model"), seed=1)
+    reference.rows([[1, 2]], folder)
+    assert all(torch.equal(bare[name], v) for name, v in reference.model.state_dict().items())
+
+
 def test_every_want_has_its_reference() -> None:
     """What the type checker sees as well: `References.of` knows each."""
     references = References()
