@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Self
+
 
 class OfPrompt:
     """Something that may be asked of a prompt; by default of every one that a model takes."""
 
     __slots__ = ()
+
+    @property
+    def repeats(self) -> bool:
+        """Whether several prompts of a call are asked it as it stands."""
+        return True
+
+    def each(self, count: int) -> Sequence[Self]:
+        """This want for `count` prompts of a call."""
+        return (self,) * count
 
     def longest_prompt(self, most: int) -> int:
         """How long its prompt may be, of a model that computes rows after up to `most` tokens."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import ClassVar, Final, Generic, Self, TypeVar
 
 import numpy as np
@@ -27,15 +26,6 @@ class OfRow(OfPrompt, ABC, Generic[AnswerT]):
     cached: ClassVar[bool] = True
     """Whether a client keeps the answer in its local cache."""
     answer_type: ClassVar[type]
-
-    @property
-    def repeats(self) -> bool:
-        """Whether several prompts of a call are asked it as it stands."""
-        return True
-
-    def each(self, count: int) -> Sequence[Self]:
-        """This want for `count` prompts."""
-        return (self,) * count
 
     @abstractmethod
     def checked(self, info: ModelInfo) -> Self:

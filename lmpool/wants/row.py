@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, Self
+from typing import ClassVar, Final
 
 import numpy as np
 
@@ -50,15 +50,6 @@ class Row(OfPrompt):
                 f"encoding={quoted(self.encoding)}: write one of {', '.join(ENTRY_BYTES)}"
             )
         return self
-
-    @property
-    def repeats(self) -> bool:
-        """Whether asked again it is answered alike."""
-        return True
-
-    def each(self, count: int) -> Sequence[Self]:
-        """This want for `count` prompts."""
-        return (self,) * count
 
     def stored_bytes(self, info: ModelInfo) -> int:
         """What a checked one's answer takes, about."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Final, Self, cast
+from typing import ClassVar, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -71,15 +71,6 @@ class Score(OfPrompt):
                 "model's own log-probabilities"
             )
         return Score(min(start, MAX_K), k, checked_ids(self.token_ids, size), temperature)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether several prompts of a call are asked it as it stands."""
-        return True
-
-    def each(self, count: int) -> Sequence[Self]:
-        """This want for `count` prompts."""
-        return (self,) * count
 
     def stored_bytes(self, info: ModelInfo) -> int:
         """What a checked one's answer takes, about: of a text of no more than usual length."""
