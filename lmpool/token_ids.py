@@ -28,19 +28,20 @@ TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor | It
 PROMPT = "a prompt"
 
 
-def listed(given: TokenIds, most: int, what: str = PROMPT) -> Sequence[int]:
-    """Ids of any container, of which at most one more than `most` is read.
+def listed(given: TokenIds, most: int, what: str = PROMPT, of: str = "token ids") -> Sequence[int]:
+    """Integers in any container, of which at most one more than `most` is read.
 
-    Raises `PromptError` for what has another shape or dtype; `what` says what it was given as.
+    Raises `PromptError` for what has another shape or dtype; `what` says what it was given as, and
+    `of` what they are.
     """
     if type(given) is list or type(given) is tuple:
         return given
     kind = type(given).__name__
     if isinstance(given, (str, bytes, bytearray, memoryview)):
         hint = "; write lm.tokenizer.encode(text)" if what == PROMPT else ""
-        raise PromptError(f"{what} of type {kind}: token ids are needed{hint}")
+        raise PromptError(f"{what} of type {kind}: {of} are needed{hint}")
     if isinstance(given, Mapping):
-        raise PromptError(f"{what} of type {kind}: a list of token ids is needed")
+        raise PromptError(f"{what} of type {kind}: a list of {of} is needed")
     try:
         found = _as_array(given)
         if found is None:
@@ -50,7 +51,7 @@ def listed(given: TokenIds, most: int, what: str = PROMPT) -> Sequence[int]:
         raise
     except Exception as error:
         raise PromptError(
-            f"{what} of type {kind}: a list of token ids is needed ({said(error)})"
+            f"{what} of type {kind}: a list of {of} is needed ({said(error)})"
         ) from error
     if found.ndim != 1:
         hint = (

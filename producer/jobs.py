@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lmpool.checks import as_integer, quoted
 from lmpool.errors import PromptError
 from lmpool.model_info import ModelInfo
+from lmpool.producer.asks import ASKS_MOST
 from lmpool.producer.prompts import prompt_bytes, several
-from lmpool.token_ids import TokenIds
+from lmpool.token_ids import TokenIds, listed
 from lmpool.wants import Digest, Digester, Row, Want
 from lmpool.wire import Job
 
@@ -54,6 +56,21 @@ class JobMaker:
             for mine, tokens in zip(wants, packed, strict=True)
         ]
 
+    def prefixes(
+        self, text: TokenIds, positions: TokenIds, want: Want, adapter: str | None
+    ) -> list[Job]:
+        """One job for the first p tokens of a text, for each p of `positions`, in their order.
+
+        A text may be one token longer than a prompt. An error names a position by its place.
+        """
+        longest = self._info.max_prompt_tokens
+        tokens = prompt_bytes(text, self._info.vocab_size, longest + 1)
+        most = min(len(tokens) // 4, longest)
+        ends = _positions(positions, most)
+        parts = [tokens[: 4 * end] for end in ends]
+        digests = self._digester.digests(want, parts, adapter)
+        return [Job(want, d, part, adapter) for d, part in zip(digests, parts, strict=True)]
+
     def _tokens(self, prompt: TokenIds, want: Want) -> bytes:
         """A prompt of which this may be asked. Raises `PromptError`."""
         longest = want.longest_prompt(self._info.max_prompt_tokens)
@@ -62,3 +79,20 @@ class JobMaker:
         if wrong is not None:
             raise PromptError(wrong)
         return tokens
+
+
+def _positions(given: TokenIds, most: int) -> list[int]:
+    """Numbers of tokens, each 1 to `most`, of any container. Raises `PromptError`."""
+    found = listed(given, ASKS_MOST, "positions", "integers")
+    if len(found) > ASKS_MOST:
+        raise PromptError(f"more than {ASKS_MOST} positions in one call: ask in several")
+    ends = []
+    for place, number in enumerate(found):
+        end = as_integer(number)
+        if end is None or not 1 <= end <= most:
+            raise PromptError(
+                f"positions[{place}]={quoted(number)}: write an integer from 1 (the row after the "
+                f"first token) to {most}"
+            ).of(place)
+        ends.append(end)
+    return ends

@@ -23,7 +23,7 @@ from typing import (
 from lmpool.checks import as_integer, quoted
 from lmpool.errors import LmpoolError, PromptError, SettingsError
 from lmpool.keys import Priority
-from lmpool.producer.asking_lm import AdapterOf, AnswerT, AnswerTo, AskingLM
+from lmpool.producer.asking_lm import AdapterOf, AnswerT, AnswerTo
 from lmpool.producer.asks import Asks
 from lmpool.producer.base_lm import AT_ONCE, BaseLM
 from lmpool.producer.blocking import blocking, outcome, pause, run_blocking, running_loop
@@ -33,6 +33,7 @@ from lmpool.producer.deadline import Deadline
 from lmpool.producer.frameworks import RowT_co
 from lmpool.producer.jobs import JobMaker
 from lmpool.producer.served_model import ServedModels
+from lmpool.producer.states_lm import StatesLM
 from lmpool.producer.statistics import PoolStatistics
 from lmpool.rows import EncodedRow
 from lmpool.settings import ClientOptions
@@ -46,7 +47,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class PooledLM(AskingLM[RowT_co]):
+class PooledLM(StatesLM[RowT_co]):
     """Next-token log-probabilities from a pool; made by `lmpool.connect` or `lmpool.embedded`.
 
     A drop-in for genlm-backend's ``AsyncLM``. Every method works from any thread and any event
@@ -379,6 +380,7 @@ class SyncPooledLM(BaseLM, Generic[RowT_co]):
     batch_score = _of_sync(PooledLM[RowT_co].batch_score)
     draw = _of_sync(PooledLM[RowT_co].draw)
     batch_draw = _of_sync(PooledLM[RowT_co].batch_draw)
+    logprobs_at = _of_sync(PooledLM[RowT_co].logprobs_at)
     next_token_logprobs = _of_sync(PooledLM[RowT_co].next_token_logprobs)
     batch_next_token_logprobs = _of_sync(PooledLM[RowT_co].batch_next_token_logprobs)
     sample = _of_sync(PooledLM[RowT_co].sample)

@@ -45,6 +45,7 @@ ARGUMENTS: dict[str, Any] = {
     "want": Top(1),
     "text_token_ids": [1, 2],
     "text_token_ids_list": [[1, 2], [3, 4]],
+    "positions": [1],
     "asks": [Ask([1]), ([1], Top(1)), Ask([1], lora_name="one")],
     "eos_token_ids": [0],
     "lora_path": "/srv/adapters/one",

@@ -57,6 +57,8 @@ async def less_than_rows(lm: PooledLM[NumpyRows]) -> None:
     assert_type(lm.sync.ask(PROMPT, Draw(n=3, allowed=[1, 2])), Draws)
     assert_type(lm.sync.ask(PROMPT, Tokens([3])), npt.NDArray[np.float32])
     assert_type(await lm.batch_draw([PROMPT], n=2), list[Draws])
+    assert_type(await lm.logprobs_at(PROMPT, [1, 3]), npt.NDArray[np.float32])
+    assert_type(lm.sync.logprobs_at(PROMPT, range(1, 4)), npt.NDArray[np.float32])
     for found in lm.sync.ask_many([(PROMPT, Top(2)), lmpool.Ask(PROMPT, lora_name="fr")]):
         if isinstance(found, TopLogprobs):
             assert_type(found.token_ids, npt.NDArray[np.int32])
