@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from lmpool.wants.score import scale
+from lmpool.wants.distribution import scale
 
 _UNDERFLOWS: Final = 1e-30
 """Below it float32 sums lose their terms."""

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import math
 import secrets
-from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from lmpool.checks import as_integer, as_number, quoted
 from lmpool.errors import JobFormatError, PromptError, PromptFailed
 from lmpool.model_info import ModelInfo
-from lmpool.uniforms import uniform
+from lmpool.uniforms import uniforms
 from lmpool.wants import packing
 from lmpool.wants.answers import Draws, Logprobs, TokenArray
 from lmpool.wants.choice import Choice, TokenSet
+from lmpool.wants.distribution import Distribution, Weights
 from lmpool.wants.generate import MAX_SEED
 from lmpool.wants.of_row import OfRow
 from lmpool.wants.top import likeliest
 
 MAX_DRAWS: Final = 4096
-_CANCELS: Final = 1e-6
-"""The share of all weight under which what is left of it is summed anew."""
-_TAKEN_MOST: Final = 64
-"""Drawn tokens that are stepped over; with more, what is left is summed anew, too."""
-
-Weights = npt.NDArray[np.float64]
+_ADDED: Final = np.array([-np.inf, 0.0], np.float32)
+"""To the log-probability of what may not be drawn, and of what may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +132,8 @@ class Draw(OfRow[Draws]):
         may = self.allowed
         row = logprobs
         if isinstance(may, Choice):
-            row = np.where(may.members(logprobs.size), logprobs, np.float32(-np.inf))
+            # To pick by what no processor can foresee would take five times as long.
+            row = logprobs + _ADDED.take(may.members(logprobs.size).view(np.uint8))
         possible = int(np.count_nonzero(row > -np.inf))
         if possible < (1 if self.replacement else self.n):
             raise PromptFailed(f"{possible} of the tokens that may be drawn have a probability")
@@ -175,78 +171,16 @@ class Draw(OfRow[Draws]):
 
     def _drawn(self, row: Logprobs, logprobs: Logprobs) -> tuple[TokenArray, Weights, float]:
         assert self.seed is not None
+        some = Distribution(row, self.temperature)
+        mass = 0.0
+        if row is not logprobs:
+            everything = Distribution(logprobs, self.temperature).mass
+            below = (float(row.max()) - float(logprobs.max())) / self.temperature
+            mass = min(0.0, math.log(some.mass) + below - math.log(everything))
+        places = uniforms(self.seed, self.n)
         if self.replacement:
-            ids, proposals = _with_replacement(row, self.temperature, self.n, self.seed)
-        else:
-            ids, proposals = _without_replacement(row, self.temperature, self.n, self.seed)
-        mass = 0.0 if row is logprobs else _log_share(row, logprobs, self.temperature)
-        return ids, proposals, mass
-
-
-def _log_share(row: Logprobs, logprobs: Logprobs, temperature: float) -> float:
-    """The log of what `row` has of all the mass at a temperature."""
-    some = float(np.exp(_scaled(row, temperature)).sum())
-    everything = float(np.exp(_scaled(logprobs, temperature)).sum())
-    below = (float(row.max()) - float(logprobs.max())) / temperature
-    return min(0.0, math.log(some) + below - math.log(everything))
-
-
-def _scaled(row: Logprobs, temperature: float) -> Weights:
-    """Log-probabilities at a temperature, 0 of the likeliest."""
-    with np.errstate(over="ignore"):
-        scaled: Weights = (row.astype(np.float64) - float(row.max())) / temperature
-    return scaled
-
-
-def _with_replacement(
-    row: Logprobs, temperature: float, n: int, seed: int
-) -> tuple[TokenArray, Weights]:
-    """`n` ids, and the log-probability of each."""
-    scaled = _scaled(row, temperature)
-    weights = np.exp(scaled)
-    cumulative = np.cumsum(weights)
-    total = float(cumulative[-1])
-    at = np.array([uniform(seed, i) for i in range(n)]) * total
-    found = np.searchsorted(cumulative, at, side="right")
-    # The product may round up to the total, past every token.
-    ids = np.minimum(found, int(np.flatnonzero(weights)[-1])).astype(np.int32)
-    return ids, scaled[ids] - math.log(total)
-
-
-def _without_replacement(
-    row: Logprobs, temperature: float, n: int, seed: int
-) -> tuple[TokenArray, Weights]:
-    """`n` ids, each drawn from what the ones before left, and the log-probability of each then."""
-    ids, proposals = np.empty(n, np.int32), np.empty(n)
-    row, drawn = row.copy(), 0
-    while drawn < n:
-        # Summed anew, beside the likeliest that is left: what is unlikely now may be all there is.
-        scaled = _scaled(row, temperature)
-        weights = np.exp(scaled)
-        cumulative = np.cumsum(weights)
-        total = left = float(cumulative[-1])
-        taken: list[int] = []
-        while drawn < n and len(taken) < _TAKEN_MOST and left > _CANCELS * total:
-            token = _token_at(uniform(seed, drawn) * left, weights, cumulative, taken)
-            ids[drawn], proposals[drawn] = token, scaled[token] - math.log(left)
-            left -= float(weights[token])
-            insort(taken, token)
-            drawn += 1
-        row[taken] = -np.inf
-    return ids, proposals
-
-
-def _token_at(at: float, weights: Weights, cumulative: Weights, taken: Sequence[int]) -> int:
-    """The token at this place of the cumulative distribution without those taken, ascending."""
-    for token in taken:
-        if at < cumulative[token] - weights[token]:
-            break
-        at += float(weights[token])
-    found = int(np.searchsorted(cumulative, at, side="right"))
-    if found < weights.size and weights[found] > 0.0 and found not in taken:
-        return found
-    # Rounding led to one that cannot be drawn: the next one that can.
-    left = weights.copy()
-    left[list(taken)] = 0.0
-    possible = np.flatnonzero(left)
-    return int(possible[min(int(np.searchsorted(possible, found)), possible.size - 1)])
+            ids = some.at(places)
+            return ids, some.logprobs(ids), mass
+        drawn = [some.take(place) for place in places.tolist()]
+        ids = np.array([token for token, _ in drawn], np.int32)
+        return ids, np.array([logprob for _, logprob in drawn]), mass

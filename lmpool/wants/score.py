@@ -15,6 +15,7 @@ from lmpool.errors import JobFormatError, PromptError, PromptFailed
 from lmpool.model_info import ModelInfo
 from lmpool.wants import packing
 from lmpool.wants.answers import Computed, Logprobs, TextScores, TokenArray, TopLogprobs
+from lmpool.wants.distribution import scale
 from lmpool.wants.of_prompt import OfPrompt
 from lmpool.wants.of_row import NOT_A_NUMBER
 from lmpool.wants.position_ids import AskedIds, PositionIds, as_array, beyond, checked_ids, read_ids
@@ -25,8 +26,6 @@ MAX_NUMBERS: Final = 1 << 23
 _UNDERFLOWS: Final = 1e-30
 """Below it float32 sums lose their terms."""
 _USUAL_TOKENS: Final = 2048
-_MOST_TEMPERATURE: Final = 1e30
-"""Beyond it, and below its inverse, float32 has no numbers: rows are as flat or as steep there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,8 +274,3 @@ class Score(OfPrompt):
         if isinstance(self.token_ids, PositionIds):
             return self.token_ids.width
         return 0 if self.token_ids is None else len(cast(bytes, self.token_ids)) // 4
-
-
-def scale(temperature: float) -> float:
-    """A temperature within what float32 can divide by."""
-    return min(max(temperature, 1 / _MOST_TEMPERATURE), _MOST_TEMPERATURE)

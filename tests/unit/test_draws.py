@@ -17,6 +17,7 @@ from lmpool.backends.sampling import sample_token
 from lmpool.errors import PromptFailed
 from lmpool.uniforms import uniform
 from lmpool.wants import Choice, Draw, Draws, OfRow, Tokens, Top
+from lmpool.wants.distribution import Distribution
 from tests.support.strategies import VOCABULARY, draws, token_bytes
 
 F32 = npt.NDArray[np.float32]
@@ -106,7 +107,7 @@ def test_tokens_drawn_without_replacement_are_as_frequent_as_they_must_be(
 
 
 def _slowly(want: Draw, row: F32) -> list[int]:
-    """Draws without replacement, all of the distribution anew for each."""
+    """Draws in float64, all of the distribution summed up token by token for each."""
     assert want.seed is not None
     may = np.ones(row.size, bool) if want.allowed is None else want.allowed.members(row.size)  # type: ignore[union-attr]
     left = np.where(may, row, -np.inf).astype(np.float64)
@@ -116,7 +117,8 @@ def _slowly(want: Draw, row: F32) -> list[int]:
         cumulative = np.cumsum(weights)
         at = uniform(want.seed, i) * cumulative[-1]
         found.append(int(np.searchsorted(cumulative, at, side="right")))
-        left[found[-1]] = -np.inf
+        if not want.replacement:
+            left[found[-1]] = -np.inf
     return found
 
 
@@ -146,6 +148,34 @@ def test_what_is_left_of_nearly_nothing_is_drawn_as_it_must_be(first: float) -> 
     assert found[2] == trials
     bound = 4 * np.sqrt(trials * expected * (1 - expected))
     assert (np.abs(found[[0, 1, 3, 4]] - trials * expected) < bound).all()
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 2000, 32_000])
+@pytest.mark.parametrize("replacement", [True, False])
+def test_draws_are_at_their_places_of_the_cumulative_distribution(
+    size: int, replacement: bool
+) -> None:
+    for seed in range(8):
+        row, n = row_of(size, seed, 3.0), min(size, 12)
+        row[np.random.default_rng(seed).random(size) < 0.3 * (seed % 3)] = -np.inf
+        row[seed % size] = -1.0
+        n = n if replacement else min(n, int((row > -np.inf).sum()))
+        choice = None if seed % 2 else Choice.of(np.flatnonzero(row > -9), None, size)
+        want = Draw(1 if choice is not None else n, seed, 0.9, replacement, choice)
+        assert want.reduce(row).token_ids.tolist() == _slowly(want, row)
+
+
+@pytest.mark.parametrize("size", [3, 300, 5000])
+def test_the_last_place_is_the_last_token_that_may_be_drawn(size: int) -> None:
+    """Sums of another order may round apart: nothing is led past it."""
+    for seed in range(40):
+        row = row_of(size, seed, 4.0)
+        last = size - 1 - seed % size
+        row[last + 1 :] = -np.inf
+        almost = np.array([0.0, 1 - 2.0**-53, np.nextafter(1 - 2.0**-53, 2)])
+        assert Distribution(row, 1.0).at(almost)[1:].tolist() == [last, last]
+        for place in almost[1:].tolist():
+            assert Distribution(row, 1.0).take(place)[0] == last
 
 
 # --- seeds -------------------------------------------------------------------------------------
