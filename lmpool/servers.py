@@ -13,7 +13,7 @@ import redis.exceptions
 from lmpool.commands import Server
 from lmpool.errors import LmpoolError
 from lmpool.keys import ShardKeys
-from lmpool.primary_pool import PrimaryPool
+from lmpool.primary_pool import Address, PrimaryPool
 from lmpool.server import ANSWER_TIMEOUT, NONSENSE, open_server
 
 logger = logging.getLogger(__name__)
@@ -131,25 +131,33 @@ class Servers:
                 f"an answer made no sense ({type(error).__name__}: {error})"
             ) from None
 
-    def follow(self) -> bool:
-        """Leave a primary that the Sentinels, if there are any, have replaced; whether it was.
+    def on_move(self, tell: Callable[[Address], None]) -> None:
+        """Have `tell` told, on this thread, that the Sentinels named another primary, whether
+        `follow` or a connection made anew found it: who belongs together goes there together."""
+        pool = self._server.connection_pool
+        if isinstance(pool, PrimaryPool):
+            pool.on_move = tell
+
+    def follow(self) -> None:
+        """Leave a primary that the Sentinels, if there are any, have replaced.
 
         It may go on for ten seconds as if it still were one, and all that it is told is lost.
         Raises redis-py's exceptions where no Sentinel names a primary.
         """
         pool = self._server.connection_pool
-        if not isinstance(pool, PrimaryPool) or (former := pool.master_address) is None:
-            return False
-        # Which ends connections to the former.
-        return bool(pool.get_master_address() != former)  # type: ignore[no-untyped-call]
+        if isinstance(pool, PrimaryPool) and pool.master_address is not None:
+            pool.get_master_address()  # type: ignore[no-untyped-call]  # ends connections to it
 
-    def leave(self) -> None:
-        """Have the thread whose these are connect anew before its next command. For any thread.
+    def go_to(self, primary: Address) -> None:
+        """Have the thread whose these are connect to `primary` before its next command, unless it
+        knows that one. For any thread.
 
-        A read under way ends with an error: who may have been replaced may never answer.
+        A read under way ends with an error: who was replaced may never answer.
         """
-        self._is_left = True
-        self.renew()
+        pool = self._server.connection_pool
+        if isinstance(pool, PrimaryPool) and not pool.knows(primary):
+            self._is_left = True
+            self.renew()
 
     def cut(self) -> None:
         """End reads that may be blocked on connections that will never answer, and connect no more.

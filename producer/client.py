@@ -276,7 +276,6 @@ class Client:
                 return
             collector = Collector(session)
             collecting = self._thread("collector", collector.run)
-            session.leave = collector.leave
 
             def farewell() -> None:
                 collecting.join(timeout=2)

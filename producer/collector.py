@@ -53,7 +53,8 @@ class Collector:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._servers = Servers.of_url(session.options.url, blocks_for=BLOCK, name="lmpool-client")
+        url = session.options.url
+        self._servers = session.owned(Servers.of_url(url, blocks_for=BLOCK, name="lmpool-client"))
         self._answers = AnswerReader(session, self._servers)
         self._begun: Counter[str] = Counter()
         """How often each reply stream was made, as far as its beginnings were read."""
@@ -94,10 +95,6 @@ class Collector:
                     session.closing.wait(PAUSE)
         finally:
             self._servers.close()
-
-    def leave(self) -> None:
-        """Connect anew, to the primary of now; for another thread to call."""
-        self._servers.leave()
 
     def cut(self) -> None:
         """End a read that may be blocked on a connection that will never answer."""

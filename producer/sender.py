@@ -66,7 +66,9 @@ class Sender:
         url = session.options.url
         # A primary that was replaced may never answer.
         within = FAILOVER_TIMEOUT if is_sentinel(url) else ANSWER_TIMEOUT
-        self._servers = Servers.of_url(url, name="lmpool-client", answers_within=within)
+        self._servers = session.owned(
+            Servers.of_url(url, name="lmpool-client", answers_within=within)
+        )
         self._answers = AnswerReader(session, self._servers)
         self._busy_until: dict[Priority, float] = dict.fromkeys(PRIORITIES, 0.0)
         self._next_check = 0.0
@@ -358,8 +360,7 @@ class Sender:
         now = time.monotonic()
         self._next_check = now + every
         with contextlib.suppress(redis.exceptions.RedisError, OSError):  # Sentinels may be away
-            if self._servers.follow():
-                session.leave()
+            self._servers.follow()
         with session.lock:
             flights = session.table.overdue(now, every, 10 * CHECK_MOST)
         for shard, mine in self._by_shard(flights):

@@ -16,6 +16,7 @@ from lmpool.clock import ServerClock
 from lmpool.errors import ClientClosed, LmpoolError, ServerUnreachable
 from lmpool.keys import PoolKeys, Priority, ShardKeys
 from lmpool.model_info import ModelInfo
+from lmpool.primary_pool import Address
 from lmpool.producer.cache import AnswerCache
 from lmpool.producer.flights import Flight, FlightTable, Statistics
 from lmpool.producer.pending import PendingCall, wake
@@ -61,10 +62,22 @@ class Session:
         """How often each reply stream was made: again once it expired, or the server forgot it."""
         self.confirmed = -math.inf
         """When the pool was last known to serve what `info` says, on the monotonic clock."""
-        self.leave: Callable[[], None] = lambda: None
-        """Has the collector leave a primary that was replaced."""
         self.last_ids: dict[str, str] = {}
         """The last notice read, by reply stream."""
+        self._connections: list[Servers] = []
+
+    def owned(self, servers: Servers) -> Servers:
+        """Take connections of one thread for this client's: all go to another primary together.
+
+        Or else one would tell a primary what another waits for at its predecessor.
+        """
+        servers.on_move(self._go_to)
+        self._connections.append(servers)
+        return servers
+
+    def _go_to(self, primary: Address) -> None:
+        for servers in self._connections:
+            servers.go_to(primary)
 
     def join(self, info: ModelInfo) -> None:
         """Take over what the pool serves."""

@@ -72,17 +72,12 @@ class Heartbeat:
         self,
         ended: threading.Event,
         on_damage: Callable[[list[str]], None] = lambda keys: None,
-        on_move: Callable[[], None] = lambda: None,
     ) -> None:
-        """Renew until `ended` is set.
-
-        `on_damage` is told which keys were made anew, `on_move` that there is another primary.
-        """
+        """Renew until `ended` is set; `on_damage` is told which keys were made anew."""
         missed = False
         while not ended.wait(AGAIN if missed else EVERY):
             with suppress(redis.exceptions.RedisError, OSError):  # the Sentinels may be away
-                if self._servers.follow():
-                    on_move()
+                self._servers.follow()
             try:
                 with self._servers.in_step():
                     damaged = self.beat(self._servers)

@@ -21,6 +21,7 @@ from lmpool.errors import LmpoolError, SettingsError
 from lmpool.keys import GROUP, PoolKeys, ShardKeys, streams
 from lmpool.liveness import LIFE_MS, any_alive
 from lmpool.model_info import ModelInfo
+from lmpool.primary_pool import Address
 from lmpool.scripts import script
 from lmpool.server import ANSWER_TIMEOUT, explained, greet
 from lmpool.servers import Servers
@@ -244,13 +245,13 @@ class Service:
         return restore
 
     def _beat(self, heartbeat: Heartbeat) -> None:
-        heartbeat.run(self._heartbeat_ended, self._register_again, self._follow)
+        heartbeat.run(self._heartbeat_ended, self._register_again)
 
-    def _follow(self) -> None:
-        """Every thread's connections, to another primary."""
+    def _go_to(self, primary: Address) -> None:
+        """Every thread's connections, to the primary that one of them found."""
         logger.warning("the Sentinels name another primary: all connections are made anew")
         for servers in self._opened:
-            servers.leave()
+            servers.go_to(primary)
 
     def _register_again(self, damaged: list[str]) -> None:
         """Adapters, where their registry was damaged."""
@@ -345,6 +346,7 @@ class Service:
             bounded=bounded,
             answers_within=answers_within,
         )
+        servers.on_move(self._go_to)
         self._opened.append(servers)
         return servers
 

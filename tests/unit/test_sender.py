@@ -318,7 +318,7 @@ def test_who_waits_follows_the_sentinels(
     """Also while they are away: what is waited for is looked after all the same."""
     looks: list[float] = []
 
-    def follow() -> bool:
+    def follow() -> None:
         looks.append(clock.now)
         raise redis.exceptions.ConnectionError("No master found")
 
@@ -333,22 +333,6 @@ def test_who_waits_follows_the_sentinels(
     assert looks == [clock.now]
     (flight,) = session.table.flights.values()
     assert flight.since == clock.now
-
-
-def test_the_collector_goes_where_the_sender_goes(
-    session: Session, sender: Sender, clock: Time, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or else one would tell a primary what the other waits for at its predecessor."""
-    moved, left = [False], []
-    session.leave = lambda: left.append(clock.now)
-    monkeypatch.setattr(sender._servers, "follow", lambda: moved[0])
-    session.join(info_of(1))
-    for job, moved[0] in zip(jobs_of(some_prompts(3)), (False, True, False), strict=True):
-        ask(session, [job])
-        clock.now += CHECK_EVERY
-        sender._next_check = clock.now
-        sender._serve()
-    assert left == [clock.now - CHECK_EVERY]
 
 
 def test_what_found_no_room_goes_before_what_was_asked_after_it(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +24,7 @@ from lmpool.servers import NONSENSE_MOST, Servers
 from tests.support.clients import connected
 from tests.support.fake import FakeServer
 from tests.support.mock_rows import VOCAB, prompts_of, rows_of
-from tests.support.parts import Guarded, SplitServers, split_over
+from tests.support.parts import Guarded, SplitServers, new_session, split_over
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker
 
@@ -192,31 +193,55 @@ class Named:
         return str(url.hostname), int(url.port or 0)
 
 
-def test_a_primary_that_was_replaced_is_left(two: list[FakeServer]) -> None:
+def both(first: Callable[[Any], None], then: Callable[[Any], None], given: Any) -> None:
+    first(given)
+    then(given)
+
+
+def ended(servers: Servers) -> None:
+    servers.renew()  # as where the server ends a connection, or says nothing in time
+
+
+@pytest.mark.parametrize("found_by", [Servers.follow, ended])
+def test_who_belongs_together_goes_to_another_primary_together(
+    two: list[FakeServer],
+    found_by: Callable[[Servers], None],
+    pool_name: str,
+) -> None:
+    """Whether the Sentinels were asked after it, or where a connection that ended is made anew."""
     named: Any = Named(two[0])
 
     def open_one() -> Any:
         return redis.Redis(connection_pool=PrimaryPool("main", named, protocol=2))
 
-    both = first, other = Servers(open_one), Servers(open_one)
-    assert not first.follow()  # it has no connection yet
-    for servers in both:
+    several = first, *others = [Servers(open_one) for _ in range(3)]
+    session = new_session(two[0].url, pool_name)
+    moves: list[object] = []
+    for servers in several:
+        session.owned(servers)
+        pool: Any = servers.pool.connection_pool
+        pool.on_move = partial(both, moves.append, pool.on_move)
+        servers.follow()  # it has no connection yet
         servers.pool.set("here", b"the first")
-    assert not first.follow()
+    first.follow()
     named.server = two[1]
     assert first.pool.get("here") == b"the first"  # as if nothing had happened
-    assert first.follow()
+    assert moves == []
+    found_by(first)
     assert first.pool.get("here") is None
-    assert not first.follow()
-    assert other.pool.get("here") == b"the first"
-    other.leave()
-    assert other.for_shard(SHARDS[0]).get("here") is None
-    for servers in both:
+    for servers in others:
+        assert servers.for_shard(SHARDS[0]).get("here") is None
+        servers.follow()
+    assert moves == [named.discover_master("main")]
+    for servers in several:
         servers.close()
 
 
 def test_without_sentinels_there_is_nothing_to_follow(two: list[FakeServer]) -> None:
     servers = Servers.of_url(two[0].url)
+    servers.on_move(lambda primary: pytest.fail(f"to {primary}"))
     assert servers.pool.ping()
-    assert not servers.follow()
+    servers.follow()
+    servers.go_to(("127.0.0.1", 1))
+    assert servers.pool.ping()
     servers.close()
