@@ -117,6 +117,7 @@ class HFEngine(BatchEngine):
         probe = first_row(forward)
         self._bfloat16 = loaded.dtype == "bfloat16" and fits_bfloat16(probe)
         self._copies = HostCopies(loaded.device)
+        self._reduce = loaded.device.type == "cuda"
         self._lora = LoraAdapters(loaded.model, (Path(model).name, self.model_files.folder.name))
         self._head_rows = _head_rows(probe.shape[-1], loaded.device)
         bounds = prompt_bounds(loaded.model, self.model_files.tokenizer)
@@ -187,7 +188,7 @@ class HFEngine(BatchEngine):
     def _compute(self, requests: Sequence[Request], adapter: str | None) -> list[Outcome]:
         """Compute the rows of requests that all use `adapter`, which is in use."""
         forward = self._open()
-        batch = Batch(requests, self._copies, bfloat16=self._bfloat16)
+        batch = Batch(requests, self._copies, bfloat16=self._bfloat16, reduce=self._reduce)
         try:
             left = self._run_packed(batch, adapter)
             taken = []

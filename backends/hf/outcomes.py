@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -15,6 +15,7 @@ from lmpool.backends.engine import Outcome, Request, Tokens
 from lmpool.backends.hf.device import HostCopies, to_device
 from lmpool.backends.hf.packed_layout import Indices
 from lmpool.backends.hf.reduction import score_logits
+from lmpool.backends.hf.small_answers import alike, outcome_of, reduce_logits
 from lmpool.wants import Score, TextScores
 
 Scales = npt.NDArray[np.float32]
@@ -41,17 +42,19 @@ class _Text:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """What is asked after one distinct prompt: its row, and the scores of what follows it."""
+    """What is asked after one distinct prompt: its row, small answers that are reduced from it
+    where it is, and the scores of what follows it."""
 
     tokens: Tokens
     rows: list[Request] = field(default_factory=list)
+    small: list[Request] = field(default_factory=list)
     texts: list[_Text] = field(default_factory=list)
 
     @property
     def count(self) -> int:
         """After how many of its last tokens logits are wanted."""
         counts = [text.scores.logprobs.size for text in self.texts]
-        return max([*counts, 1] if self.rows else counts)
+        return max([*counts, 1] if self.rows or self.small else counts)
 
 
 class _Scored:
@@ -69,9 +72,14 @@ class Batch:
 
     `counts` are after how many of a prompt's last tokens logits are wanted; None where it is the
     last alone. A text's last token is no part of its prompt: it is only a target.
+
+    With `reduce` the small answers to what rows say are reduced on the device: that is for a GPU,
+    which need not copy a row then. On a CPU NumPy is as fast, or faster, and copies nothing either.
     """
 
-    def __init__(self, requests: Sequence[Request], copies: HostCopies, *, bfloat16: bool) -> None:
+    def __init__(
+        self, requests: Sequence[Request], copies: HostCopies, *, bfloat16: bool, reduce: bool
+    ) -> None:
         self._copies = copies
         self._bfloat16 = bfloat16
         asked: dict[bytes, _Asked] = {}
@@ -84,17 +92,19 @@ class Batch:
                 count = request.tokens.size - want.start
                 text = _Text(request, want, want.blank(count), want.ids_of(count))
                 found.texts.append(text)
+            elif reduce and alike(want) is not None:
+                found.small.append(request)
             else:
                 found.rows.append(request)
         self._asked: Final = list(asked.values())
-        self._rows: list[Outcome] = []
+        self._outcomes: list[Outcome] = []
         self.prompts: Final[list[Tokens]] = [each.tokens for each in self._asked]
         scored = any(each.texts for each in self._asked)
         self.counts: Final = [each.count for each in self._asked] if scored else None
 
     def outcomes(self) -> Iterator[Outcome]:
         """One of each request, once all logits were taken and finished."""
-        yield from self._rows
+        yield from self._outcomes
         for asked in self._asked:
             for text in asked.texts:
                 yield text.outcome()
@@ -111,10 +121,12 @@ class Batch:
         ends = [
             place
             for place, (number, depth) in enumerate(zip(numbers, depths.tolist(), strict=True))
-            if depth == self.prompts[number].size - 1 and self._asked[number].rows
+            if depth == self.prompts[number].size - 1
         ]
-        if ends:
-            finishing.append(self._take_rows(owners[ends].tolist(), _chosen(logits, ends), last))
+        rows = [place for place in ends if self._asked[numbers[place]].rows]
+        if rows:
+            finishing.append(self._take_rows(owners[rows].tolist(), _chosen(logits, rows), last))
+        finishing += self._take_small(numbers, ends, logits, last)
         if self.counts is not None:
             finishing += self._take_scores(owners, depths, logits, last)
         return lambda: [number for finish in finishing for number in finish()]
@@ -128,9 +140,41 @@ class Batch:
             for number, row, scale in zip(numbers, rows, logsumexp.tolist(), strict=True):
                 if last or math.isfinite(scale):
                     asking = self._asked[number].rows
-                    self._rows.extend(Outcome.of_row(r.id, row, scale) for r in asking)
+                    self._outcomes.extend(Outcome.of_row(r.id, row, scale) for r in asking)
                 else:
                     again.append(number)
+            return again
+
+        return finish
+
+    def _take_small(
+        self, numbers: Sequence[int], ends: Sequence[int], logits: torch.Tensor, last: bool
+    ) -> list[Finish]:
+        kinds: dict[Hashable, list[tuple[int, int, Request]]] = {}
+        for place in ends:
+            for request in self._asked[numbers[place]].small:
+                same = kinds.setdefault(alike(request.want), [])
+                same.append((place, numbers[place], request))
+        return [self._reduce_small(asked, logits, last) for asked in kinds.values()]
+
+    def _reduce_small(
+        self, asked: Sequence[tuple[int, int, Request]], logits: torch.Tensor, last: bool
+    ) -> Finish:
+        places = to_device(np.array([place for place, _, _ in asked]), logits.device)
+        with torch.inference_mode():
+            reduced = reduce_logits(logits, places, [request.want for _, _, request in asked])
+            copied = self._copies.start(*reduced)
+
+        def finish() -> list[int]:
+            *parts, logsumexp = [tensor.numpy() for tensor in copied()]
+            for part in parts:
+                part.flags.writeable = False
+            again = []
+            for at, (_, number, request) in enumerate(asked):
+                if not last and not math.isfinite(logsumexp[at]):
+                    again.append(number)
+                else:
+                    self._outcomes.append(outcome_of(request, parts, at, float(logsumexp[at])))
             return again
 
         return finish

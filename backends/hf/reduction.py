@@ -10,6 +10,8 @@ from lmpool.wants.distribution import scale
 
 _UNDERFLOWS: Final = 1e-30
 """Below it float32 sums lose their terms."""
+_BLOCK: Final = 64
+"""Places of which first the greatest alone is looked at."""
 _CACHED_BYTES: Final = 2 << 20
 """Of logits in float32 that a CPU goes over several times while they are in its cache."""
 
@@ -112,16 +114,24 @@ def _rest(
 
 
 def likeliest(values: torch.Tensor, k: int) -> torch.Tensor:
-    """The places of the `k` greatest of each row, int64 [rows, k], equal ones by their place."""
-    found, places = values.topk(min(k + 1, values.shape[1]))
-    tied = found[:, -1] == found[:, k - 1] if found.shape[1] > k else None
-    places, order = places[:, :k].sort(dim=1)
-    ordered = found[:, :k].gather(1, order).sort(dim=1, descending=True, stable=True)
-    places = places.gather(1, ordered.indices)
-    if tied is not None and bool(tied.any()):
-        # Which of those that tie across the end get in is for their places to say.
-        for row in tied.nonzero()[:, 0].tolist():
-            last = found[row, k - 1]
-            above = int((found[row, :k] > last).sum())
-            places[row, above:] = (values[row] == last).nonzero()[: k - above, 0]
-    return places
+    """The places of the `k` greatest of each row, int64 [rows, k], equal ones by their place.
+
+    They lie in the `k` blocks of the greatest maxima, equal ones by their place, or in the tail.
+    """
+    rows, size = values.shape
+    blocks = size // _BLOCK
+    if 2 * k >= blocks:
+        return _greatest(values, torch.arange(size, device=values.device), k)
+    whole = values[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK)).amax(2)
+    chosen = _greatest(whole, torch.arange(blocks, device=values.device), k)[:, :, None]
+    inside = (chosen * _BLOCK + torch.arange(_BLOCK, device=values.device)).flatten(1)
+    tail = torch.arange(blocks * _BLOCK, size, device=values.device).expand(rows, -1)
+    places = torch.cat((inside, tail), 1)
+    return places.gather(1, _greatest(values.gather(1, places), places, k))
+
+
+def _greatest(values: torch.Tensor, places: torch.Tensor, k: int) -> torch.Tensor:
+    """Where the `k` greatest of float32 [rows, n] are, equal ones by their `places` [rows, n]."""
+    bits = (values + 0.0).view(torch.int32)  # there is one zero
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of these numbers
+    return ((ordered.long() << 32) - places).topk(k).indices

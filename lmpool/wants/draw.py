@@ -135,8 +135,7 @@ class Draw(OfRow[Draws]):
             # To pick by what no processor can foresee would take five times as long.
             row = logprobs + _ADDED.take(may.members(logprobs.size).view(np.uint8))
         possible = int(np.count_nonzero(row > -np.inf))
-        if possible < (1 if self.replacement else self.n):
-            raise PromptFailed(f"{possible} of the tokens that may be drawn have a probability")
+        self.check_possible(possible)
         if self.temperature == 0.0:
             ids, proposals, mass = self._likeliest(row, logprobs)
         else:
@@ -145,6 +144,11 @@ class Draw(OfRow[Draws]):
             share = np.float32(mass)
         # Rounding may lead above 0.
         return Draws(ids, logprobs[ids], np.minimum(proposals, 0.0).astype(np.float32), share)
+
+    def check_possible(self, possible: int) -> None:
+        """Raise `PromptFailed` where so many tokens with a probability are too few."""
+        if possible < (1 if self.replacement else self.n):
+            raise PromptFailed(f"{possible} of the tokens that may be drawn have a probability")
 
     def pack(self, answer: Draws, vocab_size: int) -> bytes:
         """An answer as it is stored."""

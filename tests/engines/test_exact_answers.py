@@ -28,11 +28,15 @@ def test_answers_are_those_of_the_rows(make: type[Engine], answers: int) -> None
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 1 << 20, "forward_tokens": 29}])
+@pytest.mark.parametrize(
+    ("reduce", "options"), [(False, {}), (True, {"kv_cache_bytes": 1 << 20, "forward_tokens": 29})]
+)
 def test_answers_of_hf_are_those_of_transformers(
-    options: dict[str, Any], tmp_path: Path, answers: int
+    reduce: bool, options: dict[str, Any], tmp_path: Path, answers: int
 ) -> None:
+    """Reduced by NumPy, as on a CPU, and where the logits are, as on a GPU."""
     adapters = two_adapters(tmp_path)
-    engine = load_engine("hf", "tiny", threads=1, **options)
+    engine: Any = load_engine("hf", "tiny", threads=1, **options)
+    engine._reduce = reduce
     check_answers(engine, ExactRows("tiny", adapters), adapters, answers)
     engine.close()
