@@ -71,7 +71,7 @@ class ContinuousEngine(Engine, Generic[Adapter]):
         """Let a request join, and return the name by which `advance` and `abort` know it.
 
         Its prompt was checked: 1 to `max_prompt_tokens` ids, all below `vocab_size`; a continuation
-        has room for a token. A `Score` never joins: the rows that it needs do.
+        has room for a token. A `Score` joins where `scores` says so: else the rows that it needs.
         """
 
     @abstractmethod
@@ -96,6 +96,10 @@ class ContinuousEngine(Engine, Generic[Adapter]):
         """Unload an adapter that nothing in flight uses."""
 
     # --- what it may write otherwise -----------------------------------------------------------
+
+    def scores(self, adapter: Adapter | None) -> bool:
+        """Whether texts by this adapter are scored as they are, and not by a row for each token."""
+        return False
 
     def reason_to_refuse(self, request: Request) -> str | None:
         """Why a request cannot be run; None where it can."""
@@ -136,7 +140,7 @@ class ContinuousEngine(Engine, Generic[Adapter]):
             if isinstance(request.want, OfRow):
                 self._reduced[request.id] = request
             adapter = None if request.adapter is None else self.adapters[request.adapter]
-            if isinstance(request.want, Score):
+            if isinstance(request.want, Score) and not self.scores(adapter):
                 self._scorings.begin(request, request.want)
                 self._scoring_adapters[request.id] = adapter
                 continue

@@ -20,15 +20,16 @@ A request of several tokens leaves the row of its last one. Rows that nobody tak
 oldest first, when they are more bytes than the owner allows.
 
 A request with an id under ``lmpool_watch`` leaves a row of no columns, and that only where logits
-of any of its tokens were not finite: what was sampled from them means nothing.
+of any of its tokens were not finite: what was sampled from them means nothing. One with an id under
+``lmpool_score`` is a text that the `scorer` follows through the batch by way of this processor.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,7 @@ from lmpool.backends.vllm.row_store import (
     Taken,
     WatchedLogits,
 )
+from lmpool.backends.vllm.scorer import SCORE, Scorer, ScoringWorker
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ProcessorV2
@@ -60,6 +62,8 @@ CAPTURE: Final = "lmpool_capture"
 
 WATCH: Final = "lmpool_watch"
 """The same, of a request whose logits are watched."""
+
+KEYS: Final = (CAPTURE, WATCH, SCORE)
 
 SHORTEST_PREFIX: Final = 16
 """Characters that an owner's secret has at least."""
@@ -80,8 +84,18 @@ NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 """What changes logits before the processors of others see them, in one of vLLM's two runners or in
 both, and the values with which it does not."""
 
-Asked = tuple[str, str]
-"""`CAPTURE` or `WATCH`, and the name behind the owner's prefix."""
+
+class Asked(NamedTuple):
+    """What is asked of a request."""
+
+    key: str
+    """`CAPTURE`, `WATCH` or `SCORE`."""
+    name: str
+    """What stands behind the owner's prefix."""
+    extra: Mapping[str, Any]
+    """The request's `extra_args`."""
+
+
 Copied = tuple[list[str], int, str, int, list[float]]
 """`Taken` with the rows elsewhere: names, offset in bytes, dtype, vocabulary, the float32s."""
 
@@ -110,6 +124,7 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         self.before_sampling: Callable[[], None] | None = None
         self.rows = RowStore()
         self.watched = WatchedLogits()
+        self.scorer: Scorer | None = None
         # Every rank of a tensor-parallel group sees all logits; one of them publishes.
         self.publishes = _is_publisher()
 
@@ -130,6 +145,8 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         self._asked.clear()
         self.rows = RowStore()
         self.watched = WatchedLogits()
+        if self.scorer is not None:
+            self.scorer.clear()
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -142,7 +159,7 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
             raise ValueError(f"extra_args[{key!r}]={name!r:.100}: a str expected")
         if sampling_params.n != 1:
             raise ValueError(f"extra_args[{key!r}] with n={sampling_params.n}: write n=1")
-        if key == WATCH:
+        if key != CAPTURE:
             return
         for option, neutral in NEUTRAL.items():
             value = getattr(sampling_params, option, neutral[0])
@@ -190,12 +207,19 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
 
     def _owned(self, params: Any) -> Asked | None:
         """What the owner asks of a request, if it is one of his."""
-        if self._prefix is None or not self.publishes:
-            return None
         key, name = _asked(params) or (CAPTURE, None)
+        # Every rank helps to compute the scores of texts.
+        if self._prefix is None or not (self.publishes or key == SCORE):
+            return None
         if not isinstance(name, str) or not name.startswith(self._prefix):
             return None
-        return key, name[len(self._prefix) :]
+        return Asked(key, name[len(self._prefix) :], params.extra_args)
+
+    def asking_for_scores(self) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+        """The texts in the batch: the place of each, its name, and its `extra_args`."""
+        for place, (key, name, extra) in self._asked.items():
+            if key == SCORE:
+                yield place, name, extra
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
         """Keep the rows of captured requests; `logits` pass unchanged."""
@@ -203,9 +227,9 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
             self.before_sampling()
         if self._asked:
             found = self._by_position(logits) if ctx is None else self._by_slot(logits, ctx)
-            found.sort()
-            captured = [(row, name) for row, (key, name) in found if key == CAPTURE]
-            watched = [(row, name) for row, (key, name) in found if key == WATCH]
+            found.sort(key=lambda row: row[0])
+            captured = [(row, asked.name) for row, asked in found if asked.key == CAPTURE]
+            watched = [(row, asked.name) for row, asked in found if asked.key == WATCH]
             if self._stream is None and logits.is_cuda:
                 self._stream = torch.cuda.Stream(logits.device)
             if captured:
@@ -249,7 +273,7 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
 
 def _asked(params: Any) -> tuple[str, Any] | None:
     extra = params.extra_args or {}
-    return next(((key, extra[key]) for key in (CAPTURE, WATCH) if extra.get(key) is not None), None)
+    return next(((key, extra[key]) for key in KEYS if extra.get(key) is not None), None)
 
 
 def _select(logits: torch.Tensor, positions: list[int]) -> torch.Tensor:
@@ -271,7 +295,7 @@ def _is_publisher() -> bool:
     )
 
 
-class CapturedRows:
+class CapturedRows(ScoringWorker):
     """What vLLM's workers are extended by: reading captured rows, wherever the worker runs."""
 
     model_runner: Any

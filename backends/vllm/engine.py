@@ -32,6 +32,7 @@ from lmpool.backends.vllm.adapters import check_adapter, write_plain
 from lmpool.backends.vllm.live import LivePrompt, LivePrompts
 from lmpool.backends.vllm.options import NUMERIC, engine_arguments
 from lmpool.backends.vllm.rows import CapturedRow, FullLogprobs, RowSource, row_source
+from lmpool.backends.vllm.texts import ScoredTexts, is_unsound, outcome_of
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
 from lmpool.wants import Generate, Generation, OfRow, Row, Score
 
@@ -120,6 +121,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         self._rows: RowSource = FullLogprobs()
         try:
             self._rows = row_source(self._engine, capture=capture)
+            self._texts = ScoredTexts(self._engine, self._rows.prefix)
             self.info = self._describe(model, revision, engine_opts)
         except BaseException:
             self.close()
@@ -209,6 +211,9 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         self.waiting = deque(w for w, like in zip(self.waiting, alike, strict=True) if not like)
         return joining
 
+    def scores(self, adapter: LoRARequest | None) -> bool:
+        return self._texts.possible and not (adapter and adapter.lora_name in self._texts.unfit)
+
     def begin(self, admitted: Admitted[LoRARequest]) -> str:
         request, sampler = admitted.request, admitted.sampler
         new, live = request.tokens, None
@@ -228,7 +233,8 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
                     **self._rows.watch(self._numbers),
                 )
             case Score():
-                raise AssertionError("the rows of a text join, and never the text")
+                params = _params(1, 0.0, **self._texts.params(self._numbers, request))
+                new = request.tokens[:-1]
             case _:
                 assert_never(request.want)
         name = f"once-{self._numbers}" if live is None else live.id
@@ -286,7 +292,8 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
     def _finish(self, finished: Sequence[tuple[str, str]]) -> list[Outcome]:
         """The outcomes of requests, and for what reasons vLLM ended them."""
         with internals.fatal(self._core):
-            rows = self._rows.take([self._inside[name].number for name, _ in finished])
+            numbers = [self._inside[name].number for name, _ in finished]
+            rows, scored = self._rows.take(numbers), self._texts.take(numbers)
         outcomes = []
         for name, reason in finished:
             admitted, inside = self.ended(name), self._inside.pop(name)
@@ -297,14 +304,16 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
                     self._live.forget(inside.live)
                 else:
                     self._live.keep(inside.live)
-            row = rows.get(inside.number)
+            row, text = rows.get(inside.number), scored.get(inside.number)
             if given_up:
                 error = PromptFailed(f"vLLM gave this prompt up ({reason})")
                 outcomes.append(Outcome(admitted.request.id, error=error))
-            elif _is_unsound(row) and not admitted.alone:
+            elif (_is_unsound(row) or is_unsound(text)) and not admitted.alone:
                 # vLLM's attention for CPUs lets NaN of one prompt into others of its step, and from
                 # there it is cached. So nothing but what is not finite alone is a prompt's fault.
                 self.retry_alone(admitted)
+            elif isinstance(admitted.request.want, Score):
+                outcomes.append(outcome_of(admitted.request, text))
             else:
                 outcomes.append(_outcome(admitted, inside, row))
         return outcomes
@@ -316,7 +325,8 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
                 self._live.forget(inside.live)
         with internals.fatal(self._core):
             self._core.abort_requests(list(names))
-            self._rows.forget([inside.number for inside in aborted])
+            for source in (self._rows, self._texts):
+                source.forget([inside.number for inside in aborted])
 
     def _end_live(self) -> None:
         ended = self._live.take_ended()
@@ -369,11 +379,13 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
             raise AdapterError(f"adapter folder {path!r} cannot be loaded: {cause}") from error
         if not added:
             raise AdapterError(f"adapter folder {path!r} cannot be loaded: vLLM refused it")
+        self._texts.heed(adapter.lora_name, lora.pairs)
         return adapter
 
     def unload_adapter(self, adapter: LoRARequest) -> None:
         # Not before: vLLM would read the files of one again that is unloaded too early.
         self._live.forget_adapter(adapter.lora_name)
+        self._texts.unfit.discard(adapter.lora_name)
         self._end_live()
         with internals.fatal(self._core):
             internals.call(self._core, "remove_lora", adapter.lora_int_id)

@@ -1,4 +1,5 @@
-"""What lmpool touches of vLLM beyond its public interface, all of it, and the versions it fits.
+"""What lmpool touches of vLLM beyond its public interface, and the versions it fits: all of it but
+what `scheduler` and `hidden_states` say of themselves.
 
 Each function names what it relies on and what to do when that moves. A new release of vLLM is let
 in by adding it to `SUPPORTED` once ``make test-vllm`` passes with it.
@@ -81,6 +82,8 @@ def make_engine(arguments: Any, *, own_process: bool) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
+    from lmpool.backends.vllm import scheduler
+
     global _groups_are_ours
     if not _engines:
         _groups_are_ours = not parallel_state.model_parallel_is_initialized()
@@ -93,6 +96,7 @@ def make_engine(arguments: Any, *, own_process: bool) -> Any:
     try:
         config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
         check_speculation(config)
+        scheduler.bound(config)
         engine = LLMEngine(
             vllm_config=config,
             executor_class=Executor.get_class(config),

@@ -32,6 +32,9 @@ there is nothing else."""
 class RowSource(Protocol):
     """Gets the rows of requests, which it knows by number."""
 
+    prefix: str | None
+    """What the ids of requests begin with where they are captured in vLLM's workers."""
+
     def row(self, number: int) -> dict[str, Any]:
         """What `SamplingParams` must have so that vLLM gives the row of request `number`."""
         ...
@@ -86,13 +89,13 @@ def row_source(engine: Any, *, capture: bool) -> RowSource:
 class _CapturedRows:
     def __init__(self, core: Any, prefix: str) -> None:
         self._core = core
-        self._prefix = prefix
+        self.prefix: str | None = prefix
 
     def row(self, number: int) -> dict[str, Any]:
-        return {"extra_args": {CAPTURE: f"{self._prefix}{number}"}}
+        return {"extra_args": {CAPTURE: f"{self.prefix}{number}"}}
 
     def watch(self, number: int) -> dict[str, Any]:
-        return {"extra_args": {WATCH: f"{self._prefix}{number}"}}
+        return {"extra_args": {WATCH: f"{self.prefix}{number}"}}
 
     def see(self, number: int, output: Any) -> None:
         pass
@@ -206,6 +209,7 @@ class FullLogprobs:
     """Rows from vLLM's own log-probabilities of the whole vocabulary."""
 
     def __init__(self) -> None:
+        self.prefix: str | None = None
         self._rows: dict[int, CapturedRow] = {}
         self._watched: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""What rows answer, on the vLLM engine, beside rows of transformers in float64."""
+"""What rows answer and texts score, on the vLLM engine, beside transformers in float64."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.support.vllm_engine import QUICK, need_vllm
 need_vllm()
 
 from tests.support.exact_answers import ExactRows, check_answers, two_adapters  # noqa: E402
+from tests.support.exact_scores import check_exact_scores  # noqa: E402
 
 pytestmark = [
     pytest.mark.engine,
@@ -26,5 +27,6 @@ def test_answers_are_those_of_transformers(tmp_path: Path, answers: int) -> None
     engine = load_engine("vllm", "tiny", **QUICK, enable_lora=True, max_loras=2, max_lora_rank=16)
     try:
         check_answers(engine, rows, adapters, answers)
+        check_exact_scores(engine, rows, adapters, answers)
     finally:
         engine.close()

@@ -96,13 +96,13 @@ def check_answers(
     references: list[ReducedReference[Any]] = [TopReference(), TokensReference(), DrawReference()]
     for reference in references:
         reference.bad = 0.0
-    texts = _texts(random, engine.info.vocab_size)
+    texts = nested_texts(random, engine.info.vocab_size)
     loaded: list[str] = []
     for start in range(0, len(references) * asks, _TOGETHER):
-        _disturb(engine, random, adapters, loaded, texts)
+        disturb(engine, random, adapters, loaded, texts)
         asked: list[Asked] = []
         for number in range(start, start + _TOGETHER):
-            prompt = _some(random, texts)
+            prompt = beginning_of(random, texts)
             by = [None, *loaded][int(random.integers(1 + len(loaded)))]
             want = references[number % len(references)].draw(random, (), None, truth)
             asked.append(Asked(number, prompt, by, want))
@@ -114,7 +114,7 @@ def check_answers(
             judge(Answered(each, adapter, outcome), row, WITHIN)
 
 
-def _texts(random: np.random.Generator, vocab: int) -> list[Prompt]:
+def nested_texts(random: np.random.Generator, vocab: int) -> list[Prompt]:
     """Some that share their beginnings, some that differ late."""
     found: list[Prompt] = []
     for _ in range(_TEXTS):
@@ -128,13 +128,13 @@ def _texts(random: np.random.Generator, vocab: int) -> list[Prompt]:
     return found
 
 
-def _some(random: np.random.Generator, texts: Sequence[Prompt]) -> Prompt:
+def beginning_of(random: np.random.Generator, texts: Sequence[Prompt]) -> Prompt:
     """A text, or the beginning of one."""
     text = texts[int(random.integers(len(texts)))]
     return text[: int(random.integers(1, len(text) + 1))] if random.random() < 0.7 else text
 
 
-def _disturb(
+def disturb(
     engine: Engine,
     random: np.random.Generator,
     adapters: Mapping[str, str],
@@ -147,9 +147,9 @@ def _disturb(
         engine.clear_cache()
     elif kind < 0.25:
         with suppress(PromptFailed):  # there is no room
-            engine.cache_prefix(np.array(_some(random, texts), np.uint32))
+            engine.cache_prefix(np.array(beginning_of(random, texts), np.uint32))
     elif kind < 0.4:
-        rows = [Asked(-n, _some(random, texts), None, Row()) for n in range(1, 6)]
+        rows = [Asked(-n, beginning_of(random, texts), None, Row()) for n in range(1, 6)]
         ask(engine, [each.request() for each in rows])
     elif kind < 0.6 and adapters:
         name = list(adapters)[int(random.integers(len(adapters)))]

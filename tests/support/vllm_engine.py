@@ -123,7 +123,9 @@ def assert_nothing_left(engine: Any) -> None:
     assert engine.in_flight() == 0
     assert len(core.requests) == len(engine._live)
     assert len(core.running) == 0
-    assert len(_store(engine)) == 0
+    capture = _capture(engine)
+    assert len(capture.rows) == 0
+    assert capture.scorer is None or len(capture.scorer) == 0
     engine.clear_cache()
     assert len(core.requests) == 0
     assert engine._live.reserved_tokens == 0
@@ -134,13 +136,13 @@ def assert_nothing_left(engine: Any) -> None:
     assert not runner.requests
 
 
-def _store(engine: Any) -> Any:
+def _capture(engine: Any) -> Any:
     from lmpool.backends.vllm import internals
 
     runner = engine._engine.model_executor.driver_worker.worker.model_runner
     capture = internals.find_capture(runner)
     assert capture is not None
-    return capture.rows
+    return capture
 
 
 class Watched:
