@@ -48,7 +48,7 @@ class OneConnectionPool(redis.ConnectionPool):
 
 
 class OneConnectionClient(redis.Redis):
-    """redis-py's client of such a pool. A connection that fails ends itself; nothing is retried."""
+    """redis-py's client of such a pool. Nothing is retried."""
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         """Send a command, read its reply. Raises redis-py's exceptions."""
@@ -57,5 +57,12 @@ class OneConnectionClient(redis.Redis):
         try:
             connection.send_command(*args)
             return self.parse_response(connection, args[0], **options)  # type: ignore[no-untyped-call]
+        except redis.exceptions.ResponseError:
+            raise  # which was the reply
+        except BaseException:
+            # The reply may come yet, and would be taken for the next command's: redis-py leaves
+            # this to its client where Sentinels name the server.
+            connection.disconnect()
+            raise
         finally:
             pool.release(connection)

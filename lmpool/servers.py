@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import redis.exceptions
 
@@ -157,7 +158,7 @@ class Servers:
         pool = self._server.connection_pool
         if isinstance(pool, PrimaryPool) and not pool.knows(primary):
             self._is_left = True
-            self.renew()
+            self._interrupt()
 
     def cut(self) -> None:
         """End reads that may be blocked on connections that will never answer, and connect no more.
@@ -165,10 +166,19 @@ class Servers:
         Whoever reads gets an error, of redis-py or of what it stumbles over.
         """
         self._is_cut = True
-        self.renew()
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        """End what another thread waits for. The sockets are closed by that thread alone: their
+        numbers may be others' at once, and a read about to begin would take what these are sent."""
+        pool: Any = self._server.connection_pool
+        for connection in [*pool._in_use_connections, *pool._available_connections]:
+            if (found := connection._sock) is not None:
+                with suppress(OSError):  # it is at its end already
+                    socket.socket.shutdown(found, socket.SHUT_RDWR)  # TLS's state is its thread's
 
     def renew(self) -> None:
-        """End every connection; the next command makes another."""
+        """End every connection; the next command makes another. For the thread whose these are."""
         self._server.connection_pool.disconnect()
 
     def close(self) -> None:

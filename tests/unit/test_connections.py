@@ -5,11 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+from urllib.parse import urlsplit
 
 import pytest
 import redis
+from redis.sentinel import Sentinel
 
 from lmpool.commands import Server
 from lmpool.replies import BoundedParser, ReplyTooLong
@@ -69,6 +71,53 @@ def test_what_nobody_asked_for_is_no_answer(talker: Talker, more: bytes) -> None
         assert server.get("key") == b"value"
     server.close()
     server.connection_pool.disconnect()
+
+
+class Late(FakeServer):
+    """Holds back its answer to the value "late" until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def _reply(self, answer: Any) -> bytes:
+        if answer == b"late":
+            assert self.go.wait(10)
+        return super()._reply(answer)
+
+
+def by_command(server: Server) -> None:
+    server.get("a")
+
+
+def by_pipeline(server: Server) -> None:
+    with server.pipeline(transaction=False) as pipeline:
+        pipeline.pttl("b")
+        cast(Any, pipeline).get("a")
+        pipeline.execute()
+
+
+@pytest.mark.parametrize("kind", ["plain", "by Sentinels"])
+@pytest.mark.parametrize("ask", [by_command, by_pipeline])
+def test_a_late_answer_is_not_taken_for_the_next_ones(
+    kind: str, ask: Callable[[Server], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was given up may be answered while the next command waits for its own answer."""
+    with Late() as late:
+        address = urlsplit(late.url)
+        named = (address.hostname, address.port)
+        monkeypatch.setattr(Sentinel, "discover_master", lambda self, name: named)
+        url = late.url if kind == "plain" else "redis+sentinel://127.0.0.1:1/main/0"
+        server = open_server(url, answers_within=0.2)
+        server.set("a", b"late")
+        server.set("b", b"in time")
+        with pytest.raises(redis.exceptions.TimeoutError):
+            ask(server)
+        # Let go once the next command is on its way, whichever connection it takes.
+        threading.Timer(0.05, late.go.set).start()
+        assert server.get("b") == b"in time"
+        server.close()
+        server.connection_pool.disconnect()
 
 
 @pytest.mark.server

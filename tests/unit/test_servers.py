@@ -111,6 +111,18 @@ def test_a_step_within_another_does_not_end_its_succession_of_nonsense(fake_url:
     servers.close()
 
 
+def test_another_thread_closes_no_socket(fake_url: str) -> None:
+    """Its number would be another connection's at once, whose answers a read would then take."""
+    servers = Servers.of_url(fake_url)
+    assert servers.pool.ping()
+    found = servers.pool.connection_pool.get_connection()._sock
+    servers.cut()
+    assert found.fileno() != -1
+    assert found.recv(1) == b""
+    servers.close()
+    assert found.fileno() == -1
+
+
 def test_a_read_that_is_blocked_ends_when_it_is_cut(fake_url: str) -> None:
     servers = Servers.of_url(fake_url, blocks_for=60.0)
     reading = threading.Event()
