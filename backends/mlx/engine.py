@@ -18,9 +18,11 @@ from lmpool.backends.grouping import forward_passes
 from lmpool.backends.mlx.adapters import Adapters
 from lmpool.backends.mlx.model import Forward, KeyValueStore, Prefixes, load_model, mx, on_gpu
 from lmpool.backends.mlx.prefixes import KeptPrefixes
+from lmpool.backends.mlx.texts import before, scored
 from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.options import check_positive
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
+from lmpool.wants import Score
 
 logger = logging.getLogger(__name__)
 
@@ -109,28 +111,57 @@ class MLXEngine(BatchEngine):
             default_cache_bytes() if cache_bytes is None else cache_bytes
         )
         """Whether prompts share a padded forward pass and kept prefixes."""
+        self.score_tokens = self._forward_tokens if self._try_head() else 0
 
     # --- rows ----------------------------------------------------------------------------------
 
     def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
         self._open()
         self._kept.begin()
-        alike: dict[str | None, dict[bytes, list[Request]]] = {}
-        for request in requests:
-            prompts = alike.setdefault(request.adapter, {})
-            prompts.setdefault(request.tokens.tobytes(), []).append(request)
         outcomes: list[Outcome] = []
-        for adapter, prompts in alike.items():
+        for adapter in dict.fromkeys(request.adapter for request in requests):
             self._lora.activate(adapter)
+            mine = [request for request in requests if request.adapter == adapter]
+            texts = [request for request in mine if isinstance(request.want, Score)]
+            prompts: dict[bytes, list[Request]] = {}
+            for request in mine:
+                if not isinstance(request.want, Score):
+                    prompts.setdefault(request.tokens.tobytes(), []).append(request)
             distinct = list(prompts.values())
             tokens = [same[0].tokens for same in distinct]
-            if self.keeps_prefixes:
-                shared = self._shared_prefixes(adapter, tokens)
-                for _ in self._run(adapter, shared):
-                    pass
+            contexts = [text.tokens[: before(text)] for text in texts if before(text)]
+            self._run_shared(adapter, [*tokens, *contexts])
             for index, row, logsumexp in self._run(adapter, tokens):
                 outcomes.extend(Outcome.of_row(r.id, row, logsumexp) for r in distinct[index])
+            outcomes.extend(self._score(adapter, texts))
         return outcomes
+
+    def continues(self, tokens: int) -> bool:
+        """Where a text's beginning can be kept, no piece computes it again."""
+        return self.keeps_prefixes and tokens <= self._kept.capacity
+
+    def _score(self, adapter: str | None, texts: Sequence[Request]) -> Iterator[Outcome]:
+        """The outcome of each text, in one pass over what is not kept before its first row."""
+        vocab_size = self.info.vocab_size
+        prompts = [text.tokens[:-1] for text in texts]
+        if not self.keeps_prefixes:
+            for group in self._groups([prompt.size for prompt in prompts], may_pad=False):
+                states = self._open().states_plainly([prompts[i] for i in group])
+                for i, own in zip(group, states, strict=True):
+                    yield scored(self._open(), texts[i], own[before(texts[i]) :], vocab_size)
+            return
+        for text in texts:
+            if before(text):
+                self._run_pieces(adapter, text.tokens[: before(text)])
+        kept = [
+            self._kept.find(adapter, prompt)[: before(text)]
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        for chosen in self._alike(prompts, kept):
+            states = self._states(adapter, [prompts[i] for i in chosen], [kept[i] for i in chosen])
+            for i, own in zip(chosen, states, strict=True):
+                wanted = own[before(texts[i]) - kept[i].size : prompts[i].size - kept[i].size]
+                yield scored(self._open(), texts[i], wanted, vocab_size)
 
     def _run(
         self, adapter: str | None, prompts: Sequence[Tokens]
@@ -144,19 +175,24 @@ class MLXEngine(BatchEngine):
         for prompt in prompts:
             self._run_pieces(adapter, prompt)
         kept = [self._kept.find(adapter, prompt)[: prompt.size - 1] for prompt in prompts]
-        # Prompts whose prefixes are of about one length share a forward pass: the shorter ones
-        # are padded.
+        for chosen in self._alike(prompts, kept):
+            computed = self._compute_group(
+                adapter, [prompts[i] for i in chosen], [kept[i] for i in chosen]
+            )
+            yield from zip(chosen, *self._rows(*computed), strict=True)
+
+    def _alike(self, prompts: Sequence[Tokens], kept: Sequence[Any]) -> Iterator[list[int]]:
+        """The indices of prompts that share a forward pass.
+
+        Their kept prefixes are of about one length: the shorter ones are padded.
+        """
         alike: dict[int, list[int]] = {}
         for index, slots in enumerate(kept):
             alike.setdefault(int(slots.size).bit_length(), []).append(index)
         for members in alike.values():
             sizes = [prompts[i].size - kept[i].size for i in members]
             for group in self._groups(sizes, may_pad=True):
-                chosen = [members[i] for i in group]
-                computed = self._compute_group(
-                    adapter, [prompts[i] for i in chosen], [kept[i] for i in chosen]
-                )
-                yield from zip(chosen, *self._rows(*computed), strict=True)
+                yield [members[i] for i in group]
 
     def _run_pieces(self, adapter: str | None, prompt: Tokens) -> None:
         """Compute and keep the beginning of a prompt that is too long for one forward pass."""
@@ -172,25 +208,38 @@ class MLXEngine(BatchEngine):
     def _compute_group(
         self, adapter: str | None, prompts: Sequence[Tokens], kept: Sequence[Any]
     ) -> tuple[Any, Any]:
-        """The logits after each prompt and their logsumexp; keep what is new of the prompts.
-
-        `kept` are the slots of each prompt's first tokens in the store. What overflows is not kept:
-        attention gives what it does not look at the weight 0, and 0 * NaN is NaN. A token that
-        overflows spoils those before it too, and in padding it would spoil other prompts.
-        """
-        lengths = [slots.size for slots in kept]
-        prefixes = None
-        if longest := max(lengths):
-            padded = np.zeros((len(kept), longest), np.int32)
-            for row, slots in zip(padded, kept, strict=True):
-                row[: slots.size] = slots
-            prefixes = Prefixes(mx.array(padded), lengths)
-        rests = [prompt[n:] for prompt, n in zip(prompts, lengths, strict=True)]
+        """The logits after each prompt and their logsumexp; keep what is new of the prompts."""
+        rests, prefixes = _after(prompts, kept)
         logits, layers = self._open()(rests, prefixes, self._store)
         logsumexp = _logsumexp(logits)
         # What is read of the store must be read before it is written.
         mx.eval(logits, logsumexp, [(layer.keys, layer.values) for layer in layers])
-        sound = np.isfinite(np.array(logsumexp))
+        self._keep(adapter, prompts, rests, layers, np.isfinite(np.array(logsumexp)))
+        return logits, logsumexp
+
+    def _states(self, adapter: str | None, prompts: Sequence[Tokens], kept: Sequence[Any]) -> Any:
+        """The states at each prompt's new tokens, padded; keep what is new of the prompts."""
+        rests, prefixes = _after(prompts, kept)
+        states, layers = self._open().states(rests, prefixes, self._store)
+        sound = mx.isfinite(states).all(axis=(1, 2))
+        mx.eval(states, sound, [(layer.keys, layer.values) for layer in layers])
+        self._keep(adapter, prompts, rests, layers, np.array(sound))
+        return states
+
+    def _keep(
+        self,
+        adapter: str | None,
+        prompts: Sequence[Tokens],
+        rests: Sequence[Tokens],
+        layers: Sequence[Any],
+        sound: npt.NDArray[np.bool_],
+    ) -> None:
+        """Keep what `layers` computed of the rests of prompts that are sound.
+
+        What overflows is not kept: attention gives what it does not look at the weight 0, and 0 *
+        NaN is NaN. A token that overflows spoils those before it too, and in padding it would spoil
+        other prompts.
+        """
         try:
             slots, rows, columns = [np.empty(0, np.int64)], [], []
             for row, (prompt, rest) in enumerate(zip(prompts, rests, strict=True)):
@@ -211,7 +260,12 @@ class MLXEngine(BatchEngine):
         except BaseException:
             self._kept.clear()  # it may promise what the store does not hold
             raise
-        return logits, logsumexp
+
+    def _run_shared(self, adapter: str | None, prompts: Sequence[Tokens]) -> None:
+        """Compute and keep what several of the prompts begin with."""
+        if self.keeps_prefixes:
+            for _ in self._run(adapter, self._shared_prefixes(adapter, prompts)):
+                pass
 
     def _shared_prefixes(self, adapter: str | None, prompts: Sequence[Tokens]) -> list[Tokens]:
         """What several of the prompts begin with and is not kept yet."""
@@ -286,6 +340,23 @@ class MLXEngine(BatchEngine):
             self._store, self._kept = None, KeptPrefixes(0)
         return not problem
 
+    def _try_head(self) -> bool:
+        """Try whether the head alone gives the rows of a text's tokens."""
+        forward = self._open()
+        ids = np.arange(min(12, self.info.max_prompt_tokens), dtype=np.uint32)
+        prompt = ids % self.info.vocab_size
+        try:
+            found = forward.head(forward.states_plainly([prompt])[0])
+            right = mx.stack([forward.plainly([prompt[: n + 1]])[0] for n in range(prompt.size)])
+            worst = float(mx.abs(found - right).max())
+            tolerance = _TOLERANCE.get(self.info.dtype, _TOLERANCE_HALF_PRECISION)
+            problem = "" if worst <= tolerance else f"its logits differ by {worst:.2g}"
+        except Exception as error:  # a model with a head of its own kind
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            logger.warning("texts are scored by a row for each token, which is slower: %s", problem)
+        return not problem
+
     def cache_prefix(self, tokens: Tokens) -> None:
         """Compute and keep a prefix. Raises `PromptFailed` for one that is no prompt."""
         self._open()
@@ -343,6 +414,18 @@ class MLXEngine(BatchEngine):
 
 def _logsumexp(logits: Any) -> Any:
     return mx.logsumexp(logits.astype(mx.float32), axis=-1)
+
+
+def _after(prompts: Sequence[Tokens], kept: Sequence[Any]) -> tuple[list[Tokens], Prefixes | None]:
+    """What is to be computed of each prompt, after the slots of its first tokens in the store."""
+    lengths = [slots.size for slots in kept]
+    prefixes = None
+    if longest := max(lengths):
+        padded = np.zeros((len(kept), longest), np.int32)
+        for row, slots in zip(padded, kept, strict=True):
+            row[: slots.size] = slots
+        prefixes = Prefixes(mx.array(padded), lengths)
+    return [prompt[n:] for prompt, n in zip(prompts, lengths, strict=True)], prefixes
 
 
 def _common_prefix(prompts: Sequence[Tokens]) -> Tokens:

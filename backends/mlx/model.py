@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,12 +185,13 @@ class Forward:
     """Runs a model of mlx-lm for the logits after each of several prompts.
 
     The new tokens are padded on the right, where a causal model never looks from a prompt's own
-    tokens. The head sees one position of each prompt.
+    tokens. The head sees one position of each prompt, or what a text's tokens are scored by.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self._last: Any = None
+        self._head_input: Callable[[Any], Any] | None = None
+        """What the head is applied to instead of the states [prompts, positions, hidden]."""
         for name, module in model.named_modules():
             if name.rpartition(".")[2] == "lm_head":
                 self._narrow(module, "__call__")
@@ -217,23 +218,69 @@ class Forward:
         caches = mlx_cache.make_prompt_cache(self.model)
         return all(type(cache) is mlx_cache.KVCache for cache in caches)
 
+    def states(
+        self,
+        prompts: Sequence[Tokens],
+        prefixes: Prefixes | None,
+        store: KeyValueStore | None,
+    ) -> tuple[Any, list[_LayerCache]]:
+        """What the head would be applied to at each new token [prompts, positions, hidden].
+
+        Also the layers' new keys and values. Raises `ValueError` where the head was not found.
+        """
+        batch = _Batch(prefixes, store)
+        layers = [_LayerCache(number, batch) for number in range(len(self.model.layers))]
+        return self._states(prompts, layers), layers
+
+    def states_plainly(self, prompts: Sequence[Tokens]) -> Any:
+        """The same states for prompts of one length, by the model's own kind of cache."""
+        return self._states(prompts, mlx_cache.make_prompt_cache(self.model))
+
+    def head(self, states: Any) -> Any:
+        """The logits [rows, vocab] of states [rows, hidden]."""
+        # All that the model does after its head belongs to it. What stands before it is never
+        # evaluated, as nothing comes of it.
+        cache = mlx_cache.make_prompt_cache(self.model)
+        return self._run([np.zeros(1, np.uint32)], cache, lambda _: states[None])[0]
+
+    def _states(self, prompts: Sequence[Tokens], cache: Sequence[Any]) -> Any:
+        seen: list[Any] = []
+
+        def see(states: Any) -> Any:
+            seen.append(states)
+            return states[:, -1:]
+
+        self._run(prompts, cache, see)
+        if len(seen) != 1 or seen[0].ndim != 3:
+            raise ValueError(f"the model applies {len(seen)} heads")
+        return seen[0]
+
     def _logits(self, prompts: Sequence[Tokens], cache: Sequence[Any]) -> Any:
-        padded = np.zeros((len(prompts), max(p.size for p in prompts)), dtype=np.int32)
-        for row, prompt in zip(padded, prompts, strict=True):
-            row[: prompt.size] = prompt
-            row[prompt.size :] = prompt[-1]  # another token might overflow where these do not
         last = mx.array([prompt.size - 1 for prompt in prompts])
-        self._last = last
-        try:
-            logits = self.model(mx.array(padded), cache=cache)
-        finally:
-            self._last = None
+
+        def narrow(states: Any) -> Any:
+            return _at(states, last) if states.ndim == 3 and states.shape[1] > 1 else states
+
+        logits = self._run(prompts, cache, narrow)
         if logits.shape[1] != 1:
             logits = _at(logits, last)
         return logits[:, 0]
 
+    def _run(
+        self, prompts: Sequence[Tokens], cache: Sequence[Any], head_input: Callable[[Any], Any]
+    ) -> Any:
+        padded = np.zeros((len(prompts), max(p.size for p in prompts)), dtype=np.int32)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: prompt.size] = prompt
+            row[prompt.size :] = prompt[-1]  # another token might overflow where these do not
+        self._head_input = head_input
+        try:
+            return self.model(mx.array(padded), cache=cache)
+        finally:
+            self._head_input = None
+
     def _narrow(self, module: Any, method: str) -> None:
-        """Have the method see the last position of each prompt alone.
+        """Have the method see what it is to be applied to alone.
 
         An own class for this one module keeps its parameters and its kind as they are.
         """
@@ -241,8 +288,8 @@ class Forward:
         compute = getattr(kind, method)
 
         def narrow(own: Any, states: Any) -> Any:
-            if self._last is not None and states.ndim == 3 and states.shape[1] > 1:
-                states = _at(states, self._last)
+            if self._head_input is not None:
+                states = self._head_input(states)
             return compute(own, states)
 
         module.__class__ = type(kind.__name__, (kind,), {method: narrow})

@@ -20,6 +20,7 @@ class KeptPrefixes:
     """
 
     def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self._trie = TokenTrie(capacity)
         self._leases: list[Lease] = []
 

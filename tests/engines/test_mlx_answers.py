@@ -1,4 +1,4 @@
-"""What rows answer, on the MLX engine, beside rows of transformers in float64."""
+"""What rows answer and texts score, on the MLX engine, beside transformers in float64."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lmpool.backends import load_engine
 pytest.importorskip("mlx_lm")
 
 from tests.support.exact_answers import ExactRows, check_answers, two_adapters
+from tests.support.exact_scores import check_exact_scores
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3_600)]
 
@@ -21,5 +22,6 @@ def test_answers_are_those_of_transformers(tmp_path: Path, answers: int) -> None
     engine = load_engine("mlx", "tiny")
     try:
         check_answers(engine, rows, adapters, answers)
+        check_exact_scores(engine, rows, adapters, answers)
     finally:
         engine.close()

@@ -1,4 +1,4 @@
-"""What rows answer, on the SGLang engine, beside rows of transformers in float64."""
+"""What rows answer and texts score, on the SGLang engine, beside transformers in float64."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.support.sglang_engine import WARNINGS
 pytest.importorskip("sglang")
 
 from tests.support.exact_answers import ExactRows, check_answers, two_adapters
+from tests.support.exact_scores import check_exact_scores
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3_600), *WARNINGS]
 
@@ -22,5 +23,6 @@ def test_answers_are_those_of_transformers(tmp_path: Path, answers: int) -> None
     engine = load_engine("sglang", "tiny", max_loras=4)
     try:
         check_answers(engine, rows, adapters, answers)
+        check_exact_scores(engine, rows, adapters, answers)
     finally:
         engine.close()
