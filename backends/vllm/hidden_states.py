@@ -8,31 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The positions of a request that one step computes.
-
-    Their hidden states are rows `offset` to `offset + count - 1` of the step's; the first of them
-    is position `first` of the prompt.
-    """
-
-    offset: int
-    first: int
-    count: int
-
+from lmpool.backends.text_scores import Head, Span
 
 Places = Sequence[int]
 """Positions of the V1 runner's batch, or slots of the V2 runner's requests."""
 Spans = Callable[[Places], dict[int, Span]]
 """The spans of those that are in this step."""
-Head = Callable[[torch.Tensor], torch.Tensor | None]
-"""Logits [rows, vocab] of hidden states; None on ranks that only help to compute them."""
 See = Callable[[torch.Tensor, Spans, Head], None]
 """Looks at the hidden states [tokens, hidden] of a step, after it has sampled."""
 
