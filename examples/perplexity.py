@@ -12,36 +12,19 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import lmpool
-from lmpool.wants import Score, TextScores
-
-
-def windows(tokens: Sequence[int], window: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Parts of a text, and from which of their tokens on each is to be scored."""
-    end, scored = 0, 1
-    while scored < len(tokens):
-        end = min(len(tokens), max(end + stride, window))
-        begin = max(0, end - window)
-        yield tokens[begin:end], scored - begin
-        scored = end
+from lmpool.long_texts import score_long_text
 
 
 def perplexity(
-    lm: lmpool.SyncPooledLM[object], tokens: Sequence[int], window: int, stride: int
+    lm: lmpool.SyncPooledLM[object], tokens: Sequence[int], window: int | None, stride: int | None
 ) -> float:
     """The exponential of the mean negative log-probability of all tokens but the first."""
-    if len(tokens) < 2:
-        raise SystemExit("a text of at least two tokens is needed")
-    total, count = 0.0, 0
-    asks = ((part, Score(start=start)) for part, start in windows(tokens, window, stride))
-    for _, scores in lm.ask_iter(asks, in_flight=64):
-        assert isinstance(scores, TextScores)
-        total += scores.total
-        count += scores.logprobs.size
-    return math.exp(-total / count)
+    scores = score_long_text(lm, tokens, window=window, stride=stride)
+    return math.exp(-scores.total / scores.logprobs.size)
 
 
 def main() -> None:
@@ -55,12 +38,9 @@ def main() -> None:
     given = parser.parse_args()
     lm = lmpool.connect(given.url, given.pool) if given.url else lmpool.embedded("tiny", "hf")
     with lm:
-        longest = lm.info.max_prompt_tokens + 1
-        window = longest if given.window is None else min(given.window, longest)
-        stride = max(1, window // 2) if given.stride is None else min(given.stride, window - 1)
         for file in given.files:
             tokens = lm.encode(file.read_text("utf-8", "replace"))
-            found = perplexity(lm.sync, tokens, window, stride)
+            found = perplexity(lm.sync, tokens, given.window, given.stride)
             print(f"{found:10.2f}  {len(tokens):8,} tokens  {file.name}")
 
 

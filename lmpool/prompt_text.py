@@ -70,7 +70,7 @@ def _encoder(lm: PooledLM[object], vocabulary: Vocabulary, quick: bool) -> Encod
 
         fast = Tokenizer.from_buffer(tokenizer)
         return lambda text: [*fast.encode(text).ids]
-    return lambda text: [*lm.tokenizer.encode(text)]
+    return lm.encode
 
 
 def decode(tokens: Sequence[bytes], ids: Sequence[int]) -> str:

@@ -16,6 +16,7 @@ from lmpool.cli.dead import dead
 from lmpool.cli.demo import demo
 from lmpool.cli.doctor import doctor
 from lmpool.cli.pool import logprobs, ping, stats
+from lmpool.cli.score import score
 from lmpool.cli.terminal import FAILED, INTERRUPTED, print_error
 from lmpool.cli.worker import worker
 from lmpool.errors import LmpoolError
@@ -65,6 +66,6 @@ def _options(
     """Full-vocabulary next-token log-probabilities from a pool of language-model workers."""
 
 
-for command in (demo, worker, logprobs, ping, stats, doctor, bench):
+for command in (demo, worker, logprobs, score, ping, stats, doctor, bench):
     app.command()(command)
 app.add_typer(dead, name="dead")

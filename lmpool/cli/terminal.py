@@ -28,8 +28,12 @@ def tables() -> Console:
 
 def escape(text: str) -> str:
     """Text of others as it is shown: neither markup nor control characters mean anything in it."""
-    plain = "".join(c if c.isprintable() or c in "\n\t" else _named(c) for c in text)
-    return markup.escape(plain)
+    return markup.escape(printable(text))
+
+
+def printable(text: str) -> str:
+    """The same where nothing is markup."""
+    return "".join(c if c.isprintable() or c in "\n\t" else _named(c) for c in text)
 
 
 def _named(character: str) -> str:

@@ -83,21 +83,6 @@ def test_choices_are_judged_by_the_rows_before_their_tokens(
         assert answer.by_byte == pytest.approx(exact / (len(text) - 2), abs=1e-4)
 
 
-SIZES = [(2, 5, 2), (5, 5, 1), (50, 7, 3), (9, 2, 1)]
-
-
-@pytest.mark.parametrize(("length", "window", "stride"), SIZES)
-def test_windows_score_each_token_once_behind_as_many_as_they_can(
-    length: int, window: int, stride: int
-) -> None:
-    scored: list[int] = []
-    for part, start in imported("perplexity").windows(range(length), window, stride):
-        assert len(part) <= window
-        assert start >= min(part[start], window - stride)
-        scored += part[start:]
-    assert scored == list(range(1, length))
-
-
 def test_a_perplexity_is_that_of_the_rows(server_url: str, pool_name: str) -> None:
     tokens = [n * 7 % 250 for n in range(40)]
     with in_process_worker(server_url, pool_name), connected(server_url, pool_name) as lm:

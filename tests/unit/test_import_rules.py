@@ -22,7 +22,14 @@ FOLDERS = {
 }
 DOORS = {"cli", "gateway", "testing", "integrations"}
 
-ON_THE_CLIENT = {"benchmark", "dead_letters", "engine_check", "inspection", "prompt_text"}
+ON_THE_CLIENT = {
+    "benchmark",
+    "dead_letters",
+    "engine_check",
+    "inspection",
+    "long_texts",
+    "prompt_text",
+}
 """Modules of lmpool's own folder that are functions of a client, for users and commands alike."""
 
 MAY_IMPORT = {
