@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 import numpy as np
 
 from lmpool.backends.engine import EngineInfo, Request
-from lmpool.wants import Generate, Row
+from lmpool.wants import Row
 
 
 def are_plain(requests: Sequence[Request], info: EngineInfo) -> bool:
@@ -38,6 +38,4 @@ def reason_to_refuse(request: Request, info: EngineInfo, adapters: Container[str
         return f"token id {int(tokens.max())}: below {info.vocab_size} expected"
     if request.adapter is not None and request.adapter not in adapters:
         return f"no adapter named {request.adapter!r} is loaded"
-    if isinstance(want, Generate) and not 0.0 <= want.temperature < np.inf:
-        return f"temperature={want.temperature!r}: a finite number, 0 or more, expected"
     return want.misfit(info.vocab_size) or want.misfit_prompt(tokens.size)

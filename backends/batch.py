@@ -14,7 +14,7 @@ from lmpool.backends.engine import Engine, Outcome, Request
 from lmpool.backends.sampling import Continuation, Sampler
 from lmpool.backends.scoring import Scorings
 from lmpool.errors import EngineBroken, PromptFailed
-from lmpool.wants import Generate, Generation, OfRow, Row, Score
+from lmpool.wants import Generate, OfRow, Row, Score
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ class BatchEngine(Engine):
 
 
 def _generated(continuation: Continuation) -> Outcome:
-    return Outcome(continuation.id, answer=Generation(continuation.drawn))
+    return Outcome(continuation.id, answer=continuation.answer())
 
 
 def is_out_of_memory(error: Exception) -> bool:

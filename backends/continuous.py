@@ -8,15 +8,13 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Generic, TypeVar
 
-import numpy as np
-
 from lmpool.backends.admission import reason_to_refuse
 from lmpool.backends.answers import answered
 from lmpool.backends.engine import Engine, Outcome, Request, Tokens
-from lmpool.backends.sampling import Sampler
+from lmpool.backends.sampling import Continuation, Sampler
 from lmpool.backends.scoring import Scorings
 from lmpool.errors import AdapterError, PromptFailed
-from lmpool.wants import Generate, Generation, OfRow, Score
+from lmpool.wants import Generate, OfRow, Score
 
 Adapter = TypeVar("Adapter", bound=Hashable)
 """What an engine knows a loaded adapter by: a value that is used for one loading only."""
@@ -26,13 +24,13 @@ Adapter = TypeVar("Adapter", bound=Hashable)
 class Admitted(Generic[Adapter]):
     """A request that was accepted.
 
-    `adapter` is the one that its name stood for then; `sampler` draws a continuation. With `alone`
-    it is to be run without company.
+    `adapter` is the one that its name stood for then; `continuation` is what a `Generate` draws.
+    With `alone` it is to be run without company.
     """
 
     request: Request
     adapter: Adapter | None
-    sampler: Sampler | None
+    continuation: Continuation | None
     alone: bool = False
 
 
@@ -130,12 +128,12 @@ class ContinuousEngine(Engine, Generic[Adapter]):
             if reason is not None:
                 self._outcomes.append(Outcome(request.id, error=PromptFailed(reason)))
                 continue
-            sampler = None
+            continuation = None
             if isinstance(request.want, Generate):
                 sampler = Sampler.of(request.want, request.tokens.size, self.info)
-                if sampler.max_tokens == 0:
-                    nothing = Generation(np.empty(0, np.uint32))
-                    self._outcomes.append(Outcome(request.id, answer=nothing))
+                continuation = Continuation(request, sampler)
+                if continuation.finished:
+                    self._outcomes.append(Outcome(request.id, answer=continuation.answer()))
                     continue
             if isinstance(request.want, OfRow):
                 self._reduced[request.id] = request
@@ -144,7 +142,7 @@ class ContinuousEngine(Engine, Generic[Adapter]):
                 self._scorings.begin(request, request.want)
                 self._scoring_adapters[request.id] = adapter
                 continue
-            self.waiting.append(Admitted(request, adapter, sampler))
+            self.waiting.append(Admitted(request, adapter, continuation))
         self._feed()
 
     def step(self) -> Sequence[Outcome]:
@@ -182,7 +180,9 @@ class ContinuousEngine(Engine, Generic[Adapter]):
 
     def retry_alone(self, admitted: Admitted[Adapter]) -> None:
         """Run a request again that has `ended`, in no company and with no state kept before it."""
-        self.waiting.appendleft(replace(admitted, alone=True))
+        begun = admitted.continuation
+        anew = None if begun is None else begun.anew()
+        self.waiting.appendleft(replace(admitted, continuation=anew, alone=True))
         self._clearing = True
 
     def _feed(self) -> None:

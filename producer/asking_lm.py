@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
-from functools import partial
-from typing import Generic, Literal, TypeAlias, TypeVar, cast, overload
+from collections.abc import AsyncIterator, Sequence
+from typing import Generic, Literal, TypeVar, cast, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from lmpool.checks import is_text
-from lmpool.errors import LmpoolError, PoolMismatch, PromptError, UnknownAdapter
+from lmpool.errors import LmpoolError, PromptError, UnknownAdapter
 from lmpool.keys import Priority
 from lmpool.model_info import ModelInfo
-from lmpool.producer.adapters import check_lora_name
+from lmpool.producer.answering_lm import (
+    AdapterOf,
+    AnsweringLM,
+    AnswerTo,
+    Logprobs,
+    adapter_of,
+)
 from lmpool.producer.asks import Ask, Asks, all_asks, check_want, each_ask
-from lmpool.producer.base_lm import BaseLM
 from lmpool.producer.call_options import CallOptions, Errors
-from lmpool.producer.caller import Caller
-from lmpool.producer.client import Client
-from lmpool.producer.frameworks import Framework, RowT_co, framework
+from lmpool.producer.frameworks import RowT_co
 from lmpool.producer.jobs import JobMaker
-from lmpool.producer.served_model import ServedModel, ServedModels
 from lmpool.producer.window import Window
-from lmpool.rows import EncodedRow
-from lmpool.settings import ClientOptions
 from lmpool.token_ids import TokenIds
 from lmpool.wants import (
     Answer,
@@ -37,6 +35,7 @@ from lmpool.wants import (
     Reduced,
     Row,
     Score,
+    StopSequences,
     TextScores,
     Tokens,
     TokenSet,
@@ -46,28 +45,11 @@ from lmpool.wants import (
 )
 from lmpool.wire import Job
 
-Logprobs: TypeAlias = npt.NDArray[np.float32]
-Found: TypeAlias = "Answer | LmpoolError"
-AnswerTo: TypeAlias = "RowT_co | TopLogprobs | Logprobs | TextScores | Draws | Generation"
-"""What a want is answered with, as a caller gets it: a row follows the client's `framework`."""
-
-AdapterOf = Callable[[str | None], str | None]
-"""A name as ``name@fingerprint``, which is looked up. Raises `UnknownAdapter`."""
-MakeJobs = Callable[[JobMaker, AdapterOf], list[Job]]
-"""Makes the jobs of a call, for a model and its adapters."""
-
-
 AnswerT = TypeVar("AnswerT", bound=Reduced)
 
 
-class AskingLM(BaseLM, Generic[RowT_co]):
+class AskingLM(AnsweringLM[RowT_co], Generic[RowT_co]):
     """A model that a pool serves, asked for any want: see `lmpool.wants`."""
-
-    def __init__(self, options: ClientOptions, client: Client, models: ServedModels) -> None:
-        super().__init__(options, client, models)
-        self._framework: Framework[RowT_co] = framework(options.framework)
-        self._caller = Caller(client)
-        self._row = Row(None if options.encoding == "auto" else options.encoding)
 
     # --- any want ------------------------------------------------------------------------------
 
@@ -203,7 +185,7 @@ class AskingLM(BaseLM, Generic[RowT_co]):
         async def job(ask: Ask, options: CallOptions) -> tuple[ModelInfo, Job]:
             model = await self._served((ask.lora_name,), options)
             want = self._checked(model.jobs, ask.want)
-            return model.info, model.jobs.one(ask.token_ids, want, _adapter(model, ask.lora_name))
+            return model.info, model.jobs.one(ask.token_ids, want, adapter_of(model, ask.lora_name))
 
         return Window(
             self._client, each_ask(asks), in_flight, ordered, options, job, alone, self._handed_out
@@ -352,100 +334,56 @@ class AskingLM(BaseLM, Generic[RowT_co]):
         _, found = await self._several(token_ids_list, want, lora_name, options)
         return cast(list[Draws], found)
 
-    # --- how -----------------------------------------------------------------------------------
-
-    def _options(
+    async def generate(
         self,
-        timeout: float | None,
-        priority: Priority | None,
-        progress: bool = False,
-        errors: Errors = "raise",
-    ) -> CallOptions:
-        return CallOptions.checked(self.options, timeout, priority, progress, errors)
+        token_ids: TokenIds,
+        max_tokens: int = 20,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        stop: StopSequences = (),
+        logprobs: bool = False,
+        top_logprobs: int = 0,
+        lora_name: str | None = None,
+        *,
+        timeout: float | None = None,
+        priority: Priority | None = None,
+    ) -> Generation:
+        """A continuation, drawn on the worker; see `lmpool.wants.Generate`, and `Generation`.
 
-    def _checked(self, jobs: JobMaker, want: Want) -> Want:
-        """A want with the model's defaults; a row's way to travel is this client's."""
-        return jobs.check(self._row if type(want) is Row and want.encoding is None else want)
-
-    def _handed_out(self, answer: Answer) -> AnswerTo[RowT_co]:
-        return self._framework.one(answer) if isinstance(answer, EncodedRow) else answer
-
-    def _given(self, found: Found, number: int) -> AnswerTo[RowT_co] | LmpoolError:
-        return found.of(number) if isinstance(found, LmpoolError) else self._handed_out(found)
-
-    async def _one(
-        self, prompt: TokenIds, want: Want, lora_name: str | None, options: CallOptions
-    ) -> Answer:
-        _, (answer,) = await self._answers(
-            lambda jobs, adapter: [jobs.one(prompt, self._checked(jobs, want), adapter(lora_name))],
-            (lora_name,),
-            options,
-        )
-        if isinstance(answer, LmpoolError):
-            raise answer
-        return answer
-
-    async def _several(
-        self,
-        prompts: Sequence[TokenIds],
-        want: Want,
-        lora_name: str | None,
-        options: CallOptions,
-    ) -> tuple[ModelInfo, list[Answer]]:
-        info, found = await self._answers(
-            lambda jobs, adapter: jobs.many(prompts, self._checked(jobs, want), adapter(lora_name)),
-            (lora_name,),
-            options,
-        )
-        return info, cast(list[Answer], found)
-
-    async def _served(self, names: Iterable[str | None], options: CallOptions) -> ServedModel:
-        """The model that is served, which knows the adapters of these names, if there are such."""
-        info = self._client.info or await self._load_info(options.deadline)
-        model = self._models.of(info)
-        for name in names:
-            if name is not None and not model.adapters.knows(check_lora_name(name)):
-                model.adapters.keep(await self._run(self._read_adapters, options.deadline))
-                break
-        return model
-
-    async def _answers(
-        self, make: MakeJobs, names: Collection[str | None], options: CallOptions
-    ) -> tuple[ModelInfo, list[Found]]:
-        """The answers to what `make` makes, and the model whose they are.
-
-        Asked anew of a pool that was replaced, if the client follows, and once of an adapter that
-        was replaced: all answers of a call are of one model and one adapter of a name.
+        Raises what `ask` raises.
         """
-        asked_again = False
-        while True:
-            model = await self._served(names, options)
-            info = model.info
-            found: list[Found] = []
-            jobs = make(model.jobs, partial(_adapter, model))
-            if not jobs:
-                return info, found
-            row = self._row.checked(info)
-            self._client.reduce_rows(jobs, partial(model.jobs.row_digest, row))
-            answer = self._client.lookup(jobs[0]) if len(jobs) == 1 else None
-            if answer is not None:
-                return info, [answer]
-            try:
-                found = await self._caller.answers(info, jobs, options)
-                for each in found if options.keeps_errors else ():
-                    if isinstance(each, (PoolMismatch, UnknownAdapter)):
-                        raise each
-                return info, found
-            except (PoolMismatch, UnknownAdapter) as error:
-                adapter = isinstance(error, UnknownAdapter)
-                if asked_again if adapter else self._client.info is info:
-                    if not found:
-                        raise
-                    return info, found
-                if adapter:
-                    asked_again = True
-                    model.adapters.forget()
+        likely = (top_p, top_k, min_p)
+        told = (stop, logprobs, top_logprobs)
+        want = Generate(max_tokens, eos_token_ids, temperature, seed, *likely, *told)
+        return await self.ask(token_ids, want, lora_name, timeout=timeout, priority=priority)
 
-
-def _adapter(model: ServedModel, name: str | None) -> str | None:
-    return None if name is None else model.adapters.reference(check_lora_name(name))
+    async def batch_generate(
+        self,
+        token_ids_list: Sequence[TokenIds],
+        max_tokens: int = 20,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        stop: StopSequences = (),
+        logprobs: bool = False,
+        top_logprobs: int = 0,
+        lora_name: str | None = None,
+        *,
+        timeout: float | None = None,
+        priority: Priority | None = None,
+        progress: bool = False,
+    ) -> list[Generation]:
+        """`generate` after several prompts, in their order; that of prompt i by `seed` + i."""
+        likely = (top_p, top_k, min_p)
+        told = (stop, logprobs, top_logprobs)
+        want = Generate(max_tokens, eos_token_ids, temperature, seed, *likely, *told)
+        options = self._options(timeout, priority, progress)
+        _, found = await self._several(token_ids_list, want, lora_name, options)
+        return cast(list[Generation], found)

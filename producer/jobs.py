@@ -35,8 +35,18 @@ class JobMaker:
         mine = want if want.repeats else want.each(1)[0]
         return Job(mine, self._digester.digest(mine, tokens, adapter), tokens, adapter)
 
-    def many(self, prompts: Sequence[TokenIds], want: Want, adapter: str | None) -> list[Job]:
-        """One job for each prompt. An error names the prompt by its place."""
+    def many(
+        self,
+        prompts: Sequence[TokenIds],
+        want: Want,
+        adapter: str | None,
+        *,
+        one_seed: bool = False,
+    ) -> list[Job]:
+        """One job for each prompt, each with a seed of its own unless a given one is for all.
+
+        An error names the prompt by its place.
+        """
         packed = []
         for number, prompt in enumerate(several(prompts)):
             try:
@@ -51,6 +61,8 @@ class JobMaker:
             ]
         digest_of = self._digester.digest
         wants: Sequence[Want] = want.each(len(packed))
+        if one_seed:
+            wants = [want.each(1)[0] for _ in packed]
         return [
             Job(mine, digest_of(mine, tokens, adapter), tokens, adapter)
             for mine, tokens in zip(wants, packed, strict=True)

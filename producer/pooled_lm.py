@@ -23,7 +23,8 @@ from typing import (
 from lmpool.checks import as_integer, quoted
 from lmpool.errors import LmpoolError, PromptError, SettingsError
 from lmpool.keys import Priority
-from lmpool.producer.asking_lm import AdapterOf, AnswerT, AnswerTo
+from lmpool.producer.answering_lm import AdapterOf, AnswerTo
+from lmpool.producer.asking_lm import AnswerT
 from lmpool.producer.asks import Asks
 from lmpool.producer.base_lm import AT_ONCE, BaseLM
 from lmpool.producer.blocking import blocking, outcome, pause, run_blocking, running_loop
@@ -173,7 +174,7 @@ class PooledLM(StatesLM[RowT_co]):
 
         `temperature` 0 is greedy. A `seed` repeats: the same prompt and seed give the same ids.
         An EOS id outside the vocabulary ends nothing, and `max_tokens` 0 asks for nothing.
-        Raises what `next_token_logprobs` raises.
+        `generate` tells more, and why it ended. Raises what `next_token_logprobs` raises.
         """
         want = Generate(max_tokens, eos_token_ids, temperature, seed)
         options = self._options(timeout, priority)
@@ -208,14 +209,14 @@ class PooledLM(StatesLM[RowT_co]):
         asked: list[Job] = []
 
         def make(jobs: JobMaker, adapter: AdapterOf) -> list[Job]:
-            asked[:] = jobs.many(prompts, jobs.check(want), adapter(lora_name))
+            asked[:] = jobs.many(prompts, jobs.check(want), adapter(lora_name), one_seed=True)
             # For no tokens there is nothing to be asked.
             return asked if as_integer(want.max_tokens) else []
 
         _, found = await self._answers(make, (lora_name,), options)
         if not found:
             return [[] for _ in asked]
-        return [generation.token_ids.tolist() for generation in cast(list[Generation], found)]
+        return [generation.text_ids.tolist() for generation in cast(list[Generation], found)]
 
     def ask_again(self, job: Job, *, timeout: float | None = None) -> Answer:
         """The answer to a job that was made before, as of one among the dead; blocking."""
@@ -381,6 +382,8 @@ class SyncPooledLM(BaseLM, Generic[RowT_co]):
     draw = _of_sync(PooledLM[RowT_co].draw)
     batch_draw = _of_sync(PooledLM[RowT_co].batch_draw)
     logprobs_at = _of_sync(PooledLM[RowT_co].logprobs_at)
+    generate = _of_sync(PooledLM[RowT_co].generate)
+    batch_generate = _of_sync(PooledLM[RowT_co].batch_generate)
     next_token_logprobs = _of_sync(PooledLM[RowT_co].next_token_logprobs)
     batch_next_token_logprobs = _of_sync(PooledLM[RowT_co].batch_next_token_logprobs)
     sample = _of_sync(PooledLM[RowT_co].sample)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmpool.backends.contract.breaches import expect
-from lmpool.backends.contract.continuations import TEMPERATURES, random_seed
+from lmpool.backends.contract.generating import TEMPERATURES, random_seed
 from lmpool.backends.contract.operations import Asked, Prompt
 from lmpool.backends.contract.prompts import Random
 from lmpool.backends.contract.reduced import (

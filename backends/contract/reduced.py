@@ -91,16 +91,7 @@ class TopReference(ReducedReference[Top]):
     def check(self, asked: Asked, answer: Any, row: Probabilities, within: Within) -> None:
         assert isinstance(answer, TopLogprobs)
         assert isinstance(asked.want, Top)
-        ids = checked_ids(answer.token_ids, asked.want.k, row.size, asked)
-        logprobs = checked_numbers(answer.logprobs, ids.size, asked)
-        check_values(logprobs, row[ids], within.values, SAME, asked)
-        check_likeliest(ids, row, within.order, asked)
-        _check_ties(ids, logprobs, row, asked)
-        expect(type(answer.rest) is np.float32, "rest is a float32", type(answer.rest), asked)
-        others = row.copy()
-        others[ids] = -np.inf
-        rest = np.float64(log_sum(others))
-        check_values(np.atleast_1d(answer.rest), np.atleast_1d(rest), within.values, _REST, asked)
+        check_top(answer, asked.want.k, row, within, asked)
 
 
 class TokensReference(ReducedReference[Tokens]):
@@ -182,6 +173,22 @@ def check_values(
     if not kept.all():
         place = int(np.argmin(kept))
         expect(False, promise, f"{found[place]} for {right[place]} at {place} of", asked)
+
+
+def check_top(
+    answer: TopLogprobs, k: int, row: Probabilities, within: Within, asked: Asked
+) -> None:
+    """See to it that these are the `k` likeliest tokens of a row, in order, and what they leave."""
+    ids = checked_ids(answer.token_ids, k, row.size, asked)
+    logprobs = checked_numbers(answer.logprobs, ids.size, asked)
+    check_values(logprobs, row[ids], within.values, SAME, asked)
+    check_likeliest(ids, row, within.order, asked)
+    _check_ties(ids, logprobs, row, asked)
+    expect(type(answer.rest) is np.float32, "rest is a float32", type(answer.rest), asked)
+    others = row.copy()
+    others[ids] = -np.inf
+    rest = np.float64(log_sum(others))
+    check_values(np.atleast_1d(answer.rest), np.atleast_1d(rest), within.values, _REST, asked)
 
 
 def check_likeliest(ids: TokenArray, row: Probabilities, slack: float, asked: Asked) -> None:

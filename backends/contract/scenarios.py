@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from lmpool.backends.contract.continuations import seed_that_draws
+from lmpool.backends.contract.generating import seed_that_draws
 from lmpool.backends.contract.operations import Cancel, Prompt, Submit
 from lmpool.backends.contract.prompts import (
     LONGEST,

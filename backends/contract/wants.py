@@ -11,8 +11,9 @@ from typing import Any, assert_never
 import numpy as np
 
 from lmpool.backends.contract.breaches import expect
-from lmpool.backends.contract.continuations import ContinuationJudge, draw_generate
+from lmpool.backends.contract.continuations import ContinuationJudge
 from lmpool.backends.contract.drawn import DrawReference
+from lmpool.backends.contract.generating import draw_generate, refuses
 from lmpool.backends.contract.operations import Prompt
 from lmpool.backends.contract.prompts import Random
 from lmpool.backends.contract.reduced import TokensReference, TopReference
@@ -68,7 +69,7 @@ class RowReference(WantReference[Row]):
 
 
 class GenerateReference(WantReference[Generate]):
-    """Continuations: drawn from the model's rows, by seed, up to an end token."""
+    """Continuations: drawn from the model's rows, by seed, up to their end."""
 
     def __init__(self) -> None:
         self._judge = ContinuationJudge()
@@ -84,7 +85,7 @@ class GenerateReference(WantReference[Generate]):
         )
 
     def refuses(self, want: Generate, info: EngineInfo) -> bool:
-        return not 0.0 <= want.temperature < np.inf
+        return refuses(want, info.vocab_size)
 
 
 class References:

@@ -18,7 +18,7 @@ from lmpool.backends.options import check_dtype, check_types
 from lmpool.backends.sglang.adapters import AdapterReader
 from lmpool.backends.sglang.scheduler import SGLangScheduler, Step
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
-from lmpool.wants import Generate, Generation, OfRow, Row, Score
+from lmpool.wants import Generate, OfRow, Row, Score
 
 LORA_TARGETS: Final = (
     "q_proj",
@@ -132,8 +132,8 @@ class SGLangEngine(ContinuousEngine[str]):
             case Row() | OfRow():
                 draws = 0
             case Generate():
-                assert admitted.sampler is not None
-                draws = admitted.sampler.max_tokens
+                assert admitted.continuation is not None
+                draws = admitted.continuation.sampler.max_tokens
             case Score():
                 raise AssertionError("the rows of a text join, and never the text")
             case _:
@@ -143,11 +143,10 @@ class SGLangEngine(ContinuousEngine[str]):
     def advance(self) -> list[Outcome]:
         done = self._open().step()
         outcomes = self._rows(done)
-        for name, tokens in done.drawn.items():
+        for name in done.drawn:
             ended = self.ended(name)
-            if ended is not None:
-                drawn = Generation(np.array(tokens, np.uint32))
-                outcomes.append(Outcome(ended.request.id, answer=drawn))
+            if ended is not None and ended.continuation is not None:
+                outcomes.append(Outcome(ended.request.id, answer=ended.continuation.answer()))
         for name, reason in done.failed.items():
             ended = self.ended(name)
             if ended is not None:
@@ -177,13 +176,12 @@ class SGLangEngine(ContinuousEngine[str]):
                 outcomes.append(Outcome.of_row(ended.request.id, row, scale))
         return outcomes
 
-    def _draw(
-        self, name: str, drawn: Sequence[int], logprobs: npt.NDArray[np.float32]
-    ) -> tuple[int, bool]:
+    def _draw(self, name: str, logprobs: npt.NDArray[np.float32]) -> tuple[int, bool]:
+        """The next token of a continuation, and whether it is the last."""
         running = self.running.get(name)
-        if running is None or running.sampler is None:
+        if running is None or running.continuation is None:
             return 0, True  # cancelled
-        return running.sampler.draw(logprobs, len(drawn))
+        return running.continuation.take(logprobs), running.continuation.finished
 
     # --- kept state and adapters ---------------------------------------------------------------
 

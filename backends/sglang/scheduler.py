@@ -58,10 +58,10 @@ _OWN: Final = frozenset(
 
 _COUNTS: Final = ("max_running_requests", "max_total_tokens", "max_prefill_tokens", "page_size")
 
-Draw = Callable[[str, Sequence[int], npt.NDArray[np.float32]], tuple[int, bool]]
-"""Draws the next token, and tells whether it ends the continuation and is no part of it: of the
-request's id, the tokens drawn before, and the log-probabilities float32 [vocab]. Raises
-`ValueError` where there is none to draw, which fails the request."""
+Draw = Callable[[str, npt.NDArray[np.float32]], tuple[int, bool]]
+"""Draws the next token, and tells whether it is the continuation's last: of the request's id and
+the log-probabilities float32 [vocab]. Raises `ValueError` where there is none to draw, which fails
+the request."""
 
 
 @dataclass(slots=True)
@@ -69,14 +69,14 @@ class Step:
     """What one step finished.
 
     `rows` are ids of requests for a row, `logits` [rows, vocab] those after their prompts, and
-    `logsumexp` [rows] theirs in float32; `drawn` the tokens of continuations by id; `failed` the
-    reasons why requests ended otherwise.
+    `logsumexp` [rows] theirs in float32; `drawn` are ids of continuations; `failed` the reasons why
+    requests ended otherwise.
     """
 
     rows: list[str] = field(default_factory=list)
     logits: torch.Tensor | None = None
     logsumexp: torch.Tensor | None = None
-    drawn: dict[str, list[int]] = field(default_factory=dict)
+    drawn: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
 
@@ -286,8 +286,7 @@ class SGLangScheduler:
                     finished.rows.append(request.rid)
                     places.append(place)
                 else:
-                    ended = isinstance(reason, self._ends.FINISH_MATCHED_TOKEN)
-                    finished.drawn[request.rid] = list(request.output_ids)[: -1 if ended else None]
+                    finished.drawn.append(request.rid)
             if places:
                 # Copies: the next batch may write where this one did.
                 chosen = torch.tensor(places, device=logits.device)
@@ -318,7 +317,7 @@ class SGLangScheduler:
         for place, row in zip(places, logprobs, strict=True):
             request = self._batch[place]
             try:
-                token, ends = self._draw(request.rid, request.output_ids, row)
+                token, ends = self._draw(request.rid, row)
             except ValueError as error:  # a row with NaN has no token to draw
                 request.to_finish = self._ends.FINISH_ABORT(str(error))
                 continue

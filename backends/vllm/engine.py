@@ -7,18 +7,16 @@ extends it costs a decode step (`live`).
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
 from typing import Any, Final, assert_never
 
 import numpy as np
-from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
@@ -29,20 +27,19 @@ from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.tensor_files import ModelTensors
 from lmpool.backends.vllm import internals
 from lmpool.backends.vllm.adapters import check_adapter, write_plain
+from lmpool.backends.vllm.continuations import drawing_params, go_on, token_params
 from lmpool.backends.vllm.live import LivePrompt, LivePrompts
 from lmpool.backends.vllm.options import NUMERIC, engine_arguments
 from lmpool.backends.vllm.rows import CapturedRow, FullLogprobs, RowSource, row_source
 from lmpool.backends.vllm.texts import ScoredTexts, is_unsound, outcome_of
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
-from lmpool.wants import Generate, Generation, OfRow, Row, Score
+from lmpool.wants import Generate, OfRow, Row, Score
 
 WAIT_SECONDS: Final = 0.02
 """How long a step waits for an engine in another process before new requests may join."""
 
 STARVED_SECONDS: Final = 2.0
 """How long nothing may come out of vLLM before live prompts give up what they hold."""
-
-MAX_SEED: Final = (1 << 63) - 1
 
 MAX_TEMPERATURE: Final = 2.0
 """vLLM refuses more, and its engine would end with such a request."""
@@ -54,7 +51,6 @@ class _Inside:
 
     number: int
     live: LivePrompt | None
-    drawn: list[int] = field(default_factory=list)
 
 
 class VLLMEngine(ContinuousEngine[LoRARequest]):
@@ -215,23 +211,18 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         return self._texts.possible and not (adapter and adapter.lora_name in self._texts.unfit)
 
     def begin(self, admitted: Admitted[LoRARequest]) -> str:
-        request, sampler = admitted.request, admitted.sampler
+        request = admitted.request
         new, live = request.tokens, None
         self._numbers += 1
         match request.want:
             case Row() | OfRow():
-                params = _params(1, 0.0, **self._rows.row(self._numbers))
+                params = token_params(1, 0.0, **self._rows.row(self._numbers))
                 live, new = self._live_prompt(admitted)
             case Generate():
-                assert sampler is not None
-                vocab_size = self.info.vocab_size
-                params = _params(
-                    sampler.max_tokens,
-                    sampler.temperature,
-                    seed=_spread(sampler.seed),
-                    stop_token_ids=[i for i in sampler.eos_token_ids if 0 <= i < vocab_size],
-                    **self._rows.watch(self._numbers),
-                )
+                assert admitted.continuation is not None
+                sampler = admitted.continuation.sampler
+                watched = self._rows.watch(self._numbers)
+                params = drawing_params(sampler, self.info.vocab_size, watched)
             case Score():
                 params = _params(1, 0.0, **self._texts.params(self._numbers, request))
                 new = request.tokens[:-1]
@@ -277,15 +268,25 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
             # idle costs little, and a prompt that waits for room without end much.
             self._live.shrink(0)
         finished: list[tuple[str, str]] = []
+        stopped: list[str] = []
         for output in outputs:
-            inside = self._inside.get(output.request_id)
+            name = output.request_id
+            inside = self._inside.get(name)
             if inside is None:
                 continue
-            inside.drawn.extend(output.new_token_ids)
             self._rows.see(inside.number, output)
+            continuation = self.running[name].continuation
+            if continuation is not None:
+                go_on(continuation, output)
             if output.finish_reason is not None:
-                finished.append((output.request_id, str(output.finish_reason)))
+                finished.append((name, str(output.finish_reason)))
+            elif continuation is not None and continuation.finished:
+                finished.append((name, "stop"))
+                stopped.append(name)
         outcomes = self._finish(finished) if finished else []
+        if stopped:
+            with internals.fatal(self._core):
+                self._core.abort_requests(stopped)
         self._end_live()
         return outcomes
 
@@ -315,7 +316,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
             elif isinstance(admitted.request.want, Score):
                 outcomes.append(outcome_of(admitted.request, text))
             else:
-                outcomes.append(_outcome(admitted, inside, row))
+                outcomes.append(_outcome(admitted, row))
         return outcomes
 
     def abort(self, names: Sequence[str]) -> None:
@@ -412,38 +413,20 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         internals.shut_down(engine)
 
 
-def _spread(seed: int) -> int:
-    """A seed for vLLM, each bit of all of `seed`: torch on a CPU takes the lower 32 alone."""
-    packed = (seed & MAX_SEED).to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") & MAX_SEED
-
-
-def _params(max_tokens: int, temperature: float, **options: Any) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        ignore_eos=True,
-        detokenize=False,
-        skip_clone=True,
-        **options,
-    )
-
-
 def _is_unsound(row: CapturedRow | None) -> bool:
     return row is not None and not np.isfinite(row[1])
 
 
-def _outcome(admitted: Admitted[LoRARequest], inside: _Inside, row: CapturedRow | None) -> Outcome:
+def _outcome(admitted: Admitted[LoRARequest], row: CapturedRow | None) -> Outcome:
     """What became of a request that vLLM brought to its end."""
-    request_id, sampler = admitted.request.id, admitted.sampler
+    request_id, continuation = admitted.request.id, admitted.continuation
     if row is not None and _is_unsound(row):
         reason = f"the model's logits are not finite in this dtype ({row[1]})"
         return Outcome(request_id, error=PromptFailed(reason))
-    if sampler is not None:
-        drawn = inside.drawn
-        if drawn and drawn[-1] in sampler.eos_token_ids:
-            drawn = drawn[:-1]
-        return Outcome(request_id, answer=Generation(np.array(drawn, np.uint32)))
+    if continuation is not None:
+        if not continuation.finished:
+            return Outcome(request_id, error=PromptFailed("vLLM ended this continuation early"))
+        return Outcome(request_id, answer=continuation.answer())
     if row is None:
         return Outcome(request_id, error=PromptFailed("vLLM gave no row for this prompt"))
     values, scale = row

@@ -201,20 +201,31 @@ def call_workers(core: Any, method: str, *arguments: Any) -> Sequence[Any]:
     return replies
 
 
-def full_logprobs(output: Any) -> Any:
-    """The row of log-probabilities in an output asked for with ``logprobs=-1``.
+def full_logprobs(output: Any, place: int = -1) -> Any:
+    """The row before a new token, the last one, in an output asked for with ``logprobs=-1``.
 
     Relies on `LogprobsLists`, the arrays that `FlatLogprobs` are made of: either the whole row in
     order, or (V2 runner) the row with the token id of each entry.
     """
     import numpy as np
 
-    logprobs, ids = output.new_logprobs.logprobs[-1], output.new_logprobs.logprob_token_ids
+    logprobs, ids = output.new_logprobs.logprobs[place], output.new_logprobs.logprob_token_ids
     if ids.size == 0:
         return np.ascontiguousarray(logprobs, dtype=np.float32)
-    row = np.full(int(ids[-1].max()) + 1, -np.inf, dtype=np.float32)
-    row[ids[-1]] = logprobs
+    row = np.full(int(ids[place].max()) + 1, -np.inf, dtype=np.float32)
+    row[ids[place]] = logprobs
     return row
+
+
+def drawn_logprob(output: Any, place: int, token: int) -> float:
+    """The model's log-probability of a new token, in an output asked for with ``logprobs``.
+
+    Relies on `LogprobsLists`: the tokens drawn stand in the first column, or (``logprobs=-1``) each
+    in its own.
+    """
+    found = output.new_logprobs
+    whole = found.logprob_token_ids.size == 0
+    return float(found.logprobs[place][token if whole else 0])
 
 
 def kv_tokens(engine: Any) -> int:

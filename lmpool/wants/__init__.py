@@ -13,6 +13,7 @@ from lmpool.wants.answers import (
     Answer,
     Computed,
     Draws,
+    FinishReason,
     Generation,
     Reduced,
     TextScores,
@@ -21,7 +22,8 @@ from lmpool.wants.answers import (
 from lmpool.wants.choice import Choice, TokenSet
 from lmpool.wants.digests import DIGEST_BYTES, Digest, Digester
 from lmpool.wants.draw import Draw
-from lmpool.wants.generate import MAX_EOS_IDS, MAX_SEED, Generate
+from lmpool.wants.drawing import MAX_SEED
+from lmpool.wants.generate import MAX_EOS_IDS, Generate, StopSequences
 from lmpool.wants.of_row import OfRow
 from lmpool.wants.position_ids import AskedIds, PositionIds
 from lmpool.wants.row import Row
@@ -43,6 +45,7 @@ __all__ = [
     "Digester",
     "Draw",
     "Draws",
+    "FinishReason",
     "Generate",
     "Generation",
     "OfRow",
@@ -50,6 +53,7 @@ __all__ = [
     "Reduced",
     "Row",
     "Score",
+    "StopSequences",
     "TextScores",
     "TokenSet",
     "Tokens",

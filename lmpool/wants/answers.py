@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,22 +20,21 @@ class _OfArrays:
     __slots__ = ()
 
     def arrays(self) -> list[npt.NDArray[Any]]:
-        """All that it has."""
-        held = (getattr(self, part.name) for part in fields(self))  # type: ignore[arg-type]
-        return [value for value in held if isinstance(value, np.ndarray)]
+        """All that it has, those of an answer in it too."""
+        found: list[npt.NDArray[Any]] = []
+        for part in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, part.name)
+            if isinstance(value, np.ndarray):
+                found.append(value)
+            elif isinstance(value, _OfArrays):
+                found += value.arrays()
+        return found
 
     @property
     def nbytes(self) -> int:
         """Bytes of its numbers."""
         held = (getattr(self, part.name) for part in fields(self))  # type: ignore[arg-type]
         return sum(getattr(value, "nbytes", 0) for value in held)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Generation(_OfArrays):
-    """A continuation drawn on the worker: `token_ids`, uint32 [n], without the EOS token."""
-
-    token_ids: npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +100,34 @@ class Draws(_OfArrays):
     logprobs: Logprobs
     proposal_logprobs: Logprobs
     log_mass: np.float32
+
+
+FinishReason: TypeAlias = Literal["eos", "stop", "length", "context"]
+"""Why a continuation ended: at an EOS token, at a stop sequence, after as many tokens as were asked
+for, or where the model takes no more."""
+FINISH_REASONS: Final[tuple[FinishReason, ...]] = ("eos", "stop", "length", "context")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generation(_OfArrays):
+    """A continuation drawn on the worker.
+
+    `token_ids` int32 [n]: all that was drawn, its ending included, of which the last `ending` are
+    the EOS token or the stop sequence that `finish_reason` speaks of (0 of any other). Where asked
+    for, `logprobs` float32 [n], the model's log-probability of each, at temperature 1 and with
+    nothing left out, and `top_logprobs`, the likeliest tokens of each step: [n, k], [n, k], [n].
+    """
+
+    token_ids: TokenArray
+    ending: int
+    finish_reason: FinishReason
+    logprobs: Logprobs | None = None
+    top_logprobs: TopLogprobs | None = None
+
+    @property
+    def text_ids(self) -> TokenArray:
+        """What it says: `token_ids` without the ending."""
+        return self.token_ids[: self.token_ids.size - self.ending]
 
 
 def freeze(answer: Reduced) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final, Self
 
 import numpy as np
 
-from lmpool.checks import as_integer, as_number, quoted
+from lmpool.checks import as_integer, quoted
 from lmpool.errors import JobFormatError, PromptError, PromptFailed
 from lmpool.model_info import ModelInfo
 from lmpool.uniforms import uniforms
@@ -18,7 +17,7 @@ from lmpool.wants import packing
 from lmpool.wants.answers import Draws, Logprobs, TokenArray
 from lmpool.wants.choice import Choice, TokenSet
 from lmpool.wants.distribution import Distribution, Weights
-from lmpool.wants.generate import MAX_SEED
+from lmpool.wants.drawing import checked_seed, checked_temperature, seeds_of
 from lmpool.wants.of_row import OfRow
 from lmpool.wants.top import likeliest
 
@@ -54,24 +53,17 @@ class Draw(OfRow[Draws]):
 
     def checked(self, info: ModelInfo) -> Draw:
         """With every default but the seed resolved for a model. Raises `PromptError`."""
-        n, seed = as_integer(self.n), None if self.seed is None else as_integer(self.seed)
+        n = as_integer(self.n)
         if n is None or not 1 <= n <= MAX_DRAWS:
             raise PromptError(f"n={quoted(self.n)}: write an integer from 1 to {MAX_DRAWS}")
-        if seed is None and self.seed is not None:
-            raise PromptError(f"seed={quoted(self.seed)}: write an integer, or None")
-        temperature = as_number(self.temperature)
-        if temperature is None or not 0 <= temperature < math.inf:
-            raise PromptError(
-                f"temperature={quoted(self.temperature)}: write a number of 0 (greedy) or more"
-            )
+        seed, temperature = checked_seed(self.seed), checked_temperature(self.temperature)
         if type(self.replacement) is not bool:
             raise PromptError(f"replacement={quoted(self.replacement)}: write True or False")
         choice = self._choice(info.vocab_size)
         most = info.vocab_size if choice is None else int(choice.members(info.vocab_size).sum())
         if n > most and not self.replacement:
             raise PromptError(f"n={n} without replacement: {most} tokens may be drawn")
-        seed = None if seed is None else seed & MAX_SEED
-        return Draw(n, seed, packing.plain_zero(temperature), self.replacement, choice)
+        return Draw(n, seed, temperature, self.replacement, choice)
 
     def _choice(self, size: int) -> Choice | None:
         if self.allowed is None and self.excluded is None:
@@ -89,9 +81,7 @@ class Draw(OfRow[Draws]):
 
     def each(self, count: int) -> Sequence[Self]:
         """This want for `count` prompts: by a seed and those that follow, or by fresh ones."""
-        if self.seed is None:
-            return [replace(self, seed=secrets.randbits(63)) for _ in range(count)]
-        return [replace(self, seed=(self.seed + i) & MAX_SEED) for i in range(count)]
+        return [replace(self, seed=seed) for seed in seeds_of(self.seed, count)]
 
     def stored_bytes(self, info: ModelInfo) -> int:
         """What a checked one's answer takes, about."""

@@ -37,10 +37,10 @@ def rows_of(
 
 
 def drawn(outcome: Outcome) -> list[int]:
-    """The token ids of a continuation."""
+    """The token ids of a continuation, its ending included."""
     assert outcome.error is None, outcome.error
     assert isinstance(outcome.answer, Generation)
-    assert outcome.answer.token_ids.dtype == np.uint32
+    assert outcome.answer.token_ids.dtype == np.int32
     return outcome.answer.token_ids.tolist()
 
 

@@ -7,13 +7,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, assert_never
 
-import numpy as np
-
 from lmpool.backends import ContinuousEngine, Outcome
 from lmpool.backends.continuous import Admitted
 from lmpool.backends.mock import MockEngine, mock_row
 from lmpool.errors import EngineBroken
-from lmpool.wants import Generate, Generation, OfRow, Row, Score
+from lmpool.wants import Generate, OfRow, Row, Score
 
 
 class FedEngine(ContinuousEngine[str]):
@@ -28,7 +26,8 @@ class FedEngine(ContinuousEngine[str]):
         self._most = most
         self._steps = steps
         self._numbers = itertools.count()
-        self._drawn: dict[str, list[int]] = {}
+        self._steps_of: dict[str, int] = {}
+        """How many each that is to have a row has run."""
         self._closed = False
 
     def begin(self, admitted: Admitted[str]) -> str:
@@ -36,7 +35,7 @@ class FedEngine(ContinuousEngine[str]):
             raise EngineBroken("the engine was closed")
         assert admitted.adapter is None or admitted.adapter in self.loaded
         name = f"request {next(self._numbers)}"
-        self._drawn[name] = []
+        self._steps_of[name] = 0
         return name
 
     def next_to_join(self) -> Sequence[Admitted[str]]:
@@ -47,37 +46,35 @@ class FedEngine(ContinuousEngine[str]):
         return [o for name in list(self.running) if (o := self._advance(name)) is not None]
 
     def _advance(self, name: str) -> Outcome | None:
-        admitted, drawn = self.running[name], self._drawn[name]
-        request = admitted.request
+        admitted = self.running[name]
+        request, continuation = admitted.request, admitted.continuation
         adapter = None if admitted.adapter is None else admitted.adapter.rpartition("#")[0]
-        row = mock_row([*request.tokens, *drawn], self.info.vocab_size, adapter)
         match request.want:
             case Row() | OfRow():
-                drawn.append(0)
-                if len(drawn) < self._steps:
+                self._steps_of[name] += 1
+                if self._steps_of[name] < self._steps:
                     return None
                 row = mock_row(request.tokens, self.info.vocab_size, adapter)
                 outcome = Outcome(request.id, row=row)
             case Generate():
-                assert admitted.sampler is not None
-                token, ends = admitted.sampler.draw(row, len(drawn))
-                if not ends:
-                    drawn.append(token)
-                    if len(drawn) < admitted.sampler.max_tokens:
-                        return None
-                outcome = Outcome(request.id, answer=Generation(np.array(drawn, np.uint32)))
+                assert continuation is not None
+                tokens = continuation.next_request().tokens
+                continuation.take(mock_row(tokens, self.info.vocab_size, adapter))
+                if not continuation.finished:
+                    return None
+                outcome = Outcome(request.id, answer=continuation.answer())
             case Score():
                 raise AssertionError("the rows that it needs join, and not a score")
             case _:
                 assert_never(request.want)
         self.ended(name)
-        del self._drawn[name]
+        del self._steps_of[name]
         return outcome
 
     def abort(self, names: Sequence[str]) -> None:
         self.stopped.extend(names)
         for name in names:
-            del self._drawn[name]
+            del self._steps_of[name]
 
     def drop_state(self) -> None:
         assert not self.running

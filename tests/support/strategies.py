@@ -33,10 +33,16 @@ TEMPERATURES = st.floats(0, 100).map(lambda value: value + 0.0)  # 0.0 has one f
 ROWS: st.SearchStrategy[Row] = st.builds(Row, st.sampled_from(["f32", "bf16", "f16"]))
 GENERATES: st.SearchStrategy[Generate] = st.builds(
     Generate,
-    max_tokens=st.integers(1, 10_000),
+    max_tokens=st.integers(0, 10_000),
     eos_token_ids=st.lists(UINT32, max_size=MAX_EOS_IDS).map(tuple),
     temperature=TEMPERATURES,
     seed=INT64,
+    top_p=st.floats(0, 1, exclude_min=True),
+    top_k=st.integers(0, 2**31 - 1),
+    min_p=st.floats(0, 1).map(lambda value: value + 0.0),
+    stop=st.lists(st.lists(IDS, min_size=1, max_size=5).map(tuple), max_size=4).map(tuple),
+    logprobs=st.booleans(),
+    top_logprobs=st.integers(0, 400),
 )
 TOPS: st.SearchStrategy[Top] = st.builds(Top, st.integers(1, VOCABULARY))
 TOKENS: st.SearchStrategy[Tokens] = st.lists(IDS, min_size=1, max_size=20).map(

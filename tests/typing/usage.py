@@ -18,6 +18,7 @@ from lmpool.producer.tokens import ByteToken
 from lmpool.wants import (
     Draw,
     Draws,
+    FinishReason,
     Generate,
     Generation,
     Row,
@@ -59,6 +60,9 @@ async def less_than_rows(lm: PooledLM[NumpyRows]) -> None:
     assert_type(await lm.batch_draw([PROMPT], n=2), list[Draws])
     assert_type(await lm.logprobs_at(PROMPT, [1, 3]), npt.NDArray[np.float32])
     assert_type(lm.sync.logprobs_at(PROMPT, range(1, 4)), npt.NDArray[np.float32])
+    assert_type((await lm.generate(PROMPT, 5, stop=[[2]])).text_ids, npt.NDArray[np.int32])
+    assert_type(lm.sync.batch_generate([PROMPT], top_p=0.9, logprobs=True), list[Generation])
+    assert_type(lm.sync.generate(PROMPT).finish_reason, FinishReason)
     for found in lm.sync.ask_many([(PROMPT, Top(2)), lmpool.Ask(PROMPT, lora_name="fr")]):
         if isinstance(found, TopLogprobs):
             assert_type(found.token_ids, npt.NDArray[np.int32])

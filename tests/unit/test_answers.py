@@ -165,7 +165,7 @@ def test_a_result_that_is_gone_is_asked_for_again_but_not_for_ever(
         b"garbage",
         pack_logprobs(np.zeros(VOCAB - 1, np.float32)),
         Generate(1, (), 1.0, 1).encode(
-            Outcome(b"", answer=Generation(np.zeros(2, np.uint32))), VOCAB
+            Outcome(b"", answer=Generation(np.zeros(2, np.int32), 0, "length")), VOCAB
         ),
     ],
     ids=["empty", "garbage", "of another size", "of another want"],
@@ -238,7 +238,7 @@ def test_only_what_is_worth_it_is_kept_in_the_cache(
     want = Generate(3, (), 1.0, 7)
     (job,) = jobs_of([[1, 2]], want)
     call = ask(session, [job])
-    computed = Outcome(b"", answer=Generation(np.array([4, 5], np.uint32)))
+    computed = Outcome(b"", answer=Generation(np.array([4, 5], np.int32), 0, "length"))
     server.set(shard_of_job(session, job).result(job.digest), want.encode(computed, VOCAB))
     fetch(reader, session, [job])
     (answer,) = call.answers

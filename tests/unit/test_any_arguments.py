@@ -41,7 +41,7 @@ from lmpool.producer.embedded import embedded_lm
 from lmpool.scripts import script
 from lmpool.settings import ClientOptions, WorkerOptions
 from lmpool.vocabulary import Vocabulary
-from lmpool.wants import Draw, Row, Top
+from lmpool.wants import Draw, Generate, Row, Top
 from tests.support.fake import FakeServer
 from tests.support.parts import VOCAB, info_of, jobs_of
 from tests.support.waiting import until
@@ -166,6 +166,7 @@ ANYTHING = st.recursive(
 PROMPT = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4)
 NAMES = st.sampled_from(["one", "two", ""])
 QUESTIONS = st.builds(Top, st.integers(1, VOCAB)) | st.just(Row()) | st.just(Draw(2, seed=1))
+QUESTIONS |= st.just(Generate(2, stop=[[1]]))
 TYPED: dict[str, st.SearchStrategy[Any]] = {
     "Want": QUESTIONS,
     "Want | OfRow[AnswerT]": QUESTIONS,
@@ -176,6 +177,8 @@ TYPED: dict[str, st.SearchStrategy[Any]] = {
     "TokenIds": PROMPT | PROMPT.map(np.array) | PROMPT.map(torch.tensor),
     "Sequence[TokenIds]": st.lists(PROMPT, max_size=3),
     "Sequence[int]": PROMPT,
+    "Sequence[int] | None": st.none() | PROMPT,
+    "StopSequences": st.lists(PROMPT | PROMPT.map(np.array), max_size=3),
     "Sequence[int | str] | str | None": PROMPT | NAMES | st.none(),
     "Sequence[str] | None": st.lists(NAMES),
     "Mapping[str, object] | None": st.dictionaries(NAMES, SIMPLE, max_size=2),

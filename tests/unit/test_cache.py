@@ -64,7 +64,7 @@ def test_clear() -> None:
 
 def test_answers_of_every_kind_are_kept_by_their_bytes() -> None:
     cache = AnswerCache(1 << 20)
-    answer = Generation(np.arange(10, dtype=np.uint32))
+    answer = Generation(np.arange(10, dtype=np.int32), 0, "length")
     cache.put(D["a"], answer)
     assert cache.get(D["a"]) is answer
     assert cache.size == cost(10)

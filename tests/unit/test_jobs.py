@@ -44,7 +44,9 @@ def generate(
     job = MAKER.one(prompt, want, adapter)
     # Many at once are asked as each alone, but for the seeds that nobody gave.
     if seed is not None:
-        assert MAKER.many([prompt, prompt], want, adapter) == [job, job]
+        assert MAKER.many([prompt, prompt], want, adapter, one_seed=True) == [job, job]
+        first, second = MAKER.many([prompt, prompt], want, adapter)
+        assert (first, second.want) == (job, MAKER.check(replace(want, seed=seed + 1)))
     return job
 
 

@@ -135,9 +135,9 @@ def follow(prompt: Sequence[int], want: Generate, longest: int = 4096) -> list[i
             break
         row = mock_row(tokens, 256)
         token = sample_token(row, want.temperature, want.seed, step)
+        tokens.append(token)
         if token in want.eos_token_ids:
             break
-        tokens.append(token)
     return tokens[len(prompt) :]
 
 

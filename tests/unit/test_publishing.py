@@ -23,6 +23,7 @@ from lmpool.worker.batching import Delivery
 from lmpool.worker.publishing import Done, Finished, Publisher, encode
 from lmpool.worker.result_store import ResultStore
 from lmpool.worker.status import WorkerStatus
+from tests.support.parts import info_of
 from tests.support.protocol import Caller, Consumer, entries_of, new_job, shard_of_pool
 from tests.support.server import RealServer
 from tests.support.waiting import until
@@ -104,10 +105,10 @@ def test_a_float32_row_cannot_be_stored_as_bfloat16() -> None:
 def test_sampled_tokens_are_stored() -> None:
     for ids in ([3, 1, 2], []):
         job = generating(new_job(1))
-        outcome = Outcome(b"", answer=Generation(np.array(ids, np.uint32)))
+        outcome = Outcome(b"", answer=Generation(np.array(ids, np.int32), 0, "length"))
         done = encode(delivery(job), outcome, VOCAB)
         assert done.value is not None
-        assert job.want.decode(done.value, None).token_ids.tolist() == ids  # type: ignore
+        assert job.want.decode(done.value, info_of(vocab_size=VOCAB)).token_ids.tolist() == ids  # type: ignore
 
 
 def nan_row(*places: int) -> npt.NDArray[np.float32]:
@@ -359,7 +360,7 @@ def test_batches_are_written_in_their_order_and_only_two_may_wait(
     [
         Outcome(b"", np.zeros((2, 2))),  # type: ignore[arg-type]
         Outcome(b"", np.zeros(VOCAB - 1, np.float32)),
-        Outcome(b"", answer=Generation("text")),  # type: ignore[arg-type]
+        Outcome(b"", answer=Generation("text", 0, "length")),  # type: ignore[arg-type]
     ],
 )
 def test_an_outcome_that_is_none_fails_alone(

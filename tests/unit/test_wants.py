@@ -8,13 +8,18 @@ from typing import Any, Literal, get_args
 
 import msgpack
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmpool.backends.engine import Outcome
-from lmpool.errors import AnswerFormatError, JobFormatError, PromptFailed, RowFormatError
+from lmpool.errors import (
+    AnswerFormatError,
+    JobFormatError,
+    PromptError,
+    PromptFailed,
+    RowFormatError,
+)
 from lmpool.model_info import ModelInfo
 from lmpool.rows import EncodedRow, pack_logprobs
 from lmpool.wants import (
@@ -26,10 +31,12 @@ from lmpool.wants import (
     Row,
     Tokens,
     Top,
+    TopLogprobs,
     Want,
     want_from_wire,
     want_to_wire,
 )
+from lmpool.wants.answers import FINISH_REASONS
 from tests.support.strategies import (
     ADAPTERS,
     ANYTHING,
@@ -62,6 +69,38 @@ def generate(**changed: Any) -> Generate:
     return replace(Generate(3, (0,), 1.0, 1), **changed)
 
 
+GENERATE_FIELDS: dict[str, Any] = {
+    "max_tokens": 3,
+    "eos": [0],
+    "temperature": 1.0,
+    "seed": 1,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "stop": [],
+    "logprobs": False,
+    "top_logprobs": 0,
+}
+BAD_FIELDS: dict[str, list[Any]] = {
+    "max_tokens": [True, 3.0, None, -1, 2**31],
+    "eos": [[1.0], [True], [[0]], [0] * 257, None, {}],
+    "temperature": ["hot", True, None, -1.0, math.nan, math.inf],
+    "seed": [1.0, True, None],
+    "top_p": ["most", True, None, 0.0, -0.5, 1.5, math.nan],
+    "top_k": [1.0, True, None, -1, 2**31],
+    "min_p": ["some", None, -0.5, 1.5, math.nan],
+    "stop": [None, {}, [1], [[]], [[1.0]], [[0] * 257], [[0]] * 65, [[0], []]],
+    "logprobs": [None, 1, "yes"],
+    "top_logprobs": [None, True, -1, 2**31],
+}
+"""What the fields of a `Generate` cannot be."""
+
+
+def wire(**changed: Any) -> list[Any]:
+    """A `Generate` as it travels."""
+    return ["generate", *(GENERATE_FIELDS | changed).values()]
+
+
 # --- checks ------------------------------------------------------------------------------------
 
 
@@ -70,6 +109,10 @@ def test_what_is_left_open_is_the_models_own() -> None:
     assert Row("f32").checked(INFO) == Row("f32")
     assert Generate(4).checked(INFO) == Generate(4, (2, 5), 1.0, None)
     assert Generate(4, ()).checked(INFO) == Generate(4, (), 1.0, None)
+    # One more than there is room for: then the model's length ends it.
+    assert Generate(2**31 - 1, ()).checked(INFO) == Generate(9, ())
+    assert Generate(4, (), top_k=VOCAB + 1).checked(INFO).top_k == VOCAB
+    assert Generate(4, (), stop=[[2, 1], (0,), [2, 1]]).checked(INFO).stop == ((0,), (2, 1))
 
 
 @given(want=WANTS)
@@ -80,8 +123,66 @@ def test_a_checked_want_stays_as_it_is_and_travels(want: Want) -> None:
     assert want_from_wire(want_to_wire(checked)) == checked
 
 
-def test_a_seed_repeats_and_none_is_another_for_each() -> None:
-    assert list(generate(seed=3).each(2)) == [generate(seed=3)] * 2
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"max_tokens": -1}, "max_tokens=-1: write an integer, 0 or more"),
+        ({"max_tokens": True}, "max_tokens=True: write an integer"),
+        ({"temperature": math.nan}, r"temperature=nan: write a number of 0 \(greedy\)"),
+        ({"seed": 1.5}, r"seed=1\.5: write an integer, or None"),
+        ({"top_p": 0}, "top_p=0: write a number above 0, up to 1"),
+        ({"top_p": 1.01}, r"top_p=1\.01: write a number above 0"),
+        ({"top_p": math.nan}, "top_p=nan: write a number above 0"),
+        ({"top_p": None}, "top_p=None: write a number above 0"),
+        ({"top_k": -1}, "top_k=-1: write an integer, .*; 0 leaves nothing out"),
+        ({"top_k": 2.0}, r"top_k=2\.0: write an integer"),
+        ({"min_p": -0.1}, r"min_p=-0\.1: write a number from 0"),
+        ({"min_p": 1.1}, r"min_p=1\.1: write a number from 0"),
+        ({"min_p": math.nan}, "min_p=nan: write a number from 0"),
+        ({"stop": [[1], []]}, r"stop\[1\] of 0 token ids: write 1 to 256"),
+        ({"stop": [[1] * 257]}, r"stop\[0\] of 257 token ids"),
+        ({"stop": [[1]] * 65}, "stop has more than 64 sequences"),
+        ({"stop": [[1, VOCAB]]}, r"stop\[0\]: token id 300 at position 1 is outside"),
+        ({"stop": [[1, 2.0]]}, r"stop\[0\]: token id 2\.0 at position 1 is a float"),
+        ({"stop": [13]}, r"stop\[0\]=13: write a sequence of token ids; stop=\[\[13\]\]"),
+        ({"stop": "\n"}, r"stop='.*': write token ids, such as \[lm\.encode\(text\)\]"),
+        ({"stop": ["end"]}, r"stop\[0\] of type str: token ids are needed"),
+        ({"stop": None}, "stop=None: write a list of token sequences"),
+        ({"logprobs": 3}, "logprobs=3: write True or False"),
+        ({"top_logprobs": VOCAB + 1}, "top_logprobs=301: write an integer from 0 to 300"),
+        ({"top_logprobs": -1}, "top_logprobs=-1: write an integer"),
+        ({"top_logprobs": True}, "top_logprobs=True: write an integer"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_continuation_that_cannot_be_is_refused(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(PromptError, match=said):
+        generate(**changed).checked(INFO)
+
+
+def test_an_answer_that_would_be_too_large_is_refused() -> None:
+    wide = replace(INFO, vocab_size=128_256, max_prompt_tokens=131_072)
+    assert generate(max_tokens=2**31 - 1, top_logprobs=20).checked(wide).max_tokens == 131_073
+    with pytest.raises(PromptError, match="at most 4194304 in one answer; ask for fewer, or set"):
+        generate(max_tokens=2**31 - 1, top_logprobs=50).checked(wide)
+    assert generate(max_tokens=1000, top_logprobs=50).checked(wide).top_logprobs == 50
+
+
+def test_stop_sequences_of_any_kind_are_the_same() -> None:
+    kinds: list[Any] = [
+        [[5, 1], [3]],
+        ((3,), (5, 1)),
+        [np.array([3]), [5, 1], range(3, 4)],
+        ({5: 0, 1: 0}.keys(), iter([3])),
+        (ids for ids in ([3], [5, 1])),
+    ]
+    for kind in kinds:
+        assert generate(stop=kind).checked(INFO).stop == ((3,), (5, 1))
+
+
+def test_a_seed_counts_up_and_none_is_another_for_each() -> None:
+    assert list(generate(seed=3).each(2)) == [generate(seed=3), generate(seed=4)]
+    assert list(generate(seed=2**63 - 1).each(2)) == [generate(seed=2**63 - 1), generate(seed=0)]
     drawn = generate(seed=None).each(20)
     assert len({want.seed for want in drawn}) == 20
     assert all(0 <= want.seed < 2**63 for want in drawn if want.seed is not None)
@@ -121,24 +222,14 @@ def test_wants_round_trip(want: Want) -> None:
         (["row", ["f32"]], "unknown encoding"),
         (["row", "f64"], "unknown encoding 'f64'"),
         (["row", "u32"], "unknown encoding 'u32'"),
-        (["generate"], "generate wants 4 fields"),
-        (["generate", 3, [0], 1.0], "generate wants 4 fields"),
-        (["generate", 3, [0], 1.0, 1, 1], "generate wants 4 fields"),
-        (["generate", 3, [0], 1.0, 1.0], "seed"),
-        (["generate", 3, [0], 1.0, True], "seed"),
-        (["generate", 3, [0], 1.0, None], "seed"),
-        (["generate", True, [0], 1.0, 1], "max_tokens"),
-        (["generate", 3.0, [0], 1.0, 1], "max_tokens"),
-        (["generate", None, [0], 1.0, 1], "max_tokens"),
-        (["generate", 3, [1.0], 1.0, 1], "eos"),
-        (["generate", 3, [True], 1.0, 1], "eos"),
-        (["generate", 3, [[0]], 1.0, 1], "eos"),
-        (["generate", 3, [0] * 257, 1.0, 1], "eos"),
-        (["generate", 3, None, 1.0, 1], "eos"),
-        (["generate", 3, {}, 1.0, 1], "eos"),
-        (["generate", 3, [0], "hot", 1], "temperature"),
-        (["generate", 3, [0], True, 1], "temperature"),
-        (["generate", 3, [0], None, 1], "temperature"),
+        (["generate"], "generate wants 10 fields"),
+        (["generate", 3, [0], 1.0, 1], "generate wants 10 fields"),
+        *(
+            (wire(**{name: value}), f"{name}|{'eos' if 'eos' in name else name}")
+            for name, values in BAD_FIELDS.items()
+            for value in values
+        ),
+        (wire(max_tokens=2**31 - 1, top_logprobs=3), "top_logprobs=3 of up to 2147483647"),
     ],
     ids=lambda value: repr(value)[:40],
 )
@@ -188,6 +279,14 @@ def test_everything_that_changes_the_result_changes_the_digest() -> None:
         generate(eos_token_ids=(0, 1)),
         generate(eos_token_ids=()),
         generate(temperature=0.5),
+        generate(top_p=0.5),
+        generate(top_k=5),
+        generate(min_p=0.5),
+        generate(stop=((1,),)),
+        generate(stop=((1,), (2,))),
+        generate(stop=((1, 2),)),
+        generate(logprobs=True),
+        generate(top_logprobs=1),
     ]
     digests = []
     for fingerprint in (FINGERPRINT, FINGERPRINT[::-1]):
@@ -269,7 +368,7 @@ def test_digests_are_the_same_in_every_release() -> None:
     row = digester.digest(Row("f32"), token_bytes(1, 5, 9))
     assert row.hex() == "057c9b5c0cd60bf8098e2e6c4e21b4b2"
     generated = digester.digest(generate(), token_bytes(7), "x@1f")
-    assert generated.hex() == "b2c8bf1faf24ff80e6dd6024f14544b4"
+    assert generated.hex() == "3fdba124aada6f10bddced62ca1bb891"
 
 
 @given(tokens=st.binary(min_size=4, max_size=40), adapters=st.lists(st.text(max_size=3)))
@@ -300,7 +399,7 @@ def test_the_two_zeros_are_one_temperature(first: float) -> None:
         assert math.copysign(1.0, want.temperature) == 1.0
         assert digester.digest(want, b"0000") == Digester(FINGERPRINT).digest(want, b"0000")
     assert len({digester.digest(want, b"0000") for want in wants}) == 1
-    (found,) = {want_from_wire(["generate", 3, [0], zero, 1]) for zero in (first, 0.0, -0.0)}
+    (found,) = {want_from_wire(wire(temperature=zero, min_p=zero)) for zero in (first, 0.0, -0.0)}
     assert isinstance(found, Generate)
     assert math.copysign(1.0, found.temperature) == 1.0
 
@@ -364,26 +463,63 @@ def test_logits_that_are_no_numbers_fail() -> None:
             Row(encoding).encode(Outcome(b"", np.zeros(VOCAB, np.uint16), math.nan), VOCAB)
 
 
-@given(ids=st.lists(UINT32, max_size=100))
-def test_a_continuation_that_was_stored_is_read(ids: list[int]) -> None:
-    tokens: npt.NDArray[np.uint32] = np.array(ids, np.uint32)
-    want = generate()
-    found = want.decode(want.encode(Outcome(b"", answer=Generation(tokens)), VOCAB), INFO)
-    assert isinstance(found, Generation)
-    assert found.token_ids.tolist() == ids
-    assert found.token_ids.dtype == np.uint32
-    assert found.nbytes == 4 * len(ids)
+def continuation(want: Generate, ids: list[int], **changed: Any) -> Generation:
+    """One with any numbers, as an engine gives it."""
+    n, k = len(ids), want.top_logprobs
+    random = np.random.default_rng(n)
+    top = None
+    if k:
+        likely = random.integers(0, VOCAB, (n, k)).astype(np.int32)
+        numbers = -random.random((n, k), np.float32)
+        top = TopLogprobs(likely, numbers, np.full(n, -np.inf, np.float32))
+    logprobs = -random.random(n, np.float32) if want.logprobs else None
+    answer = Generation(np.array(ids, np.int32), 0, "length", logprobs, top)
+    return replace(answer, **changed)
+
+
+IDS = st.lists(st.integers(0, VOCAB - 1), max_size=50)
+
+
+@given(ids=IDS, logprobs=st.booleans(), k=st.integers(0, 3), data=st.data())
+def test_a_continuation_that_was_stored_is_read(
+    ids: list[int], logprobs: bool, k: int, data: st.DataObject
+) -> None:
+    want = generate(max_tokens=50, logprobs=logprobs, top_logprobs=k)
+    reason = data.draw(st.sampled_from(FINISH_REASONS))
+    ending = data.draw(st.integers(0, len(ids)))
+    answer = continuation(want, ids, finish_reason=reason, ending=ending)
+    stored = want.encode(Outcome(b"", answer=answer), VOCAB)
+    found = want.decode(stored, INFO)
+    assert (found.finish_reason, found.ending) == (reason, ending)
+    assert found.text_ids.tolist() == ids[: len(ids) - ending]
+    for one, other in zip(answer.arrays(), found.arrays(), strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert one.tobytes() == other.tobytes()
+    assert found.nbytes == answer.nbytes == sum(array.nbytes for array in answer.arrays())
+    room = replace(INFO, max_prompt_tokens=100)
+    assert len(stored) <= want.checked(room).stored_bytes(room) + 16
+    for cut in (stored[:-1], stored + b"\0"):
+        with pytest.raises(AnswerFormatError):
+            want.decode(cut, INFO)
 
 
 def test_a_continuation_of_another_layout_is_stored_in_one() -> None:
-    tokens = np.arange(20, dtype=np.int64)[::2]
-    data = generate().encode(Outcome(b"", answer=Generation(tokens)), VOCAB)  # type: ignore[arg-type]
-    assert generate().decode(data, INFO).token_ids.tolist() == list(range(0, 20, 2))
+    tokens, want = np.arange(20, dtype=np.int64)[::2], generate(max_tokens=20)
+    answer = Generation(tokens, 0, "length")  # type: ignore[arg-type]
+    data = want.encode(Outcome(b"", answer=answer), VOCAB)
+    assert want.decode(data, INFO).token_ids.tolist() == list(range(0, 20, 2))
+
+
+def test_other_log_probabilities_than_were_asked_for_are_no_answer() -> None:
+    plain, told = generate(), generate(logprobs=True, top_logprobs=2)
+    for want, other in ((plain, told), (told, plain), (generate(logprobs=True), plain)):
+        with pytest.raises(PromptFailed, match="other log-probabilities than were asked for"):
+            want.encode(Outcome(b"", answer=continuation(other, [1, 2])), VOCAB)
 
 
 def test_an_answer_to_another_want_is_none() -> None:
     row = Outcome(b"", np.zeros(VOCAB, np.float32))
-    tokens = Outcome(b"", answer=Generation(np.zeros(VOCAB, np.uint32)))
+    tokens = Outcome(b"", answer=Generation(np.zeros(3, np.int32), 0, "length"))
     with pytest.raises(PromptFailed, match="no tokens"):
         generate().encode(row, VOCAB)
     with pytest.raises(PromptFailed, match="no row"):
@@ -394,6 +530,16 @@ def test_an_answer_to_another_want_is_none() -> None:
         Row("f32").decode(generate().encode(tokens, VOCAB), INFO)
 
 
+STORED = b"\0\0\1\0" + b"\7\0" * 2
+"""The numbers of a continuation: ended by an EOS token, the last of two."""
+
+
+def test_a_stored_continuation_stays_readable() -> None:
+    found = generate().decode(msgpack.packb([1, STORED]), INFO)
+    assert (found.token_ids.tolist(), found.ending, found.finish_reason) == ([7, 7], 1, "eos")
+    assert generate().encode(Outcome(b"", answer=found), VOCAB) == msgpack.packb([1, STORED])
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -402,20 +548,23 @@ def test_an_answer_to_another_want_is_none() -> None:
         msgpack.packb(None),
         msgpack.packb([]),
         msgpack.packb([1]),
-        msgpack.packb([1, "generate"]),
-        msgpack.packb([2, "generate", b"\0" * 4]),
-        msgpack.packb([1, "row", b"\0" * 4]),
-        msgpack.packb([1, "generate", b"\0" * 3]),
-        msgpack.packb([1, "generate", "text"]),
-        msgpack.packb([1, "generate", [1]]),
-        msgpack.packb([1, "generate", b"\0" * 4, 1]),
-        msgpack.packb([1, "generate", msgpack.ExtType(1, b"0000")]),
-        msgpack.packb([1, "generate", b"\0" * 4])[:-1],
-        msgpack.packb([1, "generate", b"\0" * 4]) + b"\0",
+        msgpack.packb([2, STORED]),
+        msgpack.packb([1, STORED[:-1]]),
+        msgpack.packb([1, "text"]),
+        msgpack.packb([1, [1]]),
+        msgpack.packb([1, STORED, 1]),
+        msgpack.packb([1, msgpack.ExtType(1, STORED)]),
+        msgpack.packb([1, STORED])[:-1],
+        msgpack.packb([1, STORED]) + b"\0",
+        msgpack.packb([1, b""]),
+        msgpack.packb([1, b"\4" + STORED[1:]]),  # ended by no reason there is
+        msgpack.packb([1, STORED[:2] + b"\3\0" + STORED[4:]]),  # by more than it has
+        msgpack.packb([1, STORED + b"\0\0" * 2]),  # longer than what was asked for
+        msgpack.packb([1, STORED[:4] + b"\xff\xff" * 2]),  # a token that there is not
         b"\x91" * 10_000,
         pack_logprobs(np.zeros(3, np.float32)),
     ],
-    ids=range(17),
+    ids=range(20),
 )
 def test_what_is_no_continuation_is_refused(data: bytes) -> None:
     with pytest.raises(AnswerFormatError) as refused:

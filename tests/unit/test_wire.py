@@ -36,9 +36,12 @@ def test_a_job_is_a_msgpack_map_of_the_design() -> None:
         "deadline": None,
         "sent": 5,
     }
-    want = Generate(3, (2, 7), 0.5, 11)
+    want = Generate(3, (2, 7), 0.5, 11, 0.9, 40, 0.1, ((8,), (8, 9)), True, 5)
     found = msgpack.unpackb(pack_job(replace(job, want=want, adapter="a@1", deadline=9)))
-    assert found["want"] == ["generate", 3, [2, 7], 0.5, 11]
+    assert found["want"] == [
+        *("generate", 3, [2, 7], 0.5, 11),
+        *(0.9, 40, 0.1, [[8], [8, 9]], True, 5),
+    ]
     assert (found["adapter"], found["deadline"]) == ("a@1", 9)
     assert job.token_ids().tolist() == [1, 2]
     with pytest.raises(ValueError, match="read-only"):

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 
 from lmpool.backends import Engine, EngineInfo, Outcome, Request
-from lmpool.backends.engine import Tokens
 from lmpool.wants import Generate, Generation
-from tests.engines.mutants.ends import eos_first
 from tests.engines.mutants.engines import F32, Inner, Model, Remembering, Wrapper
 from tests.engines.mutants.registry import BOTH, mutant
 from tests.engines.mutants.seeds import PLAIN, Asked
@@ -33,7 +31,7 @@ class _Answered(Wrapper):
 
     def handed(self, outcomes: list[Outcome]) -> list[Outcome]:
         return [
-            replace(o, answer=Generation(self.answered(o)))
+            replace(o, answer=replace(o.answer, token_ids=self.answered(o)))
             if isinstance(o.answer, Generation)
             else o
             for o in outcomes
@@ -45,7 +43,7 @@ class _Answered(Wrapper):
 
 @mutant("tokens-as-int64", continuations(PLAIN))
 class TokensAsInt64(_Answered):
-    """A continuation's tokens are uint32."""
+    """A continuation's tokens are int32."""
 
     def answered(self, outcome: Outcome) -> Any:
         return outcome.answer.token_ids.astype(np.int64)
@@ -67,7 +65,7 @@ class TokensOverwritten(_Answered):
 
     def __init__(self, inner: Inner) -> None:
         super().__init__(inner)
-        self.buffer = np.zeros(self.info.max_prompt_tokens + 1, np.uint32)
+        self.buffer = np.zeros(self.info.max_prompt_tokens + 1, np.int32)
 
     def answered(self, outcome: Outcome) -> Any:
         ids = outcome.answer.token_ids
@@ -88,26 +86,29 @@ class TokensWithThePrompt(Remembering):
 
     def handed(self, outcomes: list[Outcome]) -> list[Outcome]:
         whole = [
-            o
-            if o.answer is None
-            else replace(o, answer=Generation(self._whole(o.id, o.answer.token_ids)))
+            o if o.answer is None else replace(o, answer=self._whole(o.id, o.answer))
             for o in outcomes
         ]
         super().handed(outcomes)
         return whole
 
-    def _whole(self, name: bytes, ids: Tokens) -> Tokens:
-        return np.concatenate([self.asked[name].tokens, ids])
+    def _whole(self, name: bytes, answer: Generation) -> Generation:
+        whole = np.concatenate([self.asked[name].tokens.astype(np.int32), answer.token_ids])
+        return replace(answer, token_ids=whole)
 
 
-@mutant("continuations-that-end-at-once-are-rows", scenario(eos_first), subtle=True)
+@mutant(
+    "continuations-of-no-token-are-rows", continuations(replace(PLAIN, max_tokens=0)), subtle=True
+)
 class EmptyContinuationsAreRows(Wrapper):
     """A continuation is answered with tokens, also with none."""
 
     def handed(self, outcomes: list[Outcome]) -> list[Outcome]:
         row = np.full(self.info.vocab_size, -np.log(self.info.vocab_size), np.float32)
         return [
-            Outcome(o.id, row=row) if o.answer is not None and not o.answer.token_ids.size else o
+            Outcome(o.id, row=row)
+            if isinstance(o.answer, Generation) and not o.answer.token_ids.size
+            else o
             for o in outcomes
         ]
 

@@ -111,9 +111,11 @@ class ClearForgetsDrawn(Wrapper):
 
     def clear_cache(self) -> None:
         super().clear_cache()
-        for name, drawn in self.inner._drawn.items():
-            if isinstance(self.inner.running[name].request.want, Generate):
-                drawn[:] = drawn[-1:]
+        for admitted in self.inner.running.values():
+            continuation = admitted.continuation
+            if continuation is not None and continuation._drawn:
+                continuation.drawn[0] = continuation.drawn[-1]
+                continuation._drawn = 1
 
 
 @mutant("clear-cache-unloads-adapters", CLEARING, forms=BOTH)

@@ -31,7 +31,7 @@ def _tall(engine: Engine) -> None:
 class SameDrawEveryStep(Sampler):
     """Each step has a draw of its own."""
 
-    def draw(self, logprobs: F32, step: int) -> tuple[int, bool]:
+    def draw(self, logprobs: F32, step: int) -> int:
         return super().draw(logprobs, 0)
 
 
@@ -39,7 +39,7 @@ class SameDrawEveryStep(Sampler):
 class DrawsRepeat(Sampler):
     """Each step has a draw of its own, also the 17th."""
 
-    def draw(self, logprobs: F32, step: int) -> tuple[int, bool]:
+    def draw(self, logprobs: F32, step: int) -> int:
         return super().draw(logprobs, step % 16)
 
 
@@ -47,7 +47,7 @@ class DrawsRepeat(Sampler):
 class DrawsCountedFromOne(Sampler):
     """The first token is drawn at step 0."""
 
-    def draw(self, logprobs: F32, step: int) -> tuple[int, bool]:
+    def draw(self, logprobs: F32, step: int) -> int:
         return super().draw(logprobs, step + 1)
 
 
@@ -57,9 +57,8 @@ class _Tempered(Sampler):
     def at(self, step: int) -> float:
         return self.temperature
 
-    def draw(self, logprobs: F32, step: int) -> tuple[int, bool]:
-        token = sample_token(logprobs, self.at(step), self.seed, step)
-        return token, token in self.eos_token_ids
+    def draw(self, logprobs: F32, step: int) -> int:
+        return sample_token(logprobs, self.at(step), self.seed, step)
 
 
 @mutant(
@@ -172,7 +171,7 @@ def _first(drawing: F32, most: int | float) -> F32:
 class TopP(Sampler):
     """Every token of the vocabulary may be drawn: there is no top-p."""
 
-    def draw(self, logprobs: F32, step: int) -> tuple[int, bool]:
+    def draw(self, logprobs: F32, step: int) -> int:
         return super().draw(_first(logprobs, 0.95), step)
 
 
@@ -180,7 +179,7 @@ class TopP(Sampler):
 class TopK(Sampler):
     """Every token of the vocabulary may be drawn: there is no top-k."""
 
-    def draw(self, logprobs: F32, step: int) -> tuple[int, bool]:
+    def draw(self, logprobs: F32, step: int) -> int:
         return super().draw(_first(logprobs, 50), step)
 
 

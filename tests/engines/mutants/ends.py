@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 from lmpool.backends import Engine, EngineInfo, Outcome, Request
+from lmpool.backends.engine import Tokens
 from lmpool.backends.sampling import Sampler
 from lmpool.uniforms import uniform
-from lmpool.wants import Generate, Generation
+from lmpool.wants import FinishReason, Generate, Generation
 from tests.engines.mutants.engines import F32, Remembering
 from tests.engines.mutants.registry import BOTH, Make, mutant
 from tests.engines.mutants.seeds import PLAIN, Asked
@@ -39,42 +40,37 @@ def eos_first(engine: Engine) -> None:
 
 @mutant("eos-ignored-as-the-first-token", scenario(eos_first), forms=BOTH)
 class EosIgnoredFirst(Sampler):
-    """A continuation whose first token is its end is empty."""
+    """A continuation whose first token is its end has that alone."""
 
-    def draw(self, logprobs: F32, step: int) -> tuple[int, bool]:
-        token, ends = super().draw(logprobs, step)
-        return token, ends and step > 0
+    def end(self, drawn: Tokens) -> tuple[FinishReason, int] | None:
+        found = super().end(drawn)
+        return None if len(drawn) == 1 and found == ("eos", 1) else found
 
 
 @mutant("eos-masked-in-the-first-step", scenario(eos_first), subtle=True)
 class EosMaskedFirst(Sampler):
     """What ends a continuation may be drawn first."""
 
-    def draw(self, logprobs: F32, step: int) -> tuple[int, bool]:
+    def draw(self, logprobs: F32, step: int) -> int:
         if step == 0:
             logprobs = logprobs.copy()
             logprobs[list(self.eos_token_ids)] = -np.inf
         return super().draw(logprobs, step)
 
 
-@mutant("eos-is-part-of-the-answer", scenario(eos_first), forms=BOTH)
-class EosIncluded(Remembering):
-    """What ended a continuation is no part of it."""
+@mutant("eos-is-no-part-of-the-answer", scenario(eos_first), forms=BOTH)
+class EosLeftOut(Remembering):
+    """What ended a continuation is part of it."""
 
     def handed(self, outcomes: list[Outcome]) -> list[Outcome]:
-        longer = [self._longer(outcome, self.asked.get(outcome.id)) for outcome in outcomes]
         super().handed(outcomes)
-        return longer
+        return [self._shorter(outcome) for outcome in outcomes]
 
-    def _longer(self, outcome: Outcome, asked: Request | None) -> Outcome:
-        if asked is None or outcome.answer is None or not isinstance(asked.want, Generate):
+    def _shorter(self, outcome: Outcome) -> Outcome:
+        answer = outcome.answer
+        if not isinstance(answer, Generation) or not answer.ending:
             return outcome
-        ids, want = outcome.answer.token_ids, asked.want
-        eos = self.info.eos_token_ids if want.eos_token_ids is None else want.eos_token_ids
-        room = self.info.max_prompt_tokens + 1 - asked.tokens.size
-        if not eos or ids.size == min(want.max_tokens, room):
-            return outcome
-        return replace(outcome, answer=Generation(np.append(ids, np.uint32(eos[0]))))
+        return replace(outcome, answer=replace(answer, token_ids=answer.text_ids))
 
 
 @mutant("eos-of-none-is-none", continuations(Generate(9, None, 4.0, LAST_AT_3)))

@@ -19,7 +19,7 @@ from lmpool.backends.continuous import Admitted
 from lmpool.backends.engine import Tokens
 from lmpool.backends.mock import MockEngine, mock_row
 from lmpool.backends.sampling import Continuation, Sampler
-from lmpool.wants import Generate, Generation, OfRow, Row
+from lmpool.wants import Generate, OfRow, Row
 from tests.support.fed_engine import FedEngine
 
 Form = Literal["batch", "fed"]
@@ -80,7 +80,7 @@ class BatchForm(MockEngine):
         sampler = self.sampler.of(want, request.tokens.size, self.info)
         continuation = Continuation(request, sampler)
         if continuation.finished:
-            outcomes.append(Outcome(request.id, answer=Generation(continuation.drawn)))
+            outcomes.append(Outcome(request.id, answer=continuation.answer()))
         else:
             self._continuations[request.id] = continuation
 
@@ -118,11 +118,6 @@ class FedForm(FedEngine):
         self._by_folder = by_folder
         self._folders: dict[str, str] = {}
 
-    def begin(self, admitted: Admitted[str]) -> str:
-        name = super().begin(admitted)
-        self._drawn[name] = []
-        return name
-
     def next_to_join(self) -> Sequence[Admitted[str]]:
         return [self._with_sampler(admitted) for admitted in super().next_to_join()]
 
@@ -131,15 +126,14 @@ class FedForm(FedEngine):
         if not isinstance(request.want, Generate) or self.sampler is Sampler:
             return admitted
         sampler = self.sampler.of(request.want, request.tokens.size, self.info)
-        return replace(admitted, sampler=sampler)
+        return replace(admitted, continuation=Continuation(request, sampler))
 
     def advance(self) -> list[Outcome]:
         due: list[str] = []
         for name, admitted in self.running.items():
-            drawn = self._drawn[name]
             if isinstance(admitted.request.want, (Row, OfRow)):
-                drawn.append(0)
-                if len(drawn) < self._steps:
+                self._steps_of[name] += 1
+                if self._steps_of[name] < self._steps:
                     continue
             due.append(name)
         if not due:
@@ -152,8 +146,8 @@ class FedForm(FedEngine):
         """What the model computes for it now."""
         admitted = self.running[name]
         request, tokens = admitted.request, admitted.request.tokens
-        if isinstance(request.want, Generate):
-            tokens = np.concatenate([tokens, np.array(self._drawn[name], np.uint32)])
+        if admitted.continuation is not None:
+            tokens = admitted.continuation.next_request().tokens
         return Request(request.id, tokens, self._adapter(admitted.adapter))
 
     def _adapter(self, loaded: str | None) -> str | None:
@@ -171,23 +165,20 @@ class FedForm(FedEngine):
         del self._folders[adapter]
 
     def _hand_on(self, name: str, row: F32) -> Outcome | None:
-        admitted, drawn = self.running[name], self._drawn[name]
-        if isinstance(admitted.request.want, (Row, OfRow)):
-            outcome = Outcome(admitted.request.id, row=row)
+        admitted = self.running[name]
+        request, continuation = admitted.request, admitted.continuation
+        if continuation is None:
+            outcome = Outcome(request.id, row=row)
         else:
-            assert admitted.sampler is not None
-            token, ends = admitted.sampler.draw(row, len(drawn))
-            if not ends:
-                drawn.append(token)
-                if len(drawn) < admitted.sampler.max_tokens:
-                    return None
-            answer = Generation(np.array(drawn, np.uint32))
-            outcome = Outcome(admitted.request.id, answer=answer)
+            continuation.take(row)
+            if not continuation.finished:
+                return None
+            outcome = Outcome(request.id, answer=continuation.answer())
         self.ended(name)
         return outcome
 
     def ended(self, name: str) -> Admitted[str] | None:
-        self._drawn.pop(name, None)
+        self._steps_of.pop(name, None)
         return super().ended(name)
 
     def abort(self, names: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from lmpool.backends import Engine, Outcome, Request
 from lmpool.backends.mock import mock_row
 from lmpool.backends.sampling import sample_token
 from lmpool.errors import EngineError
-from lmpool.wants import Generate, Generation, OfRow, Row, Want
+from lmpool.wants import Generate, Generation, OfRow, Row, Top, Want
 from tests.engines.mutants.registry import Make, Witness
 
 VOCAB: Final = 300
@@ -82,9 +82,10 @@ def check(request: Request, outcome: Outcome, vocab: int = VOCAB) -> None:
         assert isinstance(outcome.answer, Generation)
         ids = outcome.answer.token_ids
         assert isinstance(ids, np.ndarray)
-        assert (ids.dtype, ids.ndim) == (np.uint32, 1)
+        assert (ids.dtype, ids.ndim) == (np.int32, 1)
         expected = drawn(request, vocab)
         assert ids.tolist() == expected, (ids.tolist(), expected)
+        check_said(request, outcome.answer, vocab)
         return
     if isinstance(request.want, OfRow):
         right = request.want.of_row(mock_row(request.tokens, vocab, request.adapter))
@@ -95,6 +96,38 @@ def check(request: Request, outcome: Outcome, vocab: int = VOCAB) -> None:
     assert (row.dtype, row.shape) == (np.dtype("=f4"), (vocab,))
     assert row.flags.c_contiguous
     assert np.array_equal(row, mock_row(request.tokens, vocab, request.adapter))
+
+
+def check_said(request: Request, answer: Generation, vocab: int) -> None:
+    """It says rightly why it ended, and what was asked for of each token."""
+    want, tokens = request.want, answer.token_ids.tolist()
+    assert isinstance(want, Generate)
+    ends = [stop for stop in want.stop_sequences if tuple(tokens[-len(stop) :]) == stop]
+    room = LONGEST + 1 - request.tokens.size
+    reason, ending = ("length" if want.max_tokens <= room else "context"), 0
+    if tokens and tokens[-1] in eos_of(want, vocab):
+        reason, ending = "eos", 1
+    elif ends:
+        reason, ending = "stop", max(map(len, ends))
+    assert (answer.finish_reason, answer.ending) == (reason, ending)
+    assert (answer.logprobs is not None) == want.logprobs
+    assert (answer.top_logprobs is not None) == bool(want.top_logprobs)
+    before = [[*request.tokens, *tokens[:n]] for n in range(len(tokens))]
+    rows = [mock_row(prompt, vocab, request.adapter) for prompt in before]
+    if answer.logprobs is not None:
+        right = np.array([row[token] for row, token in zip(rows, tokens, strict=True)], np.float32)
+        check_parts(answer.logprobs, right)
+    if answer.top_logprobs is not None:
+        tops = [Top(want.top_logprobs).of_row(row) for row in rows]
+        for found, parts in zip(
+            parts_of(answer.top_logprobs), zip(*map(parts_of, tops), strict=True), strict=True
+        ):
+            check_parts(found, np.array(parts))
+
+
+def eos_of(want: Generate, vocab: int) -> Sequence[int]:
+    """The tokens that end it, each as one."""
+    return (vocab - 1,) if want.eos_token_ids is None else want.eos_token_ids
 
 
 def check_parts(found: Any, right: Any) -> None:
@@ -117,16 +150,17 @@ def drawn(request: Request, vocab: int = VOCAB, longest: int = LONGEST) -> list[
     want = request.want
     assert isinstance(want, Generate)
     assert want.seed is not None
-    eos = (vocab - 1,) if want.eos_token_ids is None else want.eos_token_ids
+    left = {"top_p": want.top_p, "top_k": want.top_k, "min_p": want.min_p}
     tokens: list[int] = request.tokens.tolist()
     found: list[int] = []
     while len(found) < want.max_tokens and len(tokens) <= longest:
         row = mock_row(tokens, vocab, request.adapter)
-        token = sample_token(row, want.temperature, want.seed, len(found))
-        if token in eos:
-            break
+        token = sample_token(row, want.temperature, want.seed, len(found), **left)
         found.append(token)
         tokens.append(token)
+        stops = any(tuple(found[-len(stop) :]) == stop for stop in want.stop_sequences)
+        if stops or token in eos_of(want, vocab):
+            break
     return found
 
 

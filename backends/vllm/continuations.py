@@ -1,0 +1,73 @@
+"""Continuations as vLLM is asked for them, and what it draws of them.
+
+Tokens are vLLM's sampler's: those of a seed are others than those of lmpool's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from vllm import SamplingParams
+
+from lmpool.backends.sampling import Continuation, Sampler
+from lmpool.backends.vllm import internals
+from lmpool.wants import MAX_SEED, Top
+
+
+def token_params(max_tokens: int, temperature: float, **options: Any) -> SamplingParams:
+    """Parameters of a request that vLLM ends after so many tokens, or at a stop token."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        ignore_eos=True,
+        detokenize=False,
+        skip_clone=True,
+        **options,
+    )
+
+
+def drawing_params(sampler: Sampler, vocab_size: int, watched: Mapping[str, Any]) -> SamplingParams:
+    """Those of a continuation; `watched` is what they have in any case.
+
+    Stop sequences of more than one token are ours to find: vLLM knows tokens and texts.
+    """
+    ends = sampler.eos_token_ids.union(ids[0] for ids in sampler.stop if len(ids) == 1)
+    asked: dict[str, Any] = {}
+    if sampler.top_logprobs:
+        asked["logprobs"] = -1  # what its likeliest tokens leave is not told
+    elif sampler.logprobs:
+        asked["logprobs"] = 0
+    return token_params(
+        sampler.max_tokens,
+        sampler.temperature,
+        seed=_spread(sampler.seed),
+        top_p=sampler.top_p,
+        top_k=sampler.top_k,
+        min_p=sampler.min_p,
+        stop_token_ids=[i for i in ends if 0 <= i < vocab_size],
+        **{**asked, **watched},
+    )
+
+
+def go_on(continuation: Continuation, output: Any) -> None:
+    """Take the tokens that vLLM drew, up to the last one of the continuation."""
+    sampler = continuation.sampler
+    for place, token in enumerate(output.new_token_ids):
+        if continuation.finished:
+            return
+        logprob, top = math.nan, None
+        if sampler.top_logprobs:
+            row = internals.full_logprobs(output, place)
+            logprob, top = float(row[token]), Top(sampler.top_logprobs).of_row(row)
+        elif sampler.logprobs:
+            logprob = internals.drawn_logprob(output, place, token)
+        continuation.add(token, logprob, top)
+
+
+def _spread(seed: int) -> int:
+    """A seed for vLLM, each bit of all of `seed`: torch on a CPU takes the lower 32 alone."""
+    packed = (seed & MAX_SEED).to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") & MAX_SEED
