@@ -220,7 +220,7 @@ def test_a_continuation_is_what_its_rows_say_alone_and_in_company(llama: str) ->
 
     ending = Generate(max_tokens=12, eos_token_ids=(expected[7],), temperature=0.9, seed=17)
     (ended,) = ask(engine, requests_of([prompt], want=ending))
-    assert drawn(ended) == expected[3 : expected.index(expected[7], 3)]
+    assert drawn(ended) == expected[3 : expected.index(expected[7], 3) + 1]
 
     company = [
         *requests_of([[9, 9], [8] * 30]),

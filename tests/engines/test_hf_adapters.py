@@ -16,7 +16,7 @@ import lmpool
 from lmpool.backends import Request, tiny
 from lmpool.backends.contract import ask
 from lmpool.errors import AdapterError, PoolError
-from lmpool.wants import Generate
+from lmpool.wants import Generate, Generation
 from tests.support.clients import connected
 from tests.support.workers import worker_process
 
@@ -431,7 +431,8 @@ def test_a_pool_of_two_workers(server_url: str, pool_name: str, tmp_path: Path) 
             want = Generate(6, (2,), 0.9, 5)
             request = Request(b"alone", np.array(prompt, np.uint32), want=want)
             (outcome,) = ask(alone, [request])
-            assert drawn(outcome) == list(tokens)
+            assert isinstance(outcome.answer, Generation)
+            assert outcome.answer.text_ids.tolist() == list(tokens)
         # Prefixes are kept on every worker, within bounds that the caller hears of.
         lm.cache_kv(prompts[0])
         with pytest.raises(PoolError, match="more than there is room for") as full:
