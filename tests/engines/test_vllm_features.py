@@ -407,7 +407,7 @@ class TestOneEngine:
         assert sample() == sample(company=9) == first
         assert sample(seed=8) != first
         assert sample(seed=-7) != sample(seed=2**64 - 1)
-        assert sample(eos_token_ids=(first[4],)) == first[: first.index(first[4])]
+        assert sample(eos_token_ids=(first[4],)) == first[: first.index(first[4]) + 1]
         assert sample(max_tokens=0) == []
         greedy = sample(temperature=0.0)
         for i, token in enumerate(greedy):
