@@ -224,7 +224,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
                 watched = self._rows.watch(self._numbers)
                 params = drawing_params(sampler, self.info.vocab_size, watched)
             case Score():
-                params = _params(1, 0.0, **self._texts.params(self._numbers, request))
+                params = token_params(1, 0.0, **self._texts.params(self._numbers, request))
                 new = request.tokens[:-1]
             case _:
                 assert_never(request.want)
