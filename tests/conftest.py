@@ -80,7 +80,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=500,
         metavar="N",
-        help="random questions of each kind that a row answers, on each engine (500)",
+        help="random questions of each kind that a row answers, and texts to score (500)",
     )
 
 

@@ -54,7 +54,7 @@ def measure(scale: Scale) -> Report:
     with ExitStack() as stack:
         server = stack.enter_context(RealServer())
         pool = stack.enter_context(serving(server, "answers", VOCAB_SIZE, result_ttl=RESULT_TTL))
-        for number, (want, _, _) in enumerate(WANTS.values()):  # once, untimed
+        for number, (want, _, _) in enumerate(WANTS.values(), 1):  # once, untimed
             _timed(pool, want, make_prompts(100, VOCAB_SIZE, 2**31, number))
         found = facts(server.url)
         sides = {
