@@ -10,11 +10,12 @@ from typing import assert_never
 
 from lmpool.backends.admission import are_plain, reason_to_refuse
 from lmpool.backends.answers import answered
-from lmpool.backends.engine import Engine, Outcome, Request
+from lmpool.backends.engine import Engine, Outcome, Part, Request
 from lmpool.backends.sampling import Continuation, Sampler
 from lmpool.backends.scoring import Scorings
+from lmpool.backends.streaming import Streaming
 from lmpool.errors import EngineBroken, PromptFailed
-from lmpool.wants import Generate, OfRow, Row, Score
+from lmpool.wants import Generate, OfRow, Row, Score, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class BatchEngine(Engine):
         """What fits into memory, once a batch did not."""
         self._waiting: list[Request] = []
         self._continuations: dict[bytes, Continuation] = {}
+        self._streaming = Streaming()
         self._scorings = Scorings()
         self._outcomes: list[Outcome] = []
         """What the next step gives out first."""
@@ -64,11 +66,15 @@ class BatchEngine(Engine):
         running = len(self._continuations) + len(self._scorings)
         return len(self._waiting) + running + len(self._outcomes)
 
+    def parts(self) -> Sequence[Part]:
+        return self._streaming.parts() if self._streaming else ()
+
     def cancel(self, ids: Collection[bytes]) -> None:
         self._waiting = [r for r in self._waiting if r.id not in ids]
         self._outcomes = [o for o in self._outcomes if o.id not in ids]
         for cancelled in ids:
             self._continuations.pop(cancelled, None)
+        self._streaming.end(ids)
         self._scorings.cancel(ids)
 
     def finish_adapter(self, name: str) -> None:
@@ -149,6 +155,8 @@ class BatchEngine(Engine):
             outcomes.append(_generated(continuation))
         else:
             self._continuations[request.id] = continuation
+            if isinstance(want, Stream):
+                self._streaming.begin(continuation)
 
     def _continue(self, computed: Sequence[Outcome]) -> list[Outcome]:
         """Go on with continuations and texts; return what is not needed for that."""
@@ -170,6 +178,7 @@ class BatchEngine(Engine):
                     outcome = Outcome(outcome.id, error=PromptFailed(str(error)))
             if outcome.error is not None:
                 del self._continuations[outcome.id]
+                self._streaming.end([outcome.id])
                 outcomes.append(outcome)
             elif continuation.finished:
                 del self._continuations[outcome.id]

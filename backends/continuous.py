@@ -10,11 +10,12 @@ from typing import ClassVar, Generic, TypeVar
 
 from lmpool.backends.admission import reason_to_refuse
 from lmpool.backends.answers import answered
-from lmpool.backends.engine import Engine, Outcome, Request, Tokens
+from lmpool.backends.engine import Engine, Outcome, Part, Request, Tokens
 from lmpool.backends.sampling import Continuation, Sampler
 from lmpool.backends.scoring import Scorings
+from lmpool.backends.streaming import Streaming
 from lmpool.errors import AdapterError, PromptFailed
-from lmpool.wants import Generate, OfRow, Score
+from lmpool.wants import Generate, OfRow, Score, Stream
 
 Adapter = TypeVar("Adapter", bound=Hashable)
 """What an engine knows a loaded adapter by: a value that is used for one loading only."""
@@ -53,6 +54,7 @@ class ContinuousEngine(Engine, Generic[Adapter]):
         self._names: dict[bytes, str] = {}
         self._reduced: dict[bytes, Request] = {}
         """Those in flight that want what follows from a row, by id."""
+        self._streaming = Streaming()
         self._scorings = Scorings()
         self._scoring_adapters: dict[bytes, Adapter | None] = {}
         """Those of the texts in flight, by id."""
@@ -135,6 +137,8 @@ class ContinuousEngine(Engine, Generic[Adapter]):
                 if continuation.finished:
                     self._outcomes.append(Outcome(request.id, answer=continuation.answer()))
                     continue
+                if isinstance(request.want, Stream):
+                    self._streaming.begin(continuation)
             if isinstance(request.want, OfRow):
                 self._reduced[request.id] = request
             adapter = None if request.adapter is None else self.adapters[request.adapter]
@@ -169,7 +173,12 @@ class ContinuousEngine(Engine, Generic[Adapter]):
             outcome = scored
         elif outcome.id in self._reduced:
             outcome = answered(self._reduced.pop(outcome.id), outcome)
+        elif outcome.error is not None:
+            self._streaming.end([outcome.id])
         self._outcomes.append(outcome)
+
+    def parts(self) -> Sequence[Part]:
+        return self._streaming.parts() if self._streaming else ()
 
     def ended(self, name: str) -> Admitted[Adapter] | None:
         """The request of this name, which runs no more; None for one that was cancelled."""
@@ -182,6 +191,8 @@ class ContinuousEngine(Engine, Generic[Adapter]):
         """Run a request again that has `ended`, in no company and with no state kept before it."""
         begun = admitted.continuation
         anew = None if begun is None else begun.anew()
+        if anew is not None and isinstance(admitted.request.want, Stream):
+            self._streaming.begin(anew)
         self.waiting.appendleft(replace(admitted, continuation=anew, alone=True))
         self._clearing = True
 
@@ -209,6 +220,7 @@ class ContinuousEngine(Engine, Generic[Adapter]):
             del self._reduced[cancelled]
         for cancelled in wanted & self._scoring_adapters.keys():
             del self._scoring_adapters[cancelled]
+        self._streaming.end(wanted)
         self._scorings.cancel(wanted)
         self._outcomes = [outcome for outcome in self._outcomes if outcome.id not in wanted]
         self._drop(wanted.union(self._scorings.orphans()))

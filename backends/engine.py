@@ -25,7 +25,7 @@ import numpy.typing as npt
 from lmpool.backends.model_files import ModelFiles
 from lmpool.errors import AdapterError, EngineError, PromptFailed
 from lmpool.model_info import Encoding
-from lmpool.wants import Reduced, Row, Want
+from lmpool.wants import Generation, Reduced, Row, Want
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -35,12 +35,27 @@ class Request:
     """One prompt and what is wanted of it.
 
     `id` is unique among the requests in flight. `tokens` is uint32 [prompt length], at least one.
+    A continuation goes on behind what was `begun` of it, the parts in order, by whoever ran it
+    before; its answer has those, too.
     """
 
     id: bytes
     tokens: Tokens
     adapter: str | None = None
     want: Want = Row()  # noqa: RUF009 -- frozen
+    begun: tuple[Generation, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What was drawn, behind the first `start` tokens, of a continuation that goes on.
+
+    `drawn` is an answer to the same want that has these tokens alone; how it ends says nothing.
+    """
+
+    id: bytes
+    start: int
+    drawn: Generation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,6 +134,14 @@ class Engine(ABC):
     @abstractmethod
     def step(self) -> Sequence[Outcome]:
         """Work once and return what finished. Raises `EngineBroken` when it cannot go on."""
+
+    def parts(self) -> Sequence[Part]:
+        """What was drawn, since this was last asked, of those that want a `Stream` and go on.
+
+        Whoever submits such wants asks after each step. The parts of a continuation, in order, are
+        the beginning of its answer.
+        """
+        return ()
 
     @abstractmethod
     def in_flight(self) -> int:

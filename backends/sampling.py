@@ -145,7 +145,7 @@ class Continuation:
 
     def __init__(self, request: Request, sampler: Sampler) -> None:
         self.sampler = sampler
-        self._request = replace(request, want=Row())
+        self._request = replace(request, want=Row(), begun=())
         self._prompt_tokens = request.tokens.size
         self._drawn = 0
         self._tokens = np.empty(self._prompt_tokens + sampler.max_tokens, dtype=np.uint32)
@@ -153,6 +153,9 @@ class Continuation:
         self._logprobs: list[float] = []
         self._top_logprobs: list[TopLogprobs] = []
         self._end = sampler.end(())
+        self._begun = request.begun
+        for part in request.begun:
+            self._go_on(part)
 
     @property
     def id(self) -> bytes:
@@ -171,15 +174,19 @@ class Continuation:
         return self._tokens[start : start + self._drawn]
 
     @property
+    def left(self) -> int:
+        """How many more it may have."""
+        return self.sampler.max_tokens - self._drawn
+
+    @property
     def finished(self) -> bool:
         """Whether it has its last token."""
         return self._end is not None
 
     def anew(self) -> Continuation:
-        """The same with nothing drawn yet."""
-        return Continuation(
-            replace(self._request, tokens=self._tokens[: self._prompt_tokens]), self.sampler
-        )
+        """The same with nothing drawn yet but what was begun elsewhere."""
+        prompt = self._tokens[: self._prompt_tokens]
+        return Continuation(replace(self._request, tokens=prompt, begun=self._begun), self.sampler)
 
     def next_request(self) -> Request:
         """What to ask of the engine now: the row after the prompt and the tokens drawn so far."""
@@ -207,20 +214,42 @@ class Continuation:
             self._top_logprobs.append(top_logprobs)
         self._end = self.sampler.end(self.drawn)
 
+    def _go_on(self, part: Generation) -> None:
+        """Go on with tokens that were drawn elsewhere, up to the last one."""
+        top = part.top_logprobs
+        for place, token in enumerate(part.token_ids.tolist()):
+            if not self.finished:
+                logprob = math.nan if part.logprobs is None else float(part.logprobs[place])
+                self.add(token, logprob, None if top is None else _at(top, place))
+
     def answer(self) -> Generation:
         """What was drawn, of one that is finished."""
         assert self._end is not None
         reason, ending = self._end
-        logprobs = np.array(self._logprobs, np.float32) if self.sampler.logprobs else None
-        return Generation(self.drawn.astype(np.int32), ending, reason, logprobs, self._top())
+        return self._answer(0, reason, ending)
 
-    def _top(self) -> TopLogprobs | None:
+    def behind(self, start: int) -> Generation:
+        """What was drawn behind the first `start` tokens, as an answer that has these alone."""
+        return self._answer(start, self.sampler.bound, 0)
+
+    def _answer(self, start: int, reason: FinishReason, ending: int) -> Generation:
+        logprobs = np.array(self._logprobs[start:], np.float32) if self.sampler.logprobs else None
+        drawn = self.drawn[start:].astype(np.int32)
+        return Generation(drawn, ending, reason, logprobs, self._top(start))
+
+    def _top(self, start: int) -> TopLogprobs | None:
         k = self.sampler.top_logprobs
         if not k:
             return None
-        steps = self._top_logprobs
+        steps = self._top_logprobs[start:]
         return TopLogprobs(
             np.array([each.token_ids for each in steps], np.int32).reshape(-1, k),
             np.array([each.logprobs for each in steps], np.float32).reshape(-1, k),
             np.array([each.rest for each in steps], np.float32),
         )
+
+
+def _at(top: TopLogprobs, place: int) -> TopLogprobs:
+    """The likeliest tokens of one step."""
+    rest = np.asarray(top.rest, np.float32)
+    return TopLogprobs(top.token_ids[place], top.logprobs[place], rest[place])

@@ -110,6 +110,13 @@ class ShardKeys:
         """A stored answer, of a digest of 16 bytes."""
         return f"{self.prefix}:result:{digest.hex()}"
 
+    def pieces(self, digest: bytes) -> str:
+        """Stream of what was drawn of a continuation that runs, as it is drawn: see `pieces.lua`.
+
+        One of the result keys, which workers alone may write.
+        """
+        return f"{self.prefix}:result:{digest.hex()}:pieces"
+
     def flight(self, digest: bytes) -> str:
         """Hash: who waits for this digest, and its job's stream id."""
         return f"{self.prefix}:flight:{digest.hex()}"

@@ -5,6 +5,7 @@ from lmpool.producer.connecting import connect
 from lmpool.producer.embedded import EmbeddedLM, embedded
 from lmpool.producer.frameworks import NumpyRows, TorchRows
 from lmpool.producer.pooled_lm import PooledLM, SyncPooledLM
+from lmpool.producer.stream import Piece
 
 # `embedded` is the function, though there is a package of that name: what is bound last stays.
 # `from lmpool.producer.embedded import ...` finds the package.
@@ -13,6 +14,7 @@ __all__ = [
     "Ask",
     "EmbeddedLM",
     "NumpyRows",
+    "Piece",
     "PooledLM",
     "SyncPooledLM",
     "TorchRows",

@@ -12,7 +12,7 @@ from typing import Final
 import redis.exceptions
 
 from lmpool.clock import to_ms
-from lmpool.commands import Server
+from lmpool.commands import Entry, Server
 from lmpool.errors import (
     JobExpired,
     JobFormatError,
@@ -21,9 +21,11 @@ from lmpool.errors import (
     UnknownAdapter,
 )
 from lmpool.keys import ShardKeys
+from lmpool.pieces import piece_id
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
 from lmpool.producer.pending import PendingCall, wake
+from lmpool.producer.pieces import StreamCall
 from lmpool.producer.session import Session
 from lmpool.server import is_lost, senseless
 from lmpool.servers import Servers
@@ -115,15 +117,17 @@ class Collector:
     def _read(self, server: Server, shards: Sequence[ShardKeys]) -> None:
         session = self._session
         replies = {shard.reply(session.id): shard for shard in shards}
-        found = server.xread(
-            {reply: session.last_ids.get(reply, "0-0") for reply in replies},
-            count=512,
-            block=to_ms(BLOCK if self._taken.keys().isdisjoint(replies) else TAKE_OFF_AFTER),
-        )
+        wanted = {reply: session.last_ids.get(reply, "0-0") for reply in replies}
+        streamed = self._streamed(shards) if session.table.streamed else {}
+        found = self._found(server, wanted, streamed, self._taken.keys().isdisjoint(replies))
         notices: list[Notice] = []
         done: list[tuple[ShardKeys, list[Digest]]] = []
+        told: list[tuple[Flight, list[Entry]]] = []
         for name, entries in found or ():
             reply = name.decode()
+            if reply in streamed:
+                told.append((streamed[reply], entries))
+                continue
             of_shard: list[Notice] = []
             for entry_id, fields in entries:
                 of_shard += read_notices(fields)
@@ -132,6 +136,8 @@ class Collector:
                     self._begun[reply] = max(self._begun[reply] + 1, session.made[reply])
             notices += of_shard
             done.append((replies[reply], [n.digest for n in of_shard if n.status == "ok"]))
+        if told:
+            self._take_pieces(told)
         self._take_errors(server, [notice for notice in notices if notice.status != "ok"])
         for shard, digests in done:
             waited_for = [digest for digest in digests if digest in session.table.flights]
@@ -146,6 +152,45 @@ class Collector:
                 ms, _, number = self._taken[reply].partition("-")
                 server.xtrim(reply, minid=f"{ms}-{int(number) + 1}", approximate=False)
                 del self._taken[reply]
+
+    def _streamed(self, shards: Sequence[ShardKeys]) -> dict[str, Flight]:
+        """The continuations of these shards whose pieces are read, by key."""
+        session, by_number = self._session, {shard.number: shard for shard in shards}
+        with session.lock:
+            return {
+                by_number[flight.shard].pieces(digest): flight
+                for digest, flight in session.table.streamed.items()
+                if flight.shard in by_number and flight.pieces and flight.pieces.are_read
+            }
+
+    def _found(
+        self, server: Server, wanted: dict[str, str], streamed: dict[str, Flight], idle: bool
+    ) -> Sequence[tuple[bytes, list[Entry]]] | None:
+        """What one blocking read finds: notices, and pieces of what is streamed."""
+        for key, flight in streamed.items():
+            assert flight.pieces is not None
+            wanted[key] = piece_id(flight.pieces.tokens)
+        try:
+            return server.xread(wanted, count=512, block=to_ms(BLOCK if idle else TAKE_OFF_AFTER))
+        except redis.exceptions.ResponseError as error:
+            if not streamed or is_lost(error):
+                raise
+            # Of what can be no pieces, or may not be read, the whole is read in the end.
+            logger.warning("continuations cannot be read piece by piece: %s", error)
+            for flight in streamed.values():
+                assert flight.pieces is not None
+                flight.pieces.are_read = False
+            return None
+
+    def _take_pieces(self, told: Sequence[tuple[Flight, Sequence[Entry]]]) -> None:
+        session, calls = self._session, []
+        assert session.info is not None
+        with session.lock:
+            for flight, entries in told:
+                assert flight.pieces is not None
+                if flight.pieces.take(entries, session.info):
+                    calls += [call for call, _ in flight.waiters if isinstance(call, StreamCall)]
+        wake(calls)
 
     def _take_errors(self, server: Server, notices: Sequence[Notice]) -> None:
         session = self._session

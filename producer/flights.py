@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from lmpool.errors import LmpoolError
 from lmpool.keys import PRIORITIES, Priority, shard_of
 from lmpool.producer.pending import PendingCall
-from lmpool.wants import Answer, Digest
+from lmpool.producer.pieces import Pieces, StreamCall
+from lmpool.wants import Answer, Digest, Stream
 from lmpool.wire import Job
 
 
@@ -44,8 +45,8 @@ class Flight:
     """A digest that somebody here waits for."""
 
     __slots__ = (
-        "counted", "deadline", "doubts", "job", "priority", "sent", "shard", "since", "tries",
-        "waiters",
+        "counted", "deadline", "doubts", "job", "pieces", "priority", "sent", "shard", "since",
+        "tries", "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +62,7 @@ class Flight:
         self.tries = 0
         self.doubts = 0  # notices that said what others may have made a worker say
         self.since = now
+        self.pieces = Pieces(job.want) if isinstance(job.want, Stream) else None
 
     def extend(self, deadline: float | None) -> bool:
         """Wait at least until `deadline`; True when that is longer than before."""
@@ -75,6 +77,8 @@ class FlightTable:
 
     def __init__(self, statistics: Statistics | None = None) -> None:
         self.flights: dict[Digest, Flight] = {}
+        self.streamed: dict[Digest, Flight] = {}
+        """Those of `flights` whose pieces are read as they come."""
         self.unsent: dict[Priority, deque[Flight]] = {priority: deque() for priority in PRIORITIES}
         self._counts: dict[Priority, int] = dict.fromkeys(PRIORITIES, 0)
         self.withdrawn: list[tuple[int, Digest]] = []
@@ -96,6 +100,8 @@ class FlightTable:
                 flight.deadline = deadline
                 self._counts[priority] += 1
                 unsent[priority].append(flight)
+                if flight.pieces is not None:
+                    self.streamed[job.digest] = flight
             else:
                 self.statistics.joined += 1
                 # The server's deadline must follow the longest wait.
@@ -108,6 +114,8 @@ class FlightTable:
                 if resend:
                     unsent[flight.priority].append(flight)
             flight.waiters.append((call, place))
+            if flight.pieces is not None and isinstance(call, StreamCall):
+                call.pieces = flight.pieces
 
     def take_unsent(
         self, most: int, most_bytes: int, priority: Priority = "interactive"
@@ -205,6 +213,8 @@ class FlightTable:
         flight = self.flights.pop(digest, None)
         if flight is not None:
             self._counts[flight.priority] -= 1
+            if flight.pieces is not None:
+                del self.streamed[digest]
         return flight
 
     def _digests_of(self, call: PendingCall) -> list[Digest]:

@@ -36,10 +36,23 @@ from lmpool.producer.jobs import JobMaker
 from lmpool.producer.served_model import ServedModels
 from lmpool.producer.states_lm import StatesLM
 from lmpool.producer.statistics import PoolStatistics
+from lmpool.producer.stream import Piece
+from lmpool.producer.streaming_lm import StreamingLM
 from lmpool.rows import EncodedRow
 from lmpool.settings import ClientOptions
 from lmpool.token_ids import TokenIds
-from lmpool.wants import Answer, Generate, Generation, OfRow, Row, Score, TextScores, Want
+from lmpool.wants import (
+    Answer,
+    Generate,
+    Generation,
+    OfRow,
+    Row,
+    Score,
+    StopSequences,
+    Stream,
+    TextScores,
+    Want,
+)
 from lmpool.wire import Job
 
 WORKERS_POLL: Final = 0.1
@@ -48,7 +61,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class PooledLM(StatesLM[RowT_co]):
+class PooledLM(StatesLM[RowT_co], StreamingLM[RowT_co]):
     """Next-token log-probabilities from a pool; made by `lmpool.connect` or `lmpool.embedded`.
 
     A drop-in for genlm-backend's ``AsyncLM``. Every method works from any thread and any event
@@ -310,6 +323,34 @@ class SyncPooledLM(BaseLM, Generic[RowT_co]):
                 yield found
         finally:
             window.close()
+
+    def stream(
+        self,
+        token_ids: TokenIds,
+        max_tokens: int = 20,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        stop: StopSequences = (),
+        logprobs: bool = False,
+        top_logprobs: int = 0,
+        lora_name: str | None = None,
+        *,
+        timeout: float | None = None,
+        priority: Priority | None = None,
+    ) -> Iterator[Piece]:
+        """A continuation in pieces as they are drawn; see `PooledLM.stream`."""
+        likely, told = (top_p, top_k, min_p), (stop, logprobs, top_logprobs)
+        want = Stream(max_tokens, eos_token_ids, temperature, seed, *likely, *told)
+        reader = self._lm._piece_reader(token_ids, want, lora_name, timeout, priority)
+        try:
+            while (piece := run_blocking(reader.next())) is not None:
+                yield piece
+        finally:
+            reader.close()
 
     @overload
     def ask(

@@ -288,6 +288,8 @@ class Sender:
             self._servers.for_shard(shard), [shard.stream(priority).key], arguments
         )
         session.made[shard.reply(session.id)] += fresh
+        if session.table.streamed and any(flight.pieces for flight in flights):
+            wake_collector(session, self._servers, [shard])  # to read their pieces, too
         there = self._take_claims(flights, claims.decode(), priority)
         if there:
             self._answers.fetch(shard, there)

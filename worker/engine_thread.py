@@ -6,23 +6,26 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import redis.exceptions
 
-from lmpool.backends.engine import Engine, Outcome, Request
+from lmpool.backends.engine import Engine, Outcome, Part, Request
 from lmpool.clock import ServerClock
 from lmpool.errors import EngineBroken, PromptFailed
 from lmpool.keys import COUNTERS_TTL_MS, GROUP
 from lmpool.scripts import script
 from lmpool.servers import Servers
+from lmpool.wants import Digest, Generation
+from lmpool.wire import Job
 from lmpool.worker.adapters import Adapters
 from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.intake import by_stream
-from lmpool.worker.publishing import Done, Finished, Publisher
+from lmpool.worker.pieces import Tellings
+from lmpool.worker.publishing import Done, Finished, Publisher, Told
 from lmpool.worker.status import WorkerStatus
 
 logger = logging.getLogger(__name__)
@@ -52,6 +55,7 @@ class EngineLoop:
         servers: Servers,
         clock: ServerClock,
         status: WorkerStatus,
+        tellings: Tellings,
     ) -> None:
         self._engine = engine
         self._batcher = batcher
@@ -60,6 +64,7 @@ class EngineLoop:
         self._servers = servers
         self._clock = clock
         self._status = status
+        self._tellings = tellings
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._held: dict[bytes, list[Delivery]] = {}
         self._ended = False
@@ -171,11 +176,11 @@ class EngineLoop:
         return {job.adapter for job in jobs if job.adapter is not None}
 
     def _start(self, batch: list[Delivery]) -> None:
-        requests = []
         refused: list[Finished] = []
         waiting: list[Delivery] = []
         unusable: dict[str, str] = {}
         in_use = self.adapters_in_use()
+        started: list[Delivery] = []
         for delivery in batch:
             job = delivery.job
             held = self._held.get(job.digest)
@@ -192,12 +197,14 @@ class EngineLoop:
                     continue
                 in_use.add(job.adapter)
             self._held[job.digest] = [delivery]
-            requests.append(Request(job.digest, job.token_ids(), job.adapter, job.want))
+            started.append(delivery)
         if waiting:
             self._batcher.put_back(waiting)
         if refused:
             self._publisher.put(refused)
-        if requests:
+        if started:
+            begun = self._tellings.begin(started)
+            requests = [_request(delivery.job, begun) for delivery in started]
             with self._status.step():
                 self._engine.submit(requests)
 
@@ -216,9 +223,12 @@ class EngineLoop:
     def _step(self) -> None:
         with self._status.step():
             outcomes = self._engine.step()
+            parts = self._engine.parts()
         # A step, not all that is in flight: between two tokens of continuations there is room for
         # other prompts, and the intake must know when.
         self._status.end_batch(len(outcomes), self._batcher.stepped())
+        if parts:
+            self._tell(parts)
         idle = not self._engine.in_flight()
         finished: list[Finished] = []
         for outcome in outcomes:
@@ -231,6 +241,17 @@ class EngineLoop:
             self._publisher.put(finished)
         if idle:
             self._batcher.done()
+
+    def _tell(self, parts: Sequence[Part]) -> None:
+        """Tell what was drawn of continuations that go on; end those that others draw."""
+        self._publisher.tell(self._tellings.of(parts))
+        lost = self._tellings.lost()
+        if lost:
+            for digest in lost:
+                self._tellings.end(digest)
+                # Not acknowledged: found again if whoever is faster does not end it.
+                self._status.let_go(self._held.pop(digest))
+            self._engine.cancel(lost)
 
     def _review(self) -> None:
         """End what nobody waits for any more, between two steps of what the engine has."""
@@ -249,6 +270,7 @@ class EngineLoop:
                 self._held[digest] = left
             else:
                 del self._held[digest]
+                self._tellings.end(digest)
                 ended.append(digest)
         logger.debug("ended %d requests that nobody waits for", len(ended))
         with self._status.step():
@@ -261,8 +283,15 @@ class EngineLoop:
         if held is None:
             logger.error("the engine gave an outcome for an unknown request: dropped")
             return []
+        telling = self._tellings.end(outcome.id)
+        if telling is not None:
+            return [Told(delivery, outcome, telling) for delivery in held]
         # Other deliveries of the same job end as it does, also where its answer cannot be stored.
         return [(delivery, outcome) for delivery in held]
+
+
+def _request(job: Job, begun: Mapping[Digest, tuple[Generation, ...]]) -> Request:
+    return Request(job.digest, job.token_ids(), job.adapter, job.want, begun.get(job.digest, ()))
 
 
 def spawn(name: str, target: Callable[[], None], status: WorkerStatus) -> threading.Thread:

@@ -14,7 +14,7 @@ from typing import Final
 
 import redis.exceptions
 
-from lmpool.backends.engine import Outcome
+from lmpool.backends.engine import Outcome, Part
 from lmpool.commands import Value
 from lmpool.counters import BATCHES, COMPUTED, FAILED, answers
 from lmpool.errors import PromptFailed, ServerRefused
@@ -23,8 +23,9 @@ from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream
 from lmpool.scripts import script
 from lmpool.server import is_full, is_lost
 from lmpool.servers import Servers
-from lmpool.wants import Row
+from lmpool.wants import Row, Stream
 from lmpool.worker.batching import Delivery
+from lmpool.worker.pieces import PieceWriter, Telling
 from lmpool.worker.result_store import LOOK_EVERY, ResultStore, footprint
 from lmpool.worker.status import WorkerStatus
 from lmpool.worker.transaction import Call, set_and_call
@@ -54,7 +55,20 @@ class Done:
     error: str = ""
 
 
-Finished = tuple[Delivery, Outcome] | Done
+@dataclass(frozen=True, slots=True, eq=False)
+class Told:
+    """One job that was told as it was drawn, and what became of it."""
+
+    delivery: Delivery
+    outcome: Outcome
+    telling: Telling
+
+
+Finished = tuple[Delivery, Outcome] | Told | Done
+
+
+_PIECES: Final[Sequence[Finished]] = []
+"""In the queue: there are pieces to be told."""
 
 
 def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
@@ -97,6 +111,9 @@ class Publisher:
         self._store = store
         self._status = status
         self._queue: queue.SimpleQueue[Sequence[Finished] | None] = queue.SimpleQueue()
+        self._pieces = PieceWriter(servers, vocab_size)
+        self._is_called = False
+        """Whether the queue has `_PIECES` in it."""
         self._room = threading.Semaphore(QUEUE_MOST)
         self._ended = False
         self._uncounted = 0
@@ -107,6 +124,13 @@ class Publisher:
     def put(self, finished: Sequence[Finished]) -> None:
         """Hand over one batch; blocks while two are waiting to be written."""
         self._put(finished)
+
+    def tell(self, parts: Sequence[tuple[Telling, Part]]) -> None:
+        """Hand over what was drawn of continuations that go on; never blocks."""
+        self._pieces.add(parts)
+        if not self._is_called:
+            self._is_called = True
+            self._queue.put(_PIECES)
 
     def finish(self) -> None:
         """No more will come: `run` ends once all is written."""
@@ -137,15 +161,26 @@ class Publisher:
             except queue.Empty:
                 self._store.look_now_and_then()
             else:
-                self._room.release()
-                return finished
+                self._is_called = False  # before they are taken: who comes later calls again
+                self._pieces.write()  # before the whole, of which others may have told a part
+                if finished is not _PIECES:
+                    self._room.release()
+                    return finished
 
     def _chunks(self, finished: Sequence[Finished]) -> Iterator[list[Done]]:
         """Few large rows or many small ones at a time: the first are read while others follow."""
         chunk: list[Done] = []
         size = 0
         for item in finished:
-            done = item if isinstance(item, Done) else encode(*item, self._vocab_size)
+            if isinstance(item, Done):
+                done = item
+            elif isinstance(item, Told):
+                if item.telling.is_lost:
+                    self._status.let_go([item.delivery])
+                    continue
+                done = encode(item.delivery, item.outcome, self._vocab_size)
+            else:
+                done = encode(*item, self._vocab_size)
             chunk.append(done)
             size += len(done.value or b"")
             if size >= CHUNK_BYTES or len(chunk) >= CHUNK_MOST:
@@ -259,6 +294,9 @@ class Publisher:
             self._store.evicted(shard, made, size)
         if size:
             self._store.holds(shard, told[1])
+        streamed = [d.delivery.job.digest for d in chunk if isinstance(d.delivery.job.want, Stream)]
+        if streamed:
+            self._pieces.forget(shard, streamed)
 
 
 def _size(chunk: Sequence[Done]) -> int:

@@ -35,6 +35,7 @@ from lmpool.worker.heartbeat import ANSWER_WITHIN, Heartbeat
 from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups, release, uncount
 from lmpool.worker.membership import batch_budget, join, model_info, publish_vocabulary
 from lmpool.worker.patience import patiently
+from lmpool.worker.pieces import Tellings
 from lmpool.worker.publishing import Publisher
 from lmpool.worker.recovery import Recovery
 from lmpool.worker.result_store import ResultStore
@@ -145,7 +146,14 @@ class Service:
         self._publisher = self._publishing(info)
         self.adapters = Adapters(engine, control, self.shards, options.adapter_dirs)
         self.loop = EngineLoop(
-            engine, self._batcher, self._publisher, self.adapters, control, clock, self.status
+            engine,
+            self._batcher,
+            self._publisher,
+            self.adapters,
+            control,
+            clock,
+            self.status,
+            Tellings(control, info),
         )
         digester = Digester(info.fingerprint)
         restore = self._restorer(control, heartbeat, info)

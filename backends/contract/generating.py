@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +14,7 @@ from lmpool.backends.contract.prompts import Random
 from lmpool.backends.contract.subject import Adapter
 from lmpool.backends.contract.truth import Truth
 from lmpool.backends.sampling import sample_token
-from lmpool.wants import Generate
+from lmpool.wants import Generate, Stream
 
 TEMPERATURES: Final = (0.0, 0.0, 0.1, 0.2, 0.25, 0.3, 0.5, 0.7, 1.0, 1.0, 1.3, 1.9, 2.5, 20.0)
 _NAN: Final = float("nan")
@@ -57,6 +57,11 @@ def draw_generate(
             bad = {"top_logprobs": truth.info.vocab_size + 1}
         want = replace(want, **bad)
     return want
+
+
+def streamed(want: Generate) -> Stream:
+    """The same continuation, told as it is drawn."""
+    return Stream(**{field.name: getattr(want, field.name) for field in fields(want)})
 
 
 def refuses(want: Generate, vocab_size: int) -> bool:

@@ -31,6 +31,7 @@ from lmpool.backends.contract.operations import (
     Submit,
 )
 from lmpool.backends.contract.owners import held_bytes, owner
+from lmpool.backends.contract.streams import Told
 from lmpool.backends.contract.subject import Adapter
 from lmpool.backends.contract.truth import Truth
 from lmpool.backends.contract.want_reference import Answered
@@ -88,6 +89,7 @@ class Model:
         self._held: list[_HeldRow] = []
         self._blocks: dict[int, _Numbers] = {}
         self._together = max(1, min(_JUDGED_TOGETHER, _HELD_BYTES // truth.info.vocab_size // 4))
+        self._told = Told()
         self._steps = 0
 
     def apply(self, operation: Operation) -> None:
@@ -160,6 +162,10 @@ class Model:
     def _step(self) -> int:
         company = len(self._living) + len(self._cancelled)
         outcomes = self._engine.step()
+        for part in self._engine.parts():
+            living = self._living.get(part.id)
+            if living is not None:
+                self._told.take(part, living.asked)
         for outcome in outcomes:
             self._take(outcome, company)
         self._steps += 1
@@ -178,6 +184,7 @@ class Model:
         if living is None:
             raise BrokenPromise(_ONE_OUTCOME, f"one more came, for the id {outcome.id!r}")
         asked = living.asked
+        self._told.end(asked, None if living.cancelled else outcome.answer)
         expect(
             not living.tokens.flags.writeable or tuple(living.tokens.tolist()) == asked.prompt,
             "a request's tokens are the caller's",
@@ -238,6 +245,7 @@ class Model:
         # A collection of any kind, which is the caller's.
         wanted = set(ids) if len(ids) % 2 else ids.copy()
         self._engine.cancel(wanted)
+        self._told.forget(ids)
         wanted.clear()
         for cancelled in ids:
             living = self._living.pop(cancelled, None)

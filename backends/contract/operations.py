@@ -14,7 +14,7 @@ import numpy as np
 
 from lmpool.backends.engine import Request
 from lmpool.checks import quoted
-from lmpool.wants import Row, Want
+from lmpool.wants import Generation, Row, Want
 
 Prompt: TypeAlias = tuple[int, ...]
 
@@ -36,12 +36,16 @@ class AdapterFiles:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request: `number` is its id, which another one may have once it has ended."""
+    """One request: `number` is its id, which another one may have once it has ended.
+
+    Of a continuation the tokens `begun` were drawn elsewhere.
+    """
 
     number: int
     prompt: Prompt
     adapter: str | None = None
     want: Want = Row()  # noqa: RUF009 -- frozen
+    begun: tuple[int, ...] = ()
 
     @property
     def id(self) -> bytes:
@@ -53,11 +57,15 @@ class Asked:
         tokens = np.array(self.prompt, dtype="<u4")
         if self.number % 3:
             tokens = np.frombuffer(tokens.tobytes(), dtype="<u4")
-        return Request(self.id, tokens, self.adapter, self.want)
+        # In two parts, as if two had drawn them.
+        halves = (self.begun[: len(self.begun) // 2], self.begun[len(self.begun) // 2 :])
+        begun = tuple(Generation(np.array(ids, np.int32), 0, "length") for ids in halves if ids)
+        return Request(self.id, tokens, self.adapter, self.want, begun)
 
     def __str__(self) -> str:
         by = "" if self.adapter is None else f" by {_short(self.adapter)}"
-        return f"#{self.number} {_described(self.want)} after {_tokens(self.prompt)}{by}"
+        begun = f" begun with {_tokens(self.begun)}" if self.begun else ""
+        return f"#{self.number} {_described(self.want)} after {_tokens(self.prompt)}{begun}{by}"
 
 
 @dataclass(frozen=True, slots=True)

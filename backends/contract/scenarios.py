@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from lmpool.backends.contract.generating import seed_that_draws
+from lmpool.backends.contract.generating import likely_tokens, seed_that_draws
 from lmpool.backends.contract.operations import Cancel, Prompt, Submit
 from lmpool.backends.contract.prompts import (
     LONGEST,
@@ -17,7 +17,7 @@ from lmpool.backends.contract.prompts import (
     random_prompt,
 )
 from lmpool.backends.contract.script import HOW, Script, shuffled, versioned
-from lmpool.wants import Generate
+from lmpool.wants import Generate, Stream
 
 
 def rows(script: Script) -> None:
@@ -246,6 +246,7 @@ def continuations(script: Script) -> None:
         + [script.ask(prompt, None, Generate(0, (), 0.0, 0)) for prompt in (whole, (1,))]
     )
     _long_ones(script)
+    _streams(script)
     _own_ends(script)
     _many_draws(script)
     script.remove_adapters()
@@ -258,6 +259,27 @@ def _long_ones(script: Script) -> None:
         want = Generate(min(most, room), (), temperature, int(script.random.integers(2**62)))
         script.submit([script.ask(script.prompt(4), script.any_adapter(0.3), want)])
     script.submit(script.mixed(5))
+    script.settle()
+
+
+def _streams(script: Script) -> None:
+    """Continuations that are told as they are drawn, and such as were begun elsewhere."""
+    temperature = 0.0 if script.truth.suite.own_draws else 0.8
+    for seed in range(4):
+        prompt, adapter = script.prompt(6), script.any_adapter(0.3)
+        want = Stream(10, (), temperature, seed)
+        drawn = tuple(likely_tokens(prompt, script.written(adapter), script.truth, want, 7))
+        wants = [want, Stream(10, (drawn[5],), temperature, seed)]
+        wants += [Stream(10, (), temperature, seed, stop=(drawn[3:5],))]
+        script.submit(
+            [
+                replace(script.ask(prompt, adapter, each), begun=drawn[:begun])
+                for each in wants
+                for begun in (0, 1, 4, 7)
+            ],
+            portions=2,
+        )
+        script.submit(script.mixed(4))
     script.settle()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from lmpool.backends.contract.breaches import expect
 from lmpool.backends.contract.continuations import ContinuationJudge
 from lmpool.backends.contract.drawn import DrawReference
-from lmpool.backends.contract.generating import draw_generate, refuses
+from lmpool.backends.contract.generating import draw_generate, refuses, streamed
 from lmpool.backends.contract.operations import Prompt
 from lmpool.backends.contract.prompts import Random
 from lmpool.backends.contract.reduced import TokensReference, TopReference
@@ -23,7 +23,7 @@ from lmpool.backends.contract.truth import Truth
 from lmpool.backends.contract.want_reference import Answered, WantReference
 from lmpool.backends.engine import EngineInfo
 from lmpool.model_info import Encoding
-from lmpool.wants import Draw, Generate, Row, Score, Tokens, Top, Want
+from lmpool.wants import Draw, Generate, Row, Score, Stream, Tokens, Top, Want
 
 
 class RowReference(WantReference[Row]):
@@ -88,12 +88,29 @@ class GenerateReference(WantReference[Generate]):
         return refuses(want, info.vocab_size)
 
 
+class StreamReference(WantReference[Stream]):
+    """Continuations that are told as they are drawn: `Told` judges what is told."""
+
+    def __init__(self, generate: GenerateReference) -> None:
+        self._generate = generate
+
+    def draw(self, random: Random, prompt: Prompt, adapter: Adapter | None, truth: Truth) -> Stream:
+        return streamed(self._generate.draw(random, prompt, adapter, truth))
+
+    def judge(self, answered: Sequence[Answered], truth: Truth) -> None:
+        self._generate.judge(answered, truth)
+
+    def refuses(self, want: Stream, info: EngineInfo) -> bool:
+        return self._generate.refuses(want, info)
+
+
 class References:
     """The reference of each want; what they learn of an engine's draws is that engine's."""
 
     def __init__(self) -> None:
         self._row = RowReference()
         self._generate = GenerateReference()
+        self._stream = StreamReference(self._generate)
         self._top = TopReference()
         self._tokens = TokensReference()
         self._draw = DrawReference()
@@ -104,6 +121,8 @@ class References:
         match want:
             case Row():
                 return self._row
+            case Stream():
+                return self._stream
             case Generate():
                 return self._generate
             case Top():
@@ -119,7 +138,7 @@ class References:
 
     def others(self) -> Sequence[WantReference[Any]]:
         """Those of wants that take more than a row."""
-        return (self._generate, self._score)
+        return (self._generate, self._stream, self._score)
 
     def of_rows(self) -> Sequence[WantReference[Any]]:
         """Those of wants that a row answers, which is not asked for itself."""

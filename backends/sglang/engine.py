@@ -128,17 +128,19 @@ class SGLangEngine(ContinuousEngine[str]):
 
     def begin(self, admitted: Admitted[str]) -> str:
         request = admitted.request
+        tokens, draws = request.tokens, 0
         match request.want:
             case Row() | OfRow():
-                draws = 0
+                pass
             case Generate():
                 assert admitted.continuation is not None
-                draws = admitted.continuation.sampler.max_tokens
+                tokens = admitted.continuation.next_request().tokens
+                draws = admitted.continuation.left
             case Score():
                 raise AssertionError("the rows of a text join, and never the text")
             case _:
                 assert_never(request.want)
-        return self._open().add(request.tokens.tolist(), lora_id=admitted.adapter, max_tokens=draws)
+        return self._open().add(tokens.tolist(), lora_id=admitted.adapter, max_tokens=draws)
 
     def advance(self) -> list[Outcome]:
         done = self._open().step()

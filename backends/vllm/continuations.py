@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from lmpool.backends.sampling import Continuation, Sampler
+from lmpool.backends.sampling import Continuation
 from lmpool.backends.vllm import internals
 from lmpool.wants import MAX_SEED, Top
 
@@ -29,11 +29,14 @@ def token_params(max_tokens: int, temperature: float, **options: Any) -> Samplin
     )
 
 
-def drawing_params(sampler: Sampler, vocab_size: int, watched: Mapping[str, Any]) -> SamplingParams:
-    """Those of a continuation; `watched` is what they have in any case.
+def drawing_params(
+    continuation: Continuation, vocab_size: int, watched: Mapping[str, Any]
+) -> SamplingParams:
+    """Those of a continuation, or of what is left of it; `watched` is what they have in any case.
 
     Stop sequences of more than one token are ours to find: vLLM knows tokens and texts.
     """
+    sampler = continuation.sampler
     ends = sampler.eos_token_ids.union(ids[0] for ids in sampler.stop if len(ids) == 1)
     asked: dict[str, Any] = {}
     if sampler.top_logprobs:
@@ -41,9 +44,9 @@ def drawing_params(sampler: Sampler, vocab_size: int, watched: Mapping[str, Any]
     elif sampler.logprobs:
         asked["logprobs"] = 0
     return token_params(
-        sampler.max_tokens,
+        continuation.left,
         sampler.temperature,
-        seed=_spread(sampler.seed),
+        seed=_spread(sampler.seed, continuation.drawn.size),
         top_p=sampler.top_p,
         top_k=sampler.top_k,
         min_p=sampler.min_p,
@@ -67,7 +70,12 @@ def go_on(continuation: Continuation, output: Any) -> None:
         continuation.add(token, logprob, top)
 
 
-def _spread(seed: int) -> int:
-    """A seed for vLLM, each bit of all of `seed`: torch on a CPU takes the lower 32 alone."""
+def _spread(seed: int, drawn: int) -> int:
+    """A seed for vLLM, each bit of all of `seed`: torch on a CPU takes the lower 32 alone.
+
+    What goes on behind tokens that were `drawn` elsewhere has another: not their numbers again.
+    """
     packed = (seed & MAX_SEED).to_bytes(8, "little")
+    if drawn:
+        packed += drawn.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") & MAX_SEED

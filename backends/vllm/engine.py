@@ -220,9 +220,9 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
                 live, new = self._live_prompt(admitted)
             case Generate():
                 assert admitted.continuation is not None
-                sampler = admitted.continuation.sampler
+                new = admitted.continuation.next_request().tokens
                 watched = self._rows.watch(self._numbers)
-                params = drawing_params(sampler, self.info.vocab_size, watched)
+                params = drawing_params(admitted.continuation, self.info.vocab_size, watched)
             case Score():
                 params = token_params(1, 0.0, **self._texts.params(self._numbers, request))
                 new = request.tokens[:-1]

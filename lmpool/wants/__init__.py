@@ -28,6 +28,7 @@ from lmpool.wants.of_row import OfRow
 from lmpool.wants.position_ids import AskedIds, PositionIds
 from lmpool.wants.row import Row
 from lmpool.wants.score import Score
+from lmpool.wants.stream import Stream
 from lmpool.wants.tokens import Tokens
 from lmpool.wants.top import Top
 from lmpool.wants.want import KINDS, Want, want_from_wire, want_to_wire
@@ -54,6 +55,7 @@ __all__ = [
     "Row",
     "Score",
     "StopSequences",
+    "Stream",
     "TextScores",
     "TokenSet",
     "Tokens",

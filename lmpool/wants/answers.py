@@ -124,10 +124,26 @@ class Generation(_OfArrays):
     logprobs: Logprobs | None = None
     top_logprobs: TopLogprobs | None = None
 
+    def behind(self, start: int) -> Generation:
+        """What it has behind its first `start` tokens."""
+        top = self.top_logprobs
+        return Generation(
+            self.token_ids[start:],
+            self.ending,
+            self.finish_reason,
+            None if self.logprobs is None else self.logprobs[start:],
+            None if top is None else _behind(top, start),
+        )
+
     @property
     def text_ids(self) -> TokenArray:
         """What it says: `token_ids` without the ending."""
         return self.token_ids[: self.token_ids.size - self.ending]
+
+
+def _behind(top: TopLogprobs, start: int) -> TopLogprobs:
+    rest = np.asarray(top.rest, np.float32)[start:]
+    return TopLogprobs(top.token_ids[start:], top.logprobs[start:], rest)
 
 
 def freeze(answer: Reduced) -> None:

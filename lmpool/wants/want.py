@@ -9,10 +9,11 @@ from lmpool.wants.draw import Draw
 from lmpool.wants.generate import Generate
 from lmpool.wants.row import Row
 from lmpool.wants.score import Score
+from lmpool.wants.stream import Stream
 from lmpool.wants.tokens import Tokens
 from lmpool.wants.top import Top
 
-Want: TypeAlias = Row | Top | Tokens | Score | Draw | Generate
+Want: TypeAlias = Row | Top | Tokens | Score | Draw | Generate | Stream
 """Every kind of question."""
 
 KINDS: Final[dict[str, type[Want]]] = {want.kind: want for want in get_args(Want)}

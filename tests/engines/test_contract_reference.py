@@ -13,14 +13,14 @@ import pytest
 
 from lmpool.backends.contract import Reference, write_adapter
 from lmpool.backends.contract.wants import References
-from lmpool.wants import Draw, Generate, Row, Score, Tokens, Top, Want
+from lmpool.wants import Draw, Generate, Row, Score, Stream, Tokens, Top, Want
 from tests.support.models import save_model
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 
 PROMPTS = [[5, 9, 11], [7], [3, 3, 3, 12], [200, 100]]
-SAMPLES: list[Want] = [Row(), Top(), Tokens([1]), Score(), Draw(), Generate(1)]
+SAMPLES: list[Want] = [Row(), Top(), Tokens([1]), Score(), Draw(), Generate(1), Stream(1)]
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 CASES: dict[str, dict[str, Any]] = {

@@ -23,6 +23,7 @@ Command = tuple[Any, ...]
 KEYS = PoolKeys("roles")
 SHARD = KEYS.shard("0123abcd", 0)
 JOBS, FLIGHT, RESULT = SHARD.stream().key, SHARD.flight(bytes(16)), SHARD.result(bytes(16))
+PIECES, MINE = SHARD.pieces(bytes(16)), SHARD.reply("producer-1")
 THEIRS = SHARD.reply("somebody-0123")
 
 
@@ -30,9 +31,10 @@ def deeds(shard: ShardKeys) -> dict[str, list[Command]]:
     """What each row of the table means: all of it where it says yes, none where it says no."""
     check = ("EVALSHA", script("check").sha, 1, JOBS, shard.prefix, "producer-1", 1000, 1000)
     return {
-        "read model info, vocabulary, rows, adapters' names, counters": [
+        "read model info, vocabulary, rows, pieces, adapters' names, counters": [
             ("GET", KEYS.info), ("GET", KEYS.serving), ("GET", KEYS.vocabulary("0123abcd")),
-            ("MGET", RESULT), ("HGETALL", shard.adapters), ("HGETALL", shard.counters),
+            ("MGET", RESULT), ("XREAD", "STREAMS", PIECES, MINE, "0", "0"),
+            ("HGETALL", shard.adapters), ("HGETALL", shard.counters),
             ("HMGET", shard.bounds, "backlog"),
         ],
         "read the job streams: everybody's prompts": [("XRANGE", JOBS, "-", "+")],
@@ -52,8 +54,8 @@ def deeds(shard: ShardKeys) -> dict[str, list[Command]]:
         ],
         "write a row, the model info, a heartbeat, a counter, the backlog's bound, "
         "the account of what is stored": [
-            ("SET", RESULT, "x"), ("APPEND", RESULT, "x"), ("SET", KEYS.info, "x"),
-            ("SET", KEYS.serving, "x"), ("SET", shard.alive("me"), "x"),
+            ("SET", RESULT, "x"), ("APPEND", RESULT, "x"), ("XADD", PIECES, "*", "piece", "x"),
+            ("SET", KEYS.info, "x"), ("SET", KEYS.serving, "x"), ("SET", shard.alive("me"), "x"),
             ("HINCRBY", shard.counters, "computed", 1), ("HSET", shard.bounds, "backlog", 1),
             ("XADD", shard.account, "*", "held", "1"), ("SET", shard.held, 1),
         ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import msgpack
 import numpy as np
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from lmpool.wants import (
     PositionIds,
     Row,
     Score,
+    Stream,
     Tokens,
     Top,
     Want,
@@ -85,7 +88,10 @@ def scores(draw: st.DrawFn) -> Score:
     return Score(draw(st.integers(1, 10_000)), draw(st.integers(0, VOCABULARY)), asked, temperature)
 
 
-WANTS: st.SearchStrategy[Want] = ROWS | TOPS | TOKENS | draws() | scores() | GENERATES
+STREAMS: st.SearchStrategy[Stream] = GENERATES.map(
+    lambda want: Stream(**{field.name: getattr(want, field.name) for field in fields(want)})
+)
+WANTS: st.SearchStrategy[Want] = ROWS | TOPS | TOKENS | draws() | scores() | GENERATES | STREAMS
 """Wants as they travel: nothing is left open."""
 
 PROMPTS = st.lists(UINT32, min_size=1, max_size=50).map(lambda ids: token_bytes(*ids))

@@ -63,6 +63,10 @@ async def less_than_rows(lm: PooledLM[NumpyRows]) -> None:
     assert_type((await lm.generate(PROMPT, 5, stop=[[2]])).text_ids, npt.NDArray[np.int32])
     assert_type(lm.sync.batch_generate([PROMPT], top_p=0.9, logprobs=True), list[Generation])
     assert_type(lm.sync.generate(PROMPT).finish_reason, FinishReason)
+    async for piece in lm.stream(PROMPT, 5, stop=[[2]], logprobs=True):
+        assert_type(piece, lmpool.Piece)
+    for piece in lm.sync.stream(PROMPT, temperature=0.5):
+        assert_type(piece.finish_reason, FinishReason | None)
     for found in lm.sync.ask_many([(PROMPT, Top(2)), lmpool.Ask(PROMPT, lora_name="fr")]):
         if isinstance(found, TopLogprobs):
             assert_type(found.token_ids, npt.NDArray[np.int32])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import redis
 
-from lmpool.backends.engine import Engine, Outcome, Request
+from lmpool.backends.engine import Engine, Outcome, Part, Request
 from lmpool.clock import ServerClock
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed
 from lmpool.keys import ShardKeys
@@ -21,10 +21,11 @@ from lmpool.wants import Row
 from lmpool.worker import engine_thread as engine_thread_module
 from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.engine_thread import EngineLoop, spawn
-from lmpool.worker.publishing import Done, Finished
+from lmpool.worker.pieces import Telling, Tellings
+from lmpool.worker.publishing import Done, Finished, Told
 from lmpool.worker.status import WorkerStatus
 from tests.support.fake import FakeServer
-from tests.support.parts import Guarded, SplitServers
+from tests.support.parts import Guarded, SplitServers, info_of
 from tests.support.protocol import Caller, Consumer, new_job, put_result, shard_of_pool
 from tests.support.waiting import until
 
@@ -88,15 +89,21 @@ class Loop:
         self.adapters = ToyAdapters()
         self.status = WorkerStatus({}, lambda: None)
         self.published: list[Finished] = []
+        self.told: list[tuple[Telling, Part]] = []
         self.shards = shards
         self.loop = EngineLoop(
-            self.engine, self.batcher, self, self.adapters, servers, ServerClock(), self.status  # type: ignore[arg-type]
+            self.engine, self.batcher, self, self.adapters, servers, ServerClock(), self.status,  # type: ignore[arg-type]
+            Tellings(servers, info_of()),
         )  # fmt: skip
         self.thread: Guarded | None = None
 
     def put(self, finished: Sequence[Finished]) -> None:
         """As the publisher."""
         self.published += finished
+
+    def tell(self, parts: Sequence[tuple[Telling, Part]]) -> None:
+        """As the publisher, too."""
+        self.told += parts
 
     def start(self) -> None:
         self.thread = Guarded(self.loop.run)
@@ -125,8 +132,14 @@ class Loop:
         """What was published of which delivery."""
         if isinstance(item, Done):
             return item.delivery, item.status
-        delivery, outcome = item
+        delivery, outcome = parts_of(item)
         return delivery, "row" if outcome.error is None else str(outcome.error)
+
+
+def parts_of(item: Finished) -> tuple[Delivery, Outcome]:
+    """Of what an engine computed."""
+    assert not isinstance(item, Done)
+    return (item.delivery, item.outcome) if isinstance(item, Told) else item
 
 
 @pytest.fixture
@@ -175,8 +188,7 @@ def test_a_batch_is_run_and_each_job_gets_its_own_outcome(loop: Loop) -> None:
     loop.wait_for(5)
     assert loop.engine.submitted == [[delivery.job.digest for delivery in jobs]]
     for item in loop.published:
-        assert not isinstance(item, Done)
-        delivery, outcome = item
+        delivery, outcome = parts_of(item)
         assert delivery in jobs
         assert outcome.row is not None
         assert outcome.row[0] == delivery.job.token_ids()[0]

@@ -1,0 +1,42 @@
+-- A worker tells what it has drawn of continuations that run. The id of an entry says how many tokens
+-- there are up to its end: who reads goes on behind what it has, and nothing is there twice.
+-- Of two workers that draw the same continuation the first to tell a token is right.
+-- KEYS[1] a key of the shard. ARGV: prefix, life of the pieces in ms, then per piece: digest, tokens
+--       before it, tokens up to its end, piece
+-- Returns for each how many tokens are told now: fewer than up to its end where earlier pieces are
+-- missing; -1 where others were told, -2 where the result is there.
+local prefix, life = ARGV[1], ARGV[2]
+
+-- How many tokens are told.
+local function told(key)
+  local last = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)
+  if last['err'] then -- a key of another type: damage
+    redis.call('DEL', key)
+    return 0
+  end
+  return last[1] and tonumber(string.match(last[1][1], '^0%-(%d+)$')) or 0
+end
+
+local answers = {}
+for i = 3, #ARGV, 4 do
+  local digest, before, upto, piece = ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2]), ARGV[i + 3]
+  local key = prefix .. ':result:' .. digest .. ':pieces'
+  local answer
+  if has_result(prefix, digest) then
+    answer = -2
+  else
+    local there = told(key)
+    if there == before then
+      redis.call('XADD', key, '0-' .. ARGV[i + 2], 'piece', piece)
+      redis.call('PEXPIRE', key, life)
+      answer = upto
+    elseif there < before then
+      answer = there
+    else
+      local same = redis.call('XRANGE', key, '0-' .. ARGV[i + 2], '0-' .. ARGV[i + 2])[1]
+      answer = same and same[2][2] == piece and upto or -1
+    end
+  end
+  answers[#answers + 1] = answer
+end
+return answers
