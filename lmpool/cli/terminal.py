@@ -26,6 +26,11 @@ def tables() -> Console:
     return Console(highlight=False)
 
 
+def errors() -> Console:
+    """A console on stderr."""
+    return Console(stderr=True, soft_wrap=True, highlight=False)
+
+
 def escape(text: str) -> str:
     """Text of others as it is shown: neither markup nor control characters mean anything in it."""
     return markup.escape(printable(text))
@@ -42,9 +47,7 @@ def _named(character: str) -> str:
 
 def print_error(error: LmpoolError) -> None:
     """``error: ...`` on stderr."""
-    Console(stderr=True, soft_wrap=True, highlight=False).print(
-        f"[bold red]error:[/] {escape(str(error))}"
-    )
+    errors().print(f"[bold red]error:[/] {escape(str(error))}")
 
 
 def speaks_unicode(console: Console) -> bool:
