@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 import numpy as np
 
 from lmpool.backends.engine import EngineInfo, Request
-from lmpool.wants import Row
+from lmpool.wants import HeadPart, Hidden, Row
 
 
 def are_plain(requests: Sequence[Request], info: EngineInfo) -> bool:
@@ -38,4 +38,10 @@ def reason_to_refuse(request: Request, info: EngineInfo, adapters: Container[str
         return f"token id {int(tokens.max())}: below {info.vocab_size} expected"
     if request.adapter is not None and request.adapter not in adapters:
         return f"no adapter named {request.adapter!r} is loaded"
+    if isinstance(want, Hidden | HeadPart) and info.head is None:
+        return f"no hidden states: {info.no_head}"
+    if isinstance(want, HeadPart) and info.head is not None:
+        parts = info.head.parts(info.vocab_size)
+        if want.number >= parts:
+            return f"part {want.number} of a head of {parts} parts"
     return want.misfit(info.vocab_size) or want.misfit_prompt(tokens.size)

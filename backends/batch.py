@@ -9,13 +9,13 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import assert_never
 
 from lmpool.backends.admission import are_plain, reason_to_refuse
-from lmpool.backends.answers import answered
+from lmpool.backends.answers import answered, head_part
 from lmpool.backends.engine import Engine, Outcome, Part, Request
 from lmpool.backends.sampling import Continuation, Sampler
 from lmpool.backends.scoring import Scorings
 from lmpool.backends.streaming import Streaming
 from lmpool.errors import EngineBroken, PromptFailed
-from lmpool.wants import Generate, OfRow, Row, Score, Stream
+from lmpool.wants import Generate, HeadPart, Hidden, OfRow, Row, Score, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,8 @@ class BatchEngine(Engine):
 
         The prompts were checked: 1 to `max_prompt_tokens` ids, all below `vocab_size`, the adapter
         one of `adapters`. Each wants a row, or what follows from one (`OfRow`): whoever can reduce
-        it where it was computed gives the answer, others the row. Those that have `score_tokens`
+        it where it was computed gives the answer, others the row. Those whose `info.head` is one
+        are also asked for a hidden state, float32 [hidden_size]. Those that have `score_tokens`
         are also asked for a `Score`, each of a text or of its beginning. An exception fails the
         batch, which is then halved until the request that caused it stands alone; `EngineBroken`
         passes through.
@@ -110,8 +111,10 @@ class BatchEngine(Engine):
         rows: list[Request] = []
         for request in accepted:
             match request.want:
-                case Row() | OfRow():
+                case Row() | OfRow() | Hidden():
                     rows.append(request)
+                case HeadPart() as want:
+                    outcomes.append(head_part(self, request.id, want))
                 case Score() as want:
                     self._scorings.begin(request, want)
                 case Generate() as want:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Generic, TypeVar
 
 from lmpool.backends.admission import reason_to_refuse
-from lmpool.backends.answers import answered
+from lmpool.backends.answers import answered, head_part
 from lmpool.backends.engine import Engine, Outcome, Part, Request, Tokens
 from lmpool.backends.sampling import Continuation, Sampler
 from lmpool.backends.scoring import Scorings
 from lmpool.backends.streaming import Streaming
 from lmpool.errors import AdapterError, PromptFailed
-from lmpool.wants import Generate, OfRow, Score, Stream
+from lmpool.wants import Generate, HeadPart, OfRow, Score, Stream
 
 Adapter = TypeVar("Adapter", bound=Hashable)
 """What an engine knows a loaded adapter by: a value that is used for one loading only."""
@@ -139,6 +139,9 @@ class ContinuousEngine(Engine, Generic[Adapter]):
                     continue
                 if isinstance(request.want, Stream):
                     self._streaming.begin(continuation)
+            if isinstance(request.want, HeadPart):
+                self._outcomes.append(head_part(self, request.id, request.want))
+                continue
             if isinstance(request.want, OfRow):
                 self._reduced[request.id] = request
             adapter = None if request.adapter is None else self.adapters[request.adapter]

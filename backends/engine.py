@@ -17,13 +17,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from lmpool.backends.model_files import ModelFiles
 from lmpool.errors import AdapterError, EngineError, PromptFailed
+from lmpool.head_form import HeadForm
 from lmpool.model_info import Encoding
 from lmpool.wants import Generation, Reduced, Row, Want
 
@@ -101,6 +102,8 @@ class EngineInfo:
     """What an engine serves. `identity` holds all that changes its numbers.
 
     `execution` says in a line how it computes prompts, and why not in its fastest way: for people.
+    `head` is how hidden states become rows, of an engine that answers `Hidden`; that of any other
+    says by `no_head` why it does not.
     """
 
     engine: str
@@ -115,6 +118,8 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     execution: str | None = None
+    head: HeadForm | None = None
+    no_head: str = "its engine gives none"
 
 
 class Engine(ABC):
@@ -170,6 +175,17 @@ class Engine(ABC):
     def byte_vocabulary(self) -> list[bytes] | None:
         """The bytes of each token id, or None where no tokenizer is known."""
         return None if self.model_files is None else self.model_files.byte_vocabulary()
+
+    def head_weights(self, rows: slice) -> npt.NDArray[Any]:
+        """These rows of the head's matrix [rows, hidden_size], where `info.head` is one.
+
+        float32 or float16, or the bits of bfloat16 as uint16, as `info.head.numbers` says.
+        """
+        raise PromptFailed(self.info.no_head)
+
+    def head_bias(self) -> npt.NDArray[np.float32]:
+        """The head's bias, float32 [vocab], where `info.head` says that there is one."""
+        raise PromptFailed(self.info.no_head)
 
     def close(self) -> None:
         """Free what the engine holds."""

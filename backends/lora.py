@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lmpool.backends.tensor_files import StoredTensor, stored_tensors
 from lmpool.errors import AdapterError
+from lmpool.tensor_files import StoredTensor, stored_tensors
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"

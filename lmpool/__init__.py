@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lmpool.producer import (
         Ask,
         EmbeddedLM,
+        Head,
         NumpyRows,
         Piece,
         PooledLM,
@@ -40,6 +41,7 @@ except PackageNotFoundError:  # a source tree that was never installed
 __all__ = [
     "Ask",
     "EmbeddedLM",
+    "Head",
     "LmpoolError",
     "NumpyRows",
     "Piece",

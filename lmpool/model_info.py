@@ -11,6 +11,7 @@ import msgpack
 
 from lmpool.checks import said
 from lmpool.errors import WireError
+from lmpool.head_form import HeadForm
 from lmpool.keys import PROTOCOL, PoolKeys, ShardKeys
 
 INFO_VERSION = 2
@@ -29,7 +30,8 @@ class ModelInfo:
     length of a row, `max_prompt_tokens` the longest prompt, `encoding` the smallest lossless row
     encoding of this model, `max_backlog` the jobs that may wait in a stream, `client_backlog` those
     of one client, `result_ttl_ms` how long an answer stays. `protocols` are the numbers in whose
-    keys the workers serve, `shards` the slots of the pool, `lanes` the lanes of each.
+    keys the workers serve, `shards` the slots of the pool, `lanes` the lanes of each. `head` is how
+    hidden states become rows; None where the pool gives none, and `no_head` says why.
     """
 
     model: str
@@ -49,6 +51,8 @@ class ModelInfo:
     max_backlog: int = 100_000
     client_backlog: int = 4096
     result_ttl_ms: int = 600_000
+    head: HeadForm | None = None
+    no_head: str = ""
 
     @property
     def fingerprint8(self) -> str:
@@ -97,6 +101,8 @@ class ModelInfo:
         try:
             for name in known.keys() & {"eos_token_ids", "protocols"}:
                 known[name] = tuple(known[name])
+            if known.get("head") is not None:
+                known["head"] = HeadForm.of(known["head"])
             info = cls(**known)
         except (KeyError, TypeError) as error:
             raise WireError(f"model info is incomplete: {error}") from None
@@ -133,7 +139,7 @@ class ModelInfo:
                 f"lmpool speaks {PROTOCOL}: upgrade "
                 + ("this lmpool" if newer else "the lmpool of the pool's workers")
             )
-        for name in ("model", "fingerprint", "dtype", "engine", "encoding"):
+        for name in ("model", "fingerprint", "dtype", "engine", "encoding", "no_head"):
             if not isinstance(getattr(self, name), str):
                 raise WireError(
                     f"model info has {name}={getattr(self, name)!r:.40}: a string expected"

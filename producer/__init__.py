@@ -4,6 +4,7 @@ from lmpool.producer.asks import Ask
 from lmpool.producer.connecting import connect
 from lmpool.producer.embedded import EmbeddedLM, embedded
 from lmpool.producer.frameworks import NumpyRows, TorchRows
+from lmpool.producer.heads import Head
 from lmpool.producer.pooled_lm import PooledLM, SyncPooledLM
 from lmpool.producer.stream import Piece
 
@@ -13,6 +14,7 @@ from lmpool.producer.stream import Piece
 __all__ = [
     "Ask",
     "EmbeddedLM",
+    "Head",
     "NumpyRows",
     "Piece",
     "PooledLM",

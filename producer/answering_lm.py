@@ -23,12 +23,12 @@ from lmpool.producer.served_model import ServedModel, ServedModels
 from lmpool.rows import EncodedRow
 from lmpool.settings import ClientOptions
 from lmpool.token_ids import TokenIds
-from lmpool.wants import Answer, Draws, Generation, Row, TextScores, TopLogprobs, Want
+from lmpool.wants import Answer, Reduced, Row, Want
 from lmpool.wire import Job
 
 Logprobs: TypeAlias = npt.NDArray[np.float32]
 Found: TypeAlias = "Answer | LmpoolError"
-AnswerTo: TypeAlias = "RowT_co | TopLogprobs | Logprobs | TextScores | Draws | Generation"
+AnswerTo: TypeAlias = "RowT_co | Reduced"
 """What a want is answered with, as a caller gets it: a row follows the client's `framework`."""
 
 AdapterOf = Callable[[str | None], str | None]

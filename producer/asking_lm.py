@@ -31,7 +31,7 @@ from lmpool.wants import (
     Draws,
     Generate,
     Generation,
-    OfRow,
+    OfPrompt,
     Reduced,
     Row,
     Score,
@@ -60,24 +60,14 @@ class AskingLM(AnsweringLM[RowT_co], Generic[RowT_co]):
     ) -> RowT_co: ...  # fmt: skip
     @overload
     async def ask(
-        self, token_ids: TokenIds, want: OfRow[AnswerT], lora_name: str | None = None, *,
+        self, token_ids: TokenIds, want: OfPrompt[AnswerT], lora_name: str | None = None, *,
         timeout: float | None = None, priority: Priority | None = None,
     ) -> AnswerT: ...  # fmt: skip
-    @overload
-    async def ask(
-        self, token_ids: TokenIds, want: Score, lora_name: str | None = None, *,
-        timeout: float | None = None, priority: Priority | None = None,
-    ) -> TextScores: ...  # fmt: skip
-    @overload
-    async def ask(
-        self, token_ids: TokenIds, want: Generate, lora_name: str | None = None, *,
-        timeout: float | None = None, priority: Priority | None = None,
-    ) -> Generation: ...  # fmt: skip
 
     async def ask(
         self,
         token_ids: TokenIds,
-        want: Want | OfRow[AnswerT],
+        want: Want | OfPrompt[AnswerT],
         lora_name: str | None = None,
         *,
         timeout: float | None = None,

@@ -131,6 +131,21 @@ async def outcome(
     raise deadline.error(missing)
 
 
+def in_thread(function: Callable[[], T], name: str) -> Future[T]:
+    """Run a function in a thread of its own, which who stops waiting leaves behind."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
+
+
 async def pause(seconds: float) -> None:
     """Sleep."""
     if is_blocking():

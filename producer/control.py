@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 import msgpack
 
@@ -16,7 +13,7 @@ from lmpool.checks import quoted, said
 from lmpool.clock import to_ms
 from lmpool.errors import AdapterError, LmpoolError, NoWorkers, PoolError
 from lmpool.keys import PoolKeys
-from lmpool.producer.blocking import result
+from lmpool.producer.blocking import in_thread, result
 from lmpool.producer.deadline import Deadline
 from lmpool.server import understood
 
@@ -24,7 +21,6 @@ CONTROL_TIMEOUT: Final = 120.0
 """Seconds that a worker may take where nobody says how long: loading an adapter takes long."""
 
 Argument: TypeAlias = str | bytes
-T = TypeVar("T")
 
 
 def ask_workers(
@@ -46,7 +42,9 @@ def ask_workers(
         raise PoolError(f"{function} travels as an arq job: pip install 'lmpool[worker]'")
     if deadline.at is None:
         deadline = Deadline(CONTROL_TIMEOUT)
-    asking = _in_thread(_ask(url, keys, workers, function, arguments, deadline))
+    # In an event loop of its own: the caller's thread may be running one.
+    ask = _ask(url, keys, workers, function, arguments, deadline)
+    asking = in_thread(lambda: asyncio.run(ask), "lmpool-control")
     answers = result(asking, deadline, _missing(function, workers))
     errors = {worker: a["error"] for worker, a in answers.items() if "error" in a}
     if errors:
@@ -58,21 +56,6 @@ def ask_workers(
 
 def _missing(function: str, workers: list[str]) -> str:
     return f"{function} was not answered by every one of {', '.join(workers)}"
-
-
-def _in_thread(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run it in an event loop of its own: the caller's thread may be running one."""
-    done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # who stops waiting leaves it behind
-
-    def run() -> None:
-        try:
-            done.set_result(asyncio.run(coroutine))
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="lmpool-control", daemon=True).start()
-    return done
 
 
 async def _ask(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,8 @@ torch is installed; whoever runs without torch writes ``framework="numpy"`` to h
 class Framework(Protocol[RowT_co]):
     """How rows are handed to callers."""
 
+    name: Literal["numpy", "torch"]
+
     def one(self, row: EncodedRow) -> RowT_co:
         """One row, float32 [vocab_size]."""
         ...
@@ -38,9 +40,15 @@ class Framework(Protocol[RowT_co]):
         """Rows in one block, float32 [rows, vocab_size]."""
         ...
 
+    def own(self, rows: Any) -> RowT_co:
+        """Rows that were computed here, in an array or a tensor that nobody else has."""
+        ...
+
 
 class _Numpy:
     """Arrays that are nobody's to write: the local cache may hold the same numbers."""
+
+    name: Literal["numpy", "torch"] = "numpy"
 
     def one(self, row: EncodedRow) -> NumpyRows:
         values = row.logprobs()
@@ -52,9 +60,16 @@ class _Numpy:
         block.flags.writeable = False
         return block
 
+    def own(self, rows: Any) -> NumpyRows:
+        values: NumpyRows = rows if isinstance(rows, np.ndarray) else rows.detach().cpu().numpy()
+        values.flags.writeable = False
+        return values
+
 
 class _Torch:
     """Tensors that the caller owns. torch is read with the first one."""
+
+    name: Literal["numpy", "torch"] = "torch"
 
     def one(self, row: EncodedRow) -> TorchRows:
         import torch
@@ -66,6 +81,9 @@ class _Torch:
         import torch
 
         return torch.from_numpy(_block(rows, vocab_size))
+
+    def own(self, rows: TorchRows) -> TorchRows:
+        return rows
 
 
 def framework(name: str) -> Framework[Any]:

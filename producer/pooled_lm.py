@@ -45,12 +45,10 @@ from lmpool.wants import (
     Answer,
     Generate,
     Generation,
-    OfRow,
+    OfPrompt,
     Row,
-    Score,
     StopSequences,
     Stream,
-    TextScores,
     Want,
 )
 from lmpool.wire import Job
@@ -359,24 +357,14 @@ class SyncPooledLM(BaseLM, Generic[RowT_co]):
     ) -> RowT_co: ...  # fmt: skip
     @overload
     def ask(
-        self, token_ids: TokenIds, want: OfRow[AnswerT], lora_name: str | None = None, *,
+        self, token_ids: TokenIds, want: OfPrompt[AnswerT], lora_name: str | None = None, *,
         timeout: float | None = None, priority: Priority | None = None,
     ) -> AnswerT: ...  # fmt: skip
-    @overload
-    def ask(
-        self, token_ids: TokenIds, want: Score, lora_name: str | None = None, *,
-        timeout: float | None = None, priority: Priority | None = None,
-    ) -> TextScores: ...  # fmt: skip
-    @overload
-    def ask(
-        self, token_ids: TokenIds, want: Generate, lora_name: str | None = None, *,
-        timeout: float | None = None, priority: Priority | None = None,
-    ) -> Generation: ...  # fmt: skip
 
     def ask(
         self,
         token_ids: TokenIds,
-        want: Want | OfRow[AnswerT],
+        want: Want | OfPrompt[AnswerT],
         lora_name: str | None = None,
         *,
         timeout: float | None = None,
@@ -425,6 +413,8 @@ class SyncPooledLM(BaseLM, Generic[RowT_co]):
     logprobs_at = _of_sync(PooledLM[RowT_co].logprobs_at)
     generate = _of_sync(PooledLM[RowT_co].generate)
     batch_generate = _of_sync(PooledLM[RowT_co].batch_generate)
+    last_hidden_state = _of_sync(PooledLM[RowT_co].last_hidden_state)
+    head = _of_sync(PooledLM[RowT_co].head)
     next_token_logprobs = _of_sync(PooledLM[RowT_co].next_token_logprobs)
     batch_next_token_logprobs = _of_sync(PooledLM[RowT_co].batch_next_token_logprobs)
     sample = _of_sync(PooledLM[RowT_co].sample)

@@ -10,6 +10,7 @@ from lmpool.producer.adapters import KnownAdapters
 from lmpool.producer.blocking import result
 from lmpool.producer.client import Client
 from lmpool.producer.deadline import Deadline
+from lmpool.producer.heads import HeadNumbers
 from lmpool.producer.jobs import JobMaker
 from lmpool.producer.tokens import (
     ByteToken,
@@ -30,6 +31,8 @@ class ServedModel:
         self.info = info
         self.jobs = JobMaker(info)
         self.adapters = KnownAdapters()
+        self.head_numbers: HeadNumbers | None = None
+        """Its head, once it was read."""
         self._client = client
         self._vocabulary: Vocabulary | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Final
 
 from lmpool.backends.engine import Engine, EngineInfo
@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 
 OLD_KEYS_MS: Final = 86_400_000
 """How long what another model, or another number of shards, left in the pool is kept."""
-_MAY_DIFFER = frozenset({"model", "revision", "max_backlog", "client_backlog", "result_ttl_ms"})
+_MAY_DIFFER = frozenset(
+    {"model", "revision", "max_backlog", "client_backlog", "result_ttl_ms", "no_head"}
+)
 """Fields in which the workers of one pool may differ; the latest to join decides."""
 
 
@@ -59,6 +61,8 @@ def model_info(engine: EngineInfo, options: WorkerOptions) -> ModelInfo:
         max_backlog=options.max_backlog,
         client_backlog=options.client_backlog,
         result_ttl_ms=to_ms(options.result_ttl),
+        head=engine.head,
+        no_head=engine.no_head if engine.head is None else "",
     )
 
 
@@ -77,9 +81,7 @@ def batch_budget(options: WorkerOptions, info: ModelInfo) -> int:
 
 def mark(info: ModelInfo) -> bytes:
     """What a living worker says that it serves: equal for those that may share a pool."""
-    must_agree = {
-        f.name: getattr(info, f.name) for f in fields(ModelInfo) if f.name not in _MAY_DIFFER
-    }
+    must_agree = {name: value for name, value in asdict(info).items() if name not in _MAY_DIFFER}
     return fingerprint(must_agree).encode()
 
 

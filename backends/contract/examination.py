@@ -15,6 +15,7 @@ import numpy as np
 from lmpool.backends.contract.breaches import BrokenPromise
 from lmpool.backends.contract.ends import check_closed, check_identity, check_reopened, check_second
 from lmpool.backends.contract.folders import check_folders
+from lmpool.backends.contract.heads import read_head
 from lmpool.backends.contract.memory import check_memory
 from lmpool.backends.contract.model import Model
 from lmpool.backends.contract.operations import Operation, Settle, described
@@ -118,6 +119,7 @@ class Examination:
             self._engine = self.suite.open_engine()
             if self._truth is None or self._truth.info != self._engine.info:
                 self._truth = Truth(self.suite, self._engine.info, self._folder)
+            self._truth.head = read_head(self._engine)
             self._references = References()
             self._model = Model(self._engine, self._truth, self._references)
             self._history = []

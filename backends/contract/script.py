@@ -38,6 +38,9 @@ HOW: Final[Sequence[dict[str, object]]] = (
 )
 """Adapters of unlike ranks, scales and layers."""
 
+_OF_STATES: Final = 0.3
+"""The share of hidden states among wants that take more than a row."""
+
 
 class Script:
     """A scenario that is being written: `operations` so far, and what they leave behind."""
@@ -75,7 +78,9 @@ class Script:
 
     def other_want(self, prompt: Prompt, adapter: str | None = None) -> Want:
         """A want of any kind that takes more than a row."""
-        return self._drawn(self.references.others(), prompt, adapter)
+        of_states = self.random.random() < _OF_STATES
+        references = self.references.of_states() if of_states else self.references.others()
+        return self._drawn(references, prompt, adapter)
 
     def want_of_row(self, prompt: Prompt, adapter: str | None = None) -> Want:
         """A want of any kind that a row answers."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmpool.backends.contract.breaches import expect
+from lmpool.backends.contract.heads import ReadHead
 from lmpool.backends.contract.operations import AdapterFiles, Asked, Prompt
 from lmpool.backends.contract.subject import Adapter, Subject
 from lmpool.backends.engine import EngineInfo
@@ -30,6 +31,8 @@ class Truth:
         self.suite = suite
         self.info = info
         self.tolerance = suite.tolerance
+        self.head: ReadHead | None = None
+        """That of the engine, where it has hidden states."""
         self._folder = folder
         self._adapters: dict[AdapterFiles, Adapter] = {}
         self._written: dict[AdapterFiles, Adapter] = {}

@@ -14,6 +14,7 @@ from lmpool.backends.contract.breaches import expect
 from lmpool.backends.contract.continuations import ContinuationJudge
 from lmpool.backends.contract.drawn import DrawReference
 from lmpool.backends.contract.generating import draw_generate, refuses, streamed
+from lmpool.backends.contract.hidden import HeadReference, HiddenReference
 from lmpool.backends.contract.operations import Prompt
 from lmpool.backends.contract.prompts import Random
 from lmpool.backends.contract.reduced import TokensReference, TopReference
@@ -23,7 +24,18 @@ from lmpool.backends.contract.truth import Truth
 from lmpool.backends.contract.want_reference import Answered, WantReference
 from lmpool.backends.engine import EngineInfo
 from lmpool.model_info import Encoding
-from lmpool.wants import Draw, Generate, Row, Score, Stream, Tokens, Top, Want
+from lmpool.wants import (
+    Draw,
+    Generate,
+    HeadPart,
+    Hidden,
+    Row,
+    Score,
+    Stream,
+    Tokens,
+    Top,
+    Want,
+)
 
 
 class RowReference(WantReference[Row]):
@@ -115,6 +127,8 @@ class References:
         self._tokens = TokensReference()
         self._draw = DrawReference()
         self._score = ScoreReference()
+        self._hidden = HiddenReference()
+        self._head = HeadReference()
 
     def of(self, want: Want) -> WantReference[Any]:
         """The reference of a want of this kind."""
@@ -133,12 +147,20 @@ class References:
                 return self._draw
             case Score():
                 return self._score
+            case Hidden():
+                return self._hidden
+            case HeadPart():
+                return self._head
             case _:
                 assert_never(want)
 
     def others(self) -> Sequence[WantReference[Any]]:
         """Those of wants that take more than a row."""
         return (self._generate, self._stream, self._score)
+
+    def of_states(self) -> Sequence[WantReference[Any]]:
+        """Those of what is not a row, nor follows from one: of states, and of the head."""
+        return (self._hidden, self._head)
 
     def of_rows(self) -> Sequence[WantReference[Any]]:
         """Those of wants that a row answers, which is not asked for itself."""

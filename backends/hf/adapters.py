@@ -17,8 +17,8 @@ import torch
 from safetensors import safe_open
 
 from lmpool.backends.lora import CONFIG, WEIGHTS, Lora, Pair, mistaken, read_lora
-from lmpool.backends.tensor_files import StoredTensor
 from lmpool.errors import AdapterError
+from lmpool.tensor_files import StoredTensor
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,14 @@ class LoraAdapters:
         """Compute with this adapter from now on; None: with the base model."""
         if reference != self.in_use:
             self._choose(reference)
+
+    def changes_head(self, reference: str | None) -> bool:
+        """Whether an adapter has the model's head compute something else."""
+        name = None if reference is None else self._names[reference]
+        head = self._model.get_output_embeddings()
+        return any(
+            name in getattr(head, part, {}) for part in ("lora_A", "lora_embedding_A") if name
+        )
 
     def _choose(self, reference: str | None) -> None:
         chosen = [] if reference is None else [self._names[reference]]

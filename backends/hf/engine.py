@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lmpool.backends.batch import BatchEngine
@@ -23,6 +24,7 @@ from lmpool.backends.grouping import MAX_LOGITS
 from lmpool.backends.hf.adapters import LoraAdapters
 from lmpool.backends.hf.device import HostCopies
 from lmpool.backends.hf.forward import Forward
+from lmpool.backends.hf.hidden import States, head_of, parted
 from lmpool.backends.hf.model import (
     LoadedModel,
     known_special_tokens,
@@ -123,6 +125,9 @@ class HFEngine(BatchEngine):
         bounds = prompt_bounds(loaded.model, self.model_files.tokenizer)
         longest = longest_placed(forward, longest_prompt(bounds, max_prompt_tokens))
         self.info = self._describe(model, revision, loaded, kwargs, probe.shape[-1], longest)
+        self._model_head, reason = head_of(loaded.model, forward, self.info.vocab_size)
+        head = None if self._model_head is None else self._model_head.form
+        self.info = replace(self.info, head=head, no_head=reason)
         forward.sharing = measure(forward, longest)
         fit = packed_forward(
             loaded.model,
@@ -182,13 +187,29 @@ class HFEngine(BatchEngine):
         # The adapter in use first: to take up another costs a walk through the model.
         for adapter in sorted(grouped, key=lambda adapter: adapter != self._lora.in_use):
             self._lora.use(adapter)
-            outcomes += self._compute(grouped[adapter], adapter)
+            states, others = parted(grouped[adapter])
+            if others:
+                batch = Batch(others, self._copies, bfloat16=self._bfloat16, reduce=self._reduce)
+                outcomes += self._compute(batch, adapter)
+            if states:
+                outcomes += self._states(states, adapter)
         return outcomes
 
-    def _compute(self, requests: Sequence[Request], adapter: str | None) -> list[Outcome]:
-        """Compute the rows of requests that all use `adapter`, which is in use."""
+    def _states(self, requests: Sequence[Request], adapter: str | None) -> list[Outcome]:
+        """The hidden states of requests that all use `adapter`, which is in use."""
+        if self._lora.changes_head(adapter):
+            error = PromptFailed(
+                f"the adapter {adapter!r} changes the model's head: no other head fits its states"
+            )
+            return [Outcome(request.id, error=error) for request in requests]
+        head = self._open().head
+        assert head is not None
+        with head.giving_states():
+            return self._compute(States(requests), adapter)
+
+    def _compute(self, batch: Batch | States, adapter: str | None) -> list[Outcome]:
+        """Compute what is asked by requests that all use `adapter`, which is in use."""
         forward = self._open()
-        batch = Batch(requests, self._copies, bfloat16=self._bfloat16, reduce=self._reduce)
         try:
             left = self._run_packed(batch, adapter)
             taken = []
@@ -209,7 +230,7 @@ class HFEngine(BatchEngine):
             raise EngineBroken(f"{type(error).__name__}: {error}") from error
         return list(batch.outcomes())
 
-    def _run_packed(self, batch: Batch, adapter: str | None) -> list[int]:
+    def _run_packed(self, batch: Batch | States, adapter: str | None) -> list[int]:
         """Compute what the packed forward serves; return the numbers of the other prompts."""
         prompts, counts = batch.prompts, batch.counts
         if self._packed is None:
@@ -231,7 +252,9 @@ class HFEngine(BatchEngine):
         left += [short[i] for i in self._packed.run(served, take, adapter, wanted)]
         return left
 
-    def _run_padded(self, forward: Forward, batch: Batch, numbers: list[int]) -> list[Finish]:
+    def _run_padded(
+        self, forward: Forward, batch: Batch | States, numbers: list[int]
+    ) -> list[Finish]:
         """Compute prompts in one padded forward pass."""
         prompts = [batch.prompts[i] for i in numbers]
         if batch.counts is None:
@@ -281,6 +304,14 @@ class HFEngine(BatchEngine):
             if self._packed is not None:
                 self._packed.forget(name)
 
+    def head_weights(self, rows: slice) -> npt.NDArray[Any]:
+        assert self._model_head is not None
+        return self._model_head.weights(rows)
+
+    def head_bias(self) -> npt.NDArray[np.float32]:
+        assert self._model_head is not None
+        return self._model_head.bias()
+
     def cache_prefix(self, tokens: Tokens) -> None:
         """Compute a prefix and keep it until `clear_cache`; such prefixes may fill half the memory.
 
@@ -321,7 +352,7 @@ class HFEngine(BatchEngine):
         """Free the model."""
         if self._forward is not None:
             self._forward.close()
-            self._forward = self._packed = None
+            self._forward = self._packed = self._model_head = None
             self._lora = LoraAdapters(None)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

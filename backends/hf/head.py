@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,11 +30,14 @@ class Head:
         self._states: torch.Tensor | None = None
         self._repeats: bool | None = None
         """Whether the trunk can be stood in for, once that was tried."""
+        self._gives_states = False
         self._hook: Any = None
         self._attach()
 
     def logits(self, wanted: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """The logits [wanted, vocab] at places `wanted` of the flattened [rows, positions]."""
+        if self._gives_states:
+            return self._states_at(wanted, inputs)
         self._wanted, self._narrowed = wanted, False
         try:
             logits: torch.Tensor = self._model(**inputs).logits
@@ -47,6 +51,9 @@ class Head:
         A head that is narrowed computes each when it is asked for. A model that does not bear
         that takes a forward pass for each: right, and slow.
         """
+        if self._gives_states:
+            yield from self._states_at(wanted, inputs).split(rows)
+            return
         if self._repeats is False and self._hook is not None:
             for at in range(0, len(wanted), rows):
                 yield self.logits(wanted[at : at + rows], **inputs)
@@ -69,6 +76,38 @@ class Head:
                 yield self._after_trunk(states[at : at + rows])
             else:
                 yield self.logits(wanted[at : at + rows], **inputs)
+
+    @contextmanager
+    def giving_states(self) -> Iterator[None]:
+        """Give the states that the head is applied to, in the place of logits."""
+        self._gives_states = True
+        try:
+            yield
+        finally:
+            self._gives_states = False
+
+    def _states_at(self, wanted: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        self._wanted, self._block = wanted, 1  # the head, which is not asked, sees one of them
+        try:
+            self._model(**inputs)
+        finally:
+            self._wanted = self._block = None
+            states, self._states = self._states, None
+        if states is None:
+            raise RuntimeError(f"{type(self._model).__name__} calls no head with its states")
+        return states
+
+    def after_trunk(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits [rows, vocab] of states [rows, hidden] that stand in the trunk's place, and
+        the states that the head sees then."""
+        seen: list[torch.Tensor] = []
+        head = self._model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            logits = self._after_trunk(states)
+        finally:
+            hook.remove()
+        return logits, seen[0].flatten(0, -2)
 
     def _try(self, states: torch.Tensor, logits: torch.Tensor) -> bool:
         """Whether the model gives these logits of states that stand in the trunk's place."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from lmpool.backends.lora import WEIGHTS, Pair, read_lora
 from lmpool.backends.mlx.model import mx, nn
-from lmpool.backends.tensor_files import ModelTensors
 from lmpool.errors import AdapterError
+from lmpool.tensor_files import ModelTensors
 
 lora: Any = importlib.import_module("mlx_lm.tuner.lora")
 

@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 
 from lmpool.backends.lora import WEIGHTS, Lora, Pair, read_lora
-from lmpool.backends.tensor_files import ModelTensors
 from lmpool.errors import AdapterError
+from lmpool.tensor_files import ModelTensors
 
 _TOGETHER: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that SGLang computes as one: it wants matrices for all of them, or for none."""

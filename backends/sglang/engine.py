@@ -18,7 +18,7 @@ from lmpool.backends.options import check_dtype, check_types
 from lmpool.backends.sglang.adapters import AdapterReader
 from lmpool.backends.sglang.scheduler import SGLangScheduler, Step
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
-from lmpool.wants import Generate, OfRow, Row, Score
+from lmpool.wants import Generate, HeadPart, Hidden, OfRow, Row, Score
 
 LORA_TARGETS: Final = (
     "q_proj",
@@ -136,8 +136,8 @@ class SGLangEngine(ContinuousEngine[str]):
                 assert admitted.continuation is not None
                 tokens = admitted.continuation.next_request().tokens
                 draws = admitted.continuation.left
-            case Score():
-                raise AssertionError("the rows of a text join, and never the text")
+            case Score() | HeadPart() | Hidden():
+                raise AssertionError("it was refused, or its rows join instead")
             case _:
                 assert_never(request.want)
         return self._open().add(tokens.tolist(), lora_id=admitted.adapter, max_tokens=draws)

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from lmpool.backends.lora import CONFIG, WEIGHTS, Lora, read_lora
-from lmpool.backends.tensor_files import ModelTensors, write_tensors
 from lmpool.errors import AdapterError
+from lmpool.tensor_files import ModelTensors, write_tensors
 
 
 def check_adapter(folder: Path, model: ModelTensors) -> Lora:

@@ -24,7 +24,6 @@ from lmpool.backends.continuous import Admitted, ContinuousEngine
 from lmpool.backends.engine import EngineInfo, Outcome, Request, Tokens
 from lmpool.backends.model_config import special_tokens
 from lmpool.backends.model_files import ModelFiles
-from lmpool.backends.tensor_files import ModelTensors
 from lmpool.backends.vllm import internals
 from lmpool.backends.vllm.adapters import check_adapter, write_plain
 from lmpool.backends.vllm.continuations import drawing_params, go_on, token_params
@@ -33,7 +32,8 @@ from lmpool.backends.vllm.options import NUMERIC, engine_arguments
 from lmpool.backends.vllm.rows import CapturedRow, FullLogprobs, RowSource, row_source
 from lmpool.backends.vllm.texts import ScoredTexts, is_unsound, outcome_of
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
-from lmpool.wants import Generate, OfRow, Row, Score
+from lmpool.tensor_files import ModelTensors
+from lmpool.wants import Generate, HeadPart, Hidden, OfRow, Row, Score
 
 WAIT_SECONDS: Final = 0.02
 """How long a step waits for an engine in another process before new requests may join."""
@@ -226,6 +226,8 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
             case Score():
                 params = token_params(1, 0.0, **self._texts.params(self._numbers, request))
                 new = request.tokens[:-1]
+            case HeadPart() | Hidden():
+                raise AssertionError("it was refused, and never joins")
             case _:
                 assert_never(request.want)
         name = f"once-{self._numbers}" if live is None else live.id

@@ -15,6 +15,8 @@ from lmpool.wants.answers import (
     Draws,
     FinishReason,
     Generation,
+    HeadBytes,
+    HiddenState,
     Reduced,
     TextScores,
     TopLogprobs,
@@ -24,6 +26,8 @@ from lmpool.wants.digests import DIGEST_BYTES, Digest, Digester
 from lmpool.wants.draw import Draw
 from lmpool.wants.drawing import MAX_SEED
 from lmpool.wants.generate import MAX_EOS_IDS, Generate, StopSequences
+from lmpool.wants.hidden import HeadPart, Hidden
+from lmpool.wants.of_prompt import OfPrompt
 from lmpool.wants.of_row import OfRow
 from lmpool.wants.position_ids import AskedIds, PositionIds
 from lmpool.wants.row import Row
@@ -49,6 +53,11 @@ __all__ = [
     "FinishReason",
     "Generate",
     "Generation",
+    "HeadBytes",
+    "HeadPart",
+    "Hidden",
+    "HiddenState",
+    "OfPrompt",
     "OfRow",
     "PositionIds",
     "Reduced",

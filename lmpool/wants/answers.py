@@ -12,6 +12,8 @@ from lmpool.rows import EncodedRow
 
 TokenArray = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
+HiddenState = npt.NDArray[np.float32]
+"""float32 [hidden_size]."""
 
 
 class _OfArrays:
@@ -146,6 +148,13 @@ def _behind(top: TopLogprobs, start: int) -> TopLogprobs:
     return TopLogprobs(top.token_ids[start:], top.logprobs[start:], rest)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadBytes(_OfArrays):
+    """A part of a model's head as it lies in memory, or its digest: `data` uint8 [bytes]."""
+
+    data: npt.NDArray[np.uint8]
+
+
 def freeze(answer: Reduced) -> None:
     """Make the arrays of an answer read-only: several may come to share it."""
     if isinstance(answer, np.ndarray):
@@ -155,9 +164,9 @@ def freeze(answer: Reduced) -> None:
             array.flags.writeable = False
 
 
-Reduced: TypeAlias = Generation | TopLogprobs | Logprobs | Draws | TextScores
+Reduced: TypeAlias = Generation | TopLogprobs | Logprobs | Draws | TextScores | HeadBytes
 """Answers that an engine hands over as they are: to every want but `Row`. An array is that to
-`Tokens`."""
+`Tokens` and to `Hidden`."""
 
 Answer: TypeAlias = EncodedRow | Reduced
 """What a want is answered with, as a client decodes it."""

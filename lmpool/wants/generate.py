@@ -40,7 +40,7 @@ _RANGES: Final[Mapping[str, tuple[Callable[[float], bool], str]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Generate(OfPrompt):
+class Generate(OfPrompt[Generation]):
     """A continuation of the prompt, drawn on the worker.
 
     At most `max_tokens` tokens, ended by any of `eos_token_ids` (None: the model's own), or by any

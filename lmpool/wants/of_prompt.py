@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Generic, Self, TypeVar
+
+from lmpool.wants.answers import Answer
+
+AnswerT = TypeVar("AnswerT", bound=Answer)
 
 
-class OfPrompt:
-    """Something that may be asked of a prompt; by default of every one that a model takes."""
+class OfPrompt(Generic[AnswerT]):
+    """Something that may be asked of a prompt; by default of every one that a model takes.
+
+    `AnswerT` is what it is answered with.
+    """
 
     __slots__ = ()
 

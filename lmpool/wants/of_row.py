@@ -17,7 +17,7 @@ NOT_A_NUMBER: Final = "the model computed NaN for this prompt; another dtype may
 AnswerT = TypeVar("AnswerT", bound=Reduced)
 
 
-class OfRow(OfPrompt, ABC, Generic[AnswerT]):
+class OfRow(OfPrompt[AnswerT], ABC, Generic[AnswerT]):
     """A want whose answer follows from the row after the prompt."""
 
     __slots__ = ()

@@ -29,7 +29,7 @@ _FLOAT32, _UINT16 = np.dtype(np.float32), np.dtype(np.uint16)
 
 
 @dataclass(frozen=True, slots=True)
-class Row(OfPrompt):
+class Row(OfPrompt[EncodedRow]):
     """The log-probability of every token of the vocabulary coming next.
 
     `encoding` is how the row travels: None is the smallest lossless one of the model.

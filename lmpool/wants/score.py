@@ -29,7 +29,7 @@ _USUAL_TOKENS: Final = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Score(OfPrompt):
+class Score(OfPrompt[TextScores]):
     """The log-probability of each token of a text from position `start` on, given those before it.
 
     `top_logprobs`: so many of the likeliest tokens at each position, too. `token_ids`: the

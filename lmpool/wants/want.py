@@ -7,13 +7,14 @@ from typing import Final, TypeAlias, get_args
 from lmpool.errors import JobFormatError
 from lmpool.wants.draw import Draw
 from lmpool.wants.generate import Generate
+from lmpool.wants.hidden import HeadPart, Hidden
 from lmpool.wants.row import Row
 from lmpool.wants.score import Score
 from lmpool.wants.stream import Stream
 from lmpool.wants.tokens import Tokens
 from lmpool.wants.top import Top
 
-Want: TypeAlias = Row | Top | Tokens | Score | Draw | Generate | Stream
+Want: TypeAlias = Row | Top | Tokens | Score | Draw | Generate | Stream | Hidden | HeadPart
 """Every kind of question."""
 
 KINDS: Final[dict[str, type[Want]]] = {want.kind: want for want in get_args(Want)}

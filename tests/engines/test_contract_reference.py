@@ -13,14 +13,27 @@ import pytest
 
 from lmpool.backends.contract import Reference, write_adapter
 from lmpool.backends.contract.wants import References
-from lmpool.wants import Draw, Generate, Row, Score, Stream, Tokens, Top, Want
+from lmpool.wants import (
+    Draw,
+    Generate,
+    HeadPart,
+    Hidden,
+    Row,
+    Score,
+    Stream,
+    Tokens,
+    Top,
+    Want,
+)
 from tests.support.models import save_model
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 
 PROMPTS = [[5, 9, 11], [7], [3, 3, 3, 12], [200, 100]]
-SAMPLES: list[Want] = [Row(), Top(), Tokens([1]), Score(), Draw(), Generate(1), Stream(1)]
+SAMPLES: list[Want] = [
+    Row(), Top(), Tokens([1]), Score(), Draw(), Generate(1), Stream(1), Hidden(), HeadPart(0),
+]  # fmt: skip
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 CASES: dict[str, dict[str, Any]] = {
@@ -103,4 +116,4 @@ def test_every_want_has_its_reference() -> None:
     references = References()
     assert [type(want) for want in SAMPLES] == [*get_args(Want)], "add a sample of the new want"
     known = {references.of(want) for want in SAMPLES[1:]}
-    assert known == {*references.others(), *references.of_rows()}
+    assert known == {*references.others(), *references.of_states(), *references.of_rows()}

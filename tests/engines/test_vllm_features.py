@@ -48,12 +48,12 @@ need_vllm()
 from vllm import SamplingParams  # noqa: E402
 from vllm.exceptions import VLLMValidationError  # noqa: E402
 
-from lmpool.backends.tensor_files import ModelTensors  # noqa: E402
 from lmpool.backends.vllm import engine as engine_module  # noqa: E402
 from lmpool.backends.vllm import internals  # noqa: E402
 from lmpool.backends.vllm.capture import CAPTURE, CapturedRows, CaptureProcessor  # noqa: E402
 from lmpool.backends.vllm.options import CAPTURE_PROCESSOR, MOST_ADAPTERS  # noqa: E402
 from lmpool.backends.vllm.own import WORKER_EXTENSION, OwnRows  # noqa: E402
+from lmpool.tensor_files import ModelTensors  # noqa: E402
 
 pytestmark = [
     pytest.mark.engine,

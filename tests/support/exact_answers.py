@@ -15,13 +15,21 @@ import numpy.typing as npt
 from lmpool.backends import Engine
 from lmpool.backends.contract import Adapter, EngineContract, Reference, ask, write_adapter
 from lmpool.backends.contract.drawn import DrawReference
+from lmpool.backends.contract.heads import ReadHead, read_head
+from lmpool.backends.contract.hidden import ROWS_OF_STATES
 from lmpool.backends.contract.operations import Asked, Prompt
-from lmpool.backends.contract.reduced import ReducedReference, TokensReference, TopReference, Within
+from lmpool.backends.contract.reduced import (
+    ReducedReference,
+    TokensReference,
+    TopReference,
+    Within,
+    check_values,
+)
 from lmpool.backends.contract.reference import ADAPTER_CONFIG, ADAPTER_WEIGHTS, changes
 from lmpool.backends.contract.truth import Truth
 from lmpool.backends.contract.want_reference import Answered
 from lmpool.errors import PromptFailed
-from lmpool.wants import Row
+from lmpool.wants import Hidden, Row
 
 WITHIN: Final = Within(values=1e-4, order=1e-5)
 """Log-probabilities within 1e-4; the same tokens, but where two lie within 1e-5 of each other."""
@@ -70,6 +78,22 @@ class ExactRows:
         return found
 
 
+class StatesReference(ReducedReference[Hidden]):
+    """Hidden states, of which the engine's own head makes the row."""
+
+    answer_type = np.ndarray
+
+    def __init__(self, head: ReadHead) -> None:
+        self._head = head
+
+    def draw(self, random: Any, prompt: Prompt, adapter: Adapter | None, truth: Truth) -> Hidden:
+        return Hidden()
+
+    def check(self, asked: Asked, answer: Any, row: F64, within: Within) -> None:
+        found = self._head.logprobs(answer[None])[0]
+        check_values(found, row, within.values, ROWS_OF_STATES, asked)
+
+
 def two_adapters(folder: Path, model: str = "tiny") -> dict[str, str]:
     """Adapters by their names."""
     return {
@@ -94,6 +118,9 @@ def check_answers(
     random = np.random.default_rng(seed)
     truth = Truth(EngineContract, engine.info, Path())
     references: list[ReducedReference[Any]] = [TopReference(), TokensReference(), DrawReference()]
+    head = read_head(engine)
+    if head is not None:
+        references.append(StatesReference(head))
     for reference in references:
         reference.bad = 0.0
     texts = nested_texts(random, engine.info.vocab_size)

@@ -11,7 +11,7 @@ from lmpool.backends import ContinuousEngine, Outcome
 from lmpool.backends.continuous import Admitted
 from lmpool.backends.mock import MockEngine, mock_row
 from lmpool.errors import EngineBroken
-from lmpool.wants import Generate, OfRow, Row, Score
+from lmpool.wants import Generate, HeadPart, Hidden, OfRow, Row, Score
 
 
 class FedEngine(ContinuousEngine[str]):
@@ -63,8 +63,8 @@ class FedEngine(ContinuousEngine[str]):
                 if not continuation.finished:
                     return None
                 outcome = Outcome(request.id, answer=continuation.answer())
-            case Score():
-                raise AssertionError("the rows that it needs join, and not a score")
+            case Score() | Hidden() | HeadPart():
+                raise AssertionError("it was refused, or its rows join instead")
             case _:
                 assert_never(request.want)
         self.ended(name)

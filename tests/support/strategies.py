@@ -14,6 +14,8 @@ from lmpool.wants import (
     Digest,
     Draw,
     Generate,
+    HeadPart,
+    Hidden,
     PositionIds,
     Row,
     Score,
@@ -91,7 +93,14 @@ def scores(draw: st.DrawFn) -> Score:
 STREAMS: st.SearchStrategy[Stream] = GENERATES.map(
     lambda want: Stream(**{field.name: getattr(want, field.name) for field in fields(want)})
 )
-WANTS: st.SearchStrategy[Want] = ROWS | TOPS | TOKENS | draws() | scores() | GENERATES | STREAMS
+HIDDEN: st.SearchStrategy[Hidden] = st.just(Hidden())
+HEADS: st.SearchStrategy[HeadPart] = st.builds(
+    HeadPart, st.integers(0, VOCABULARY - 1), st.booleans()
+)
+
+WANTS: st.SearchStrategy[Want] = (
+    ROWS | TOPS | TOKENS | draws() | scores() | GENERATES | STREAMS | HIDDEN | HEADS
+)
 """Wants as they travel: nothing is left open."""
 
 PROMPTS = st.lists(UINT32, min_size=1, max_size=50).map(lambda ids: token_bytes(*ids))

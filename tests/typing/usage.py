@@ -13,6 +13,7 @@ import torch
 import lmpool
 from lmpool import EmbeddedLM, NumpyRows, PooledLM, SyncPooledLM, TorchRows
 from lmpool.errors import PoolTimeout, PromptError
+from lmpool.producer.heads import Head
 from lmpool.producer.statistics import PoolStatistics
 from lmpool.producer.tokens import ByteToken
 from lmpool.wants import (
@@ -21,6 +22,7 @@ from lmpool.wants import (
     FinishReason,
     Generate,
     Generation,
+    Hidden,
     Row,
     Score,
     TextScores,
@@ -58,6 +60,12 @@ async def less_than_rows(lm: PooledLM[NumpyRows]) -> None:
     assert_type(lm.sync.ask(PROMPT, Draw(n=3, allowed=[1, 2])), Draws)
     assert_type(lm.sync.ask(PROMPT, Tokens([3])), npt.NDArray[np.float32])
     assert_type(await lm.batch_draw([PROMPT], n=2), list[Draws])
+    state = await lm.last_hidden_state(PROMPT)
+    assert_type(state, npt.NDArray[np.float32])
+    assert_type(await lm.ask(PROMPT, Hidden()), npt.NDArray[np.float32])
+    head = await lm.head("cuda")
+    assert_type(head, Head[npt.NDArray[np.float32]])
+    assert_type(head.logprobs(state), npt.NDArray[np.float32])
     assert_type(await lm.logprobs_at(PROMPT, [1, 3]), npt.NDArray[np.float32])
     assert_type(lm.sync.logprobs_at(PROMPT, range(1, 4)), npt.NDArray[np.float32])
     assert_type((await lm.generate(PROMPT, 5, stop=[[2]])).text_ids, npt.NDArray[np.int32])
@@ -81,6 +89,7 @@ async def less_than_rows(lm: PooledLM[NumpyRows]) -> None:
 
 def asked_in_a_thread() -> None:
     with lmpool.connect() as lm:
+        assert_type(lm.sync.head(torch.device("cpu")).logprobs(torch.zeros(8)), torch.Tensor)
         assert_type(lm, PooledLM[torch.Tensor])
         assert_type(lm.sync, SyncPooledLM[torch.Tensor])
         row = lm.sync.next_token_logprobs(np.array(PROMPT), timeout=3.0)

@@ -169,7 +169,7 @@ QUESTIONS = st.builds(Top, st.integers(1, VOCAB)) | st.just(Row()) | st.just(Dra
 QUESTIONS |= st.just(Generate(2, stop=[[1]]))
 TYPED: dict[str, st.SearchStrategy[Any]] = {
     "Want": QUESTIONS,
-    "Want | OfRow[AnswerT]": QUESTIONS,
+    "Want | OfPrompt[AnswerT]": QUESTIONS,
     "AskedIds | None": st.none() | PROMPT | st.lists(PROMPT, max_size=3),
     "Sequence[Mapping[str, str]]": st.just([{"role": "user", "content": "hi"}]),
     "Asks": st.lists(st.tuples(PROMPT, QUESTIONS) | st.builds(Ask, PROMPT), max_size=3),
@@ -187,6 +187,7 @@ TYPED: dict[str, st.SearchStrategy[Any]] = {
     "int | str | None": st.none() | st.integers() | st.sampled_from(["1MiB", "-1"]),
     "float": st.floats(),
     "float | None": st.none() | st.floats(0.05, 3.0),
+    "Device": st.none() | st.sampled_from(["cpu", "nowhere"]),
     "bool": st.booleans(),
     "bool | None": st.none() | st.booleans(),
     "str": NAMES,

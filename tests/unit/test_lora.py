@@ -15,8 +15,8 @@ pytest.importorskip("safetensors")
 from safetensors.numpy import load_file, save_file
 
 from lmpool.backends.lora import mistaken, read_lora
-from lmpool.backends.tensor_files import ModelTensors, StoredTensor, stored_tensors, write_tensors
 from lmpool.errors import AdapterError
+from lmpool.tensor_files import ModelTensors, StoredTensor, stored_tensors, write_tensors
 
 BACKTRACKING = r"^(([a-z_.0-9])+)+!"
 """A pattern that `re` would try for ages on the name of a module."""

@@ -57,6 +57,7 @@ def test_model_info_is_the_engines_and_the_settings() -> None:
         shards=3,
         max_backlog=50,
         result_ttl_ms=1500,
+        no_head="its engine gives none",
     )
 
 

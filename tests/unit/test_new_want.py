@@ -85,7 +85,7 @@ class LikeliestToken:
 
 
 Reduced: TypeAlias = LikeliestToken | Generation |""",
-        "import Any, Protocol": "import Any, ClassVar, Protocol",
+        "import Any, Final": "import Any, ClassVar, Final",
     },
     "lmpool/wants/want.py": {
         "Want: TypeAlias = Row |": "Want: TypeAlias = Likeliest | Row |",
@@ -128,7 +128,7 @@ CONTRACT: Final[Patch] = {
         "import TokensReference, TopReference\n": (
             "import LikeliestReference, TokensReference, TopReference\n"
         ),
-        "import Draw, Generate, Row": "import Draw, Generate, Likeliest, Row",
+        "Hidden, Row, Score": "Hidden, Likeliest, Row, Score",
         "        self._top = TopReference()\n": (
             "        self._top = TopReference()\n        self._likeliest = LikeliestReference()\n"
         ),
@@ -141,16 +141,6 @@ CONTRACT: Final[Patch] = {
     },
 }
 """What is right of it, for all engines."""
-
-PUBLIC: Final[Patch] = {
-    "producer/asking_lm.py": {
-        'AnswerTo: TypeAlias = "RowT_co |': 'AnswerTo: TypeAlias = "RowT_co | LikeliestToken |',
-        "from lmpool.wire import": (
-            "from lmpool.wants.answers import LikeliestToken\nfrom lmpool.wire import"
-        ),
-    }
-}
-"""What whoever asks for it is answered with: `ask` and its likes take any want."""
 
 ASK: Final = """
 import numpy as np
@@ -232,19 +222,19 @@ def run(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.types
 @pytest.mark.timeout(600)
-def test_a_new_want_is_a_patch_of_seven_files_of_which_the_type_checker_knows(
+def test_a_new_want_is_a_patch_of_six_files_of_which_the_type_checker_knows(
     checkout: Path,
 ) -> None:
     pytest.importorskip("mypy")
-    assert len({*WANT, *CONTRACT, *PUBLIC}) == 7
+    assert len({*WANT, *CONTRACT}) == 6
     apply(WANT, checkout)
     found = run(checkout, "-m", "mypy", "-p", "lmpool")
     errors = re.findall(r"^(\S+?):\d+: error: (.*)$", found.stdout, re.MULTILINE)
-    # It is not said yet what is right of it, nor what callers get; engines need to know nothing.
+    # It is not said yet what is right of it; engines and clients need to know nothing.
     places = {file.removeprefix("lmpool/") for file, _ in errors}
-    assert places == {"backends/contract/wants.py", *PUBLIC}, found.stdout + found.stderr
+    assert places == {"backends/contract/wants.py"}, found.stdout + found.stderr
     assert any('"Likeliest"; expected "Never"' in error for _, error in errors), errors
-    apply(CONTRACT | PUBLIC, checkout)
+    apply(CONTRACT, checkout)
     found = run(checkout, "-m", "mypy", "-p", "lmpool")
     assert found.returncode == 0, found.stdout + found.stderr
     found = run(checkout, "-c", ASK)

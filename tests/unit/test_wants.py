@@ -20,6 +20,7 @@ from lmpool.errors import (
     PromptFailed,
     RowFormatError,
 )
+from lmpool.head_form import HeadForm
 from lmpool.model_info import ModelInfo
 from lmpool.rows import EncodedRow, pack_logprobs
 from lmpool.wants import (
@@ -59,6 +60,7 @@ INFO = ModelInfo(
     engine="mock",
     encoding="bf16",
     eos_token_ids=(2, 5),
+    head=HeadForm(1 << 20, "f32"),  # a part for each token
 )
 
 

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from lmpool.head_form import Numbers
+
 _KINDS: Final[dict[str, type[np.generic]]] = {
     "F64": np.float64,
     "F32": np.float32,
@@ -44,6 +46,20 @@ class StoredTensor:
         narrow = min(self.dtype, other.dtype, key=lambda dtype: np.dtype(_KINDS[dtype]).itemsize)
         pairs = zip(self._blocks(), other._blocks(), strict=True)
         return all(bool((_cast(a, narrow) == _cast(b, narrow)).all()) for a, b in pairs)
+
+    def is_readable(self) -> bool:
+        """Whether it holds floating-point numbers that are known here."""
+        return self.dtype in _KINDS
+
+    def rows(self, start: int, stop: int, numbers: Numbers) -> bytes:
+        """These rows of a matrix, as `numbers`: rounded, where the file has wider ones."""
+        width, kind = self.shape[1], np.dtype(_KINDS[self.dtype])
+        with self.file.open("rb") as file:
+            file.seek(self.start + start * width * kind.itemsize)
+            found = np.fromfile(file, kind, (stop - start) * width)
+        values = _widened(found.view(np.uint16)) if self.dtype == "BF16" else found
+        cast = _cast(values, numbers.upper())
+        return cast.astype("<u2" if numbers == "bf16" else cast.dtype.newbyteorder("<")).tobytes()
 
     def _blocks(self) -> Iterator[npt.NDArray[Any]]:
         count = int(np.prod(self.shape, dtype=np.int64))
