@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import lmpool
 from lmpool.backends.mock import mock_row
 from tests.support.clients import connected
+from tests.support.waiting import until
 from tests.support.workers import clean_environment, in_process_worker
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +27,8 @@ SAYS = {
     "multiple_choice": ["the likeliest is KeyError.", "by the byte it is"],
     "perplexity": ["tokens  perplexity.py"],
     "constrained": ["%  The method returns None.", "%  The method returns a list."],
+    "distill": ["part-00000.npz", "part-00001.npz", "positions, 20 tokens each"],
+    "rerank": ["the likeliest of ", "most of the prompt's: If the file does not exist,"],
 }
 """What each prints, besides."""
 
@@ -112,3 +116,92 @@ def test_weighted_draws_follow_the_models_distribution(server_url: str, pool_nam
     assert found.keys() == exact.keys()
     for text, logprob in exact.items():
         assert found[text] == pytest.approx(np.exp(logprob) / total, abs=0.04)
+
+
+def text_file(folder: Path, lines: int) -> Path:
+    path = folder / "texts.txt"
+    path.write_text("\n".join(f"text {number}" for number in range(lines)) + "\n\nx\n")
+    return path
+
+
+def parts(folder: Path) -> dict[str, tuple[int, dict[str, np.ndarray]]]:
+    """When each part was written, and what it has."""
+    found = {}
+    for path in sorted(folder.glob("*.npz")):
+        with np.load(path) as content:
+            found[path.name] = path.stat().st_mtime_ns, dict(content)
+    return found
+
+
+@pytest.mark.timeout(240)
+def test_distilled_parts_go_on_where_a_kill_has_left_them(
+    server_url: str,
+    pool_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    command = [str(ROOT / "examples/distill.py"), str(text_file(tmp_path, 60)), "--part", "8"]
+    command += ["--out", str(out), "--url", server_url, "--pool", pool_name]
+    environment = {**clean_environment(), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    slow = {"delay": 0.5}
+    with in_process_worker(server_url, pool_name, engine_opts=slow, batch_size=8):
+        killed = [sys.executable, *command, "-k", "3"]
+        with subprocess.Popen(killed, env=environment, stdout=subprocess.DEVNULL) as running:
+            until(lambda: len(parts(out)) >= 2, 120.0)
+            running.kill()
+        before = parts(out)
+        assert 2 <= len(before) < 8
+        (out / "part-00007.writing").write_bytes(b"half a pa")
+        again = imported("distill").main
+        monkeypatch.setattr(sys, "argv", [*command, "-k", "3"])
+        again()
+        monkeypatch.setattr(sys, "argv", [*command, "-k", "4"])
+        with pytest.raises(SystemExit, match="name another --out"):
+            again()
+    after = parts(out)
+    assert len(after) == 8
+    assert [after[name][0] for name in before] == [when for when, _ in before.values()]
+    assert capsys.readouterr().out.count(".npz") == 8 - len(before)
+    number = 0
+    for _, part in after.values():
+        answered = 0
+        for begin, end in itertools.pairwise(part["offsets"]):
+            tokens = part["tokens"][begin:end].tolist()
+            assert bytes(tokens) == f"text {number}".encode()
+            for at in range(1, len(tokens)):
+                row = mock_row(tokens[:at], 256)
+                best = np.argsort(-row, kind="stable")[:3]
+                assert part["top_ids"][answered].tolist() == best.tolist()
+                np.testing.assert_allclose(part["top_logprobs"][answered], row[best], atol=1e-4)
+                rest = np.log1p(-np.exp(row[best]).sum())
+                assert part["rest"][answered] == pytest.approx(rest, abs=1e-4)
+                answered += 1
+            number += 1
+        assert answered == len(part["rest"])
+    assert number == 60
+
+
+def test_drafts_are_ranked_by_the_rows(server_url: str, pool_name: str) -> None:
+    example = imported("rerank")
+    with in_process_worker(server_url, pool_name):
+
+        async def ask() -> list[tuple[tuple[int, ...], float, float]]:
+            async with lmpool.connect(server_url, pool_name, framework="numpy") as lm:
+                drafts = await example.sample(lm, [0, 7, 8], 6, 5, 1.0, 1)
+                assert len(set(drafts)) == len(drafts) > 1
+                found = await example.judge(lm, [0, 7, 8], drafts)
+                return [(each.tokens, each.likely, each.from_prompt) for each in found]
+
+        found = asyncio.run(ask())
+
+    def total(prompt: list[int], tokens: tuple[int, ...]) -> float:
+        rows = (mock_row([*prompt, *tokens[:n]], 256)[tokens[n]] for n in range(len(tokens)))
+        return float(sum(rows))
+
+    for tokens, likely, from_prompt in found:
+        given, alone = total([0, 7, 8], tokens), total([0], tokens)
+        assert likely == pytest.approx(given / len(tokens), abs=1e-4)
+        assert from_prompt == pytest.approx((given - alone) / len(tokens), abs=1e-4)
+    assert [likely for _, likely, _ in found] == sorted((each[1] for each in found), reverse=True)
