@@ -93,6 +93,10 @@ BROKEN: dict[str, Callable[[Generate], Generate]] = {
     "no seeds": lambda w: replace(w, seed=None),
     "one seed": lambda w: replace(w, seed=1),
     "no ends": lambda w: replace(w, eos_token_ids=()),
+    "no stops": lambda w: replace(w, stop=()),
+    "all of the mass": lambda w: replace(w, top_p=1.0 if 0 < w.top_p <= 1 else w.top_p),
+    "one of the likeliest more": lambda w: replace(w, top_k=w.top_k + (w.top_k > 0)),
+    "half of min_p": lambda w: replace(w, min_p=w.min_p / (1 + (0 < w.min_p <= 1))),
     "one token less": lambda w: replace(w, max_tokens=max(0, w.max_tokens - 1)),
 }
 
