@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from lmpool.backends.contract.drawing import continuations
+from lmpool.backends.contract.continuing import continuations
 from lmpool.backends.contract.operations import Cancel, Prompt, Submit
 from lmpool.backends.contract.prompts import (
     LONGEST,

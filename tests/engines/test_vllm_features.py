@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -416,6 +417,33 @@ class TestOneEngine:
         long = np.full(500, 9, np.uint32)
         (outcome,) = answer(engine, [long], want=Generate(10_000, (), 0.8, 1))
         assert len(drawn(outcome)) == 12  # as many as vLLM has positions for
+        assert_nothing_left(engine)
+
+    def test_a_stop_sequence_ends_a_request_that_vllm_would_go_on_with(self, engine, reference):
+        prompt = np.array([1, 5, 9], np.uint32)
+        free = Generate(30, (), 0.8, 7)
+        (plain,) = answer(engine, [prompt], want=free)
+        tokens = drawn(plain)
+        stop = (tuple(tokens[3:6]), (tokens[9],))
+        told = replace(free, stop=stop, logprobs=True, top_logprobs=3)
+        company = [replace(free, seed=n, logprobs=bool(n % 2)) for n in range(6)]
+        engine.submit([Request(b"%d" % n, prompt, want=w) for n, w in enumerate(company)])
+        engine.submit([Request(b"told", prompt, want=told), Request(b"row", prompt)])
+        outcomes = drain(engine)
+        found = outcomes[b"told"].answer
+        first = next(n for n in range(1, 31) if any(tokens[:n][-len(s) :] == [*s] for s in stop))
+        assert found.token_ids.tolist() == tokens[:first]
+        assert (found.finish_reason, found.ending) == ("stop", 3 if first == 6 else 1)
+        rows = reference.rows([extended(prompt, *tokens[:n]) for n in range(first)])
+        likely = -np.sort(-rows, axis=1)[:, :3]
+        assert np.abs(found.logprobs - rows[np.arange(first), tokens[:first]]).max() < 1e-4
+        assert np.abs(found.top_logprobs.logprobs - likely).max() < 1e-4
+        left = np.log(1 - np.exp(likely.astype(np.float64)).sum(1))
+        assert np.abs(found.top_logprobs.rest - left).max() < 1e-3
+        for n in range(6):
+            other = outcomes[b"%d" % n].answer
+            assert (other.finish_reason, len(other.token_ids)) == ("length", 30)
+            assert (other.logprobs is not None) == bool(n % 2)
         assert_nothing_left(engine)
 
     @pytest.mark.parametrize("temperature", [2.5, 1e39])
