@@ -128,7 +128,7 @@ CONTRACT: Final[Patch] = {
         "import TokensReference, TopReference\n": (
             "import LikeliestReference, TokensReference, TopReference\n"
         ),
-        "Hidden, Row, Score": "Hidden, Likeliest, Row, Score",
+        "    Hidden,\n    Row,\n": "    Hidden,\n    Likeliest,\n    Row,\n",
         "        self._top = TopReference()\n": (
             "        self._top = TopReference()\n        self._likeliest = LikeliestReference()\n"
         ),
