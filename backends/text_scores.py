@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lmpool.backends.hf.device import Copied, HostCopies, to_device
-from lmpool.backends.hf.reduction import Reduced, score_logits
+from lmpool.backends.device import Copied, HostCopies, to_device
+from lmpool.backends.reduction import Reduced, score_logits
 from lmpool.wants import Score, TextScores
 
 BLOCK_BYTES: Final = {"cpu": 30 << 20, "cuda": 256 << 20}

@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 
 from lmpool.backends.batch import BatchEngine
+from lmpool.backends.device import HostCopies
 from lmpool.backends.engine import EngineInfo, Outcome, Request, Tokens
 from lmpool.backends.grouping import MAX_LOGITS
 from lmpool.backends.hf.adapters import LoraAdapters
-from lmpool.backends.hf.device import HostCopies
 from lmpool.backends.hf.forward import Forward
 from lmpool.backends.hf.hidden import States, head_of, parted
 from lmpool.backends.hf.model import (

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lmpool.backends.device import to_device
 from lmpool.backends.engine import Tokens
 from lmpool.backends.grouping import forward_passes
-from lmpool.backends.hf.device import to_device
 from lmpool.backends.hf.head import Head
 from lmpool.backends.hf.numbers import Number
 

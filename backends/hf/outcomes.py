@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lmpool.backends.device import HostCopies, to_device
 from lmpool.backends.engine import Outcome, Request, Tokens
-from lmpool.backends.hf.device import HostCopies, to_device
 from lmpool.backends.hf.packed_layout import Indices
-from lmpool.backends.hf.reduction import score_logits
 from lmpool.backends.hf.small_answers import alike, outcome_of, reduce_logits
+from lmpool.backends.reduction import score_logits
 from lmpool.wants import Score, TextScores
 
 Scales = npt.NDArray[np.float32]

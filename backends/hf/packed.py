@@ -18,8 +18,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from lmpool.backends.device import to_device
 from lmpool.backends.engine import Tokens
-from lmpool.backends.hf.device import to_device
 from lmpool.backends.hf.head import Head
 from lmpool.backends.hf.packed_layout import (
     RESERVED_SLOTS,

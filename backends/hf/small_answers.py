@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lmpool.backends.device import to_device
 from lmpool.backends.engine import Outcome, Request
-from lmpool.backends.hf.device import to_device
 from lmpool.backends.hf.drawing import Distributions
-from lmpool.backends.hf.reduction import likeliest
+from lmpool.backends.reduction import likeliest
 from lmpool.errors import PromptFailed
 from lmpool.uniforms import uniforms
 from lmpool.wants import Choice, Draw, Draws, Tokens, Top, TopLogprobs, Want

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from lmpool.backends.hf.device import HostCopies
+from lmpool.backends.device import HostCopies
 from lmpool.backends.text_scores import Head, PartialScores, block_rows, reduce_pieces
 from lmpool.backends.vllm import internals
 from lmpool.backends.vllm.hidden_states import Spans, adapters_off_the_head, watch

@@ -372,7 +372,7 @@ def test_the_logits_of_a_long_text_are_never_there_at_once(llama: str, kept: int
 
 
 def test_logits_that_tie_are_reduced_as_rows_are() -> None:
-    from lmpool.backends.hf.reduction import score_logits
+    from lmpool.backends.reduction import score_logits
 
     rng = np.random.default_rng(15)
     logits = np.round(rng.normal(size=(40, VOCAB)) * 2).astype(np.float32)
@@ -402,7 +402,7 @@ def test_a_text_of_which_nothing_is_kept_is_one_piece(llama: str) -> None:
 
 
 def test_the_mass_of_the_others_is_summed_however_little_it_is() -> None:
-    from lmpool.backends.hf.reduction import score_logits
+    from lmpool.backends.reduction import score_logits
 
     logits = torch.zeros(3, 50)
     logits[0, 7], logits[1, 7], logits[2, :] = 12.0, 3.0, -torch.inf
