@@ -121,6 +121,9 @@ define make_environment
 @$(1)/$(INSTALL) $(TORCH)
 endef
 
+bench-%: .venv-%/.installed ## An engine's measurements: make bench-vllm ARGS="vllm_scores --save"
+	.venv-$*/bin/python -m tests.benchmarks $(or $(ARGS),$*)
+
 bench-check: $(READY) ## That each measurement runs, in small, and finds its rows right
 	$(BIN)/python -m pytest -q -m bench tests/unit/test_benchmarks.py $(ARGS)
 

@@ -19,6 +19,7 @@ import torch
 from lmpool.backends.device import Copied, HostCopies, to_device
 from lmpool.backends.reduction import Reduced, score_logits
 from lmpool.wants import Score, TextScores
+from lmpool.wants.answers import freeze
 
 BLOCK_BYTES: Final = {"cpu": 30 << 20, "cuda": 256 << 20}
 """Of logits in float32 that the head computes at once. On a CPU what is over 32 MiB would be mapped
@@ -90,6 +91,7 @@ class PartialScores:
                 bad = float(logsumexp[place][unsound][0])
         if self._missing.any() or bad != 0:
             return None, bad
+        freeze(self._scores)
         return self._scores, bad
 
 

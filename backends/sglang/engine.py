@@ -18,7 +18,7 @@ from lmpool.backends.options import check_dtype, check_types
 from lmpool.backends.sglang.adapters import AdapterReader
 from lmpool.backends.sglang.scheduler import SGLangScheduler, Step
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
-from lmpool.wants import Generate, HeadPart, Hidden, OfRow, Row, Score
+from lmpool.wants import Generate, HeadPart, Hidden, OfRow, Row, Score, TextScores
 
 LORA_TARGETS: Final = (
     "q_proj",
@@ -80,6 +80,7 @@ class SGLangEngine(ContinuousEngine[str]):
         )
         arguments = dict(server_args or {})
         self._max_loras = max_loras
+        self._lora_head = max_loras > 0 and "lm_head" in lora_targets
         self._loaded = 0
         self._adapter_reader = AdapterReader(files.folder, max_lora_rank)
         scheduler = SGLangScheduler(
@@ -127,8 +128,8 @@ class SGLangEngine(ContinuousEngine[str]):
     # --- requests ------------------------------------------------------------------------------
 
     def begin(self, admitted: Admitted[str]) -> str:
-        request = admitted.request
-        tokens, draws = request.tokens, 0
+        request, draws, score = admitted.request, 0, None
+        tokens = request.tokens
         match request.want:
             case Row() | OfRow():
                 pass
@@ -136,11 +137,17 @@ class SGLangEngine(ContinuousEngine[str]):
                 assert admitted.continuation is not None
                 tokens = admitted.continuation.next_request().tokens
                 draws = admitted.continuation.left
-            case Score() | HeadPart() | Hidden():
-                raise AssertionError("it was refused, or its rows join instead")
+            case Score():
+                score = request.want
+            case HeadPart() | Hidden():
+                raise AssertionError("it was refused")
             case _:
                 assert_never(request.want)
-        return self._open().add(tokens.tolist(), lora_id=admitted.adapter, max_tokens=draws)
+        return self._open().add(tokens, lora_id=admitted.adapter, max_tokens=draws, score=score)
+
+    def scores(self, adapter: str | None) -> bool:
+        # SGLang computes an adapter's part of the head for whole batches alone.
+        return not self._lora_head
 
     def advance(self) -> list[Outcome]:
         done = self._open().step()
@@ -149,6 +156,10 @@ class SGLangEngine(ContinuousEngine[str]):
             ended = self.ended(name)
             if ended is not None and ended.continuation is not None:
                 outcomes.append(Outcome(ended.request.id, answer=ended.continuation.answer()))
+        for name, (scores, logsumexp) in done.scored.items():
+            ended = self.ended(name)
+            if ended is not None:
+                outcomes.append(_scored(ended.request.id, scores, logsumexp))
         for name, reason in done.failed.items():
             ended = self.ended(name)
             if ended is not None:
@@ -238,3 +249,12 @@ class SGLangEngine(ContinuousEngine[str]):
         if self._scheduler is None:
             raise EngineBroken("the engine was closed")
         return self._scheduler
+
+
+def _scored(id: bytes, scores: TextScores | None, logsumexp: float) -> Outcome:
+    if scores is not None:
+        return Outcome(id, answer=scores)
+    if logsumexp != 0:
+        return Outcome.of_row(id, np.empty(0, np.float32), logsumexp)
+    reason = "SGLang computed no scores for some of this text's tokens"
+    return Outcome(id, error=PromptFailed(reason))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import importlib.metadata
 import inspect
 import itertools
 import sys
@@ -24,39 +23,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lmpool.backends.engine import Tokens
 from lmpool.backends.options import check_types
+from lmpool.backends.sglang.arguments import OWN, check_bounds, check_version, engine_arguments
 from lmpool.backends.sglang.cpu import prepare
+from lmpool.backends.sglang.scorer import Scorer
 from lmpool.errors import EngineBroken, SettingsError
-
-VERSIONS: Final = ("0.5.23",)
-"""The releases whose scheduler this module knows."""
+from lmpool.wants import Score, TextScores
 
 _IDLE_STEPS: Final = 1_000
 """Steps without a batch, one after another, after which the scheduler is taken for stuck."""
-
-_OWN: Final = frozenset(
-    {
-        "model_path",
-        "device",
-        "dtype",
-        "disable_overlap_schedule",
-        "skip_tokenizer_init",
-        "grammar_backend",
-        "tp_size",
-        "pp_size",
-        "dp_size",
-        "enable_lora",
-        "max_loras_per_batch",
-        "max_lora_rank",
-        "lora_target_modules",
-        "lora_paths",
-        "max_queued_requests",
-        "speculative_algorithm",
-        "disable_radix_cache",
-    }
-)
-
-_COUNTS: Final = ("max_running_requests", "max_total_tokens", "max_prefill_tokens", "page_size")
 
 Draw = Callable[[str, npt.NDArray[np.float32]], tuple[int, bool]]
 """Draws the next token, and tells whether it is the continuation's last: of the request's id and
@@ -69,14 +45,15 @@ class Step:
     """What one step finished.
 
     `rows` are ids of requests for a row, `logits` [rows, vocab] those after their prompts, and
-    `logsumexp` [rows] theirs in float32; `drawn` are ids of continuations; `failed` the reasons why
-    requests ended otherwise.
+    `logsumexp` [rows] theirs in float32; `drawn` are ids of continuations; `scored` is what came of
+    texts by id, as `PartialScores.read` has it; `failed` the reasons why requests ended otherwise.
     """
 
     rows: list[str] = field(default_factory=list)
     logits: torch.Tensor | None = None
     logsumexp: torch.Tensor | None = None
     drawn: list[str] = field(default_factory=list)
+    scored: dict[str, tuple[TextScores | None, float]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
 
@@ -112,8 +89,8 @@ class SGLangScheduler:
         lora_targets: Sequence[str],
         server_args: Mapping[str, Any],
     ) -> None:
-        _check_version()
-        if reserved := sorted(_OWN & server_args.keys()):
+        check_version()
+        if reserved := sorted(OWN & server_args.keys()):
             raise SettingsError(
                 f"server_args has {reserved[0]!r}, which is the engine's own affair, or one of its "
                 "options"
@@ -128,7 +105,7 @@ class SGLangScheduler:
         self._runner: Any = None
         self._batch: list[Any] = []
         self._aborted: dict[str, str] = {}
-        arguments = _arguments(folder, self.device, dtype)
+        arguments = engine_arguments(folder, self.device, dtype)
         if max_loras:
             arguments |= {
                 "enable_lora": True,
@@ -160,7 +137,7 @@ class SGLangScheduler:
         if unknown:
             raise SettingsError(f"server_args has {unknown[0]!r}, which SGLang does not know")
         check_types("server_args", arguments, server.ServerArgs)
-        _check_bounds(arguments)
+        check_bounds(arguments)
         settings = server.ServerArgs(**arguments)
         context.publish(
             settings,
@@ -186,6 +163,7 @@ class SGLangScheduler:
             self._scheduler._war_barrier_enabled = False
         self._runner = self._scheduler.tp_worker.model_runner
         self._runner.sample = self._sample
+        self._scorer = Scorer(self._runner, self.vocab_size, lambda: self._batch)
 
     def _channels(self, **_: object) -> SimpleNamespace:
         """SGLang's channels to other processes, which are none."""
@@ -224,9 +202,23 @@ class SGLangScheduler:
     # --- requests ------------------------------------------------------------------------------
 
     @_breaking()
-    def add(self, tokens: Sequence[int], *, lora_id: str | None = None, max_tokens: int = 0) -> str:
-        """Take a prompt in: for a row, or with `max_tokens` for a continuation; its id."""
+    def add(
+        self,
+        tokens: Tokens,
+        *,
+        lora_id: str | None = None,
+        max_tokens: int = 0,
+        score: Score | None = None,
+    ) -> str:
+        """Take a prompt in, and return its id.
+
+        It is for a row; with `max_tokens` for a continuation; with `score` a text to be scored.
+        """
         request = f"{next(self._numbers):016x}"
+        prompt = tokens
+        if score is not None:
+            prompt = tokens[:-1]
+            self._scorer.begin(request, score, tokens[score.start :])
         # SGLang's own stop tokens would always count the model's among them.
         params = self._params.SamplingParams(max_new_tokens=max_tokens, ignore_eos=True)
         params.normalize(None)
@@ -235,13 +227,13 @@ class SGLangScheduler:
                 self._io.TokenizedGenerateReqInput(
                     rid=request,
                     input_text="",
-                    input_ids=array("q", tokens),
+                    input_ids=array("q", prompt.tolist()),
                     input_embeds=None,
                     mm_inputs=None,
                     token_type_ids=None,
                     sampling_params=params,
-                    return_logprob=False,
-                    logprob_start_len=-1,
+                    return_logprob=score is not None,
+                    logprob_start_len=-1 if score is None else score.start - 1,
                     top_logprobs_num=0,
                     token_ids_logprob=None,
                     stream=False,
@@ -282,6 +274,8 @@ class SGLangScheduler:
                     continue
                 if isinstance(reason, self._ends.FINISH_ABORT):
                     finished.failed[request.rid] = str(reason.message)
+                elif request.rid in self._scorer:
+                    finished.scored[request.rid] = self._scorer.take(request.rid)
                 elif request.sampling_params.max_new_tokens == 0:
                     finished.rows.append(request.rid)
                     places.append(place)
@@ -292,6 +286,8 @@ class SGLangScheduler:
                 chosen = torch.tensor(places, device=logits.device)
                 finished.logits, finished.logsumexp = logits[chosen], logsumexp[chosen]
             self._batch = []
+        for name in finished.failed:
+            self._scorer.forget(name)
         return finished
 
     def _logits(self, logits_output: Any) -> torch.Tensor:
@@ -349,6 +345,7 @@ class SGLangScheduler:
     @_breaking()
     def abort(self, request: str) -> None:
         """End a request; one that is running ends with the next step."""
+        self._scorer.forget(request)
         self._scheduler.abort_request(self._io.AbortReq(rid=request, abort_all=False))
 
     @_breaking()
@@ -409,54 +406,3 @@ class SGLangScheduler:
                 torch.cuda.empty_cache()
         finally:
             SGLangScheduler._open = None
-
-
-def _check_version() -> None:
-    try:
-        found = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        raise SettingsError(
-            "engine='sglang' needs sglang, which is not installed: pip install 'lmpool[sglang]'"
-        ) from None
-    if found not in VERSIONS:
-        raise SettingsError(
-            f"engine='sglang' was made for sglang {', '.join(VERSIONS)}, and {found} is installed: "
-            f"pip install sglang=={VERSIONS[-1]}"
-        )
-
-
-def _check_bounds(arguments: Mapping[str, Any]) -> None:
-    """Refuse numbers that SGLang takes, and then breaks of."""
-    share = arguments.get("mem_fraction_static")
-    if share is not None and not 0 < share < 1:
-        raise SettingsError(f"server_args has mem_fraction_static={share!r}: between 0 and 1")
-    for name in _COUNTS:
-        value = arguments.get(name)
-        if value is not None and value < 1:
-            raise SettingsError(f"server_args has {name}={value!r}: a positive integer expected")
-
-
-def _arguments(folder: Path, device: str, dtype: str) -> dict[str, Any]:
-    """What SGLang is told of how to run, but for its adapters."""
-    arguments: dict[str, Any] = {
-        "model_path": str(folder),
-        "device": device,
-        "dtype": dtype,
-        "grammar_backend": "none",
-        "sampling_backend": "pytorch",
-        "skip_tokenizer_init": True,
-        # A row is ready when its batch is: there is no next batch's work to hide behind it.
-        "disable_overlap_schedule": True,
-        "log_level": "error",
-        "random_seed": 0,
-    }
-    if device == "cpu":
-        arguments |= {
-            "attention_backend": "torch_native",
-            "lora_backend": "torch_native",
-            "disable_cuda_graph": True,
-            "mem_fraction_static": 0.1,
-            "max_total_tokens": 32_768,
-            "max_running_requests": 256,
-        }
-    return arguments

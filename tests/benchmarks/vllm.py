@@ -68,14 +68,14 @@ def measure(scale: Scale) -> Report:
     return report
 
 
-def make_model(folder: Path) -> None:
-    """A model with a vocabulary of a size that is served."""
+def make_model(folder: Path, vocab_size: int = VOCAB) -> None:
+    """A random Llama of four layers."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         hidden_size=192,
         intermediate_size=384,
         num_hidden_layers=4,

@@ -39,11 +39,21 @@ MEASURED = {
 }
 
 
-def test_the_benchmark_runs_and_its_rows_are_right(tmp_path: Path) -> None:
+SCORED = {
+    "Texts of 200, top-20": {"pool", "own", "HTTP"},
+    "32 choices of 20 on 4 contexts of 400, top-20": {"pool", "own", "HTTP"},
+    "Top-20 of the next token": {"pool", "own", "HTTP"},
+}
+
+
+@pytest.mark.parametrize(("name", "measured"), [("vllm", MEASURED), ("vllm_scores", SCORED)])
+def test_the_benchmark_runs_and_its_answers_are_right(
+    name: str, measured: dict[str, set[str]], tmp_path: Path
+) -> None:
     written = tmp_path / "figures.json"
     # In this process, which has imported vLLM: that takes longer than all that is measured.
     with patch.dict(os.environ, PYTHONWARNINGS="ignore"):
-        assert main(["vllm", "--quick", "--runs", "1", "--json", str(written)]) == 0
+        assert main([name, "--quick", "--runs", "1", "--json", str(written)]) == 0
     (found,) = json.loads(written.read_text())
-    for section, names in MEASURED.items():
+    for section, names in measured.items():
         assert {figure["what"] for figure in found["figures"][section]} == names
