@@ -11,12 +11,15 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from lmpool.backends.model_files import resolve_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PromptTokens = Sequence[int]
 
@@ -56,11 +59,12 @@ class Reference:
         return cls(model)
 
     @property
-    def model(self) -> Any:
+    def model(self) -> PreTrainedModel:
         """The model itself, with no adapter in its weights whatever rows were asked for before."""
         if self._merged:
             self._merge(b"", None)
-        return self._model
+        model: PreTrainedModel = self._model
+        return model
 
     def rows(
         self, prompts: Sequence[PromptTokens], adapter: str | os.PathLike[str] | None = None
