@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lmpool.backends.hf.device import HostCopies
+from lmpool.backends.device import HostCopies
 from lmpool.backends.text_scores import PartialScores, Span, block_rows, reduce_pieces
 from lmpool.wants import Score, TextScores
 
