@@ -41,7 +41,8 @@ def write_adapter(
     tensors = {}
     for name, module in Reference.of(model).model.named_modules():
         if name.rpartition(".")[2] in chosen:
-            outputs, inputs = module.weight.shape
+            weight: Any = module.weight
+            outputs, inputs = weight.shape
             embedding = isinstance(module, torch.nn.Embedding)
             if embedding or type(module).__name__ == "Conv1D":
                 outputs, inputs = inputs, outputs

@@ -37,7 +37,8 @@ def alike(want: Want) -> Hashable:
             return "tokens", len(ids)
         case Draw():
             return replace(want, seed=None, allowed=None), want.allowed is None
-    return None
+        case _:
+            return None
 
 
 def reduce_logits(logits: torch.Tensor, rows: torch.Tensor, wants: Sequence[Any]) -> Parts:
@@ -74,7 +75,8 @@ def outcome_of(request: Request, parts: Arrays, number: int, logsumexp: float) -
             except PromptFailed as error:
                 return Outcome(request.id, error=error)
             return Outcome(request.id, answer=Draws(*drawn))
-    return Outcome(request.id, answer=found[0])
+        case _:
+            return Outcome(request.id, answer=found[0])
 
 
 def _reduction(
