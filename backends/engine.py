@@ -86,6 +86,13 @@ class Outcome:
             return cls(id, error=PromptFailed(f"{found}: it overflows in this dtype"))
         return cls(id, row=row, logsumexp=logsumexp if row.dtype == np.uint16 else 0.0)
 
+    @classmethod
+    def of_state(cls, id: bytes, state: npt.NDArray[np.float32]) -> Outcome:
+        """That of a hidden state, float32 [hidden]; an error where it is not finite."""
+        if not np.isfinite(state).all():
+            return cls(id, error=PromptFailed("the model's hidden state overflows in this dtype"))
+        return cls(id, answer=state)
+
     def logprobs(self) -> npt.NDArray[np.float32]:
         """The row as float32 [vocab] log-probabilities. Raises `ValueError` where there is none."""
         if self.row is None:

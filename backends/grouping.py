@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
+
+from lmpool.backends.engine import Request
 
 MAX_LOGITS: Final = 1 << 26
 """Logits computed at once: 256 MiB in float32."""
@@ -62,3 +64,11 @@ def group_by_length(
         group.append(index)
         filled += length
     return groups
+
+
+def of_equal_prompts(requests: Iterable[Request]) -> list[list[Request]]:
+    """Requests parted by their tokens, each prompt where it comes first."""
+    found: dict[bytes, list[Request]] = {}
+    for request in requests:
+        found.setdefault(request.tokens.tobytes(), []).append(request)
+    return list(found.values())

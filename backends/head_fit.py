@@ -7,13 +7,16 @@ lies between the two is fitted: then a head that ships is the model's own, whate
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from lmpool.head_form import HeadForm, Numbers
+
+logger = logging.getLogger(__name__)
 
 Logits = npt.NDArray[np.float32]
 """float32 [states, vocab]."""
@@ -29,6 +32,9 @@ _HALF: Final = 2e-2
 """By how much of a row's largest logit logits may differ: float32, and narrower ones."""
 _SNAP: Final = 5e-3
 _SNAP_HALF: Final = 2e-2
+
+Head = TypeVar("Head")
+"""What an engine has of a head."""
 
 
 class NoHead(Exception):
@@ -121,3 +127,22 @@ def numbers_of(config: Mapping[str, Any]) -> list[float]:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             found.append(float(value))
     return found
+
+
+def head_or_reason(
+    model: str, find: Callable[[], Head], fatal: tuple[type[Exception], ...] = ()
+) -> tuple[Head | None, str]:
+    """What `find` finds of a model of this name, or why there is no head that others may apply.
+
+    Errors other than the `fatal` ones are the reason, `NoHead` among them.
+    """
+    try:
+        return find(), ""
+    except fatal:
+        raise
+    except NoHead as error:
+        reason = str(error)
+    except Exception as error:  # of a model's own code
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    logger.info("%s gives no hidden states: %s", model, reason)
+    return None, f"{model}: {reason}"

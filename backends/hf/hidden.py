@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -11,14 +10,12 @@ import numpy.typing as npt
 import torch
 
 from lmpool.backends.engine import Outcome, Request, Tokens
-from lmpool.backends.head_fit import NoHead, fitted, numbers_of
+from lmpool.backends.grouping import of_equal_prompts
+from lmpool.backends.head_fit import NoHead, fitted, head_or_reason, numbers_of
 from lmpool.backends.hf.forward import Forward
 from lmpool.backends.hf.packed_layout import Indices
-from lmpool.errors import PromptFailed
 from lmpool.head_form import HeadForm, Numbers
 from lmpool.wants import Hidden
-
-logger = logging.getLogger(__name__)
 
 _NUMBERS: Final[dict[torch.dtype, Numbers]] = {
     torch.float32: "f32",
@@ -106,16 +103,12 @@ class ModelHead:
 
 def head_of(model: Any, forward: Forward, vocab_size: int) -> tuple[ModelHead | None, str]:
     """The head of a model, or why there is none that others may apply."""
-    try:
-        return ModelHead(model, forward, vocab_size), ""
-    except NoHead as error:
-        reason = str(error)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except Exception as error:  # of a model's own code
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    logger.info("%s gives no hidden states: %s", type(model).__name__, reason)
-    return None, f"{type(model).__name__}: {reason}"
+
+    def find() -> ModelHead:
+        return ModelHead(model, forward, vocab_size)
+
+    fatal = (torch.OutOfMemoryError, torch.AcceleratorError)
+    return head_or_reason(type(model).__name__, find, fatal)
 
 
 def _numbers(tensor: torch.Tensor) -> F32:
@@ -136,10 +129,7 @@ class States:
     counts: None = None
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self._requests: dict[bytes, list[Request]] = {}
-        for request in requests:
-            self._requests.setdefault(request.tokens.tobytes(), []).append(request)
-        self._asked = list(self._requests.values())
+        self._asked = of_equal_prompts(requests)
         self.prompts: Final[list[Tokens]] = [asked[0].tokens for asked in self._asked]
         self._outcomes: list[Outcome] = []
 
@@ -158,11 +148,8 @@ class States:
             found = wide.cpu().numpy()
             found.flags.writeable = False
             for number, state in zip(numbers, found, strict=True):
-                if np.isfinite(state).all():
-                    self._outcomes += [Outcome(r.id, answer=state) for r in self._asked[number]]
-                elif last:
-                    error = PromptFailed("the model's hidden state overflows in this dtype")
-                    self._outcomes += [Outcome(r.id, error=error) for r in self._asked[number]]
+                if last or np.isfinite(state).all():
+                    self._outcomes += [Outcome.of_state(r.id, state) for r in self._asked[number]]
                 else:
                     again.append(number)
             return again

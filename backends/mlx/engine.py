@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,15 +15,16 @@ import numpy.typing as npt
 from lmpool.backends.batch import BatchEngine
 from lmpool.backends.cache_memory import default_cache_bytes
 from lmpool.backends.engine import EngineInfo, Outcome, Request, Tokens
-from lmpool.backends.grouping import forward_passes
+from lmpool.backends.grouping import forward_passes, of_equal_prompts
 from lmpool.backends.mlx.adapters import Adapters
+from lmpool.backends.mlx.hidden import head_of
 from lmpool.backends.mlx.model import Forward, KeyValueStore, Prefixes, load_model, mx, on_gpu
-from lmpool.backends.mlx.prefixes import KeptPrefixes
-from lmpool.backends.mlx.texts import before, scored
+from lmpool.backends.mlx.prefixes import KeptPrefixes, common_prefix
+from lmpool.backends.mlx.texts import before, problem_of_head, scored
 from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.options import check_positive
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
-from lmpool.wants import Score
+from lmpool.wants import Hidden, Score
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +114,11 @@ class MLXEngine(BatchEngine):
         )
         """Whether prompts share a padded forward pass and kept prefixes."""
         self.score_tokens = self._forward_tokens if self._try_head() else 0
+        self._head, reason = head_of(
+            self._forward, vocab_size, (special.bos, special.pad, *special.eos), files.config.config
+        )
+        head = None if self._head is None else self._head.form
+        self.info = replace(self.info, head=head, no_head=reason)
 
     # --- rows ----------------------------------------------------------------------------------
 
@@ -123,16 +130,16 @@ class MLXEngine(BatchEngine):
             self._lora.activate(adapter)
             mine = [request for request in requests if request.adapter == adapter]
             texts = [request for request in mine if isinstance(request.want, Score)]
-            prompts: dict[bytes, list[Request]] = {}
-            for request in mine:
-                if not isinstance(request.want, Score):
-                    prompts.setdefault(request.tokens.tobytes(), []).append(request)
-            distinct = list(prompts.values())
+            states = [request for request in mine if isinstance(request.want, Hidden)]
+            rows = [r for r in mine if not isinstance(r.want, Score | Hidden)]
+            distinct, asked = of_equal_prompts(rows), of_equal_prompts(states)
             tokens = [same[0].tokens for same in distinct]
-            contexts = [text.tokens[: before(text)] for text in texts if before(text)]
-            self._run_shared(adapter, [*tokens, *contexts])
+            others = [same[0].tokens for same in asked]
+            others += [text.tokens[: before(text)] for text in texts if before(text)]
+            self._run_shared(adapter, [*tokens, *others])
             for index, row, logsumexp in self._run(adapter, tokens):
                 outcomes.extend(Outcome.of_row(r.id, row, logsumexp) for r in distinct[index])
+            outcomes.extend(self._hidden(adapter, asked))
             outcomes.extend(self._score(adapter, texts))
         return outcomes
 
@@ -142,26 +149,43 @@ class MLXEngine(BatchEngine):
 
     def _score(self, adapter: str | None, texts: Sequence[Request]) -> Iterator[Outcome]:
         """The outcome of each text, in one pass over what is not kept before its first row."""
-        vocab_size = self.info.vocab_size
-        prompts = [text.tokens[:-1] for text in texts]
+        prompts, firsts = [text.tokens[:-1] for text in texts], [before(text) for text in texts]
+        for i, states in self._states_from(adapter, prompts, firsts):
+            yield scored(self._open(), texts[i], states, self.info.vocab_size)
+
+    def _hidden(
+        self, adapter: str | None, distinct: Sequence[Sequence[Request]]
+    ) -> Iterator[Outcome]:
+        """The hidden state after each prompt, for all that ask for it."""
+        prompts = [same[0].tokens for same in distinct]
+        lasts = [prompt.size - 1 for prompt in prompts]
+        for i, states in self._states_from(adapter, prompts, lasts):
+            state = np.array(states[0].astype(mx.float32))
+            state.flags.writeable = False
+            for request in distinct[i]:
+                yield Outcome.of_state(request.id, state)
+
+    def _states_from(
+        self, adapter: str | None, prompts: Sequence[Tokens], firsts: Sequence[int]
+    ) -> Iterator[tuple[int, Any]]:
+        """Each prompt's index, and its states [positions, hidden] from its position `first` on."""
         if not self.keeps_prefixes:
             for group in self._groups([prompt.size for prompt in prompts], may_pad=False):
                 states = self._open().states_plainly([prompts[i] for i in group])
                 for i, own in zip(group, states, strict=True):
-                    yield scored(self._open(), texts[i], own[before(texts[i]) :], vocab_size)
+                    yield i, own[firsts[i] :]
             return
-        for text in texts:
-            if before(text):
-                self._run_pieces(adapter, text.tokens[: before(text)])
+        for prompt, first in zip(prompts, firsts, strict=True):
+            if first:
+                self._run_pieces(adapter, prompt[:first])
         kept = [
-            self._kept.find(adapter, prompt)[: before(text)]
-            for prompt, text in zip(prompts, texts, strict=True)
+            self._kept.find(adapter, prompt)[:first]
+            for prompt, first in zip(prompts, firsts, strict=True)
         ]
         for chosen in self._alike(prompts, kept):
             states = self._states(adapter, [prompts[i] for i in chosen], [kept[i] for i in chosen])
             for i, own in zip(chosen, states, strict=True):
-                wanted = own[before(texts[i]) - kept[i].size : prompts[i].size - kept[i].size]
-                yield scored(self._open(), texts[i], wanted, vocab_size)
+                yield i, own[firsts[i] - kept[i].size : prompts[i].size - kept[i].size]
 
     def _run(
         self, adapter: str | None, prompts: Sequence[Tokens]
@@ -209,8 +233,8 @@ class MLXEngine(BatchEngine):
         self, adapter: str | None, prompts: Sequence[Tokens], kept: Sequence[Any]
     ) -> tuple[Any, Any]:
         """The logits after each prompt and their logsumexp; keep what is new of the prompts."""
-        rests, prefixes = _after(prompts, kept)
-        logits, layers = self._open()(rests, prefixes, self._store)
+        rests = [prompt[slots.size :] for prompt, slots in zip(prompts, kept, strict=True)]
+        logits, layers = self._open()(rests, Prefixes.of(kept), self._store)
         logsumexp = _logsumexp(logits)
         # What is read of the store must be read before it is written.
         mx.eval(logits, logsumexp, [(layer.keys, layer.values) for layer in layers])
@@ -219,8 +243,8 @@ class MLXEngine(BatchEngine):
 
     def _states(self, adapter: str | None, prompts: Sequence[Tokens], kept: Sequence[Any]) -> Any:
         """The states at each prompt's new tokens, padded; keep what is new of the prompts."""
-        rests, prefixes = _after(prompts, kept)
-        states, layers = self._open().states(rests, prefixes, self._store)
+        rests = [prompt[slots.size :] for prompt, slots in zip(prompts, kept, strict=True)]
+        states, layers = self._open().states(rests, Prefixes.of(kept), self._store)
         sound = mx.isfinite(states).all(axis=(1, 2))
         mx.eval(states, sound, [(layer.keys, layer.values) for layer in layers])
         self._keep(adapter, prompts, rests, layers, np.array(sound))
@@ -274,7 +298,7 @@ class MLXEngine(BatchEngine):
             beginning = self._kept.find(adapter, prompt).size + _SHARED_TOKENS
             if beginning < prompt.size:
                 alike.setdefault(prompt[:beginning].tobytes(), []).append(prompt)
-        return [_common_prefix(group) for group in alike.values() if len(group) > 1]
+        return [common_prefix(group) for group in alike.values() if len(group) > 1]
 
     def _groups(self, lengths: Sequence[int], *, may_pad: bool) -> list[list[int]]:
         return forward_passes(
@@ -342,17 +366,9 @@ class MLXEngine(BatchEngine):
 
     def _try_head(self) -> bool:
         """Try whether the head alone gives the rows of a text's tokens."""
-        forward = self._open()
         ids = np.arange(min(12, self.info.max_prompt_tokens), dtype=np.uint32)
-        prompt = ids % self.info.vocab_size
-        try:
-            found = forward.head(forward.states_plainly([prompt])[0])
-            right = mx.stack([forward.plainly([prompt[: n + 1]])[0] for n in range(prompt.size)])
-            worst = float(mx.abs(found - right).max())
-            tolerance = _TOLERANCE.get(self.info.dtype, _TOLERANCE_HALF_PRECISION)
-            problem = "" if worst <= tolerance else f"its logits differ by {worst:.2g}"
-        except Exception as error:  # a model with a head of its own kind
-            problem = f"{type(error).__name__}: {error}"
+        tolerance = _TOLERANCE.get(self.info.dtype, _TOLERANCE_HALF_PRECISION)
+        problem = problem_of_head(self._open(), ids % self.info.vocab_size, tolerance)
         if problem:
             logger.warning("texts are scored by a row for each token, which is slower: %s", problem)
         return not problem
@@ -394,12 +410,24 @@ class MLXEngine(BatchEngine):
         self._kept.drop(name)
         self.adapters.pop(name, None)
 
+    # --- the head ------------------------------------------------------------------------------
+
+    def head_weights(self, rows: slice) -> npt.NDArray[Any]:
+        self._open()
+        assert self._head is not None
+        return self._head.weights(rows)
+
+    def head_bias(self) -> npt.NDArray[np.float32]:
+        self._open()
+        assert self._head is not None
+        return self._head.bias()
+
     # --- the rest ------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Free the model and all that is kept."""
         if self._forward is not None:
-            self._forward = None
+            self._forward = self._head = None
             self._store, self._kept = None, KeptPrefixes(0)
             self._lora = Adapters(None, Path())
             mx.clear_cache()
@@ -414,22 +442,3 @@ class MLXEngine(BatchEngine):
 
 def _logsumexp(logits: Any) -> Any:
     return mx.logsumexp(logits.astype(mx.float32), axis=-1)
-
-
-def _after(prompts: Sequence[Tokens], kept: Sequence[Any]) -> tuple[list[Tokens], Prefixes | None]:
-    """What is to be computed of each prompt, after the slots of its first tokens in the store."""
-    lengths = [slots.size for slots in kept]
-    prefixes = None
-    if longest := max(lengths):
-        padded = np.zeros((len(kept), longest), np.int32)
-        for row, slots in zip(padded, kept, strict=True):
-            row[: slots.size] = slots
-        prefixes = Prefixes(mx.array(padded), lengths)
-    return [prompt[n:] for prompt, n in zip(prompts, lengths, strict=True)], prefixes
-
-
-def _common_prefix(prompts: Sequence[Tokens]) -> Tokens:
-    length = min(prompt.size for prompt in prompts)
-    block = np.stack([prompt[:length] for prompt in prompts])
-    differs = np.flatnonzero((block != block[0]).any(axis=0))
-    return prompts[0][: int(differs[0]) if differs.size else length]

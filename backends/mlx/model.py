@@ -67,6 +67,18 @@ class Prefixes:
     slots: Any
     lengths: Sequence[int]
 
+    @classmethod
+    def of(cls, kept: Sequence[Slots]) -> Prefixes | None:
+        """Those in the slots that are kept of each prompt; None where nothing is."""
+        lengths = [slots.size for slots in kept]
+        longest = max(lengths)
+        if not longest:
+            return None
+        padded = np.zeros((len(kept), longest), np.int32)
+        for row, slots in zip(padded, kept, strict=True):
+            row[: slots.size] = slots
+        return cls(mx.array(padded), lengths)
+
 
 class KeyValueStore:
     """The keys and values of kept positions, one array [slots, heads, width] of each a layer.
@@ -192,6 +204,8 @@ class Forward:
         self.model = model
         self._head_input: Callable[[Any], Any] | None = None
         """What the head is applied to instead of the states [prompts, positions, hidden]."""
+        self.head_module: Any = None
+        """The layer, or the tied embedding, that was last applied as a head."""
         for name, module in model.named_modules():
             if name.rpartition(".")[2] == "lm_head":
                 self._narrow(module, "__call__")
@@ -289,6 +303,7 @@ class Forward:
 
         def narrow(own: Any, states: Any) -> Any:
             if self._head_input is not None:
+                self.head_module = own
                 states = self._head_input(states)
             return compute(own, states)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -60,3 +62,11 @@ class KeptPrefixes:
         """Forget everything."""
         self._leases = []
         self._trie.clear()
+
+
+def common_prefix(prompts: Sequence[Tokens]) -> Tokens:
+    """What all of the prompts begin with."""
+    length = min(prompt.size for prompt in prompts)
+    block = np.stack([prompt[:length] for prompt in prompts])
+    differs = np.flatnonzero((block != block[0]).any(axis=0))
+    return prompts[0][: int(differs[0]) if differs.size else length]

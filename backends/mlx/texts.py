@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from lmpool.backends.engine import Outcome, Request
+from lmpool.backends.engine import Outcome, Request, Tokens
 from lmpool.backends.mlx.model import Forward, mx
 from lmpool.errors import PromptFailed
 from lmpool.wants import Score
@@ -42,3 +42,14 @@ def score_of(request: Request) -> Score:
 def before(request: Request) -> int:
     """How many of a text's tokens may come without their states: those before the first row."""
     return score_of(request).start - 1
+
+
+def problem_of_head(forward: Forward, prompt: Tokens, tolerance: float) -> str:
+    """Why the head alone does not give the rows of a prompt's beginnings; '' where it does."""
+    try:
+        found = forward.head(forward.states_plainly([prompt])[0])
+        right = mx.stack([forward.plainly([prompt[: n + 1]])[0] for n in range(prompt.size)])
+        worst = float(mx.abs(found - right).max())
+    except Exception as error:  # a model with a head of its own kind
+        return f"{type(error).__name__}: {error}"
+    return "" if worst <= tolerance else f"its logits differ by {worst:.2g}"
