@@ -119,6 +119,7 @@ class Examination:
             self._engine = self.suite.open_engine()
             if self._truth is None or self._truth.info != self._engine.info:
                 self._truth = Truth(self.suite, self._engine.info, self._folder)
+                self._truth.check_reference()
             self._truth.head = read_head(self._engine)
             self._references = References()
             self._model = Model(self._engine, self._truth, self._references)

@@ -60,6 +60,16 @@ class Truth:
         """The right rows, float32 [prompts, vocab]."""
         return self.suite.reference(prompts, adapter)
 
+    def check_reference(self) -> None:
+        """Raise `ValueError` where the reference is that of another model."""
+        size, found = self.info.vocab_size, self.suite.reference([[0]]).shape[1]
+        if found != size:
+            raise ValueError(
+                f"the reference's rows have {found} numbers, and the engine has a vocabulary of "
+                f"{size}: where its rows are not those of the model {self.suite.model!r}, name "
+                "their own reference (--engine-reference, or EngineContract.reference)"
+            )
+
     def compare(
         self, asked: Sequence[Asked], rows: Sequence[Rows], adapter: Adapter | None
     ) -> None:

@@ -67,7 +67,7 @@ class Found:
 
     asked: int = 0
     right: int = 0
-    wrong: int = 0
+    wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     longest: float = 0.0
 
@@ -139,12 +139,12 @@ class Innocents:
             if rows is None:
                 found.failed += [f"{error} (after {took:.1f} s)"] * len(prompts)
                 return
-            right = sum(
-                bool((row == mock_row(prompt, VOCAB)).all())
-                for row, prompt in zip(rows, prompts, strict=True)
-            )
-            found.right += right
-            found.wrong += len(prompts) - right
+            for row, prompt in zip(rows, prompts, strict=True):
+                differ = np.flatnonzero(row != mock_row(prompt, VOCAB))
+                if differ.size:
+                    found.wrong.append(f"{prompt}: {differ.size} numbers, from {differ[0]} on")
+                else:
+                    found.right += 1
 
 
 # --- what is written ---------------------------------------------------------------------------
@@ -368,7 +368,8 @@ class Writer:
         key = shard.result(self._job(rng).digest)
         if rng.random() < 0.3:
             return [("SET", key, pack_logprobs(np.full(VOCAB, np.nan, "f4")))]
-        return in_its_place(rng, key)
+        # Nothing is left of a row: another number in its midst would make it a wrong one.
+        return [("DEL", key), *in_its_place(rng, key)]
 
     def _registry(self, rng: Random, shard: ShardKeys) -> list[Command]:
         return [("HSET", shard.adapters, value(rng), value(rng))]
