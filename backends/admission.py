@@ -28,6 +28,11 @@ def are_plain(requests: Sequence[Request], info: EngineInfo) -> bool:
     )
 
 
+def of_another_head(adapter: str) -> str:
+    """Why there are no hidden states by an adapter that changes the head."""
+    return f"the adapter {adapter!r} changes the model's head: no other head fits its states"
+
+
 def reason_to_refuse(request: Request, info: EngineInfo, adapters: Container[str]) -> str | None:
     """Why an engine with these `adapters` cannot run a request; None where it can."""
     tokens, want = request.tokens, request.want

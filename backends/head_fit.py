@@ -8,7 +8,7 @@ lies between the two is fitted: then a head that ships is the model's own, whate
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -27,6 +27,7 @@ LARGEST: Final = (0.02, 2.0, 50.0, 5e3)
 """The largest product of each state that is tried: a cap of 50 shows above it, and float16 has
 numbers for all of them."""
 _MADE_UP: Final = 2
+_PROBES: Final = (1, 3)
 _EXACT: Final = 1e-4
 _HALF: Final = 2e-2
 """By how much of a row's largest logit logits may differ: float32, and narrower ones."""
@@ -75,6 +76,12 @@ def fitted(
             f"{scale:g}" + ("" if cap is None else f", capped at {cap:g}")
         )
     return HeadForm(real.shape[1], numbers, scale, cap, bias)
+
+
+def probes(vocab_size: int, special: Collection[int | None]) -> list[npt.NDArray[np.uint32]]:
+    """Prompts whose states are looked at, of no `special` token: some of those have no state."""
+    plainest = [token for token in range(vocab_size) if token not in special] or [0]
+    return [np.array(plainest[:size], np.uint32) for size in _PROBES]
 
 
 def _states(real: States, products: Callable[[States], Logits]) -> States:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lmpool.backends.admission import of_another_head
 from lmpool.backends.batch import BatchEngine
 from lmpool.backends.device import HostCopies
 from lmpool.backends.engine import EngineInfo, Outcome, Request, Tokens
@@ -198,9 +199,8 @@ class HFEngine(BatchEngine):
     def _states(self, requests: Sequence[Request], adapter: str | None) -> list[Outcome]:
         """The hidden states of requests that all use `adapter`, which is in use."""
         if self._lora.changes_head(adapter):
-            error = PromptFailed(
-                f"the adapter {adapter!r} changes the model's head: no other head fits its states"
-            )
+            assert adapter is not None
+            error = PromptFailed(of_another_head(adapter))
             return [Outcome(request.id, error=error) for request in requests]
         head = self._open().head
         assert head is not None

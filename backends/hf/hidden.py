@@ -6,28 +6,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from lmpool.backends.engine import Outcome, Request, Tokens
 from lmpool.backends.grouping import of_equal_prompts
-from lmpool.backends.head_fit import NoHead, fitted, head_or_reason, numbers_of
+from lmpool.backends.head_fit import NoHead, fitted, head_or_reason, numbers_of, probes
 from lmpool.backends.hf.forward import Forward
 from lmpool.backends.hf.packed_layout import Indices
-from lmpool.head_form import HeadForm, Numbers
+from lmpool.backends.torch_head import F32, HeadMatrix, as_numbers
+from lmpool.head_form import HeadForm
 from lmpool.wants import Hidden
-
-_NUMBERS: Final[dict[torch.dtype, Numbers]] = {
-    torch.float32: "f32",
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-}
-_BLOCK: Final = 1 << 24
-"""Numbers of the matrix that are widened at once."""
-PROBES: Final = (1, 3)
-"""Tokens of the prompts whose states are looked at."""
-
-F32 = npt.NDArray[np.float32]
 
 
 class ModelHead:
@@ -37,68 +25,41 @@ class ModelHead:
     """
 
     def __init__(self, model: Any, forward: Forward, vocab_size: int) -> None:
-        self._module = _base(model.get_output_embeddings())
-        if self._module is None:
+        layer = _base(model.get_output_embeddings())
+        if layer is None:
             raise NoHead("it has no head of its own")
-        weight = self._weight()
-        if weight.dim() != 2 or weight.shape[0] != vocab_size or weight.dtype not in _NUMBERS:
-            raise NoHead(f"its head is a {type(self._module).__name__}, and no plain matrix")
+        matrix = HeadMatrix(layer, vocab_size, getattr(layer, "bias", None))
+        self.weights, self.bias = matrix.weights, matrix.bias
         assert forward.head is not None
-        head, hidden = forward.head, weight.shape[1]
-        plainest = [t for t in range(vocab_size) if t not in forward.special] or [0]
-        prompts = [np.array(plainest[:size], np.uint32) for size in PROBES]
+        head, hidden = forward.head, matrix.hidden_size
+        prompts = probes(vocab_size, forward.special)
         with head.giving_states():
             real = torch.cat([forward([prompt]) for prompt in prompts])
         if real.shape[1] != hidden:
             raise NoHead(f"its head sees {real.shape[1]} numbers, and its matrix has {hidden}")
 
         def logits(states: F32) -> tuple[F32, F32]:
-            placed = torch.from_numpy(states).to(weight.device, real.dtype)
+            placed = torch.from_numpy(states).to(matrix.device, real.dtype)
             try:
                 found, seen = head.after_trunk(placed)
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except Exception as error:
                 raise NoHead(f"it takes no states without its trunk ({error})") from error
-            return _numbers(found), _numbers(seen)
+            return as_numbers(found), as_numbers(seen)
 
         known = numbers_of(model.config.get_text_config().to_dict())
         plain = torch.stack([forward.alone(prompt) for prompt in prompts])
         with torch.inference_mode():
             self.form: HeadForm = fitted(
-                _numbers(real),
-                _numbers(plain),
-                self._products,
+                as_numbers(real),
+                as_numbers(plain),
+                matrix.products,
                 logits,
                 known,
-                _NUMBERS[weight.dtype],
-                bias=getattr(self._module, "bias", None) is not None,
+                matrix.numbers,
+                bias=matrix.biased,
             )
-
-    def weights(self, rows: slice) -> npt.NDArray[Any]:
-        """These rows of the matrix, the bits of bfloat16 as uint16."""
-        found = self._weight()[rows].detach().cpu().contiguous()
-        bits = found.view(torch.int16) if found.dtype == torch.bfloat16 else found
-        rows_found = bits.numpy()
-        return rows_found.view(np.uint16) if found.dtype == torch.bfloat16 else rows_found
-
-    def bias(self) -> F32:
-        """The bias, float32 [vocab]."""
-        return _numbers(self._module.bias.detach())
-
-    def _weight(self) -> torch.Tensor:
-        weight: torch.Tensor = self._module.weight
-        return weight
-
-    def _products(self, states: F32) -> F32:
-        """The products [states, vocab] of the matrix, with its bias, in float32."""
-        weight = self._weight()
-        placed = torch.from_numpy(states).to(weight.device).to(weight.dtype).float()
-        rows = max(1, _BLOCK // weight.shape[1])
-        parts = [placed @ part.float().T for part in weight.split(rows)]
-        found = _numbers(torch.cat(parts, dim=1))
-        bias = getattr(self._module, "bias", None)
-        return found if bias is None else found + self.bias()
 
 
 def head_of(model: Any, forward: Forward, vocab_size: int) -> tuple[ModelHead | None, str]:
@@ -109,11 +70,6 @@ def head_of(model: Any, forward: Forward, vocab_size: int) -> tuple[ModelHead | 
 
     fatal = (torch.OutOfMemoryError, torch.AcceleratorError)
     return head_or_reason(type(model).__name__, find, fatal)
-
-
-def _numbers(tensor: torch.Tensor) -> F32:
-    found: F32 = tensor.float().cpu().numpy()
-    return found
 
 
 def _base(module: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmpool.backends.engine import Tokens
-from lmpool.backends.head_fit import NoHead, fitted, head_or_reason, numbers_of
+from lmpool.backends.head_fit import NoHead, fitted, head_or_reason, numbers_of, probes
 from lmpool.backends.mlx.model import Forward, mx, nn
 from lmpool.head_form import HeadForm, Numbers
 
@@ -77,8 +77,7 @@ def head_of(
     forward: Forward, vocab_size: int, special: Sequence[int | None], config: Mapping[str, Any]
 ) -> tuple[ModelHead | None, str]:
     """The head of a model, or why there is none that others may apply."""
-    plainest = [token for token in range(min(vocab_size, 64)) if token not in special] or [0]
-    prompts = [np.array(plainest[:size], np.uint32) for size in (1, 3)]
+    prompts = probes(vocab_size, special)
     name = type(forward.model).__module__.rpartition(".")[2]
     return head_or_reason(name, lambda: ModelHead(forward, vocab_size, prompts, config))
 

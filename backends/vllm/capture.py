@@ -21,7 +21,8 @@ oldest first, when they are more bytes than the owner allows.
 
 A request with an id under ``lmpool_watch`` leaves a row of no columns, and that only where logits
 of any of its tokens were not finite: what was sampled from them means nothing. One with an id under
-``lmpool_score`` is a text that the `scorer` follows through the batch by way of this processor.
+``lmpool_score`` is a text that the `scorer` follows through the batch by way of this processor, one
+with an id under ``lmpool_hidden`` a prompt whose hidden state `states` keeps as if it were a row.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from lmpool.backends.vllm.row_store import (
     WatchedLogits,
 )
 from lmpool.backends.vllm.scorer import SCORE, Scorer, ScoringWorker
+from lmpool.backends.vllm.states import HIDDEN, HeadWorker
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ProcessorV2
@@ -63,7 +65,7 @@ CAPTURE: Final = "lmpool_capture"
 WATCH: Final = "lmpool_watch"
 """The same, of a request whose logits are watched."""
 
-KEYS: Final = (CAPTURE, WATCH, SCORE)
+KEYS: Final = (CAPTURE, WATCH, SCORE, HIDDEN)
 
 SHORTEST_PREFIX: Final = 16
 """Characters that an owner's secret has at least."""
@@ -89,7 +91,7 @@ class Asked(NamedTuple):
     """What is asked of a request."""
 
     key: str
-    """`CAPTURE`, `WATCH` or `SCORE`."""
+    """One of `KEYS`."""
     name: str
     """What stands behind the owner's prefix."""
     extra: Mapping[str, Any]
@@ -125,6 +127,7 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         self.rows = RowStore()
         self.watched = WatchedLogits()
         self.scorer: Scorer | None = None
+        self.gives_states = False
         # Every rank of a tensor-parallel group sees all logits; one of them publishes.
         self.publishes = _is_publisher()
 
@@ -215,10 +218,10 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
             return None
         return Asked(key, name[len(self._prefix) :], params.extra_args)
 
-    def asking_for_scores(self) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
-        """The texts in the batch: the place of each, its name, and its `extra_args`."""
+    def asking_for(self, wanted: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+        """What asks in the batch by a key: the place of each, its name, and its `extra_args`."""
         for place, (key, name, extra) in self._asked.items():
-            if key == SCORE:
+            if key == wanted:
                 yield place, name, extra
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
@@ -295,7 +298,7 @@ def _is_publisher() -> bool:
     )
 
 
-class CapturedRows(ScoringWorker):
+class CapturedRows(ScoringWorker, HeadWorker):
     """What vLLM's workers are extended by: reading captured rows, wherever the worker runs."""
 
     model_runner: Any

@@ -17,19 +17,23 @@ from pathlib import Path
 from typing import Any, Final, assert_never
 
 import numpy as np
+import numpy.typing as npt
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
+from lmpool.backends.admission import of_another_head
 from lmpool.backends.continuous import Admitted, ContinuousEngine
 from lmpool.backends.engine import EngineInfo, Outcome, Request, Tokens
+from lmpool.backends.head_fit import head_or_reason
 from lmpool.backends.model_config import special_tokens
 from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.vllm import internals
 from lmpool.backends.vllm.adapters import check_adapter, write_plain
 from lmpool.backends.vllm.continuations import drawing_params, go_on, token_params
+from lmpool.backends.vllm.head import ModelHead
 from lmpool.backends.vllm.live import LivePrompt, LivePrompts
 from lmpool.backends.vllm.options import NUMERIC, engine_arguments
-from lmpool.backends.vllm.rows import CapturedRow, FullLogprobs, RowSource, row_source
+from lmpool.backends.vllm.rows import FullLogprobs, RowSource, is_none, outcome_of_row, row_source
 from lmpool.backends.vllm.texts import ScoredTexts, is_unsound, outcome_of
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
 from lmpool.tensor_files import ModelTensors
@@ -115,10 +119,16 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         self._inside: dict[str, _Inside] = {}
         self._take_limits(bool(engine_opts.get("enable_lora")), live_prompts)
         self._rows: RowSource = FullLogprobs()
+        self._head: ModelHead | None = None
         try:
             self._rows = row_source(self._engine, capture=capture)
             self._texts = ScoredTexts(self._engine, self._rows.prefix)
             self.info = self._describe(model, revision, engine_opts)
+            name = self._engine.vllm_config.model_config.architecture
+            self._head, reason = head_or_reason(name, self._find_head, (EngineBroken,))
+            self.clear_cache()
+            head = None if self._head is None else self._head.form
+            self.info = replace(self.info, head=head, no_head=reason)
         except BaseException:
             self.close()
             raise
@@ -178,6 +188,12 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
             pad_token_id=special.pad,
         )
 
+    def _find_head(self) -> ModelHead:
+        self._head = found = ModelHead(self._engine, self._rows.prefix)
+        self.info = replace(self.info, head=found.form)  # believed, until it was tried
+        found.fit(self.run_to_end, self.info)
+        return found
+
     # --- requests ------------------------------------------------------------------------------
 
     def reason_to_refuse(self, request: Request) -> str | None:
@@ -188,6 +204,9 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
                 f"temperature={want.temperature!r}: a number from 0 to {MAX_TEMPERATURE:g} "
                 "expected, which is what vLLM samples with"
             )
+        if reason is None and isinstance(want, Hidden) and request.adapter is not None:
+            adapter = self.adapters[request.adapter].lora_name
+            reason = of_another_head(request.adapter) if adapter in self._texts.unfit else None
         return reason
 
     def next_to_join(self) -> Sequence[Admitted[LoRARequest]]:
@@ -226,8 +245,11 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
             case Score():
                 params = token_params(1, 0.0, **self._texts.params(self._numbers, request))
                 new = request.tokens[:-1]
-            case HeadPart() | Hidden():
-                raise AssertionError("it was refused, and never joins")
+            case Hidden():
+                assert self._head is not None
+                params = token_params(1, 0.0, **self._head.params(self._numbers, request))
+            case HeadPart():
+                raise AssertionError("it never joins")
             case _:
                 assert_never(request.want)
         name = f"once-{self._numbers}" if live is None else live.id
@@ -311,14 +333,14 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
             if given_up:
                 error = PromptFailed(f"vLLM gave this prompt up ({reason})")
                 outcomes.append(Outcome(admitted.request.id, error=error))
-            elif (_is_unsound(row) or is_unsound(text)) and not admitted.alone:
+            elif (is_none(row) or is_unsound(text)) and not admitted.alone:
                 # vLLM's attention for CPUs lets NaN of one prompt into others of its step, and from
                 # there it is cached. So nothing but what is not finite alone is a prompt's fault.
                 self.retry_alone(admitted)
             elif isinstance(admitted.request.want, Score):
                 outcomes.append(outcome_of(admitted.request, text))
             else:
-                outcomes.append(_outcome(admitted, row))
+                outcomes.append(outcome_of_row(admitted, row))
         return outcomes
 
     def abort(self, names: Sequence[str]) -> None:
@@ -393,6 +415,16 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         with internals.fatal(self._core):
             internals.call(self._core, "remove_lora", adapter.lora_int_id)
 
+    # --- the head ------------------------------------------------------------------------------
+
+    def head_weights(self, rows: slice) -> npt.NDArray[Any]:
+        assert self._head is not None
+        return self._head.weights(rows)
+
+    def head_bias(self) -> npt.NDArray[np.float32]:
+        assert self._head is not None
+        return self._head.bias()
+
     # --- its life ------------------------------------------------------------------------------
 
     @property
@@ -413,23 +445,3 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         self._core = None
         self._rows.close()
         internals.shut_down(engine)
-
-
-def _is_unsound(row: CapturedRow | None) -> bool:
-    return row is not None and not np.isfinite(row[1])
-
-
-def _outcome(admitted: Admitted[LoRARequest], row: CapturedRow | None) -> Outcome:
-    """What became of a request that vLLM brought to its end."""
-    request_id, continuation = admitted.request.id, admitted.continuation
-    if row is not None and _is_unsound(row):
-        reason = f"the model's logits are not finite in this dtype ({row[1]})"
-        return Outcome(request_id, error=PromptFailed(reason))
-    if continuation is not None:
-        if not continuation.finished:
-            return Outcome(request_id, error=PromptFailed("vLLM ended this continuation early"))
-        return Outcome(request_id, answer=continuation.answer())
-    if row is None:
-        return Outcome(request_id, error=PromptFailed("vLLM gave no row for this prompt"))
-    values, scale = row
-    return Outcome(request_id, row=values, logsumexp=scale if values.dtype == np.uint16 else 0.0)

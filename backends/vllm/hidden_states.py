@@ -11,7 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.lora.layers import LogitsProcessorWithLoRA
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
+from lmpool.backends.head_fit import NoHead
 from lmpool.backends.text_scores import Head, Span
 
 Places = Sequence[int]
@@ -84,6 +87,38 @@ def _watch_v2(worker: Any, see: See) -> None:
         return after(head, hidden, batch, *given)
 
     worker.compute_prompt_logprobs = seen
+
+
+def head_layer(model: Any, config: Any) -> tuple[Any, torch.Tensor | None]:
+    """The layer that makes logits, and its bias: what the model hands its logits processor.
+
+    Relies on `compute_logits` calling the `LogitsProcessor`, or what wraps it for adapters, with
+    the layer first and the bias, where there is one, third or by the name of `embedding_bias`.
+    """
+    given: list[tuple[Any, torch.Tensor | None]] = []
+
+    def see(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        layer = positional[0] if positional else named["lm_head"]
+        bias = positional[2] if len(positional) > 2 else named.get("embedding_bias")
+        given.append((getattr(layer, "base_layer", layer), bias))
+
+    kinds = LogitsProcessor | LogitsProcessorWithLoRA
+    hooks = [
+        module.register_forward_pre_hook(see, with_kwargs=True)
+        for module in model.modules()
+        if isinstance(module, kinds)
+    ]
+    try:
+        device = next(model.parameters()).device
+        model.compute_logits(
+            torch.zeros(1, config.get_hidden_size(), dtype=config.dtype).to(device)
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(given) != 1:
+        raise NoHead(f"it applies {len(given)} heads")
+    return given[0]
 
 
 @contextmanager

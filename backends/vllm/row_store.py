@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -97,11 +97,21 @@ class RowBlock:
         return self.read()
 
 
+class Block(Protocol):
+    """What one step left, a row for each of some names."""
+
+    nbytes: int
+
+    def read(self) -> tuple[Rows, npt.NDArray[np.float32]]:
+        """The rows, and a float32 for each, which is not finite where the row is none."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class _Kept:
     """What is left of a block, which takes its bytes until the last of its rows is gone."""
 
-    block: RowBlock
+    block: Block
     positions: dict[str, int]
 
 
@@ -120,7 +130,7 @@ class RowStore:
     def __len__(self) -> int:
         return len(self._of)
 
-    def put(self, names: Iterable[str], block: RowBlock) -> None:
+    def put(self, names: Iterable[str], block: Block) -> None:
         """Keep a block's rows, the i-th as the i-th name's; the last one of a name counts."""
         kept = _Kept(block, {})
         self._kept[kept] = None
@@ -140,7 +150,7 @@ class RowStore:
 
     def take(self, names: Iterable[str]) -> list[Taken]:
         """The rows of `names`, by block; names without a row are left out."""
-        found: dict[RowBlock, tuple[list[str], list[int]]] = {}
+        found: dict[Block, tuple[list[str], list[int]]] = {}
         for name in names:
             if (popped := self._pop(name)) is not None:
                 block, position = popped
@@ -155,7 +165,7 @@ class RowStore:
             taken.append((of_block, rows, scale))
         return taken
 
-    def _pop(self, name: str) -> tuple[RowBlock, int] | None:
+    def _pop(self, name: str) -> tuple[Block, int] | None:
         kept = self._of.pop(name, None)
         if kept is None:
             return None

@@ -13,10 +13,13 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from lmpool.backends.continuous import Admitted
+from lmpool.backends.engine import Outcome
 from lmpool.backends.vllm import internals
 from lmpool.backends.vllm.capture import CAPTURE, WATCH, Copied
 from lmpool.backends.vllm.row_store import Taken
-from lmpool.errors import EngineBroken, SettingsError
+from lmpool.errors import EngineBroken, PromptFailed, SettingsError
+from lmpool.wants import Hidden
 
 logger = logging.getLogger(__name__)
 
@@ -236,3 +239,26 @@ class FullLogprobs:
 
     def close(self) -> None:
         self._rows.clear()
+
+
+def is_none(row: CapturedRow | None) -> bool:
+    """Whether what was captured is not finite."""
+    return row is not None and not np.isfinite(row[1])
+
+
+def outcome_of_row(admitted: Admitted[Any], row: CapturedRow | None) -> Outcome:
+    """What became of a request that vLLM brought to its end."""
+    request_id, continuation = admitted.request.id, admitted.continuation
+    if row is not None and isinstance(admitted.request.want, Hidden):
+        return Outcome.of_state(request_id, row[0].astype(np.float32, copy=False))
+    if row is not None and is_none(row):
+        reason = f"the model's logits are not finite in this dtype ({row[1]})"
+        return Outcome(request_id, error=PromptFailed(reason))
+    if continuation is not None:
+        if not continuation.finished:
+            return Outcome(request_id, error=PromptFailed("vLLM ended this continuation early"))
+        return Outcome(request_id, answer=continuation.answer())
+    if row is None:
+        return Outcome(request_id, error=PromptFailed("vLLM gave no row for this prompt"))
+    values, scale = row
+    return Outcome(request_id, row=values, logsumexp=scale if values.dtype == np.uint16 else 0.0)

@@ -10,6 +10,7 @@ group compute the same blocks; one keeps what comes of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -129,7 +130,8 @@ class ScoringWorker:
         if capture is None:
             return None
         if capture.scorer is None:
-            scorer = Scorer(self.model_runner, capture.asking_for_scores, keep=capture.publishes)
+            asking = functools.partial(capture.asking_for, SCORE)
+            scorer = Scorer(self.model_runner, asking, keep=capture.publishes)
             if not watch(self.model_runner, scorer.see):
                 return False if capture.publishes else None
             capture.scorer = scorer

@@ -418,7 +418,7 @@ class TestV2Runner:
             model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB),
             device=torch.device("cpu"),
         )
-        capture.scorer = Scorer(runner, capture.asking_for_scores, keep=publishes)
+        capture.scorer = Scorer(runner, lambda: capture.asking_for(SCORE), keep=publishes)
         assert watch(runner, capture.scorer.see)
         return runner
 
