@@ -155,7 +155,7 @@ async def _load(
     began = time.perf_counter()
 
     async def one() -> None:
-        while time.perf_counter() < began + seconds:
+        while not took or time.perf_counter() < began + seconds:
             prompt = prompts()
             started = time.perf_counter()
             await lm.next_token_logprobs(prompt)

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
 
 from lmpool.head_form import Numbers
 
@@ -85,6 +84,8 @@ def _cast(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
 
 def stored_tensors(file: Path, error: type[Exception]) -> dict[str, StoredTensor]:
     """The tensors in a file by name. Raises `error` where it is no whole safetensors file."""
+    from safetensors import SafetensorError, safe_open  # a client may do without
+
     try:
         with safe_open(file, framework="numpy"):
             pass  # it checks the whole header, and the file's length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def has_matrices(info: ModelInfo, form: HeadForm) -> bool:
 
 def _matrices(info: ModelInfo, form: HeadForm) -> Iterator[StoredTensor]:
     folder = _folder(info)
-    if folder is None:
+    if folder is None or importlib.util.find_spec("safetensors") is None:
         return
     for file in sorted(folder.glob("*.safetensors")):
         try:

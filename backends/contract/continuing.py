@@ -98,11 +98,12 @@ def _own_ends(script: Script) -> None:
 
 
 def _many_draws(script: Script) -> None:
-    """One token of many seeds at several temperatures: enough to tell distributions apart."""
+    """Two tokens of many seeds at several temperatures: enough to tell distributions apart, and
+    more at once than the powers of two that an engine may stop at."""
     for temperature in (0.2, 0.7, 1.3):
         prompt = script.prompt(10)
         first = int(script.random.integers(2**62))
-        wants = [Generate(2, (), temperature, first + n) for n in range(60)]
+        wants = [Generate(2, (), temperature, first + n) for n in range(70)]
         script.submit([script.ask(prompt, None, want) for want in wants])
         script.settle()
 

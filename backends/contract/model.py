@@ -106,6 +106,8 @@ class Model:
         self._check_in_flight(operation)
 
     def _apply(self, operation: Operation) -> None:
+        if not isinstance(operation, (Submit, Step, Settle, Cancel)):
+            self._told.work_through(self._living)
         match operation:
             case Submit(asked):
                 self._submit(asked)

@@ -104,10 +104,12 @@ class Told:
             self.token_ids += ids
             said = ids[: len(ids) - min(len(ids), piece.ending)]
             held += self._decode(said, piece.finish_reason is not None)
-            ends = [place for stop in self._stops if (place := held.find(stop)) >= 0]
-            if ends:
+            # That which ends first, however the text was cut into pieces.
+            stops = [(at + len(stop), at) for stop in self._stops if (at := held.find(stop)) >= 0]
+            if stops:
                 self.finish_reason = "stop"
-                yield self._say(held[: min(ends)])
+                _, at = min(stops)
+                yield self._say(held[:at])
                 return
             keep = 0 if piece.finish_reason else self._begun(held)
             part, held = held[: len(held) - keep], held[len(held) - keep :]

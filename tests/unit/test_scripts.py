@@ -26,6 +26,7 @@ def test_every_script_is_known() -> None:
         "evict",
         "leave",
         "mend",
+        "pieces",
         "reclaim",
         "release",
         "replace",

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from lmpool.backends import Engine, EngineInfo, Outcome, Request
 from lmpool.backends.continuous import Admitted
-from lmpool.backends.engine import Tokens
+from lmpool.backends.engine import Part, Tokens
 from lmpool.backends.mock import MockEngine, mock_row
 from lmpool.backends.sampling import Continuation, Sampler
-from lmpool.wants import Generate, OfRow, Row
+from lmpool.wants import Generate, OfRow, Row, Stream
 from tests.support.fed_engine import FedEngine
 
 Form = Literal["batch", "fed"]
@@ -83,6 +83,8 @@ class BatchForm(MockEngine):
             outcomes.append(Outcome(request.id, answer=continuation.answer()))
         else:
             self._continuations[request.id] = continuation
+            if isinstance(want, Stream):
+                self._streaming.begin(continuation)
 
     def cache_prefix(self, tokens: Tokens) -> None:
         self.model.cache_prefix(tokens)
@@ -126,7 +128,10 @@ class FedForm(FedEngine):
         if not isinstance(request.want, Generate) or self.sampler is Sampler:
             return admitted
         sampler = self.sampler.of(request.want, request.tokens.size, self.info)
-        return replace(admitted, continuation=Continuation(request, sampler))
+        continuation = Continuation(request, sampler)
+        if isinstance(request.want, Stream):
+            self._streaming.begin(continuation)
+        return replace(admitted, continuation=continuation)
 
     def advance(self) -> list[Outcome]:
         due: list[str] = []
@@ -242,6 +247,10 @@ class Wrapper(Engine):
 
     def step(self) -> Sequence[Outcome]:
         return self.handed(list(self.inner.step()))
+
+    def parts(self) -> Sequence[Part]:
+        found: Sequence[Part] = self.inner.parts()
+        return found
 
     def handed(self, outcomes: list[Outcome]) -> list[Outcome]:
         """What `step` returns of what the right engine gave out."""
