@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, assert_never
 
@@ -11,12 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lmpool.backends.admission import of_another_head
 from lmpool.backends.continuous import Admitted, ContinuousEngine
-from lmpool.backends.engine import EngineInfo, Outcome
+from lmpool.backends.engine import EngineInfo, Outcome, Request
+from lmpool.backends.head_fit import head_or_reason, probes
 from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.options import check_dtype, check_types
 from lmpool.backends.sglang.adapters import AdapterReader
+from lmpool.backends.sglang.hidden import ModelHead
 from lmpool.backends.sglang.scheduler import SGLangScheduler, Step
+from lmpool.backends.torch_head import as_numbers
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
 from lmpool.wants import Generate, HeadPart, Hidden, OfRow, Row, Score, TextScores
 
@@ -82,6 +87,8 @@ class SGLangEngine(ContinuousEngine[str]):
         self._max_loras = max_loras
         self._lora_head = max_loras > 0 and "lm_head" in lora_targets
         self._loaded = 0
+        self._of_head: set[str] = set()
+        """The adapters that change the head."""
         self._adapter_reader = AdapterReader(files.folder, max_lora_rank)
         scheduler = SGLangScheduler(
             files.folder,
@@ -95,6 +102,20 @@ class SGLangEngine(ContinuousEngine[str]):
         self._scheduler: SGLangScheduler | None = scheduler
         self._bfloat16 = scheduler.dtype == "bfloat16"
         self.info = self._describe(files, scheduler, model, revision, longest, arguments)
+        self._head, reason = self._find_head(files)
+        head = None if self._head is None else self._head.form
+        self.info = replace(self.info, head=head, no_head=reason)
+
+    def _find_head(self, files: ModelFiles) -> tuple[ModelHead | None, str]:
+        info, scheduler = self.info, self._open()
+        special = (info.bos_token_id, info.pad_token_id, *info.eos_token_ids)
+        prompts = probes(info.vocab_size, special)
+        config = files.config.config
+        name = scheduler.architecture
+        fatal = (EngineBroken,)
+        found = head_or_reason(name, lambda: scheduler.find_head(prompts, config), fatal)
+        self.drop_state()
+        return found
 
     def _describe(
         self,
@@ -128,7 +149,7 @@ class SGLangEngine(ContinuousEngine[str]):
     # --- requests ------------------------------------------------------------------------------
 
     def begin(self, admitted: Admitted[str]) -> str:
-        request, draws, score = admitted.request, 0, None
+        request, draws, score, hidden = admitted.request, 0, None, False
         tokens = request.tokens
         match request.want:
             case Row() | OfRow():
@@ -139,11 +160,22 @@ class SGLangEngine(ContinuousEngine[str]):
                 draws = admitted.continuation.left
             case Score():
                 score = request.want
-            case HeadPart() | Hidden():
-                raise AssertionError("it was refused")
+            case Hidden():
+                hidden = True
+            case HeadPart():
+                raise AssertionError("it never joins")
             case _:
                 assert_never(request.want)
-        return self._open().add(tokens, lora_id=admitted.adapter, max_tokens=draws, score=score)
+        return self._open().add(
+            tokens, lora_id=admitted.adapter, max_tokens=draws, score=score, hidden=hidden
+        )
+
+    def reason_to_refuse(self, request: Request) -> str | None:
+        reason = super().reason_to_refuse(request)
+        if reason is None and isinstance(request.want, Hidden) and request.adapter is not None:
+            changed = self.adapters[request.adapter] in self._of_head
+            reason = of_another_head(request.adapter) if changed else None
+        return reason
 
     def scores(self, adapter: str | None) -> bool:
         # SGLang computes an adapter's part of the head for whole batches alone.
@@ -151,7 +183,7 @@ class SGLangEngine(ContinuousEngine[str]):
 
     def advance(self) -> list[Outcome]:
         done = self._open().step()
-        outcomes = self._rows(done)
+        outcomes = self._rows(done) + self._states(done)
         for name in done.drawn:
             ended = self.ended(name)
             if ended is not None and ended.continuation is not None:
@@ -187,6 +219,18 @@ class SGLangEngine(ContinuousEngine[str]):
             ended = self.ended(name)
             if ended is not None:
                 outcomes.append(Outcome.of_row(ended.request.id, row, scale))
+        return outcomes
+
+    def _states(self, done: Step) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        if done.hidden is None:
+            return outcomes
+        states = as_numbers(done.hidden)
+        states.flags.writeable = False
+        for name, state in zip(done.states, states, strict=True):
+            ended = self.ended(name)
+            if ended is not None:
+                outcomes.append(Outcome.of_state(ended.request.id, state))
         return outcomes
 
     def _draw(self, name: str, logprobs: npt.NDArray[np.float32]) -> tuple[int, bool]:
@@ -227,9 +271,12 @@ class SGLangEngine(ContinuousEngine[str]):
                 f"{', '.join(config['target_modules'])}: name all of them in "
                 f"engine_opts={{'lora_targets': [...]}}; {wrong}"
             )
+        if "lm_head" in config["target_modules"]:
+            self._of_head.add(lora_id)
         return lora_id
 
     def unload_adapter(self, adapter: str) -> None:
+        self._of_head.discard(adapter)
         self._open().unload_lora(adapter)
 
     def adapters_in_use(self) -> set[str]:
@@ -237,13 +284,19 @@ class SGLangEngine(ContinuousEngine[str]):
             self._drain()
         return super().adapters_in_use() | self._open().loras_in_use()
 
+    # --- the head ------------------------------------------------------------------------------
+
+    def head_weights(self, rows: slice) -> npt.NDArray[Any]:
+        assert self._head is not None
+        return self._head.matrix.weights(rows)
+
     # --- its life ------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Free the model; another engine may then be made in this process."""
         if self._scheduler is not None:
             self._scheduler.close()
-            self._scheduler = None
+            self._scheduler = self._head = None
 
     def _open(self) -> SGLangScheduler:
         if self._scheduler is None:

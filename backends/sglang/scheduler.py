@@ -13,7 +13,7 @@ import inspect
 import itertools
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,10 +24,13 @@ import numpy.typing as npt
 import torch
 
 from lmpool.backends.engine import Tokens
+from lmpool.backends.head_fit import NoHead
 from lmpool.backends.options import check_types
 from lmpool.backends.sglang.arguments import OWN, check_bounds, check_version, engine_arguments
 from lmpool.backends.sglang.cpu import prepare
+from lmpool.backends.sglang.hidden import HeadTrial, ModelHead
 from lmpool.backends.sglang.scorer import Scorer
+from lmpool.backends.torch_head import as_numbers
 from lmpool.errors import EngineBroken, SettingsError
 from lmpool.wants import Score, TextScores
 
@@ -46,7 +49,8 @@ class Step:
 
     `rows` are ids of requests for a row, `logits` [rows, vocab] those after their prompts, and
     `logsumexp` [rows] theirs in float32; `drawn` are ids of continuations; `scored` is what came of
-    texts by id, as `PartialScores.read` has it; `failed` the reasons why requests ended otherwise.
+    texts by id, as `PartialScores.read` has it; `failed` the reasons why requests ended otherwise;
+    `states` are ids of requests for a hidden state, `hidden` [states, hidden] those.
     """
 
     rows: list[str] = field(default_factory=list)
@@ -55,6 +59,8 @@ class Step:
     drawn: list[str] = field(default_factory=list)
     scored: dict[str, tuple[TextScores | None, float]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    states: list[str] = field(default_factory=list)
+    hidden: torch.Tensor | None = None
 
 
 @contextlib.contextmanager
@@ -190,6 +196,11 @@ class SGLangScheduler:
         return int(self._scheduler.model_config.vocab_size)
 
     @property
+    def architecture(self) -> str:
+        """The name of the model's class."""
+        return type(self._runner.model).__name__
+
+    @property
     def longest_prompt(self) -> int:
         """The longest prompt that it takes: a few tokens less than the model does."""
         return int(self._scheduler.max_req_input_len) - 1
@@ -209,10 +220,12 @@ class SGLangScheduler:
         lora_id: str | None = None,
         max_tokens: int = 0,
         score: Score | None = None,
+        hidden: bool = False,
     ) -> str:
         """Take a prompt in, and return its id.
 
-        It is for a row; with `max_tokens` for a continuation; with `score` a text to be scored.
+        It is for a row; with `max_tokens` for a continuation; with `score` a text to be scored;
+        with `hidden` for a hidden state.
         """
         request = f"{next(self._numbers):016x}"
         prompt = tokens
@@ -236,6 +249,7 @@ class SGLangScheduler:
                     logprob_start_len=-1 if score is None else score.start - 1,
                     top_logprobs_num=0,
                     token_ids_logprob=None,
+                    return_hidden_states="last" if hidden else False,
                     stream=False,
                     lora_id=lora_id,
                 )
@@ -263,11 +277,13 @@ class SGLangScheduler:
             self._batch = list(batch.reqs)
             result = scheduler.run_batch(batch)
             logits = self._logits(result.logits_output)
+            hidden = result.logits_output.hidden_states
+            result.logits_output.hidden_states = None  # SGLang would make lists of it
             logsumexp = torch.logsumexp(logits.float(), dim=-1)
             for place in (~torch.isfinite(logsumexp)).nonzero().flatten().tolist():
                 self._forget(self._batch[place])
             scheduler.process_batch_result(batch, result)
-            places = []
+            places, hidden_places = [], []
             for place, request in enumerate(self._batch):
                 reason = request.finished_reason
                 if reason is None:
@@ -276,6 +292,9 @@ class SGLangScheduler:
                     finished.failed[request.rid] = str(reason.message)
                 elif request.rid in self._scorer:
                     finished.scored[request.rid] = self._scorer.take(request.rid)
+                elif request.return_hidden_states:
+                    finished.states.append(request.rid)
+                    hidden_places.append(place)
                 elif request.sampling_params.max_new_tokens == 0:
                     finished.rows.append(request.rid)
                     places.append(place)
@@ -285,6 +304,8 @@ class SGLangScheduler:
                 # Copies: the next batch may write where this one did.
                 chosen = torch.tensor(places, device=logits.device)
                 finished.logits, finished.logsumexp = logits[chosen], logsumexp[chosen]
+            if hidden_places and hidden is not None:
+                finished.hidden = hidden[torch.tensor(hidden_places, device=hidden.device)]
             self._batch = []
         for name in finished.failed:
             self._scorer.forget(name)
@@ -337,6 +358,25 @@ class SGLangScheduler:
         for kind in ("k_buffer", "v_buffer", "kv_buffer"):
             for layer in getattr(pool, kind, None) or ():
                 layer[slots] = 0
+
+    def find_head(self, prompts: Iterable[Tokens], config: Mapping[str, Any]) -> ModelHead:
+        """The head of the model, by these prompts and the model's `config`. Nothing runs.
+
+        Raises `NoHead` where it has none that others may apply.
+        """
+        trial = HeadTrial(self._runner.model.logits_processor, self.vocab_size, config)
+        return trial.run(prompts, self._state_of)
+
+    def _state_of(self, prompt: Tokens) -> npt.NDArray[np.float32]:
+        self.add(prompt, hidden=True)
+        while True:
+            done = self.step()
+            if done.failed:
+                raise NoHead(f"its first prompts: {', '.join(done.failed.values())}")
+            if done.states:
+                if done.hidden is None:
+                    raise NoHead("SGLang gives none")
+                return as_numbers(done.hidden[0])
 
     def busy(self) -> bool:
         """Whether there is a request that has not ended, cancelled ones among them."""
