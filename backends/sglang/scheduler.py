@@ -393,6 +393,7 @@ class SGLangScheduler:
         """Drop the radix cache, while there are no requests."""
         if not self._scheduler.flush_cache():
             raise EngineBroken("SGLang kept its cache although nothing runs")
+        self._idle = 0
 
     # --- adapters ------------------------------------------------------------------------------
 
