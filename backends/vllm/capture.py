@@ -39,6 +39,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.logits_processor import LogitsProcessor as ProcessorV1
 
 from lmpool.backends.vllm import internals
+from lmpool.backends.vllm.base_rows import keep_base_rows
 from lmpool.backends.vllm.row_store import (
     MOST_BYTES,
     HostCopy,
@@ -115,6 +116,7 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
     """
 
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
+        keep_base_rows()
         self._states: Any = runner[0] if len(runner) == 1 else None
         self._prefix: str | None = None
         """What the ids of its owner's requests begin with; None as long as nobody owns it."""

@@ -18,6 +18,7 @@ import pytest
 
 from lmpool.backends import Request, load_engine, tiny
 from lmpool.backends.contract import Reference
+from lmpool.backends.contract import write_adapter as write_lora
 from lmpool.backends.model_identity import model_identity
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
 from lmpool.wants import Generate
@@ -368,6 +369,19 @@ class TestAdapters:
         engine.add_adapter("a", folder)
         assert_rows(answer(engine, given, adapter="a"), expected)
         engine.remove_adapter("a")
+
+
+def test_base_rows_are_no_adapters_where_all_slots_hold_one(tmp_path):
+    """An index of -1 says that a row is of no adapter; torch takes it for the last slot's."""
+    with vllm_engine(enable_lora=True, max_loras=2, max_lora_rank=8) as engine:
+        given = prompts(5, 20)
+        base = reference_rows(tiny.path(), [p.tolist() for p in given])
+        for seed, name in enumerate(("a", "b"), 1):
+            targets = ("lm_head", "q_proj")
+            engine.add_adapter(name, write_lora(tmp_path / name, seed=seed, targets=targets))
+            by_adapter = np.stack([each.logprobs() for each in answer(engine, given, adapter=name)])
+            assert np.abs(by_adapter - base).max() > 0.1
+        assert_rows(answer(engine, given), base)
 
 
 def identity(dtype: str) -> dict[str, object]:
