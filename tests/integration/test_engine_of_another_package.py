@@ -108,7 +108,7 @@ def test_the_command_line_examines_it(installed: Path, tmp_path: Path) -> None:
     assert "each row is that of its own prompt and adapter" in shown
     assert re.search(r"1\. submit 1: #\d+ row after \[\d+, \d+", shown), "not made smaller"
     assert "--engine-seed 5 -k rows" in shown
-    bare = [*EXAMINE[:8], "mock"]
+    bare = [*EXAMINE[:9], "mock"]
     shown = run(installed, tmp_path, *bare, "-k", "rows", expected=1)
     assert "name their own reference (--engine-reference" in shown
     shown = run(installed, tmp_path, *EXAMINE[:-2], "--engine-lacks", "sense", expected=1)
