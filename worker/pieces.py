@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 import redis.exceptions
@@ -110,7 +111,8 @@ class Tellings:
         except AnswerFormatError as error:
             logger.warning("pieces that no worker wrote are taken away: %s", error)
             telling.pieces.clear()
-            server.delete(key)
+            with suppress(redis.exceptions.RedisError, OSError):  # they are told over, or end
+                server.delete(key)
             return ()
 
     def _read(self, telling: Telling, entries: Sequence[Entry]) -> tuple[Generation, ...]:

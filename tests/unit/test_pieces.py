@@ -187,6 +187,19 @@ def test_what_no_worker_told_is_taken_away(
     assert stored(server, shard, worker.job.digest) == TOKENS[:2]
 
 
+def test_a_server_that_goes_away_meanwhile_ends_no_worker(
+    server: redis.Redis, shard: ShardKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(server, shard)
+    server.xadd(shard.pieces(worker.job.digest), {PIECE: b"no piece"}, id=piece_id(1))
+
+    def delete(*keys: str) -> None:
+        raise redis.exceptions.ConnectionError("gone")
+
+    monkeypatch.setattr(server, "delete", delete)
+    assert worker.begin() == []
+
+
 def test_a_reader_takes_each_token_once_and_stops_at_what_is_no_piece() -> None:
     info = info_of()
 
