@@ -15,7 +15,7 @@ from lmpool.backends.sampling import Continuation, Sampler
 from lmpool.backends.scoring import Scorings
 from lmpool.backends.streaming import Streaming
 from lmpool.errors import EngineBroken, PromptFailed
-from lmpool.wants import Generate, HeadPart, Hidden, OfRow, Row, Score, Stream
+from lmpool.wants import Generate, Generation, HeadPart, Hidden, OfRow, Row, Score, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +48,12 @@ class BatchEngine(Engine):
         """One outcome with a row, an answer or an error for each request, in any order.
 
         The prompts were checked: 1 to `max_prompt_tokens` ids, all below `vocab_size`, the adapter
-        one of `adapters`. Each wants a row, or what follows from one (`OfRow`): whoever can reduce
-        it where it was computed gives the answer, others the row. Those whose `info.head` is one
-        are also asked for a hidden state, float32 [hidden_size]. Those that have `score_tokens`
-        are also asked for a `Score`, each of a text or of its beginning. An exception fails the
-        batch, which is then halved until the request that caused it stands alone; `EngineBroken`
-        passes through.
+        one of `adapters`. Each wants a row, or what follows from one (`OfRow`, `NextToken`):
+        whoever can reduce it where it was computed gives the answer, others the row. Those whose
+        `info.head` is one are also asked for a hidden state, float32 [hidden_size]. Those that have
+        `score_tokens` are also asked for a `Score`, each of a text or of its beginning. An
+        exception fails the batch, which is then halved until the request that caused it stands
+        alone; `EngineBroken` passes through.
         """
 
     def continues(self, tokens: int) -> bool:
@@ -174,7 +174,9 @@ class BatchEngine(Engine):
             if continuation is None:
                 outcomes.append(outcome)
                 continue
-            if outcome.error is None:
+            if isinstance(outcome.answer, Generation):
+                continuation.go_on(outcome.answer)
+            elif outcome.error is None:
                 try:
                     continuation.take(outcome.logprobs())
                 except ValueError as error:

@@ -26,9 +26,32 @@ from lmpool.backends.model_files import ModelFiles
 from lmpool.errors import AdapterError, EngineError, PromptFailed
 from lmpool.head_form import HeadForm
 from lmpool.model_info import Encoding
+from lmpool.uniforms import uniform
 from lmpool.wants import Generation, Reduced, Row, Want
 
 Tokens = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class NextToken:
+    """How the token that continues a prompt is drawn from its row.
+
+    At its `place` of the cumulative distribution at this temperature, of what `min_p`, `top_k` and
+    `top_p` leave: see `Generate`. `top_logprobs` of the likeliest are wanted, too.
+    """
+
+    seed: int
+    step: int
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    top_logprobs: int = 0
+
+    @property
+    def place(self) -> float:
+        """In [0, 1): the uniform number of this step under this seed."""
+        return uniform(self.seed, self.step)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +60,9 @@ class Request:
 
     `id` is unique among the requests in flight. `tokens` is uint32 [prompt length], at least one.
     A continuation goes on behind what was `begun` of it, the parts in order, by whoever ran it
-    before; its answer has those, too.
+    before; its answer has those, too. Of one that is computed row by row each row is asked for with
+    the `next` token that is drawn from it: whoever draws it where the row is answers with a
+    `Generation` of this token alone, and others with the row.
     """
 
     id: bytes
@@ -45,6 +70,7 @@ class Request:
     adapter: str | None = None
     want: Want = Row()  # noqa: RUF009 -- frozen
     begun: tuple[Generation, ...] = ()
+    next: NextToken | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

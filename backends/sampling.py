@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from lmpool.backends.engine import EngineInfo, Request
+from lmpool.backends.engine import EngineInfo, NextToken, Request
 from lmpool.uniforms import uniform
 from lmpool.wants import FinishReason, Generate, Generation, Row, Top, TopLogprobs
 
@@ -130,6 +130,11 @@ class Sampler:
             min_p=self.min_p,
         )
 
+    def next_token(self, step: int) -> NextToken:
+        """How the token after `step` others is drawn."""
+        left = (self.top_p, self.top_k, self.min_p)
+        return NextToken(self.seed, step, self.temperature, *left, self.top_logprobs)
+
     def end(self, drawn: Sequence[int] | npt.NDArray[np.uint32]) -> tuple[FinishReason, int] | None:
         """Why these tokens, without the prompt, are all, and how many of them are the ending."""
         if len(drawn) and int(drawn[-1]) in self.eos_token_ids:
@@ -155,7 +160,7 @@ class Continuation:
         self._end = sampler.end(())
         self._begun = request.begun
         for part in request.begun:
-            self._go_on(part)
+            self.go_on(part)
 
     @property
     def id(self) -> bytes:
@@ -190,7 +195,12 @@ class Continuation:
 
     def next_request(self) -> Request:
         """What to ask of the engine now: the row after the prompt and the tokens drawn so far."""
-        return replace(self._request, tokens=self._tokens[: self._prompt_tokens + self._drawn])
+        tokens = self._tokens[: self._prompt_tokens + self._drawn]
+        return replace(self._request, tokens=tokens, next=self.next_token())
+
+    def next_token(self) -> NextToken:
+        """How its next token is drawn."""
+        return self.sampler.next_token(self._drawn)
 
     def take(self, logprobs: Row32) -> int:
         """Draw the next token from its row, and return it; `finished` tells whether it is the last.
@@ -214,7 +224,7 @@ class Continuation:
             self._top_logprobs.append(top_logprobs)
         self._end = self.sampler.end(self.drawn)
 
-    def _go_on(self, part: Generation) -> None:
+    def go_on(self, part: Generation) -> None:
         """Go on with tokens that were drawn elsewhere, up to the last one."""
         top = part.top_logprobs
         for place, token in enumerate(part.token_ids.tolist()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import redis
+import redis.client
 import redis.exceptions
 
 
@@ -66,3 +67,20 @@ class OneConnectionClient(redis.Redis):
             raise
         finally:
             pool.release(connection)
+
+    def pipeline(self, transaction: Any = True, shard_hint: Any = None) -> OwnWordsPipeline:
+        """Commands sent together; with `transaction` as one MULTI."""
+        return OwnWordsPipeline(  # type: ignore[no-untyped-call]
+            self.connection_pool, self.response_callbacks, transaction, shard_hint
+        )
+
+
+class OwnWordsPipeline(redis.client.Pipeline):
+    """A pipeline whose errors are the server's own words.
+
+    redis-py puts the whole command before them, a job's tokens with it: neither would an error be
+    known by its first word, nor is that for a log.
+    """
+
+    def annotate_exception(self, exception: Exception, number: int, command: object) -> None:
+        """Leave it as it is."""

@@ -114,8 +114,11 @@ def _check_url_options(url: str, shown: str, tls: bool, remedy: str) -> None:
     query = url.partition("?")[2].partition("#")[0]
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in known:
+            # Behind a "?" in a password that is not percent-encoded stands the rest of it.
+            what = "unknown options" if "@" in query else f"unknown option {name!r:.60}"
             raise SettingsError(
-                f"url={shown!r}: unknown option {name!r:.60}; there are {', '.join(known)}"
+                f"url={shown!r}: {what}; there are {', '.join(known)}"
+                + ("; percent-encode a password's characters" if "@" in query else "")
             )
         if name in ("db", "health_check_interval") and not value.isdecimal():
             raise SettingsError(f"url={shown!r}: {name} is no number; {remedy}")

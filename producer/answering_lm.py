@@ -33,8 +33,9 @@ AnswerTo: TypeAlias = "RowT_co | Reduced"
 
 AdapterOf = Callable[[str | None], str | None]
 """A name as ``name@fingerprint``, which is looked up. Raises `UnknownAdapter`."""
-MakeJobs = Callable[[JobMaker, AdapterOf], list[Job]]
-"""Makes the jobs of a call, for a model and its adapters."""
+MakeJobs = Callable[[JobMaker, AdapterOf, Sequence[Job]], list[Job]]
+"""Makes the jobs of a call, for a model and its adapters. Asked again, it is given those it made
+before: what the caller gave may be another by then (`as_asked`)."""
 
 
 class AnsweringLM(BaseLM, Generic[RowT_co]):
@@ -69,7 +70,11 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
         self, prompt: TokenIds, want: Want, lora_name: str | None, options: CallOptions
     ) -> Answer:
         _, (answer,) = await self._answers(
-            lambda jobs, adapter: [jobs.one(prompt, self._checked(jobs, want), adapter(lora_name))],
+            lambda jobs, adapter, before: [
+                jobs.one(
+                    as_asked(before, [prompt])[0], self._checked(jobs, want), adapter(lora_name)
+                )
+            ],
             (lora_name,),
             options,
         )
@@ -85,7 +90,9 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
         options: CallOptions,
     ) -> tuple[ModelInfo, list[Answer]]:
         info, found = await self._answers(
-            lambda jobs, adapter: jobs.many(prompts, self._checked(jobs, want), adapter(lora_name)),
+            lambda jobs, adapter, before: jobs.many(
+                as_asked(before, prompts), self._checked(jobs, want), adapter(lora_name)
+            ),
             (lora_name,),
             options,
         )
@@ -110,11 +117,12 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
         was replaced: all answers of a call are of one model and one adapter of a name.
         """
         asked_again = False
+        jobs: list[Job] = []
         while True:
             model = await self._served(names, options)
             info = model.info
             found: list[Found] = []
-            jobs = make(model.jobs, partial(adapter_of, model))
+            jobs = make(model.jobs, partial(adapter_of, model), jobs)
             if not jobs:
                 return info, found
             row = self._row.checked(info)
@@ -137,6 +145,11 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
                 if adapter:
                     asked_again = True
                     model.adapters.forget()
+
+
+def as_asked(before: Sequence[Job], prompts: Sequence[TokenIds]) -> Sequence[TokenIds]:
+    """The prompts of a call: as they were when it was asked first, if it was."""
+    return [job.token_ids() for job in before] or prompts
 
 
 def adapter_of(model: ServedModel, name: str | None) -> str | None:

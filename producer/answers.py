@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Final
 
 import redis.exceptions
 
 from lmpool.errors import AnswerFormatError, LmpoolError, PromptFailed
 from lmpool.keys import ShardKeys
+from lmpool.model_info import ModelInfo
 from lmpool.producer.flights import Flight
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.session import Session
 from lmpool.servers import Servers
-from lmpool.wants import Digest
+from lmpool.wants import Answer, Digest, Want, decode_all
 
 logger = logging.getLogger(__name__)
 
@@ -73,22 +75,22 @@ class AnswerReader:
         ended: list[PendingCall] = []
         spoiled: dict[Digest, AnswerFormatError] = {}
         with session.lock:
+            there: list[tuple[Want, Digest, bytes]] = []
             for digest, value in zip(digests, values, strict=True):
                 flight = table.flights.get(digest)
                 if flight is None:
                     continue
-                if value is None:
-                    flight.tries += 1
-                    if flight.tries <= MAX_TRIES:
-                        table.resend(flight)
-                    else:
-                        ended += session.fail(flight, _vanished(flight))
+                if value is not None:
+                    there.append((flight.job.want, digest, value))
                     continue
-                want = flight.job.want
-                try:
-                    answer = want.decode(value, info)
-                except AnswerFormatError as error:
-                    spoiled[digest] = error
+                flight.tries += 1
+                if flight.tries <= MAX_TRIES:
+                    table.resend(flight)
+                else:
+                    ended += session.fail(flight, _vanished(flight))
+            for want, digest, answer in _decoded(there, info):
+                if isinstance(answer, AnswerFormatError):
+                    spoiled[digest] = answer
                     continue
                 if want.cached:
                     session.cache.put(digest, answer)
@@ -121,6 +123,16 @@ class AnswerReader:
                     ended += session.fail(flight, error)
             session.work.notify()
         wake(ended)
+
+
+def _decoded(
+    found: Iterable[tuple[Want, Digest, bytes]], info: ModelInfo
+) -> Iterator[tuple[Want, Digest, Answer | AnswerFormatError]]:
+    """Stored answers to wants, those to one want together."""
+    for _, group in groupby(found, key=lambda item: id(item[0])):
+        want, digests, stored = zip(*group, strict=True)
+        for digest, answer in zip(digests, decode_all(want[0], stored, info), strict=True):
+            yield want[0], digest, answer
 
 
 def _vanished(flight: Flight) -> LmpoolError:

@@ -115,13 +115,18 @@ class AskingLM(AnsweringLM[RowT_co], Generic[RowT_co]):
         given = all_asks(asks)
         bad: dict[int, LmpoolError] = {}
 
-        def make(jobs: JobMaker, adapter: AdapterOf) -> list[Job]:
+        def make(jobs: JobMaker, adapter: AdapterOf, before: Sequence[Job]) -> list[Job]:
+            asked = iter(before)
+            prompts = [
+                next(asked).token_ids() if before and number not in bad else ask.token_ids
+                for number, ask in enumerate(given)
+            ]
             bad.clear()
             made = []
-            for number, ask in enumerate(given):
+            for number, (ask, prompt) in enumerate(zip(given, prompts, strict=True)):
                 try:
                     want = self._checked(jobs, ask.want)
-                    made.append(jobs.one(ask.token_ids, want, adapter(ask.lora_name)))
+                    made.append(jobs.one(prompt, want, adapter(ask.lora_name)))
                 except (PromptError, UnknownAdapter) as error:
                     mine = type(error)(f"ask {number}: {error}").of(number)
                     if not options.keeps_errors:
@@ -346,9 +351,10 @@ class AskingLM(AnsweringLM[RowT_co], Generic[RowT_co]):
 
         Raises what `ask` raises.
         """
-        likely = (top_p, top_k, min_p)
-        told = (stop, logprobs, top_logprobs)
-        want = Generate(max_tokens, eos_token_ids, temperature, seed, *likely, *told)
+        want = Generate(
+            max_tokens, eos_token_ids, temperature, seed,
+            top_p, top_k, min_p, stop, logprobs, top_logprobs,
+        )  # fmt: skip
         return await self.ask(token_ids, want, lora_name, timeout=timeout, priority=priority)
 
     async def batch_generate(
@@ -371,9 +377,10 @@ class AskingLM(AnsweringLM[RowT_co], Generic[RowT_co]):
         progress: bool = False,
     ) -> list[Generation]:
         """`generate` after several prompts, in their order; that of prompt i by `seed` + i."""
-        likely = (top_p, top_k, min_p)
-        told = (stop, logprobs, top_logprobs)
-        want = Generate(max_tokens, eos_token_ids, temperature, seed, *likely, *told)
+        want = Generate(
+            max_tokens, eos_token_ids, temperature, seed,
+            top_p, top_k, min_p, stop, logprobs, top_logprobs,
+        )  # fmt: skip
         options = self._options(timeout, priority, progress)
         _, found = await self._several(token_ids_list, want, lora_name, options)
         return cast(list[Generation], found)

@@ -23,7 +23,7 @@ from typing import (
 from lmpool.checks import as_integer, quoted
 from lmpool.errors import LmpoolError, PromptError, SettingsError
 from lmpool.keys import Priority
-from lmpool.producer.answering_lm import AdapterOf, AnswerTo
+from lmpool.producer.answering_lm import AdapterOf, AnswerTo, as_asked
 from lmpool.producer.asking_lm import AnswerT
 from lmpool.producer.asks import Asks
 from lmpool.producer.base_lm import AT_ONCE, BaseLM
@@ -219,8 +219,9 @@ class PooledLM(StatesLM[RowT_co], StreamingLM[RowT_co]):
     ) -> list[list[int]]:
         asked: list[Job] = []
 
-        def make(jobs: JobMaker, adapter: AdapterOf) -> list[Job]:
-            asked[:] = jobs.many(prompts, jobs.check(want), adapter(lora_name), one_seed=True)
+        def make(jobs: JobMaker, adapter: AdapterOf, before: Sequence[Job]) -> list[Job]:
+            given = as_asked(before, prompts)
+            asked[:] = jobs.many(given, jobs.check(want), adapter(lora_name), one_seed=True)
             # For no tokens there is nothing to be asked.
             return asked if as_integer(want.max_tokens) else []
 
@@ -341,8 +342,10 @@ class SyncPooledLM(BaseLM, Generic[RowT_co]):
         priority: Priority | None = None,
     ) -> Iterator[Piece]:
         """A continuation in pieces as they are drawn; see `PooledLM.stream`."""
-        likely, told = (top_p, top_k, min_p), (stop, logprobs, top_logprobs)
-        want = Stream(max_tokens, eos_token_ids, temperature, seed, *likely, *told)
+        want = Stream(
+            max_tokens, eos_token_ids, temperature, seed,
+            top_p, top_k, min_p, stop, logprobs, top_logprobs,
+        )  # fmt: skip
         reader = self._lm._piece_reader(token_ids, want, lora_name, timeout, priority)
         try:
             while (piece := run_blocking(reader.next())) is not None:

@@ -59,13 +59,15 @@ class StatesLM(AskingLM[RowT_co], Generic[RowT_co]):
         of the text, or of the longest prompt.
         """
         options = self._options(timeout, priority, progress)
-        info, rows = await self._answers(
-            lambda jobs, adapter: jobs.prefixes(
-                token_ids, positions, self._checked(jobs, self._row), adapter(lora_name)
-            ),
-            (lora_name,),
-            options,
-        )
+
+        def make(jobs: JobMaker, adapter: AdapterOf, before: Sequence[Job]) -> list[Job]:
+            row, served = self._checked(jobs, self._row), adapter(lora_name)
+            parts = [job.token_ids() for job in before]
+            if parts:  # the longest has all of the text that is asked about
+                return jobs.prefixes(max(parts, key=len), [*map(len, parts)], row, served)
+            return jobs.prefixes(token_ids, positions, row, served)
+
+        info, rows = await self._answers(make, (lora_name,), options)
         return self._framework.stack(cast(list[EncodedRow], rows), info.vocab_size)
 
     async def last_hidden_state(
@@ -132,7 +134,9 @@ class StatesLM(AskingLM[RowT_co], Generic[RowT_co]):
         for start in range(0, len(numbers), PARTS_AT_ONCE):
             some = numbers[start : start + PARTS_AT_ONCE]
 
-            def make(jobs: JobMaker, _: AdapterOf, some: Sequence[int] = some) -> list[Job]:
+            def make(
+                jobs: JobMaker, _: AdapterOf, __: object, some: Sequence[int] = some
+            ) -> list[Job]:
                 # Any prompt will do: these spread over a pool's shards.
                 return [
                     jobs.one([number % info.vocab_size], jobs.check(HeadPart(number, hashed)), None)

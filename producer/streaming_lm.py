@@ -7,13 +7,14 @@ from typing import Generic
 
 from lmpool.errors import LmpoolError, UnknownAdapter
 from lmpool.keys import Priority
-from lmpool.producer.answering_lm import AnsweringLM, adapter_of
+from lmpool.producer.answering_lm import AnsweringLM, adapter_of, as_asked
 from lmpool.producer.frameworks import RowT_co
 from lmpool.producer.pieces import StreamCall
 from lmpool.producer.served_model import ServedModel
 from lmpool.producer.stream import Piece, PieceReader
 from lmpool.token_ids import TokenIds
 from lmpool.wants import StopSequences, Stream
+from lmpool.wire import Job
 
 
 class StreamingLM(AnsweringLM[RowT_co], Generic[RowT_co]):
@@ -43,8 +44,10 @@ class StreamingLM(AnsweringLM[RowT_co], Generic[RowT_co]):
         seed, is there at once. `timeout` is that of the whole, from the first piece that is asked
         for to the last. Ending the loop withdraws what is left of it. Raises what `ask` raises.
         """
-        likely, told = (top_p, top_k, min_p), (stop, logprobs, top_logprobs)
-        want = Stream(max_tokens, eos_token_ids, temperature, seed, *likely, *told)
+        want = Stream(
+            max_tokens, eos_token_ids, temperature, seed,
+            top_p, top_k, min_p, stop, logprobs, top_logprobs,
+        )  # fmt: skip
         reader = self._piece_reader(token_ids, want, lora_name, timeout, priority)
         try:
             while (piece := await reader.next()) is not None:
@@ -62,13 +65,15 @@ class StreamingLM(AnsweringLM[RowT_co], Generic[RowT_co]):
     ) -> PieceReader:
         options = self._options(timeout, priority)
         asked: list[ServedModel] = []
+        before: list[Job] = []
 
         async def begin() -> StreamCall:
             model = await self._served((lora_name,), options)
             asked.append(model)
             adapter = adapter_of(model, lora_name)
-            job = model.jobs.one(token_ids, self._checked(model.jobs, want), adapter)
-            return StreamCall(job, options, model.info)
+            (prompt,) = as_asked(before, [token_ids])
+            before[:] = [model.jobs.one(prompt, self._checked(model.jobs, want), adapter)]
+            return StreamCall(before[0], options, model.info)
 
         def again(error: LmpoolError) -> bool:
             """Whether to ask anew: a pool that was replaced, and an adapter that was, once."""

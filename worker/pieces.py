@@ -73,16 +73,17 @@ class Tellings:
 
     def begin(self, deliveries: Iterable[Delivery]) -> dict[Digest, tuple[Generation, ...]]:
         """Begin to tell those that are to be told; what was told of each before, in order."""
-        begun: dict[Digest, tuple[Generation, ...]] = {}
+        by_shard: dict[str, list[Telling]] = {}
         for delivery in deliveries:
             want = delivery.job.want
             if isinstance(want, Stream):
                 telling = Telling(delivery, want)
                 self._running[telling.digest] = telling
-                parts = self._told(telling)
-                if parts:
-                    begun[telling.digest] = parts
-        return begun
+                by_shard.setdefault(telling.shard.prefix, []).append(telling)
+        told = {}
+        for tellings in by_shard.values():
+            told.update(self._told(tellings))
+        return {digest: parts for digest, parts in told.items() if parts}
 
     def of(self, parts: Iterable[Part]) -> list[tuple[Telling, Part]]:
         """What an engine drew, and whose it is."""
@@ -96,24 +97,36 @@ class Tellings:
         """What was told under this id, if anything; it runs no more."""
         return self._running.pop(digest, None)
 
-    def _told(self, telling: Telling) -> tuple[Generation, ...]:
-        """What was told before of a continuation, by whoever ran it."""
-        server, key = self._servers.for_shard(telling.shard), telling.shard.pieces(telling.digest)
+    def _told(self, tellings: Sequence[Telling]) -> dict[Digest, tuple[Generation, ...]]:
+        """What was told before of continuations of one shard, by whoever ran them."""
+        server = self._servers.for_shard(tellings[0].shard)
+        keys = [telling.shard.pieces(telling.digest) for telling in tellings]
         try:
-            with self._servers.in_step():
-                entries = server.xrange(key)
+            with self._servers.in_step(), server.pipeline(transaction=False) as pipeline:
+                for key in keys:
+                    pipeline.xrange(key)
+                found = pipeline.execute(raise_on_error=False)
+            for entries in found:
+                if isinstance(entries, Exception) and is_lost(entries):
+                    raise entries  # of a server that is busy: it says nothing of the key
         except (redis.exceptions.RedisError, OSError) as error:
             # Told again from the start: of what was told otherwise the publisher hears.
             logger.debug("drawing from the start, without asking what was told: %s", error)
-            return ()
-        try:
-            return self._read(telling, entries)
-        except AnswerFormatError as error:
-            logger.warning("pieces that no worker wrote are taken away: %s", error)
-            telling.pieces.clear()
+            return {}
+        told, damaged = {}, []
+        for telling, key, entries in zip(tellings, keys, found, strict=True):
+            try:
+                if isinstance(entries, Exception):  # a key of another type
+                    raise AnswerFormatError(str(entries))
+                told[telling.digest] = self._read(telling, entries)
+            except AnswerFormatError as error:
+                logger.warning("pieces that no worker wrote are taken away: %s", error)
+                telling.pieces.clear()
+                damaged.append(key)
+        if damaged:
             with suppress(redis.exceptions.RedisError, OSError):  # they are told over, or end
-                server.delete(key)
-            return ()
+                server.delete(*damaged)
+        return told
 
     def _read(self, telling: Telling, entries: Sequence[Entry]) -> tuple[Generation, ...]:
         parts = []

@@ -78,6 +78,8 @@ def _streams(script: Script) -> None:
             ],
             portions=2,
         )
+        told = Stream(10, (), temperature, seed, logprobs=True, top_logprobs=2)
+        script.submit([script.ask(prompt, adapter, told)])
         script.submit(script.mixed(4))
     script.settle()
 

@@ -38,8 +38,9 @@ _GROWTH: Final = 16 << 20
 
 _EVENTS: Final = 60
 _ADAPTERS: Final = 4
-_ROUNDS: Final = 24
-"""Of the first ones some grow what Python and libraries keep of code that was seldom run."""
+_ROUNDS: Final = 45
+"""Of the first ones some grow what Python and libraries keep of code that was seldom run: torch
+some objects at random of each ``with torch.device(...)``, which are fewer and fewer."""
 _LEFT: Final = 1 / 10
 """Objects that may be left of each: less than a leak of a part of them leaves."""
 _FILLING: Final = 150

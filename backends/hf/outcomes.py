@@ -14,8 +14,9 @@ import torch
 from lmpool.backends.device import HostCopies, to_device
 from lmpool.backends.engine import Outcome, Request, Tokens
 from lmpool.backends.hf.packed_layout import Indices
-from lmpool.backends.hf.small_answers import alike, outcome_of, reduce_logits
 from lmpool.backends.reduction import score_logits
+from lmpool.backends.small_answers import reduce_logits
+from lmpool.backends.words import alike, asked_of_row, outcome_of
 from lmpool.wants import Score, TextScores
 
 Scales = npt.NDArray[np.float32]
@@ -92,7 +93,7 @@ class Batch:
                 count = request.tokens.size - want.start
                 text = _Text(request, want, want.blank(count), want.ids_of(count))
                 found.texts.append(text)
-            elif reduce and alike(want) is not None:
+            elif reduce and alike(asked_of_row(request)) is not None:
                 found.small.append(request)
             else:
                 found.rows.append(request)
@@ -153,7 +154,7 @@ class Batch:
         kinds: dict[Hashable, list[tuple[int, int, Request]]] = {}
         for place in ends:
             for request in self._asked[numbers[place]].small:
-                same = kinds.setdefault(alike(request.want), [])
+                same = kinds.setdefault(alike(asked_of_row(request)), [])
                 same.append((place, numbers[place], request))
         return [self._reduce_small(asked, logits, last) for asked in kinds.values()]
 
@@ -162,19 +163,20 @@ class Batch:
     ) -> Finish:
         places = to_device(np.array([place for place, _, _ in asked]), logits.device)
         with torch.inference_mode():
-            reduced = reduce_logits(logits, places, [request.want for _, _, request in asked])
+            wants = [asked_of_row(request) for _, _, request in asked]
+            reduced = reduce_logits(logits, places, wants)
             copied = self._copies.start(*reduced)
 
         def finish() -> list[int]:
-            *parts, logsumexp = [tensor.numpy() for tensor in copied()]
-            for part in parts:
-                part.flags.writeable = False
+            words, logsumexp = (tensor.numpy() for tensor in copied())
+            words.flags.writeable = False
             again = []
-            for at, (_, number, request) in enumerate(asked):
-                if not last and not math.isfinite(logsumexp[at]):
+            found = zip(asked, words, logsumexp.tolist(), strict=True)
+            for (_, number, request), answer, scale in found:
+                if not last and not math.isfinite(scale):
                     again.append(number)
                 else:
-                    self._outcomes.append(outcome_of(request, parts, at, float(logsumexp[at])))
+                    self._outcomes.append(outcome_of(request, answer, scale))
             return again
 
         return finish

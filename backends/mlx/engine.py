@@ -20,9 +20,12 @@ from lmpool.backends.mlx.adapters import Adapters
 from lmpool.backends.mlx.hidden import head_of
 from lmpool.backends.mlx.model import Forward, KeyValueStore, Prefixes, load_model, mx, on_gpu
 from lmpool.backends.mlx.prefixes import KeptPrefixes, common_prefix
+from lmpool.backends.mlx.reduction import to_host
+from lmpool.backends.mlx.small_answers import reduced
 from lmpool.backends.mlx.texts import before, problem_of_head, scored
 from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.options import check_positive
+from lmpool.backends.words import alike, asked_of_row
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 from lmpool.wants import Hidden, Score
 
@@ -84,6 +87,8 @@ class MLXEngine(BatchEngine):
         loaded = load_model(
             files.folder, files.config, dtype=dtype, trust_remote_code=trust_remote_code
         )
+        # Copied off a GPU is what was asked for. On a CPU NumPy reduces faster, and copies nothing.
+        self._reduce = on_gpu()
         automatic = _FORWARD_TOKENS_GPU if on_gpu() else _FORWARD_TOKENS_CPU
         self._forward_tokens = forward_tokens or automatic
         self._forward: Forward | None = Forward(loaded)
@@ -137,11 +142,36 @@ class MLXEngine(BatchEngine):
             others = [same[0].tokens for same in asked]
             others += [text.tokens[: before(text)] for text in texts if before(text)]
             self._run_shared(adapter, [*tokens, *others])
-            for index, row, logsumexp in self._run(adapter, tokens):
-                outcomes.extend(Outcome.of_row(r.id, row, logsumexp) for r in distinct[index])
+            for chosen, logits, logsumexp in self._run(adapter, tokens):
+                outcomes.extend(self._answered([distinct[i] for i in chosen], logits, logsumexp))
             outcomes.extend(self._hidden(adapter, asked))
             outcomes.extend(self._score(adapter, texts))
         return outcomes
+
+    def _answered(
+        self, asked: Sequence[Sequence[Request]], logits: Any, logsumexp: Any
+    ) -> Iterator[Outcome]:
+        """The outcomes of those that ask for each row of logits, or for what follows from it."""
+        rows: list[int] = []
+        small: list[tuple[int, Request]] = []
+        for place, same in enumerate(asked):
+            less = [(place, request) for request in same if self._reduces(request)]
+            small += less
+            if len(less) < len(same):
+                rows.append(place)
+        if rows:
+            some = [logits, logsumexp]
+            if len(rows) < len(asked):
+                some = [each[mx.array(rows)] for each in some]
+            for place, row, scale in zip(rows, *self._rows(*some), strict=True):
+                for request in asked[place]:
+                    if not self._reduces(request):
+                        yield Outcome.of_row(request.id, row, scale)
+        yield from reduced(small, logits, logsumexp)
+
+    def _reduces(self, request: Request) -> bool:
+        """Whether what is asked for is reduced where the row is, and no row copied."""
+        return self._reduce and alike(asked_of_row(request)) is not None
 
     def continues(self, tokens: int) -> bool:
         """Where a text's beginning can be kept, no piece computes it again."""
@@ -151,7 +181,8 @@ class MLXEngine(BatchEngine):
         """The outcome of each text, in one pass over what is not kept before its first row."""
         prompts, firsts = [text.tokens[:-1] for text in texts], [before(text) for text in texts]
         for i, states in self._states_from(adapter, prompts, firsts):
-            yield scored(self._open(), texts[i], states, self.info.vocab_size)
+            vocab_size = self.info.vocab_size
+            yield scored(self._open(), texts[i], states, vocab_size, reduce=self._reduce)
 
     def _hidden(
         self, adapter: str | None, distinct: Sequence[Sequence[Request]]
@@ -160,8 +191,7 @@ class MLXEngine(BatchEngine):
         prompts = [same[0].tokens for same in distinct]
         lasts = [prompt.size - 1 for prompt in prompts]
         for i, states in self._states_from(adapter, prompts, lasts):
-            state = np.array(states[0].astype(mx.float32))
-            state.flags.writeable = False
+            state = to_host(states[0].astype(mx.float32))
             for request in distinct[i]:
                 yield Outcome.of_state(request.id, state)
 
@@ -189,12 +219,15 @@ class MLXEngine(BatchEngine):
 
     def _run(
         self, adapter: str | None, prompts: Sequence[Tokens]
-    ) -> Iterator[tuple[int, Any, float]]:
-        """Each prompt's index, row and logsumexp; what they compute is kept on the way."""
+    ) -> Iterator[tuple[list[int], Any, Any]]:
+        """The indices of some prompts, the logits [prompts, vocab] after each, and their logsumexp.
+
+        What they compute is kept on the way.
+        """
         if not self.keeps_prefixes:
             for group in self._groups([prompt.size for prompt in prompts], may_pad=False):
                 logits = self._open().plainly([prompts[i] for i in group])
-                yield from zip(group, *self._rows(logits, _logsumexp(logits)), strict=True)
+                yield group, logits, _logsumexp(logits)
             return
         for prompt in prompts:
             self._run_pieces(adapter, prompt)
@@ -203,7 +236,7 @@ class MLXEngine(BatchEngine):
             computed = self._compute_group(
                 adapter, [prompts[i] for i in chosen], [kept[i] for i in chosen]
             )
-            yield from zip(chosen, *self._rows(*computed), strict=True)
+            yield chosen, *computed
 
     def _alike(self, prompts: Sequence[Tokens], kept: Sequence[Any]) -> Iterator[list[int]]:
         """The indices of prompts that share a forward pass.
@@ -314,9 +347,7 @@ class MLXEngine(BatchEngine):
             block = logits.view(mx.uint16)
         else:
             block = logits.astype(mx.float32) - logsumexp[:, None]
-        rows = np.array(block)
-        rows.flags.writeable = False
-        return rows, logsumexp.tolist()
+        return to_host(block), logsumexp.tolist()
 
     # --- kept prefixes -------------------------------------------------------------------------
 
@@ -343,12 +374,11 @@ class MLXEngine(BatchEngine):
             worst = 0.0
             for some in (prompts[:2], prompts):
                 self._kept.begin()
-                for index, row, logsumexp in self._run(None, some):
-                    found = Outcome.of_row(b"", row, logsumexp).logprobs()
-                    plain = forward.plainly([some[index]])
-                    right, scale = self._rows(plain, _logsumexp(plain))
-                    alone = Outcome.of_row(b"", right[0], scale[0]).logprobs()
-                    worst = max(worst, float(np.abs(found - alone).max()))
+                for chosen, logits, logsumexp in self._run(None, some):
+                    found = logits.astype(mx.float32) - logsumexp[:, None]
+                    plain = mx.concatenate([forward.plainly([some[i]]) for i in chosen])
+                    alone = plain.astype(mx.float32) - _logsumexp(plain)[:, None]
+                    worst = float(np.maximum(worst, float(mx.abs(found - alone).max())))  # or NaN
             tolerance = _TOLERANCE.get(self.info.dtype, _TOLERANCE_HALF_PRECISION)
             problem = "" if worst <= tolerance else f"its rows differ by {worst:.2g}"
         except Exception as error:  # a model that uses its cache in a way of its own
@@ -382,8 +412,8 @@ class MLXEngine(BatchEngine):
         if self.keeps_prefixes:
             self._kept.begin()
             self._lora.activate(None)
-            for _, row, logsumexp in self._run(None, [tokens]):
-                error = Outcome.of_row(b"", row, logsumexp).error
+            for _, _, logsumexp in self._run(None, [tokens]):
+                error = Outcome.of_row(b"", np.empty(0, np.float32), logsumexp.item()).error
                 if error is not None:
                     raise error
 

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -91,21 +91,41 @@ def _sorted_row(vocab_size: int, row: int) -> tuple[npt.NDArray[np.intp], npt.ND
     return order, np.append(masses, -np.inf)
 
 
-def _top(want: Top, vocab_size: int, prompt: bytes, key: bytes) -> TopLogprobs:
-    """The likeliest tokens of a prompt's row, which are those of the row that it turns."""
-    table = _table(vocab_size)
-    row, turn = _place(table.size >> 1, vocab_size, prompt, key)
+class _Likeliest(NamedTuple):
+    """The likeliest tokens of a normalized row, and all that are as likely as the last of them."""
+
+    ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    rest: np.float32
+    ties: bool
+
+
+@functools.lru_cache(maxsize=64)
+def _likeliest(vocab_size: int, row: int, k: int) -> _Likeliest:
     order, masses = _sorted_row(vocab_size, row)
-    values = table[row * 2 * vocab_size :][:vocab_size]
-    # To turn a row changes the ids, by which those come in order that are equally likely.
-    least, most = values[order[want.k - 1]], want.k
+    values = _table(vocab_size)[row * 2 * vocab_size :][:vocab_size]
+    least, most = values[order[k - 1]], k
     while most < vocab_size and values[order[most]] == least:
         most += 1
-    ids = (order[:most] - turn) % vocab_size
     logprobs = values[order[:most]]
-    first = np.lexsort((ids, -logprobs))[: want.k]
-    rest = np.float32(masses[want.k])
-    return TopLogprobs(ids[first].astype(np.int32), logprobs[first], rest)
+    ties = bool((logprobs[1:] == logprobs[:-1]).any())
+    return _Likeliest(order[:most].astype(np.int32), logprobs, np.float32(masses[k]), ties)
+
+
+def _tops(k: int, vocab_size: int, places: Sequence[tuple[int, int]]) -> list[TopLogprobs]:
+    """The likeliest tokens of rows at these places, which are those of the rows that they turn."""
+    found = [_likeliest(vocab_size, row, k) for row, _ in places]
+    turns = np.array([turn for _, turn in places], np.int32)
+    turned = (np.stack([likeliest.ids[:k] for likeliest in found]) - turns[:, None]) % vocab_size
+    answers = []
+    for ids, turn, likeliest in zip(turned, turns, found, strict=True):
+        logprobs = likeliest.logprobs
+        if likeliest.ties:  # to turn a row changes the ids, which decide among equally likely ones
+            ids = (likeliest.ids - turn) % vocab_size
+            first = np.lexsort((ids, -logprobs))[:k]
+            ids, logprobs = ids[first], logprobs[first]
+        answers.append(TopLogprobs(ids, logprobs, likeliest.rest))
+    return answers
 
 
 class MockEngine(BatchEngine):
@@ -175,13 +195,20 @@ class MockEngine(BatchEngine):
                 _append(self._log, len(requests), tokens, started, clock)
         vocab_size = self.info.vocab_size
         table = _table(vocab_size)
-        outcomes = []
-        for r in requests:
+        outcomes: list[Outcome] = []
+        tops: dict[int, dict[int, tuple[int, int]]] = {}
+        for number, r in enumerate(requests):
             prompt, key = r.tokens.tobytes(), _adapter_key(r.adapter)
             if isinstance(r.want, Top):
-                outcomes.append(Outcome(r.id, answer=_top(r.want, vocab_size, prompt, key)))
+                place = _place(table.size >> 1, vocab_size, prompt, key)
+                tops.setdefault(r.want.k, {})[number] = place
+                outcomes.append(Outcome(r.id))
             else:
                 outcomes.append(Outcome(r.id, _pick(table, vocab_size, prompt, key)))
+        for k, places in tops.items():
+            answers = _tops(k, vocab_size, list(places.values()))
+            for number, answer in zip(places, answers, strict=True):
+                outcomes[number] = Outcome(requests[number].id, answer=answer)
         return outcomes
 
     def _misbehave(self, requests: Sequence[Request]) -> None:

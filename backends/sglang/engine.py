@@ -14,16 +14,19 @@ import torch
 
 from lmpool.backends.admission import of_another_head
 from lmpool.backends.continuous import Admitted, ContinuousEngine
+from lmpool.backends.device import HostCopies
 from lmpool.backends.engine import EngineInfo, Outcome, Request
 from lmpool.backends.head_fit import head_or_reason, probes
 from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.options import check_dtype, check_types
 from lmpool.backends.sglang.adapters import AdapterReader
+from lmpool.backends.sglang.drawing import draw_by_rows, draw_there
 from lmpool.backends.sglang.hidden import ModelHead
-from lmpool.backends.sglang.scheduler import SGLangScheduler, Step
+from lmpool.backends.sglang.scheduler import Drawn, SGLangScheduler, Step
 from lmpool.backends.torch_head import as_numbers
+from lmpool.backends.words import alike, outcome_of
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
-from lmpool.wants import Generate, HeadPart, Hidden, OfRow, Row, Score, TextScores
+from lmpool.wants import Generate, HeadPart, Hidden, OfRow, Row, Score, TextScores, Want
 
 LORA_TARGETS: Final = (
     "q_proj",
@@ -101,6 +104,9 @@ class SGLangEngine(ContinuousEngine[str]):
         )
         self._scheduler: SGLangScheduler | None = scheduler
         self._bfloat16 = scheduler.dtype == "bfloat16"
+        # Copied off a GPU is what was asked for. On a CPU NumPy is as fast, and copies nothing.
+        self._reduce = scheduler.device == "cuda"
+        self._copies = HostCopies(torch.device(scheduler.device))
         self.info = self._describe(files, scheduler, model, revision, longest, arguments)
         self._head, reason = self._find_head(files)
         head = None if self._head is None else self._head.form
@@ -150,10 +156,12 @@ class SGLangEngine(ContinuousEngine[str]):
 
     def begin(self, admitted: Admitted[str]) -> str:
         request, draws, score, hidden = admitted.request, 0, None, False
-        tokens = request.tokens
+        tokens, reduce = request.tokens, None
         match request.want:
-            case Row() | OfRow():
+            case Row():
                 pass
+            case OfRow():
+                reduce = request.want if self._reduces(request.want) else None
             case Generate():
                 assert admitted.continuation is not None
                 tokens = admitted.continuation.next_request().tokens
@@ -167,8 +175,17 @@ class SGLangEngine(ContinuousEngine[str]):
             case _:
                 assert_never(request.want)
         return self._open().add(
-            tokens, lora_id=admitted.adapter, max_tokens=draws, score=score, hidden=hidden
+            tokens,
+            lora_id=admitted.adapter,
+            max_tokens=draws,
+            score=score,
+            hidden=hidden,
+            reduce=reduce,
         )
+
+    def _reduces(self, want: Want) -> bool:
+        """Whether what is asked for is reduced where the row is, and no row copied."""
+        return self._reduce and alike(want) is not None
 
     def reason_to_refuse(self, request: Request) -> str | None:
         reason = super().reason_to_refuse(request)
@@ -184,6 +201,10 @@ class SGLangEngine(ContinuousEngine[str]):
     def advance(self) -> list[Outcome]:
         done = self._open().step()
         outcomes = self._rows(done) + self._states(done)
+        for name, (words, scale) in done.reduced.items():
+            ended = self.ended(name)
+            if ended is not None:
+                outcomes.append(outcome_of(ended.request, words, scale))
         for name in done.drawn:
             ended = self.ended(name)
             if ended is not None and ended.continuation is not None:
@@ -233,12 +254,13 @@ class SGLangEngine(ContinuousEngine[str]):
                 outcomes.append(Outcome.of_state(ended.request.id, state))
         return outcomes
 
-    def _draw(self, name: str, logprobs: npt.NDArray[np.float32]) -> tuple[int, bool]:
-        """The next token of a continuation, and whether it is the last."""
-        running = self.running.get(name)
-        if running is None or running.continuation is None:
-            return 0, True  # cancelled
-        return running.continuation.take(logprobs), running.continuation.finished
+    def _draw(self, names: Sequence[str], logits: torch.Tensor) -> list[Drawn]:
+        """The next tokens of continuations, by their logits [names, vocab]."""
+        running = [self.running.get(name) for name in names]
+        continuations = [None if each is None else each.continuation for each in running]
+        if self._reduce:
+            return draw_there(continuations, logits, self._copies)
+        return draw_by_rows(continuations, logits)
 
     # --- kept state and adapters ---------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import inspect
 import itertools
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lmpool.backends.device import HostCopies
 from lmpool.backends.engine import Tokens
 from lmpool.backends.head_fit import NoHead
 from lmpool.backends.options import check_types
@@ -30,17 +31,21 @@ from lmpool.backends.sglang.arguments import OWN, check_bounds, check_version, e
 from lmpool.backends.sglang.cpu import prepare
 from lmpool.backends.sglang.hidden import HeadTrial, ModelHead
 from lmpool.backends.sglang.scorer import Scorer
+from lmpool.backends.small_answers import reduce_logits
 from lmpool.backends.torch_head import as_numbers
+from lmpool.backends.words import Words, alike
 from lmpool.errors import EngineBroken, SettingsError
-from lmpool.wants import Score, TextScores
+from lmpool.wants import Score, TextScores, Want
 
 _IDLE_STEPS: Final = 1_000
 """Steps without a batch, one after another, after which the scheduler is taken for stuck."""
 
-Draw = Callable[[str, npt.NDArray[np.float32]], tuple[int, bool]]
-"""Draws the next token, and tells whether it is the continuation's last: of the request's id and
-the log-probabilities float32 [vocab]. Raises `ValueError` where there is none to draw, which fails
-the request."""
+Drawn = tuple[int, bool] | str
+"""A token, and whether it is its continuation's last; or why there is none, which fails it."""
+Draw = Callable[[Sequence[str], torch.Tensor], Sequence[Drawn]]
+"""Draws the next tokens of continuations, by the requests' ids and their logits [ids, vocab]."""
+Reduced = tuple[Words, float]
+"""An answer's words, and a logsumexp that is not finite where there is none."""
 
 
 @dataclass(slots=True)
@@ -48,14 +53,16 @@ class Step:
     """What one step finished.
 
     `rows` are ids of requests for a row, `logits` [rows, vocab] those after their prompts, and
-    `logsumexp` [rows] theirs in float32; `drawn` are ids of continuations; `scored` is what came of
-    texts by id, as `PartialScores.read` has it; `failed` the reasons why requests ended otherwise;
+    `logsumexp` [rows] theirs in float32; `reduced` is what follows from the rows after prompts, by
+    the ids of requests for that; `drawn` are ids of continuations; `scored` is what came of texts
+    by id, as `PartialScores.read` has it; `failed` the reasons why requests ended otherwise;
     `states` are ids of requests for a hidden state, `hidden` [states, hidden] those.
     """
 
     rows: list[str] = field(default_factory=list)
     logits: torch.Tensor | None = None
     logsumexp: torch.Tensor | None = None
+    reduced: dict[str, Reduced] = field(default_factory=dict)
     drawn: list[str] = field(default_factory=list)
     scored: dict[str, tuple[TextScores | None, float]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -110,6 +117,8 @@ class SGLangScheduler:
         self._scheduler: Any = None
         self._runner: Any = None
         self._batch: list[Any] = []
+        self._wants: dict[str, Want] = {}
+        """What is reduced of the rows of requests, by their ids."""
         self._aborted: dict[str, str] = {}
         arguments = engine_arguments(folder, self.device, dtype)
         if max_loras:
@@ -169,6 +178,7 @@ class SGLangScheduler:
             self._scheduler._war_barrier_enabled = False
         self._runner = self._scheduler.tp_worker.model_runner
         self._runner.sample = self._sample
+        self._copies = HostCopies(torch.device(self._runner.device))
         self._scorer = Scorer(self._runner, self.vocab_size, lambda: self._batch)
 
     def _channels(self, **_: object) -> SimpleNamespace:
@@ -221,13 +231,16 @@ class SGLangScheduler:
         max_tokens: int = 0,
         score: Score | None = None,
         hidden: bool = False,
+        reduce: Want | None = None,
     ) -> str:
         """Take a prompt in, and return its id.
 
-        It is for a row; with `max_tokens` for a continuation; with `score` a text to be scored;
-        with `hidden` for a hidden state.
+        It is for a row, or with `reduce` for what follows from it; with `max_tokens` for a
+        continuation; with `score` a text to be scored; with `hidden` for a hidden state.
         """
         request = f"{next(self._numbers):016x}"
+        if reduce is not None:
+            self._wants[request] = reduce
         prompt = tokens
         if score is not None:
             prompt = tokens[:-1]
@@ -262,6 +275,8 @@ class SGLangScheduler:
         """Run one batch. To be called while there are requests."""
         scheduler, finished = self._scheduler, Step(failed=self._aborted)
         self._aborted = {}
+        for name in finished.failed:
+            self._forget_wants(name)
         with torch.inference_mode():
             plan = scheduler.get_next_batch_to_run(
                 running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
@@ -284,6 +299,7 @@ class SGLangScheduler:
                 self._forget(self._batch[place])
             scheduler.process_batch_result(batch, result)
             places, hidden_places = [], []
+            small: dict[Hashable, list[tuple[int, str, Want]]] = {}
             for place, request in enumerate(self._batch):
                 reason = request.finished_reason
                 if reason is None:
@@ -295,6 +311,9 @@ class SGLangScheduler:
                 elif request.return_hidden_states:
                     finished.states.append(request.rid)
                     hidden_places.append(place)
+                elif request.rid in self._wants:
+                    want = self._wants.pop(request.rid)
+                    small.setdefault(alike(want), []).append((place, request.rid, want))
                 elif request.sampling_params.max_new_tokens == 0:
                     finished.rows.append(request.rid)
                     places.append(place)
@@ -306,10 +325,27 @@ class SGLangScheduler:
                 finished.logits, finished.logsumexp = logits[chosen], logsumexp[chosen]
             if hidden_places and hidden is not None:
                 finished.hidden = hidden[torch.tensor(hidden_places, device=hidden.device)]
+            for same in small.values():
+                finished.reduced |= self._reduce(logits, same)
             self._batch = []
         for name in finished.failed:
-            self._scorer.forget(name)
+            self._forget_wants(name)
         return finished
+
+    def _reduce(
+        self, logits: torch.Tensor, same: Sequence[tuple[int, str, Want]]
+    ) -> dict[str, Reduced]:
+        """What follows from rows of the batch's logits, of wants that are alike."""
+        places = torch.tensor([place for place, _, _ in same], device=logits.device)
+        copied = self._copies.start(*reduce_logits(logits, places, [want for _, _, want in same]))
+        words, scales = (tensor.numpy() for tensor in copied())
+        words.flags.writeable = False
+        found = zip(words, scales.tolist(), strict=True)
+        return dict(zip((name for _, name, _ in same), found, strict=True))
+
+    def _forget_wants(self, name: str) -> None:
+        self._wants.pop(name, None)
+        self._scorer.forget(name)
 
     def _logits(self, logits_output: Any) -> torch.Tensor:
         """The logits after each request of the batch [requests, vocab]."""
@@ -329,18 +365,18 @@ class SGLangScheduler:
             if request.sampling_params.max_new_tokens > 0 and request.inflight_middle_chunks <= 0
         ]
         chosen = torch.tensor(places, dtype=torch.int64, device=logits.device)
-        logprobs = torch.log_softmax(logits[chosen].float(), dim=-1).cpu().numpy()
         drawn = [0] * len(self._batch)
-        for place, row in zip(places, logprobs, strict=True):
+        if not places:
+            return torch.tensor(drawn, dtype=torch.int64, device=logits.device)
+        names = [self._batch[place].rid for place in places]
+        for place, each in zip(places, self._draw(names, logits[chosen]), strict=True):
             request = self._batch[place]
-            try:
-                token, ends = self._draw(request.rid, row)
-            except ValueError as error:  # a row with NaN has no token to draw
-                request.to_finish = self._ends.FINISH_ABORT(str(error))
+            if isinstance(each, str):
+                request.to_finish = self._ends.FINISH_ABORT(each)
                 continue
-            drawn[place] = token
+            drawn[place], ends = each
             if ends and request.to_finish is None:
-                request.to_finish = self._ends.FINISH_MATCHED_TOKEN(matched=token)
+                request.to_finish = self._ends.FINISH_MATCHED_TOKEN(matched=drawn[place])
         return torch.tensor(drawn, dtype=torch.int64, device=logits.device)
 
     def _forget(self, request: Any) -> None:
@@ -385,7 +421,7 @@ class SGLangScheduler:
     @_breaking()
     def abort(self, request: str) -> None:
         """End a request; one that is running ends with the next step."""
-        self._scorer.forget(request)
+        self._forget_wants(request)
         self._scheduler.abort_request(self._io.AbortReq(rid=request, abort_all=False))
 
     @_breaking()
@@ -437,6 +473,7 @@ class SGLangScheduler:
                 self._scheduler.release_host_resources()
             self._scheduler = self._runner = None
             self._batch = []
+            self._wants = {}
             parallel: Any = importlib.import_module("sglang.srt.distributed.parallel_state")
             with contextlib.suppress(AssertionError):
                 parallel.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""Every captured request's full row of logits, taken where vLLM's sampler passes it.
+"""What a captured request asks of its row of logits, taken where vLLM's sampler passes it.
 
 `CaptureProcessor` is a logits processor for both of vLLM's model runners. It is registered as an
 entry point of the group ``vllm.logits_processors``, so every vLLM in an environment with lmpool has
@@ -17,19 +17,24 @@ Whoever else sends requests, over HTTP say, does not know the prefix, and nothin
     await llm.collective_rpc("lmpool_take_rows", args=(["some name"],))
 
 A request of several tokens leaves the row of its last one. Rows that nobody takes are dropped, the
-oldest first, when they are more bytes than the owner allows.
+oldest first, when they are more bytes than the owner allows. Where a want stands under
+``lmpool_answer``, as `lmpool.wants.want_to_wire` has it, the row is reduced on its device to what
+answers it, and the row is not copied.
 
 A request with an id under ``lmpool_watch`` leaves a row of no columns, and that only where logits
-of any of its tokens were not finite: what was sampled from them means nothing. One with an id under
-``lmpool_score`` is a text that the `scorer` follows through the batch by way of this processor, one
-with an id under ``lmpool_hidden`` a prompt whose hidden state `states` keeps as if it were a row.
+of any of its tokens were not finite: what was sampled from them means nothing. With a want each
+step leaves an answer as well: ``name/0`` is that of the row which its first token is drawn from.
+
+One with an id under ``lmpool_score`` is a text that the `scorer` follows through the batch by way
+of this processor, one with an id under ``lmpool_hidden`` a prompt whose hidden state `states` keeps
+as if it were a row.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -42,6 +47,8 @@ from lmpool.backends.vllm import internals
 from lmpool.backends.vllm.base_rows import keep_base_rows
 from lmpool.backends.vllm.row_store import (
     MOST_BYTES,
+    STEP,
+    AnswerBlock,
     HostCopy,
     RowBlock,
     RowStore,
@@ -50,6 +57,8 @@ from lmpool.backends.vllm.row_store import (
 )
 from lmpool.backends.vllm.scorer import SCORE, Scorer, ScoringWorker
 from lmpool.backends.vllm.states import HIDDEN, HeadWorker
+from lmpool.backends.words import alike
+from lmpool.wants import Want, want_from_wire
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ProcessorV2
@@ -65,6 +74,9 @@ CAPTURE: Final = "lmpool_capture"
 
 WATCH: Final = "lmpool_watch"
 """The same, of a request whose logits are watched."""
+
+ANSWER: Final = "lmpool_answer"
+"""The key of what is asked of the row of a captured request, or of each row of a watched one."""
 
 KEYS: Final = (CAPTURE, WATCH, SCORE, HIDDEN)
 
@@ -97,6 +109,25 @@ class Asked(NamedTuple):
     """What stands behind the owner's prefix."""
     extra: Mapping[str, Any]
     """The request's `extra_args`."""
+    want: Want | None
+    """What its row is reduced to, if it is."""
+    drawn: Sequence[int]
+    """The tokens that the V1 runner has drawn for it so far; it goes on appending to them."""
+
+
+class _Found(NamedTuple):
+    """A row of a step that somebody asked for."""
+
+    row: int
+    asked: Asked
+    step: int
+    """How many tokens its request had drawn before."""
+
+    @property
+    def name(self) -> str:
+        """What it is kept by."""
+        asked = self.asked
+        return f"{asked.name}{STEP}{self.step}" if asked.key == WATCH else asked.name
 
 
 Copied = tuple[list[str], int, str, int, list[float]]
@@ -187,8 +218,8 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         places = self._asked
         for position in batch_update.removed:
             places.pop(position, None)
-        for position, params, _prompt, _output in batch_update.added:
-            self._assign(position, params)
+        for position, params, _prompt, drawn in batch_update.added:
+            self._assign(position, params, drawn)
         for first, second, direction in batch_update.moved:
             moved, displaced = places.pop(first, None), places.pop(second, None)
             if moved is not None:
@@ -202,15 +233,15 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         """Follow a request into its slot; whether the sampler must call `apply` for it."""
         return self._assign(req_idx, sampling_params)
 
-    def _assign(self, place: int, params: Any) -> bool:
-        asked = self._owned(params)
+    def _assign(self, place: int, params: Any, drawn: Sequence[int] = ()) -> bool:
+        asked = self._owned(params, drawn)
         if asked is None:
             self._asked.pop(place, None)
             return False
         self._asked[place] = asked
         return True
 
-    def _owned(self, params: Any) -> Asked | None:
+    def _owned(self, params: Any, drawn: Sequence[int]) -> Asked | None:
         """What the owner asks of a request, if it is one of his."""
         key, name = _asked(params) or (CAPTURE, None)
         # Every rank helps to compute the scores of texts.
@@ -218,55 +249,88 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
             return None
         if not isinstance(name, str) or not name.startswith(self._prefix):
             return None
-        return Asked(key, name[len(self._prefix) :], params.extra_args)
+        want = params.extra_args.get(ANSWER)
+        return Asked(
+            key,
+            name[len(self._prefix) :],
+            params.extra_args,
+            None if want is None else want_from_wire(want),
+            drawn,
+        )
 
     def asking_for(self, wanted: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
         """What asks in the batch by a key: the place of each, its name, and its `extra_args`."""
-        for place, (key, name, extra) in self._asked.items():
-            if key == wanted:
-                yield place, name, extra
+        for place, asked in self._asked.items():
+            if asked.key == wanted:
+                yield place, asked.name, asked.extra
+
+    def end(self, names: Sequence[str]) -> None:
+        """These requests have ended, or nobody waits for them: drop what is kept of them."""
+        self.rows.forget(names)
+        self.watched.take(names)
+        gone = set(names)
+        watched = [place for place, asked in self._asked.items() if asked.key == WATCH]
+        for place in watched:
+            if self._asked[place].name in gone:
+                del self._asked[place]  # a runner that works ahead would leave more of it
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
-        """Keep the rows of captured requests; `logits` pass unchanged."""
+        """Keep the rows of captured requests, or answers; `logits` pass unchanged."""
         if self.before_sampling is not None:
             self.before_sampling()
         if self._asked:
             found = self._by_position(logits) if ctx is None else self._by_slot(logits, ctx)
-            found.sort(key=lambda row: row[0])
-            captured = [(row, asked.name) for row, asked in found if asked.key == CAPTURE]
-            watched = [(row, asked.name) for row, asked in found if asked.key == WATCH]
+            found.sort(key=lambda each: each.row)
             if self._stream is None and logits.is_cuda:
                 self._stream = torch.cuda.Stream(logits.device)
-            if captured:
-                rows = _select(logits, [row for row, _ in captured])
-                block = RowBlock(rows.float(), bfloat16=self._bfloat16, stream=self._stream)
-                self.rows.put((name for _, name in captured), block)
-            if watched:
-                rows = _select(logits, [row for row, _ in watched])
-                largest = HostCopy([rows.amax(dim=-1).float()], self._stream)
-                self.watched.put([name for _, name in watched], largest)
+            self._capture(logits, [e for e in found if e.asked.key == CAPTURE and not e.asked.want])
+            self._answer(logits, found)
+            self._watch(logits, [e for e in found if e.asked.key == WATCH])
         return logits
 
-    def _by_position(self, logits: torch.Tensor) -> list[tuple[int, Asked]]:
+    def _capture(self, logits: torch.Tensor, found: Sequence[_Found]) -> None:
+        if found:
+            rows = _select(logits, [each.row for each in found])
+            block = RowBlock(rows.float(), bfloat16=self._bfloat16, stream=self._stream)
+            self.rows.put((each.asked.name for each in found), block)
+
+    def _answer(self, logits: torch.Tensor, found: Sequence[_Found]) -> None:
+        kinds: dict[Hashable, list[_Found]] = {}
+        for each in found:
+            if each.asked.want is not None:
+                kinds.setdefault(alike(each.asked.want), []).append(each)
+        for same in kinds.values():
+            wants = [each.asked.want for each in same]
+            block = AnswerBlock(logits, [each.row for each in same], wants, self._stream)
+            self.rows.put((each.name for each in same), block)
+
+    def _watch(self, logits: torch.Tensor, found: Sequence[_Found]) -> None:
+        if found:
+            rows = _select(logits, [each.row for each in found])
+            largest = HostCopy([rows.amax(dim=-1).float()], self._stream)
+            self.watched.put([each.asked.name for each in found], largest)
+
+    def _by_position(self, logits: torch.Tensor) -> list[_Found]:
+        found = [_Found(i, asked, len(asked.drawn)) for i, asked in self._asked.items()]
         if self.unfinished is None:
-            return list(self._asked.items())
+            return found
         unfinished = self.unfinished()
         if len(unfinished) != logits.shape[0]:
             return self._refuse(logits, len(unfinished))
-        return [(i, asked) for i, asked in self._asked.items() if not unfinished[i]]
+        return [each for each in found if not unfinished[each.row]]
 
-    def _by_slot(self, logits: torch.Tensor, ctx: Any) -> list[tuple[int, Asked]]:
+    def _by_slot(self, logits: torch.Tensor, ctx: Any) -> list[_Found]:
         slots = ctx.idx_mapping_np
         if len(slots) != logits.shape[0]:
             return self._refuse(logits, len(slots))
-        lengths, prefills = ctx.seq_lens_upper_bound_np, self._states.prefill_len.np
+        lengths, states = ctx.seq_lens_upper_bound_np, self._states
         return [
-            (row, self._asked[slot])
+            _Found(row, self._asked[slot], int(lengths[row] - states.prompt_len.np[slot]))
             for row, slot in enumerate(slots.tolist())
-            if slot in self._asked and lengths[row] >= prefills[slot]
+            if slot in self._asked and lengths[row] >= states.prefill_len.np[slot]
         ]
 
-    def _refuse(self, logits: torch.Tensor, requests: int) -> list[tuple[int, Asked]]:
+    def _refuse(self, logits: torch.Tensor, requests: int) -> list[_Found]:
         # Better no row than another request's.
         logger.error(
             "%d rows of logits for %d requests (speculative decoding?): none is captured",
@@ -331,16 +395,17 @@ class CapturedRows(ScoringWorker, HeadWorker):
     def lmpool_take_rows(
         self, names: Sequence[str], forget: Sequence[str] = ()
     ) -> list[Taken] | None:
-        """Give out rows, and drop those of `forget`; None where this rank does not publish."""
+        """Give out rows, then drop what is kept of the requests in `forget`; None where this rank
+        does not publish."""
         capture = internals.find_capture(self.model_runner)
         if capture is None or not capture.publishes:
             return None
-        capture.rows.forget(forget)
-        capture.watched.take(forget)
         taken = capture.rows.take(names)
         if unsound := capture.watched.take(names):
             none = np.empty((len(unsound), 0), np.float32)
             taken.append((unsound, none, np.full(len(unsound), np.nan, np.float32)))
+        if forget:
+            capture.end(forget)
         return taken
 
     def lmpool_copy_rows(

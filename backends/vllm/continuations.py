@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm import SamplingParams
 
 from lmpool.backends.sampling import Continuation
 from lmpool.backends.vllm import internals
-from lmpool.wants import MAX_SEED, Top
+from lmpool.wants import MAX_SEED, Top, TopLogprobs
 
 
 def token_params(max_tokens: int, temperature: float, **options: Any) -> SamplingParams:
@@ -30,17 +30,18 @@ def token_params(max_tokens: int, temperature: float, **options: Any) -> Samplin
 
 
 def drawing_params(
-    continuation: Continuation, vocab_size: int, watched: Mapping[str, Any]
+    continuation: Continuation, vocab_size: int, watched: Mapping[str, Any], *, rows: bool
 ) -> SamplingParams:
     """Those of a continuation, or of what is left of it; `watched` is what they have in any case.
 
-    Stop sequences of more than one token are ours to find: vLLM knows tokens and texts.
+    With `rows` the output has that of each token: vLLM does not tell what the likeliest tokens
+    leave. Stop sequences of more than one token are ours to find: vLLM knows tokens and texts.
     """
     sampler = continuation.sampler
     ends = sampler.eos_token_ids.union(ids[0] for ids in sampler.stop if len(ids) == 1)
     asked: dict[str, Any] = {}
-    if sampler.top_logprobs:
-        asked["logprobs"] = -1  # what its likeliest tokens leave is not told
+    if rows:
+        asked["logprobs"] = -1
     elif sampler.logprobs:
         asked["logprobs"] = 0
     return token_params(
@@ -55,18 +56,22 @@ def drawing_params(
     )
 
 
-def go_on(continuation: Continuation, output: Any) -> None:
-    """Take the tokens that vLLM drew, up to the last one of the continuation."""
+def go_on(continuation: Continuation, output: Any, likeliest: Sequence[TopLogprobs] | None) -> None:
+    """Take the tokens that vLLM drew, up to the last one of the continuation.
+
+    `likeliest` are those that it asks for, of each token; None: the output has the rows.
+    """
     sampler = continuation.sampler
     for place, token in enumerate(output.new_token_ids):
         if continuation.finished:
             return
         logprob, top = math.nan, None
-        if sampler.top_logprobs:
-            row = internals.full_logprobs(output, place)
-            logprob, top = float(row[token]), Top(sampler.top_logprobs).of_row(row)
-        elif sampler.logprobs:
+        if sampler.logprobs:
             logprob = internals.drawn_logprob(output, place, token)
+        if sampler.top_logprobs and likeliest is not None:
+            top = likeliest[place]
+        elif sampler.top_logprobs:
+            top = Top(sampler.top_logprobs).of_row(internals.full_logprobs(output, place))
         continuation.add(token, logprob, top)
 
 

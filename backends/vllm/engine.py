@@ -1,8 +1,9 @@
 """vLLM as an engine: prompts join while others run, and every row is captured at the sampler.
 
 Rows come from a logits processor inside vLLM's model runner (`capture`), which copies them in one
-piece a step. A prompt whose row was given out stays live in vLLM for a while, so that the one which
-extends it costs a decode step (`live`).
+piece a step; on a GPU it reduces those of which less is asked, and copies the answers alone. A
+prompt whose row was given out stays live in vLLM for a while, so that the one which extends it
+costs a decode step (`live`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any, Final, assert_never
 
@@ -33,11 +34,19 @@ from lmpool.backends.vllm.continuations import drawing_params, go_on, token_para
 from lmpool.backends.vllm.head import ModelHead
 from lmpool.backends.vllm.live import LivePrompt, LivePrompts
 from lmpool.backends.vllm.options import NUMERIC, engine_arguments
-from lmpool.backends.vllm.rows import FullLogprobs, RowSource, is_none, outcome_of_row, row_source
+from lmpool.backends.vllm.rows import (
+    FullLogprobs,
+    RowSource,
+    is_none,
+    outcome_of_row,
+    reducible,
+    row_source,
+)
 from lmpool.backends.vllm.texts import ScoredTexts, is_unsound, outcome_of
+from lmpool.backends.words import top_of
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
 from lmpool.tensor_files import ModelTensors
-from lmpool.wants import Generate, HeadPart, Hidden, OfRow, Row, Score
+from lmpool.wants import Generate, HeadPart, Hidden, OfRow, Row, Score, Top, TopLogprobs
 
 WAIT_SECONDS: Final = 0.02
 """How long a step waits for an engine in another process before new requests may join."""
@@ -49,12 +58,16 @@ MAX_TEMPERATURE: Final = 2.0
 """vLLM refuses more, and its engine would end with such a request."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Inside:
     """What a running request is in vLLM: the number of its row, and what is live of its prompt."""
 
     number: int
     live: LivePrompt | None
+    steps: bool
+    """Whether the likeliest tokens of each step are taken."""
+    drawn: int = 0
+    """Tokens that came out of vLLM."""
 
 
 class VLLMEngine(ContinuousEngine[LoRARequest]):
@@ -138,6 +151,8 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         config = self._engine.vllm_config
         self._lora = lora
         self._on_cpu = current_platform.is_cpu()
+        # On a CPU NumPy reduces rows as fast, and nothing is copied either.
+        self._reduces = not self._on_cpu
         self._most_adapters = int(config.lora_config.max_cpu_loras) if lora else 0
         self._adapter_numbers = 0
         self._tensors: ModelTensors | None = None
@@ -231,17 +246,26 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
 
     def begin(self, admitted: Admitted[LoRARequest]) -> str:
         request = admitted.request
-        new, live = request.tokens, None
+        new, live, steps = request.tokens, None, False
         self._numbers += 1
         match request.want:
             case Row() | OfRow():
-                params = token_params(1, 0.0, **self._rows.row(self._numbers))
+                small = self._reduces and reducible(request.want, self.info.vocab_size)
+                asked = self._rows.row(self._numbers, request.want if small else None)
+                params = token_params(1, 0.0, **asked)
                 live, new = self._live_prompt(admitted)
             case Generate():
                 assert admitted.continuation is not None
                 new = admitted.continuation.next_request().tokens
-                watched = self._rows.watch(self._numbers)
-                params = drawing_params(admitted.continuation, self.info.vocab_size, watched)
+                top = Top(admitted.continuation.sampler.top_logprobs)
+                steps = self._gives_steps(top)
+                watched = self._rows.watch(self._numbers, top if steps else None)
+                params = drawing_params(
+                    admitted.continuation,
+                    self.info.vocab_size,
+                    watched,
+                    rows=top.k > 0 and not steps,
+                )
             case Score():
                 params = token_params(1, 0.0, **self._texts.params(self._numbers, request))
                 new = request.tokens[:-1]
@@ -268,8 +292,12 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
                     resumable=live is not None,
                 )
             )
-        self._inside[name] = _Inside(self._numbers, live)
+        self._inside[name] = _Inside(self._numbers, live, steps)
         return name
+
+    def _gives_steps(self, top: Top) -> bool:
+        """Whether the likeliest tokens of each step can be taken beside what vLLM puts out."""
+        return top.k > 0 and self._rows.prefix is not None and reducible(top, self.info.vocab_size)
 
     def _live_prompt(self, admitted: Admitted[LoRARequest]) -> tuple[LivePrompt | None, Tokens]:
         """What a prompt extends, or is live as, if anything; and the tokens to compute."""
@@ -293,6 +321,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
             self._live.shrink(0)
         finished: list[tuple[str, str]] = []
         stopped: list[str] = []
+        likeliest = self._likeliest(outputs)
         for output in outputs:
             name = output.request_id
             inside = self._inside.get(name)
@@ -300,12 +329,18 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
                 continue
             self._rows.see(inside.number, output)
             continuation = self.running[name].continuation
-            if continuation is not None:
-                go_on(continuation, output)
-            if output.finish_reason is not None:
+            dropped = inside.steps and name not in likeliest
+            if continuation is not None and not dropped:
+                go_on(continuation, output, likeliest.get(name))
+            if dropped:
+                finished.append((name, "what its steps left was dropped"))
+            elif output.finish_reason is not None:
                 finished.append((name, str(output.finish_reason)))
             elif continuation is not None and continuation.finished:
                 finished.append((name, "stop"))
+            else:
+                continue
+            if output.finish_reason is None:
                 stopped.append(name)
         outcomes = self._finish(finished) if finished else []
         if stopped:
@@ -313,6 +348,24 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
                 self._core.abort_requests(stopped)
         self._end_live()
         return outcomes
+
+    def _likeliest(self, outputs: Sequence[Any]) -> dict[str, list[TopLogprobs]]:
+        """Those of each token that was put out, of the requests that take them at each step."""
+        wanted: dict[str, list[tuple[int, int]]] = {}
+        for output in outputs:
+            inside = self._inside.get(output.request_id)
+            if inside is not None and inside.steps:
+                first, inside.drawn = inside.drawn, inside.drawn + len(output.new_token_ids)
+                wanted[output.request_id] = [(inside.number, n) for n in range(first, inside.drawn)]
+        if not wanted:
+            return {}
+        with internals.fatal(self._core):
+            found = self._rows.take_steps(list(chain.from_iterable(wanted.values())))
+        return {
+            name: [top_of(found[step][0].copy()) for step in steps]
+            for name, steps in wanted.items()
+            if found.keys() >= set(steps)
+        }
 
     def _finish(self, finished: Sequence[tuple[str, str]]) -> list[Outcome]:
         """The outcomes of requests, and for what reasons vLLM ended them."""

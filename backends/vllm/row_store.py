@@ -1,4 +1,4 @@
-"""Rows that were captured, from the sampler until somebody takes them."""
+"""What was captured of rows, from the sampler until somebody takes it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,26 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lmpool.backends.device import to_device
+from lmpool.backends.small_answers import reduce_logits
+
 MOST_BYTES: Final = 2 << 30
 """Of rows kept for whoever asks for them."""
 
 MOST_UNSOUND: Final = 16_384
 """Watched requests kept whose logits were not finite."""
 
+STEP: Final = "/"
+"""Between the name of a request and the number of a step, in the name of what the step left."""
+
 UNREAD_STEPS: Final = 64
 """Steps whose watched logits may wait on the host: their copies have long ended by then."""
 
-Rows = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+Rows = npt.NDArray[Any]
 Taken = tuple[list[str], Rows, npt.NDArray[np.float32]]
-"""Names, their rows [names, vocab] and a float32 for each. Rows are float32 log-probabilities
-beside their largest, or the bits of bfloat16 logits beside their logsumexp."""
+"""Names, what there is of them [names, ...] and a float32 for each, which is not finite where there
+is no row: float32 [vocab] log-probabilities beside their largest, uint16 [vocab], the bits of
+bfloat16 logits, beside their logsumexp, or the int32 that `small_answers.reduce_logits` made."""
 
 
 class HostCopy:
@@ -97,8 +104,32 @@ class RowBlock:
         return self.read()
 
 
+class AnswerBlock:
+    """What was made of a step's rows for wants that are `small_answers.alike`, on its way alone.
+
+    `places` are their rows of the `logits`, [rows, vocab].
+    """
+
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        places: Sequence[int],
+        wants: Sequence[Any],
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        rows = to_device(np.array(places, np.int64), logits.device)
+        words, scales = reduce_logits(logits, rows, wants)
+        self.nbytes = words.nbytes
+        self._copy = HostCopy([words, scales], stream)
+
+    def read(self) -> tuple[Rows, npt.NDArray[np.float32]]:
+        """The numbers of each answer on the host, and its float. Waits for the copy."""
+        words, scales = self._copy.read()
+        return words, scales
+
+
 class Block(Protocol):
-    """What one step left, a row for each of some names."""
+    """What one step left, a row for each of some names, or what was made of it."""
 
     nbytes: int
 
@@ -144,8 +175,10 @@ class RowStore:
                 self._pop(name)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop rows, where they are."""
-        for name in names:
+        """Drop rows, where they are, and those of steps."""
+        gone = set(names)
+        kept = [name for name in self._of if name in gone or name.rpartition(STEP)[0] in gone]
+        for name in kept:
             self._pop(name)
 
     def take(self, names: Iterable[str]) -> list[Taken]:

@@ -7,29 +7,32 @@ import os
 import secrets
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from lmpool.backends.continuous import Admitted
 from lmpool.backends.engine import Outcome
 from lmpool.backends.vllm import internals
-from lmpool.backends.vllm.capture import CAPTURE, WATCH, Copied
-from lmpool.backends.vllm.row_store import Taken
+from lmpool.backends.vllm.capture import ANSWER, CAPTURE, WATCH, Copied
+from lmpool.backends.vllm.row_store import STEP, Rows, Taken
+from lmpool.backends.words import alike, outcome_of, word_count
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
-from lmpool.wants import Hidden
+from lmpool.wants import Draw, Hidden, Want, want_to_wire
 
 logger = logging.getLogger(__name__)
 
 SHARED_BYTES: Final = 64 << 20
 """Of the memory that rows of another process come through: what is larger comes in pieces."""
 
-CapturedRow = tuple[npt.NDArray[np.float32] | npt.NDArray[np.uint16], float]
-"""float32 [vocab] log-probabilities and their largest, or uint16 [vocab], the bits of bfloat16
-logits, and their logsumexp. The float is not finite where the row is none; of a watched request
-there is nothing else."""
+_SEEDS: Final = 1 << 64
+"""Seeds beyond are those that they equal modulo it, and vLLM lets no such integer pass."""
+
+CapturedRow = tuple[Rows, float]
+"""What there is of a request, as `row_store.Taken` has it, and its float; of a watched one there is
+nothing else."""
 
 
 class RowSource(Protocol):
@@ -38,12 +41,18 @@ class RowSource(Protocol):
     prefix: str | None
     """What the ids of requests begin with where they are captured in vLLM's workers."""
 
-    def row(self, number: int) -> dict[str, Any]:
-        """What `SamplingParams` must have so that vLLM gives the row of request `number`."""
+    def row(self, number: int, want: Want | None = None) -> dict[str, Any]:
+        """What `SamplingParams` must have so that vLLM gives the row of request `number`.
+
+        Of a `want` that is `reducible` it may give the answer.
+        """
         ...
 
-    def watch(self, number: int) -> dict[str, Any]:
-        """What they must have so that a request's logits are watched while it samples."""
+    def watch(self, number: int, want: Want | None = None) -> dict[str, Any]:
+        """What they must have so that a request's logits are watched while it samples.
+
+        Of a `want` that is `reducible` each step gives the answer, or vLLM's output the row.
+        """
         ...
 
     def see(self, number: int, output: Any) -> None:
@@ -52,8 +61,13 @@ class RowSource(Protocol):
     def take(self, numbers: Sequence[int]) -> dict[int, CapturedRow]:
         """The rows of requests that have ended, where there are any.
 
-        A watched request has one, that is none, if its logits were not finite.
+        A watched request has one, that is none, if its logits were not finite. Of those watched
+        nothing is left then.
         """
+        ...
+
+    def take_steps(self, steps: Sequence[tuple[int, int]]) -> dict[tuple[int, int], CapturedRow]:
+        """What steps of watched requests gave, by request and number of the token, from 0."""
         ...
 
     def forget(self, numbers: Sequence[int]) -> None:
@@ -94,14 +108,35 @@ class _CapturedRows:
         self._core = core
         self.prefix: str | None = prefix
 
-    def row(self, number: int) -> dict[str, Any]:
-        return {"extra_args": {CAPTURE: f"{self.prefix}{number}"}}
+    def row(self, number: int, want: Want | None = None) -> dict[str, Any]:
+        return self._asked(CAPTURE, number, want)
 
-    def watch(self, number: int) -> dict[str, Any]:
-        return {"extra_args": {WATCH: f"{self.prefix}{number}"}}
+    def watch(self, number: int, want: Want | None = None) -> dict[str, Any]:
+        return self._asked(WATCH, number, want)
+
+    def _asked(self, key: str, number: int, want: Want | None) -> dict[str, Any]:
+        if isinstance(want, Draw) and want.seed is not None:
+            want = replace(want, seed=want.seed % _SEEDS)
+        answer = {} if want is None else {ANSWER: want_to_wire(want)}
+        return {"extra_args": {key: f"{self.prefix}{number}", **answer}}
 
     def see(self, number: int, output: Any) -> None:
         pass
+
+    def take(self, numbers: Sequence[int]) -> dict[int, CapturedRow]:
+        names = list(map(str, numbers))
+        return {int(name): row for name, row in self._call(names, names).items()}
+
+    def take_steps(self, steps: Sequence[tuple[int, int]]) -> dict[tuple[int, int], CapturedRow]:
+        names = {f"{number}{STEP}{step}": (number, step) for number, step in steps}
+        return {names[name]: row for name, row in self._call(list(names), ()).items()}
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        self._call((), list(map(str, numbers)))
+
+    def _call(self, names: Sequence[str], ended: Sequence[str]) -> dict[str, CapturedRow]:
+        """What there is by these names; of the requests that have ended nothing is left."""
+        raise NotImplementedError
 
     def _of_publisher(self, replies: Sequence[Any]) -> Any:
         found = [reply for reply in replies if reply is not None]
@@ -113,21 +148,13 @@ class _CapturedRows:
 class LocalRows(_CapturedRows):
     """Rows captured in this process: handed over as they are."""
 
-    def take(self, numbers: Sequence[int]) -> dict[int, CapturedRow]:
-        return self._call(numbers, ())
-
-    def forget(self, numbers: Sequence[int]) -> None:
-        self._call((), numbers)
-
-    def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, CapturedRow]:
-        replies = internals.call_workers(
-            self._core, "lmpool_take_rows", list(map(str, numbers)), list(map(str, forgotten))
-        )
+    def _call(self, names: Sequence[str], ended: Sequence[str]) -> dict[str, CapturedRow]:
+        replies = internals.call_workers(self._core, "lmpool_take_rows", list(names), list(ended))
         taken: list[Taken] = self._of_publisher(replies)
-        found: dict[int, CapturedRow] = {}
-        for names, rows, scale in taken:
+        found: dict[str, CapturedRow] = {}
+        for given, rows, scale in taken:
             rows.flags.writeable = False
-            found.update(zip(map(int, names), zip(rows, scale.tolist(), strict=True), strict=True))
+            found.update(zip(given, zip(rows, scale.tolist(), strict=True), strict=True))
         return found
 
     def close(self) -> None:
@@ -157,32 +184,26 @@ class SharedRows(_CapturedRows):
                 Path(self._path).unlink()
         self._most = size // row
 
-    def take(self, numbers: Sequence[int]) -> dict[int, CapturedRow]:
-        found: dict[int, CapturedRow] = {}
-        for start in range(0, len(numbers), self._most):
-            found.update(self._call(numbers[start : start + self._most], ()))
+    def _call(self, names: Sequence[str], ended: Sequence[str]) -> dict[str, CapturedRow]:
+        found: dict[str, CapturedRow] = {}
+        for start in range(0, max(1, len(names)), self._most):
+            last = start + self._most >= len(names)
+            found.update(self._copy(names[start : start + self._most], ended if last else ()))
         return found
 
-    def forget(self, numbers: Sequence[int]) -> None:
-        self._call((), numbers)
-
-    def _call(self, numbers: Sequence[int], forgotten: Sequence[int]) -> dict[int, CapturedRow]:
+    def _copy(self, names: Sequence[str], ended: Sequence[str]) -> dict[str, CapturedRow]:
         replies = internals.call_workers(
-            self._core,
-            "lmpool_copy_rows",
-            self._path,
-            list(map(str, numbers)),
-            list(map(str, forgotten)),
+            self._core, "lmpool_copy_rows", self._path, list(names), list(ended)
         )
         copied: list[Copied] = self._of_publisher(replies)
-        found: dict[int, CapturedRow] = {}
-        for names, offset, dtype, vocab_size, scale in copied:
-            size = len(names) * vocab_size * np.dtype(dtype).itemsize
+        found: dict[str, CapturedRow] = {}
+        for given, offset, dtype, width, scale in copied:
+            size = len(given) * width * np.dtype(dtype).itemsize
             # Our own copy: the next call writes there again.
             rows = self._memory[offset : offset + size].copy().view(dtype)
-            rows = rows.reshape(len(names), vocab_size)
+            rows = rows.reshape(len(given), width)
             rows.flags.writeable = False
-            found.update(zip(map(int, names), zip(rows, scale, strict=True), strict=True))
+            found.update(zip(given, zip(rows, scale, strict=True), strict=True))
         return found
 
     def close(self) -> None:
@@ -216,10 +237,10 @@ class FullLogprobs:
         self._rows: dict[int, CapturedRow] = {}
         self._watched: set[int] = set()
 
-    def row(self, number: int) -> dict[str, Any]:
+    def row(self, number: int, want: Want | None = None) -> dict[str, Any]:
         return {"logprobs": -1}
 
-    def watch(self, number: int) -> dict[str, Any]:
+    def watch(self, number: int, want: Want | None = None) -> dict[str, Any]:
         self._watched.add(number)
         return {"logprobs": -1}
 
@@ -234,11 +255,19 @@ class FullLogprobs:
         self._watched.difference_update(numbers)
         return {number: self._rows.pop(number) for number in numbers if number in self._rows}
 
+    def take_steps(self, steps: Sequence[tuple[int, int]]) -> dict[tuple[int, int], CapturedRow]:
+        return {}
+
     def forget(self, numbers: Sequence[int]) -> None:
         self.take(numbers)
 
     def close(self) -> None:
         self._rows.clear()
+
+
+def reducible(want: Want, vocab_size: int) -> bool:
+    """Whether a row can be reduced where it is to what answers this want, and that is less."""
+    return alike(want) is not None and word_count(want) <= vocab_size // 2
 
 
 def is_none(row: CapturedRow | None) -> bool:
@@ -261,4 +290,6 @@ def outcome_of_row(admitted: Admitted[Any], row: CapturedRow | None) -> Outcome:
     if row is None:
         return Outcome(request_id, error=PromptFailed("vLLM gave no row for this prompt"))
     values, scale = row
+    if values.dtype == np.int32:
+        return outcome_of(admitted.request, values, scale)
     return Outcome(request_id, row=values, logsumexp=scale if values.dtype == np.uint16 else 0.0)

@@ -7,14 +7,15 @@
 -- missing; -1 where others were told, -2 where the result is there.
 local prefix, life = ARGV[1], ARGV[2]
 
--- How many tokens are told.
+-- How many tokens are told. What no worker wrote, of another type or by other ids, is taken away.
 local function told(key)
   local last = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)
-  if last['err'] then -- a key of another type: damage
-    redis.call('DEL', key)
-    return 0
+  if not last['err'] then
+    local upto = last[1] and string.match(last[1][1], '^0%-(%d+)$')
+    if upto or not last[1] then return tonumber(upto or 0) end
   end
-  return last[1] and tonumber(string.match(last[1][1], '^0%-(%d+)$')) or 0
+  redis.call('DEL', key)
+  return 0
 end
 
 local answers = {}

@@ -35,7 +35,7 @@ from lmpool.wants.score import Score
 from lmpool.wants.stream import Stream
 from lmpool.wants.tokens import Tokens
 from lmpool.wants.top import Top
-from lmpool.wants.want import KINDS, Want, want_from_wire, want_to_wire
+from lmpool.wants.want import KINDS, Want, decode_all, want_from_wire, want_to_wire
 
 __all__ = [
     "DIGEST_BYTES",
@@ -71,6 +71,7 @@ __all__ = [
     "Top",
     "TopLogprobs",
     "Want",
+    "decode_all",
     "want_from_wire",
     "want_to_wire",
 ]

@@ -54,6 +54,11 @@ class TopLogprobs(_OfArrays):
     logprobs: Logprobs
     rest: np.float32 | Logprobs
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers."""
+        return self.token_ids.nbytes + self.logprobs.nbytes + self.rest.nbytes
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextScores(_OfArrays):

@@ -111,6 +111,8 @@ class Draw(OfRow[Draws]):
 
     def misfit(self, vocab_size: int) -> str | None:
         """Why rows of this size cannot answer it; None where they can."""
+        if not self.replacement and self.n > vocab_size:
+            return f"n={self.n} without replacement: {vocab_size} tokens may be drawn"
         return self.allowed.misfit(vocab_size) if isinstance(self.allowed, Choice) else None
 
     def of_row(self, logprobs: Logprobs) -> Draws:
@@ -124,8 +126,10 @@ class Draw(OfRow[Draws]):
         if isinstance(may, Choice):
             # To pick by what no processor can foresee would take five times as long.
             row = logprobs + _ADDED.take(may.members(logprobs.size).view(np.uint8))
-        possible = int(np.count_nonzero(row > -np.inf))
-        self.check_possible(possible)
+        if self.replacement or self.n == 1:  # one is enough
+            self.check_possible(int(row.max() > -np.inf))
+        else:
+            self.check_possible(int(np.count_nonzero(row > -np.inf)))
         if self.temperature == 0.0:
             ids, proposals, mass = self._likeliest(row, logprobs)
         else:
@@ -160,7 +164,7 @@ class Draw(OfRow[Draws]):
 
     def _likeliest(self, row: Logprobs, logprobs: Logprobs) -> tuple[TokenArray, Weights, float]:
         ids = likeliest(row, 1 if self.replacement else self.n)
-        mass = 0.0 if row.max() == logprobs.max() else -math.inf
+        mass = 0.0 if row[ids[0]] == logprobs.max() else -math.inf
         return np.resize(ids, self.n), np.zeros(self.n), mass
 
     def _drawn(self, row: Logprobs, logprobs: Logprobs) -> tuple[TokenArray, Weights, float]:

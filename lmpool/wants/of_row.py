@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, Final, Generic, Self, TypeVar
 
 import numpy as np
@@ -57,6 +58,13 @@ class OfRow(OfPrompt[AnswerT], ABC, Generic[AnswerT]):
     @abstractmethod
     def decode(self, data: bytes, info: ModelInfo) -> AnswerT:
         """Read what `encode` wrote. Raises `AnswerFormatError`."""
+
+    def decode_alike(self, stored: Sequence[bytes], info: ModelInfo) -> list[AnswerT] | None:
+        """What `decode` reads of several answers to equal wants, where that costs less together.
+
+        None where it does not, and where one of them is no answer.
+        """
+        return None
 
     def reduce(self, logprobs: Logprobs) -> AnswerT:
         """`of_row` of any row, frozen: one of NaN raises `PromptFailed` too."""

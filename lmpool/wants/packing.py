@@ -40,6 +40,34 @@ def unpack(form: int, data: bytes, name: str) -> bytes:
     return found[1]
 
 
+def alike(form: int, stored: Sequence[bytes], size: int) -> npt.NDArray[np.uint8] | None:
+    """The numbers of answers that `pack` wrote with `size` bytes of numbers each: [n, size].
+
+    None unless all are such.
+    """
+    empty = pack(form, bytes(size))
+    head = empty[: len(empty) - size]
+    if {*map(len, stored)} != {len(empty)} or not all(data.startswith(head) for data in stored):
+        return None
+    found = np.frombuffer(b"".join(stored), np.uint8).reshape(len(stored), len(empty))
+    return found[:, len(head) :]
+
+
+def floats_alike(numbers: npt.NDArray[np.uint8]) -> Logprobs | None:
+    """float32 numbers [n, count] of bytes [n, 4 * count]; None where one is NaN."""
+    values: Logprobs = np.ascontiguousarray(numbers).view("<f4")
+    return None if np.isnan(values).any() else values
+
+
+def ids_alike(numbers: npt.NDArray[np.uint8], vocab_size: int) -> TokenArray | None:
+    """Ids [n, count] of their bytes; None where one is out of range."""
+    width = id_bytes(vocab_size)
+    wide = np.zeros((len(numbers), numbers.shape[1] // width, 4), np.uint8)
+    wide[:, :, :width] = numbers.reshape(len(numbers), -1, width)
+    found = wide.view("<u4")[:, :, 0]
+    return None if found.size and int(found.max()) >= vocab_size else found.astype(np.int32)
+
+
 def expect_size(data: bytes, size: int, name: str) -> None:
     """Raise `AnswerFormatError` for an answer that was cut or is too long."""
     if len(data) != size:

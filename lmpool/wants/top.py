@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from lmpool.checks import as_integer, quoted
 from lmpool.errors import PromptError
@@ -16,6 +17,8 @@ from lmpool.wants.answers import Logprobs, TokenArray, TopLogprobs
 from lmpool.wants.of_row import OfRow
 
 MAX_K: Final = 2**24 - 1
+_BLOCK: Final = 64
+"""Entries of a row of which first the greatest alone is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,25 @@ class Top(OfRow[TopLogprobs]):
             packing.ids(answer.token_ids, vocab_size),
         )
 
+    def decode_alike(self, stored: Sequence[bytes], info: ModelInfo) -> list[TopLogprobs] | None:
+        """What `decode` reads of several answers to equal wants."""
+        middle = 4 + 4 * self.k
+        size = middle + self.k * packing.id_bytes(info.vocab_size)
+        numbers = packing.alike(self.form, stored, size)
+        if numbers is None:
+            return None
+        found = packing.floats_alike(numbers[:, :middle])
+        ids = packing.ids_alike(numbers[:, middle:], info.vocab_size)
+        if found is None or ids is None:
+            return None
+        answers = []
+        for mine, values in zip(ids, found, strict=True):
+            # Copies: who keeps one answer must not keep the memory of all.
+            token_ids, logprobs = mine.copy(), values[1:].copy()
+            token_ids.flags.writeable = logprobs.flags.writeable = False
+            answers.append(TopLogprobs(token_ids, logprobs, values[0]))
+        return answers
+
     def decode(self, data: bytes, info: ModelInfo) -> TopLogprobs:
         """Read what `encode` wrote. Raises `AnswerFormatError`."""
         numbers, k = packing.unpack(self.form, data, "likeliest tokens"), self.k
@@ -84,16 +106,34 @@ class Top(OfRow[TopLogprobs]):
 
 def likeliest(logprobs: Logprobs, k: int) -> TokenArray:
     """The ids of the `k` likeliest tokens, int32 [k], likeliest first, equal ones by id."""
-    size = logprobs.size
-    if k < size:
+    if k == 1:
+        return np.array([logprobs.argmax()], np.int32)
+    candidates = _candidates(logprobs, k)
+    values = logprobs[candidates]
+    if k < candidates.size:
         # Which of those that tie with the last one get in is decided by their ids.
-        least = np.partition(logprobs, size - k)[size - k]
-        candidates = np.flatnonzero(logprobs >= least)
-    else:
-        candidates = np.arange(size)
+        least = np.partition(values, values.size - k)[values.size - k]
+        candidates = candidates[values >= least]
     order = np.argsort(-logprobs[candidates], kind="stable")[:k]
     found: TokenArray = candidates[order].astype(np.int32)
     return found
+
+
+def _candidates(logprobs: Logprobs, k: int) -> npt.NDArray[np.intp]:
+    """Ids, ascending, of which are the `k` likeliest, whatever ties with the last one included.
+
+    The k-th greatest of the blocks' maxima bounds the k-th greatest entry from below: to find it
+    takes one pass over the row, where to order the row's entries takes ten.
+    """
+    size = logprobs.size
+    blocks, left = divmod(size, _BLOCK)
+    if 4 * k > blocks:
+        return np.arange(size)
+    # A block is every `blocks`-th entry: many maxima are taken at once.
+    maxima = logprobs[: size - left].reshape(_BLOCK, blocks).max(0)
+    bound = np.partition(maxima, blocks - k)[blocks - k]
+    found = np.arange(_BLOCK)[:, None] * blocks + np.flatnonzero(maxima >= bound)
+    return np.append(found.ravel(), np.arange(size - left, size))
 
 
 def log_mass(logprobs: Logprobs) -> float:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias, get_args
+from collections.abc import Sequence
+from typing import Final, TypeAlias, cast, get_args
 
-from lmpool.errors import JobFormatError
+from lmpool.errors import AnswerFormatError, JobFormatError
+from lmpool.model_info import ModelInfo
+from lmpool.wants.answers import Answer
 from lmpool.wants.draw import Draw
 from lmpool.wants.generate import Generate
 from lmpool.wants.hidden import HeadPart, Hidden
+from lmpool.wants.of_row import OfRow
 from lmpool.wants.row import Row
 from lmpool.wants.score import Score
 from lmpool.wants.stream import Stream
@@ -34,3 +38,21 @@ def want_from_wire(found: object) -> Want:
     if kind is None:
         raise JobFormatError(f"unknown want {found[0]!r:.40}; there are {', '.join(KINDS)}")
     return kind.from_fields(found[1:])
+
+
+def decode_all(
+    want: Want, stored: Sequence[bytes], info: ModelInfo
+) -> Sequence[Answer | AnswerFormatError]:
+    """The stored answers to one checked want of several prompts; an error for what is no answer."""
+    if len(stored) > 1 and isinstance(want, OfRow):
+        alike = want.decode_alike(stored, info)
+        if alike is not None:
+            return cast(list[Answer], alike)
+    return [_decoded(want, data, info) for data in stored]
+
+
+def _decoded(want: Want, data: bytes, info: ModelInfo) -> Answer | AnswerFormatError:
+    try:
+        return want.decode(data, info)
+    except AnswerFormatError as error:
+        return error

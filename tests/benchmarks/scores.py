@@ -98,6 +98,9 @@ def _add(report: Report, heading: str, taken: dict[str, list[Sample]], scale: Sc
         goal = None if scale.quick else goals[side]
         report.add(heading, ratio(f"{first} / {side}", pace[first], pace[side], goal))
         report.add(heading, ratio("the same of processor time", spent[first], spent[side]))
+    if HAND in taken:
+        bound = "by hand / rows of all prefixes at once: the most that scores can gain"
+        report.add(heading, ratio(bound, pace[HAND], pace[ROWS]))
 
 
 def _pool(stack: ExitStack, folder: str) -> Pool:

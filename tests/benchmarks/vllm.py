@@ -293,8 +293,8 @@ def with_particles(engine: Any, folder: str, scale: Scale, report: Report) -> No
     def fresh(prompts: Prompts) -> Rows:
         row = engine._rows.row
 
-        def alone(number: int) -> dict[str, Any]:
-            return {**row(number), "skip_reading_prefix_cache": True}
+        def alone(number: int, *want: Any) -> dict[str, Any]:
+            return {**row(number, *want), "skip_reading_prefix_cache": True}
 
         with patch.object(engine._rows, "row", alone):
             return cached(prompts)

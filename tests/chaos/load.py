@@ -13,6 +13,7 @@ import numpy as np
 import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.errors import LmpoolError
+from tests.support.streams import continuation
 
 VOCAB = 256
 
@@ -25,6 +26,8 @@ class Outcomes:
     right: int = 0
     wrong: int = 0
     failed: list[str] = field(default_factory=list)
+    streams: int = 0
+    """How many of them were continuations that were read piece by piece."""
     calls: list[tuple[float, float, int]] = field(default_factory=list)
     """When each call began and ended, and how many rows it brought."""
 
@@ -53,7 +56,11 @@ class Outcomes:
 
 
 class Load:
-    """Callers, each in a thread with a client of its own, who ask again once they are answered."""
+    """Callers, each in a thread with a client of its own, who ask again once they are answered.
+
+    `streams` more of them read one continuation after another, piece by piece; each counts as a
+    prompt, right if it is the whole of it and nothing is there twice.
+    """
 
     def __init__(
         self,
@@ -65,6 +72,7 @@ class Load:
         size: int = 32,
         timeout: float = 60.0,
         most: int | None = None,
+        streams: int = 1,
         **options: Any,
     ) -> None:
         self.outcomes = Outcomes()
@@ -77,9 +85,13 @@ class Load:
             threading.Thread(target=self._run, args=(random.Random(f"{seed} {number}"),))
             for number in range(callers)
         ]
+        self._readers = [
+            threading.Thread(target=self._read, args=(random.Random(f"{seed} reader {number}"),))
+            for number in range(streams)
+        ]
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
+        for thread in self._threads + self._readers:
             thread.start()
         return self
 
@@ -90,6 +102,9 @@ class Load:
     def wait(self) -> None:
         """Until every caller has what it asked for."""
         for thread in self._threads:
+            thread.join()
+        self._enough.set()
+        for thread in self._readers:
             thread.join()
 
     def answered(self) -> int:
@@ -106,6 +121,36 @@ class Load:
                         return
                     self.outcomes.asked += self._size
                 self._ask(lm, random)
+
+    def _read(self, random: random.Random) -> None:
+        options = {"framework": "numpy", "cache_bytes": 0, "workers_timeout": 60, **self._options}
+        with lmpool.connect(self._url, self._pool, **options) as lm:
+            while not self._enough.is_set():
+                self._read_one(lm, random)
+
+    def _read_one(self, lm: lmpool.PooledLM, random: random.Random) -> None:
+        prompt = [random.randrange(16, VOCAB) for _ in range(random.randint(2, 8))]
+        count, seed = random.randint(2, 16), random.randrange(1 << 40)
+        begin = time.monotonic()
+        right, failed = False, []
+        try:
+            pieces = list(
+                lm.sync.stream(prompt, count, seed=seed, eos_token_ids=[], timeout=self._timeout)
+            )
+        except LmpoolError as error:
+            failed = [f"{type(error).__name__}: {error}"]
+        else:
+            numbers = [piece.number for piece in pieces]
+            found = [token for piece in pieces for token in piece.token_ids.tolist()]
+            ends = np.cumsum([0, *(piece.token_ids.size for piece in pieces)])
+            right = found == continuation(prompt, count, seed) and numbers == [*ends[:-1]]
+        with self._lock:
+            self.outcomes.asked += 1
+            self.outcomes.streams += 1
+            self.outcomes.right += right
+            self.outcomes.wrong += not right and not failed
+            self.outcomes.failed += failed
+            self.outcomes.calls.append((begin, time.monotonic(), 0))
 
     def _ask(self, lm: lmpool.PooledLM, random: random.Random) -> None:
         prompts = [

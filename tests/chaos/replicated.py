@@ -242,7 +242,7 @@ class ReplicatedPool:
             until_at_rest(client, "chaos", 40)
 
     def _is_served(self, load: Load, since: float) -> bool:
-        return sum(begin > since for begin, _, _ in load.outcomes.calls) >= 4
+        return sum(begin > since and rows > 0 for begin, _, rows in load.outcomes.calls) >= 4
 
     def _diagnosis(self) -> str:
         """What the servers hold, what the clients' threads are at, and the workers' and theirs."""

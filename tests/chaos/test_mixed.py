@@ -21,6 +21,7 @@ def check(found: Outcomes) -> None:
     assert found.wrong == 0
     assert found.failed == [], sorted(set(found.failed))
     assert found.right == found.asked
+    assert found.streams > 0
 
 
 @pytest.mark.chaos

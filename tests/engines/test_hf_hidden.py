@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lmpool.backends import Outcome, Request
+from lmpool.backends import Request
 from lmpool.backends.contract import ask, write_adapter
 from lmpool.backends.contract.heads import read_head
 from lmpool.errors import PromptFailed
@@ -22,11 +21,11 @@ transformers = pytest.importorskip("transformers")
 from lmpool.backends.hf import HFEngine  # noqa: E402
 from tests.support.engines import requests_of, rows_of  # noqa: E402
 from tests.support.models import VOCAB, save_model  # noqa: E402
+from tests.support.states import PROMPTS, check_states, state_in, states_of  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
 
 F32 = npt.NDArray[np.float32]
-PROMPTS = [[5, 9, 11], [7], [5, 9], [5, 9, 11, 200, 3], [3] * 30, [5, 9, 11]]
 
 # By name: its configuration, and the scale, the cap and the bias that are found.
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[float, float | None, bool]]] = {
@@ -38,26 +37,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[float, float | None, bool]]] 
     "unlike window": ("windowed mistral", {}, (1.0, None, False)),
     "state": ("mamba", {}, (1.0, None, False)),
 }
-
-
-def states_of(engine: HFEngine, prompts: Sequence[Sequence[int]], adapter: str | None) -> F32:
-    outcomes = ask(engine, requests_of(prompts, want=Hidden(), adapter=adapter))
-    return np.stack([state_in(outcome) for outcome in outcomes])
-
-
-def state_in(outcome: Outcome) -> F32:
-    assert outcome.error is None, outcome.error
-    assert isinstance(outcome.answer, np.ndarray)
-    assert outcome.answer.dtype == np.float32
-    return outcome.answer
-
-
-def check(engine: HFEngine, within: float = 1e-4, adapter: str | None = None) -> None:
-    """The engine's own head makes the rows of its states."""
-    head = read_head(engine)
-    assert head is not None, engine.info.no_head
-    made = head.logprobs(states_of(engine, PROMPTS, adapter))
-    np.testing.assert_allclose(made, rows_of(engine, PROMPTS, adapter=adapter), atol=within)
 
 
 def with_bias(folder: str) -> str:
@@ -80,7 +59,7 @@ def test_heads_of_every_kind(name: str, dtype: str, tmp_path: Path) -> None:
     assert form is not None, engine.info.no_head
     assert (form.scale, form.cap, form.bias) == (scale, cap, bias)
     assert form.numbers == ("f32" if dtype == "float32" else "bf16")
-    check(engine, 1e-4 if dtype == "float32" else 0.3)
+    check_states(engine, 1e-4 if dtype == "float32" else 0.3)
     engine.close()
 
 
@@ -104,7 +83,7 @@ def test_logits_that_are_scaled(
     engine = HFEngine(str(tmp_path))
     assert engine.info.head is not None
     assert engine.info.head.scale == scale
-    check(engine)
+    check_states(engine)
 
 
 def test_states_in_company_kept_and_alone(tmp_path: Path) -> None:
@@ -125,11 +104,11 @@ def test_states_in_company_kept_and_alone(tmp_path: Path) -> None:
         for request in asked:
             outcome = found[request.id]
             if isinstance(request.want, Hidden):
-                alone = states_of(engine, [request.tokens.tolist()], None)[0]
+                alone = states_of(engine, [request.tokens.tolist()])[0]
                 np.testing.assert_allclose(state_in(outcome), alone, atol=1e-4)
             else:
                 assert outcome.error is None
-        check(each)
+        check_states(each)
         each.clear_cache()
 
 
@@ -137,7 +116,7 @@ def test_states_are_what_the_models_own_head_sees(tmp_path: Path) -> None:
     folder = save_model(tmp_path, "llama")
     engine = HFEngine(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for prompt, state in zip(PROMPTS, states_of(engine, PROMPTS, None), strict=True):
+    for prompt, state in zip(PROMPTS, states_of(engine), strict=True):
         with torch.inference_mode():
             right = model.base_model(torch.tensor([prompt])).last_hidden_state[0, -1]
         np.testing.assert_allclose(state, right.numpy(), atol=1e-4)
@@ -156,9 +135,9 @@ def test_adapters_of_the_trunk_and_of_the_head(tmp_path: Path) -> None:
         engine.add_adapter(name, path)
         moved = rows_of(engine, [[1, 2]], adapter=name) - rows_of(engine, [[1, 2]])
         assert np.abs(moved).max() > 0.01
-    check(engine)
-    check(engine, adapter="trunk")
-    check(engine, adapter="embeddings")  # the head is the embedding without the adapter
+    check_states(engine)
+    check_states(engine, adapter="trunk")
+    check_states(engine, adapter="embeddings")  # the head is the embedding without the adapter
     batch = [
         Request(b"1", np.array([1, 2], np.uint32), "head", Hidden()),
         Request(b"2", np.array([1, 2], np.uint32), None, Hidden()),
@@ -169,7 +148,7 @@ def test_adapters_of_the_trunk_and_of_the_head(tmp_path: Path) -> None:
     assert "'head' changes the model's head" in str(refused.error)
     assert state.error is row.error is None
     engine.remove_adapter("head")
-    check(engine)
+    check_states(engine)
 
 
 def test_a_state_that_overflows_fails_alone(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ transformers = pytest.importorskip("transformers")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from lmpool.backends.hf import HFEngine  # noqa: E402
-from tests.support.hf_texts import reference_model, save_adapter  # noqa: E402
+from tests.support.hf_texts import right_logits, save_adapter  # noqa: E402
 from tests.support.models import LONGEST, SERVED, UNFIT, VOCAB, save_model  # noqa: E402
-from tests.support.scores import check_scores, log_softmax, random_score  # noqa: E402
+from tests.support.scores import check_scores, log_softmax, random_score, score_all  # noqa: E402
 
 DRAWN = Generate(5, (), 1.0, 3)
 Ids = npt.NDArray[np.uint32]
@@ -40,20 +39,6 @@ def engine(llama: str) -> HFEngine:
     return HFEngine(llama, max_prompt_tokens=LONGEST)
 
 
-class Reference:
-    """The right rows of a text, by a plain forward pass, in float64."""
-
-    def __init__(self, folder: str, adapter: str | None = None, dtype: str = "float32") -> None:
-        self._model = reference_model(folder, adapter, dtype)
-
-    def logits(self, text: Ids) -> npt.NDArray[np.float64]:
-        """After each token but the last, [len - 1, vocab]."""
-        with torch.inference_mode():
-            logits = self._model(torch.from_numpy(text[:-1].astype(np.int64))[None]).logits[0]
-        found: npt.NDArray[np.float64] = logits.double().numpy()
-        return found
-
-
 def texts_of(rng: np.random.Generator, count: int, longest: int = LONGEST + 1) -> list[Ids]:
     """Texts of which many begin alike, are contained in others, or occur twice."""
     found: list[Ids] = []
@@ -64,24 +49,6 @@ def texts_of(rng: np.random.Generator, count: int, longest: int = LONGEST + 1) -
             new = np.concatenate([other[: int(rng.integers(1, other.size + 1))], new])[:longest]
         found.append(new[: int(rng.integers(2, new.size + 1))] if rng.random() < 0.2 else new)
     return found
-
-
-def score_all(
-    engine: HFEngine,
-    texts: Sequence[Ids],
-    wants: Sequence[Score],
-    reference: Reference,
-    adapter: str | None = None,
-    tolerance: float = 1e-4,
-) -> None:
-    info: Any = engine.info  # has all that a check looks at
-    requests = [
-        Request(b"%d" % n, text, adapter, want.checked(info))
-        for n, (text, want) in enumerate(zip(texts, wants, strict=True))
-    ]
-    outcomes = ask(engine, requests)
-    for request, outcome in zip(requests, outcomes, strict=True):
-        check_scores(outcome, request, reference.logits(request.tokens), tolerance)
 
 
 def save_family(family: str, folder: Path) -> str:
@@ -115,7 +82,7 @@ def test_scores_of_texts_with_much_in_common(llama: str, forward_tokens: int) ->
     engine = HFEngine(llama, max_prompt_tokens=LONGEST, forward_tokens=forward_tokens)
     assert engine._packed is not None
     engine._packed.head_rows = 7
-    reference, rng = Reference(llama), np.random.default_rng(1)
+    reference, rng = right_logits(llama), np.random.default_rng(1)
     for turn in range(12):
         if turn % 4 == 3:
             engine.clear_cache()
@@ -134,7 +101,7 @@ def test_every_kind_of_model(name: str, tmp_path: Path) -> None:
     engine._head_rows = 5
     if engine._packed is not None:
         engine._packed.head_rows = 5
-    reference, rng = Reference(folder), np.random.default_rng(2)
+    reference, rng = right_logits(folder), np.random.default_rng(2)
     texts = texts_of(rng, 8, 41)
     wants = [random_score(rng, t.size, VOCAB) for t in texts]
     score_all(engine, texts, wants, reference)
@@ -146,13 +113,13 @@ def test_the_longest_text_is_one_token_longer_than_the_longest_prompt(
 ) -> None:
     rng = np.random.default_rng(3)
     text = rng.integers(0, VOCAB, LONGEST + 2).astype(np.uint32)
-    score_all(engine, [text[:-1]], [Score()], Reference(llama))
+    score_all(engine, [text[:-1]], [Score()], right_logits(llama))
     (wrong,) = ask(engine, [Request(b"b", text, want=Score())])
     assert f"1 to {LONGEST + 1} expected" in str(wrong.error)
 
 
 def test_rows_draws_and_scores_in_one_batch(engine: HFEngine, llama: str) -> None:
-    rng, reference = np.random.default_rng(4), Reference(llama)
+    rng, reference = np.random.default_rng(4), right_logits(llama)
     for _ in range(4):
         texts = texts_of(rng, 6)
         scored = [Request(b"s%d" % n, t, want=Score()) for n, t in enumerate(texts)]
@@ -161,7 +128,7 @@ def test_rows_draws_and_scores_in_one_batch(engine: HFEngine, llama: str) -> Non
         outcomes = ask(engine, [*scored, *rows, Request(b"g", texts[0][:9], want=DRAWN)])
         assert len(drawn(outcomes[-1])) == 5
         for request, outcome, row in zip(scored, outcomes, outcomes[len(texts) :], strict=False):
-            logits = reference.logits(request.tokens)
+            logits = reference(request.tokens)
             check_scores(outcome, request, logits)
             assert np.abs(row.logprobs() - log_softmax(logits)[-1]).max() < 1e-5
 
@@ -190,7 +157,7 @@ def test_each_distinct_position_is_computed_once(llama: str) -> None:
 
 
 def test_kept_prefixes_serve_scores(llama: str) -> None:
-    engine, reference = HFEngine(llama, max_prompt_tokens=LONGEST), Reference(llama)
+    engine, reference = HFEngine(llama, max_prompt_tokens=LONGEST), right_logits(llama)
     rng = np.random.default_rng(6)
     text = rng.integers(0, VOCAB, 50).astype(np.uint32)
     engine.cache_prefix(text[:30])
@@ -199,11 +166,11 @@ def test_kept_prefixes_serve_scores(llama: str) -> None:
         ask(engine, requests_of([text[:40]]))
     ask(engine, [Request(b"s", text, want=Score())])
     (row,) = ask(engine, requests_of([text[:40]]))
-    assert np.abs(row.logprobs() - log_softmax(reference.logits(text))[39]).max() < 1e-5
+    assert np.abs(row.logprobs() - log_softmax(reference(text))[39]).max() < 1e-5
 
 
 def test_long_texts_run_in_pieces_and_others_get_in_between(llama: str) -> None:
-    engine, reference = HFEngine(llama, max_prompt_tokens=LONGEST), Reference(llama)
+    engine, reference = HFEngine(llama, max_prompt_tokens=LONGEST), right_logits(llama)
     engine.score_tokens = 10
     rng = np.random.default_rng(7)
     texts = [rng.integers(0, VOCAB, n).astype(np.uint32) for n in (90, 4, 60)]
@@ -220,7 +187,7 @@ def test_long_texts_run_in_pieces_and_others_get_in_between(llama: str) -> None:
         found.update((outcome.id, outcome) for outcome in engine.step())
     assert found.keys() == {long.id, short.id, b"10"}
     for request in (long, short):
-        check_scores(found[request.id], request, reference.logits(request.tokens))
+        check_scores(found[request.id], request, reference(request.tokens))
     score_all(engine, texts_of(rng, 10), [Score(1, 2, [3])] * 10, reference)
 
 
@@ -231,7 +198,7 @@ def test_texts_longer_than_what_is_kept(llama: str) -> None:
     engine = HFEngine(llama, max_prompt_tokens=LONGEST, kv_cache_bytes=40 * slot)
     engine.score_tokens = 16
     rng = np.random.default_rng(8)
-    score_all(engine, texts_of(rng, 12), [Score()] * 12, Reference(llama))
+    score_all(engine, texts_of(rng, 12), [Score()] * 12, right_logits(llama))
 
 
 def test_adapters(llama: str, tmp_path: Path) -> None:
@@ -248,8 +215,8 @@ def test_adapters(llama: str, tmp_path: Path) -> None:
     for name, folder in folders.items():
         engine.add_adapter(name, folder)
         wants = [random_score(rng, text.size, VOCAB) for text in texts]
-        score_all(engine, texts, wants, Reference(llama, folder), name)
-        score_all(engine, texts, wants, Reference(llama))
+        score_all(engine, texts, wants, right_logits(llama, folder), name)
+        score_all(engine, texts, wants, right_logits(llama))
     engine.score_tokens = 10
     text = rng.integers(0, VOCAB, 90).astype(np.uint32)
     engine.submit([Request(b"x", text, "head", Score())])
@@ -269,7 +236,7 @@ def test_a_head_in_bfloat16(llama: str, kept: int | None) -> None:
     scores = outcome.answer
     assert isinstance(scores, TextScores)
     rows = ask(engine, requests_of([text[:n] for n in range(1, text.size)]))
-    reference = Reference(llama, dtype="bfloat16").logits(text)
+    reference = right_logits(llama, dtype="bfloat16")(text)
     assert np.abs(scores.logprobs - log_softmax(reference)[np.arange(63), text[1:]]).max() < 0.1
     # Normalized in float32, over logits of which many are equal.
     assert scores.top_logprobs is not None
@@ -296,9 +263,9 @@ def test_a_text_that_is_not_a_number_spoils_no_other(llama: str, kept: int | Non
     requests = requests_of([*texts, late, bad], want=Score())
     outcomes = ask(engine, requests)
     assert "logsumexp nan" in str(outcomes[-1].error)
-    reference = Reference(llama)
+    reference = right_logits(llama)
     for request, outcome in zip(requests[:-1], outcomes, strict=False):
-        check_scores(outcome, request, reference.logits(request.tokens))
+        check_scores(outcome, request, reference(request.tokens))
 
 
 @pytest.mark.parametrize("family", ["cohere", "gemma2", "granite", "opt", "gpt2", "gpt_neox"])
@@ -313,7 +280,7 @@ def test_heads_with_more_after_them(
     if engine._packed is not None:
         engine._packed.head_rows = 5
     texts = texts_of(np.random.default_rng(12), 4, 41)
-    score_all(engine, texts, [Score(1, 3, [1, 2])] * 4, Reference(folder))
+    score_all(engine, texts, [Score(1, 3, [1, 2])] * 4, right_logits(folder))
     head = engine._open().head
     assert head is not None
     assert head._repeats
@@ -334,9 +301,9 @@ def test_a_model_that_bears_no_stand_in_is_right_all_the_same(
 
     monkeypatch.setattr(head, "_after_trunk", wrong)
     texts = texts_of(np.random.default_rng(13), 6)
-    score_all(engine, texts, [Score()] * 6, Reference(llama))
+    score_all(engine, texts, [Score()] * 6, right_logits(llama))
     assert head._repeats is False
-    score_all(engine, texts, [Score(start=1)] * 6, Reference(llama))
+    score_all(engine, texts, [Score(start=1)] * 6, right_logits(llama))
 
 
 class Largest(TorchDispatchMode):

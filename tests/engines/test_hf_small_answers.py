@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from lmpool.backends import Outcome, Request
 from lmpool.backends.contract import ask
-from lmpool.errors import PromptFailed
-from lmpool.wants import Choice, Draw, OfRow, Row, Score, Tokens, Top
+from lmpool.backends.engine import NextToken
+from lmpool.wants import Draw, OfRow, Row, Score, Tokens, Top
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from lmpool.backends.hf import HFEngine  # noqa: E402
-from lmpool.backends.hf.small_answers import alike, outcome_of, reduce_logits  # noqa: E402
+from lmpool.backends.small_answers import reduce_logits  # noqa: E402
+from lmpool.backends.words import alike, outcome_of, word_count  # noqa: E402
 from tests.support.hf_texts import save_adapter  # noqa: E402
 from tests.support.models import LONGEST, VOCAB, save_model  # noqa: E402
+from tests.support.next_tokens import check_generations, check_next, random_next  # noqa: E402
+from tests.support.small_answers import compare, random_wants  # noqa: E402
 
-Rows = npt.NDArray[np.float32]
-Wants = Sequence[OfRow[Any]]
+Wants = Sequence[OfRow[Any] | NextToken]
 
 SIZES = (7, 300, 5000)
+
+
+def request_of(name: bytes, want: OfRow[Any] | NextToken) -> Request:
+    if isinstance(want, NextToken):
+        return Request(name, np.zeros(1, np.uint32), next=want)
+    return Request(name, np.zeros(1, np.uint32), None, want)
 
 
 def reduced(logits: Any, wants: Wants) -> list[Outcome]:
@@ -36,44 +42,12 @@ def reduced(logits: Any, wants: Wants) -> list[Outcome]:
     kinds = {alike(want) for want in wants}
     for kind in kinds:
         same = [n for n, want in enumerate(wants) if alike(want) == kind]
-        parts = reduce_logits(logits, torch.tensor(same), [wants[n] for n in same])
-        *arrays, last = [part.numpy() for part in parts]
-        for at, n in enumerate(same):
-            request = Request(b"%d" % n, np.zeros(1, np.uint32), None, wants[n])
-            found[n] = outcome_of(request, arrays, at, float(last[at]))
+        words, scales = reduce_logits(logits, torch.tensor(same), [wants[n] for n in same])
+        for n, answer, scale in zip(same, words.numpy(), scales.tolist(), strict=True):
+            assert answer.size == word_count(wants[n])
+            request = request_of(b"%d" % n, wants[n])
+            found[n] = outcome_of(request, answer, scale)
     return found  # type: ignore[return-value]
-
-
-def numbers(answer: Any) -> list[Any]:
-    return [answer] if isinstance(answer, np.ndarray) else list(astuple(answer))
-
-
-def compare(found: Outcome, row: Rows, want: OfRow[Any], tolerance: float = 1e-5) -> None:
-    if found.error is not None:
-        with pytest.raises(PromptFailed) as failed:
-            want.reduce(row)
-        assert str(found.error) == str(failed.value)
-        return
-    for one, other in zip(numbers(found.answer), numbers(want.reduce(row)), strict=True):
-        assert one.dtype == other.dtype
-        assert one.shape == other.shape
-        assert np.allclose(one, other, rtol=1e-6, atol=tolerance), (want, one, other)
-
-
-def random_wants(random: np.random.Generator, size: int, count: int) -> list[OfRow[Any]]:
-    some = random.random(size) < random.choice([0.02, 0.5, 0.98])
-    choice = Choice.of(np.flatnonzero(some), None, size) if some.any() else None
-    kinds: list[OfRow[Any]] = [
-        Top(1), Top(min(20, size)), Top(size),
-        Tokens(random.integers(0, size, 5).astype("<u4").tobytes()),
-    ]  # fmt: skip
-    for temperature in (0.0, 1e-300, 0.5, 1.0, 3.0, 1e300):
-        n = int(random.choice([1, 3, min(size, 70)]))
-        kinds.append(Draw(n, int(random.integers(9999)), temperature))
-        kinds.append(Draw(n, int(random.integers(9999)), temperature, True, choice))
-        few = min(n, int(some.sum()) or size)
-        kinds.append(Draw(few, int(random.integers(9999)), temperature, False, choice))
-    return [kinds[int(n)] for n in random.integers(0, len(kinds), count)]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -117,6 +91,26 @@ def test_what_is_left_of_nearly_nothing_is_drawn() -> None:
             compare(found, row, wants[0], 1e-4)
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("spread", [0.5, 4.0])
+def test_next_tokens_are_drawn_as_they_are_beside_rows(size: int, spread: float) -> None:
+    """But where rounding decides."""
+    random = np.random.default_rng([size, int(10 * spread)])
+    alike = 0
+    for seed in range(8):
+        torch.manual_seed(seed)
+        logits = torch.randn(40, size) * spread
+        if seed % 3 == 1:
+            logits = logits.bfloat16()  # with many that are equal
+        if seed % 3 == 2:
+            logits[:, 1:][torch.rand(40, size - 1) < 0.4] = -torch.inf
+        wants = [random_next(random, size) for _ in range(40)]
+        rows = torch.log_softmax(logits.float(), 1).numpy()
+        for found, row, want in zip(reduced(logits, wants), rows, wants, strict=True):
+            alike += check_next(found, row, want)
+    assert alike >= 8 * 40 - 2
+
+
 def engines(folder: str, **options: Any) -> tuple[HFEngine, HFEngine]:
     """One that reduces where the logits are, and one that gives rows."""
     both = HFEngine(folder, threads=1, **options), HFEngine(folder, threads=1, **options)
@@ -151,6 +145,14 @@ def test_wants_of_all_kinds_in_one_batch(options: dict[str, Any], tmp_path: Path
                 assert one.answer is not None
     for engine in (device, host):
         engine.close()
+
+
+def test_continuations_are_those_drawn_from_rows(tmp_path: Path) -> None:
+    engine = HFEngine(save_model(tmp_path, "llama"), threads=1, max_prompt_tokens=LONGEST)
+    random = np.random.default_rng(8)
+    prompts = [random.integers(0, VOCAB, n).astype(np.uint32) for n in (3, 9, 14)]
+    check_generations(engine, prompts, VOCAB)
+    engine.close()
 
 
 def test_rows_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

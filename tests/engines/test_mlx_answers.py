@@ -10,16 +10,20 @@ from lmpool.backends import load_engine
 
 pytest.importorskip("mlx_lm")
 
+from lmpool.backends.mlx import MLXEngine
 from tests.support.exact_answers import ExactRows, check_answers, two_adapters
 from tests.support.exact_scores import check_exact_scores
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3_600)]
 
 
-def test_answers_are_those_of_transformers(tmp_path: Path, answers: int) -> None:
+@pytest.mark.parametrize("reduce", [True, False], ids=["by-mlx", "by-numpy"])
+def test_answers_are_those_of_transformers(tmp_path: Path, answers: int, reduce: bool) -> None:
     adapters = two_adapters(tmp_path)
     rows = ExactRows("tiny", adapters)  # before the engine, which may change how models are loaded
     engine = load_engine("mlx", "tiny")
+    assert isinstance(engine, MLXEngine)
+    engine._reduce = reduce  # as on a GPU, and as on a CPU
     try:
         check_answers(engine, rows, adapters, answers)
         check_exact_scores(engine, rows, adapters, answers)

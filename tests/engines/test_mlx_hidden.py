@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,15 @@ transformers = pytest.importorskip("transformers")
 
 from lmpool.backends import Request  # noqa: E402
 from lmpool.backends.contract import ask, write_adapter  # noqa: E402
-from lmpool.backends.contract.heads import read_head  # noqa: E402
 from lmpool.backends.mlx import MLXEngine  # noqa: E402
 from lmpool.wants import HeadPart, Hidden, Row, Score, Top  # noqa: E402
-from tests.support.engines import requests_of, rows_of  # noqa: E402
+from tests.support.engines import requests_of  # noqa: E402
 from tests.support.models import LONGEST, VOCAB, save_model, without_prefix  # noqa: E402
+from tests.support.states import PROMPTS, check_states, states_of  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 
 F32 = npt.NDArray[np.float32]
-PROMPTS = [[5, 9, 11], [7], [5, 9], [5, 9, 11, 200, 3], [3] * 60, [5, 9, 11]]
 
 # By name: its configuration, and the scale, the cap and the bias that are found.
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[float, float | None, bool]]] = {
@@ -50,25 +48,6 @@ def saved(folder: Path, name: str, scale: float = 2.0) -> str:
     return without_prefix(path, "transformer.") if kind == "gpt2" else path
 
 
-def states_of(engine: MLXEngine, prompts: Sequence[Sequence[int]], adapter: str | None) -> F32:
-    outcomes = ask(engine, requests_of(prompts, want=Hidden(), adapter=adapter))
-    found = []
-    for outcome in outcomes:
-        assert outcome.error is None, outcome.error
-        assert isinstance(outcome.answer, np.ndarray)
-        assert outcome.answer.dtype == np.float32
-        found.append(outcome.answer)
-    return np.stack(found)
-
-
-def check(engine: MLXEngine, within: float = 1e-4, adapter: str | None = None) -> None:
-    """The engine's own head makes the rows of its states."""
-    head = read_head(engine)
-    assert head is not None, engine.info.no_head
-    made = head.logprobs(states_of(engine, PROMPTS, adapter))
-    np.testing.assert_allclose(made, rows_of(engine, PROMPTS, adapter=adapter), atol=within)
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_heads_of_every_kind(name: str, dtype: str, tmp_path: Path) -> None:
@@ -84,7 +63,7 @@ def test_heads_of_every_kind(name: str, dtype: str, tmp_path: Path) -> None:
     assert form is not None, engine.info.no_head
     assert (form.scale, form.cap, form.bias) == (scale, cap, bias)
     assert form.numbers == ("f32" if wide else "bf16")
-    check(engine, 2e-4 if wide else 0.3)
+    check_states(engine, 2e-4 if wide else 0.3)
     engine.close()
 
 
@@ -99,7 +78,7 @@ def test_logits_that_are_scaled(tmp_path: Path) -> None:
     engine = MLXEngine(str(tmp_path))
     assert engine.info.head is not None, engine.info.no_head
     assert engine.info.head.scale == 0.0625
-    check(engine)
+    check_states(engine)
     engine.close()
 
 
@@ -132,11 +111,9 @@ def test_an_adapter_of_the_trunk(tmp_path: Path) -> None:
     engine = MLXEngine(folder)
     path = write_adapter(tmp_path / "trunk", folder, seed=1, targets=("q_proj", "down_proj"))
     engine.add_adapter("trunk", path)
-    assert (
-        np.abs(states_of(engine, PROMPTS, "trunk") - states_of(engine, PROMPTS, None)).max() > 0.1
-    )
-    check(engine, adapter="trunk", within=1e-3)
-    check(engine)
+    assert np.abs(states_of(engine, adapter="trunk") - states_of(engine)).max() > 0.1
+    check_states(engine, adapter="trunk", within=1e-3)
+    check_states(engine)
     engine.close()
 
 

@@ -23,13 +23,14 @@ from lmpool.backends.contract import ask, write_adapter  # noqa: E402
 from lmpool.backends.mlx import MLXEngine, texts  # noqa: E402
 from lmpool.backends.mlx.model import Forward  # noqa: E402
 from tests.support.engines import requests_of  # noqa: E402
-from tests.support.hf_texts import reference_model  # noqa: E402
+from tests.support.hf_texts import right_logits  # noqa: E402
 from tests.support.models import LONGEST, VOCAB, save_model, without_prefix  # noqa: E402
-from tests.support.scores import check_scores, random_score  # noqa: E402
+from tests.support.scores import random_score, score_all  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 
 Ids = npt.NDArray[np.uint32]
+WITHIN = 5e-4
 
 
 def save(folder: Path, name: str) -> str:
@@ -41,26 +42,6 @@ def save(folder: Path, name: str) -> str:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save(tmp_path_factory.mktemp("llama"), "llama")
-
-
-def score_all(
-    engine: MLXEngine,
-    given: Sequence[Ids],
-    wants: Sequence[Score],
-    model: Any,
-    adapter: str | None = None,
-    tolerance: float = 5e-4,
-) -> None:
-    info: Any = engine.info  # has all that a check looks at
-    requests = [
-        Request(b"%d" % n, text, adapter, want.checked(info))
-        for n, (text, want) in enumerate(zip(given, wants, strict=True))
-    ]
-    for request, outcome in zip(requests, ask(engine, requests), strict=True):
-        with torch.inference_mode():
-            ids = torch.from_numpy(request.tokens[:-1].astype(np.int64))[None]
-            logits = model(ids).logits[0].double().numpy()
-        check_scores(outcome, request, logits, tolerance)
 
 
 def texts_of(rng: np.random.Generator, count: int, longest: int = LONGEST + 1) -> list[Ids]:
@@ -94,11 +75,17 @@ def test_every_kind_of_model(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     folder = save(tmp_path, name)
     engine = MLXEngine(folder, max_prompt_tokens=LONGEST, forward_tokens=40)
     assert engine.score_tokens == 40
-    rng, model = np.random.default_rng(1), reference_model(folder)
+    rng, right = np.random.default_rng(1), right_logits(folder)
     for _ in range(3):
         given = texts_of(rng, 8)
-        score_all(engine, given, [random_score(rng, t.size, VOCAB) for t in given], model)
-    score_all(engine, given, [Score(start=t.size - 1) for t in given], model)
+        score_all(
+            engine,
+            given,
+            [random_score(rng, t.size, VOCAB) for t in given],
+            right,
+            tolerance=WITHIN,
+        )
+    score_all(engine, given, [Score(start=t.size - 1) for t in given], right, tolerance=WITHIN)
     engine.close()
 
 
@@ -107,16 +94,16 @@ def test_a_text_is_one_pass_and_what_texts_share_is_computed_once(
 ) -> None:
     engine = MLXEngine(llama, max_prompt_tokens=LONGEST)
     sizes = watched(monkeypatch)
-    rng, model = np.random.default_rng(2), reference_model(llama)
+    rng, right = np.random.default_rng(2), right_logits(llama)
     text = rng.integers(0, VOCAB, 80).astype(np.uint32)
-    score_all(engine, [text], [Score()], model)
+    score_all(engine, [text], [Score()], right, tolerance=WITHIN)
     assert sorted(sizes)[-1] == 79
     assert sum(sizes) <= 79 + 2  # the head runs after a token that nobody computes
     sizes.clear()
     context = rng.integers(0, VOCAB, 60).astype(np.uint32)
     choices = [np.append(context, rng.integers(0, VOCAB, 6)).astype(np.uint32) for _ in range(8)]
     for most in (60 + 8 * 6, 8 * 6):
-        score_all(engine, choices, [Score(start=60)] * 8, model)
+        score_all(engine, choices, [Score(start=60)] * 8, right, tolerance=WITHIN)
         assert sum(sizes) <= most + 8  # a head for each
         sizes.clear()
     engine.close()
@@ -135,7 +122,7 @@ def test_long_texts_run_in_pieces_and_others_get_in_between(llama: str) -> None:
         found = engine.step()
     (scored,) = found
     assert isinstance(scored.answer, TextScores)
-    score_all(engine, [long.tokens], [Score(40, 2)], reference_model(llama))
+    score_all(engine, [long.tokens], [Score(40, 2)], right_logits(llama), tolerance=WITHIN)
     engine.close()
 
 
@@ -144,7 +131,7 @@ def test_texts_that_are_kept_nowhere(llama: str) -> None:
     rng = np.random.default_rng(4)
     given = texts_of(rng, 8)
     wants = [random_score(rng, text.size, VOCAB) for text in given]
-    score_all(engine, given, wants, reference_model(llama))
+    score_all(engine, given, wants, right_logits(llama), tolerance=WITHIN)
     engine.close()
 
 
@@ -154,8 +141,8 @@ def test_adapters(llama: str, tmp_path: Path) -> None:
     engine.add_adapter("a", folder)
     rng = np.random.default_rng(5)
     given = texts_of(rng, 6)
-    for adapter, model in (("a", reference_model(llama, folder)), (None, reference_model(llama))):
-        score_all(engine, given, [Score(1, 3)] * 6, model, adapter)
+    for adapter, right in (("a", right_logits(llama, folder)), (None, right_logits(llama))):
+        score_all(engine, given, [Score(1, 3)] * 6, right, adapter, WITHIN)
     engine.close()
 
 
@@ -188,5 +175,5 @@ def test_a_model_whose_head_is_not_found_gives_rows(
     assert "the model applies 0 heads" in caplog.text
     assert engine.score_tokens == 0
     given = texts_of(np.random.default_rng(7), 3, 20)
-    score_all(engine, given, [Score(1, 2)] * 3, reference_model(llama))
+    score_all(engine, given, [Score(1, 2)] * 3, right_logits(llama), tolerance=WITHIN)
     engine.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from lmpool.wants import HeadPart, Hidden, Row, Score, Top
 from tests.support.engines import requests_of, rows_of
 from tests.support.models import save_model
 from tests.support.sglang_engine import SMALL, WARNINGS
+from tests.support.states import check_states, states_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180), *WARNINGS]
 
 F32 = npt.NDArray[np.float32]
-PROMPTS = [[5, 9, 11], [7], [5, 9], [5, 9, 11, 200, 3], [3] * 60, [5, 9, 11]]
 
 # By name: its configuration, and the scale and the cap that are found.
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[float, float | None]]] = {
@@ -47,24 +47,6 @@ def opened() -> Iterator[list[SGLangEngine]]:
         engine.close()
 
 
-def states_of(engine: SGLangEngine, given: Sequence[Sequence[int]], adapter: str | None) -> F32:
-    found = []
-    for outcome in ask(engine, requests_of(given, want=Hidden(), adapter=adapter)):
-        assert outcome.error is None, outcome.error
-        assert isinstance(outcome.answer, np.ndarray)
-        assert outcome.answer.dtype == np.float32
-        found.append(outcome.answer)
-    return np.stack(found)
-
-
-def check(engine: SGLangEngine, within: float = 1e-4, adapter: str | None = None) -> None:
-    """The engine's own head makes the rows of its states."""
-    head = read_head(engine)
-    assert head is not None, engine.info.no_head
-    made = head.logprobs(states_of(engine, PROMPTS, adapter))
-    np.testing.assert_allclose(made, rows_of(engine, PROMPTS, adapter=adapter), atol=within)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_heads_of_every_kind(name: str, tmp_path: Path, opened: list[SGLangEngine]) -> None:
     kind, changes, (scale, cap) = MODELS[name]
@@ -73,7 +55,7 @@ def test_heads_of_every_kind(name: str, tmp_path: Path, opened: list[SGLangEngin
     form = engine.info.head
     assert form is not None, engine.info.no_head
     assert (form.scale, form.cap, form.numbers) == (scale, cap, "f32")
-    check(engine)
+    check_states(engine)
 
 
 def test_half_precision(opened: list[SGLangEngine]) -> None:
@@ -81,7 +63,7 @@ def test_half_precision(opened: list[SGLangEngine]) -> None:
     opened.append(engine)
     assert engine.info.head is not None, engine.info.no_head
     assert engine.info.head.numbers == "bf16"
-    check(engine, 0.3)
+    check_states(engine, 0.3)
 
 
 def test_states_however_they_are_scheduled(opened: list[SGLangEngine]) -> None:
@@ -119,10 +101,10 @@ def test_adapters_of_the_trunk_and_of_the_head(tmp_path: Path, opened: list[SGLa
     trunk = write_adapter(tmp_path / "trunk", seed=1, targets=("q_proj", "v_proj"))
     engine.add_adapter("trunk", trunk)
     engine.add_adapter("head", write_adapter(tmp_path / "head", seed=2, targets=("lm_head",)))
-    moved = states_of(engine, PROMPTS, "trunk") - states_of(engine, PROMPTS, None)
+    moved = states_of(engine, adapter="trunk") - states_of(engine)
     assert np.abs(moved).max() > 0.1
-    check(engine)
-    check(engine, adapter="trunk")
+    check_states(engine)
+    check_states(engine, adapter="trunk")
     batch = [
         Request(b"1", np.array([1, 2], np.uint32), "head", Hidden()),
         Request(b"2", np.array([1, 2], np.uint32), None, Hidden()),

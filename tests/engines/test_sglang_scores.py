@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,14 +19,15 @@ from lmpool.backends import Request, tiny  # noqa: E402
 from lmpool.backends.contract import Reference, ask, write_adapter  # noqa: E402
 from lmpool.wants import Generate, Score, TextScores  # noqa: E402
 from tests.support.engines import drawn, requests_of  # noqa: E402
-from tests.support.hf_texts import reference_model, save_adapter  # noqa: E402
-from tests.support.scores import check_scores, random_score  # noqa: E402
+from tests.support.hf_texts import logits_by, reference_model, save_adapter  # noqa: E402
+from tests.support.scores import check_scores, random_score, score_all  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240), *WARNINGS]
 
 VOCAB = 2000
 NAN = 13
 Ids = npt.NDArray[np.uint32]
+WITHIN = 5e-4
 
 
 @pytest.fixture(scope="module")
@@ -57,27 +59,19 @@ def texts_of(seed: int, count: int, longest: int, shared: int = 0) -> list[Ids]:
 
 
 def check(right: dict[str | None, Any], request: Request, outcome: Any) -> None:
-    with torch.inference_mode():
-        ids = torch.from_numpy(request.tokens[:-1].astype(np.int64))[None]
-        logits = right[request.adapter][0](ids).logits[0].double().numpy()
-    check_scores(outcome, request, logits, 5e-4)
+    logits = logits_by(right[request.adapter][0], request.tokens)
+    check_scores(outcome, request, logits, WITHIN)
 
 
-def score_all(
+def ask_all(
     engine: Any,
     right: dict[str | None, Any],
     texts: Sequence[Ids],
     wants: Sequence[Score] | None = None,
     adapter: str | None = None,
 ) -> None:
-    rng = np.random.default_rng(len(texts))
-    chosen = wants or [random_score(rng, text.size, VOCAB) for text in texts]
-    requests = [
-        Request(b"%d" % n, text, adapter, want.checked(engine.info))
-        for n, (text, want) in enumerate(zip(texts, chosen, strict=True))
-    ]
-    for request, outcome in zip(requests, ask(engine, requests), strict=True):
-        check(right, request, outcome)
+    logits_of = functools.partial(logits_by, right[adapter][0])
+    score_all(engine, texts, wants, logits_of, adapter, WITHIN)
 
 
 def computed(engine: Any) -> list[int]:
@@ -100,16 +94,16 @@ def test_a_text_is_one_pass_and_a_context_is_computed_once(
     engine = engines.make()
     counts = computed(engine)
     (text,) = texts_of(1, 1, 2, shared=150)
-    score_all(engine, right, [text], [Score(1, 3)])
+    ask_all(engine, right, [text], [Score(1, 3)])
     assert sum(counts) == text.size - 1
     context = texts_of(2, 1, 2, shared=200)[0]
     engine.cache_prefix(context)
     counts.clear()
     choices = [np.append(context, more).astype(np.uint32) for more in texts_of(3, 8, 6)]
-    score_all(engine, right, choices, [Score(start=context.size)] * 8)
+    ask_all(engine, right, choices, [Score(start=context.size)] * 8)
     assert sum(counts) <= 8 * 6
     for start in (1, 40, 200, context.size - 1):
-        score_all(engine, right, [context], [Score(start, 2)])
+        ask_all(engine, right, [context], [Score(start, 2)])
 
 
 def test_in_chunks_beside_rows_and_continuations(
@@ -135,7 +129,7 @@ def test_in_chunks_beside_rows_and_continuations(
     engine.step()
     engine.cancel([b"%d" % n for n in range(len(texts))])
     engine.clear_cache()
-    score_all(engine, right, texts[:2])
+    ask_all(engine, right, texts[:2])
     assert len(engine._open()._scorer) == 0
 
 
@@ -144,7 +138,7 @@ def test_the_longest_text_is_one_token_longer_than_the_longest_prompt(
 ) -> None:
     engine = engines.make(max_prompt_tokens=60)
     (text,) = texts_of(7, 1, 2, shared=60)
-    score_all(engine, right, [text[:61], text[:2]])
+    ask_all(engine, right, [text[:61], text[:2]])
     (wrong,) = ask(engine, [Request(b"b", text[:62], want=Score())])
     assert "1 to 61 expected" in str(wrong.error)
 
@@ -181,4 +175,4 @@ def test_adapters_and_those_of_the_head(engines: OneAtATime, right: dict[str | N
     engine.add_adapter("head", right["head"][1])
     assert not engine.scores(None)
     for name in ("head", None):
-        score_all(engine, right, texts, [Score(1, 2)] * 5, name)
+        ask_all(engine, right, texts, [Score(1, 2)] * 5, name)

@@ -17,7 +17,7 @@ need_vllm()
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -46,7 +46,22 @@ SCORED = {
 }
 
 
-@pytest.mark.parametrize(("name", "measured"), [("vllm", MEASURED), ("vllm_scores", SCORED)])
+BY_HTTP = {
+    "Distinct prompts, the top 20": {"gateway", "vllm serve"},
+    "2 contexts of 180 shared by 4, the top 20": {"gateway", "vllm serve"},
+    "Distinct prompts, the top 100": {"gateway", "vllm serve"},
+    "First token of a stream": {
+        "gateway",
+        "vllm serve",
+        "the gateway beyond 1.2 x vllm serve",
+    },
+    "Binary against JSON": {".npy", "msgpack"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "measured"), [("vllm", MEASURED), ("vllm_scores", SCORED), ("gateway", BY_HTTP)]
+)
 def test_the_benchmark_runs_and_its_answers_are_right(
     name: str, measured: dict[str, set[str]], tmp_path: Path
 ) -> None:

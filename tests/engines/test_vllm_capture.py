@@ -33,7 +33,9 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Proces
 from vllm.v1.worker.gpu.sample.logits_processor.loader import _load_v2_logitsprocs_plugins  # noqa: E402
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch  # noqa: E402
 
+from lmpool.backends import Request  # noqa: E402
 from lmpool.backends.vllm.capture import (  # noqa: E402
+    ANSWER,
     CAPTURE,
     WATCH,
     CapturedRows,
@@ -46,6 +48,9 @@ from lmpool.backends.vllm.row_store import (  # noqa: E402
     RowStore,
     WatchedLogits,
 )
+from lmpool.backends.words import outcome_of  # noqa: E402
+from lmpool.wants import Row, Top, want_to_wire  # noqa: E402
+from tests.support.small_answers import compare, random_wants  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -57,8 +62,10 @@ def config(dtype: torch.dtype = torch.float32) -> Any:
     return SimpleNamespace(model_config=SimpleNamespace(dtype=dtype))
 
 
-def params(name: int | None, key: str = CAPTURE) -> SamplingParams:
-    asked = None if name is None else {key: f"{SECRET}{name}"}
+def params(name: int | None, key: str = CAPTURE, want: Any = None) -> SamplingParams:
+    asked: dict[str, Any] | None = None if name is None else {key: f"{SECRET}{name}"}
+    if asked is not None and want is not None:
+        asked[ANSWER] = want_to_wire(want)
     return SamplingParams(max_tokens=1, extra_args=asked)
 
 
@@ -233,12 +240,13 @@ class TestV2:
     def processor(self) -> tuple[CaptureProcessor, np.ndarray]:
         prefill = np.full(self.SLOTS, 4, np.int32)
         tensor: Any = SimpleNamespace(np=prefill)
+        prompt: Any = SimpleNamespace(np=prefill.copy())
         states = LogitsProcRequestState(
             device=torch.device("cpu"),
             max_num_reqs=self.SLOTS,
             vocab_size=VOCAB,
             all_token_ids=tensor,
-            prompt_len=tensor,
+            prompt_len=prompt,
             prefill_len=tensor,
             total_len=tensor,
         )
@@ -290,6 +298,133 @@ class TestV2:
         capture.add_request(0, params(5))
         capture.apply(logits_of([5, 5, 5]), self.context([0]))
         assert len(capture.rows) == 0
+
+
+class TestAnswers:
+    """Rows that are reduced where they are, by both runners' ways to the processor."""
+
+    def check(self, capture: CaptureProcessor, wants: Sequence[Any], logits: torch.Tensor) -> None:
+        """Of each want, by its number, there is what follows from its row of the logits."""
+        found = {
+            name: (values, float(scale))
+            for given, rows, scales in capture.rows.take(names(*range(len(wants))))
+            for name, values, scale in zip(given, rows, scales, strict=True)
+        }
+        assert len(found) == len(wants)
+        rows = torch.log_softmax(logits, -1).numpy()
+        for number, want in enumerate(wants):
+            values, scale = found[f"{number}"]
+            if isinstance(want, Row):
+                assert values.dtype != np.int32
+                continue
+            assert values.dtype == np.int32
+            request = Request(b"", np.zeros(1, np.uint32), None, want)
+            compare(outcome_of(request, values, scale), rows[number], want)
+        assert (len(capture.rows), capture.rows.nbytes) == (0, 0)
+
+    def wants(self, seed: int) -> list[Any]:
+        random = np.random.default_rng(seed)
+        return [*random_wants(random, VOCAB, 20), Row(), Row()]
+
+    def of_number(self, number: int, want: Any) -> SamplingParams:
+        return params(number, want=None if isinstance(want, Row) else want)
+
+    @pytest.mark.parametrize("seed", range(6))
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_by_position(self, seed, dtype):
+        capture, wants = v1(dtype), self.wants(seed)
+        capture.update_state(joining(*(self.of_number(n, w) for n, w in enumerate(wants))))
+        logits = logits_of(range(len(wants))).to(dtype).float()
+        before = logits.clone()
+        assert capture.apply(logits) is logits
+        assert torch.equal(logits, before)
+        self.check(capture, wants, logits)
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_by_slot(self, seed):
+        v2, wants = TestV2(), self.wants(seed)
+        v2.SLOTS = 32
+        capture, _ = v2.processor()
+        slots = np.random.default_rng(seed).permutation(v2.SLOTS)[: len(wants)].tolist()
+        for number, (slot, want) in enumerate(zip(slots, wants, strict=True)):
+            assert capture.add_request(slot, self.of_number(number, want)) is True
+        logits = logits_of(range(len(wants)))
+        capture.apply(logits, v2.context(slots))
+        self.check(capture, wants, logits)
+
+    def steps(self, capture: CaptureProcessor, asked: Sequence[str]) -> dict[str, np.ndarray]:
+        taken = capture.rows.take(asked)
+        return {n: row for given, rows, _ in taken for n, row in zip(given, rows, strict=True)}
+
+    def test_steps_by_position_are_numbered_by_what_was_drawn(self):
+        capture, drawn = v1(), [[], [9, 9]]
+        watched = [params(n, WATCH, Top(2)) for n in range(2)]
+        added = [(n, watched[n], None, drawn[n]) for n in range(2)]
+        capture.update_state(BatchUpdate(2, removed=(), added=added, moved=()))
+        for step in range(3):
+            capture.unfinished = lambda step=step: np.array([step == 1, False])
+            capture.apply(logits_of([10 * step, 10 * step + 1]))
+            for tokens in drawn[step == 1 :]:  # of a prefill that goes on nothing is drawn
+                tokens.append(5)
+        found = self.steps(capture, ["0/0", "0/1", "0/2", "1/0", "1/2", "1/3", "1/4"])
+        assert sorted(found) == ["0/0", "0/1", "1/2", "1/3", "1/4"]
+        of = {"0/0": 0, "0/1": 20, "1/2": 1, "1/3": 11, "1/4": 21}
+        for name, row in of.items():
+            assert found[name][:2].tolist() == np.argsort(-row_of(row))[:2].tolist()
+        # One whose last token was not accepted draws it again.
+        del drawn[0][1:]
+        capture.apply(logits_of([30, 31]))
+        capture.apply(logits_of([40, 41]))
+        again = self.steps(capture, ["0/1"])
+        assert again["0/1"][:2].tolist() == np.argsort(-row_of(40))[:2].tolist()
+
+    def test_steps_by_slot_are_numbered_by_what_was_drawn(self):
+        v2 = TestV2()
+        capture, prefill = v2.processor()
+        for slot in (0, 3):
+            capture.add_request(slot, params(slot, WATCH, Top(2)))
+        capture.apply(logits_of([0, 1]), v2.context([3, 0], lengths=[4, 3]))
+        capture.apply(logits_of([2, 3]), v2.context([0, 3], lengths=[4, 5]))
+        prefill[3] = 6  # begins again behind what it has drawn
+        capture.apply(logits_of([4, 5]), v2.context([0, 3], lengths=[5, 4]))
+        capture.apply(logits_of([6]), v2.context([3], lengths=[6]))
+        found = self.steps(capture, [f"{slot}/{n}" for slot in (0, 3) for n in range(5)])
+        of = {"3/0": 0, "0/0": 2, "3/1": 3, "0/1": 4, "3/2": 6}
+        assert found.keys() == of.keys()
+        for name, row in of.items():
+            assert found[name][:2].tolist() == np.argsort(-row_of(row))[:2].tolist()
+
+    def test_of_those_that_have_ended_nothing_is_kept_or_comes(self):
+        capture = v1()
+        drawn: list[list[int]] = [[], [], []]
+        given = [params(1, WATCH, Top(2)), params(11, WATCH, Top(2)), params(1_1_1)]
+        added = [(n, one, None, drawn[n]) for n, one in enumerate(given)]
+        capture.update_state(BatchUpdate(3, removed=(), added=added, moved=()))
+        for step in range(3):
+            capture.apply(logits_of([1, 2, 3]))
+            for tokens in drawn:
+                tokens.append(step)
+        assert len(capture.rows) == 3 + 3 + 1
+        capture.end(["1"])
+        assert sorted(capture.rows._of) == ["11/0", "11/1", "11/2", "111"]
+        capture.apply(logits_of([1, 2, 3]))  # the runner works ahead
+        assert sorted(capture.rows._of) == ["11/0", "11/1", "11/2", "11/3", "111"]
+        capture.end(["11", "111"])
+        assert (len(capture.rows), capture.rows.nbytes) == (0, 0)
+
+    def test_another_tensor_rank_reduces_nothing(self):
+        capture = v1()
+        capture.publishes = False
+        capture.update_state(joining(params(5, want=Top(2)), params(6, WATCH, Top(2))))
+        capture.apply(logits_of([5, 6]))
+        assert len(capture.rows) == 0
+
+    def test_a_strangers_want_is_not_read(self):
+        capture = v1()
+        other = SamplingParams(extra_args={CAPTURE: "0", ANSWER: ["no want"]})
+        capture.update_state(joining(other, params(1)))
+        capture.apply(logits_of([0, 1]))
+        assert_captured(capture, [1])
 
 
 class TestRowBlock:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,10 +14,10 @@ import pytest
 from lmpool.backends import Request
 from lmpool.backends.contract import Reference, ask
 from lmpool.backends.contract import write_adapter as write_lora
-from lmpool.backends.contract.heads import read_head
 from lmpool.wants import HeadPart, Hidden, Row, Score, Top
-from tests.support.engines import requests_of, rows_of
+from tests.support.engines import requests_of
 from tests.support.models import VOCAB, save_model
+from tests.support.states import check_states, states_of
 from tests.support.vllm_engine import (
     assert_nothing_left,
     need_vllm,
@@ -33,6 +33,9 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from vllm.model_executor.layers.logits_processor import LogitsProcessor  # noqa: E402
 
+from lmpool.backends.head_fit import NoHead  # noqa: E402
+from lmpool.backends.vllm.head import ModelHead  # noqa: E402
+
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(240),
@@ -40,7 +43,6 @@ pytestmark = [
 ]
 
 F32 = npt.NDArray[np.float32]
-PROMPTS = [[5, 9, 11], [7], [5, 9], [5, 9, 11, 200, 3], [3] * 60, [5, 9, 11]]
 
 # By name: its configuration, and the scale, the cap and the bias that are found.
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[float, float | None, bool]]] = {
@@ -48,24 +50,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[float, float | None, bool]]] 
     "cap": ("gemma2", {"final_logit_softcapping": 5.0}, (1.0, 5.0, False)),
     "bias": ("phi", {}, (1.0, None, True)),
 }
-
-
-def states_of(engine: Any, given: Sequence[Sequence[int]], adapter: str | None) -> F32:
-    found = []
-    for outcome in ask(engine, requests_of(given, want=Hidden(), adapter=adapter)):
-        assert outcome.error is None, outcome.error
-        assert isinstance(outcome.answer, np.ndarray)
-        assert outcome.answer.dtype == np.float32
-        found.append(outcome.answer)
-    return np.stack(found)
-
-
-def check(engine: Any, within: float = 1e-4, adapter: str | None = None) -> None:
-    """The engine's own head makes the rows of its states."""
-    head = read_head(engine)
-    assert head is not None, engine.info.no_head
-    made = head.logprobs(states_of(engine, PROMPTS, adapter))
-    np.testing.assert_allclose(made, rows_of(engine, PROMPTS, adapter=adapter), atol=within)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -82,14 +66,14 @@ def test_heads_of_every_kind(name: str, tmp_path: Path) -> None:
         assert form is not None, engine.info.no_head
         assert (form.scale, form.cap, form.bias) == (scale, cap, bias)
         assert form.numbers == "f32"
-        check(engine)
+        check_states(engine)
 
 
 def test_half_precision(tmp_path: Path) -> None:
     with vllm_engine(dtype="bfloat16") as engine:
         assert engine.info.head is not None, engine.info.no_head
         assert engine.info.head.numbers == "bf16"
-        check(engine, 0.3)
+        check_states(engine, 0.3)
 
 
 def test_states_however_they_are_scheduled() -> None:
@@ -112,13 +96,13 @@ def test_states_however_they_are_scheduled() -> None:
                 with torch.inference_mode():
                     right = reference.base_model(ids).last_hidden_state[0, -1]
                 np.testing.assert_allclose(np.asarray(outcome.answer), right.numpy(), atol=5e-4)
-        check(engine)
+        check_states(engine)
         assert_nothing_left(engine)
 
 
 def test_a_process_of_its_own() -> None:
     with vllm_engine(own_process=True) as engine:
-        check(engine)
+        check_states(engine)
 
 
 def test_adapters_of_the_trunk_and_of_the_head(tmp_path: Path) -> None:
@@ -126,10 +110,10 @@ def test_adapters_of_the_trunk_and_of_the_head(tmp_path: Path) -> None:
         engine.add_adapter("trunk", write_adapter(tmp_path / "trunk", seed=1))
         head = write_lora(tmp_path / "head", seed=2, targets=("lm_head", "q_proj"))
         engine.add_adapter("head", head)
-        moved = states_of(engine, PROMPTS, "trunk") - states_of(engine, PROMPTS, None)
+        moved = states_of(engine, adapter="trunk") - states_of(engine)
         assert np.abs(moved).max() > 0.1
-        check(engine)
-        check(engine, adapter="trunk")
+        check_states(engine)
+        check_states(engine, adapter="trunk")
         batch = [
             Request(b"1", np.array([1, 2], np.uint32), "head", Hidden()),
             Request(b"2", np.array([1, 2], np.uint32), None, Hidden()),
@@ -162,6 +146,25 @@ def refused(engine: Any, reason: str) -> None:
 def test_where_nothing_is_captured_there_are_none() -> None:
     with vllm_engine(capture=False) as engine:
         refused(engine, "this vLLM captures nothing")
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"world_size": 2}, "tensor_parallel_size and pipeline_parallel_size part its head"),
+        ({"fast": True}, "kv_sharing_fast_prefill skips states"),
+    ],
+)
+def test_workers_that_cannot_give_them_are_not_asked(parts: dict[str, Any], reason: str) -> None:
+    """Of a head in parts, as of a pipeline (of two tensor ranks: `test_vllm_parallel`)."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=dict)),
+        parallel_config=SimpleNamespace(world_size=parts.get("world_size", 1)),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill="fast" in parts),
+    )
+    workers = SimpleNamespace()  # which has nothing to call
+    with pytest.raises(NoHead, match=reason):
+        ModelHead(SimpleNamespace(engine_core=workers, vllm_config=config), "an owner's secret")
 
 
 def test_a_model_that_does_more_than_its_head_is_refused() -> None:

@@ -16,8 +16,8 @@ from lmpool.backends import Request, tiny
 from lmpool.backends.contract import Reference, ask
 from lmpool.wants import Generate, Score, TextScores
 from tests.support.engines import drawn, requests_of
-from tests.support.hf_texts import reference_model, save_adapter
-from tests.support.scores import check_scores, random_score
+from tests.support.hf_texts import logits_by, reference_model, save_adapter
+from tests.support.scores import check_scores, random_score, score_all
 from tests.support.vllm_engine import (
     VOCAB,
     Watched,
@@ -66,10 +66,7 @@ class Texts:
 
     def logits(self, text: Ids, adapter: str | None = None) -> F64:
         """After each token but the last, [len - 1, vocab]."""
-        with torch.inference_mode():
-            ids = torch.from_numpy(text[:-1].astype(np.int64))[None]
-            found: F64 = self._models[adapter](ids).logits[0].double().numpy()
-        return found
+        return logits_by(self._models[adapter], text)
 
     def check(self, request: Request, outcome: Any, tolerance: float = 1e-4) -> None:
         logits = self.logits(request.tokens, request.adapter)
@@ -84,14 +81,7 @@ class Texts:
         tolerance: float = 1e-4,
     ) -> None:
         """Have an engine score texts, by default each as some random want says."""
-        rng = np.random.default_rng(len(texts))
-        chosen = wants or [random_score(rng, text.size, VOCAB) for text in texts]
-        requests = [
-            Request(b"%d" % n, text, adapter, want.checked(engine.info))
-            for n, (text, want) in enumerate(zip(texts, chosen, strict=True))
-        ]
-        for request, outcome in zip(requests, ask(engine, requests), strict=True):
-            self.check(request, outcome, tolerance)
+        score_all(engine, texts, wants, lambda t: self.logits(t, adapter), adapter, tolerance)
 
 
 @pytest.fixture(scope="module")

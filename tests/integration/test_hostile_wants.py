@@ -48,7 +48,7 @@ MISFITS: list[tuple[Any, str]] = [
     (Draw(1, 1, allowed=Choice("mask", bytes(32))), "no token may be drawn"),
     (Draw(1, 1, allowed=Choice("mask", b"\xff" * 36)), "a mask of 36 bytes: 32 expected"),
     (Draw(3, 1, 1.0, False, Choice("only", ids(1, 2))), "2 of the tokens that may be drawn"),
-    (Draw(VOCAB + 1, 1, 1e-300, False), "256 of the tokens that may be drawn"),
+    (Draw(VOCAB + 1, 1, 1e-300, False), "n=257 without replacement: 256 tokens may be drawn"),
 ]
 FORGED: list[tuple[Any, str]] = [
     (Forged("top", (0,)), "k=0"),

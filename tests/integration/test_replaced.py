@@ -16,7 +16,7 @@ from lmpool.backends.mock import mock_row
 from lmpool.errors import PoolMismatch, PromptError, UnknownAdapter
 from lmpool.producer.jobs import JobMaker
 from lmpool.producer.pending import PendingCall
-from lmpool.wants import Row
+from lmpool.wants import Row, Tokens
 from tests.integration.test_adapters import client_of, registered, write_adapter
 from tests.support.clients import connected
 from tests.support.pools import Asking as AskingThread
@@ -87,6 +87,42 @@ def test_an_idle_client_follows_when_it_looks(any_server, pool_name):
         one, two = asyncio.run(rows())
         np.testing.assert_array_equal(one, mock_row([299, 1], 300))
         np.testing.assert_array_equal(two, rows_of([[298], [297]], 300))
+
+
+def test_what_the_caller_changes_meanwhile_is_not_asked(any_server, pool_name):
+    """All that a call was made of is kept: the lists are the caller's, to fill anew at once."""
+    with connected_after_a_worker(any_server, pool_name) as (lm, _):
+        prompt, text, positions = [5, 1], [9, 8, 7], [3, 1]
+
+        async def ask() -> Any:
+            calls = [
+                asyncio.ensure_future(call)
+                for call in (
+                    lm.next_token_logprobs(prompt, timeout=30),
+                    lm.batch_next_token_logprobs([prompt, text], timeout=30),
+                    lm.ask_many([(prompt, Tokens([1])), ([300], Row()), (text, Row())],
+                                errors="return", timeout=30),
+                    lm.batch_sample([prompt], 1, [], 0.0, timeout=30),
+                    lm.logprobs_at(text, positions, timeout=30),
+                )
+            ]  # fmt: skip
+            stream = lm.stream(prompt, 1, temperature=0.0, eos_token_ids=[], timeout=30)
+            calls.append(asyncio.ensure_future(anext(stream)))
+            waiting = lambda: lm.statistics()["queued"] >= 6  # noqa: E731
+            await asyncio.to_thread(until, waiting, what="all to be queued")
+            prompt[:], text[:], positions[:] = [2], [2], [1]
+            with in_process_worker(any_server, pool_name, **NEW):
+                return await asyncio.gather(*calls)
+
+        one, two, many, (ids,), at, piece = asyncio.run(ask())
+        first, second = rows_of([[5, 1], [9, 8, 7]], 300)
+        np.testing.assert_array_equal(one, first)
+        np.testing.assert_array_equal(two, [first, second])
+        np.testing.assert_array_equal(many[0], first[[1]])
+        assert isinstance(many[1], PromptError)
+        np.testing.assert_array_equal(many[2], second)
+        assert ids == piece.token_ids.tolist() == [first.argmax()]
+        np.testing.assert_array_equal(at, rows_of([[9, 8, 7], [9]], 300))
 
 
 def test_callers_in_an_event_loop_follow_too(any_server, pool_name):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,21 @@ def reference_model(model: str, adapter: str | None = None, dtype: str = "float3
         with warnings.catch_warnings(action="ignore"):
             lm = peft.PeftModel.from_pretrained(lm, adapter)
     return lm.eval()
+
+
+def logits_by(model: Any, text: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
+    """What a model of transformers makes of each token of a text but the last, [len - 1, vocab]."""
+    with torch.inference_mode():
+        logits = model(torch.from_numpy(text[:-1].astype(np.int64))[None]).logits[0]
+    found: npt.NDArray[np.float64] = logits.double().numpy()
+    return found
+
+
+def right_logits(
+    model: str, adapter: str | None = None, dtype: str = "float32"
+) -> Callable[[npt.NDArray[np.uint32]], npt.NDArray[np.float64]]:
+    """`logits_by` a model that is loaded for it."""
+    return functools.partial(logits_by, reference_model(model, adapter, dtype))
 
 
 def reference_rows(

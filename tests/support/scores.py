@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
+from lmpool.backends.contract import ask
 from lmpool.backends.engine import Outcome, Request
 from lmpool.wants import Score, TextScores
 
 F64 = npt.NDArray[np.float64]
+Ids = npt.NDArray[np.uint32]
 
 NEAR = 1e-5
 """Tokens whose log-probabilities are as near may stand in either order."""
@@ -25,6 +30,28 @@ def random_score(rng: np.random.Generator, size: int, vocab: int) -> Score:
     elif kind < 0.6:
         ids = rng.integers(0, vocab, (size - start, int(rng.integers(1, 4))))
     return Score(start, top, ids, temperature)
+
+
+def score_all(
+    engine: Any,
+    texts: Sequence[Ids],
+    wants: Sequence[Score] | None,
+    logits_of: Callable[[Ids], F64],
+    adapter: str | None = None,
+    tolerance: float = 1e-4,
+) -> None:
+    """Have an engine score texts, by default each as some random want says, and judge that.
+
+    `logits_of` gives those of a text that are right, [len - 1, vocab].
+    """
+    rng = np.random.default_rng(len(texts))
+    chosen = wants or [random_score(rng, text.size, engine.info.vocab_size) for text in texts]
+    requests = [
+        Request(b"%d" % n, text, adapter, want.checked(engine.info))
+        for n, (text, want) in enumerate(zip(texts, chosen, strict=True))
+    ]
+    for request, outcome in zip(requests, ask(engine, requests), strict=True):
+        check_scores(outcome, request, logits_of(request.tokens), tolerance)
 
 
 def log_softmax(logits: F64, temperature: float = 1.0) -> F64:

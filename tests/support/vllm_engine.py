@@ -76,6 +76,15 @@ def vllm_engine(**options: Any) -> Iterator[Any]:
         engine.close()
 
 
+@contextmanager
+def reducing_engine(**options: Any) -> Iterator[Any]:
+    """One that reduces rows where the logits are, as on a GPU."""
+    with vllm_engine(**options) as engine:
+        assert not engine._reduces
+        engine._reduces = True
+        yield engine
+
+
 def prompts(count: int, longest: int, seed: int = 0, shared: int = 0) -> Prompts:
     """Random prompts of 1 to `longest` tokens, after `shared` tokens that all have."""
     rng = np.random.default_rng(seed)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -15,9 +16,47 @@ from redis.sentinel import Sentinel
 
 from lmpool.commands import Server
 from lmpool.replies import BoundedParser, ReplyTooLong
-from lmpool.server import open_server
+from lmpool.server import is_full, is_lost, open_server
 from tests.support.fake import FakeServer
 from tests.support.waiting import until
+
+
+class Refuser(FakeServer):
+    """Refuses SET, in these words."""
+
+    words = ""
+
+    def _run(self, client: redis.Redis, command: list[bytes]) -> Any:
+        if command[0] == b"SET":
+            return redis.exceptions.ResponseError(self.words)
+        return super()._run(client, command)
+
+
+NO_ANSWER = {
+    "BUSY Valkey is busy running a script.": is_lost,
+    "CLUSTERDOWN Hash slot not served": is_lost,
+    "READONLY You can't write against a read only replica.": is_lost,
+    "OOM command not allowed when used memory > 'maxmemory'.": is_full,
+}
+
+
+@pytest.mark.parametrize("how", ["command", "pipeline", "transaction"])
+@pytest.mark.parametrize("words", NO_ANSWER)
+def test_an_error_is_known_by_the_servers_words(words: str, how: str) -> None:
+    """However it was asked; and nothing of what was asked stands in it."""
+    with Refuser() as fake:
+        fake.words = words
+        server = open_server(fake.url)
+        pipeline = server.pipeline(transaction=how == "transaction")
+        pipeline.execute_command("SET", "key", "tokens of a job")
+        ask = pipeline.execute
+        if how == "command":
+            ask = partial(server.execute_command, "SET", "key", "tokens of a job")
+        with pytest.raises(redis.exceptions.RedisError) as raised:
+            ask()
+        server.close()
+    assert NO_ANSWER[words](raised.value)
+    assert "tokens of a job" not in str(raised.value)
 
 
 class Talker(FakeServer):

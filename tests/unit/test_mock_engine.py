@@ -328,14 +328,22 @@ def test_its_tokenizer_spells_every_token(vocab_size: int) -> None:
 @pytest.mark.parametrize("vocab_size", [2, 3, 64, 2_000, 128_256])
 def test_the_likeliest_tokens_are_known_without_looking_at_the_row(vocab_size: int) -> None:
     engine = MockEngine(vocab_size=vocab_size)
-    for prompt in ([1], [0, 1, 1], [1, 0]):
-        for k in sorted({1, 2, vocab_size // 2 + 1, vocab_size - 1 or 1, vocab_size}):
-            engine.submit([Request(b"a", np.array(prompt, np.uint32), "x@1", Top(k))])
-            engine.add_adapter("x@1", "/nowhere")
-            (outcome,) = engine.step()
-            expected = Top(k).of_row(mock_row(prompt, vocab_size, "x@1"))
-            found = outcome.answer
-            assert isinstance(found, TopLogprobs)
-            np.testing.assert_array_equal(found.token_ids, expected.token_ids)
-            np.testing.assert_array_equal(found.logprobs, expected.logprobs)
-            np.testing.assert_allclose(found.rest, expected.rest, atol=2e-6)
+    engine.add_adapter("x@1", "/nowhere")
+    asked = {
+        f"{prompt} {k}".encode(): (prompt, k)
+        for prompt in ([1], [0, 1, 1], [1, 0], [1, 1, 1], [0])
+        for k in sorted({1, 2, vocab_size // 2 + 1, vocab_size - 1 or 1, vocab_size})
+    }
+    engine.submit(
+        [Request(i, np.array(p, np.uint32), "x@1", Top(k)) for i, (p, k) in asked.items()]
+    )
+    outcomes = engine.step()
+    assert sorted(outcome.id for outcome in outcomes) == sorted(asked)
+    for outcome in outcomes:
+        prompt, k = asked[outcome.id]
+        expected = Top(k).of_row(mock_row(prompt, vocab_size, "x@1"))
+        found = outcome.answer
+        assert isinstance(found, TopLogprobs)
+        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+        np.testing.assert_array_equal(found.logprobs, expected.logprobs)
+        np.testing.assert_allclose(found.rest, expected.rest, atol=2e-6)

@@ -187,6 +187,35 @@ def test_what_no_worker_told_is_taken_away(
     assert stored(server, shard, worker.job.digest) == TOKENS[:2]
 
 
+@pytest.mark.parametrize("damage", ["string", "id"])
+def test_damage_to_one_continuation_is_not_that_of_others(
+    server: redis.Redis, shard: ShardKeys, damage: str
+) -> None:
+    worker, job = Worker(server, shard), jobs_of([[3, 4]], WANT)[0]
+    other = Delivery(job, b"2-0", shard.stream(), 0.0)
+    spoil = {
+        "string": lambda key: server.set(key, "in the way"),
+        "id": lambda key: server.xadd(key, {"piece": b"x"}, id="7-1"),
+    }[damage]
+    keys = [shard.pieces(digest) for digest in (worker.job.digest, job.digest)]
+
+    def tell(start: int) -> None:
+        part = drawn(TOKENS[start : start + 1])
+        worker.writer.add(
+            worker.tellings.of([Part(id_, start, part) for id_ in (worker.job.digest, job.digest)])
+        )
+        worker.writer.write()
+
+    spoil(keys[0])
+    assert worker.tellings.begin([worker.delivery, other]) == {}
+    tell(0)
+    assert [stored(server, shard, d) for d in (worker.job.digest, job.digest)] == [TOKENS[:1]] * 2
+    server.delete(keys[0])
+    spoil(keys[0])
+    tell(1)
+    assert [stored(server, shard, d) for d in (worker.job.digest, job.digest)] == [TOKENS[:2]] * 2
+
+
 def test_a_server_that_goes_away_meanwhile_ends_no_worker(
     server: redis.Redis, shard: ShardKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,3 +246,18 @@ def test_a_reader_takes_each_token_once_and_stops_at_what_is_no_piece() -> None:
     assert pieces.take([entry(3, 4), entry(5, 6), entry(4, 5)], info)
     assert pieces.tokens == 4
     assert not pieces.are_read
+
+
+def test_a_busy_server_says_nothing_of_what_was_told(
+    server: redis.Redis, shard: ShardKeys, workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = workers
+    first.begin()
+    first.tell(0, TOKENS[:2])
+    busy = redis.exceptions.ResponseError("BUSY the server is busy running a script")
+    pipeline = type(server.pipeline())
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "execute", lambda *_, **__: [busy])
+        assert second.begin() == []
+    assert stored(server, shard, first.job.digest) == TOKENS[:2]
+    assert second.begin() == TOKENS[:2]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from lmpool.errors import JobFormatError, PromptError
 from lmpool.wants import Choice, Digester, Draw, OfRow, Tokens, Top, want_from_wire
+from lmpool.wants.top import likeliest
 from tests.support.parts import info_of
 from tests.support.strategies import token_bytes
 from tests.unit.test_any_arguments import ANYTHING, STRANGE
@@ -325,3 +326,25 @@ def test_what_a_digester_keeps_is_bounded_in_bytes() -> None:
         first = used.digest(want, b"0000")
         assert used.digest(Tokens(want.token_ids), b"0000") == first
     assert not used._started
+
+
+@pytest.mark.parametrize("size", [1, 2, 64, 300, 5_000, 128_256])
+@pytest.mark.parametrize("distinct", [1, 3, 1_000, 10**9])
+def test_the_likeliest_are_those_that_sorting_brings(size: int, distinct: int) -> None:
+    """Ties by id, wherever they lie; also where few tokens, or none, can come."""
+    random = np.random.default_rng([size, distinct])
+    for possible in (size, min(size, 5), 0):
+        row = np.full(size, -np.inf, np.float32)
+        where = random.permutation(size)[:possible]
+        row[where] = -random.integers(1, distinct + 1, possible)
+        row[size // 2 :] = row[: size - size // 2]
+        order = np.argsort(-row, kind="stable")
+        for k in sorted({1, min(2, size), min(20, size), -(-size // 300), size}):
+            assert likeliest(row, k).tolist() == order[:k].tolist()
+            assert likeliest(row, k).dtype == np.int32
+
+
+def test_more_draws_without_replacement_than_tokens_are_refused_as_they_travel() -> None:
+    assert Draw(9, seed=1, replacement=False).misfit(8) is not None
+    assert Draw(8, seed=1, replacement=False).misfit(8) is None
+    assert Draw(9, seed=1).misfit(8) is None

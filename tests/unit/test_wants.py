@@ -34,6 +34,7 @@ from lmpool.wants import (
     Top,
     TopLogprobs,
     Want,
+    decode_all,
     want_from_wire,
     want_to_wire,
 )
@@ -480,6 +481,8 @@ def continuation(want: Generate, ids: list[int], **changed: Any) -> Generation:
 
 
 IDS = st.lists(st.integers(0, VOCAB - 1), max_size=50)
+PACKED_IDS = np.array([7, 0, 299, 7], "<u4").tobytes()
+DAMAGE = ("cut", "longer", "form", "NaN", "ids", "none")
 
 
 @given(ids=IDS, logprobs=st.booleans(), k=st.integers(0, 3), data=st.data())
@@ -503,6 +506,53 @@ def test_a_continuation_that_was_stored_is_read(
     for cut in (stored[:-1], stored + b"\0"):
         with pytest.raises(AnswerFormatError):
             want.decode(cut, INFO)
+
+
+@given(
+    want=st.one_of(
+        st.builds(Top, st.integers(1, 8)),
+        st.just(Tokens(PACKED_IDS)),
+        st.just(Draw(3, seed=1).checked(INFO)),
+    ),
+    count=st.integers(0, 6),
+    damage=st.none() | st.tuples(st.integers(0, 5), st.sampled_from(DAMAGE)),
+    seed=st.integers(0, 1000),
+)
+def test_answers_to_one_want_are_read_together_as_they_are_read_alone(
+    want: Any, count: int, damage: tuple[int, str] | None, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    rows = random.normal(size=(count, VOCAB)).astype(np.float32)
+    rows -= np.log(np.exp(rows).sum(1, keepdims=True))
+    stored = [want.encode(Outcome(b"", answer=want.of_row(row)), VOCAB) for row in rows]
+    if damage is not None and damage[0] < count:
+        place, kind = damage
+        data = stored[place]
+        others: dict[str, bytes] = {
+            "cut": data[:-1], "longer": data + b"\0", "form": bytes([data[0], 99]) + data[2:],
+            "NaN": data[:4] + b"\xff" * 4 + data[8:], "ids": data[:-4] + b"\xff" * 4, "none": b"",
+        }  # fmt: skip
+        stored[place] = others[kind]
+    expected = []
+    for data in stored:
+        try:
+            expected.append(want.decode(data, INFO))
+        except AnswerFormatError as error:
+            expected.append(error)
+    for found, alone in zip(decode_all(want, stored, INFO), expected, strict=True):
+        assert type(found) is type(alone)
+        if isinstance(alone, AnswerFormatError):
+            assert str(found) == str(alone)
+            continue
+        one, other = (
+            [each] if isinstance(each, np.ndarray) else each.arrays() for each in (found, alone)
+        )
+        for mine, right in zip(one, other, strict=True):
+            assert (mine.dtype, mine.shape) == (right.dtype, right.shape)
+            assert mine.tobytes() == right.tobytes()
+            assert not mine.flags.writeable
+            assert mine.base is None or memoryview(mine.base).nbytes <= 4 * mine.nbytes + 64
+        assert getattr(found, "rest", 0.0) == getattr(alone, "rest", 0.0)
 
 
 def test_a_continuation_of_another_layout_is_stored_in_one() -> None:

@@ -27,6 +27,7 @@ from tests.engines.mutants import (
     row_lives,
     rows,
     seeds,
+    streams,
     versions,
     vocabulary,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "row_lives",
     "rows",
     "seeds",
+    "streams",
     "versions",
     "vocabulary",
 ]

@@ -1,82 +1,52 @@
-"""Answers that follow from rows, reduced where the logits are, so that no row is copied."""
+"""Answers that follow from rows, reduced where the logits are, so that no row is copied.
+
+An engine groups what it is asked by `alike`, has `reduce_logits` make numbers of each group, copies
+these, and reads them by `outcome_of`: see `lmpool.backends.words`.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from lmpool.backends.device import to_device
-from lmpool.backends.engine import Outcome, Request
-from lmpool.backends.hf.drawing import Distributions
+from lmpool.backends.drawing import Distributions
+from lmpool.backends.engine import NextToken
+from lmpool.backends.next_tokens import next_tokens
 from lmpool.backends.reduction import likeliest
-from lmpool.errors import PromptFailed
 from lmpool.uniforms import uniforms
-from lmpool.wants import Choice, Draw, Draws, Tokens, Top, TopLogprobs, Want
+from lmpool.wants import Choice, Draw, Tokens, Top
 from lmpool.wants.distribution import scale
 
 Parts = tuple[torch.Tensor, ...]
-Arrays = Sequence[npt.NDArray[Any]]
 
 _ROW_BYTES: Final = 64 << 20
 """Of rows in float32 that are reduced at once; several times as much is needed for that."""
 
 
-def alike(want: Want) -> Hashable:
-    """Equal for wants that are reduced together; None for one that is not reduced here."""
-    match want:
-        case Top():
-            return want
-        case Tokens(token_ids=ids):
-            assert isinstance(ids, bytes)
-            return "tokens", len(ids)
-        case Draw():
-            return replace(want, seed=None, allowed=None), want.allowed is None
-        case _:
-            return None
+def reduce_logits(
+    logits: torch.Tensor, rows: torch.Tensor, wants: Sequence[Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers of the answers to wants that are `alike`, int32 [wants, words].
 
-
-def reduce_logits(logits: torch.Tensor, rows: torch.Tensor, wants: Sequence[Any]) -> Parts:
-    """The parts of the answers to wants that are `alike`, each [wants, ...].
-
-    `rows` [wants] are theirs of the `logits`. The last part is float32 [wants], a logsumexp where
-    the logits make no row, and 0 where they make one.
+    `rows` [wants] are theirs of the `logits`. The second is float32 [wants]: a logsumexp where the
+    logits make no row, and 0 where they make one.
     """
     size, vocab = len(wants), logits.shape[1]
     reduce, step = _reduction(wants, vocab, logits.device), max(1, _ROW_BYTES // (4 * vocab))
-    parts = []
+    words, scales = [], []
     for at in range(0, size, step):
         some = slice(at, at + step)
         few = logits.index_select(0, rows[some]).float()
         normal = torch.log_softmax(few, 1)
         # A row is one where a single token, the first, is impossible.
-        logsumexp = torch.where(normal.amax(1).isfinite(), 0.0, few[:, 0] - normal[:, 0])
-        parts.append((*reduce(normal, some), logsumexp))
-    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-
-
-def outcome_of(request: Request, parts: Arrays, number: int, logsumexp: float) -> Outcome:
-    """What became of the request of this number, by the parts; `logsumexp` is the last of them."""
-    if not math.isfinite(logsumexp):
-        return Outcome.of_row(request.id, np.empty(0, np.float32), logsumexp)
-    want, found = request.want, [part[number] for part in parts]
-    match want:
-        case Top():
-            return Outcome(request.id, answer=TopLogprobs(*found))
-        case Draw():
-            *drawn, possible = found
-            try:
-                want.check_possible(int(possible))
-            except PromptFailed as error:
-                return Outcome(request.id, error=error)
-            return Outcome(request.id, answer=Draws(*drawn))
-        case _:
-            return Outcome(request.id, answer=found[0])
+        scales.append(torch.where(normal.amax(1).isfinite(), 0.0, few[:, 0] - normal[:, 0]))
+        parts = reduce(normal, some)
+        words.append(torch.cat([part.reshape(len(few), -1).view(torch.int32) for part in parts], 1))
+    return torch.cat(words), torch.cat(scales)
 
 
 def _reduction(
@@ -86,6 +56,8 @@ def _reduction(
     first = wants[0]
     if isinstance(first, Top):
         return lambda rows, _: _top(rows, first.k)
+    if isinstance(first, NextToken):
+        return lambda rows, some: _next(rows, wants[some])
     if isinstance(first, Tokens):
         ids = np.stack([np.frombuffer(want.token_ids, "<u4") for want in wants])
         given = to_device(ids.astype(np.int64), device)
@@ -105,6 +77,12 @@ def _top(rows: torch.Tensor, k: int) -> Parts:
     mass = others.sub_(top).exp_().sum(1, dtype=torch.float64).log_()
     rest = torch.where(top[:, 0] == -torch.inf, -torch.inf, top[:, 0] + mass)
     return ids.int(), rows.gather(1, ids), rest.float()
+
+
+def _next(rows: torch.Tensor, wants: Sequence[NextToken]) -> Parts:
+    ids = next_tokens(rows, wants)
+    top = wants[0].top_logprobs
+    return ids.int(), rows.gather(1, ids), *(_top(rows, top) if top else ())
 
 
 def _drawn(want: Draw, rows: torch.Tensor, places: torch.Tensor, may: torch.Tensor | None) -> Parts:
@@ -133,5 +111,5 @@ def _drawn(want: Draw, rows: torch.Tensor, places: torch.Tensor, may: torch.Tens
         rows.gather(1, ids),
         proposals.clamp_(max=0).float(),
         masses.clamp(max=0).float(),
-        possible,
+        possible.int(),
     )
