@@ -15,6 +15,7 @@ from lmpool.cli.bench import bench
 from lmpool.cli.dead import dead
 from lmpool.cli.demo import demo
 from lmpool.cli.doctor import doctor
+from lmpool.cli.gateway import gateway, gateway_key
 from lmpool.cli.generate import generate
 from lmpool.cli.pool import logprobs, ping, stats
 from lmpool.cli.score import score
@@ -67,6 +68,9 @@ def _options(
     """Full-vocabulary next-token log-probabilities from a pool of language-model workers."""
 
 
-for command in (demo, worker, generate, logprobs, score, ping, stats, doctor, bench):
+for command in (
+    demo, worker, gateway, generate, logprobs, score, ping, stats, doctor, bench,
+):  # fmt: skip
     app.command()(command)
+app.command("gateway-key")(gateway_key)
 app.add_typer(dead, name="dead")

@@ -56,7 +56,18 @@ def test_help_is_quick_because_it_imports_little() -> None:
 def test_help_lists_the_commands() -> None:
     shown = lmpool("--help")
     assert shown.exit_code == 0
-    for command in ("demo", "worker", "logprobs", "score", "ping", "stats", "doctor", "bench"):
+    for command in (
+        "demo",
+        "worker",
+        "gateway",
+        "gateway-key",
+        "logprobs",
+        "score",
+        "ping",
+        "stats",
+        "doctor",
+        "bench",
+    ):
         assert re.search(rf"\b{command}\b", shown.stdout)
 
 

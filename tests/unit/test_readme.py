@@ -34,5 +34,5 @@ def test_commands_exist() -> None:
 def test_make_targets_exist() -> None:
     makefile = (README.parent / "Makefile").read_text("utf-8")
     for target in set(re.findall(r"`?make ([a-z-]+)", TEXT)):
-        pattern = re.sub(r"^(test|bench)-(genlm|mlx|sglang|vllm)$", r"\1-%", target)
+        pattern = re.sub(r"^(test|bench)-(clients|genlm|mlx|sglang|vllm)$", r"\1-%", target)
         assert re.search(rf"^{pattern}:", makefile, re.MULTILINE), target

@@ -1,0 +1,229 @@
+"""One request's prompts: what is asked of the pool for them, and what came of it.
+
+Completions and chats differ in how they are read and written, and share this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from lmpool.gateway.drawing import Part, parts, together, told
+from lmpool.gateway.errors import ApiError
+from lmpool.gateway.first_token import FirstToken
+from lmpool.gateway.merging import gathered
+from lmpool.gateway.pools import Model
+from lmpool.gateway.sampling import Drawing, SamplingRequest, check_bound, check_length
+from lmpool.gateway.state import Gateway
+from lmpool.producer.deadline import Deadline
+from lmpool.wants import Score, TextScores, TopLogprobs
+
+T = TypeVar("T")
+
+FEW_NUMBERS: Final = 5000
+"""Log-probabilities that are written at once."""
+NUMBER_BYTES: Final = 48
+"""What one log-probability takes as JSON, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt, and its text where that is told again."""
+
+    ids: list[int]
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A prompt's scores, where they were asked for and it has more than one token, and what was
+    drawn after it, `n` times."""
+
+    scores: TextScores | None
+    drawn: list[Part]
+
+
+class Call:
+    """The prompts of a request, each of which goes on `n` times."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        model: Model,
+        body: SamplingRequest,
+        deadline: Deadline,
+        prefix: str,
+    ) -> None:
+        self.gateway = gateway
+        self.model = model
+        self.body = body
+        self.deadline = deadline
+        self.prompts: list[Prompt] = []
+        self.n = check_bound("n", 1 if body.n is None else body.n, gateway.options.max_n)
+        self.drawing: Drawing
+        self.score_tops: int | None = None
+        """How many of the likeliest are needed at each position of the prompts; None: no scores."""
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        options = self.body.stream_options
+        return options is not None and bool(options.include_usage)
+
+    def check_tops(self, name: str, found: int | None) -> None:
+        """Refuse more of the likeliest than there may be. Raises `ApiError`."""
+        check_bound(name, found, self.gateway.options.max_logprobs)
+
+    def scored(self, tops: int) -> None:
+        """Have prompts scored, with at least so many of the likeliest."""
+        tops = min(tops, self.model.info.vocab_size)
+        self.score_tops = max(tops, self.score_tops or 0)
+
+    def check_prompts(self, prompts: Sequence[Prompt], drawn: int, param: str = "prompt") -> None:
+        """Take these prompts, or refuse them, after each of which `drawn` tokens are asked for.
+
+        Raises `ApiError`.
+        """
+        most = self.gateway.options.max_prompts
+        if not prompts:
+            raise ApiError(400, "an empty list of prompts: send one or more", param=param)
+        if len(prompts) * self.n > most:
+            raise ApiError(
+                400,
+                f"{len(prompts)} prompts times n={self.n}: this gateway takes at most {most} at "
+                "once; send them in parts",
+                param=param,
+            )
+        # The last token of a text that is only scored needs no answer after it.
+        bound = self.model.info.max_prompt_tokens + (drawn == 0)
+        for prompt in prompts:
+            check_length(len(prompt.ids), bound, param)
+        self.prompts = list(prompts)
+
+    @property
+    def numbers(self) -> int:
+        """How many log-probabilities the answer has at most."""
+        if self.score_tops is None and not self.drawing.logprobs:
+            return 0
+        k = max(self.score_tops or 0, self.drawing.top_logprobs)
+        tokens = sum(len(p.ids) + self.drawing.max_tokens for p in self.prompts)
+        return self.n * tokens * (k + 1)
+
+    def check_size(self) -> None:
+        """Refuse what would be too long an answer. Raises `ApiError`."""
+        size = self.numbers * NUMBER_BYTES
+        if size > 2 * self.gateway.options.max_response_bytes:
+            raise ApiError(
+                413, f"an answer of about {size} bytes: ask for fewer log-probabilities at once"
+            )
+
+    # --- asking --------------------------------------------------------------------------------
+
+    async def answered(self) -> list[Answered]:
+        """What came of each prompt. Raises `ApiError`."""
+        if self.drawing.stops is not None and self.drawing.max_tokens:
+            asked: list[Awaitable[list[Any]]] = [self.scores(), self._drawn_to_stops()]
+            scores, drawn = await gathered(asked)
+            return [Answered(s, d) for s, d in zip(scores, drawn, strict=True)]
+        first = self._first_token()
+        if first is not None:
+            return [Answered(s, [p] * self.n) for s, p in await first.answered(self.prompts)]
+        return await self._all_at_once()
+
+    async def scores(self) -> list[TextScores | None]:
+        """Of each prompt, where they are asked for."""
+        asks = [(p.ids, self._score()) for p in self.prompts if self._is_scored(p)]
+        found = iter(await self.gateway.answers(self.model, asks, self.deadline) if asks else ())
+        return [next(found) if self._is_scored(p) else None for p in self.prompts]
+
+    def _is_scored(self, prompt: Prompt) -> bool:
+        return self.score_tops is not None and len(prompt.ids) > 1
+
+    def _score(self) -> Score:
+        return Score(1, self.score_tops or 0, None, self._score_temperature)
+
+    @property
+    def _score_temperature(self) -> float:
+        return float(self.body.prompt_logprobs_temperature or 1.0)
+
+    def _first_token(self) -> FirstToken | None:
+        """How the one token that is asked for comes with the scores, where it can."""
+        if self.score_tops is None or self._score_temperature != 1 or self.n > 1:
+            return None
+        return FirstToken.of(self.gateway, self.model, self.drawing, self.score_tops, self.deadline)
+
+    async def _drawn_to_stops(self) -> list[list[Part]]:
+        asked = [self._to_stop(p, j) for p in self.prompts for j in range(self.n)]
+        drawn = await gathered(asked)
+        return [drawn[i * self.n : (i + 1) * self.n] for i in range(len(self.prompts))]
+
+    def nth(self, prompt: Prompt, number: int) -> Drawing:
+        """How choice `number` of a prompt is drawn."""
+        return self.drawing.nth(number, len(prompt.ids))
+
+    async def _to_stop(self, prompt: Prompt, number: int) -> Part:
+        drawing = self.nth(prompt, number)
+        asked = parts(self.gateway, self.model, prompt.ids, drawing, self.deadline)
+        return together([part async for part in asked])
+
+    async def _all_at_once(self) -> list[Answered]:
+        """One call for all scores and continuations. What is greedy is drawn once a prompt."""
+        asks: list[tuple[Sequence[int], Any]] = []
+        different = self.n if self.drawing.temperature else 1
+        draws = different if self.drawing.max_tokens else 0
+        for prompt in self.prompts:
+            if self._is_scored(prompt):
+                asks.append((prompt.ids, self._score()))
+            asks += [(prompt.ids, self.nth(prompt, j).generate()) for j in range(draws)]
+        found = iter(await self.gateway.answers(self.model, asks, self.deadline) if asks else ())
+        answered = []
+        for prompt in self.prompts:
+            scores = next(found) if self._is_scored(prompt) else None
+            drawn = [told(self.model.words, self.drawing, next(found)) for _ in range(draws)]
+            drawn = drawn or [Part("", [], finish_reason="length")]
+            answered.append(Answered(scores, (drawn * self.n)[: self.n]))
+        return answered
+
+    # --- telling -------------------------------------------------------------------------------
+
+    async def written(self, write: Callable[[T], bytes], found: T) -> bytes:
+        """What `write` makes of it; a long one leaves the event loop to others."""
+        if self.numbers <= FEW_NUMBERS:
+            return write(found)
+        return await asyncio.to_thread(write, found)
+
+    def usage(self, drawn: int) -> dict[str, int]:
+        """Tokens: a prompt counts once, whatever `n`."""
+        read = sum(len(prompt.ids) for prompt in self.prompts)
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": drawn,
+            "total_tokens": read + drawn,
+        }
+
+    def answer(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """What every answer and every chunk begins with."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model.name,
+            **fields,
+        }
+
+
+def with_tops(scores: TextScores | None, k: int) -> TextScores | None:
+    """Scores with the `k` likeliest, of those with more."""
+    if scores is None or scores.top_logprobs is None:
+        return scores
+    top = scores.top_logprobs
+    cut = None
+    if k:
+        cut = TopLogprobs(top.token_ids[:, :k], top.logprobs[:, :k], top.rest)
+    return TextScores(scores.logprobs, scores.ranks, cut)

@@ -1,0 +1,290 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+from fastapi import APIRouter
+from pydantic import ConfigDict, Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from lmpool.gateway.calls import Answered, Call, Prompt, with_tops
+from lmpool.gateway.drawing import Part, parts
+from lmpool.gateway.errors import ASKING, ApiError
+from lmpool.gateway.json_parts import Raw, dumps
+from lmpool.gateway.logprobs import finite
+from lmpool.gateway.merging import merged
+from lmpool.gateway.pools import Model
+from lmpool.gateway.prompt_logprobs_json import prompt_logprobs
+from lmpool.gateway.responding import respond
+from lmpool.gateway.sampling import SamplingRequest, drawing
+from lmpool.gateway.schemas import Answer, JsonRoute, Request, Usage
+from lmpool.gateway.sse import EVENTS, event_stream
+from lmpool.gateway.state import Gateway, gateway_of
+from lmpool.producer.deadline import Deadline
+from lmpool.wants import TextScores
+from lmpool.wants.answers import Logprobs
+
+router = APIRouter(route_class=JsonRoute)
+
+KIND: Final = "chat.completion"
+CHUNK: Final = "chat.completion.chunk"
+NO_TEMPLATE: Final = (
+    "The model has no chat template: use /v1/completions, or start the gateway with --chat-template"
+)
+
+
+class TextPart(Request):
+    """A part of a message; text is the only kind."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Request):
+    """Somebody's words. What it has besides is given to the chat template as it is."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    role: str
+    content: str | list[TextPart] | None = None
+
+
+class ChatTurns(Request):
+    """A conversation, and how it becomes text."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=65_536)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(ChatTurns, SamplingRequest):
+    """A conversation, whose next turn is the model's."""
+
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    echo: Literal[False] | None = None
+    chat_template: None = None
+    documents: Annotated[list[Any], Field(max_length=0)] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    function_call: Literal["none", "auto"] | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class AnswerMessage(Answer):
+    """The model's words."""
+
+    role: str
+    content: str | None
+
+
+class ChatChoice(Answer):
+    """One way that the conversation goes on."""
+
+    index: int
+    message: AnswerMessage
+    finish_reason: str | None
+    logprobs: dict[str, Any] | None
+
+
+class ChatCompletion(Answer):
+    """Ways that the conversation goes on."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None
+
+
+async def chat_ids(model: Model, body: ChatTurns) -> list[int]:
+    """The conversation as token ids. Raises `ApiError`."""
+    template = model.served.template
+    if template is None:
+        raise ApiError(400, NO_TEMPLATE, param="messages", code="no_chat_template")
+    goes_on = bool(body.continue_final_message)
+    prompted = body.add_generation_prompt
+    if goes_on and prompted:
+        raise ApiError(
+            400,
+            "continue_final_message and add_generation_prompt: only one of them can be true",
+            param="continue_final_message",
+        )
+    text = template.render(
+        [_plain(message) for message in body.messages],
+        add_generation_prompt=not goes_on if prompted is None else prompted,
+        continue_final_message=goes_on,
+        arguments=body.chat_template_kwargs,
+    )
+    return await model.words.encode(text, bool(body.add_special_tokens), "messages")
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message for a template: text parts are one text."""
+    found = message.model_dump(exclude_unset=True)
+    if isinstance(message.content, list):
+        found["content"] = "".join(part.text for part in message.content)
+    return found
+
+
+class _Chat(Call):
+    """A request for the next turn, checked by `of`."""
+
+    body: ChatRequest
+
+    @classmethod
+    async def of(
+        cls, gateway: Gateway, model: Model, body: ChatRequest, deadline: Deadline
+    ) -> _Chat:
+        """Raises `ApiError` for what cannot be answered."""
+        call = cls(gateway, model, body, deadline, "chatcmpl")
+        call.check_tops("top_logprobs", body.top_logprobs)
+        call.check_tops("prompt_logprobs", body.prompt_logprobs)
+        if body.top_logprobs and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        ids = await chat_ids(model, body)
+        asked = body.max_tokens
+        if body.max_completion_tokens is not None:
+            asked = body.max_completion_tokens
+        drawn = model.info.max_prompt_tokens if asked is None else asked
+        call.check_prompts([Prompt(ids)], drawn, "messages")
+        tops = (body.top_logprobs or 0) if body.logprobs else None
+        call.drawing = await drawing(body, model, drawn, tops, len(ids))
+        if body.prompt_logprobs is not None:
+            call.scored(body.prompt_logprobs)
+        call.check_size()
+        return call
+
+    # --- telling -------------------------------------------------------------------------------
+
+    def content_logprobs(self, part: Part) -> dict[str, Any] | None:
+        """The ``logprobs`` of a part."""
+        if not self.body.logprobs or part.logprobs is None:
+            return None
+        content = []
+        for at, token in enumerate(part.token_ids):
+            number, likely = _numbers(part, at, token, part.logprobs)
+            entry = self._entry(token, number)
+            entry["top_logprobs"] = [self._entry(other, its) for other, its in likely]
+            content.append(entry)
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        words = self.model.words
+        as_id = self.body.return_tokens_as_token_ids
+        return {
+            "token": f"token_id:{token}" if as_id else words.text(token),
+            "logprob": finite(logprob),
+            "bytes": list(words.token_bytes(token)),
+        }
+
+    def whole(self, answered: Answered) -> bytes:
+        """The answer as JSON."""
+        choices = []
+        for index, part in enumerate(answered.drawn):
+            choice: dict[str, Any] = {
+                "index": index,
+                "message": {"role": "assistant", "content": part.text, "refusal": None},
+                "logprobs": self.content_logprobs(part),
+                "finish_reason": part.finish_reason,
+                "stop_reason": part.stop_reason,
+            }
+            if self.body.return_token_ids:
+                choice["token_ids"] = part.token_ids
+            choices.append(choice)
+        drawn = sum(len(part.token_ids) for part in answered.drawn)
+        found = self.answer(KIND, choices=choices, usage=self.usage(drawn))
+        (prompt,) = self.prompts
+        found |= self._of_prompt(prompt, answered.scores)
+        return dumps(found)
+
+    def _of_prompt(self, prompt: Prompt, scores: TextScores | None) -> dict[str, Any]:
+        """What is told of the prompt, where it was asked for."""
+        found: dict[str, Any] = {}
+        if self.body.prompt_logprobs is not None:
+            cut = with_tops(scores, self.body.prompt_logprobs)
+            found["prompt_logprobs"] = Raw(prompt_logprobs(self.model.words, prompt.ids, cut))
+        if self.body.return_token_ids:
+            found["prompt_token_ids"] = prompt.ids
+        return found
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
+        """The events of a stream."""
+        (prompt,), drawn = self.prompts, 0
+        (scores,) = await self.scores()
+        sources = [
+            (j, parts(self.gateway, self.model, prompt.ids, self.nth(prompt, j), self.deadline))
+            for j in range(self.n)
+        ]
+        begun: set[int] = set()
+        async for index, part in merged(sources):
+            if index not in begun:
+                delta = {"role": "assistant", "content": ""}
+                chunk = self._chunk(index, delta)
+                if not begun:
+                    chunk |= self._of_prompt(prompt, scores)
+                begun.add(index)
+                yield chunk
+            drawn += len(part.token_ids)
+            yield self._chunk(index, {"content": part.text}, part)
+        if self.tells_usage:
+            yield self.answer(CHUNK, choices=[], usage=self.usage(drawn))
+
+    def _chunk(self, index: int, delta: dict[str, str], part: Part | None = None) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None if part is None else self.content_logprobs(part),
+            "finish_reason": None if part is None else part.finish_reason,
+        }
+        if part is not None:
+            choice["stop_reason"] = part.stop_reason
+            if self.body.return_token_ids:
+                choice["token_ids"] = part.token_ids
+        chunk = self.answer(CHUNK, choices=[choice])
+        if self.tells_usage:
+            chunk["usage"] = None
+        return chunk
+
+
+def _numbers(
+    part: Part, at: int, token: int, logprobs: Logprobs
+) -> tuple[float, list[tuple[int, float]]]:
+    """The log-probability of the token at a place, and the likeliest there: the same float where
+    it is one of them."""
+    top = part.top_logprobs
+    if top is None:
+        return float(logprobs[at]), []
+    ids, numbers = top.token_ids[at], top.logprobs[at]
+    same = np.flatnonzero(ids == token)
+    number = float(numbers[same[0]]) if same.size else float(logprobs[at])
+    return number, list(zip(ids.tolist(), numbers.tolist(), strict=True))
+
+
+@router.post(
+    "/v1/chat/completions",
+    responses={**ASKING, 200: {"model": ChatCompletion, "content": EVENTS}},
+    response_class=Response,
+    tags=["openai"],
+)
+async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
+    """Go on with a conversation, by the model's chat template."""
+    gateway = gateway_of(request)
+    deadline = gateway.deadline()
+    model = await gateway.model(body.model, deadline)
+    call = await _Chat.of(gateway, model, body, deadline)
+    if body.stream:
+        return await event_stream(call.chunks())
+    (answered,) = await call.answered()
+    content = await call.written(call.whole, answered)
+    return await respond(request, content, "application/json")

@@ -1,0 +1,248 @@
+"""``/v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Final
+
+import numpy as np
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from lmpool.gateway.calls import Answered, Call, Prompt, with_tops
+from lmpool.gateway.drawing import Part, parts
+from lmpool.gateway.errors import ASKING, ApiError
+from lmpool.gateway.json_parts import Raw, dumps
+from lmpool.gateway.logprobs import joined
+from lmpool.gateway.merging import merged
+from lmpool.gateway.pools import Model
+from lmpool.gateway.prompt_logprobs_json import completion_logprobs, prompt_logprobs
+from lmpool.gateway.responding import respond
+from lmpool.gateway.sampling import Ids, SamplingRequest, drawing
+from lmpool.gateway.schemas import Answer, JsonRoute, Usage
+from lmpool.gateway.sse import EVENTS, event_stream
+from lmpool.gateway.state import Gateway, gateway_of
+from lmpool.producer.deadline import Deadline
+from lmpool.wants import TextScores
+
+router = APIRouter(route_class=JsonRoute)
+
+USUAL_TOKENS: Final = 16
+KIND: Final = "text_completion"
+
+
+class CompletionRequest(SamplingRequest):
+    """A completion: of a text, of texts, of token ids, or of lists of them."""
+
+    # The first wrong item says enough: of millions, all would fill the memory.
+    prompt: (
+        str
+        | Ids
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[Ids], Field(fail_fast=True)]
+    )
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    suffix: Annotated[str, Field(max_length=0)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class CompletionChoice(Answer):
+    """One continuation."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+    logprobs: dict[str, Any] | None
+
+
+class Completion(Answer):
+    """Continuations, those of a prompt together."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None
+
+
+class _Completions(Call):
+    """A request for completions, checked by `of`."""
+
+    body: CompletionRequest
+
+    @classmethod
+    async def of(
+        cls, gateway: Gateway, model: Model, body: CompletionRequest, deadline: Deadline
+    ) -> _Completions:
+        """Raises `ApiError` for what cannot be answered."""
+        call = cls(gateway, model, body, deadline, "cmpl")
+        call.check_tops("logprobs", body.logprobs)
+        call.check_tops("prompt_logprobs", body.prompt_logprobs)
+        asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+        drawn = USUAL_TOKENS if asked is None else asked
+        given: list[Any] = body.prompt if _is_list(body.prompt) else [body.prompt]  # type: ignore[assignment]
+        prompts = [await call._prompt(each) for each in given[: gateway.options.max_prompts + 1]]
+        call.check_prompts(prompts, drawn)
+        shortest = min(len(prompt.ids) for prompt in prompts)
+        call.drawing = await drawing(body, model, drawn, body.logprobs, shortest)
+        if call.echoes_scores:
+            call.scored(body.logprobs or 0)
+        if body.prompt_logprobs is not None:
+            call.scored(body.prompt_logprobs)
+        call.check_size()
+        return call
+
+    async def _prompt(self, given: str | list[int]) -> Prompt:
+        words, size = self.model.words, self.model.info.vocab_size
+        if isinstance(given, str):
+            ids = await words.encode(given, self.body.add_special_tokens is not False)
+            return Prompt(ids, given)
+        bad = next((token for token in given if token >= size), None)
+        if bad is not None:
+            raise ApiError(
+                400, f"token id {bad}: this model has ids from 0 to {size - 1}", param="prompt"
+            )
+        return Prompt(given, words.decode(given) if self.body.echo else "")
+
+    @property
+    def echoes_scores(self) -> bool:
+        """Whether the prompt's log-probabilities stand before those of what was drawn."""
+        return bool(self.body.echo) and self.body.logprobs is not None
+
+    # --- telling -------------------------------------------------------------------------------
+
+    def choice(
+        self, index: int, prompt: Prompt, scores: TextScores | None, part: Part
+    ) -> dict[str, Any]:
+        """One choice of the answer."""
+        body = self.body
+        found: dict[str, Any] = {
+            "index": index,
+            "text": prompt.text + part.text if body.echo else part.text,
+            "logprobs": None,
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
+        }
+        if body.logprobs is not None:
+            found["logprobs"] = self.logprobs(prompt, scores, part, 0, self.echoes_scores)
+        if body.return_token_ids:
+            found["token_ids"] = part.token_ids
+        return found | self._of_prompt(prompt, scores)
+
+    def _of_prompt(self, prompt: Prompt, scores: TextScores | None) -> dict[str, Any]:
+        """What is told of a prompt, where it was asked for."""
+        found: dict[str, Any] = {}
+        if self.body.prompt_logprobs is not None:
+            cut = with_tops(scores, self.body.prompt_logprobs)
+            found["prompt_logprobs"] = Raw(prompt_logprobs(self.model.words, prompt.ids, cut))
+        if self.body.return_token_ids:
+            found["prompt_token_ids"] = prompt.ids
+        return found
+
+    def logprobs(
+        self,
+        prompt: Prompt,
+        scores: TextScores | None,
+        part: Part,
+        offset: int = 0,
+        echoed: bool = False,
+    ) -> Raw:
+        """Those of a part, and where it is `echoed` those of its prompt before it."""
+        first = None
+        if echoed:
+            blank = TextScores(np.zeros(0, np.float32), np.zeros(0, np.int32))
+            cut = with_tops(scores, self.body.logprobs or 0)
+            first = (np.asarray(prompt.ids, np.int32), cut or blank)
+        ids, logprobs, top = joined(first, part.token_ids, part.logprobs, part.top_logprobs)
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        return Raw(completion_logprobs(self.model.words, ids, logprobs, top, as_ids, offset))
+
+    def label_length(self, part: Part, prompt: Prompt | None) -> int:
+        """The characters of the labels of a part's tokens, and of the prompt before it."""
+        words = self.model.words
+        as_ids = self.body.return_tokens_as_token_ids or not words.has_text
+        ids = part.token_ids if prompt is None else [*prompt.ids, *part.token_ids]
+        return sum(len(f"token_id:{i}" if as_ids else words.text(i)) for i in ids)
+
+    def whole(self, answered: list[Answered]) -> bytes:
+        """The answer as JSON."""
+        choices = []
+        for number, (prompt, found) in enumerate(zip(self.prompts, answered, strict=True)):
+            for j, part in enumerate(found.drawn):
+                choices.append(self.choice(number * self.n + j, prompt, found.scores, part))
+        drawn = sum(len(part.token_ids) for found in answered for part in found.drawn)
+        return dumps(self.answer(KIND, choices=choices, usage=self.usage(drawn)))
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
+        """The events of a stream."""
+        body, drawn = self.body, 0
+        scores = await self.scores()
+        sources = [
+            (
+                i * self.n + j,
+                parts(self.gateway, self.model, p.ids, self.nth(p, j), self.deadline),
+            )
+            for i, p in enumerate(self.prompts)
+            for j in range(self.n)
+        ]
+        offsets = [0] * len(sources)
+        begun: set[int] = set()
+        async for index, part in merged(sources):
+            number = index // self.n
+            prompt = None if index in begun else self.prompts[number]
+            begun.add(index)
+            choice: dict[str, Any] = {
+                "index": index,
+                "text": part.text,
+                "logprobs": None,
+                "finish_reason": part.finish_reason,
+                "stop_reason": part.stop_reason,
+            }
+            if prompt is not None and body.echo:
+                choice["text"] = prompt.text + part.text
+            if body.logprobs is not None:
+                echoed = prompt if self.echoes_scores else None
+                choice["logprobs"] = self.logprobs(
+                    self.prompts[number], scores[number], part, offsets[index], echoed is not None
+                )
+                offsets[index] += self.label_length(part, echoed)
+            if body.return_token_ids:
+                choice["token_ids"] = part.token_ids
+            if prompt is not None:
+                choice |= self._of_prompt(prompt, scores[number])
+            drawn += len(part.token_ids)
+            chunk = self.answer(KIND, choices=[choice])
+            if self.tells_usage:
+                chunk["usage"] = None
+            yield chunk
+        if self.tells_usage:
+            yield self.answer(KIND, choices=[], usage=self.usage(drawn))
+
+
+@router.post(
+    "/v1/completions",
+    responses={**ASKING, 200: {"model": Completion, "content": EVENTS}},
+    response_class=Response,
+    tags=["openai"],
+)
+async def completions(body: CompletionRequest, request: HttpRequest) -> Response:
+    """Continue texts or token ids, and tell how likely they are."""
+    gateway = gateway_of(request)
+    deadline = gateway.deadline()
+    model = await gateway.model(body.model, deadline)
+    call = await _Completions.of(gateway, model, body, deadline)
+    if body.stream:
+        return await event_stream(call.chunks())
+    content = await call.written(call.whole, await call.answered())
+    return await respond(request, content, "application/json")
+
+
+def _is_list(prompt: object) -> bool:
+    """Whether these are prompts, and not one."""
+    return isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int))

@@ -1,0 +1,156 @@
+"""From what a pool draws to what a caller reads: text that ends where it should, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from lmpool.gateway.pools import Model
+from lmpool.gateway.sampling import Drawing
+from lmpool.gateway.state import Gateway
+from lmpool.gateway.text_stops import TextCut
+from lmpool.gateway.words import Words
+from lmpool.producer import Piece
+from lmpool.producer.deadline import Deadline
+from lmpool.wants import FinishReason, Generation, TopLogprobs
+from lmpool.wants.answers import Logprobs
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A part of a continuation, or all of it; the last one has a `finish_reason`.
+
+    `token_ids` are all that was drawn, the ending too, which `text` is without. `stop_reason` is
+    the stop text, or the id of the asked-for token, that ended it.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: Logprobs | None = None
+    top_logprobs: TopLogprobs | None = None
+    finish_reason: Finish | None = None
+    stop_reason: str | int | None = None
+
+
+class Teller:
+    """Makes parts of pieces, until it has ended."""
+
+    def __init__(self, words: Words, drawing: Drawing) -> None:
+        self._words = words
+        self._drawing = drawing
+        self._cut = TextCut(drawing.stops, drawing.include_stop)
+        self._hidden = words.special if drawing.skip_special else frozenset[int]()
+
+    def part(self, piece: Piece) -> Part:
+        """What there is to be told of a piece, and whether it is the last."""
+        ids: list[int] = piece.token_ids.tolist()
+        reason = piece.finish_reason
+        said = len(ids)
+        if reason == "eos" and not self._drawing.include_stop:
+            said -= min(piece.ending, said)
+        text, taken = self._text(ids, said)
+        stop: str | int | None = self._cut.stop
+        if stop is not None:
+            return self._part(text, ids, piece, taken, "stop", stop)
+        if reason is None:
+            return self._part(text, ids, piece, len(ids), None, None)
+        text += self._cut.feed(b"", final=True)
+        if self._cut.stop is not None:
+            return self._part(text, ids, piece, len(ids), "stop", self._cut.stop)
+        if reason == "eos" and ids and ids[-1] in self._drawing.stop_token_ids:
+            stop = ids[-1]
+        return self._part(text, ids, piece, len(ids), _finish(reason), stop)
+
+    def _text(self, ids: Sequence[int], said: int) -> tuple[str, int]:
+        """The text of the first `said` ids, and how many of them there are up to a stop text."""
+        words, hidden, cut = self._words, self._hidden, self._cut
+        if self._drawing.stops is None:
+            data = b"".join([words.token_bytes(i) for i in ids[:said] if i not in hidden])
+            return cut.feed(data), said
+        text = []
+        for number, token in enumerate(ids[:said], 1):
+            if token not in hidden:
+                text.append(cut.feed(words.token_bytes(token)))
+                if cut.stop is not None:
+                    return "".join(text), number
+        return "".join(text), said
+
+    @staticmethod
+    def _part(
+        text: str,
+        ids: list[int],
+        piece: Piece,
+        count: int,
+        finish: Finish | None,
+        stop: str | int | None,
+    ) -> Part:
+        top = piece.top_logprobs
+        if top is not None:
+            rest = np.asarray(top.rest, np.float32)[:count]
+            top = TopLogprobs(top.token_ids[:count], top.logprobs[:count], rest)
+        logprobs = None if piece.logprobs is None else piece.logprobs[:count]
+        return Part(text, ids[:count], logprobs, top, finish, stop)
+
+
+def _finish(reason: FinishReason) -> Finish:
+    return "stop" if reason in ("eos", "stop") else "length"
+
+
+def told(words: Words, drawing: Drawing, generation: Generation) -> Part:
+    """A whole continuation."""
+    g = generation
+    piece = Piece(0, g.token_ids, g.logprobs, g.top_logprobs, g.finish_reason, g.ending)
+    return Teller(words, drawing).part(piece)
+
+
+def together(parts: Sequence[Part]) -> Part:
+    """Parts of one continuation as one."""
+    last = parts[-1]
+    tops = [part.top_logprobs for part in parts if part.top_logprobs is not None]
+    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+    top = None
+    if tops:
+        top = TopLogprobs(
+            np.concatenate([t.token_ids for t in tops]),
+            np.concatenate([t.logprobs for t in tops]),
+            np.concatenate([np.asarray(t.rest, np.float32) for t in tops]),
+        )
+    return Part(
+        "".join(part.text for part in parts),
+        [token for part in parts for token in part.token_ids],
+        np.concatenate(logprobs) if logprobs else None,
+        top,
+        last.finish_reason,
+        last.stop_reason,
+    )
+
+
+async def parts(
+    gateway: Gateway, model: Model, ids: Sequence[int], drawing: Drawing, deadline: Deadline
+) -> AsyncGenerator[Part]:
+    """A continuation as it is drawn, up to a stop text. Raises `ApiError`."""
+    teller = Teller(model.words, drawing)
+    if not drawing.max_tokens:
+        yield Part("", [], None, None, "length")
+        return
+
+    def begin(timeout: float | None) -> AsyncIterator[Piece]:
+        d = drawing
+        likely, asked = (d.top_p, d.top_k, d.min_p), (d.hints, d.logprobs, d.top_logprobs)
+        return model.lm.stream(
+            ids, d.max_tokens, d.temperature, *likely, d.seed, d.eos_token_ids, *asked,
+            model.lora_name, timeout=timeout,
+        )  # fmt: skip
+
+    async with aclosing(gateway.streamed(model, begin, deadline)) as pieces:
+        async for piece in pieces:
+            part = teller.part(piece)
+            yield part
+            if part.finish_reason is not None:
+                return

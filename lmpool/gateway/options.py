@@ -1,0 +1,50 @@
+"""What a gateway is told: its pools, and its bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Compress = Literal["auto", "always", "never"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAddress:
+    """A pool behind the gateway: the name under which models are asked, and where it is."""
+
+    name: str
+    url: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """A gateway's pools and bounds. Times are in seconds; None is no bound, or nothing."""
+
+    pools: tuple[PoolAddress, ...]
+    url: str | None = None
+    """The server of pools that name none."""
+    api_keys: Path | None = None
+    chat_template: Path | None = None
+    queue_timeout: float = 240.0
+    """How long a request may wait for room, workers, or a server."""
+    request_timeout: float = 600.0
+    """How long all of a request may take."""
+    body_timeout: float = 30.0
+    """How long a request's head, and then its body, may take to arrive."""
+    max_body_bytes: int = 64 << 20
+    max_response_bytes: int = 512 << 20
+    max_prompts: int = 2048
+    """Of one request, times `n`."""
+    max_n: int = 128
+    max_logprobs: int = 100
+    """Of the likeliest tokens at a position."""
+    max_in_flight: int = 2048
+    """Prompts that are asked of pools at once; the others wait."""
+    max_requests: int = 4096
+    """Requests that are held at once; further ones are refused."""
+    key_requests: int | None = None
+    """Requests at once of a key whose line in the file says nothing else."""
+    compress: Compress = "auto"
+    cache_bytes: int = 64 << 20
+    """Of each pool's client, for answers that were asked before."""

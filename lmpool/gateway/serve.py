@@ -1,0 +1,144 @@
+"""A gateway as a process: uvicorn, with bounds on the heads of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from lmpool.checks import said
+from lmpool.errors import SettingsError
+from lmpool.gateway.app import create_app
+from lmpool.gateway.options import GatewayOptions
+
+MAX_HEAD_BYTES: Final = 65_536
+MOST_FRAMING: Final = 16
+"""Bytes that frame one of a body, where it comes in the smallest chunks."""
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+BACKLOG: Final = 2048
+"""Connections that wait to be taken."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises `SettingsError`."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise SettingsError(
+            f"host={host!r}, port={port}: cannot listen there ({said(error)}): "
+            "stop what does, or write another --port"
+        ) from None
+
+
+def protocol(seconds: float) -> type[HttpToolsProtocol]:
+    """uvicorn's protocol, whose heads have so long to arrive, and `MAX_HEAD_BYTES`."""
+
+    class Protocol(HttpToolsProtocol):
+        _timer: asyncio.TimerHandle | None = None
+        _head: int | None = None
+        """Bytes of a head that is arriving."""
+        _beside = _body = 0
+        """Bytes of a body, and those that came behind a head and are none of a body."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._begin()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._end()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self._head is not None:
+                self._head += len(data)
+            else:
+                self._beside += len(data)
+            super().data_received(data)
+            if self._head is not None and self._head > MAX_HEAD_BYTES:
+                self._late()
+            if self._beside > MAX_HEAD_BYTES + MOST_FRAMING * self._body:
+                self.transport.abort()  # trailers, which uvicorn keeps, however many they are
+
+        def on_body(self, body: bytes) -> None:
+            self._beside -= len(body)
+            self._body += len(body)
+            super().on_body(body)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.cycle.more_body:
+                self.transport.close()  # answered, and its body has not ended
+
+        def on_message_begin(self) -> None:
+            last: Any = self.cycle  # None before the first
+            if last is not None and not last.response_complete:
+                # uvicorn would tell of a caller who hangs up to this request alone.
+                self.transport.abort()
+                raise ValueError("a request before the last one's answer")
+            super().on_message_begin()
+            self._beside = self._body = 0
+            if self._head is None:
+                self._begin()
+
+        def on_headers_complete(self) -> None:
+            self._end()
+            super().on_headers_complete()
+
+        def _begin(self) -> None:
+            self._head = 0
+            self._timer = self.loop.call_later(seconds, self._late)
+
+        def _end(self) -> None:
+            self._head = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _late(self) -> None:
+            if self._head is not None and not self.transport.is_closing():
+                self.transport.close()
+
+    return Protocol
+
+
+class _Server(uvicorn.Server):
+    """Ends on a signal as it should, and is not ended by it once more afterwards."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def serve(options: GatewayOptions, host: str, port: int, show: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C; `show` is told the URL. Raises `SettingsError`."""
+    app = create_app(options)
+    listener = listen(host, port)
+    name = f"[{host}]" if ":" in host else host
+    show(f"http://{name}:{listener.getsockname()[1]}")
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    config = uvicorn.Config(
+        app,
+        http=protocol(options.body_timeout),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=10,
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    _Server(config).run(sockets=[listener])

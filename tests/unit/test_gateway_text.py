@@ -1,0 +1,143 @@
+"""Text of a gateway's answers: whole characters, cut exactly at stop texts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmpool.gateway.drawing import Part, Teller, together
+from lmpool.gateway.sampling import Drawing
+from lmpool.gateway.text_stops import StopTexts, TextCut
+from lmpool.gateway.words import Words
+from lmpool.producer import Piece
+
+ALPHABET = "abä€😀\n"
+TEXTS = st.text(ALPHABET, max_size=30)
+STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=6)
+
+
+def naive(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """The text up to the stop text that ends first, the longest of those."""
+    ends = [(at + len(stop), at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    if not ends:
+        return text, None
+    _, at, stop = min(ends)
+    return text[:at], stop
+
+
+@given(text=TEXTS, stops=STOPS, cuts=st.lists(st.integers(0, 120), max_size=20))
+def test_text_is_cut_where_the_first_stop_text_ends_however_its_bytes_come(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
+    data = text.encode()
+    places = sorted({0, len(data), *(cut for cut in cuts if cut <= len(data))})
+    cut = TextCut(StopTexts(stops))
+    told = ""
+    for first, last in pairwise(places):
+        told += cut.feed(data[first:last])
+        # What was told stays: it is the beginning of the right text at any moment.
+        assert naive(text, stops)[0].startswith(told)
+    told += cut.feed(b"", final=True)
+    assert (told, cut.stop) == naive(text, stops)
+
+
+@given(text=TEXTS, stops=STOPS)
+def test_the_stop_text_may_be_kept(text: str, stops: list[str]) -> None:
+    cut = TextCut(StopTexts(stops), include_stop=True)
+    told = cut.feed(text.encode()) + cut.feed(b"", final=True)
+    before, stop = naive(text, stops)
+    assert told == before + (stop or "")
+
+
+@given(data=st.binary(max_size=40), size=st.integers(1, 5))
+def test_bytes_that_are_no_text_are_told_as_python_reads_them(data: bytes, size: int) -> None:
+    cut = TextCut()
+    parts = [cut.feed(data[i : i + size]) for i in range(0, len(data), size)]
+    assert "".join(parts) + cut.feed(b"", final=True) == data.decode("utf-8", "replace")
+
+
+def test_thousands_of_stop_texts_cost_no_more_than_one() -> None:
+    stops = [f"{number:04d}stop" for number in range(4096)]
+    made = StopTexts(stops)
+    text = ("0123" * 5000 + "4095stop").encode()
+    began = time.process_time()
+    cut = TextCut(made)
+    assert cut.feed(text) == "0123" * 5000
+    assert cut.stop == "4095stop"
+    assert time.process_time() - began < 1
+
+
+def drawing(stops: Sequence[str] = (), **more: object) -> Drawing:
+    fields: dict[str, object] = {
+        "max_tokens": 99, "room": 1000, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+        "seed": None,
+        "eos_token_ids": (255,), "stop_token_ids": frozenset(),
+        "stops": StopTexts(stops) if stops else None, "hints": (), "include_stop": False,
+        "skip_special": True, "logprobs": False, "top_logprobs": 0, **more,
+    }  # fmt: skip
+    return Drawing(**fields)  # type: ignore[arg-type]
+
+
+BYTES = Words([bytes([i]) for i in range(256)], 256, special=[1])
+
+
+def pieces(data: bytes, reason: str, ending: int = 0, size: int = 1) -> list[Piece]:
+    ids = np.frombuffer(data, np.uint8).astype(np.int32)
+    logprobs = -ids.astype(np.float32)
+    parts = [slice(i, i + size) for i in range(0, len(ids), size)]
+    made = [Piece(part.start, ids[part], logprobs[part]) for part in parts[:-1]]
+    last = parts[-1]
+    return [*made, Piece(last.start, ids[last], logprobs[last], None, reason, ending)]  # type: ignore[arg-type]
+
+
+def told(drawn: Drawing, all_pieces: Sequence[Piece]) -> Part:
+    teller, parts = Teller(BYTES, drawn), []
+    for piece in all_pieces:
+        parts.append(teller.part(piece))
+        if parts[-1].finish_reason is not None:
+            break
+    return together(parts)
+
+
+@pytest.mark.parametrize("size", [1, 2, 50])
+def test_what_ended_a_continuation_is_among_its_tokens_and_not_in_its_text(size: int) -> None:
+    part = told(drawing(), pieces("naïve".encode() + b"\xff", "eos", 1, size))
+    assert (part.text, part.finish_reason, part.stop_reason) == ("naïve", "stop", None)
+    assert part.token_ids == [*"naïve".encode(), 255]
+    assert part.logprobs is not None
+    assert part.logprobs.tolist() == [-float(i) for i in part.token_ids]
+
+
+@pytest.mark.parametrize("size", [1, 3, 50])
+def test_tokens_behind_a_stop_text_are_none_of_it(size: int) -> None:
+    part = told(drawing(["\n\n", "zz"]), pieces(b"one\n\ntwo", "length", 0, size))
+    assert (part.text, part.finish_reason, part.stop_reason) == ("one", "stop", "\n\n")
+    assert bytes(part.token_ids) == b"one\n\n"
+
+
+def test_a_stop_text_that_only_begins_is_told_in_the_end() -> None:
+    part = told(drawing(["\n\n"]), pieces(b"one\n", "length"))
+    assert (part.text, part.finish_reason) == ("one\n", "length")
+
+
+def test_special_tokens_are_no_text_unless_they_are_asked_for() -> None:
+    assert told(drawing(), pieces(b"a\x01b", "length")).text == "ab"
+    assert told(drawing(skip_special=False), pieces(b"a\x01b", "length")).text == "a\x01b"
+
+
+def test_a_token_that_was_asked_for_as_an_end_is_said() -> None:
+    part = told(drawing(stop_token_ids=frozenset({33})), pieces(b"a!", "eos", 1))
+    assert (part.text, part.stop_reason) == ("a", 33)
+
+
+def test_half_a_character_waits_for_its_other_half() -> None:
+    teller = Teller(BYTES, drawing())
+    parts = [teller.part(piece).text for piece in pieces("€".encode(), "length")]
+    assert parts == ["", "", "€"]
+    assert told(drawing(), pieces("€".encode()[:2], "length")).text == "�"
