@@ -1,4 +1,4 @@
-"""Settings of clients and workers: ``LMPOOL_*`` variables, or arguments of the same names.
+"""Settings of clients, workers and gateways: ``LMPOOL_*`` variables, or arguments so named.
 
 A value that cannot be used is refused when it is read, with a message that names it and says what
 to write instead. Passwords stay out of messages and reprs.
@@ -10,7 +10,8 @@ import difflib
 import os
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, Unpack
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -32,14 +33,17 @@ from lmpool.model_info import MAX_SHARDS
 
 __all__ = [
     "ClientOptions",
+    "GatewaySettings",
     "Priority",
     "WorkerOptions",
     "check_url",
     "mask_url",
+    "pool_addresses",
     "refuse_unknown_variables",
 ]
 
 PREFIX: Final = "LMPOOL_"
+GATEWAY_PREFIX: Final = "LMPOOL_GATEWAY_"
 RENAMED: Final = {"lanes": "shards"}
 """Settings that are called otherwise now."""
 SCHEMES = ("redis", "rediss", "unix", *SENTINEL_SCHEMES)
@@ -129,7 +133,7 @@ Pool = Annotated[str, AfterValidator(check_pool_name)]
 Seconds = Annotated[float, Field(gt=0, le=86_400 * 30, allow_inf_nan=False)]
 
 
-class _Options(BaseSettings):
+class _Settings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
         extra="forbid",
@@ -139,9 +143,6 @@ class _Options(BaseSettings):
         arbitrary_types_allowed=False,
         protected_namespaces=(),
     )
-
-    url: Url = Field("redis://localhost:6379/0", description="the Redis-compatible server")
-    pool: Pool = Field("default", description="the pool's name")
 
     def __init__(self, **given: Any) -> None:
         unknown = [name for name in given if name not in type(self).model_fields]
@@ -159,6 +160,11 @@ class _Options(BaseSettings):
             if type(error).__name__ != "SettingsError":
                 raise SettingsError(f"settings that cannot be read ({said(error)})") from error
             raise SettingsError(_not_json(str(error), type(self).model_fields)) from None
+
+
+class _Options(_Settings):
+    url: Url = Field("redis://localhost:6379/0", description="the Redis-compatible server")
+    pool: Pool = Field("default", description="the pool's name")
 
     def __repr__(self) -> str:
         shown = {name: getattr(self, name) for name in type(self).model_fields}
@@ -293,6 +299,73 @@ class WorkerOptions(_Options):
         return self
 
 
+def pool_addresses(texts: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Pools that are written as ``NAME`` or ``NAME=URL``, and the URL of each that has one.
+
+    Raises `SettingsError` for what is no name or no URL, and for a name that is there twice.
+    """
+    found: dict[str, str | None] = {}
+    for text in texts:
+        name, equals, url = text.partition("=")
+        check_pool_name(name)
+        if name in found:
+            raise SettingsError(f"pool={name!r} is there more than once: a name is one pool's")
+        try:
+            found[name] = check_url(url) if equals else None
+        except SettingsError as error:
+            raise SettingsError(f"pool={name!r}: {error}") from None
+    return list(found.items())
+
+
+def _check_pools(text: str) -> str:
+    pool_addresses(text.split())
+    return text
+
+
+class GatewaySettings(_Settings):
+    """What ``lmpool gateway`` can be told, but for the server that it asks."""
+
+    model_config = SettingsConfigDict(env_prefix=GATEWAY_PREFIX)
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **given: Any) -> None: ...
+
+    pool: Annotated[str, AfterValidator(_check_pools)] | None = Field(
+        None,
+        repr=False,
+        description="pools, with blanks between: NAME, or NAME=URL where it has a server of its "
+        "own; by default the one of LMPOOL_POOL",
+    )
+    host: str = Field("127.0.0.1", min_length=1, description="where to listen; 0.0.0.0: everywhere")
+    port: int = Field(8000, ge=0, le=65_535, description="0 takes any that is free")
+    api_keys: Path | None = Field(
+        None, description="a file of the keys that may ask, a line each as gateway-key writes it"
+    )
+    chat_template: Path | None = Field(
+        None, description="a file with a chat template, in place of the model's own"
+    )
+    queue_timeout: Seconds = Field(240.0, description="seconds to wait for room or workers")
+    timeout: Seconds = Field(600.0, description="seconds a request may take")
+    body_timeout: Seconds = Field(
+        30.0, description="seconds the head of a request, and then its body, may take to come"
+    )
+    max_body: ByteSize = Field(ByteSize(64 << 20), ge=1, description="most bytes of a request")
+    max_response: ByteSize = Field(ByteSize(512 << 20), ge=1, description="most bytes of an answer")
+    max_prompts: int = Field(2048, ge=1, description="most prompts of a request, times n")
+    max_n: int = Field(128, ge=1, description="most choices of a prompt")
+    max_logprobs: int = Field(100, ge=0, description="most of the likeliest tokens at a position")
+    max_in_flight: int = Field(2048, ge=1, description="most prompts that are asked at once")
+    key_requests: int | None = Field(
+        None, ge=1, description="most requests of a key at once, if its line says nothing else"
+    )
+    compress: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="whether an answer is compressed that may be; auto leaves out callers on "
+        "this machine",
+    )
+
+
 def _refuse_misfits(name: str, value: object, field: FieldInfo) -> None:
     """What pydantic takes, and nobody means or no process can be told. Raises `SettingsError`."""
     if isinstance(value, bool) and field.annotation is not bool:
@@ -312,16 +385,22 @@ def refuse_unknown_variables(environ: Iterable[str] | None = None) -> None:
 
     Raises `SettingsError` for a ``LMPOOL_*`` variable that nothing reads: mostly a typo.
     """
-    fields = {**ClientOptions.model_fields, **WorkerOptions.model_fields}
+    known = [
+        _variable(options, field)
+        for options in (ClientOptions, WorkerOptions, GatewaySettings)
+        for field in options.model_fields
+    ]
     for name in os.environ if environ is None else environ:
         rest = name.removeprefix(PREFIX)
         # LMPOOL_TEST_* and the like belong to the project's own tools.
         if rest == name or rest.startswith(("TEST_", "REQUIRE_", "BENCH_")):
             continue
-        if rest.lower() not in fields:
-            raise SettingsError(
-                unknown_name(name, (PREFIX + f.upper() for f in fields), "variable")
-            )
+        if name.upper() not in known:
+            raise SettingsError(unknown_name(name, dict.fromkeys(known), "variable"))
+
+
+def _variable(options: type[BaseSettings], field: str) -> str:
+    return options.model_config.get("env_prefix", PREFIX) + field.upper()
 
 
 def unknown_name(name: str, known: Iterable[str], what: str) -> str:
@@ -350,7 +429,7 @@ def _explain(error: ValidationError, options: type[BaseSettings], given: dict[st
     lines = []
     for found in error.errors(include_url=False, include_input=False):
         field = str(found["loc"][0]) if found["loc"] else ""
-        variable = PREFIX + field.upper()
+        variable = _variable(options, field)
         cause = found.get("ctx", {}).get("error")
         if isinstance(cause, SettingsError):
             text = str(cause)

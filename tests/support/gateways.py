@@ -13,6 +13,7 @@ from typing import Self
 
 import psutil
 
+from tests.support.server import listens
 from tests.support.waiting import until
 from tests.support.workers import clean_environment
 
@@ -23,20 +24,30 @@ _WHERE = re.compile(r"http://[^\s/]+")
 class GatewayProcess:
     """``lmpool gateway`` on a free port, in front of `pools` of the server at `url`."""
 
-    def __init__(self, url: str, *pools: str, options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        url: str,
+        *pools: str,
+        options: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="lmpool-gateway-")
         self.log_file = Path(self._folder.name) / "log"
         named = [part for pool in pools for part in ("--pool", pool)]
+        self._command = [*GATEWAY, "--url", url, *named, *options]
         # A terminal of one column would break the line that says where it is.
-        environment = {**clean_environment(), "COLUMNS": "500"}
-        with self.log_file.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*GATEWAY, "--url", url, *named, "--port", "0", *options],
+        self._environment = {**clean_environment(), "COLUMNS": "500", **(environment or {})}
+        self.base_url = ""
+        self.process = self._started(0)
+
+    def _started(self, port: int) -> subprocess.Popen[bytes]:
+        with self.log_file.open("ab") as log:
+            return subprocess.Popen(
+                [*self._command, "--port", str(port)],
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env=self._environment,
             )
-        self.base_url = ""
 
     def __enter__(self) -> Self:
         until(self._says_where, 60, what="the gateway to listen")
@@ -59,6 +70,17 @@ class GatewayProcess:
             print(self.log())
         self._folder.cleanup()
 
+    def kill(self) -> None:
+        """End it at once: it gets no chance to clean up."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def start_again(self) -> None:
+        """Start it where it was; it listens when this returns."""
+        assert self.process.poll() is not None, "it runs already"
+        self.process = self._started(self.port)
+        until(self._listens, 60, what="the gateway to listen again")
+
     def log(self) -> str:
         """What it said so far."""
         return self.log_file.read_text("utf-8", "replace")
@@ -71,6 +93,10 @@ class GatewayProcess:
     def port(self) -> int:
         """Where it listens on this machine."""
         return int(self.base_url.rpartition(":")[2])
+
+    def _listens(self) -> bool:
+        assert self.process.poll() is None, self.log()
+        return listens(self.port)
 
     def _says_where(self) -> bool:
         assert self.process.poll() is None, self.log()

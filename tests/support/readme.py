@@ -1,4 +1,4 @@
-"""The README's parts that come from the code. `python -m tests.support.readme` writes them."""
+"""Parts of documents that come from the code. `python -m tests.support.readme` writes them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lmpool.settings import PREFIX, ClientOptions, WorkerOptions
+from pydantic import ByteSize
+
+from lmpool.settings import (
+    GATEWAY_PREFIX,
+    PREFIX,
+    ClientOptions,
+    GatewaySettings,
+    WorkerOptions,
+)
 
 README = Path(__file__).parents[2] / "README.md"
+GATEWAY = README.parent / "docs" / "gateway.md"
 
 
 def settings_table() -> str:
@@ -27,11 +36,21 @@ def settings_table() -> str:
     return "\n".join(lines)
 
 
+def gateway_table() -> str:
+    """Every setting of a gateway: its option, its variable, its default, and what it is."""
+    lines = ["| option | variable | default | what |", "|---|---|---|---|"]
+    for name, field in GatewaySettings.model_fields.items():
+        option = f"`--{name.replace('_', '-')}`"
+        variable = f"`{GATEWAY_PREFIX}{name.upper()}`"
+        lines.append(f"| {option} | {variable} | {_default(name, field)} | {field.description} |")
+    return "\n".join(lines)
+
+
 def _default(name: str, field: Any) -> str:
     if name == "worker_name":
         return "the host's name"
     value = field.get_default(call_default_factory=True)
-    if name == "cache_bytes":
+    if isinstance(value, ByteSize):
         return f"`{value >> 20}MiB`"
     if value is None:
         return ""
@@ -43,7 +62,7 @@ def _default(name: str, field: Any) -> str:
 def section(text: str, name: str) -> str:
     """What stands between ``<!-- name -->`` and ``<!-- /name -->``."""
     found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", text, re.DOTALL)
-    assert found is not None, f"the README has no section {name}"
+    assert found is not None, f"there is no section {name}"
     return found.group(1).strip()
 
 
@@ -56,6 +75,5 @@ def with_section(text: str, name: str, content: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(
-        with_section(README.read_text("utf-8"), "settings", settings_table()), "utf-8"
-    )
+    for page, table in ((README, settings_table()), (GATEWAY, gateway_table())):
+        page.write_text(with_section(page.read_text("utf-8"), "settings", table), "utf-8")
