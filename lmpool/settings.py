@@ -350,7 +350,7 @@ class GatewaySettings(_Settings):
     body_timeout: Seconds = Field(
         30.0, description="seconds the head of a request, and then its body, may take to come"
     )
-    max_body: ByteSize = Field(ByteSize(64 << 20), ge=1, description="most bytes of a request")
+    max_body: ByteSize = Field(ByteSize(16 << 20), ge=1, description="most bytes of a request")
     max_response: ByteSize = Field(ByteSize(512 << 20), ge=1, description="most bytes of an answer")
     max_prompts: int = Field(2048, ge=1, description="most prompts of a request, times n")
     max_n: int = Field(128, ge=1, description="most choices of a prompt")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias, cast
 
 from fastapi import APIRouter, Header
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from lmpool import Ask
 from lmpool.errors import LmpoolError, PoolBusy
+from lmpool.gateway.aside import aside
 from lmpool.gateway.binary_forms import (
     EVENTS,
     JSON,
@@ -32,17 +33,15 @@ from lmpool.gateway.binary_forms import (
 from lmpool.gateway.errors import ASKING, ApiError, too_long
 from lmpool.gateway.pools import Model
 from lmpool.gateway.responding import respond
-from lmpool.gateway.sampling import Id
-from lmpool.gateway.sampling import Ids as PromptIds
+from lmpool.gateway.sampling import Id, Prompts, prompts_of
 from lmpool.gateway.schemas import Answer, Request
-from lmpool.gateway.state import Gateway, gateway_of
+from lmpool.gateway.sse import Streamed
+from lmpool.gateway.state import BUSY_PAUSE, Gateway, gateway_of
 from lmpool.producer.deadline import Deadline
 from lmpool.wants import Draw, Hidden, Row, Score, Tokens, Top, Want
 
 router = APIRouter()
 
-BUSY_PAUSE: Final = (0.05, 0.5)
-"""Seconds between two tries at a pool whose backlog is full, as they grow."""
 HELD_BYTES: Final = 64 << 20
 """Of answers that a stream holds for a slow reader."""
 IN_FLIGHT: Final = 512
@@ -147,12 +146,7 @@ class LogprobsRequest(Request):
     """Prompts, and what is wanted of them: one want for all, or one for each."""
 
     model: str | None = Field(None, max_length=512)
-    prompt: (
-        str
-        | PromptIds
-        | Annotated[list[str], Field(fail_fast=True)]
-        | Annotated[list[PromptIds], Field(fail_fast=True)]
-    )
+    prompt: Prompts
     want: WantBody | list[WantBody] | None = None
     add_special_tokens: bool | None = None
     stream: bool | None = None
@@ -210,16 +204,12 @@ async def logprobs(
     form.check(call.wants)
     call.check_size(form)
     if body.stream:
-        return StreamingResponse(
-            await _begun(_stream(call, form)),
-            media_type=form.stream_type,
-            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
-        )
+        return Streamed(await _begun(_stream(call, form)), form.stream_type)
     found = await call.all()
     if call.bytes <= SMALL:
         content, headers = form.all(found)
     else:
-        content, headers = await asyncio.to_thread(form.all, found)
+        content, headers = await aside(form.all, found)
     if form.media_type == JSON:
         return await respond(request, content, JSON)
     return Response(content, media_type=form.media_type, headers=headers)
@@ -232,14 +222,16 @@ class _Call:
         self._gateway = gateway
         self._model = model
         self._deadline = deadline
-        self.prompts: list[Sequence[int]] = []
+        self.prompts: list[list[int]] = []
+        self._refused: dict[int, ApiError] = {}
+        """By their numbers, texts that are not read."""
         self.wants: list[Want] = []
         self.bytes = 0
         """Of all answers in binary, about."""
 
     async def check(self, body: LogprobsRequest) -> None:
         """Refuse what cannot be answered as a whole. Raises `ApiError`."""
-        prompts: list[Any] = body.prompt if _is_list(body.prompt) else [body.prompt]  # type: ignore[assignment]
+        prompts = list(prompts_of(body.prompt))
         most = self._gateway.options.max_prompts
         if not prompts:
             raise ApiError(400, "an empty list of prompts: send one or more", param="prompt")
@@ -252,9 +244,14 @@ class _Call:
             )
         self.wants = _wants(body.want, len(prompts))
         special = body.add_special_tokens is not False
-        for prompt in prompts:
-            text = isinstance(prompt, str)
-            self.prompts.append(await self._model.words.encode(prompt, special) if text else prompt)
+        most = self._model.longest_text
+        for number, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                error = self._model.words.refused(prompt, most=most)
+                if error is not None:
+                    self._refused[number] = error
+                    prompts[number] = []
+        self.prompts = await self._model.ids_of(prompts, special)
 
     def check_size(self, form: Form) -> None:
         """Refuse what would be too long. Raises `ApiError`."""
@@ -293,7 +290,9 @@ class _Call:
         left: list[int] = []
         for number, (prompt, want) in enumerate(zip(self.prompts, self.wants, strict=True)):
             most = want.longest_prompt(self._model.info.max_prompt_tokens)
-            if len(prompt) > most:
+            if number in self._refused:
+                yield number, self._refused[number]
+            elif len(prompt) > most:
                 yield number, too_long(len(prompt), most)
             else:
                 left.append(number)
@@ -325,8 +324,9 @@ class _Call:
             found = model.lm.ask_iter(
                 asks, in_flight=in_flight, errors="return", timeout=self._deadline.at_least(0.001)
             )
-            async for number, answer in found:
-                yield numbers[number], answer
+            async with aclosing(cast("AsyncGenerator[tuple[int, Any]]", found)) as answers:
+                async for number, answer in answers:
+                    yield numbers[number], answer
         except LmpoolError as error:
             raise self._gateway.answer_to(model, error) from None
 
@@ -350,7 +350,7 @@ async def _stream(call: _Call, form: Form) -> AsyncGenerator[bytes]:
         yield end
 
 
-async def _begun(parts: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+async def _begun(parts: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
     """A stream whose first part is there. Raises what it raises until then."""
     try:
         first = await anext(parts)
@@ -358,7 +358,7 @@ async def _begun(parts: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
         await parts.aclose()
         raise
 
-    async def whole() -> AsyncIterator[bytes]:
+    async def whole() -> AsyncGenerator[bytes]:
         async with aclosing(parts):
             yield first
             async for part in parts:
@@ -381,8 +381,3 @@ def _wants(given: Any, count: int) -> list[Want]:
     if isinstance(want, Draw):
         return list(want.each(count))
     return [want] * count
-
-
-def _is_list(prompt: object) -> bool:
-    """Whether these are prompts, and not one."""
-    return isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int))

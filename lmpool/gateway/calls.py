@@ -5,29 +5,37 @@ Completions and chats differ in how they are read and written, and share this.
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from lmpool.gateway.aside import aside
 from lmpool.gateway.drawing import Part, parts, together, told
 from lmpool.gateway.errors import ApiError
 from lmpool.gateway.first_token import FirstToken
+from lmpool.gateway.json_parts import Raw
 from lmpool.gateway.merging import gathered
 from lmpool.gateway.pools import Model
+from lmpool.gateway.prompt_logprobs_json import prompt_logprobs
+from lmpool.gateway.responding import respond
 from lmpool.gateway.sampling import Drawing, SamplingRequest, check_bound, check_length
+from lmpool.gateway.sse import event_stream
 from lmpool.gateway.state import Gateway
 from lmpool.producer.deadline import Deadline
 from lmpool.wants import Score, TextScores, TopLogprobs
-
-T = TypeVar("T")
 
 FEW_NUMBERS: Final = 5000
 """Log-probabilities that are written at once."""
 NUMBER_BYTES: Final = 48
 """What one log-probability takes as JSON, about."""
+OBJECT_BYTES: Final = 512
+"""What it takes where it is an object of Python's first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,7 @@ class Answered:
     drawn: list[Part]
 
 
-class Call:
+class Call(ABC):
     """The prompts of a request, each of which goes on `n` times."""
 
     def __init__(
@@ -85,21 +93,24 @@ class Call:
         tops = min(tops, self.model.info.vocab_size)
         self.score_tops = max(tops, self.score_tops or 0)
 
+    def check_count(self, count: int) -> None:
+        """Refuse more prompts than there may be, or none. Raises `ApiError`."""
+        most = self.gateway.options.max_prompts
+        if not count:
+            raise ApiError(400, "an empty list of prompts: send one or more", param="prompt")
+        if count * self.n > most:
+            raise ApiError(
+                400,
+                f"{count} prompts times n={self.n}: this gateway takes at most {most} at once; "
+                "send them in parts",
+                param="prompt",
+            )
+
     def check_prompts(self, prompts: Sequence[Prompt], drawn: int, param: str = "prompt") -> None:
         """Take these prompts, or refuse them, after each of which `drawn` tokens are asked for.
 
         Raises `ApiError`.
         """
-        most = self.gateway.options.max_prompts
-        if not prompts:
-            raise ApiError(400, "an empty list of prompts: send one or more", param=param)
-        if len(prompts) * self.n > most:
-            raise ApiError(
-                400,
-                f"{len(prompts)} prompts times n={self.n}: this gateway takes at most {most} at "
-                "once; send them in parts",
-                param=param,
-            )
         # The last token of a text that is only scored needs no answer after it.
         bound = self.model.info.max_prompt_tokens + (drawn == 0)
         for prompt in prompts:
@@ -117,11 +128,7 @@ class Call:
 
     def check_size(self) -> None:
         """Refuse what would be too long an answer. Raises `ApiError`."""
-        size = self.numbers * NUMBER_BYTES
-        if size > 2 * self.gateway.options.max_response_bytes:
-            raise ApiError(
-                413, f"an answer of about {size} bytes: ask for fewer log-probabilities at once"
-            )
+        check_numbers(self.numbers, self.gateway)
 
     # --- asking --------------------------------------------------------------------------------
 
@@ -192,11 +199,34 @@ class Call:
 
     # --- telling -------------------------------------------------------------------------------
 
-    async def written(self, write: Callable[[T], bytes], found: T) -> bytes:
-        """What `write` makes of it; a long one leaves the event loop to others."""
+    @abstractmethod
+    def whole(self, answered: list[Answered]) -> bytes:
+        """The answer as JSON."""
+
+    @abstractmethod
+    def chunks(self) -> AsyncGenerator[dict[str, Any]]:
+        """The events of a stream."""
+
+    async def reply(self, request: HttpRequest) -> Response:
+        """The answer, or the stream where that was asked for. Raises `ApiError`."""
+        if self.body.stream:
+            return await event_stream(self.chunks())
+        answered = await self.answered()
         if self.numbers <= FEW_NUMBERS:
-            return write(found)
-        return await asyncio.to_thread(write, found)
+            content = self.whole(answered)
+        else:  # and leave the event loop to others
+            content = await aside(self.whole, answered)
+        return await respond(request, content, "application/json")
+
+    def of_prompt(self, prompt: Prompt, scores: TextScores | None) -> dict[str, Any]:
+        """What is told of a prompt, where it was asked for."""
+        found: dict[str, Any] = {}
+        if self.body.prompt_logprobs is not None:
+            cut = with_tops(scores, self.body.prompt_logprobs)
+            found["prompt_logprobs"] = Raw(prompt_logprobs(self.model.words, prompt.ids, cut))
+        if self.body.return_token_ids:
+            found["prompt_token_ids"] = prompt.ids
+        return found
 
     def usage(self, drawn: int) -> dict[str, int]:
         """Tokens: a prompt counts once, whatever `n`."""
@@ -216,6 +246,18 @@ class Call:
             "model": self.model.name,
             **fields,
         }
+
+
+def check_numbers(count: int, gateway: Gateway, each: int = NUMBER_BYTES) -> None:
+    """Refuse an answer of so many log-probabilities, of `each` so many bytes, that is too long.
+
+    Raises `ApiError`.
+    """
+    size = count * each
+    if size > 2 * gateway.options.max_response_bytes:
+        raise ApiError(
+            413, f"an answer of about {size} bytes: ask for fewer log-probabilities at once"
+        )
 
 
 def with_tops(scores: TextScores | None, k: int) -> TextScores | None:

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated, Any, Final, Literal
 
-import numpy as np
 from fastapi import APIRouter
 from pydantic import ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from lmpool.gateway.calls import Answered, Call, Prompt, with_tops
+from lmpool.gateway.aside import aside
+from lmpool.gateway.calls import Answered, Call, Prompt
 from lmpool.gateway.drawing import Part, parts
 from lmpool.gateway.errors import ASKING, ApiError
 from lmpool.gateway.json_parts import Raw, dumps
-from lmpool.gateway.logprobs import finite
 from lmpool.gateway.merging import merged
 from lmpool.gateway.pools import Model
-from lmpool.gateway.prompt_logprobs_json import prompt_logprobs
-from lmpool.gateway.responding import respond
+from lmpool.gateway.prompt_logprobs_json import chat_content
 from lmpool.gateway.sampling import SamplingRequest, drawing
 from lmpool.gateway.schemas import Answer, JsonRoute, Request, Usage
-from lmpool.gateway.sse import EVENTS, event_stream
+from lmpool.gateway.sse import EVENTS
 from lmpool.gateway.state import Gateway, gateway_of
 from lmpool.producer.deadline import Deadline
-from lmpool.wants import TextScores
-from lmpool.wants.answers import Logprobs
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -120,13 +117,15 @@ async def chat_ids(model: Model, body: ChatTurns) -> list[int]:
             "continue_final_message and add_generation_prompt: only one of them can be true",
             param="continue_final_message",
         )
-    text = template.render(
+    text = await aside(
+        template.render,
         [_plain(message) for message in body.messages],
         add_generation_prompt=not goes_on if prompted is None else prompted,
         continue_final_message=goes_on,
         arguments=body.chat_template_kwargs,
     )
-    return await model.words.encode(text, bool(body.add_special_tokens), "messages")
+    special = bool(body.add_special_tokens)
+    return await model.words.encode(text, special, "messages", model.longest_text)
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -171,27 +170,17 @@ class _Chat(Call):
         """The ``logprobs`` of a part."""
         if not self.body.logprobs or part.logprobs is None:
             return None
-        content = []
-        for at, token in enumerate(part.token_ids):
-            number, likely = _numbers(part, at, token, part.logprobs)
-            entry = self._entry(token, number)
-            entry["top_logprobs"] = [self._entry(other, its) for other, its in likely]
-            content.append(entry)
-        return {"content": content, "refusal": None}
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        told = chat_content(
+            self.model.words, part.token_ids, part.logprobs, part.top_logprobs, as_ids
+        )
+        return {"content": Raw(told), "refusal": None}
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        words = self.model.words
-        as_id = self.body.return_tokens_as_token_ids
-        return {
-            "token": f"token_id:{token}" if as_id else words.text(token),
-            "logprob": finite(logprob),
-            "bytes": list(words.token_bytes(token)),
-        }
-
-    def whole(self, answered: Answered) -> bytes:
+    def whole(self, answered: list[Answered]) -> bytes:
         """The answer as JSON."""
+        (prompt,), (of_it,) = self.prompts, answered
         choices = []
-        for index, part in enumerate(answered.drawn):
+        for index, part in enumerate(of_it.drawn):
             choice: dict[str, Any] = {
                 "index": index,
                 "message": {"role": "assistant", "content": part.text, "refusal": None},
@@ -202,21 +191,10 @@ class _Chat(Call):
             if self.body.return_token_ids:
                 choice["token_ids"] = part.token_ids
             choices.append(choice)
-        drawn = sum(len(part.token_ids) for part in answered.drawn)
+        drawn = sum(len(part.token_ids) for part in of_it.drawn)
         found = self.answer(KIND, choices=choices, usage=self.usage(drawn))
-        (prompt,) = self.prompts
-        found |= self._of_prompt(prompt, answered.scores)
+        found |= self.of_prompt(prompt, of_it.scores)
         return dumps(found)
-
-    def _of_prompt(self, prompt: Prompt, scores: TextScores | None) -> dict[str, Any]:
-        """What is told of the prompt, where it was asked for."""
-        found: dict[str, Any] = {}
-        if self.body.prompt_logprobs is not None:
-            cut = with_tops(scores, self.body.prompt_logprobs)
-            found["prompt_logprobs"] = Raw(prompt_logprobs(self.model.words, prompt.ids, cut))
-        if self.body.return_token_ids:
-            found["prompt_token_ids"] = prompt.ids
-        return found
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
         """The events of a stream."""
@@ -227,16 +205,17 @@ class _Chat(Call):
             for j in range(self.n)
         ]
         begun: set[int] = set()
-        async for index, part in merged(sources):
-            if index not in begun:
-                delta = {"role": "assistant", "content": ""}
-                chunk = self._chunk(index, delta)
-                if not begun:
-                    chunk |= self._of_prompt(prompt, scores)
-                begun.add(index)
-                yield chunk
-            drawn += len(part.token_ids)
-            yield self._chunk(index, {"content": part.text}, part)
+        async with aclosing(merged(sources)) as found:
+            async for index, part in found:
+                if index not in begun:
+                    delta = {"role": "assistant", "content": ""}
+                    chunk = self._chunk(index, delta)
+                    if not begun:
+                        chunk |= self.of_prompt(prompt, scores)
+                    begun.add(index)
+                    yield chunk
+                drawn += len(part.token_ids)
+                yield self._chunk(index, {"content": part.text}, part)
         if self.tells_usage:
             yield self.answer(CHUNK, choices=[], usage=self.usage(drawn))
 
@@ -257,20 +236,6 @@ class _Chat(Call):
         return chunk
 
 
-def _numbers(
-    part: Part, at: int, token: int, logprobs: Logprobs
-) -> tuple[float, list[tuple[int, float]]]:
-    """The log-probability of the token at a place, and the likeliest there: the same float where
-    it is one of them."""
-    top = part.top_logprobs
-    if top is None:
-        return float(logprobs[at]), []
-    ids, numbers = top.token_ids[at], top.logprobs[at]
-    same = np.flatnonzero(ids == token)
-    number = float(numbers[same[0]]) if same.size else float(logprobs[at])
-    return number, list(zip(ids.tolist(), numbers.tolist(), strict=True))
-
-
 @router.post(
     "/v1/chat/completions",
     responses={**ASKING, 200: {"model": ChatCompletion, "content": EVENTS}},
@@ -283,8 +248,4 @@ async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
     deadline = gateway.deadline()
     model = await gateway.model(body.model, deadline)
     call = await _Chat.of(gateway, model, body, deadline)
-    if body.stream:
-        return await event_stream(call.chunks())
-    (answered,) = await call.answered()
-    content = await call.written(call.whole, answered)
-    return await respond(request, content, "application/json")
+    return await call.reply(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -13,16 +14,15 @@ from starlette.responses import Response
 
 from lmpool.gateway.calls import Answered, Call, Prompt, with_tops
 from lmpool.gateway.drawing import Part, parts
-from lmpool.gateway.errors import ASKING, ApiError
+from lmpool.gateway.errors import ASKING
 from lmpool.gateway.json_parts import Raw, dumps
 from lmpool.gateway.logprobs import joined
 from lmpool.gateway.merging import merged
 from lmpool.gateway.pools import Model
-from lmpool.gateway.prompt_logprobs_json import completion_logprobs, prompt_logprobs
-from lmpool.gateway.responding import respond
-from lmpool.gateway.sampling import Ids, SamplingRequest, drawing
+from lmpool.gateway.prompt_logprobs_json import completion_logprobs
+from lmpool.gateway.sampling import Prompts, SamplingRequest, drawing, prompts_of
 from lmpool.gateway.schemas import Answer, JsonRoute, Usage
-from lmpool.gateway.sse import EVENTS, event_stream
+from lmpool.gateway.sse import EVENTS
 from lmpool.gateway.state import Gateway, gateway_of
 from lmpool.producer.deadline import Deadline
 from lmpool.wants import TextScores
@@ -36,13 +36,7 @@ KIND: Final = "text_completion"
 class CompletionRequest(SamplingRequest):
     """A completion: of a text, of texts, of token ids, or of lists of them."""
 
-    # The first wrong item says enough: of millions, all would fill the memory.
-    prompt: (
-        str
-        | Ids
-        | Annotated[list[str], Field(fail_fast=True)]
-        | Annotated[list[Ids], Field(fail_fast=True)]
-    )
+    prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
@@ -86,10 +80,16 @@ class _Completions(Call):
         call.check_tops("prompt_logprobs", body.prompt_logprobs)
         asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         drawn = USUAL_TOKENS if asked is None else asked
-        given: list[Any] = body.prompt if _is_list(body.prompt) else [body.prompt]  # type: ignore[assignment]
-        prompts = [await call._prompt(each) for each in given[: gateway.options.max_prompts + 1]]
-        call.check_prompts(prompts, drawn)
-        shortest = min(len(prompt.ids) for prompt in prompts)
+        given = prompts_of(body.prompt)
+        call.check_count(len(given))
+        ids = await model.ids_of(given, body.add_special_tokens is not False)
+        for each in ids:
+            model.check_ids(each, "prompt")
+        call.check_prompts([Prompt(each) for each in ids], drawn)
+        if body.echo:
+            texts = [g if isinstance(g, str) else model.words.decode(g) for g in given]
+            call.prompts = list(map(Prompt, ids, texts))
+        shortest = min(len(prompt.ids) for prompt in call.prompts)
         call.drawing = await drawing(body, model, drawn, body.logprobs, shortest)
         if call.echoes_scores:
             call.scored(body.logprobs or 0)
@@ -97,18 +97,6 @@ class _Completions(Call):
             call.scored(body.prompt_logprobs)
         call.check_size()
         return call
-
-    async def _prompt(self, given: str | list[int]) -> Prompt:
-        words, size = self.model.words, self.model.info.vocab_size
-        if isinstance(given, str):
-            ids = await words.encode(given, self.body.add_special_tokens is not False)
-            return Prompt(ids, given)
-        bad = next((token for token in given if token >= size), None)
-        if bad is not None:
-            raise ApiError(
-                400, f"token id {bad}: this model has ids from 0 to {size - 1}", param="prompt"
-            )
-        return Prompt(given, words.decode(given) if self.body.echo else "")
 
     @property
     def echoes_scores(self) -> bool:
@@ -118,32 +106,29 @@ class _Completions(Call):
     # --- telling -------------------------------------------------------------------------------
 
     def choice(
-        self, index: int, prompt: Prompt, scores: TextScores | None, part: Part
+        self,
+        index: int,
+        prompt: Prompt,
+        scores: TextScores | None,
+        part: Part,
+        offset: int = 0,
+        first: bool = True,
     ) -> dict[str, Any]:
-        """One choice of the answer."""
+        """A choice, or of a stream a part of one, whose `first` tells of the prompt."""
         body = self.body
         found: dict[str, Any] = {
             "index": index,
-            "text": prompt.text + part.text if body.echo else part.text,
+            "text": prompt.text + part.text if first and body.echo else part.text,
             "logprobs": None,
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
         }
         if body.logprobs is not None:
-            found["logprobs"] = self.logprobs(prompt, scores, part, 0, self.echoes_scores)
+            echoed = first and self.echoes_scores
+            found["logprobs"] = self.logprobs(prompt, scores, part, offset, echoed)
         if body.return_token_ids:
             found["token_ids"] = part.token_ids
-        return found | self._of_prompt(prompt, scores)
-
-    def _of_prompt(self, prompt: Prompt, scores: TextScores | None) -> dict[str, Any]:
-        """What is told of a prompt, where it was asked for."""
-        found: dict[str, Any] = {}
-        if self.body.prompt_logprobs is not None:
-            cut = with_tops(scores, self.body.prompt_logprobs)
-            found["prompt_logprobs"] = Raw(prompt_logprobs(self.model.words, prompt.ids, cut))
-        if self.body.return_token_ids:
-            found["prompt_token_ids"] = prompt.ids
-        return found
+        return found | self.of_prompt(prompt, scores) if first else found
 
     def logprobs(
         self,
@@ -193,34 +178,20 @@ class _Completions(Call):
         ]
         offsets = [0] * len(sources)
         begun: set[int] = set()
-        async for index, part in merged(sources):
-            number = index // self.n
-            prompt = None if index in begun else self.prompts[number]
-            begun.add(index)
-            choice: dict[str, Any] = {
-                "index": index,
-                "text": part.text,
-                "logprobs": None,
-                "finish_reason": part.finish_reason,
-                "stop_reason": part.stop_reason,
-            }
-            if prompt is not None and body.echo:
-                choice["text"] = prompt.text + part.text
-            if body.logprobs is not None:
-                echoed = prompt if self.echoes_scores else None
-                choice["logprobs"] = self.logprobs(
-                    self.prompts[number], scores[number], part, offsets[index], echoed is not None
-                )
-                offsets[index] += self.label_length(part, echoed)
-            if body.return_token_ids:
-                choice["token_ids"] = part.token_ids
-            if prompt is not None:
-                choice |= self._of_prompt(prompt, scores[number])
-            drawn += len(part.token_ids)
-            chunk = self.answer(KIND, choices=[choice])
-            if self.tells_usage:
-                chunk["usage"] = None
-            yield chunk
+        async with aclosing(merged(sources)) as found:
+            async for index, part in found:
+                prompt, its = self.prompts[index // self.n], scores[index // self.n]
+                first = index not in begun
+                begun.add(index)
+                choice = self.choice(index, prompt, its, part, offsets[index], first)
+                chunk = self.answer(KIND, choices=[choice])
+                if self.tells_usage:
+                    chunk["usage"] = None
+                yield chunk
+                if body.logprobs is not None:
+                    echoed = prompt if first and self.echoes_scores else None
+                    offsets[index] += self.label_length(part, echoed)
+                drawn += len(part.token_ids)
         if self.tells_usage:
             yield self.answer(KIND, choices=[], usage=self.usage(drawn))
 
@@ -237,12 +208,4 @@ async def completions(body: CompletionRequest, request: HttpRequest) -> Response
     deadline = gateway.deadline()
     model = await gateway.model(body.model, deadline)
     call = await _Completions.of(gateway, model, body, deadline)
-    if body.stream:
-        return await event_stream(call.chunks())
-    content = await call.written(call.whole, await call.answered())
-    return await respond(request, content, "application/json")
-
-
-def _is_list(prompt: object) -> bool:
-    """Whether these are prompts, and not one."""
-    return isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int))
+    return await call.reply(request)

@@ -33,6 +33,10 @@ GRACE: Final = 5.0
 """Seconds beyond a request's time in which its route may still say so itself."""
 PART: Final = 1 << 18
 """Bytes of an answer that are sent at a time."""
+ABORT: Final = "lmpool.abort"
+"""What a server's scope has that ends the connection at once."""
+STALL: Final = 30.0
+"""Seconds in which a caller takes nothing of its answer, and is taken to be gone."""
 LINGER: Final = 2.0
 LINGER_BYTES: Final = 16 << 20
 """Seconds and bytes of the rest of a refused body that are read, so that its sender sees why."""
@@ -75,7 +79,12 @@ class Door:
             if not gone:
                 await self._run(scope, receive, answer, body)
         except ApiError as error:
-            await answer.refuse(error, receive)
+            if answer.begun:
+                await _cut(scope, error.message)
+            else:
+                await answer.refuse(error, receive)
+        except ConnectionAbortedError as error:
+            await _cut(scope, str(error))
         finally:
             self._held -= len(body)
             self._requests -= counted
@@ -175,7 +184,7 @@ class Door:
             )
             if route.done():
                 if answer.error is not None:
-                    raise answer.error
+                    raise answer.error from None
                 route.result()
             elif not gone.done():
                 raise ApiError(503, f"no answer within {self._options.request_timeout:g} s")
@@ -192,10 +201,12 @@ class _Answer:
         self._send = send
         self._most = most
         self._head: Message | None = None
-        self._begun = False
+        self.begun = False
+        """Whether its caller was told anything."""
         self._bytes = 0
-        self.error: ApiError | None = None
-        """That the answer was longer than it may be."""
+        self.error: Exception | None = None
+        """Why the route was not let go on. Kept: the application makes an error of its own of what
+        is raised within it."""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -204,25 +215,30 @@ class _Answer:
         self._bytes += len(message.get("body", b""))
         if self._bytes > self._most:
             self._head = None
-            # Kept: the application makes an error of its own of what is raised within it.
             self.error = ApiError(
                 413, f"an answer of more than {self._most} bytes: ask for fewer at a time"
             )
             raise self.error
         if self._head is not None:
-            head, self._head, self._begun = self._head, None, True
-            await self._send(head)
+            head, self._head, self.begun = self._head, None, True
+            await self._tell(head)
         body = message.get("body", b"")
         for at in range(0, len(body) - PART, PART):  # uvicorn waits for readers between parts
-            await self._send({**message, "body": bytes(body[at : at + PART]), "more_body": True})
+            await self._tell({**message, "body": bytes(body[at : at + PART]), "more_body": True})
         rest = (len(body) - 1) // PART * PART if len(body) > PART else 0
-        await self._send({**message, "body": bytes(body[rest:])})
+        await self._tell({**message, "body": bytes(body[rest:])})
+
+    async def _tell(self, message: Message) -> None:
+        """Send, to who reads. Raises ConnectionAbortedError."""
+        try:
+            async with asyncio.timeout(STALL):
+                await self._send(message)
+        except TimeoutError:
+            self.error = ConnectionAbortedError(f"nothing of it was read in {STALL:g} s")
+            raise self.error from None
 
     async def refuse(self, error: ApiError, receive: Receive) -> None:
-        """Send an error, where nothing was sent before; else the connection is cut."""
-        if self._begun:
-            logger.info("an answer was cut: %s", error.message)
-            raise ConnectionAbortedError(error.message)
+        """Send an error, where nothing was sent before."""
         body = error.body()
         headers = {**error.headers(), "content-length": str(len(body)), "connection": "close"}
         head = [(name.encode(), value.encode()) for name, value in headers.items()]
@@ -230,6 +246,15 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
         await _drain(receive)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _cut(scope: MutableMapping[str, Any], why: str) -> None:
+    """End a connection in the midst of an answer; what was not taken of it is dropped."""
+    logger.info("an answer was cut: %s", why)
+    abort = scope.get(ABORT)
+    if abort is not None:
+        abort()
+        await asyncio.sleep(0)  # the server notices before it is returned to
 
 
 async def _until_gone(receive: Receive) -> None:

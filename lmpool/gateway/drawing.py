@@ -142,11 +142,21 @@ async def parts(
 
     def begin(timeout: float | None) -> AsyncIterator[Piece]:
         d = drawing
-        likely, asked = (d.top_p, d.top_k, d.min_p), (d.hints, d.logprobs, d.top_logprobs)
         return model.lm.stream(
-            ids, d.max_tokens, d.temperature, *likely, d.seed, d.eos_token_ids, *asked,
-            model.lora_name, timeout=timeout,
-        )  # fmt: skip
+            ids,
+            d.max_tokens,
+            d.temperature,
+            top_p=d.top_p,
+            top_k=d.top_k,
+            min_p=d.min_p,
+            seed=d.seed,
+            eos_token_ids=d.eos_token_ids,
+            stop=d.hints,
+            logprobs=d.logprobs,
+            top_logprobs=d.top_logprobs,
+            lora_name=model.lora_name,
+            timeout=timeout,
+        )
 
     async with aclosing(gateway.streamed(model, begin, deadline)) as pieces:
         async for piece in pieces:

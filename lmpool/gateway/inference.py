@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
@@ -18,12 +18,15 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from lmpool.gateway.aside import aside
+from lmpool.gateway.calls import OBJECT_BYTES, check_numbers
 from lmpool.gateway.drawing import Part, parts, together
 from lmpool.gateway.errors import ASKING, ApiError
 from lmpool.gateway.json_parts import Raw, dumps
+from lmpool.gateway.logprobs import finite
 from lmpool.gateway.merging import gathered, merged
 from lmpool.gateway.pools import Model
-from lmpool.gateway.prompt_logprobs_json import IMPOSSIBLE, prompt_logprobs
+from lmpool.gateway.prompt_logprobs_json import prompt_logprobs
 from lmpool.gateway.responding import respond
 from lmpool.gateway.sampling import (
     Drawing,
@@ -132,8 +135,8 @@ class _Call:
         room = info.max_prompt_tokens + 1 - len(self.ids)
         most = max(1, room) if params.max_tokens is None else params.max_tokens
         check_length(len(self.ids), info.max_prompt_tokens + (most == 0), "token_ids")
-        self._check_vocabulary("token_ids", self.ids)
-        self._check_vocabulary("logprob_token_ids", params.logprob_token_ids or ())
+        self._model.check_ids(self.ids, "token_ids")
+        self._model.check_ids(params.logprob_token_ids or (), "logprob_token_ids")
         asked = params.logprob_token_ids
         if asked and params.logprobs is not None and params.logprobs != len(asked):
             raise ApiError(
@@ -150,14 +153,18 @@ class _Call:
             )
         top = None if params.logprobs is None else 0 if asked else params.logprobs
         self.drawing = await drawing(params, self._model, most, top, len(self.ids))
+        check_numbers(self._numbers(), self._gateway, OBJECT_BYTES)
 
-    def _check_vocabulary(self, name: str, ids: Sequence[int]) -> None:
-        size = self._model.info.vocab_size
-        bad = next((i for i in ids if i >= size), None)
-        if bad is not None:
-            raise ApiError(
-                400, f"token id {bad}: this model has ids from 0 to {size - 1}", param=name
-            )
+    def _numbers(self) -> int:
+        """How many log-probabilities the answer has at most."""
+        params, count = self._params, 0
+        if self._rows is not None:
+            count += self._rows.size
+        if params.prompt_logprobs is not None:
+            count += len(self.ids) * (1 + params.prompt_logprobs)
+        if params.logprobs is not None:
+            count += self.n * self.drawing.max_tokens * (1 + params.logprobs)
+        return count
 
     def _id_rows(self) -> npt.NDArray[np.int64] | None:
         """``prompt_logprob_token_ids`` as an array [rows, ids]. Raises `ApiError`."""
@@ -183,7 +190,7 @@ class _Call:
         rows = np.full((len(given), width), PAD, np.int64)
         for row, ids in zip(rows, given, strict=True):
             row[: len(ids)] = ids
-        self._check_vocabulary(name, [int(rows.max())])
+        self._model.check_ids([int(rows.max())], name)
         return rows
 
     # --- what is asked -------------------------------------------------------------------------
@@ -216,14 +223,7 @@ class _Call:
         return (found * self.n)[: self.n]
 
     async def _one(self, number: int) -> Part:
-        asked = parts(
-            self._gateway,
-            self._model,
-            self.ids,
-            self.drawing.nth(number, len(self.ids)),
-            self._deadline,
-        )
-        return together([part async for part in asked])
+        return together([part async for part in self.each(number)])
 
     def each(self, number: int) -> AsyncGenerator[Part]:
         """One continuation as it is drawn."""
@@ -271,18 +271,18 @@ class _Call:
         assert part.logprobs is not None
         content = []
         for at, token in enumerate(part.token_ids):
-            number, rank = _finite(part.logprobs[at]), None
+            number, rank = finite(part.logprobs[at]), None
             others: list[tuple[int, float, int | None]] = []
             if at_ids is not None:
                 asked = self._params.logprob_token_ids or []
                 pairs = zip(asked, at_ids[at].tolist(), strict=True)
-                others = [(i, _finite(its), None) for i, its in pairs]
+                others = [(i, finite(its), None) for i, its in pairs]
             elif part.top_logprobs is not None:
                 values = part.top_logprobs.logprobs[at]
                 ids = part.top_logprobs.token_ids[at].tolist()
                 ranks = np.searchsorted(-values, -values, side="right").tolist()
                 others = [
-                    (i, _finite(its), its_rank)
+                    (i, finite(its), its_rank)
                     for i, its, its_rank in zip(ids, values.tolist(), ranks, strict=True)
                 ]
             known = next((each for each in others if each[0] == token), None)
@@ -317,10 +317,10 @@ class _Call:
 
     def answer(
         self,
-        choices: list[dict[str, Any]],
         scores: TextScores | None,
-        at_ids: npt.NDArray[np.float32] | None,
-        drawn: int,
+        at_rows: npt.NDArray[np.float32] | None,
+        drawn: Sequence[Part],
+        at_ids: Sequence[npt.NDArray[np.float32] | None],
     ) -> bytes:
         """The whole answer."""
         told = None
@@ -330,10 +330,10 @@ class _Call:
             self.head(
                 model=self._model.name,
                 created=int(time.time()),
-                choices=choices,
-                usage=self.usage(drawn),
+                choices=list(map(self.choice, range(len(drawn)), drawn, at_ids)),
+                usage=self.usage(sum(len(part.token_ids) for part in drawn)),
                 prompt_logprobs=told,
-                prompt_token_id_logprobs=None if at_ids is None else npy_base64(at_ids),
+                prompt_token_id_logprobs=None if at_rows is None else npy_base64(at_rows),
                 prompt_token_ids=self.ids if self.body.return_token_ids else None,
                 mm_placeholders=None,
                 metrics=None,
@@ -361,12 +361,7 @@ async def generate(body: GenerateRequest, request: HttpRequest) -> Response:
     both: list[Awaitable[Any]] = [call.prompt_scores(), call.drawn()]
     (scores, at_rows), drawn = await gathered(both)
     at_ids = await gathered([call.at_ids((), part) for part in drawn])
-    choices = [
-        call.choice(number, part, its)
-        for number, (part, its) in enumerate(zip(drawn, at_ids, strict=True))
-    ]
-    count = sum(len(part.token_ids) for part in drawn)
-    content = await asyncio.to_thread(call.answer, choices, scores, at_rows, count)
+    content = await aside(call.answer, scores, at_rows, drawn, at_ids)
     return await respond(request, content, "application/json")
 
 
@@ -377,16 +372,18 @@ async def _chunks(call: _Call) -> AsyncGenerator[dict[str, Any]]:
     always = told and options is not None and bool(options.continuous_usage_stats)
     drawn: list[list[int]] = [[] for _ in range(call.n)]
     first = True
-    async for index, part in merged([(number, call.each(number)) for number in range(call.n)]):
-        at_ids = await call.at_ids(drawn[index], part)
-        drawn[index] += part.token_ids
-        chunk = call.head(choices=[call.choice(index, part, at_ids)], usage=None)
-        if first and call.body.return_token_ids:
-            chunk["prompt_token_ids"] = call.ids
-        if always:
-            chunk["usage"] = call.usage(len(drawn[index]))
-        first = False
-        yield chunk
+    sources = [(number, call.each(number)) for number in range(call.n)]
+    async with aclosing(merged(sources)) as found:
+        async for index, part in found:
+            at_ids = await call.at_ids(drawn[index], part)
+            drawn[index] += part.token_ids
+            chunk = call.head(choices=[call.choice(index, part, at_ids)], usage=None)
+            if first and call.body.return_token_ids:
+                chunk["prompt_token_ids"] = call.ids
+            if always:
+                chunk["usage"] = call.usage(len(drawn[index]))
+            first = False
+            yield chunk
     if told:
         yield call.head(choices=[], usage=call.usage(sum(map(len, drawn))))
 
@@ -396,8 +393,3 @@ def npy_base64(array: npt.NDArray[Any]) -> str:
     file = io.BytesIO()
     np.save(file, array, allow_pickle=False)
     return base64.b64encode(file.getbuffer()).decode()
-
-
-def _finite(logprob: float | np.float32) -> float:
-    """A number that JSON has."""
-    return float(logprob) if np.isfinite(logprob) else IMPOSSIBLE

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 
+from lmpool.gateway.prompt_logprobs_json import IMPOSSIBLE
 from lmpool.wants import TextScores, TopLogprobs
 from lmpool.wants.answers import Logprobs, TokenArray
 
-LEAST: Final = -9999.0
-"""What stands for -inf, which JSON does not have."""
-
 
 def finite(logprob: float) -> float:
-    """A number that JSON has."""
-    return LEAST if logprob == -math.inf else float(logprob)
+    """A number that JSON has: `IMPOSSIBLE` for what is not finite."""
+    return float(logprob) if math.isfinite(logprob) else IMPOSSIBLE
 
 
 def joined(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
@@ -26,7 +26,7 @@ async def gathered(asked: Sequence[Awaitable[T]]) -> list[T]:
 
 async def merged(
     sources: Sequence[tuple[int, AsyncGenerator[T]]],
-) -> AsyncIterator[tuple[int, T]]:
+) -> AsyncGenerator[tuple[int, T]]:
     """What numbered sources bring, as it comes."""
     if len(sources) == 1:
         number, only = sources[0]

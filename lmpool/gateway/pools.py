@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from lmpool.checks import quoted
 from lmpool.errors import LmpoolError, ServerRefused, ServerTooOld, SettingsError
-from lmpool.gateway.errors import ApiError
+from lmpool.gateway.errors import ApiError, of_pool
 from lmpool.gateway.options import GatewayOptions, PoolAddress
 from lmpool.gateway.prompt_logprobs_json import prepare
 from lmpool.gateway.template import ChatTemplate, model_template, read_template, special_tokens
@@ -43,15 +43,21 @@ class Served:
         self.words = words
         self.template = template
         """How a conversation becomes text, where there is a way."""
-        self._adapters: list[str] = []
+        self._adapters: list[str] | None = None
         self._read = -FRESH
 
     async def adapters(self) -> list[str]:
-        """The names of the pool's adapters, as they were a moment ago."""
-        if time.monotonic() - self._read >= FRESH:
-            with contextlib.suppress(LmpoolError):
+        """The names of the pool's adapters, as they were when its server last told.
+
+        Raises `ApiError` where it never did: whether there is one is not known then.
+        """
+        if self._adapters is None or time.monotonic() - self._read >= FRESH:
+            try:
                 found = await self.lm._run(self.lm._read_adapters, Deadline(ADAPTERS_TIMEOUT))
                 self._adapters, self._read = sorted(found), time.monotonic()
+            except LmpoolError as error:
+                if self._adapters is None:
+                    raise of_pool(error) from None
         return self._adapters
 
 
@@ -78,6 +84,26 @@ class Model:
     def words(self) -> Words:
         """Its tokens, and text to ids."""
         return self.served.words
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens of a text whose last token is only scored."""
+        return self.info.max_prompt_tokens + 1
+
+    async def ids_of(self, prompts: Sequence[str | list[int]], special: bool) -> list[list[int]]:
+        """Prompts as token ids; with `special` those around texts. Raises `ApiError`."""
+        texts = [each for each in prompts if isinstance(each, str)]
+        encode = self.words.encode_all
+        encoded = iter(await encode(texts, special, most=self.longest_text) if texts else ())
+        return [next(encoded) if isinstance(each, str) else each for each in prompts]
+
+    def check_ids(self, ids: Iterable[int], param: str) -> None:
+        """Refuse ids that the model does not have. Raises `ApiError`."""
+        size, largest = self.info.vocab_size, max(ids, default=0)
+        if largest >= size:
+            raise ApiError(
+                400, f"token id {largest}: this model has ids from 0 to {size - 1}", param=param
+            )
 
 
 class Pool:
@@ -213,20 +239,8 @@ class Pools:
     async def any_served(self, deadline: Deadline) -> None:
         """Return once there is a pool that can be asked, after a moment for all. Raises `ApiError`
         where there is none in time."""
-        waiting = [asyncio.ensure_future(pool.ready(deadline)) for pool in self.all]
-        try:
-            left = deadline.left()
-            moment = MOMENT if left is None else min(MOMENT, left)
-            await asyncio.wait(waiting, timeout=moment)
-            for first in asyncio.as_completed(waiting):
-                with contextlib.suppress(ApiError):
-                    await first
-                    return
-        finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-        raise ApiError(503, "no model is served at the moment")
+        if await _first(self.all, deadline, MOMENT) is None:
+            raise ApiError(503, "no model is served at the moment")
 
     async def find(self, name: str | None, deadline: Deadline) -> Model:
         """The model of a name: a pool's, its model's, ``pool:adapter``, or an adapter's.
@@ -254,9 +268,10 @@ class Pools:
         # Among those that are not there yet may be the one that has it.
         waiting = [pool for pool in self.all if pool.served is None]
         if waiting:
-            for pool in waiting:
-                await pool.ready(deadline)
-            return await self.find(name, deadline)
+            if await _first(waiting, deadline) is not None:
+                return await self.find(name, deadline)
+            away = ", ".join(pool.name for pool in waiting)
+            raise ApiError(503, f"the model {quoted(name)} may be of a pool that is away: {away}")
         known = ", ".join(pool.name for pool in self.all)
         raise ApiError(
             404,
@@ -264,3 +279,25 @@ class Pools:
             param="model",
             code="model_not_found",
         )
+
+
+async def _first(pools: Sequence[Pool], deadline: Deadline, moment: float = 0.0) -> Pool | None:
+    """Whichever of the pools is there first, after up to `moment` seconds for all of them.
+
+    None where none is in time.
+    """
+    waiting = {asyncio.ensure_future(pool.ready(deadline)): pool for pool in pools}
+    try:
+        left = deadline.left()
+        await asyncio.wait(waiting, timeout=moment if left is None else min(moment, left))
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                pool = waiting.pop(task)
+                if task.exception() is None:
+                    return pool
+        return None
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Log-probabilities of a text's tokens as JSON, as vLLM and OpenAI's completions write them.
+"""Log-probabilities of a text's tokens as JSON, as vLLM and OpenAI's answers write them.
 
 The numbers of an answer are hundreds of thousands, and a Python object for each takes longer than
 the model does. Here each entry is a line of a byte matrix: the token's text, which was escaped once
@@ -44,6 +44,10 @@ _SMALL_RANKS: Final = 1024
 _RANK: Final = 16
 _LONG_RANK: Final = 24
 """Bytes of a rank's place where one has more than seven digits."""
+_TAIL: Final = 24
+"""Bytes of what ends an entry of a chat."""
+_BEGIN_OF_LIKELY: Final = np.frombuffer(b',"top_logprobs":['.ljust(_TAIL), np.uint8)
+_END_OF_LIKELY: Final = np.frombuffer(b"}".ljust(_TAIL), np.uint8)
 
 
 # --- numbers -----------------------------------------------------------------------------------
@@ -138,9 +142,12 @@ class TokenTexts:
     nobody knows what the tokens stand for.
     """
 
-    def __init__(self, texts: Sequence[str], named: bool = True) -> None:
+    def __init__(
+        self, texts: Sequence[str], named: bool = True, spelled: Sequence[bytes] = ()
+    ) -> None:
         self.texts = list(map(_sound, texts))
         self.named = named
+        self._spelled = spelled
 
     def text(self, token: int) -> str:
         """That of one token."""
@@ -154,6 +161,14 @@ class TokenTexts:
             return _Lines([nothing % token for token in range(len(self.texts))])
         entry = b'  ,"%d":{"decoded_token":%b,"logprob":'
         return _Lines([entry % (i, _quoted(text)) for i, text in enumerate(self.texts)])
+
+    @cached_property
+    def tokens(self) -> _Lines:
+        """Of the ``content`` of chats, with each token's own bytes."""
+        blank = [b""] * (len(self.texts) - len(self._spelled))
+        every = zip(self.texts, [*self._spelled, *blank], strict=False)
+        entry = b'  ,{"token":%b,"bytes":[%b],"logprob":'
+        return _Lines([entry % (_quoted(t), ",".join(map(str, s)).encode()) for t, s in every])
 
     @cached_property
     def keys(self) -> _Lines:
@@ -177,14 +192,14 @@ def texts_of(words: Words, as_ids: bool = False) -> TokenTexts:
     if as_ids not in known:
         numbered = as_ids or not words.has_text
         texts = [f"token_id:{i}" for i in range(len(words.texts))] if numbered else words.texts
-        known[as_ids] = TokenTexts(texts, named=not numbered)
+        known[as_ids] = TokenTexts(texts, not numbered, words.tokens)
     return known[as_ids]
 
 
 def prepare(words: Words) -> None:
     """Make what is made once for a model: tenths of a second for a large vocabulary."""
     texts = texts_of(words)
-    for table in ("entries", "keys", "alike"):
+    for table in ("entries", "tokens", "keys", "alike"):
         getattr(texts, table)
 
 
@@ -391,6 +406,47 @@ def completion_logprobs(
             b"]}",
         ]
     )
+
+
+def chat_content(
+    words: Words,
+    token_ids: Sequence[int] | Ids,
+    logprobs: Logprobs,
+    top: TopLogprobs | None = None,
+    as_ids: bool = False,
+) -> bytes:
+    """The ``content`` of a chat's ``logprobs``: an object for each of `token_ids` [T] with
+    `logprobs` [T], and in its ``top_logprobs`` the likeliest, [T, k].
+
+    Where the token is one of the likeliest it has the number that it has there.
+    """
+    ids = np.asarray(token_ids, np.int32)
+    if not ids.size:
+        return b"[]"
+    lines_of = texts_of(words, as_ids).tokens
+    scored = ScoredTokens(ids, logprobs, top)
+    found = [_chat_entries(lines_of, scored.part(each)).data for each in scored.parts()]
+    # What ends the position before there is not before the first.
+    return b"".join([b"[", b"".join(found)[3:], b"]}]"])
+
+
+def _chat_entries(lines_of: _Lines, part: ScoredTokens) -> Bytes:
+    """Those of some positions; each begins with ``]},``, which ends the one before."""
+    ids, numbers, _ = part.entries()
+    positions, width = ids.shape
+    behind = _NUMBER + _TAIL
+    lines, counts = lines_of.of(ids.reshape(-1), behind)
+    text = lines.shape[1] - behind
+    lines[:, text : text + _NUMBER] = number_places(numbers.reshape(-1), IMPOSSIBLE)
+    lines[:, text + _NUMBER :] = _END_OF_LIKELY
+    of_position = lines.reshape(positions, width, -1)
+    of_position[:, 0, text + _NUMBER :] = _BEGIN_OF_LIKELY
+    of_position[:, 0, :3] = np.frombuffer(b"]},", np.uint8)
+    if width > 1:
+        of_position[:, 1, :3] = _SPACE
+        counts.reshape(positions, width, -1)[:, 1:, 1 - _TAIL // _WORD :] = False
+    chosen: Bytes = lines.view(np.uint64)[counts].view(np.uint8)
+    return chosen
 
 
 def _runs(known: Mask) -> Iterator[tuple[int, int, bool]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import ipaddress
 from typing import Final
@@ -10,6 +9,7 @@ from typing import Final
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from lmpool.gateway.aside import aside
 from lmpool.gateway.state import gateway_of
 
 LEAST: Final = 1 << 14
@@ -22,7 +22,7 @@ async def respond(request: HttpRequest, content: bytes, media_type: str) -> Resp
     """An answer with this content."""
     headers = {"vary": "accept-encoding"}
     if len(content) >= LEAST and _compresses(request):
-        content = await asyncio.to_thread(gzip.compress, content, LEVEL)
+        content = await aside(gzip.compress, content, LEVEL)
         headers["content-encoding"] = "gzip"
     return Response(content, media_type=media_type, headers=headers)
 

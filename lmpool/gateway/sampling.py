@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeGuard, cast
 
 from pydantic import Field
 
+from lmpool.gateway.aside import aside
 from lmpool.gateway.errors import ApiError, too_long
 from lmpool.gateway.pools import Model
 from lmpool.gateway.schemas import Request
 from lmpool.gateway.text_stops import MAX_STOP_CHARACTERS, MAX_STOPS, StopTexts
-from lmpool.gateway.words import Words
+from lmpool.gateway.words import SHORT, Words
 from lmpool.wants import Generate, Stream
 
 MAX_ID: Final = 2**31 - 1
@@ -26,6 +27,13 @@ MAX_HINTS: Final = 32
 Id = Annotated[int, Field(ge=0, le=MAX_ID, json_schema_extra={"format": TOKEN_ID})]
 Ids = Annotated[list[Id], Field(fail_fast=True)]
 """The first wrong one says enough: of millions, what is said of each would fill the memory."""
+Prompts: TypeAlias = (
+    str
+    | Ids
+    | Annotated[list[str], Field(fail_fast=True)]
+    | Annotated[list[Ids], Field(fail_fast=True)]
+)
+"""A text or its token ids, or a list of either."""
 Zero = Annotated[float, Field(ge=0, le=0)]
 One = Annotated[float, Field(ge=1, le=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -162,13 +170,21 @@ async def drawing(
         seed=_seed(body.seed) if temperature else 0,
         eos_token_ids=tuple(sorted({*eos, *ends})),
         stop_token_ids=ends,
-        stops=StopTexts(stops) if stops else None,
+        stops=await _stop_texts(stops),
         hints=await _hints(stops, model.words),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
         logprobs=top_logprobs is not None,
         top_logprobs=min(top_logprobs or 0, model.info.vocab_size),
     )
+
+
+async def _stop_texts(stops: Sequence[str]) -> StopTexts | None:
+    if not stops:
+        return None
+    if sum(map(len, stops)) <= SHORT:
+        return StopTexts(stops)
+    return await aside(StopTexts, stops)
 
 
 def _seed(given: int | None) -> int | None:
@@ -187,6 +203,17 @@ async def _hints(stops: Sequence[str], words: Words) -> tuple[tuple[int, ...], .
         if 0 < len(ids) <= 16 and b"".join(map(words.token_bytes, ids)) == stop.encode():
             found.append(tuple(ids))
     return tuple(found)
+
+
+def prompts_of(given: Prompts) -> list[str | list[int]]:
+    """The prompts of a request, of which there may be one alone."""
+    if isinstance(given, str):
+        return [given]
+    return [given] if _is_one(given) else cast("list[str | list[int]]", given)
+
+
+def _is_one(prompt: list[int] | list[str] | list[list[int]]) -> TypeGuard[list[int]]:
+    return bool(prompt) and isinstance(prompt[0], int)
 
 
 def check_length(count: int, most: int, param: str = "prompt") -> None:

@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from lmpool.checks import said
 from lmpool.errors import SettingsError
 from lmpool.gateway.app import create_app
+from lmpool.gateway.door import ABORT
 from lmpool.gateway.options import GatewayOptions
 
 MAX_HEAD_BYTES: Final = 65_536
@@ -38,75 +39,79 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def protocol(seconds: float) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, whose heads have so long to arrive, and `MAX_HEAD_BYTES`."""
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's, whose heads have `seconds` to arrive, and `MAX_HEAD_BYTES`."""
 
-    class Protocol(HttpToolsProtocol):
-        _timer: asyncio.TimerHandle | None = None
-        _head: int | None = None
-        """Bytes of a head that is arriving."""
-        _beside = _body = 0
-        """Bytes of a body, and those that came behind a head and are none of a body."""
+    seconds: ClassVar[float]
+    _timer: asyncio.TimerHandle | None = None
+    _head: int | None = None
+    """Bytes of a head that is arriving."""
+    _beside = _body = 0
+    """Bytes of a body, and those that came behind a head and are none of a body."""
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._begin()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head is not None:
+            self._head += len(data)
+        else:
+            self._beside += len(data)
+        super().data_received(data)
+        if self._head is not None and self._head > MAX_HEAD_BYTES:
+            self._late()
+        if self._beside > MAX_HEAD_BYTES + MOST_FRAMING * self._body:
+            self.transport.abort()  # trailers, which uvicorn keeps, however many they are
+
+    def on_body(self, body: bytes) -> None:
+        self._beside -= len(body)
+        self._body += len(body)
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.more_body:
+            self.transport.close()  # answered, and its body has not ended
+
+    def on_message_begin(self) -> None:
+        last: Any = self.cycle  # None before the first
+        if last is not None and not last.response_complete:
+            # uvicorn would tell of a caller who hangs up to this request alone.
+            self.transport.abort()
+            raise ValueError("a request before the last one's answer")
+        super().on_message_begin()
+        self.scope[ABORT] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+        self._beside = self._body = 0
+        if self._head is None:
             self._begin()
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._end()
-            super().connection_lost(exc)
+    def on_headers_complete(self) -> None:
+        self._end()
+        super().on_headers_complete()
 
-        def data_received(self, data: bytes) -> None:
-            if self._head is not None:
-                self._head += len(data)
-            else:
-                self._beside += len(data)
-            super().data_received(data)
-            if self._head is not None and self._head > MAX_HEAD_BYTES:
-                self._late()
-            if self._beside > MAX_HEAD_BYTES + MOST_FRAMING * self._body:
-                self.transport.abort()  # trailers, which uvicorn keeps, however many they are
+    def _begin(self) -> None:
+        self._head = 0
+        self._timer = self.loop.call_later(self.seconds, self._late)
 
-        def on_body(self, body: bytes) -> None:
-            self._beside -= len(body)
-            self._body += len(body)
-            super().on_body(body)
+    def _end(self) -> None:
+        self._head = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if self.cycle.more_body:
-                self.transport.close()  # answered, and its body has not ended
+    def _late(self) -> None:
+        if self._head is not None and not self.transport.is_closing():
+            self.transport.close()
 
-        def on_message_begin(self) -> None:
-            last: Any = self.cycle  # None before the first
-            if last is not None and not last.response_complete:
-                # uvicorn would tell of a caller who hangs up to this request alone.
-                self.transport.abort()
-                raise ValueError("a request before the last one's answer")
-            super().on_message_begin()
-            self._beside = self._body = 0
-            if self._head is None:
-                self._begin()
 
-        def on_headers_complete(self) -> None:
-            self._end()
-            super().on_headers_complete()
-
-        def _begin(self) -> None:
-            self._head = 0
-            self._timer = self.loop.call_later(seconds, self._late)
-
-        def _end(self) -> None:
-            self._head = None
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-
-        def _late(self) -> None:
-            if self._head is not None and not self.transport.is_closing():
-                self.transport.close()
-
-    return Protocol
+def protocol(seconds: float) -> type[HttpToolsProtocol]:
+    """The protocol of a server whose heads have so many seconds to arrive."""
+    return type("Protocol", (_Protocol,), {"seconds": seconds})
 
 
 class _Server(uvicorn.Server):

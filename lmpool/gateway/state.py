@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any, Final, TypeVar, cast
 
@@ -162,20 +162,6 @@ class Gateway:
             return list(await model.lm.ask_many(given, timeout=timeout))
 
         return await self.asked(model, ask, deadline, 0 if within else len(given))
-
-    async def answers_as_they_come(
-        self, model: Model, asks: Iterable[tuple[Sequence[int], Any]], deadline: Deadline
-    ) -> AsyncIterator[tuple[int, Any]]:
-        """The same as they come: pairs of an ask's number and its answer, or its `LmpoolError`."""
-        given = [Ask(ids, want, lora_name=model.lora_name) for ids, want in asks]
-        patience = Deadline(self._patience(deadline))
-        async with self.places(len(given), patience):
-            left = deadline.at_least(0.001)
-            try:
-                async for found in model.lm.ask_iter(given, errors="return", timeout=left):
-                    yield found
-            except LmpoolError as error:
-                raise self.answer_to(model, error) from None
 
     async def streamed(
         self,

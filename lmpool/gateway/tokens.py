@@ -6,8 +6,9 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 
+from lmpool.gateway.aside import aside
 from lmpool.gateway.chat import ChatTurns, chat_ids
-from lmpool.gateway.errors import ASKING, ApiError
+from lmpool.gateway.errors import ASKING
 from lmpool.gateway.sampling import Ids
 from lmpool.gateway.schemas import Answer, JsonRoute, Request
 from lmpool.gateway.state import gateway_of
@@ -63,7 +64,7 @@ async def tokenize(body: TokenizeText | TokenizeChat, request: HttpRequest) -> T
         ids = await words.encode(body.prompt, body.add_special_tokens is not False)
     else:
         ids = await chat_ids(model, body)
-    texts = [words.text(token) for token in ids] if body.return_token_strs else None
+    texts = [words.texts[token] for token in ids] if body.return_token_strs else None
     longest = model.info.max_prompt_tokens
     return Tokenized(count=len(ids), max_model_len=longest, tokens=ids, token_strs=texts)
 
@@ -73,10 +74,5 @@ async def detokenize(body: DetokenizeRequest, request: HttpRequest) -> Detokeniz
     """The text of token ids, special tokens included."""
     gateway = gateway_of(request)
     model = await gateway.model(body.model, gateway.deadline())
-    size = model.info.vocab_size
-    bad = next((token for token in body.tokens if token >= size), None)
-    if bad is not None:
-        raise ApiError(
-            400, f"token id {bad}: this model has ids from 0 to {size - 1}", param="tokens"
-        )
-    return Detokenized(prompt=model.words.decode(body.tokens))
+    model.check_ids(body.tokens, "tokens")
+    return Detokenized(prompt=await aside(model.words.decode, body.tokens))

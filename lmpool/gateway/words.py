@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Final
 
 from lmpool.checks import is_text
 from lmpool.errors import LmpoolError, PoolError
+from lmpool.gateway.aside import aside
 from lmpool.gateway.errors import ApiError
 from lmpool.producer import NumpyRows, PooledLM
 from lmpool.prompt_text import encoder, read_vocabulary
 from lmpool.vocabulary import Vocabulary
 
 SHORT: Final = 2000
-"""Characters of a text that is encoded at once; a longer one leaves the event loop to others."""
+"""Characters that are encoded at once; more of them leave the event loop to others."""
+TOGETHER: Final = 1 << 16
+"""Characters of short texts that are encoded in one go."""
+MAX_CHARACTERS: Final = 4 << 20
+"""Of a text that nothing else bounds: seconds of a processor."""
 
 
 class Words:
@@ -51,18 +55,59 @@ class Words:
         special = _special_ids(vocabulary)
         return cls(vocabulary.tokens, size, special, encode, dict(vocabulary.files))
 
-    async def encode(self, text: str, special: bool = True, param: str = "prompt") -> list[int]:
-        """A text's ids; with `special` those around it, as its tokenizer has them.
+    async def encode(
+        self, text: str, special: bool = True, param: str = "prompt", most: int | None = None
+    ) -> list[int]:
+        """A text's ids, as `encode_all` has them."""
+        (found,) = await self.encode_all([text], special, param, most)
+        return found
 
-        Where the text begins with the BOS token there is no second one.
+    async def encode_all(
+        self,
+        texts: Sequence[str],
+        special: bool = True,
+        param: str = "prompt",
+        most: int | None = None,
+    ) -> list[list[int]]:
+        """The ids of texts; with `special` those around each, as its tokenizer has them.
+
+        Where a text begins with the BOS token there is no second one. One that is longer than
+        `most` of the longest tokens is refused before it is read. Raises `ApiError`.
         """
-        if not is_text(text):
-            raise ApiError(400, "a text that is no UTF-8", param=param)
-        if self._encode is None:
+        encode = self._encode
+        if encode is None:
             raise ApiError(400, "this pool has no tokenizer: send token ids", param=param)
-        if len(text) <= SHORT:
-            return self._encode(text, special)
-        return await asyncio.to_thread(self._encode, text, special)
+        for text in texts:
+            error = self.refused(text, param, most)
+            if error is not None:
+                raise error
+        found: list[list[int]] = []
+        for group in _groups(texts):
+            if sum(map(len, group)) <= SHORT:
+                found += [encode(text, special) for text in group]
+            else:
+                found += await aside(lambda texts: [encode(text, special) for text in texts], group)
+        return found
+
+    def refused(self, text: str, param: str = "prompt", most: int | None = None) -> ApiError | None:
+        """Why a text is not read, if it is not; see `encode_all`."""
+        longest = MAX_CHARACTERS if most is None else most * self._longest
+        if len(text) > longest:
+            why = "" if most is None else f" of {most} tokens"
+            return ApiError(
+                400,
+                f"a text of {len(text)} characters: at most {longest} can be one{why}",
+                param=param,
+                code="context_length_exceeded",
+            )
+        if not is_text(text):
+            return ApiError(400, "a text that is no UTF-8", param=param)
+        return None
+
+    @cached_property
+    def _longest(self) -> int:
+        """The bytes of the longest token, and so its characters at most."""
+        return max(map(len, self.tokens), default=1)
 
     def token_bytes(self, token: int) -> bytes:
         """What a token stands for."""
@@ -87,6 +132,20 @@ class Words:
     def has_text(self) -> bool:
         """Whether there are tokens as text at all."""
         return bool(self.tokens)
+
+
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The texts, in their order, as many together as are encoded in one go."""
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        if group and size + len(text) > TOGETHER:
+            yield group
+            group, size = [], 0
+        group.append(text)
+        size += len(text) + 1
+    if group:
+        yield group
 
 
 def _encode_with(

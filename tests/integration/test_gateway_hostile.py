@@ -449,6 +449,36 @@ def test_prompts_of_one_request_have_room_of_their_own(http: httpx.Client) -> No
     assert [len(choice["token_ids"]) for choice in answer["choices"]] == [2, 9]
 
 
+def test_what_would_be_too_long_an_answer_is_refused_before(http: httpx.Client) -> None:
+    params = {"logprobs": 100, "max_tokens": 4000, "n": 128, "seed": 1, "ignore_eos": True}
+    generate = http.post(
+        "/inference/v1/generate", json={"token_ids": [1, 2], "sampling_params": params}
+    )
+    chosen = {"prompt": [[1, 2]] * 16, "logprobs": 100, "max_tokens": 4000, "n": 128}
+    completions = http.post("/v1/completions", json=chosen)
+    for answer in (generate, completions):
+        assert answer.status_code == 413, answer.text
+        assert "ask for fewer" in answer.json()["error"]["message"]
+
+
+def test_a_text_that_can_not_fit_is_not_read(http: httpx.Client) -> None:
+    text = "a" * (BODY_BYTES - 1000)  # of a vocabulary whose longest tokens are known
+    for path, body in (
+        ("/v1/completions", {"prompt": ["a", text]}),
+        ("/v1/logprobs", {"prompt": text, "want": {"kind": "top"}}),
+    ):
+        answer = http.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert f"a text of {len(text)} characters" in error["message"]
+        assert error["code"] == "context_length_exceeded"
+    # Beside one that fits it is in its place.
+    body = {"prompt": ["a", text], "want": {"kind": "top"}}
+    fits, fits_not = http.post("/v1/logprobs", json=body).json()["data"]
+    assert fits["token_ids"]
+    assert "characters" in fits_not["error"]["message"]
+
+
 def test_an_answer_beyond_the_bound_is_a_413_in_openais_shape(server: RealServer) -> None:
     options = ("--max-response", "20000")
     with (

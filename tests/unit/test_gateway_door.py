@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from lmpool.gateway import door as door_module
 from lmpool.gateway.door import Door
 from lmpool.gateway.keys import KeyFile, line, new_key
 from lmpool.gateway.options import GatewayOptions, PoolAddress
+from lmpool.gateway.sse import Streamed
 
 POOLS = (PoolAddress("pool"),)
 KEY = new_key()
@@ -26,6 +27,8 @@ class Caller:
         self._parts = list(parts)
         self.sent: list[Any] = []
         self.gone = asyncio.Event()
+        self.reads = True
+        self.is_cut = False
         self.headers = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
 
     async def receive(self) -> Any:
@@ -40,10 +43,16 @@ class Caller:
 
     async def send(self, message: Any) -> None:
         self.sent.append(message)
+        if not self.reads:
+            await asyncio.Event().wait()
 
     async def ask(self, door: Door, path: str = "/v1/x") -> None:
         scope = {"type": "http", "path": path, "headers": self.headers, "method": "POST"}
-        await door(scope, self.receive, self.send)
+
+        def abort() -> None:
+            self.is_cut = True
+
+        await door({**scope, door_module.ABORT: abort}, self.receive, self.send)
 
     @property
     def status(self) -> int:
@@ -196,9 +205,62 @@ def test_an_answer_beyond_its_bound_is_refused_or_cut() -> None:
         await caller.ask(opened(whole, max_response_bytes=100))
         assert caller.status == 413
         caller = Caller()
-        with pytest.raises(ConnectionAbortedError):
-            await caller.ask(opened(streamed, max_response_bytes=100))
+        await caller.ask(opened(streamed, max_response_bytes=100))
         assert caller.body == b"x" * 100
+        assert caller.is_cut
+
+    run(test)
+
+
+def test_an_answer_that_nobody_takes_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "STALL", 0.05)
+    ended = False
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal ended
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            while True:
+                await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        finally:
+            ended = True
+
+    async def test() -> None:
+        caller = Caller()
+        caller.reads = False
+        door = opened(endless)
+        await caller.ask(door)
+        assert caller.is_cut
+        assert ended
+        assert door.requests == 0
+
+    run(test)
+
+
+def test_a_stream_that_is_cut_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when it is collected: it holds places that others wait for."""
+    monkeypatch.setattr(door_module, "STALL", 0.05)
+    ended = False
+
+    async def parts() -> AsyncGenerator[bytes]:
+        nonlocal ended
+        try:
+            while True:
+                yield b"x"
+        finally:
+            await asyncio.sleep(0)  # as what withdraws jobs does
+            ended = True
+
+    held = parts()
+
+    async def streams(scope: Any, receive: Any, send: Any) -> None:
+        await Streamed(held, "text/plain")(scope, receive, send)
+
+    async def test() -> None:
+        caller = Caller()
+        caller.reads = False
+        await caller.ask(opened(streams))
+        assert ended
 
     run(test)
 

@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as arrays
 
 from lmpool.gateway.prompt_logprobs_json import (
     IMPOSSIBLE,
+    chat_content,
     completion_logprobs,
     number_places,
     numbers_json,
@@ -40,6 +41,7 @@ class Texts:
 
     def __init__(self, texts: list[str], has_text: bool = True) -> None:
         self.texts = texts
+        self.tokens = [text.encode("utf-8", "surrogatepass") for text in texts]
         self.has_text = has_text
 
 
@@ -228,6 +230,41 @@ def test_completions_logprobs_are_those_of_plain_objects(
     for (number, likeliest), rank in zip(pairs, scores.ranks, strict=True):
         if number is not None and rank == 1:
             assert number == max(likeliest.values())
+
+
+@settings(max_examples=300, deadline=None)
+@given(scored(), st.booleans())
+def test_a_chats_content_is_that_of_plain_objects(
+    given_: tuple[list[str], list[int], TextScores], as_ids: bool
+) -> None:
+    texts, token_ids, scores = given_
+    top, ids = scores.top_logprobs, token_ids[1:]
+
+    def entry(token: int, number: np.float32) -> dict[str, Any]:
+        return {
+            "token": f"token_id:{token}" if as_ids else sound(texts[token]),
+            "bytes": list(texts[token].encode("utf-8", "surrogatepass")),
+            "logprob": max(plain(number), IMPOSSIBLE),
+        }
+
+    expected = []
+    for at, token in enumerate(ids):
+        likely = []
+        if top is not None:
+            likely = list(map(entry, top.token_ids[at].tolist(), top.logprobs[at]))
+        expected.append({**entry(token, scores.logprobs[at]), "top_logprobs": likely})
+    found = json.loads(chat_content(words(texts), ids, scores.logprobs, top, as_ids))
+    assert as_float32(found) == json.loads(json.dumps(expected))
+
+
+def test_a_long_chat_is_written_in_parts_and_none_is_an_empty_list() -> None:
+    count = 70_000
+    logprobs = -np.arange(count, dtype=np.float32)
+    found = json.loads(chat_content(words(["a", "b"]), [1] * count, logprobs))
+    assert len(found) == count
+    assert found[0] == {"token": "b", "bytes": [98], "logprob": 0.0, "top_logprobs": []}
+    assert found[-1]["logprob"] == IMPOSSIBLE
+    assert chat_content(words(["a", "b"]), [], logprobs[:0]) == b"[]"
 
 
 @settings(max_examples=200, deadline=None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmpool.gateway.drawing import Part, Teller, together
+from lmpool.gateway.errors import ApiError
 from lmpool.gateway.sampling import Drawing
 from lmpool.gateway.text_stops import StopTexts, TextCut
-from lmpool.gateway.words import Words
+from lmpool.gateway.words import MAX_CHARACTERS, TOGETHER, Words
 from lmpool.producer import Piece
 
 ALPHABET = "abä€😀\n"
@@ -141,3 +144,37 @@ def test_half_a_character_waits_for_its_other_half() -> None:
     parts = [teller.part(piece).text for piece in pieces("€".encode(), "length")]
     assert parts == ["", "", "€"]
     assert told(drawing(), pieces("€".encode()[:2], "length")).text == "�"
+
+
+def test_texts_are_encoded_in_groups_and_in_their_order() -> None:
+    threads: dict[str, str] = {}
+
+    def encode(text: str, special: bool) -> list[int]:
+        threads[text[:4]] = threading.current_thread().name
+        return [len(text)]
+
+    words = Words([b"ab", b"abc"], 2, encode=encode)
+    texts = [f"{i:04}" + "x" * (TOGETHER // 3) for i in range(8)]
+    assert asyncio.run(words.encode_all(texts)) == [[len(text)] for text in texts]
+    assert all(name.startswith("beside-the-loop") for name in threads.values())
+    threads.clear()
+    assert asyncio.run(words.encode_all(["0000", "0001"])) == [[4], [4]]
+    assert set(threads.values()) == {threading.current_thread().name}
+    assert asyncio.run(words.encode_all([])) == []
+
+
+@pytest.mark.parametrize(("most", "longest"), [(4, 12), (None, MAX_CHARACTERS)])
+def test_a_text_is_not_read_that_has_more_characters_than_all_its_tokens_could(
+    most: int | None, longest: int
+) -> None:
+    read: list[int] = []
+
+    def encode(text: str, special: bool) -> list[int]:
+        read.append(len(text))
+        return [1]
+
+    words = Words([b"ab", b"abc"], 2, encode=encode)
+    assert asyncio.run(words.encode("a" * longest, most=most)) == [1]
+    with pytest.raises(ApiError, match=f"a text of {longest + 1} characters: at most {longest}"):
+        asyncio.run(words.encode_all(["a", "a" * (longest + 1)], most=most))
+    assert read == [longest]
