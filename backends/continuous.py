@@ -105,8 +105,11 @@ class ContinuousEngine(Engine, Generic[Adapter]):
         """Why a request cannot be run; None where it can."""
         return reason_to_refuse(request, self.info, self.adapters)
 
-    def next_to_join(self) -> Sequence[Admitted[Adapter]]:
-        """Take those out of `waiting`, of which there are some, that may join what runs now."""
+    def next_to_join(self) -> Iterable[Admitted[Adapter]]:
+        """Take those out of `waiting`, of which there are some, that may join what runs now.
+
+        Each joins before the next one is asked for.
+        """
         running = next(iter(self.running.values()), None)
         if running is not None and (running.alone or self.waiting[0].alone):
             return ()

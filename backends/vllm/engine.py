@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, compress
 from pathlib import Path
@@ -42,7 +42,7 @@ from lmpool.backends.vllm.rows import (
     reducible,
     row_source,
 )
-from lmpool.backends.vllm.texts import ScoredTexts, is_unsound, outcome_of
+from lmpool.backends.vllm.texts import ScoredTexts, outcome_of
 from lmpool.backends.words import top_of
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
 from lmpool.tensor_files import ModelTensors
@@ -224,7 +224,18 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
             reason = of_another_head(request.adapter) if adapter in self._texts.unfit else None
         return reason
 
-    def next_to_join(self) -> Sequence[Admitted[LoRARequest]]:
+    def next_to_join(self) -> Iterator[Admitted[LoRARequest]]:
+        """As any, but for texts that begin like one that is being scored: they wait for it."""
+        held: list[Admitted[LoRARequest]] = []
+        for admitted in self._joining():
+            name = None if admitted.adapter is None else admitted.adapter.lora_name
+            if not admitted.alone and self._texts.waits(admitted.request, name):
+                held.append(admitted)
+            else:
+                yield admitted  # and it is begun before the next one is looked at
+        self.waiting.extendleft(reversed(held))
+
+    def _joining(self) -> Iterable[Admitted[LoRARequest]]:
         """As any, but for a CPU with adapters.
 
         vLLM's LoRA kernels for CPUs give base prompts the last slot's adapter when all slots are
@@ -267,7 +278,9 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
                     rows=top.k > 0 and not steps,
                 )
             case Score():
-                params = token_params(1, 0.0, **self._texts.params(self._numbers, request))
+                adapter = None if admitted.adapter is None else admitted.adapter.lora_name
+                asked = self._texts.params(self._numbers, request, adapter, admitted.alone)
+                params = token_params(1, 0.0, **asked)
                 new = request.tokens[:-1]
             case Hidden():
                 assert self._head is not None
@@ -386,7 +399,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
             if given_up:
                 error = PromptFailed(f"vLLM gave this prompt up ({reason})")
                 outcomes.append(Outcome(admitted.request.id, error=error))
-            elif (is_none(row) or is_unsound(text)) and not admitted.alone:
+            elif (is_none(row) or (text is not None and text.is_unsound)) and not admitted.alone:
                 # vLLM's attention for CPUs lets NaN of one prompt into others of its step, and from
                 # there it is cached. So nothing but what is not finite alone is a prompt's fault.
                 self.retry_alone(admitted)
@@ -415,6 +428,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
     # --- kept state and adapters ---------------------------------------------------------------
 
     def drop_state(self) -> None:
+        self._texts.clear()
         self._live.shrink(0)
         self._end_live()
         with internals.fatal(self._core):

@@ -4,18 +4,46 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lmpool.backends.engine import Outcome, Request
 from lmpool.backends.vllm import internals
+from lmpool.backends.vllm.known_scores import Beginning, KnownScores, ScoredText
 from lmpool.backends.vllm.scheduler import MOST_CACHED, is_bound
 from lmpool.backends.vllm.scorer import SCORE, TARGETS, WANT, Scored
 from lmpool.errors import PromptFailed
 from lmpool.wants import Score, TextScores
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Taken:
+    """What came of a text: its scores, or None; `bad` is the logsumexp of logits that were not
+    finite, and else 0."""
+
+    scores: TextScores | None
+    bad: float = 0.0
+
+    @property
+    def is_unsound(self) -> bool:
+        """Whether logits were not finite."""
+        return not np.isfinite(self.bad)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Begun:
+    """A text in flight: what is asked of vLLM, and what is known of it."""
+
+    want: Score
+    rest: Score
+    count: int
+    """Positions that are asked of vLLM."""
+    text: ScoredText | None
+    beginning: Beginning | None
 
 
 class ScoredTexts:
@@ -30,7 +58,10 @@ class ScoredTexts:
         self._prefix = prefix
         self.unfit: set[str] = set()
         """The names of adapters whose texts are scored by rows: those that change the head."""
-        self._numbers: set[int] = set()
+        self._begun: dict[int, _Begun] = {}
+        self._known = KnownScores()
+        self._waiting: dict[bytes, ScoredText] = {}
+        """By the ids of requests, the texts that they wait for."""
         self._shares = is_bound(engine.vllm_config)
         """Whether the scheduler heeds how much of a text may come from the prefix cache."""
         reason = self._attach(engine.vllm_config)
@@ -61,58 +92,98 @@ class ScoredTexts:
         if any("lm_head" in module for module in modules):
             self.unfit.add(adapter)
 
-    def params(self, number: int, request: Request) -> dict[str, Any]:
+    def waits(self, request: Request, adapter: str | None) -> bool:
+        """Whether a text begins like one that is being scored, whose scores it will need."""
+        if request.id in self._waiting:
+            return True
+        begins = self._beginning(request, adapter)
+        if begins is None or begins.text.scores is not None:
+            return False
+        self._waiting[request.id] = begins.text
+        return True
+
+    def _beginning(self, request: Request, adapter: str | None) -> Beginning | None:
+        want = request.want
+        if not self._shares or not isinstance(want, Score):
+            return None
+        return self._known.beginning(adapter, request.tokens, want)
+
+    def params(
+        self, number: int, request: Request, adapter: str | None, alone: bool
+    ) -> dict[str, Any]:
         """What `SamplingParams` must have so that a text is scored as request `number`.
 
-        vLLM is given the text without its last token.
+        vLLM is given the text without its last token. One that is scored `alone` owes nothing to
+        others.
         """
         want = request.want
         assert isinstance(want, Score)
-        self._numbers.add(number)
+        begins, text = None, None
+        if not alone:
+            begins = self._beginning(request, adapter)
+            text = self._known.begin(adapter, request.tokens, want)
+        if begins is not None and begins.text.scores is None:
+            begins = None
+        rest = want if begins is None else begins.rest(want)
+        count = request.tokens.size - rest.start
+        self._begun[number] = _Begun(want, rest, count, text, begins)
         return {
             "skip_reading_prefix_cache": not self._shares,
             "extra_args": {
                 SCORE: f"{self._prefix}{number}",
-                WANT: want.fields(),
-                TARGETS: request.tokens[want.start :].astype("<u4").tobytes(),
-                MOST_CACHED: want.start - 1,
+                WANT: rest.fields(),
+                TARGETS: request.tokens[rest.start :].astype("<u4").tobytes(),
+                MOST_CACHED: rest.start - 1,
             },
         }
 
-    def take(self, numbers: Sequence[int]) -> dict[int, Scored]:
+    def take(self, numbers: Sequence[int]) -> dict[int, Taken]:
         """What came of the texts among the requests that have ended."""
-        return self._call(self._numbers.intersection(numbers), ())
+        asked = self._begun.keys() & set(numbers)
+        replies = self._call(asked, ())
+        return {n: self._taken(self._begun.pop(n), replies.get(n)) for n in asked}
+
+    def _taken(self, begun: _Begun, reply: Scored | None) -> Taken:
+        _, data, bad = reply or ("", None, 0.0)
+        scores = None if data is None else _unpacked(begun.rest, begun.count, data)
+        if scores is not None and begun.beginning is not None:
+            scores = begun.beginning.with_rest(begun.want, scores)
+        self._end(begun.text, scores)
+        return Taken(scores, bad)
+
+    def _end(self, text: ScoredText | None, scores: TextScores | None) -> None:
+        if text is not None:
+            self._known.end(text, scores)
+            self._waiting = {i: other for i, other in self._waiting.items() if other is not text}
 
     def forget(self, numbers: Sequence[int]) -> None:
         """These requests were aborted."""
-        self._call((), self._numbers.intersection(numbers))
+        asked = self._begun.keys() & set(numbers)
+        self._call((), asked)
+        for number in asked:
+            self._end(self._begun.pop(number).text, None)
+
+    def clear(self) -> None:
+        """Forget the scores of texts that have ended."""
+        self._known.clear()
 
     def _call(self, taken: Collection[int], forgotten: Collection[int]) -> dict[int, Scored]:
         if not taken and not forgotten:
             return {}
-        self._numbers.difference_update(taken, forgotten)
         replies = internals.call_workers(
             self._core, "lmpool_take_scores", list(map(str, taken)), list(map(str, forgotten))
         )
         return {int(reply[0]): reply for replied in replies for reply in replied or ()}
 
 
-def outcome_of(request: Request, scored: Scored | None) -> Outcome:
+def outcome_of(request: Request, taken: Taken | None) -> Outcome:
     """What became of a text."""
-    want = request.want
-    assert isinstance(want, Score)
-    if scored is None or scored[1] is None:
-        bad = 0.0 if scored is None else scored[2]
-        reason = "vLLM computed no scores for some of this text's tokens"
-        if not np.isfinite(bad):
-            reason = f"the model's logits are not finite in this dtype ({bad})"
-        return Outcome(request.id, error=PromptFailed(reason))
-    return Outcome(request.id, answer=_unpacked(want, request.tokens.size - want.start, scored[1]))
-
-
-def is_unsound(scored: Scored | None) -> bool:
-    """Whether logits were not finite."""
-    return scored is not None and not np.isfinite(scored[2])
+    if taken is not None and taken.scores is not None:
+        return Outcome(request.id, answer=taken.scores)
+    reason = "vLLM computed no scores for some of this text's tokens"
+    if taken is not None and taken.is_unsound:
+        reason = f"the model's logits are not finite in this dtype ({taken.bad})"
+    return Outcome(request.id, error=PromptFailed(reason))
 
 
 def _unpacked(want: Score, count: int, data: bytes) -> TextScores:

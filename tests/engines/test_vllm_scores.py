@@ -137,6 +137,65 @@ class TestOneEngine:
             right.ask(engine, [text], [Score(start, 3)])
             assert_rows(answer(engine, [text]), Reference.of("tiny").rows([text]))
 
+    def test_what_was_scored_is_not_scored_again(self, engine, right):
+        """All positions of texts that share a context, which nobody asked for before."""
+        engine.clear_cache()
+        context = prompts(1, 1, seed=40, shared=319)[0]
+        texts = [np.append(context, c).astype(np.uint32) for c in prompts(8, 6, seed=41)]
+        wants = [Score(1, 3)] * len(texts)
+        most = context.size + len(texts) * (32 + 7)
+        with Watched(engine) as seen:
+            right.ask(engine, texts, wants)  # at once
+        assert sum(seen.tokens) <= most
+        with Watched(engine) as seen:
+            right.ask(engine, [texts[0]], wants[:1])
+            right.ask(engine, [np.append(texts[3], [1, 2]).astype(np.uint32)], wants[:1])
+        assert sum(seen.tokens) <= 2 * (32 + 7)
+        # Of other wants nothing is known.
+        with Watched(engine) as seen:
+            right.ask(engine, [texts[0]], [Score(1, 4)])
+        assert sum(seen.tokens) == texts[0].size - 1
+        engine.clear_cache()
+        with Watched(engine) as seen:
+            right.ask(engine, [texts[0]], wants[:1])
+        assert sum(seen.tokens) == texts[0].size - 1
+        assert_nothing_left(engine)
+
+    def test_a_text_that_waits_for_a_cancelled_one_is_scored(self, engine, right):
+        engine.clear_cache()
+        texts = texts_of(5, 9, seed=42, shared=200)
+        want = Score(1, 2)
+        engine.submit(requests_of(texts, want=want))
+        assert len(engine.running) == 1
+        assert len(engine.waiting) == 4
+        engine.cancel([b"0", b"2"])
+        assert len(engine.running) == 1
+        outcomes = drain(engine)
+        assert outcomes.keys() == {b"1", b"3", b"4"}
+        for name, outcome in outcomes.items():
+            right.check(Request(name, texts[int(name)], want=want), outcome)
+        assert not engine._texts._waiting
+        assert_nothing_left(engine)
+
+    def test_any_texts_of_few_beginnings(self, engine, right):
+        """Whatever begins like whatever, in any order, with other requests among them."""
+        rng = np.random.default_rng(43)
+        beginnings = [rng.integers(0, VOCAB, int(n)).astype(np.uint32) for n in (40, 90, 160)]
+        beginnings += [np.append(beginnings[1], beginnings[0]).astype(np.uint32)]
+        wants = [Score(1, 2), Score(1, 2), Score(30, 2), Score(1), Score(1, 0, [3, 5])]
+        for round_ in range(6):
+            if round_ % 2:
+                engine.clear_cache()
+            texts, asked = [], []
+            for _ in range(20):
+                begins = beginnings[rng.integers(len(beginnings))]
+                text = begins[: rng.integers(32, begins.size + 1)]
+                rest = rng.integers(0, VOCAB, int(rng.integers(1, 30)))
+                texts.append(np.append(text, rest).astype(np.uint32))
+                asked.append(wants[rng.integers(len(wants))])
+            right.ask(engine, texts, asked)
+            assert_nothing_left(engine)
+
     def test_beside_rows_and_continuations(self, engine, right):
         texts = texts_of(30, 90, seed=4) + texts_of(10, 9, seed=5, shared=100)
         sampled = Generate(max_tokens=5, eos_token_ids=(), temperature=0.8, seed=1)
