@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ MOST_FRAMING: Final = 16
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 BACKLOG: Final = 2048
 """Connections that wait to be taken."""
+FILES: Final = 16_384
+"""That may be open: requests, connections between two of them, and what else there is."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -127,9 +130,19 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
+def _raise_bound_of_files() -> None:
+    """A shell's own is 1,024 mostly, beyond which no connection is taken."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(ValueError, OSError):  # where the system has a bound of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def serve(options: GatewayOptions, host: str, port: int, show: Callable[[str], None]) -> None:
     """Serve until SIGTERM or Ctrl-C; `show` is told the URL. Raises `SettingsError`."""
     app = create_app(options)
+    _raise_bound_of_files()
     listener = listen(host, port)
     name = f"[{host}]" if ":" in host else host
     show(f"http://{name}:{listener.getsockname()[1]}")

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -33,6 +33,8 @@ PIECE_BYTES: Final = 2 << 10
 """What a token of a stream may take in the gateway, while its reader is slow."""
 CALLER_BYTES: Final = 128 << 10
 """What a caller may take beside that: a connection, a request, buffers."""
+PAUSE: Final = 1.5
+"""Seconds between two reads of a slow one."""
 RECEIVED: Final = 4096
 """Bytes of a slow reader's buffer, and of what it reads at a time."""
 
@@ -71,12 +73,13 @@ class Crowd:
             self._check(await reader.read(), QUICK_TOKENS)
 
     async def _slow(self, number: int) -> None:
-        """Reads nothing more until all quick ones are done, and then little by little."""
+        """Reads little by little, and faster once all quick ones are done."""
+        data = b""
         async with self._asked(number, SLOW_TOKENS, logprobs=5) as reader:
-            data = await reader.readline()
-            await self.quick_ones_are_done.wait()
             while part := await reader.read(RECEIVED):
                 data += part
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.quick_ones_are_done.wait(), PAUSE)
         self._check(data, SLOW_TOKENS)
 
     async def _gone(self, number: int) -> None:
@@ -137,12 +140,12 @@ def watched(gateway: GatewayProcess) -> Iterator[list[int]]:
 
 
 @contextmanager
-def many_files(count: int) -> Iterator[None]:
-    """So many may be open, here and in what is started here."""
+def files(count: int) -> Iterator[None]:
+    """So many may be open, here and in what is started here, until it asks for more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < count:
         pytest.skip(f"needs {count} open files, and may have {hard}")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
     try:
         yield
     finally:
@@ -171,7 +174,7 @@ def test_a_crowd_is_answered_in_bounded_memory_and_leaves_no_job(
     options = ("--max-in-flight", str(places), "--max-prompts", str(places))
     settings = {"engine_opts": {"delay": 0.002}, "batch_size": 256}
     with (
-        many_files(places + 512),
+        files(places + 1024),
         worker_processes(server_url, pool_name, 2, **settings),
         GatewayProcess(server_url, pool_name, options=options) as gateway,
         httpx.Client(base_url=gateway.base_url, timeout=600) as http,
@@ -199,3 +202,16 @@ def test_a_crowd_is_answered_in_bounded_memory_and_leaves_no_job(
         # Nobody holds a place any more: this takes all of them.
         body = {"prompt": [[3, 4]] * places, "max_tokens": 1}
         assert http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_a_shells_usual_bound_of_open_files_is_none_of_connections(
+    server_url: str, pool_name: str
+) -> None:
+    """It is 1,024 mostly, of 4,096 requests that a gateway may have."""
+    with files(128):
+        gateway = GatewayProcess(server_url, pool_name)
+    with files(1024), ExitStack() as stack:
+        stack.enter_context(gateway)
+        for _ in range(200):
+            stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), timeout=30))
+        assert httpx.get(f"{gateway.base_url}/health", timeout=30).status_code == 200
