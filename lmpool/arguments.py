@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, ParamSpec, TypeAlias, TypedDict, TypeVar, get_type_hints
 
 from lmpool.keys import Priority
+from lmpool.logs import LogFormat, LogLevel
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,7 +53,8 @@ class WorkerArguments(TypedDict, total=False):
     replace: bool | None
     worker_name: str | None
     drain_timeout: float | None
-    log_level: Literal["debug", "info", "warning", "error"] | None
+    log_level: LogLevel | None
+    log_format: LogFormat | None
 
 
 class EmbeddedArguments(ClientArguments, WorkerArguments, total=False):

@@ -29,6 +29,7 @@ from lmpool.arguments import (
 from lmpool.checks import is_text, quoted, said
 from lmpool.errors import SettingsError
 from lmpool.keys import Priority, check_pool_name
+from lmpool.logs import LogFormat, LogLevel
 from lmpool.model_info import MAX_SHARDS
 
 __all__ = [
@@ -282,8 +283,9 @@ class WorkerOptions(_Options):
     drain_timeout: Seconds = Field(
         60.0, description="seconds a worker that is told to stop may finish its batch in"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="how much a worker says"
+    log_level: LogLevel = Field("info", description="how much a worker says")
+    log_format: LogFormat = Field(
+        "text", description="lines that a person can read, or JSON, an object a line"
     )
 
     default_max_batch_tokens: ClassVar[int] = 16_384
@@ -363,6 +365,10 @@ class GatewaySettings(_Settings):
         "auto",
         description="whether an answer is compressed that may be; auto leaves out callers on "
         "this machine",
+    )
+    log_level: LogLevel = Field("info", description="how much a gateway says")
+    log_format: LogFormat = Field(
+        "text", description="lines that a person can read, or JSON, an object a line"
     )
 
 

@@ -25,10 +25,10 @@ from redis.exceptions import RedisError
 from lmpool.address import Sentinels, async_connection_pool, is_sentinel
 from lmpool.errors import LmpoolError, SettingsError
 from lmpool.garbage import keep_what_is_there
+from lmpool.logs import logging_config
 from lmpool.server import greet, open_server
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.worker.control import FUNCTIONS, LONGEST
-from lmpool.worker.logs import logging_config
 from lmpool.worker.patience import patiently
 from lmpool.worker.service import Service, place_name
 
@@ -136,10 +136,16 @@ def _new_redis(url: str, queue: str) -> PatientRedis:
     return PatientRedis(pool, msgpack.packb, msgpack.unpackb, default_queue_name=queue)
 
 
+def _log(options: WorkerOptions) -> None:
+    level, form = options.log_level, options.log_format
+    who = {"pool": options.pool, "worker": options.worker_name}
+    logging.config.dictConfig(logging_config(level, form, **who))
+
+
 async def startup(ctx: dict[str, Any]) -> None:
     """Load the engine and join the pool."""
     options: WorkerOptions = ctx["options"]
-    logging.config.dictConfig(logging_config(options.log_level))
+    _log(options)
     service = ctx["service"]
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
@@ -188,7 +194,7 @@ def wait_for_server() -> None:
 
     Raises what `patiently` does.
     """
-    logging.config.dictConfig(logging_config(_options.log_level))  # arq does only later
+    _log(_options)  # arq does only later
     server = open_server(_options.url, name="lmpool-worker")
     try:
         patiently(lambda: greet(server, _options.url), time.sleep)

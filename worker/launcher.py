@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from lmpool.errors import SettingsError
+from lmpool.logs import logging_config
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.variables import as_variables
-from lmpool.worker.logs import logging_config
 from lmpool.worker.placement import Placement, placements
 
 logger = logging.getLogger(__name__)
@@ -277,6 +277,7 @@ def launch(
     if importlib.util.find_spec("arq") is None:
         raise SettingsError("workers are run by arq: pip install 'lmpool[worker]'")
     chosen = placements(gpus, workers, os.environ)
-    logging.config.dictConfig(logging_config(options.log_level))
+    level, form = options.log_level, options.log_format
+    logging.config.dictConfig(logging_config(level, form, pool=options.pool))
     launcher = Launcher(chosen, as_variables(settings), options.drain_timeout, events)
     return asyncio.run(launcher.run())

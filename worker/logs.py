@@ -1,25 +1,13 @@
-"""Logs that a person can read."""
+"""What arq is given to log by, before it has read any settings."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+import os
+from typing import Final
 
-FORMAT: Final = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+from lmpool.logs import logging_config
 
-
-def logging_config(level: str = "info") -> dict[str, Any]:
-    """For `logging.config.dictConfig`: lmpool at `level`, arq where it has something to say."""
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {"plain": {"format": FORMAT, "datefmt": "%H:%M:%S"}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "plain"}},
-        "loggers": {
-            "lmpool": {"handlers": ["stderr"], "level": level.upper(), "propagate": False},
-            "arq": {"handlers": ["stderr"], "level": "WARNING", "propagate": False},
-        },
-    }
-
-
-LOGGING: Final = logging_config()
+LOGGING: Final = logging_config(
+    form="json" if os.environ.get("LMPOOL_LOG_FORMAT") == "json" else "text"
+)
 """``arq lmpool.worker.WorkerSettings --custom-log-dict lmpool.worker.logs.LOGGING``."""

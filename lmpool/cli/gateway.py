@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging.config
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import typer
 from lmpool.cli.setting_options import option, parameter
 from lmpool.cli.terminal import errors, escape
 from lmpool.errors import SettingsError
+from lmpool.logs import logging_config
 from lmpool.settings import (
     ClientOptions,
     GatewaySettings,
@@ -54,6 +56,9 @@ def gateway(pool: list[str] | None, url: str | None, **given: Any) -> None:
         compress=settings.compress,
     )
     host = settings.host
+
+    level, form = settings.log_level, settings.log_format
+    logging.config.dictConfig(logging_config(level, form, others="uvicorn.error"))
 
     def show(url: str) -> None:
         errors().print(f"lmpool gateway at {url}/v1, described at {url}/docs")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import resource
 import signal
 import socket
@@ -146,7 +145,6 @@ def serve(options: GatewayOptions, host: str, port: int, show: Callable[[str], N
     listener = listen(host, port)
     name = f"[{host}]" if ":" in host else host
     show(f"http://{name}:{listener.getsockname()[1]}")
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     config = uvicorn.Config(
         app,
         http=protocol(options.body_timeout),
@@ -158,5 +156,4 @@ def serve(options: GatewayOptions, host: str, port: int, show: Callable[[str], N
         timeout_keep_alive=75,
         timeout_graceful_shutdown=10,
     )
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     _Server(config).run(sockets=[listener])

@@ -69,7 +69,7 @@ def test_what_a_worker_has_loaded_is_left_out_of_collections(
             done.append("started")
 
     monkeypatch.setattr(
-        arq_settings, "logging_config", lambda _: {"version": 1, "incremental": True}
+        arq_settings, "logging_config", lambda *_, **__: {"version": 1, "incremental": True}
     )
     monkeypatch.setattr(arq_settings, "keep_what_is_there", lambda: done.append("kept"))
     asyncio.run(arq_settings.startup({"options": WorkerOptions(), "service": Service()}))

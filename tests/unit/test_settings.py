@@ -57,6 +57,7 @@ BAD: list[tuple[Options, str, Any, str]] = [
     (WorkerOptions, "replace", "perhaps", "boolean"),
     (WorkerOptions, "worker_name", "a b", "pattern"),
     (WorkerOptions, "drain_timeout", 0, "greater than 0"),
+    (WorkerOptions, "log_format", "xml", "'text' or 'json'"),
     (WorkerOptions, "log_level", "loud", "'debug', 'info', 'warning' or 'error'"),
 ]
 IDS = [f"{name}={value}" for _, name, value, _ in BAD]

@@ -1,0 +1,46 @@
+"""Logs of workers and gateways: lines that a person can read, or JSON."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+DATE: Final = "%Y-%m-%dT%H:%M:%S%z"
+
+
+def logging_config(
+    level: str = "info", form: LogFormat = "text", *, others: str = "arq", **who: str
+) -> dict[str, Any]:
+    """For `logging.config.dictConfig`: lmpool at `level`, and `others` from warnings on.
+
+    `who` speaks, such as ``pool`` and ``worker``, is in every line. The JSON has an object a line,
+    with ``time``, ``level``, ``logger``, ``message``, and ``exc_info`` where there is a traceback.
+    """
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"lines": _json(who) if form == "json" else _text(who)},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines"}},
+        "loggers": {
+            "lmpool": {"handlers": ["stderr"], "level": level.upper(), "propagate": False},
+            others: {"handlers": ["stderr"], "level": "WARNING", "propagate": False},
+        },
+    }
+
+
+def _text(who: dict[str, str]) -> dict[str, Any]:
+    speaks = "".join(f" {name}={value}" for name, value in who.items()).replace("%", "%%")
+    line = f"%(asctime)s %(levelname)-7s %(name)s{speaks}: %(message)s"
+    return {"format": line, "datefmt": DATE}
+
+
+def _json(who: dict[str, str]) -> dict[str, Any]:
+    return {
+        "()": "pythonjsonlogger.json.JsonFormatter",
+        "fmt": "%(asctime)s %(levelname)s %(name)s %(message)s",
+        "datefmt": DATE,
+        "rename_fields": {"asctime": "time", "levelname": "level", "name": "logger"},
+        "static_fields": dict(who),
+    }
