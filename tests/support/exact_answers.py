@@ -136,6 +136,7 @@ def check_answers(
         for each, outcome in zip(asked, ask(engine, [a.request() for a in asked]), strict=True):
             assert outcome.error is None, (each, outcome.error)
             adapter = None if each.adapter is None else Adapter(each.adapter, "")
+            rows(whole(each.prompt, texts), each.adapter)
             row = rows(each.prompt, each.adapter)
             judge = references[each.number % len(references)].judge_one
             judge(Answered(each, adapter, outcome), row, WITHIN)
@@ -159,6 +160,11 @@ def beginning_of(random: np.random.Generator, texts: Sequence[Prompt]) -> Prompt
     """A text, or the beginning of one."""
     text = texts[int(random.integers(len(texts)))]
     return text[: int(random.integers(1, len(text) + 1))] if random.random() < 0.7 else text
+
+
+def whole(prompt: Prompt, texts: Sequence[Prompt]) -> Prompt:
+    """The longest text that begins so: by its row the exact model knows those of all beginnings."""
+    return max((text for text in texts if text[: len(prompt)] == prompt), key=len)
 
 
 def disturb(

@@ -10,7 +10,7 @@ import numpy as np
 from lmpool.backends import Engine
 from lmpool.backends.contract import ask
 from lmpool.backends.engine import Request
-from tests.support.exact_answers import RowOf, disturb, nested_texts
+from tests.support.exact_answers import RowOf, disturb, nested_texts, whole
 from tests.support.scores import check_scores, random_score
 
 _TOGETHER: Final = 25
@@ -38,5 +38,6 @@ def check_exact_scores(
             requests.append(Request(b"%d" % number, np.array(text[:size], np.uint32), by, want))
         for request, outcome in zip(requests, ask(engine, requests), strict=True):
             tokens = tuple(request.tokens.tolist())
+            rows(whole(tokens, texts), request.adapter)
             before = [rows(tokens[:n], request.adapter) for n in range(1, len(tokens))]
             check_scores(outcome, request, np.stack(before))
