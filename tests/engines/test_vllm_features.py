@@ -567,7 +567,8 @@ def test_an_engine_in_another_process(reference, tmp_path):
     model = spoiled_model(tmp_path / "spoiled", token=1)
     adapter = write_adapter(tmp_path / "style", 5)
     lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
-    with vllm_engine() as beside, vllm_engine(model=model, own_process=True, **lora) as engine:
+    own = {"own_process": True, "spawned": True}
+    with vllm_engine() as beside, vllm_engine(model=model, **own, **lora) as engine:
         assert_rows(answer(beside, given[:1]), reference.rows(given[:1]))
         assert_rows(answer(engine, given), reference.rows(given))
         assert_rows(answer(engine, particles), reference.rows(particles))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +47,10 @@ def need_vllm() -> None:
         importlib.import_module("vllm.v1.worker.gpu_model_runner")
         importlib.import_module("torch").set_num_threads(1)
     _spare_the_imported()
+    # vLLM looks at the class of a model that is new to it in a process that imports vLLM again, so
+    # that this one has not touched a GPU when it forks.
+    registry = importlib.import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = lambda look: look()
 
 
 def _spare_the_imported() -> None:
@@ -67,13 +73,69 @@ def _spare_the_imported() -> None:
 
 
 @contextmanager
-def vllm_engine(**options: Any) -> Iterator[Any]:
-    """A `VLLMEngine` of the tiny model, closed at the end."""
-    engine = load_engine("vllm", options.pop("model", "tiny"), **{**QUICK, **options})
+def vllm_engine(*, spawned: bool = False, **options: Any) -> Iterator[Any]:
+    """A `VLLMEngine` of the tiny model, closed at the end.
+
+    Its further processes are forked from one that has imported vLLM, which takes them ten seconds
+    of a core; `spawned`: they do that themselves, as a user's.
+    """
+    with ExitStack() as stack:
+        if not spawned:
+            for place in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
+                module = importlib.import_module(place)
+                stack.enter_context(patch.object(module, "get_mp_context", _Imported))
+        engine = load_engine("vllm", options.pop("model", "tiny"), **{**QUICK, **options})
     try:
         yield engine
     finally:
         engine.close()
+
+
+class _Imported:
+    """A context of multiprocessing, of processes that begin with vLLM imported, and no thread."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__, *_OF_A_CORE])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def Process(  # noqa: N802
+        self,
+        *,
+        target: Callable[..., None],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> Any:
+        """One in the environment of its start, not in that of the process it is forked from."""
+        given = (_Environment(), target, args, kwargs or {})
+        return self._context.Process(target=_run_in, args=given, **more)  # type: ignore[attr-defined]
+
+
+_OF_A_CORE = (
+    "lmpool.backends.vllm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+)
+
+
+class _Environment:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(os.environ),)  # as a process is started
+
+
+def _run_in(
+    environment: dict[str, str],
+    target: Callable[..., None],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*args, **kwargs)
 
 
 @contextmanager
