@@ -27,7 +27,7 @@ def test_answers_are_those_of_transformers(tmp_path: Path, answers: int, reduces
     adapters = two_adapters(tmp_path)
     rows = ExactRows("tiny", adapters)  # before the engine, which may change how models are loaded
     engine: Any = load_engine(
-        "vllm", "tiny", **QUICK, enable_lora=True, max_loras=2, max_lora_rank=16
+        "vllm", "tiny", **QUICK, enable_lora=True, max_loras=2, max_lora_rank=8
     )
     engine._reduces = reduces  # beside the engine, or where the logits are, as on a GPU
     try:

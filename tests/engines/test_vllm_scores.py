@@ -342,7 +342,7 @@ def test_adapters_and_those_of_the_head(right, tmp_path):
         ),
     }  # fmt: skip
     texts = texts_of(8, 60, seed=17) + texts_of(4, 9, seed=18, shared=130)
-    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     with vllm_engine(**options) as engine:
         for name, folder in folders.items():
             engine.add_adapter(name, folder)
