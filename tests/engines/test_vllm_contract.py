@@ -21,7 +21,7 @@ pytestmark = [
 
 class TestVLLM(EngineContract):
     engine = "vllm"
-    options = {**QUICK, "enable_lora": True, "max_loras": 2, "max_lora_rank": 16}
+    options = {**QUICK, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     most_adapters = 64
     most_temperature = 2.0
     own_draws = True
