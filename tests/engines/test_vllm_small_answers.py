@@ -15,6 +15,8 @@ from lmpool.backends import Outcome, Request
 from lmpool.backends.contract import Reference, ask
 from lmpool.wants import Draw, Generate, Hidden, OfRow, Row, Score, Stream, Tokens, Top
 from tests.support.engines import requests_of
+from tests.support.hf_texts import logits_by
+from tests.support.scores import log_softmax
 from tests.support.small_answers import compare, random_wants
 from tests.support.vllm_engine import (
     VOCAB,
@@ -197,7 +199,9 @@ class TestSteps:
         want, found = request.want, outcome.answer
         assert isinstance(want, Generate)
         drawn = found.token_ids.tolist()
-        rows = reference.rows([[*request.tokens.tolist(), *drawn[:n]] for n in range(len(drawn))])
+        text = np.append(request.tokens, np.array(drawn, np.uint32))  # one pass has all the rows
+        logits = logits_by(reference.model, text)[request.tokens.size - 1 :]
+        rows = log_softmax(logits).astype(np.float32)
         if want.logprobs:
             right = rows[np.arange(len(drawn)), drawn]
             np.testing.assert_allclose(found.logprobs, right, atol=within)
