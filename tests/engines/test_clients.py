@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -211,9 +215,10 @@ def test_tools_are_refused(client: Any, model: str) -> None:
 
 
 def refused(kind: type[Exception], client: Any, **asked: Any) -> Any:
-    """The error of a request, as the package makes one of it."""
+    """The error of a request, as the package makes one of it: of this very class."""
     with pytest.raises(kind) as found:
         client.with_options(max_retries=0).completions.create(**asked)
+    assert type(found.value) is kind
     return found.value
 
 
@@ -271,17 +276,25 @@ def test_a_client_that_does_not_wait(client: Any, model: str) -> None:
     )
 
 
+FAILS = 255
+"""A token that the engine fails on."""
+
+
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A client of a gateway with keys and tight limits, before a slow pool and a deserted one."""
     keys = tmp_path_factory.mktemp("strict") / "keys"
     keys.write_text(f"{line('one', 'sk-one', 1)}\n{line('many', 'sk-many')}\n", "utf-8")
-    options = ("--queue-timeout", "1", "--timeout", "3", "--max-body", "4000")
+    options = (
+        "--queue-timeout", "1", "--timeout", "3", "--max-body", "4000", "--body-timeout", "2",
+    )  # fmt: skip
     with RealServer() as server:
         with worker_processes(server.url, "gone", 1):
             pass
         with (
-            worker_processes(server.url, "slow", 1, engine_opts={"delay": 0.5}),
+            worker_processes(
+                server.url, "slow", 1, engine_opts={"delay": 0.5, "fail_token": FAILS}
+            ),
             GatewayProcess(
                 server.url, "gone", "slow", options=("--api-keys", str(keys), *options)
             ) as gateway,
@@ -300,6 +313,45 @@ def test_a_key_that_is_wrong(strict: Any) -> None:
 def test_a_body_that_is_too_large(strict: Any) -> None:
     error = refused(openai.APIStatusError, strict, model="slow", prompt=[100] * 4000)
     assert error.status_code == 413
+
+
+def test_a_body_that_does_not_come_in_time(strict: Any) -> None:
+    with keeping_back(strict.base_url.port) as port:
+        stuck = strict.with_options(base_url=f"http://127.0.0.1:{port}/v1")
+        # The package has no class for it, and tries it again by itself.
+        error = refused(openai.APIStatusError, stuck, model="slow", prompt=[1, 2])
+    assert error.status_code == 408
+    assert error.type == "timeout_error"
+
+
+@contextmanager
+def keeping_back(gateway: int) -> Iterator[int]:
+    """A port of this machine: what is sent there reaches the gateway but for its last byte."""
+
+    def forward(listener: socket.socket) -> None:
+        with listener.accept()[0] as caller, socket.create_connection(("127.0.0.1", gateway)) as to:
+            sent = b""
+            while b"\r\n\r\n" not in sent:
+                sent += caller.recv(65_536)
+            head, _, body = sent.partition(b"\r\n\r\n")
+            found = re.search(rb"(?i)content-length: (\d+)", head)
+            assert found is not None
+            while len(body) < int(found[1]):
+                body += caller.recv(65_536)
+            to.sendall(head + b"\r\n\r\n" + body[:-1])
+            while answer := to.recv(65_536):
+                caller.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        forwarding = threads.submit(forward, listener)
+        yield int(listener.getsockname()[1])
+        forwarding.result(60)
+
+
+def test_a_prompt_that_the_engine_fails_on(strict: Any) -> None:
+    error = refused(openai.InternalServerError, strict, model="slow", prompt=[1, FAILS])
+    assert error.status_code == 500
+    assert error.type == "server_error"
 
 
 def test_a_pool_without_workers(strict: Any) -> None:
