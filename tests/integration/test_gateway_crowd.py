@@ -18,6 +18,7 @@ import httpx
 import pytest
 import redis
 
+from lmpool.gateway.options import GatewayOptions
 from tests.support.gateways import GatewayProcess
 from tests.support.pools import pool_shards, until_at_rest, worker_processes
 from tests.support.waiting import until
@@ -27,10 +28,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 QUICK_TOKENS: Final = 16
 SLOW_TOKENS: Final = 300
 """With the likeliest five of each, some times what the buffers of a connection hold."""
-LONG_TOKENS: Final = 3000
+LONG_TOKENS: Final = 1000
 """Of those that hang up, who see the first."""
-PIECE_BYTES: Final = 2 << 10
-"""What a token of a stream may take in the gateway, while its reader is slow."""
+PIECE_BYTES: Final = 1 << 10
+"""What a token may take in the gateway that was drawn, and that its reader has not taken."""
 CALLER_BYTES: Final = 128 << 10
 """What a caller may take beside that: a connection, a request, buffers."""
 PAUSE: Final = 1.5
@@ -55,7 +56,10 @@ class Crowd:
     def bound(self) -> int:
         """Bytes by which the gateway may grow."""
         callers = self.quick + self.slow + self.gone
-        return callers * CALLER_BYTES + self.slow * SLOW_TOKENS * PIECE_BYTES + (16 << 20)
+        tokens = self.quick * QUICK_TOKENS + self.slow * SLOW_TOKENS + self.gone * LONG_TOKENS
+        held = tokens * PIECE_BYTES
+        cached = min(held, GatewayOptions(()).cache_bytes)
+        return callers * CALLER_BYTES + held + cached + (16 << 20)
 
     async def come(self) -> None:
         """All at once."""
@@ -171,12 +175,14 @@ def test_a_crowd_is_answered_in_bounded_memory_and_leaves_no_job(
     record_property: Any,
 ) -> None:
     places = quick + slow + gone
-    options = ("--max-in-flight", str(places), "--max-prompts", str(places))
+    bounds = ("--max-in-flight", str(places), "--max-prompts", str(places))
     settings = {"engine_opts": {"delay": 0.002}, "batch_size": 256}
     with (
         files(places + 1024),
         worker_processes(server_url, pool_name, 2, **settings),
-        GatewayProcess(server_url, pool_name, options=options) as gateway,
+        GatewayProcess(
+            server_url, pool_name, options=(*bounds, "--queue-timeout", "45")
+        ) as gateway,
         httpx.Client(base_url=gateway.base_url, timeout=600) as http,
     ):
         until(lambda: http.get("/ready").is_success, 60, what="it to be ready", every=0.1)
