@@ -170,7 +170,7 @@ _BINARY: Final[dict[str, Any]] = {"schema": {"type": "string", "format": "binary
 _CONTENT: Final[dict[str, Any]] = {
     NPY: _BINARY,
     MSGPACK: _BINARY,
-    EVENTS: {"schema": {"type": "string"}},
+    EVENTS: {},
 }
 
 

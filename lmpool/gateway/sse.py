@@ -12,8 +12,9 @@ from starlette.types import Receive, Scope, Send
 from lmpool.gateway.errors import ApiError
 from lmpool.gateway.json_parts import dumps
 
-EVENTS: Final[dict[str, Any]] = {"text/event-stream": {"schema": {"type": "string"}}}
-"""Of a route's description: what it answers where a stream was asked for."""
+EVENTS: Final[dict[str, Any]] = {"text/event-stream": {}}
+"""Of a route's description: what it answers where a stream was asked for. A schema would be read as
+that of an event."""
 
 STREAM_HEADERS: Final[Mapping[str, str]] = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _DONE: Final = b"data: [DONE]\n\n"
