@@ -23,6 +23,9 @@ from lmpool.wants.position_ids import PositionIds
 CHUNK: Final = 16
 """Tokens of a digest, and the least number of positions for which another text is of use."""
 MOST_BYTES: Final = 16 << 20
+MOST_OF_ONE: Final = 8
+"""Of the bytes that are kept, one text has no more than this part: it would be gone before others
+had any use of it."""
 _ENTRY_BYTES: Final = 150
 """What a digest takes, about."""
 
@@ -50,6 +53,15 @@ class Beginning:
 
     text: ScoredText
     parts_at: int
+
+    def is_worth_waiting_for(self, tokens: Tokens, want: Score) -> bool:
+        """Whether it is half of what is to be scored, of a text that soon will be."""
+        saved, size = self.parts_at - want.start, self.text.tokens.size
+        return (
+            self.text.scores is None
+            and 2 * saved >= tokens.size - want.start
+            and (size <= 2 * self.parts_at)
+        )
 
     def rest(self, want: Score) -> Score:
         """What is still to be scored."""
@@ -88,6 +100,8 @@ class KnownScores:
             text = self._found_by.get(digest)
             if text is None:
                 break
+            if id(text) in self._kept:
+                self._kept[id(text)] = self._kept.pop(id(text))
             if text.start <= want.start:
                 found = text
         if found is None:
@@ -98,16 +112,23 @@ class KnownScores:
         parts_at = min(int(apart[0]) if apart.size else both, tokens.size - 1)
         if parts_at - want.start < CHUNK:
             return None
-        if id(found) in self._kept:
-            self._kept[id(found)] = self._kept.pop(id(found))
         return Beginning(found, parts_at)
 
-    def begin(self, adapter: str | None, tokens: Tokens, want: Score) -> ScoredText:
-        """A text is being scored from now on, until `end`."""
+    def begin(self, adapter: str | None, tokens: Tokens, want: Score) -> ScoredText | None:
+        """A text is being scored from now on, until `end`; None where it will not be kept."""
+        count = tokens.size - want.start
+        if _scores_bytes(want, count) > self._most_bytes // MOST_OF_ONE:
+            return None
         text = ScoredText(tokens, want.start)
         for digest in _digests(adapter, tokens, want):
-            if self._found_by.setdefault(digest, text) is text:
-                text.digests.append(digest)
+            other = self._found_by.get(digest)
+            if other is not None and other.start <= want.start:
+                continue
+            if other is not None:  # which is of less use
+                other.digests.remove(digest)
+                self._bytes -= _ENTRY_BYTES if id(other) in self._kept else 0
+            self._found_by[digest] = text
+            text.digests.append(digest)
         return text
 
     def end(self, text: ScoredText, scores: TextScores | None) -> None:
@@ -134,6 +155,13 @@ class KnownScores:
         for digest in text.digests:
             del self._found_by[digest]
         text.digests = []
+
+
+def _scores_bytes(want: Score, count: int) -> int:
+    """Of the scores of so many positions."""
+    ids = len(want.token_ids) if isinstance(want.token_ids, bytes) else 0
+    top = 8 * want.top_logprobs + 4 if want.top_logprobs else 0
+    return count * (8 + top + ids)
 
 
 def _digests(adapter: str | None, tokens: Tokens, want: Score) -> Iterator[bytes]:

@@ -96,8 +96,10 @@ class ScoredTexts:
         """Whether a text begins like one that is being scored, whose scores it will need."""
         if request.id in self._waiting:
             return True
-        begins = self._beginning(request, adapter)
-        if begins is None or begins.text.scores is not None:
+        begins, want = self._beginning(request, adapter), request.want
+        if begins is None or not isinstance(want, Score):
+            return False
+        if not begins.is_worth_waiting_for(request.tokens, want):
             return False
         self._waiting[request.id] = begins.text
         return True

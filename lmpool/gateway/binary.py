@@ -45,6 +45,7 @@ router = APIRouter()
 HELD_BYTES: Final = 64 << 20
 """Of answers that a stream holds for a slow reader."""
 IN_FLIGHT: Final = 512
+MAX_WANTS: Final = 65_536
 SMALL: Final = 1 << 18
 """Bytes that are written without leaving the event loop to others."""
 JSON_TIMES: Final = 3
@@ -94,7 +95,7 @@ class ScoreWant(Request):
     kind: Literal["score"]
     start: Annotated[int, Field(ge=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    token_ids: Ids | Annotated[list[Ids], Field(min_length=1)] | None = None
+    token_ids: Ids | Annotated[list[Ids], Field(min_length=1, fail_fast=True)] | None = None
     temperature: Annotated[float, Field(gt=0, le=1e6)] | None = None
 
     def want(self) -> Want:
@@ -147,7 +148,9 @@ class LogprobsRequest(Request):
 
     model: str | None = Field(None, max_length=512)
     prompt: Prompts
-    want: WantBody | list[WantBody] | None = None
+    want: (
+        WantBody | Annotated[list[WantBody], Field(max_length=MAX_WANTS, fail_fast=True)] | None
+    ) = None
     add_special_tokens: bool | None = None
     stream: bool | None = None
 
@@ -340,7 +343,8 @@ async def _stream(call: _Call, form: Form) -> AsyncGenerator[bytes]:
                 if not begun and isinstance(answer, ApiError) and answer.status not in _IN_PLACE:
                     raise answer
                 begun = True
-                yield form.one(number, answer)
+                long = call.bytes > SMALL * len(call.prompts)
+                yield await aside(form.one, number, answer) if long else form.one(number, answer)
     except ApiError as found:
         if not begun:
             raise

@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -29,6 +29,9 @@ from lmpool.gateway.sse import event_stream
 from lmpool.gateway.state import Gateway
 from lmpool.producer.deadline import Deadline
 from lmpool.wants import Score, TextScores, TopLogprobs
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 FEW_NUMBERS: Final = 5000
 """Log-probabilities that are written at once."""
@@ -211,12 +214,14 @@ class Call(ABC):
         """The answer, or the stream where that was asked for. Raises `ApiError`."""
         if self.body.stream:
             return await event_stream(self.chunks())
-        answered = await self.answered()
-        if self.numbers <= FEW_NUMBERS:
-            content = self.whole(answered)
-        else:  # and leave the event loop to others
-            content = await aside(self.whole, answered)
+        content = await self.beside(self.whole, await self.answered())
         return await respond(request, content, "application/json")
+
+    async def beside(self, write: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `write` makes; where that is long, the event loop serves others meanwhile."""
+        if self.numbers <= FEW_NUMBERS:
+            return write(*args, **kwargs)
+        return await aside(write, *args, **kwargs)
 
     def of_prompt(self, prompt: Prompt, scores: TextScores | None) -> dict[str, Any]:
         """What is told of a prompt, where it was asked for."""

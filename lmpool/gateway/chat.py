@@ -47,13 +47,13 @@ class Message(Request):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)] | None = None
 
 
 class ChatTurns(Request):
     """A conversation, and how it becomes text."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=65_536)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=65_536, fail_fast=True)]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -68,13 +68,14 @@ class ChatRequest(ChatTurns, SamplingRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: Literal[False] | None = None
+    logprob_token_ids: None = None
     chat_template: None = None
     documents: Annotated[list[Any], Field(max_length=0)] | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     function_call: Literal["none", "auto"] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None = None
 
 
 class AnswerMessage(Answer):
@@ -211,7 +212,7 @@ class _Chat(Call):
                     delta = {"role": "assistant", "content": ""}
                     chunk = self._chunk(index, delta)
                     if not begun:
-                        chunk |= self.of_prompt(prompt, scores)
+                        chunk |= await self.beside(self.of_prompt, prompt, scores)
                     begun.add(index)
                     yield chunk
                 drawn += len(part.token_ids)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from lmpool.gateway.calls import Answered, Call, Prompt, with_tops
 from lmpool.gateway.drawing import Part, parts
-from lmpool.gateway.errors import ASKING
+from lmpool.gateway.errors import ASKING, ApiError
 from lmpool.gateway.json_parts import Raw, dumps
 from lmpool.gateway.logprobs import joined
 from lmpool.gateway.merging import merged
@@ -41,6 +41,7 @@ class CompletionRequest(SamplingRequest):
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprob_token_ids: None = None
     suffix: Annotated[str, Field(max_length=0)] | None = None
     add_special_tokens: bool | None = None
 
@@ -91,6 +92,12 @@ class _Completions(Call):
             call.prompts = list(map(Prompt, ids, texts))
         shortest = min(len(prompt.ids) for prompt in call.prompts)
         call.drawing = await drawing(body, model, drawn, body.logprobs, shortest)
+        if call.echoes_scores and body.prompt_logprobs_temperature not in (None, 1.0):
+            raise ApiError(
+                400,
+                "prompt_logprobs_temperature beside echo and logprobs: ask for one of them",
+                param="prompt_logprobs_temperature",
+            )
         if call.echoes_scores:
             call.scored(body.logprobs or 0)
         if body.prompt_logprobs is not None:
@@ -183,7 +190,8 @@ class _Completions(Call):
                 prompt, its = self.prompts[index // self.n], scores[index // self.n]
                 first = index not in begun
                 begun.add(index)
-                choice = self.choice(index, prompt, its, part, offsets[index], first)
+                offset = offsets[index]
+                choice = await self.beside(self.choice, index, prompt, its, part, offset, first)
                 chunk = self.answer(KIND, choices=[choice])
                 if self.tells_usage:
                     chunk["usage"] = None

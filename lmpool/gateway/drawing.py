@@ -63,9 +63,23 @@ class Teller:
         text += self._cut.feed(b"", final=True)
         if self._cut.stop is not None:
             return self._part(text, ids, piece, len(ids), "stop", self._cut.stop)
+        if reason == "stop":
+            stop, ending = self._stop_of(ids[-piece.ending :])
+            return self._part(text + ending, ids, piece, len(ids), "stop", stop)
         if reason == "eos" and ids and ids[-1] in self._drawing.stop_token_ids:
             stop = ids[-1]
         return self._part(text, ids, piece, len(ids), _finish(reason), stop)
+
+    def _stop_of(self, ending: Sequence[int]) -> tuple[str | None, str]:
+        """The stop text that these tokens are where they are hidden ones, which the text is
+        without; and what of it is told."""
+        stops = self._drawing.stops
+        if stops is None or self._hidden.isdisjoint(ending):
+            return None, ""
+        text = b"".join(map(self._words.token_bytes, ending)).decode("utf-8", "replace")
+        if text not in stops.stops:
+            return None, ""
+        return text, text if self._drawing.include_stop else ""
 
     def _text(self, ids: Sequence[int], said: int) -> tuple[str, int]:
         """The text of the first `said` ids, and how many of them there are up to a stop text."""

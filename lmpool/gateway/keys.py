@@ -89,6 +89,7 @@ class KeyFile:
         self._path = path
         self._stamp: tuple[int, int, int] | None = None
         self._looked = time.monotonic()
+        self._wrong = ""
         self._keys = self._read()
 
     def find(self, given: bytes) -> Key | None:
@@ -109,8 +110,11 @@ class KeyFile:
             if self._stamped() != self._stamp:
                 self._keys = self._read()
                 logger.info("%s: %d API keys", self._path, len(self._keys))
+            self._wrong = ""
         except (SettingsError, OSError) as error:
-            logger.error("the API keys are as before: %s", error)
+            if str(error) != self._wrong:  # once, however long it goes on
+                logger.error("the API keys are as before: %s", error)
+            self._wrong = str(error)
 
     def _stamped(self) -> tuple[int, int, int]:
         found = self._path.stat()
@@ -118,14 +122,16 @@ class KeyFile:
 
     def _read(self) -> tuple[Key, ...]:
         try:
-            self._stamp = self._stamped()
+            stamp = self._stamped()
             with self._path.open("rb") as file:
                 data = file.read(MAX_FILE_BYTES + 1)
             if len(data) > MAX_FILE_BYTES:
                 raise SettingsError(
                     f"api_keys={str(self._path)!r}: more than {MAX_FILE_BYTES} bytes"
                 )
-            return parse(data.decode(), self._path)
+            keys = parse(data.decode(), self._path)
+            self._stamp = stamp  # not before: what could not be read is read again
+            return keys
         except (OSError, UnicodeDecodeError) as error:
             raise SettingsError(
                 f"api_keys={str(self._path)!r} cannot be read ({said(error)}): write the path of a "

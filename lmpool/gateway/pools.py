@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lmpool.checks import quoted
+from lmpool.checks import quoted, said
 from lmpool.errors import LmpoolError, ServerRefused, ServerTooOld, SettingsError
 from lmpool.gateway.errors import ApiError, of_pool
 from lmpool.gateway.options import GatewayOptions, PoolAddress
@@ -54,10 +54,11 @@ class Served:
         if self._adapters is None or time.monotonic() - self._read >= FRESH:
             try:
                 found = await self.lm._run(self.lm._read_adapters, Deadline(ADAPTERS_TIMEOUT))
-                self._adapters, self._read = sorted(found), time.monotonic()
+                self._adapters = sorted(found)
             except LmpoolError as error:
                 if self._adapters is None:
                     raise of_pool(error) from None
+            self._read = time.monotonic()
         return self._adapters
 
 
@@ -163,6 +164,12 @@ class Pool:
                 await lm.aclose(1.0)
                 self._say(error)
                 await asyncio.sleep(1.0 if isinstance(error, TimeoutError) else LOOK)
+            except Exception as error:  # files of any form are read
+                await lm.aclose(1.0)
+                if self.why != (why := f"its model cannot be read: {said(error)}"):
+                    logger.exception("pool %s: %s", self.name, why)
+                self.why = why
+                await asyncio.sleep(LOOK)
             except BaseException:
                 await asyncio.shield(lm.aclose(1.0))
                 raise
@@ -262,9 +269,13 @@ class Pools:
         for pool in self.all:
             if pool.served is not None and name == pool.served.info.model:
                 return Model(name, pool, pool.served, None)
+        unknown: ApiError | None = None
         for pool in self.all:
-            if pool.served is not None and name in await pool.served.adapters():
-                return Model(name, pool, pool.served, name)
+            try:
+                if pool.served is not None and name in await pool.served.adapters():
+                    return Model(name, pool, pool.served, name)
+            except ApiError as error:
+                unknown = error
         # Among those that are not there yet may be the one that has it.
         waiting = [pool for pool in self.all if pool.served is None]
         if waiting:
@@ -272,6 +283,8 @@ class Pools:
                 return await self.find(name, deadline)
             away = ", ".join(pool.name for pool in waiting)
             raise ApiError(503, f"the model {quoted(name)} may be of a pool that is away: {away}")
+        if unknown is not None:
+            raise unknown
         known = ", ".join(pool.name for pool in self.all)
         raise ApiError(
             404,

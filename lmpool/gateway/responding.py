@@ -35,10 +35,13 @@ def _compresses(request: HttpRequest) -> bool:
 
 
 def _takes_gzip(accepted: str) -> bool:
+    said: dict[str, bool] = {}
     for each in accepted.lower().split(","):
         name, _, rest = each.strip().partition(";")
-        if name.strip() in ("gzip", "x-gzip", "*"):
-            return rest.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
+        said[name.strip()] = rest.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
+    for name in ("gzip", "x-gzip", "*"):
+        if name in said:
+            return said[name]
     return False
 
 

@@ -37,6 +37,7 @@ Prompts: TypeAlias = (
 Zero = Annotated[float, Field(ge=0, le=0)]
 One = Annotated[float, Field(ge=1, le=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+StopTextList = Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)]
 
 
 class ResponseFormat(Request):
@@ -56,13 +57,13 @@ class SamplingRequest(Request):
     """Fields of a completion and of a chat alike. Those that are not supported must be neutral."""
 
     model: str | None = Field(None, max_length=512)
-    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_ID)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopText | StopTextList | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=MAX_EOS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -87,6 +88,8 @@ class SamplingRequest(Request):
     logits_processors: Annotated[list[Any], Field(max_length=0)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    truncate_prompt_tokens: None = None
+    thinking_token_budget: None = None
     guided_json: None = None
     guided_regex: None = None
     guided_choice: None = None

@@ -87,11 +87,10 @@ def model_template(files: Mapping[str, bytes]) -> str | None:
         try:
             text = data.decode()
             found: Any = text if name.endswith(".jinja") else json.loads(text).get("chat_template")
-        except (ValueError, AttributeError):
+            if isinstance(found, list):  # several, by name
+                found = {each["name"]: each["template"] for each in found}.get("default")
+        except (ValueError, AttributeError, TypeError, KeyError):
             continue
-        if isinstance(found, list):  # several, by name
-            named = {each.get("name"): each.get("template") for each in found}
-            found = named.get("default")
         if isinstance(found, str):
             return found
     return None

@@ -64,7 +64,9 @@ async def tokenize(body: TokenizeText | TokenizeChat, request: HttpRequest) -> T
         ids = await words.encode(body.prompt, body.add_special_tokens is not False)
     else:
         ids = await chat_ids(model, body)
-    texts = [words.texts[token] for token in ids] if body.return_token_strs else None
+    texts = None
+    if body.return_token_strs:
+        texts = await aside(lambda: [words.text(token) for token in ids])
     longest = model.info.max_prompt_tokens
     return Tokenized(count=len(ids), max_model_len=longest, tokens=ids, token_strs=texts)
 

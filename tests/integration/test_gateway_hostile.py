@@ -414,6 +414,20 @@ def test_a_body_of_wrong_items_is_refused_at_the_first(http: httpx.Client) -> No
     for prompt in ([-1] * 200_000, [[-1]] * 100_000, [1, *["x"] * 200_000]):
         answer = http.post("/v1/completions", json={"prompt": prompt})
         assert answer.status_code in (400, 422)
+    hello = {"role": "user", "content": "?"}
+    lists = [
+        ("/v1/logprobs", {"prompt": "a", "want": [{}] * 100_000}),
+        ("/v1/logprobs", {"prompt": "a", "want": {"kind": "score", "token_ids": [[]] * 100_000}}),
+        ("/v1/logprobs", {"prompt": "a", "want": [{"kind": "row"}] * 40_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [1] * 200_000}]}),
+        ("/v1/chat/completions", {"messages": [1] * 200_000}),
+        ("/v1/chat/completions", {"messages": [hello], "modalities": [1] * 200_000}),
+        ("/v1/chat/completions", {"messages": [hello], "stop": [1] * 200_000}),
+    ]
+    for path, body in lists:
+        answer = http.post(path, json=body)
+        assert answer.status_code in (400, 422), path
+        assert len(answer.content) < 2000
     answer = http.post("/tokenize", json={"messages": [], "prompt": None})
     assert answer.status_code in (400, 422)
     assert time.monotonic() - began < 20

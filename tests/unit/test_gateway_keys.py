@@ -58,6 +58,26 @@ def test_a_file_that_cannot_be_read_leaves_the_keys_that_were(
     assert secret not in caplog.text
 
 
+def test_a_file_that_could_not_be_read_is_read_again_though_it_has_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, (old, new) = tmp_path / "keys", (new_key(), new_key())
+    path.write_text(line("old", old))
+    found = KeyFile(path)
+    path.write_text(f"{line('new', new)}\n")
+    with monkeypatch.context() as closed:
+        closed.setattr(Path, "open", unreadable)
+        assert found.find(old.encode()) is not None
+        assert found.find(old.encode()) is not None
+    assert caplog.text.count("as before") == 1
+    assert found.find(new.encode()) is not None
+    assert found.find(old.encode()) is None
+
+
+def unreadable(*_: object, **__: object) -> None:
+    raise PermissionError("not now")
+
+
 def test_a_file_that_is_none_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot be read"):
         KeyFile(tmp_path / "none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Sequence
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 
 from lmpool.gateway.drawing import Part, Teller, together
 from lmpool.gateway.errors import ApiError
+from lmpool.gateway.responding import _takes_gzip
 from lmpool.gateway.sampling import Drawing
+from lmpool.gateway.template import model_template
 from lmpool.gateway.text_stops import StopTexts, TextCut
 from lmpool.gateway.words import MAX_CHARACTERS, TOGETHER, Words
 from lmpool.producer import Piece
@@ -178,3 +181,35 @@ def test_a_text_is_not_read_that_has_more_characters_than_all_its_tokens_could(
     with pytest.raises(ApiError, match=f"a text of {longest + 1} characters: at most {longest}"):
         asyncio.run(words.encode_all(["a", "a" * (longest + 1)], most=most))
     assert read == [longest]
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_hidden_token_that_is_a_stop_text_is_told_as_one(include: bool) -> None:
+    part = told(drawing(["\x01"], include_stop=include), pieces(b"ab\x01", "stop", 1))
+    assert part.text == ("ab\x01" if include else "ab")
+    assert (part.finish_reason, part.stop_reason) == ("stop", "\x01")
+    assert part.token_ids == [97, 98, 1]
+
+
+@pytest.mark.parametrize(
+    ("config", "template"),
+    [
+        ({"chat_template": "{{ messages }}"}, "{{ messages }}"),
+        ({"chat_template": [{"name": "default", "template": "x"}]}, "x"),
+        ({"chat_template": [{"name": "other", "template": "x"}]}, None),
+        ({"chat_template": ["x"]}, None),
+        ({"chat_template": [{}]}, None),
+        ({"chat_template": 3}, None),
+        ([], None),
+    ],
+)
+def test_a_template_is_found_or_is_not(config: object, template: str | None) -> None:
+    assert model_template({"tokenizer_config.json": json.dumps(config).encode()}) == template
+
+
+@pytest.mark.parametrize(
+    ("accepted", "takes"),
+    [("gzip", True), ("*", True), ("*;q=0, gzip", True), ("gzip;q=0, *", False), ("br", False)],
+)
+def test_answers_are_compressed_for_who_accepts_it(accepted: str, takes: bool) -> None:
+    assert _takes_gzip(accepted) is takes
