@@ -22,7 +22,8 @@ from lmpool.settings import (
 )
 from tests.support.readme import GATEWAY, gateway_table, section
 
-Served = list[tuple[GatewayOptions, str, int]]
+Served = list[tuple[GatewayOptions, dict[str, Any]]]
+"""What it is told, and what the process around it is."""
 
 AS_WRITTEN: dict[str, tuple[str, str, str, Any, Any]] = {
     "pool": ("a b=redis://h:1/0", "c", "pools", None, (PoolAddress("c"),)),
@@ -41,6 +42,8 @@ AS_WRITTEN: dict[str, tuple[str, str, str, Any, Any]] = {
     "max_in_flight": ("13", "14", "max_in_flight", 13, 14),
     "key_requests": ("15", "16", "key_requests", 15, 16),
     "compress": ("never", "always", "compress", "never", "always"),
+    "log_level": ("debug", "error", "log_level", "debug", "error"),
+    "log_format": ("json", "json", "log_format", "json", "json"),
 }
 """Of each setting: what its variable says, what its option says, and what comes of either."""
 
@@ -64,6 +67,8 @@ BAD: list[tuple[str, str, str]] = [
     ("max_in_flight", "0", "greater than or equal to 1"),
     ("key_requests", "0", "greater than or equal to 1"),
     ("compress", "maybe", "'auto', 'always' or 'never'"),
+    ("log_level", "loud", "'debug', 'info', 'warning' or 'error'"),
+    ("log_format", "xml", "'text' or 'json'"),
 ]
 SECRET = "s3cret"
 
@@ -72,10 +77,16 @@ SECRET = "s3cret"
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     """What the command comes to serve, which it does not."""
     found: Served = []
+    logs: dict[str, Any] = {}
 
     def serve(options: GatewayOptions, host: str, port: int, show: Any) -> None:
-        found.append((options, host, port))
+        found.append((options, {"host": host, "port": port, **logs}))
 
+    def logging_config(level: str, form: str, **_: Any) -> dict[str, Any]:
+        logs.update(log_level=level, log_format=form)
+        return {"version": 1, "incremental": True}  # nothing of this process's own
+
+    monkeypatch.setattr("lmpool.cli.gateway.logging_config", logging_config)
     monkeypatch.setattr(serve_module, "serve", serve)
     return found
 
@@ -95,8 +106,8 @@ def option(name: str) -> str:
 
 def come_of(served: Served, name: str) -> Any:
     """What the last command makes of the option or argument of this name."""
-    options, host, port = served[-1]
-    return {"host": host, "port": port}.get(name, getattr(options, name, None))
+    options, around = served[-1]
+    return around[name] if name in around else getattr(options, name)
 
 
 def test_every_setting_is_tried_here() -> None:
