@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, cast
 
+import redis
 import redis.exceptions
 from redis.backoff import NoBackoff
 from redis.retry import Retry
@@ -179,11 +180,31 @@ def greet(server: Server, url: str, clock: ServerClock | None = None) -> str:
             found = server.info("server")
         except redis.exceptions.NoPermissionError:
             found = {}  # A narrow ACL user: the commands themselves will tell.
+        except redis.exceptions.ResponseError:
+            _refuse_fakeredis(server, url)
+            raise
         if clock is not None:
             clock.set(*server.time())
     if not found:
         return "unknown"
     return check_version(found, url)
+
+
+def _refuse_fakeredis(server: Server, url: str) -> None:
+    """Raise `ServerError` where it is fakeredis's own server, which is of no age."""
+    found = ""
+    for _ in range(2):  # an error before it may have ended the connection
+        try:
+            found = str(cast(redis.Redis, server).execute_command("HELLO"))
+            break
+        except (redis.exceptions.RedisError, OSError):
+            continue
+    if "fakeredis" in found:
+        raise ServerError(
+            f"{mask_url(url)} is fakeredis's own server, which is none for lmpool: it has no INFO, "
+            "its XREADGROUP does not wait, and it ends a connection after an error. Test with "
+            "lmpool.testing, which makes up for that: the fixture lmpool_fake, MockPool, FakeServer"
+        )
 
 
 def check_version(info: dict[str, Any], url: str) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import redis
 
@@ -24,7 +23,7 @@ from lmpool.model_info import ModelInfo
 from lmpool.producer.statistics import WorkerStatistics, pool_statistics
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
-from lmpool.worker.service import Service
+from lmpool.testing.worker import InProcessService
 from tests.support.waiting import until
 
 ARQ = [
@@ -184,7 +183,8 @@ class InProcessWorker:
     def __init__(self, url: str, pool: str, **settings: Any) -> None:
         settings = {"engine": "mock", "drain_timeout": 10.0, **settings}
         self.failed = threading.Event()
-        self.service = Service(WorkerOptions(url=url, pool=pool, **settings), self.failed.set)
+        options = WorkerOptions(url=url, pool=pool, **settings)
+        self.service = InProcessService(options, self.failed.set)
 
     @property
     def id(self) -> str:
@@ -210,13 +210,11 @@ def in_process_worker(
     """
     worker = InProcessWorker(url, pool, **settings)
     mock_row([0], worker.service.options.engine_opts.get("vocab_size", 256))  # the first takes long
-    # An idle worker notices that it is to stop when its read ends.
-    with patch("lmpool.worker.intake.IDLE_BLOCK_MS", 50):
-        worker.start()
-        try:
-            yield worker
-        finally:
-            worker.stop()
+    worker.start()
+    try:
+        yield worker
+    finally:
+        worker.stop()
     if not may_fail:
         assert worker.service.status.failure is None, worker.service.status.failure
 

@@ -54,6 +54,10 @@ EXCEPTIONS = {
     ("lmpool.cli.gateway", "gateway"),
     # `lmpool doctor --engines` asks which engines are installed here.
     ("lmpool.cli.doctor", "backends"),
+    # A pool that a test sets the answers of has its worker and its engine in the test's process.
+    ("lmpool.testing.worker", "worker"),
+    ("lmpool.testing.worker", "backends"),
+    ("lmpool.testing.engine", "backends"),
     # The name "tiny" stands for the files of the model that lmpool brings.
     ("lmpool.backends.model_files", "tiny"),
     # The path by which others import the capture of rows in vLLM.

@@ -1,0 +1,76 @@
+"""A worker whose threads are this process's: it starts in milliseconds, and one sees inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from lmpool.backends import Engine
+from lmpool.clock import ServerClock
+from lmpool.commands import Server
+from lmpool.keys import JobStream
+from lmpool.model_info import ModelInfo
+from lmpool.servers import Servers
+from lmpool.settings import WorkerOptions
+from lmpool.wants import Digester
+from lmpool.worker.batching import Batcher
+from lmpool.worker.dead_letters import DeadLetters
+from lmpool.worker.engine_thread import EngineLoop
+from lmpool.worker.heartbeat import Heartbeat
+from lmpool.worker.intake import Entry, Intake
+from lmpool.worker.service import Service
+
+IDLE_BLOCK_MS: Final = 50
+"""As an idle worker notices that it is to stop when its read ends."""
+
+
+class InProcessService(Service):
+    """A `Service` that stops at once. With `instead`, that engine serves, and the one that
+    `options` name is not used."""
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        on_failure: Callable[[], None] = lambda: None,
+        instead: Engine | None = None,
+    ) -> None:
+        super().__init__(options, on_failure)
+        self._instead = instead
+        self.info: ModelInfo
+        """What it serves, once it does."""
+
+    def _join(
+        self, engine: Engine, control: Servers, clock: ServerClock, version: str
+    ) -> EngineLoop:
+        if self._instead is not None:
+            engine.close()
+            engine = self.engine = self._instead
+        return super()._join(engine, control, clock, version)
+
+    def _enter_pool(
+        self, control: Servers, info: ModelInfo, engine: Engine, heartbeat: Heartbeat
+    ) -> None:
+        self.info = info
+        super()._enter_pool(control, info, engine, heartbeat)
+
+    def _intake(
+        self,
+        batcher: Batcher,
+        digester: Digester,
+        engine: Engine,
+        restore: Callable[[Servers], None],
+    ) -> Intake:
+        servers = self._open(blocks_for=IDLE_BLOCK_MS / 1000, bounded=True)
+        dead = DeadLetters(servers, self.consumer)
+        return _BriefIntake(
+            servers, self.shards, self.consumer, batcher, self.status, digester, dead,
+            engine.continuous, restore,
+        )  # fmt: skip
+
+
+class _BriefIntake(Intake):
+    def _read_new(
+        self, block: int | None, server: Server, wanted: Sequence[JobStream], count: int
+    ) -> list[tuple[JobStream, Sequence[Entry]]]:
+        brief = None if block is None else min(block, IDLE_BLOCK_MS)
+        return super()._read_new(brief, server, wanted, count)
