@@ -61,6 +61,8 @@ class AnsweringEngine(MockEngine):
                 yield Outcome(request.id, error=PromptFailed(found.reason))
             else:
                 others.append(request)
+        if not others:
+            return  # the mock engine's first rows take a while
         states = {r.id: r for r in others if isinstance(r.want, Hidden)}
         for outcome in super().compute(others):
             request_ = states.get(outcome.id)

@@ -21,10 +21,17 @@ FOLDERS = {
     "worker": "lmpool.worker",
     "backends": "lmpool.backends",
 }
-NEED_EXTRAS = ("lmpool.worker.", "lmpool.backends.", "lmpool.integrations.", "lmpool.gateway.")
+NEED_EXTRAS = (
+    "lmpool.worker.",
+    "lmpool.backends.",
+    "lmpool.integrations.",
+    "lmpool.gateway.",
+    "lmpool.testing.",
+)
 # These may need packages of extras, and say so by a ModuleNotFoundError that names one of them.
 FROM_EXTRAS = {
     "arq",
+    "fakeredis",
     "fastapi",
     "orjson",
     "genlm",

@@ -80,6 +80,7 @@ def test_no_public_signature_says_any(name: str, function: Any) -> None:
 
 MODULES = ["wants", "errors", "inspection", "dead_letters", "engine_check", "benchmark"]
 MODULES += ["backends", "backends.contract", "backends.hf", "backends.mock", "backends.tiny"]
+MODULES += ["testing"]
 
 
 @pytest.mark.parametrize("module", [*PUBLIC, *(f"lmpool.{module}" for module in MODULES)])
