@@ -15,6 +15,7 @@ from typing import Any, Self
 import fakeredis
 import hiredis
 import redis
+import redis.exceptions
 
 INFO = b"# Server\r\nredis_version:7.0.0\r\n"
 BLOCKING = (b"XREAD", b"XREADGROUP")
