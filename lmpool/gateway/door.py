@@ -31,7 +31,7 @@ SLOWEST: Final = 65_536
 """Bytes a second that a body must come at, once its first seconds are over."""
 GRACE: Final = 5.0
 """Seconds beyond a request's time in which its route may still say so itself."""
-PART: Final = 1 << 18
+PART: Final = 1 << 16
 """Bytes of an answer that are sent at a time."""
 ABORT: Final = "lmpool.abort"
 """What a server's scope has that ends the connection at once."""

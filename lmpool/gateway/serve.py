@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import resource
 import signal
 import socket
@@ -23,6 +24,10 @@ MAX_HEAD_BYTES: Final = 65_536
 MOST_FRAMING: Final = 16
 """Bytes that frame one of a body, where it comes in the smallest chunks."""
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_UPGRADE: Final = re.compile(rb"\r\nUpgrade:", re.IGNORECASE)
+SEND_BYTES: Final = 1 << 18
+"""Of an answer that the system holds for a reader: of more it would not be seen for minutes that a
+slow one reads at all."""
 BACKLOG: Final = 2048
 """Connections that wait to be taken."""
 FILES: Final = 16_384
@@ -33,7 +38,9 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket that listens there. Raises `SettingsError`."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # and what it takes in
+        return listener
     except (OSError, OverflowError) as error:
         raise SettingsError(
             f"host={host!r}, port={port}: cannot listen there ({said(error)}): "
@@ -64,11 +71,23 @@ class _Protocol(HttpToolsProtocol):
             self._head += len(data)
         else:
             self._beside += len(data)
-        super().data_received(data)
+        super().data_received(self._without_upgrade(data))
         if self._head is not None and self._head > MAX_HEAD_BYTES:
             self._late()
         if self._beside > MAX_HEAD_BYTES + MOST_FRAMING * self._body:
             self.transport.abort()  # trailers, which uvicorn keeps, however many they are
+
+    def _without_upgrade(self, data: bytes) -> bytes:
+        """The same where it has no head in it, or one that asks for no other protocol.
+
+        httptools ends such a request at its head: its body, as Java's client sends it beside an
+        offer of HTTP/2, would be lost.
+        """
+        last: Any = self.cycle  # None before the first
+        if self._head is None and last is not None and not last.response_complete:
+            return data
+        head, end, rest = data.partition(b"\r\n\r\n")
+        return _UPGRADE.sub(b"\r\nX-Other:", head) + end + rest
 
     def on_body(self, body: bytes) -> None:
         self._beside -= len(body)

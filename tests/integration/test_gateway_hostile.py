@@ -233,6 +233,22 @@ def test_damaged_heads_add_no_header(
     assert b"X-B" not in found
 
 
+@pytest.mark.usefixtures("http")
+def test_who_offers_another_protocol_is_answered_in_this_one(gateway: GatewayProcess) -> None:
+    """As Java's client does with every request."""
+    body = json.dumps({"prompt": [1, 2], "max_tokens": 1}).encode()
+    offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEA\r\n"
+    with connection(gateway) as raw:
+        for _ in range(2):
+            raw.sendall(head(f"{offer}Content-Length: {len(body)}\r\n\r\n") + body)
+            answer = b""
+            while b"usage" not in answer:
+                data = raw.recv(65_536)
+                assert data, answer
+                answer += data
+            assert answer.startswith(b"HTTP/1.1 200 OK")
+
+
 @pytest.mark.parametrize("name", ["model", "prompt", "stop"])
 def test_line_breaks_of_a_body_reach_no_head(http: httpx.Client, name: str) -> None:
     body = {"prompt": [1], "max_tokens": 1, name: "a\r\nX-Evil: 1\r\n\r\n"}
