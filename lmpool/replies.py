@@ -7,10 +7,13 @@ import ssl
 from typing import Any, ClassVar, Final
 
 import redis.exceptions
+import redis.utils
 from redis._parsers import _HiredisParser
 from redis._parsers.hiredis import NOT_ENOUGH_DATA
 
 REPLY_BYTES: Final = 64 << 20
+_USUAL: Final = getattr(redis.utils, "SENTINEL", None)
+"""What redis-py says, from its release 8 on, where a read has no timeout of its own."""
 
 
 class ReplyTooLong(redis.exceptions.ConnectionError):
@@ -41,16 +44,18 @@ class Parser(_HiredisParser):
         """Whether there is anything to be read, or the connection was closed."""
         if timeout or self._poll is None or self._reader is None:
             return bool(super().can_read(timeout))  # type: ignore[no-untyped-call]
-        if self._next_response is NOT_ENOUGH_DATA:
-            self._next_response = self._reader.gets()
-        return self._next_response is not NOT_ENOUGH_DATA or bool(self._poll.poll(0))
+        return self._holds_some() or self._reader.has_data() or bool(self._poll.poll(0))
 
-    def read_response(self, disable_decoding: bool = False) -> Any:
+    def _holds_some(self) -> bool:
+        """Whether redis-py, before its release 8, has taken a reply that nobody has read."""
+        return getattr(self, "_next_response", NOT_ENOUGH_DATA) is not NOT_ENOUGH_DATA
+
+    def read_response(self, disable_decoding: bool = False, **options: Any) -> Any:
         """The next reply."""
         reader: Any = self._reader
         socket: Any = self._sock
-        if disable_decoding or reader is None or self._next_response is not NOT_ENOUGH_DATA:
-            return super().read_response(disable_decoding)  # type: ignore[no-untyped-call]
+        if disable_decoding or reader is None or self._holds_some() or _says_more(options):
+            return super().read_response(disable_decoding, **options)  # type: ignore[no-untyped-call]
         response, came, receive = reader.gets(), 0, socket.recv_into
         while response is NOT_ENOUGH_DATA:
             count = receive(self._buffer)
@@ -65,6 +70,11 @@ class Parser(_HiredisParser):
         if isinstance(refusal, redis.exceptions.ConnectionError):
             raise refusal
         return response
+
+
+def _says_more(options: dict[str, Any]) -> bool:
+    """Whether redis-py, from its release 8 on, asks for a timeout of this read's own, or pushes."""
+    return bool(options.get("push_request")) or options.get("timeout", _USUAL) is not _USUAL
 
 
 class BoundedParser(Parser):
