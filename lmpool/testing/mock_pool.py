@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ import lmpool
 from lmpool.arguments import ClientArguments
 from lmpool.checks import as_integer, as_number, is_text, quoted
 from lmpool.errors import PoolError, SettingsError
+from lmpool.keys import check_pool_name
 from lmpool.model_info import ModelInfo
 from lmpool.producer import NumpyRows, PooledLM
 from lmpool.settings import WorkerOptions
@@ -76,7 +78,8 @@ class MockPool:
             if self._url is None:
                 self._url = ending.enter_context(_fake_server())
             else:
-                ending.callback(self._delete_keys, "*")
+                self._check_name()
+                ending.callback(self._delete_keys)
             folder = ending.enter_context(tempfile.TemporaryDirectory(prefix="lmpool-testing-"))
             self._adapters = Path(folder)
             service = self._service = self._make_service()
@@ -285,15 +288,31 @@ class MockPool:
         self._running()
         self._answers.set(asked, meant, answer)
         if self._answers.calls():  # the pool may keep what it answered before
-            self._delete_keys(":*:result:*")
+            self._delete_keys(b":result:")
 
-    def _delete_keys(self, of: str) -> None:
-        """The pool's keys, whose names go on so."""
-        pattern = f"*lmpool:{self.pool}{of}"
-        with redis.Redis.from_url(self.url, protocol=2) as server:
-            keys = list(server.scan_iter(pattern, 1000))
+    def _check_name(self) -> None:
+        """Refuse the name of a pool that is there: its keys would be deleted at the end."""
+        check_pool_name(self.pool)
+        with self._server() as server:
+            if next(self._keys(server), None) is not None:
+                raise SettingsError(
+                    f"pool={self.pool!r} is on that server: write a name that no pool has, or none"
+                )
+
+    def _delete_keys(self, named: bytes = b"") -> None:
+        """The pool's keys, or those of them with this in their names."""
+        with self._server() as server:
+            keys = [key for key in self._keys(server) if named in key]
             if keys:
                 server.delete(*keys)
+
+    def _keys(self, server: redis.Redis) -> Iterator[bytes]:
+        """The pool's, and those of no other whose name begins with its own."""
+        own = re.compile(rb"\{?lmpool:%b([:}]|$)" % re.escape(self.pool).encode())
+        return (key for key in server.scan_iter(f"*lmpool:{self.pool}*", 1000) if own.match(key))
+
+    def _server(self) -> redis.Redis:
+        return redis.Redis.from_url(self.url, protocol=2)
 
 
 @contextmanager

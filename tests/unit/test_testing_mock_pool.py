@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import redis
 
 import lmpool
 from lmpool import SyncPooledLM
@@ -28,7 +29,7 @@ from lmpool.errors import (
     SettingsError,
     UnknownAdapter,
 )
-from lmpool.testing import Call, MockPool
+from lmpool.testing import Call, FakeServer, MockPool
 from lmpool.wants import (
     Draw,
     Draws,
@@ -491,3 +492,18 @@ def test_variables_of_a_shell_are_not_its_own(monkeypatch: pytest.MonkeyPatch) -
     with MockPool() as pool:
         assert pool.info.vocab_size == 256
         pool.lm.sync.next_token_logprobs(PROMPT)
+
+
+def test_a_pool_that_is_there_is_left_alone() -> None:
+    """Nor is one whose name begins with that of another."""
+    with FakeServer() as server:
+        with MockPool(server.url, "made-1") as longer:
+            with pytest.raises(SettingsError, match=r"pool='made-1' is on that server"):
+                MockPool(server.url, "made-1").__enter__()
+            with MockPool(server.url, "made") as shorter:
+                shorter.answer([1], {5: 1.0})
+                assert shorter.lm.sync.next_token_logprobs([1])[5] == 0.0
+            longer.answer([1, 2], {9: 1.0})
+            assert longer.connect().sync.next_token_logprobs([1, 2])[9] == 0.0
+        with redis.Redis.from_url(server.url, protocol=2) as client:
+            assert not list(client.scan_iter("*lmpool:made*"))
