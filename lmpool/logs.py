@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
 DATE: Final = "%Y-%m-%dT%H:%M:%S%z"
+_ENTRY: Final = re.compile(
+    r"^(?:\[[^\]\n]*\] )?"  # which of several workers it is
+    r"(?:\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} (?P<level>\w+) +(?P<logger>[\w.]+)"
+    r"(?: \w+=[^\s:]+)*: "
+    r"|(?P<json>\{.*\})$)",
+    re.MULTILINE,
+)
 
 
 def logging_config(
@@ -28,6 +38,25 @@ def logging_config(
             others: {"handlers": ["stderr"], "level": "WARNING", "propagate": False},
         },
     }
+
+
+def entries(log: str) -> Iterator[tuple[str, str, str]]:
+    """What a log says, in either form: level, logger and message of each entry, in order.
+
+    What stands between entries, such as a traceback, is of the message before it.
+    """
+    starts = [*_ENTRY.finditer(log)]
+    for number, start in enumerate(starts):
+        end = starts[number + 1].start() if number + 1 < len(starts) else len(log)
+        level, logger, message = start.group("level", "logger", "json")
+        if message is None:
+            yield level, logger, log[start.end() : end].strip()
+            continue
+        try:
+            said = json.loads(message)
+            yield said["level"], said["logger"], said["message"]
+        except (ValueError, KeyError, TypeError):
+            continue  # of another process's
 
 
 def _text(who: dict[str, str]) -> dict[str, Any]:

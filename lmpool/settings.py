@@ -1,4 +1,4 @@
-"""Settings of clients, workers and gateways: ``LMPOOL_*`` variables, or arguments so named.
+"""Settings of clients, workers and gateways: arguments, ``LMPOOL_*`` variables, or a file.
 
 A value that cannot be used is refused when it is read, with a message that names it and says what
 to write instead. Passwords stay out of messages and reprs.
@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pydantic import AfterValidator, ByteSize, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from lmpool.address import SENTINEL_SCHEMES, Sentinels
 from lmpool.arguments import (
@@ -27,6 +27,8 @@ from lmpool.arguments import (
     RowEncoding,
 )
 from lmpool.checks import is_text, quoted, said
+from lmpool.config_file import VARIABLE as CONFIG
+from lmpool.config_file import ConfigFile, read_config
 from lmpool.errors import SettingsError
 from lmpool.keys import Priority, check_pool_name
 from lmpool.logs import LogFormat, LogLevel
@@ -41,6 +43,8 @@ __all__ = [
     "mask_url",
     "pool_addresses",
     "refuse_unknown_variables",
+    "settings_of",
+    "variable_of",
 ]
 
 PREFIX: Final = "LMPOOL_"
@@ -156,11 +160,39 @@ class _Settings(BaseSettings):
             super().__init__(**given)
         except ValidationError as error:
             raise SettingsError(_explain(error, type(self), given)) from None
+        except SettingsError:
+            raise
         except Exception as error:
             # pydantic-settings: a variable that should be JSON and is not.
             if type(error).__name__ != "SettingsError":
                 raise SettingsError(f"settings that cannot be read ({said(error)})") from error
             raise SettingsError(_not_json(str(error), type(self).model_fields)) from None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments, variables, and the file, of which the first one that says something counts."""
+        return init_settings, env_settings, _FileSource(settings_cls)
+
+
+class _FileSource(PydanticBaseSettingsSource):
+    """What the file says of a class of settings."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """Not asked: all come at once."""
+        raise NotImplementedError
+
+    def __call__(self) -> dict[str, Any]:
+        """Those that nothing else has said: pydantic-settings would merge a dict with a dict."""
+        file = read_config()
+        found = {} if file is None else settings_of(file, self.settings_cls)
+        return {name: value for name, value in found.items() if name not in self.current_state}
 
 
 class _Options(_Settings):
@@ -386,16 +418,37 @@ def _refuse_misfits(name: str, value: object, field: FieldInfo) -> None:
             )
 
 
+def settings_of(file: ConfigFile, options: type[BaseSettings]) -> dict[str, Any]:
+    """What a file says of a class of settings. Raises `SettingsError`.
+
+    All names of the file are checked: one that nothing reads is mostly a typo.
+    """
+    found: dict[str, Any] = {}
+    for table, classes in (("", (ClientOptions, WorkerOptions)), ("gateway", (GatewaySettings,))):
+        known = {name: field for each in classes for name, field in each.model_fields.items()}
+        for name, value in file.table(table).items():
+            if name not in known:
+                raise SettingsError(f"{file.path}: {unknown_name(name, known, 'setting')}")
+            try:
+                _refuse_misfits(name, value, known[name])
+            except SettingsError as error:
+                raise SettingsError(f"{file.path}: {error}") from None
+            if options in classes and name in options.model_fields:
+                found[name] = value
+    return found
+
+
 def refuse_unknown_variables(environ: Iterable[str] | None = None) -> None:
     """Check the names of variables, those of this process if `environ` is left out.
 
     Raises `SettingsError` for a ``LMPOOL_*`` variable that nothing reads: mostly a typo.
     """
     known = [
-        _variable(options, field)
+        variable_of(options, field)
         for options in (ClientOptions, WorkerOptions, GatewaySettings)
         for field in options.model_fields
     ]
+    known.append(CONFIG)
     for name in os.environ if environ is None else environ:
         rest = name.removeprefix(PREFIX)
         # LMPOOL_TEST_* and the like belong to the project's own tools.
@@ -405,7 +458,8 @@ def refuse_unknown_variables(environ: Iterable[str] | None = None) -> None:
             raise SettingsError(unknown_name(name, dict.fromkeys(known), "variable"))
 
 
-def _variable(options: type[BaseSettings], field: str) -> str:
+def variable_of(options: type[BaseSettings], field: str) -> str:
+    """The variable of a setting."""
     return options.model_config.get("env_prefix", PREFIX) + field.upper()
 
 
@@ -432,21 +486,28 @@ def _not_json(message: str, names: Iterable[str]) -> str:
 
 def _explain(error: ValidationError, options: type[BaseSettings], given: dict[str, Any]) -> str:
     """pydantic's findings, each with the name as the user wrote it, the value and the remedy."""
-    lines = []
+    lines, file = [], read_config()
+    in_file = {} if file is None else settings_of(file, options)
     for found in error.errors(include_url=False, include_input=False):
         field = str(found["loc"][0]) if found["loc"] else ""
-        variable = _variable(options, field)
+        variable = variable_of(options, field)
         cause = found.get("ctx", {}).get("error")
         if isinstance(cause, SettingsError):
             text = str(cause)
-            lines.append(text if field in given else text.replace(field, variable, 1))
+            if field not in given and os.environ.get(variable):
+                text = text.replace(field, variable, 1)
+            elif field not in given and file is not None and field in in_file:
+                text = f"{file.path}: {text}"
+            lines.append(text)
             continue
         if not field:
             lines.append(str(cause) if cause else found["msg"])
             continue
-        name, value = (
-            (field, given[field]) if field in given else (variable, os.environ.get(variable))
-        )
+        name, value = field, given.get(field)
+        if field not in given:
+            name, value = variable, os.environ.get(variable)
+            if not value and file is not None and field in in_file:
+                name, value = f"{file.path}: {field}", in_file[field]
         text = mask_url(value) if field == "url" and isinstance(value, str) else quoted(value, 200)
         what = f"{found['msg'][0].lower()}{found['msg'][1:]}"
         lines.append(f"{name}={text:.200}: {what} ({options.model_fields[field].description})")

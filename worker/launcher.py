@@ -155,7 +155,7 @@ class Launcher:
         self._report("worker started", placement, process)
         if reading is None:
             return process, None
-        return process, asyncio.create_task(_copy_lines(reading, f"[{placement.name}] "))
+        return process, asyncio.create_task(_copy_lines(reading, placement.name))
 
     async def _wait(
         self, placement: Placement, process: Process, copying: asyncio.Task[None] | None
@@ -202,8 +202,8 @@ class Launcher:
                 events.write(line.encode() + b"\n")
 
 
-async def _copy_lines(reading: int, prefix: str) -> None:
-    """Write what comes through a pipe to our stderr, each line after `prefix`."""
+async def _copy_lines(reading: int, place: str) -> None:
+    """Write what comes through a pipe to our stderr, each line with the place that it is from."""
     source = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(source), os.fdopen(reading, "rb")
@@ -213,19 +213,22 @@ async def _copy_lines(reading: int, prefix: str) -> None:
         while part := await source.read(LONGEST_LINE):
             *lines, kept = (kept + part).split(b"\n")
             for line in lines:
-                _say(prefix, line)
+                _say(place, line)
             if len(kept) >= LONGEST_LINE:
-                _say(prefix, kept)
+                _say(place, kept)
                 kept = b""
         if kept:
-            _say(prefix, kept)
+            _say(place, kept)
     finally:
         transport.close()
 
 
-def _say(prefix: str, line: bytes) -> None:
+def _say(place: str, line: bytes) -> None:
+    of = f"[{place}] ".encode()
+    if line.startswith(b'{"'):  # JSON, and still so afterwards
+        of, line = b'{"place": %b, ' % json.dumps(place).encode(), line[1:]
     with contextlib.suppress(OSError):
-        os.write(2, prefix.encode() + line + b"\n")
+        os.write(2, of + line + b"\n")
 
 
 def _kill_group(process: Process) -> None:

@@ -5,6 +5,7 @@ Each command imports what it needs when it runs: ``lmpool --help`` is quick.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from typer.core import TyperGroup
 
 from lmpool import __version__
 from lmpool.cli.bench import bench
+from lmpool.cli.config import config, use
 from lmpool.cli.dead import dead
 from lmpool.cli.demo import demo
 from lmpool.cli.doctor import doctor
@@ -64,12 +66,20 @@ def _options(
             "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            callback=use,
+            metavar="FILE",
+            help="Settings, as TOML. [dim]\\[$LMPOOL_CONFIG, or lmpool.toml][/]",
+        ),
+    ] = None,
 ) -> None:
     """Full-vocabulary next-token log-probabilities from a pool of language-model workers."""
 
 
 for command in (
-    demo, worker, gateway, generate, logprobs, score, ping, stats, doctor, bench,
+    demo, worker, gateway, generate, logprobs, score, ping, stats, doctor, bench, config,
 ):  # fmt: skip
     app.command()(command)
 app.command("gateway-key")(gateway_key)

@@ -158,6 +158,7 @@ def embedded(
         worker_name: what the worker is called in logs and statistics
         drain_timeout: seconds a worker that is told to stop may finish its batch in
         log_level: how much a worker says
+        log_format: lines that a person can read, or JSON, an object a line
 
     Raises:
         SettingsError: for what cannot be used, also where a worker finds out (a model that is not

@@ -20,6 +20,7 @@ import redis.exceptions
 
 from lmpool.errors import LmpoolError, PoolError, PoolTimeout, SettingsError
 from lmpool.keys import PoolKeys
+from lmpool.logs import entries
 from lmpool.model_info import ModelInfo
 from lmpool.producer.embedded import reaper
 from lmpool.producer.embedded.private_server import find_server, prepare_server
@@ -34,7 +35,6 @@ LEAST_ROOM: Final = 64 << 10
 """Bytes without which logs and sockets cannot be written."""
 ROOM: Final = "make room, or let TMPDIR name a folder of another file system"
 
-_LINE = re.compile(r"^(?:\[[^\]]*\] )?\d\d:\d\d:\d\d (\w+) +([\w.]+): ", re.MULTILINE)
 _AT_START = re.compile(r"^(?:\[[^\]]*\] )?lmpool worker: (.+)$", re.MULTILINE)
 
 
@@ -267,11 +267,8 @@ def _how(status: int) -> str:
 
 def _last_complaint(said: str) -> str:
     """The last error a worker logged, without time and names."""
-    starts = [*_LINE.finditer(said)]
-    for number in reversed(range(len(starts))):
-        level, name = starts[number].groups()
+    for level, name, message in reversed(list(entries(said))):
         if level in ("ERROR", "CRITICAL") and name != "lmpool.worker.launcher":
-            end = starts[number + 1].start() if number + 1 < len(starts) else len(said)
-            return said[starts[number].end() : end].strip()
+            return message
     found = _AT_START.findall(said)
     return found[-1] if found else ""

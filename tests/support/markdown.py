@@ -15,6 +15,8 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 SUFFIXES: Final = (".lua", ".md", ".py", ".toml")
 ENTRY_POINT_GROUPS: Final = frozenset({"lmpool.engines"})
 """Names that look like modules and are none."""
+OF_USERS: Final = frozenset({"lmpool.toml"})
+"""Files that users write."""
 MADE_LATER: Final = re.compile(r"\.venv\b")
 """Folders that `make` makes, and a checkout lacks."""
 
@@ -45,7 +47,7 @@ def named_paths(text: str) -> set[str]:
     return {
         span
         for span in spans
-        if span not in examples
+        if span not in examples | OF_USERS
         and not MADE_LATER.match(span)
         and (span.endswith(SUFFIXES) or ("/" in span and (ROOT / span.partition("/")[0]).is_dir()))
     }
@@ -72,7 +74,7 @@ def dotted_names(text: str) -> set[str]:
     """``lmpool.x.y`` in backticks or code."""
     code = [body for _, body in _FENCE.findall(text)]
     code += _SPAN.findall(_FENCE.sub("", text))
-    return {name for part in code for name in _DOTTED.findall(part)} - ENTRY_POINT_GROUPS
+    return {name for part in code for name in _DOTTED.findall(part)} - ENTRY_POINT_GROUPS - OF_USERS
 
 
 def is_defined(dotted: str) -> bool:

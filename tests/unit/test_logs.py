@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lmpool.logs import LogFormat, logging_config
+from lmpool.logs import LogFormat, entries, logging_config
 
 WHEN = r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}"
 WHO = {"pool": "llama", "worker": "gpu-0 100%"}
@@ -35,7 +35,7 @@ def told(form: LogFormat, level: str = "info", **who: str) -> list[str]:
     logging.config.dictConfig(config)
     logger = logging.getLogger("lmpool.test")
     logger.debug("unheard at info")
-    logger.warning("refused an entry: %s", "a\nb")
+    logger.warning("k=0: refused an entry: %s", "a\nb")
     logging.getLogger("arq.worker").info("not said")
     try:
         raise ValueError("k=0")
@@ -51,9 +51,22 @@ def test_a_line_of_text_says_when_and_who() -> None:
     assert re.fullmatch(WHEN, when)
     assert (level, rest) == (
         "WARNING",
-        "lmpool.test pool=llama worker=gpu-0 100%: refused an entry: a",
+        "lmpool.test pool=llama worker=gpu-0 100%: k=0: refused an entry: a",
     )
     assert "unheard" in told("text", "debug")[0]
+
+
+@pytest.mark.usefixtures("_as_before")
+@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize("who", [{}, {"pool": "llama"}, {"pool": "a", "worker": "gpu-0"}])
+def test_what_a_log_says_can_be_read_again(form: LogFormat, who: dict[str, str]) -> None:
+    log = "\n".join(["something before", *told(form, **who)])
+    refused, gone = entries(log)
+    assert refused == ("WARNING", "lmpool.test", "k=0: refused an entry: a\nb")
+    assert gone[:2] == ("ERROR", "lmpool.test")
+    assert gone[2].startswith("gone")
+    of_several = "\n".join(f"[gpu 0] {line}" for line in log.splitlines())
+    assert [entry[:2] for entry in entries(of_several)] == [refused[:2], gone[:2]]
 
 
 @pytest.mark.usefixtures("_as_before")
@@ -62,7 +75,10 @@ def test_every_line_of_json_is_an_object() -> None:
     refused, gone = lines
     assert re.fullmatch(WHEN, refused.pop("time"))
     assert refused == {
-        **WHO, "level": "WARNING", "logger": "lmpool.test", "message": "refused an entry: a\nb",
-    }  # fmt: skip
+        **WHO,
+        "level": "WARNING",
+        "logger": "lmpool.test",
+        "message": "k=0: refused an entry: a\nb",
+    }
     assert gone["message"] == "gone"
     assert "ValueError: k=0" in gone["exc_info"]

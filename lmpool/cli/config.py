@@ -1,0 +1,104 @@
+"""``lmpool config``: what is in force, and who says so."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic_settings import BaseSettings
+
+from lmpool.checks import said
+from lmpool.cli.options import AsJson
+from lmpool.cli.terminal import escape, lines
+from lmpool.config_file import VARIABLE, read_config
+from lmpool.errors import SettingsError
+from lmpool.settings import (
+    ClientOptions,
+    GatewaySettings,
+    WorkerOptions,
+    mask_url,
+    refuse_unknown_variables,
+    settings_of,
+    variable_of,
+)
+
+OF: Final[dict[str, type[BaseSettings]]] = {
+    "client": ClientOptions,
+    "worker": WorkerOptions,
+    "gateway": GatewaySettings,
+}
+SECRET: Final = ("token", "password", "secret", "key")
+"""What the names of engines' options have in them that nobody is shown."""
+
+
+def use(path: Path | None) -> Path | None:
+    """Have this process, and those that it starts, read this file."""
+    if path is not None:
+        os.environ[VARIABLE] = str(path.expanduser().absolute())
+    return path
+
+
+def config(as_json: AsJson = False) -> None:
+    """Show the settings in force, and where each comes from; secrets are masked."""
+    refuse_unknown_variables()
+    found = list(_found())
+    if as_json:
+        print(json.dumps(found))
+        return
+    out = lines()
+    names = max(len(each["name"]) for each in found)
+    for of in OF:
+        out.print(f"[bold]{of}[/]")
+        for each in found:
+            if each["of"] == of:
+                value = escape(_shown(each["value"]))
+                told = "" if each["from"] == "default" else f"  [dim]{escape(each['from'])}[/]"
+                out.print(f"  {each['name']:<{names}}  {value}{told}")
+
+
+def _found() -> Iterator[dict[str, Any]]:
+    file = read_config()
+    for of, options in OF.items():
+        try:
+            settings = options()
+        except SettingsError as error:
+            raise SettingsError(f"the settings of a {of}: {said(error)}") from None
+        in_file = {} if file is None else settings_of(file, options)
+        for name in options.model_fields:
+            variable, source = variable_of(options, name), "default"
+            if os.environ.get(variable):
+                source = variable
+            elif file is not None and name in in_file:
+                source = str(file.path)
+            value = _plain(name, getattr(settings, name))
+            yield {"of": of, "name": name, "value": value, "from": source}
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A value as JSON has it, without what is secret in it."""
+    match value:
+        case Path():
+            return str(value)
+        case tuple() | list():
+            return [_plain(name, each) for each in value]
+        case dict():
+            return {key: _inside(str(key), each) for key, each in value.items()}
+        case str() if "://" in value:
+            return " ".join(map(mask_url, value.split(" ")))
+    return value
+
+
+def _inside(name: str, value: Any) -> Any:
+    """The same of an engine's option, which may be secret itself."""
+    if isinstance(value, str) and any(word in name.lower() for word in SECRET):
+        return "***"
+    return _plain(name, value)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else json.dumps(value)
