@@ -88,7 +88,8 @@ def _plain(name: str, value: Any) -> Any:
             return {key: _inside(str(key), each) for key, each in value.items()}
         case str() if "://" in value:
             return " ".join(map(mask_url, value.split(" ")))
-    return value
+        case _:
+            return value
 
 
 def _inside(name: str, value: Any) -> Any:

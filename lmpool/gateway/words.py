@@ -10,7 +10,7 @@ from typing import Any, Final
 from lmpool.checks import is_text
 from lmpool.errors import LmpoolError, PoolError
 from lmpool.gateway.aside import aside
-from lmpool.gateway.errors import ApiError
+from lmpool.gateway.errors import CONTEXT_LENGTH, ApiError
 from lmpool.producer import NumpyRows, PooledLM
 from lmpool.prompt_text import encoder, read_vocabulary
 from lmpool.vocabulary import Vocabulary
@@ -91,14 +91,17 @@ class Words:
 
     def refused(self, text: str, param: str = "prompt", most: int | None = None) -> ApiError | None:
         """Why a text is not read, if it is not; see `encode_all`."""
-        longest = MAX_CHARACTERS if most is None else most * self._longest
-        if len(text) > longest:
-            why = "" if most is None else f" of {most} tokens"
+        if most is None and len(text) > MAX_CHARACTERS:
+            return ApiError(
+                400, f"a text of {len(text)} characters: send at most {MAX_CHARACTERS}", param=param
+            )
+        if most is not None and len(text) > most * self._longest:
             return ApiError(
                 400,
-                f"a text of {len(text)} characters: at most {longest} can be one{why}",
+                f"This model's maximum context length is {most} tokens. However, a text of "
+                f"{len(text)} characters has more: no token has more than {self._longest}.",
                 param=param,
-                code="context_length_exceeded",
+                code=CONTEXT_LENGTH,
             )
         if not is_text(text):
             return ApiError(400, "a text that is no UTF-8", param=param)

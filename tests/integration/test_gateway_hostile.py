@@ -501,6 +501,7 @@ def test_a_text_that_can_not_fit_is_not_read(http: httpx.Client) -> None:
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
         assert f"a text of {len(text)} characters" in error["message"]
+        assert "maximum context length" in error["message"]
         assert error["code"] == "context_length_exceeded"
     # Beside one that fits it is in its place.
     body = {"prompt": ["a", text], "want": {"kind": "top"}}
