@@ -1,4 +1,4 @@
-"""A pool as a whole, as an operator sees it: what the exporter, the live page and ``lmpool top`` show.
+"""A pool as a whole, as an operator sees it: for the exporter, the live page and ``lmpool top``.
 
 ::
 
@@ -20,7 +20,7 @@ from redis.exceptions import ResponseError
 
 from lmpool.commands import Server
 from lmpool.errors import LmpoolError
-from lmpool.keys import GROUP, PRIORITIES, JobStream, PoolKeys, ShardKeys
+from lmpool.keys import GROUP, PRIORITIES, JobStream, PoolKeys, Priority, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.statistics import PoolStatistics, WorkerStatistics, pool_statistics
 from lmpool.server import get_string, greet, understood
@@ -70,7 +70,7 @@ class PoolView:
     """None where nobody has served the pool yet."""
     statistics: PoolStatistics
     """The counters, what is held, and the living workers: see `PooledLM.pool_statistics`."""
-    queues: dict[str, QueueView]
+    queues: dict[Priority, QueueView]
     """By priority."""
     dead_letters: int
     adapters: list[str]
@@ -132,7 +132,9 @@ class PoolViewer:
             shards = () if info is None else info.shard_keys(self._keys)
             statistics = pool_statistics(servers, shards) if shards else _NOTHING.copy()
             now = _time(servers.pool)
-            queues = {name: QueueView(jobs=0, pending=0, oldest_seconds=0.0) for name in PRIORITIES}
+            queues: dict[Priority, QueueView] = {
+                name: QueueView(jobs=0, pending=0, oldest_seconds=0.0) for name in PRIORITIES
+            }
             dead, adapters = 0, set[str]()
             for shard in shards:
                 server = servers.for_shard(shard)
@@ -187,7 +189,7 @@ def _model_view(info: ModelInfo) -> ModelView:
         encoding=info.encoding,
         vocab_size=info.vocab_size,
         max_prompt_tokens=info.max_prompt_tokens,
-        fingerprint=info.fingerprint.hex() if isinstance(info.fingerprint, bytes) else str(info.fingerprint),
+        fingerprint=info.fingerprint,
         shards=info.shards,
         lanes=info.lanes,
     )
@@ -211,13 +213,13 @@ def _memory(server: Server) -> dict[str, Any]:
 def _add_queue(queue: QueueView, server: Server, stream: JobStream, now: float) -> None:
     with server.pipeline(transaction=False) as pipeline:
         pipeline.xlen(stream.key)
-        pipeline.xpending(stream.key, GROUP)
+        pipeline.xinfo_consumers(stream.key, GROUP)
         pipeline.xrange(stream.key, "-", "+", 1)
-        length, pending, first = pipeline.execute(raise_on_error=False)
+        length, consumers, first = pipeline.execute(raise_on_error=False)
     if isinstance(length, int):
         queue["jobs"] += length
-    if isinstance(pending, dict):
-        queue["pending"] += int(pending.get("pending", 0))
+    if isinstance(consumers, list):
+        queue["pending"] += sum(int(consumer["pending"]) for consumer in consumers)
     if isinstance(first, list) and first:
         came = int(first[0][0].partition(b"-")[0]) / 1000
         queue["oldest_seconds"] = max(queue["oldest_seconds"], now - came, 0.0)
