@@ -25,8 +25,18 @@ from lmpool.servers import Servers
 from lmpool.wants import KINDS
 
 
+class JobFailure(TypedDict):
+    """Why `jobs` in succession ended in an error, the last of them `at` seconds since 1970, by the
+    server's clock."""
+
+    at: float
+    reason: str
+    jobs: int
+
+
 class WorkerStatistics(TypedDict):
-    """One living worker. `execution` is how its engine computes prompts, where it says so."""
+    """One living worker. `execution` is how its engine computes prompts, where it says so;
+    `failures` are its latest, the last one last."""
 
     id: str
     host: str
@@ -35,6 +45,7 @@ class WorkerStatistics(TypedDict):
     gpu: str
     rows_per_second: float
     execution: str | None
+    failures: list[JobFailure]
 
 
 class PoolStatistics(TypedDict):
@@ -128,7 +139,14 @@ def _worker(packed: bytes | None) -> WorkerStatistics | None:
     try:
         beat: Any = None if packed is None else msgpack.unpackb(packed)
         return None if beat is None else _described(beat)
-    except (ValueError, TypeError, AttributeError, OverflowError, msgpack.UnpackException):
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        OverflowError,
+        msgpack.UnpackException,
+    ):
         return None
 
 
@@ -141,4 +159,8 @@ def _described(beat: dict[str, Any]) -> WorkerStatistics:
         gpu=str(beat.get("gpu", "")),
         rows_per_second=float(beat.get("rows_per_second", 0.0)),
         execution=None if beat.get("execution") is None else str(beat["execution"]),
+        failures=[
+            JobFailure(at=float(each["at"]), reason=str(each["reason"]), jobs=int(each["jobs"]))
+            for each in beat.get("failures", ())
+        ],
     )

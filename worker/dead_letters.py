@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Final
 
 import redis.exceptions
@@ -26,9 +27,12 @@ GARBAGE_BYTES: Final = 4096
 class DeadLetters:
     """Gives jobs up, with the connections of the thread that uses it."""
 
-    def __init__(self, servers: Servers, consumer: str) -> None:
+    def __init__(
+        self, servers: Servers, consumer: str, note: Callable[[str], None] = lambda reason: None
+    ) -> None:
         self._servers = servers
         self._consumer = consumer
+        self._note = note
 
     def refuse(self, stream: JobStream, entry: bytes, data: bytes, error: JobFormatError) -> None:
         """Garbage in the job stream: tell whoever can be told."""
@@ -60,6 +64,7 @@ class DeadLetters:
         deliveries: int,
         worker: str,
     ) -> None:
+        self._note(reason)
         shard = stream.shard
         kept = (
             *("job", data, "reason", reason),

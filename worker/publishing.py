@@ -202,6 +202,9 @@ class Publisher:
                         isolate(mine, partial(self._write_in, stream), self._leave_out)
                         left.pop(0)
                 self._status.let_go(done.delivery for done in chunk)
+                for done in chunk:
+                    if done.status != "ok":
+                        self._status.note_failure(done.error or done.status)
                 return
             except (redis.exceptions.RedisError, OSError) as error:
                 full = is_full(error)

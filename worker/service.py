@@ -115,7 +115,7 @@ class Service:
 
     def _prepare(self) -> EngineLoop:
         options, url = self.options, self.options.url
-        clock = ServerClock()
+        clock = self.status.clock
         control = self._open()
         # Before minutes of loading, not after.
         version = self._patiently(lambda: greet(control.pool, url, clock))
@@ -216,7 +216,7 @@ class Service:
             batcher,
             self.status,
             digester,
-            DeadLetters(servers, self.consumer),
+            DeadLetters(servers, self.consumer, self.status.note_failure),
             engine.continuous,
             restore,
         )
@@ -230,7 +230,7 @@ class Service:
             batcher,
             self.status,
             digester,
-            DeadLetters(servers, self.consumer),
+            DeadLetters(servers, self.consumer, self.status.note_failure),
             self.options.max_deliveries,
         )
 

@@ -12,11 +12,15 @@ from typing import Any, Final
 
 import msgpack
 
+from lmpool.clock import ServerClock
 from lmpool.worker.batching import Delivery
 
 logger = logging.getLogger(__name__)
 
 RATE_WINDOW: Final = 10.0
+FAILURES_MOST: Final = 5
+"""So many of the latest failures each heartbeat tells: it lies in the server's memory."""
+REASON_CHARS: Final = 200
 
 
 class _Step:
@@ -48,9 +52,11 @@ class WorkerStatus:
         """Since when the engine has been at what it is doing, on the monotonic clock."""
         self.held: set[tuple[str, bytes]] = set()
         """Entries, by stream and id, that this worker took and has not acknowledged."""
+        self.clock = ServerClock()
         self._step = _Step(self)
         self._on_failure = on_failure
         self._recent: deque[tuple[float, int]] = deque()
+        self._failures: deque[dict[str, Any]] = deque(maxlen=FAILURES_MOST)
         self._lock = threading.Lock()
 
     def fail(self, error: BaseException) -> None:
@@ -87,11 +93,22 @@ class WorkerStatus:
             self._forget(time.monotonic())
             return sum(rows for _, rows in self._recent) / RATE_WINDOW
 
+    def note_failure(self, reason: str) -> None:
+        """A job ended in an error. Those that fail alike, one after another, are one failure."""
+        reason = reason[:REASON_CHARS]
+        with self._lock:
+            alike = bool(self._failures) and self._failures[-1]["reason"] == reason
+            jobs = self._failures.pop()["jobs"] if alike else 0
+            at = self.clock.now_ms() / 1000
+            self._failures.append({"at": at, "reason": reason, "jobs": jobs + 1})
+
     def heartbeat(self) -> bytes:
         """What the heartbeat key holds."""
-        packed: bytes = msgpack.packb(
-            {**self.description, "rows_per_second": round(self.rows_per_second(), 1)}
-        )
+        beat = {**self.description, "rows_per_second": round(self.rows_per_second(), 1)}
+        with self._lock:
+            if self._failures:
+                beat["failures"] = list(self._failures)
+        packed: bytes = msgpack.packb(beat)
         return packed
 
     def _forget(self, now: float) -> None:

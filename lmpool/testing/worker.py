@@ -61,7 +61,7 @@ class InProcessService(Service):
         restore: Callable[[Servers], None],
     ) -> Intake:
         servers = self._open(blocks_for=IDLE_BLOCK_MS / 1000, bounded=True)
-        dead = DeadLetters(servers, self.consumer)
+        dead = DeadLetters(servers, self.consumer, self.status.note_failure)
         return _BriefIntake(
             servers, self.shards, self.consumer, batcher, self.status, digester, dead,
             engine.continuous, restore,

@@ -27,6 +27,7 @@ WORKER = WorkerStatistics(
     gpu="0",
     rows_per_second=12345.6,
     execution="each distinct position once",
+    failures=[],
 )
 STATISTICS = PoolStatistics(
     computed=12_345_678,

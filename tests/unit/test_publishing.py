@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgpack
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -254,6 +255,8 @@ def test_an_error_is_told_and_no_row_written(
         b"failed": b"1",
         b"batches": b"1",
     }
+    (failure,) = msgpack.unpackb(writer.status.heartbeat())["failures"]
+    assert (failure["reason"], failure["jobs"]) == ("too odd", 1)
 
 
 def test_what_is_there_already_is_only_announced(

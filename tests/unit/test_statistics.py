@@ -87,6 +87,7 @@ def test_workers_with_a_heartbeat_are_listed_by_name(server, shards) -> None:
         "gpu": "0",
         "rows_per_second": 1.5,
         "execution": "one prompt at a time: it bears no company",
+        "failures": [{"at": 1.5, "reason": "too long", "jobs": 2}],
     }
     server.set(shards[0].alive("w-1"), msgpack.packb(beat))
     server.set(shards[0].alive("w-2"), msgpack.packb({"id": "w-2"}))
@@ -98,6 +99,7 @@ def test_workers_with_a_heartbeat_are_listed_by_name(server, shards) -> None:
     assert second["id"] == "w-2"
     assert second["rows_per_second"] == 0.0
     assert second["execution"] is None
+    assert second["failures"] == []
 
 
 @pytest.mark.parametrize("fields", [{"a": "b"}, {"held": "x"}, None], ids=str)

@@ -71,6 +71,16 @@ def test_garbage_is_kept_cut_and_taken_off_its_stream(
     assert 0 < server.pttl(shard.counters) <= 30 * 86_400_000  # type: ignore[operator]
 
 
+def test_what_is_buried_is_among_the_workers_failures(
+    server: redis.Redis, shard: ShardKeys
+) -> None:
+    noted: list[str] = []
+    letters = DeadLetters(Servers(lambda: server), "me", noted.append)  # type: ignore[arg-type,return-value]
+    entry = held(server, shard, b"no job")
+    letters.refuse(shard.stream(), entry, b"no job", JobFormatError("not msgpack"))
+    assert noted == ["not msgpack"]
+
+
 def test_whoever_asked_for_a_refused_job_is_told(
     letters: DeadLetters, server: redis.Redis, shard: ShardKeys
 ) -> None:

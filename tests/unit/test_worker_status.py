@@ -6,7 +6,7 @@ import msgpack
 import pytest
 
 from lmpool.worker import status as status_module
-from lmpool.worker.status import RATE_WINDOW, WorkerStatus
+from lmpool.worker.status import FAILURES_MOST, RATE_WINDOW, REASON_CHARS, WorkerStatus
 
 
 class Clock:
@@ -54,6 +54,22 @@ def test_the_heartbeat_says_who_it_is_and_how_fast(clock: Clock) -> None:
     status = new_status()
     status.end_batch(123, took=1.0)
     assert msgpack.unpackb(status.heartbeat()) == {"id": "w", "pid": 1, "rows_per_second": 12.3}
+
+
+def test_the_heartbeat_tells_the_latest_failures_and_those_alike_once() -> None:
+    status = new_status()
+    status.clock.set(1_700_000_000, 0)
+    for _ in range(3):
+        status.note_failure("x" * 1000)
+    for number in range(FAILURES_MOST - 1):
+        status.note_failure(f"why {number}")
+    first, *others = msgpack.unpackb(status.heartbeat())["failures"]
+    assert (first["reason"], first["jobs"]) == ("x" * REASON_CHARS, 3)
+    assert first["at"] == pytest.approx(1_700_000_000, abs=60)
+    assert [each["reason"] for each in others] == [f"why {n}" for n in range(FAILURES_MOST - 1)]
+    status.note_failure("one more")
+    reasons = [each["reason"] for each in msgpack.unpackb(status.heartbeat())["failures"]]
+    assert reasons == [*(f"why {n}" for n in range(FAILURES_MOST - 1)), "one more"]
 
 
 def test_the_first_failure_is_the_workers(caplog: pytest.LogCaptureFixture) -> None:
