@@ -22,6 +22,7 @@ from lmpool.cli.generate import generate
 from lmpool.cli.pool import logprobs, ping, stats
 from lmpool.cli.score import score
 from lmpool.cli.terminal import FAILED, INTERRUPTED, print_error
+from lmpool.cli.top import top
 from lmpool.cli.worker import worker
 from lmpool.errors import LmpoolError
 
@@ -79,7 +80,7 @@ def _options(
 
 
 for command in (
-    demo, worker, gateway, generate, logprobs, score, ping, stats, doctor, bench, config,
+    demo, worker, gateway, generate, logprobs, score, ping, stats, top, doctor, bench, config,
 ):  # fmt: skip
     app.command()(command)
 app.command("gateway-key")(gateway_key)

@@ -16,3 +16,6 @@ Pool = Annotated[
     typer.Option(metavar="NAME", help="The pool's name. [dim]\\[$LMPOOL_POOL, or default][/]"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="As one line of JSON.")]
+Every = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Between two looks.", min=0.1, max=86_400)
+]

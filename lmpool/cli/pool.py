@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from lmpool.cli.options import AsJson, Pool, Url
+from lmpool.cli.options import AsJson, Every, Pool, Url
 from lmpool.cli.terminal import escape, fits, lines, speaks_unicode, tables, titled
 
 if TYPE_CHECKING:
@@ -104,9 +104,7 @@ def ping(url: Url = None, pool: Pool = None) -> None:
 def stats(
     as_json: AsJson = False,
     watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
-    every: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Between two looks.", min=0.1, max=86_400)
-    ] = 2.0,
+    every: Every = 2.0,
     url: Url = None,
     pool: Pool = None,
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
+import json
+import math
+from typing import Any, Final
 
 from rich import markup
 from rich.console import Console, Group
@@ -48,6 +50,23 @@ def _named(character: str) -> str:
 def print_error(error: LmpoolError) -> None:
     """``error: ...`` on stderr."""
     errors().print(f"[bold red]error:[/] {escape(str(error))}")
+
+
+def json_text(value: Any) -> str:
+    """A value as one line of JSON, which has no infinity: what is not finite is null."""
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {name: _finite(each) for name, each in value.items()}
+        case list() | tuple():
+            return [_finite(each) for each in value]
+        case _:
+            return value
 
 
 def speaks_unicode(console: Console) -> bool:
