@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-server chaos soak mutants families check format format-check lint \
-        types unit bench bench-check clean distclean
+        types unit docs bench bench-check clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -88,6 +88,9 @@ types: $(READY) ## Both type checkers, mypy and pyright, and the tests of what t
 
 unit: $(READY)
 	$(BIN)/python -m pytest -q -m "not slow and not server and not engine and not types" tests/unit $(ARGS)
+
+docs: $(READY) ## The documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
 
 bench: $(READY) ## The measurements
 	$(BIN)/python -m tests.benchmarks $(ARGS)

@@ -4,7 +4,7 @@
 
     with PoolViewer("redis://localhost:6379/0", "llama") as viewer:
         view = viewer.read()
-        print(view.queues["interactive"].jobs, len(view.workers))
+        print(view.queues["interactive"]["jobs"], len(view.workers))
 
 It asks nothing of the workers: what it reads is in a few small keys of the server.
 """

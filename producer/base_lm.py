@@ -267,7 +267,7 @@ class BaseLM:
     # --- numbers -------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, int]:
-        """This client's counters: `requests`, and how each was answered; see the README."""
+        """This client's counters: `requests`, and how each was answered; see docs/operating.md."""
         return self._client.statistics
 
     def _read_statistics(self, servers: Servers) -> PoolStatistics:

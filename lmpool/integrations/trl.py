@@ -101,8 +101,8 @@ class PoolClient:
     ) -> Lists:
         """The teacher's log-probabilities of every token from `prompt_lengths` on, as lists.
 
-        ``logprobs`` and ``logprob_token_ids`` [sequences][tokens][top_logprobs]: the likeliest,
-        likeliest first; ``actual_logprobs`` and ``actual_token_ids`` [sequences][tokens][1]: of the
+        ``logprobs`` and ``logprob_token_ids`` [sequences, tokens, top_logprobs]: the likeliest,
+        likeliest first; ``actual_logprobs`` and ``actual_token_ids`` [sequences, tokens, 1]: of the
         tokens themselves, also where they are none of those. A sequence may be one token longer
         than the pool's longest prompt. `chunk_size` and `max_concurrent_requests` are of no
         consequence, as workers make the batches.
@@ -155,7 +155,7 @@ class PoolClient:
         """`n` completions of each prompt, which is text or token ids, those of one together.
 
         ``prompt_ids`` [prompts], ``completion_ids`` [prompts * n], each with what ended it, and
-        ``logprobs`` and ``logprob_token_ids`` [prompts * n][tokens][...]: of the token itself and
+        ``logprobs`` and ``logprob_token_ids`` [prompts * n, tokens, ...]: of the token itself and
         the `logprobs` likeliest, likeliest first, or None for both. They are the model's own, at
         temperature 1 and with nothing left out. `generation_kwargs` may have ``seed``, ``stop`` and
         ``stop_token_ids``, and overrides the rest.

@@ -1,4 +1,4 @@
-"""``python -m tests.chaos``: every fault in turn, as the README's table."""
+"""``python -m tests.chaos``: every fault in turn, as the table of docs/faults.md."""
 
 from __future__ import annotations
 

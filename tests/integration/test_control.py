@@ -63,7 +63,7 @@ def test_a_workers_health_is_told_by_arq(server_url: str, pool_name: str, tmp_pa
 def test_the_backlog_is_the_length_of_the_streams_and_not_the_lag(
     server_url: str, redis_client: redis.Redis, pool_name: str
 ) -> None:
-    """As the README says."""
+    """As docs/engines.md says."""
     with in_process_worker(server_url, pool_name):
         pass
     with connected(server_url, pool_name, workers_timeout=60) as lm:

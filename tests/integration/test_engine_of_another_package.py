@@ -1,4 +1,4 @@
-"""The README's engine, installed as a package of its own: a pool runs it, and the suite passes."""
+"""The engine of docs/engines.md, as a package of its own: a pool runs it, and the suite passes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.readme import README, section
+from tests.support.readme import ENGINES, section
 from tests.support.workers import clean_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -46,17 +46,17 @@ if __name__ == "__main__":
 
 
 def example(name: str) -> str:
-    """One of the README's files."""
+    """One of the page's files."""
     found = re.fullmatch(
-        r"```(?:python|toml)\n(.*)```", section(README.read_text("utf-8"), name), re.DOTALL
+        r"```(?:python|toml)\n(.*)```", section(ENGINES.read_text("utf-8"), name), re.DOTALL
     )
-    assert found is not None, f"the README's {name} is no code"
+    assert found is not None, f"docs/engines.md: {name} is no code"
     return found[1]
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the README's package, as pip installs it, beside lmpool's own."""
+    """A folder with the page's package, as pip installs it, beside lmpool's own."""
     source = tmp_path_factory.mktemp("source")
     for name in ("bigram_engine.py", "pyproject.toml"):
         (source / name).write_text(example(name))

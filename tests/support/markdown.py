@@ -208,6 +208,8 @@ def diagram_problems(diagram: str) -> list[str]:
 
 def _unbalanced(lines: list[str]) -> Iterator[str]:
     for line in lines:
+        if ";" in re.sub(r'"[^"]*"', "", line):
+            yield f"a semicolon ends the line: {line}"
         if line.count('"') % 2:
             yield f"a quotation mark is missing: {line}"
         opened: list[str] = []

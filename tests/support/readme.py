@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ByteSize
 
+from lmpool.counters import LABELS, METRICS
 from lmpool.settings import (
     GATEWAY_PREFIX,
     PREFIX,
@@ -18,7 +19,10 @@ from lmpool.settings import (
 )
 
 README = Path(__file__).parents[2] / "README.md"
-GATEWAY = README.parent / "docs" / "gateway.md"
+ENGINES, GATEWAY, OPERATING, SETTINGS = (
+    README.parent / "docs" / f"{name}.md"
+    for name in ("engines", "gateway", "operating", "settings")
+)
 
 
 def settings_table() -> str:
@@ -44,6 +48,16 @@ def gateway_table() -> str:
         variable = f"`{GATEWAY_PREFIX}{name.upper()}`"
         lines.append(f"| {option} | {variable} | {_default(name, field)} | {field.description} |")
     return "\n".join(lines)
+
+
+def metrics_table() -> str:
+    """Every metric: its name, its kind, its labels, and what it means."""
+    lines = ["| metric | kind | labels | what |", "|---|---|---|---|"]
+    for metric in METRICS:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.meaning} |")
+    everywhere = " and ".join(f"`{label}`" for label in LABELS)
+    return "\n".join([*lines, "", f"Each also has {everywhere}, where a model is meant."])
 
 
 def _default(name: str, field: Any) -> str:
@@ -75,5 +89,9 @@ def with_section(text: str, name: str, content: str) -> str:
 
 
 if __name__ == "__main__":
-    for page, table in ((README, settings_table()), (GATEWAY, gateway_table())):
-        page.write_text(with_section(page.read_text("utf-8"), "settings", table), "utf-8")
+    for page, name, table in (
+        (SETTINGS, "settings", settings_table()),
+        (GATEWAY, "settings", gateway_table()),
+        (OPERATING, "metrics", metrics_table()),
+    ):
+        page.write_text(with_section(page.read_text("utf-8"), name, table), "utf-8")

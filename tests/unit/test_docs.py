@@ -176,6 +176,7 @@ def test_a_link_that_leads_nowhere_is_found() -> None:
         ("flowchart LR\n a(one] --> b", "not opened"),
         ('flowchart LR\n a -- "one --> b', "quotation mark"),
         ("sequenceDiagram\n participant A\n A->>B: hello", "no participant B"),
+        ("sequenceDiagram\n participant A\n A->>A: this; and that", "a semicolon"),
         ("sequenceDiagram\n participant A\n loop x\n A->>A: hello", "1 blocks and 0 ends"),
     ],
 )

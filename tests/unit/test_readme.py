@@ -1,25 +1,69 @@
-"""The README says what the code does."""
+"""The README is short, and shows the same on GitHub and on PyPI."""
 
 from __future__ import annotations
 
-import ast
 import re
+from pathlib import Path
+
+import pytest
 
 from lmpool.cli import app
-from tests.support.readme import README, section, settings_table
+from tests.support.markdown import ROOT, anchors
+from tests.support.readme import (
+    GATEWAY,
+    OPERATING,
+    README,
+    SETTINGS,
+    gateway_table,
+    metrics_table,
+    section,
+    settings_table,
+)
 
 TEXT = README.read_text("utf-8")
+BLOB = "https://github.com/lmpool/lmpool/blob/main/"
+RAW = "https://raw.githubusercontent.com/lmpool/lmpool/main/"
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^()\s]+)\)")
 
 
-def test_settings_are_those_of_the_code() -> None:
-    assert section(TEXT, "settings") == settings_table(), "python -m tests.support.readme"
+@pytest.mark.parametrize(
+    ("page", "name", "table"),
+    [
+        (SETTINGS, "settings", settings_table()),
+        (GATEWAY, "settings", gateway_table()),
+        (OPERATING, "metrics", metrics_table()),
+    ],
+    ids=["settings", "gateway", "metrics"],
+)
+def test_tables_are_those_of_the_code(page: Path, name: str, table: str) -> None:
+    assert section(page.read_text("utf-8"), name) == table, "python -m tests.support.readme"
 
 
-def test_python_examples_are_python() -> None:
-    examples = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert len(examples) >= 2
-    for example in examples:
-        ast.parse(example)
+def test_it_is_short() -> None:
+    assert len(TEXT.splitlines()) <= 210, "what is reference belongs into docs/"
+
+
+def test_every_link_leads_somewhere_from_pypi_too() -> None:
+    # Which shows this text alone: what is relative leads nowhere there.
+    found = LINK.findall(TEXT)
+    assert len(found) > 20
+    for image, _, target in found:
+        start = RAW if image else BLOB
+        if not image and not target.startswith("https://github.com/lmpool/"):
+            assert re.match(r"https?://", target), f"{target}: write {BLOB}..."
+            continue
+        assert target.startswith(start), f"{target}: write {start}..."
+        path, _, heading = target.removeprefix(start).partition("#")
+        assert (ROOT / path).is_file(), target
+        assert not heading or heading in anchors((ROOT / path).read_text("utf-8")), target
+
+
+def test_its_picture_is_one_file() -> None:
+    # A server of pictures may show a drawing, and lets it load and run nothing.
+    (picture,) = (target for image, _, target in LINK.findall(TEXT) if image)
+    drawing = (ROOT / picture.removeprefix(RAW)).read_text("utf-8")
+    assert drawing.startswith("<svg ")
+    assert not re.search(r"<script|<foreignObject|href=|@import|url\((?!#)", drawing)
 
 
 def test_commands_exist() -> None:
