@@ -155,6 +155,20 @@ class EngineInfo:
     no_head: str = "its engine gives none"
 
 
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """What an engine has done since it was made, and keeps: for monitoring. None: it cannot tell.
+
+    `computed_tokens` went through the model; a KV state is of one token. `kept_states` of
+    `room` for as many are kept between batches, and `evicted_states` gave way to others.
+    """
+
+    computed_tokens: int | None = None
+    kept_states: int | None = None
+    room: int | None = None
+    evicted_states: int | None = None
+
+
 class Engine(ABC):
     """Computes rows; owned by one thread."""
 
@@ -200,6 +214,10 @@ class Engine(ABC):
 
     def clear_cache(self) -> None:
         """Drop every state kept between batches."""
+
+    def measures(self) -> Measures:
+        """What it has computed and keeps. Asked after each step: it must cost next to nothing."""
+        return Measures()
 
     def tokenizer_files(self) -> Mapping[str, bytes]:
         """The tokenizer's files by name, so that clients need no copy of the model."""

@@ -13,11 +13,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from lmpool import errors
 from lmpool.errors import LmpoolError
+from lmpool.release import VERSION
 
 if TYPE_CHECKING:
     from lmpool.producer import (
@@ -33,10 +33,7 @@ if TYPE_CHECKING:
         embedded,
     )
 
-try:
-    __version__ = version("lmpool")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0+unknown"
+__version__ = VERSION
 
 __all__ = [
     "Ask",

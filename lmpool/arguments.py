@@ -53,6 +53,8 @@ class WorkerArguments(TypedDict, total=False):
     replace: bool | None
     worker_name: str | None
     drain_timeout: float | None
+    metrics_port: int | None
+    metrics_host: str | None
     log_level: LogLevel | None
     log_format: LogFormat | None
 

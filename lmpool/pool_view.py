@@ -23,7 +23,7 @@ from lmpool.errors import LmpoolError
 from lmpool.keys import GROUP, PRIORITIES, JobStream, PoolKeys, Priority, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.statistics import PoolStatistics, WorkerStatistics, pool_statistics
-from lmpool.server import get_string, greet, understood
+from lmpool.server import ANSWER_TIMEOUT, get_string, greet, understood
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
 
@@ -91,15 +91,24 @@ class PoolView:
 class PoolViewer:
     """Looks at one pool, again and again, with a connection of its own.
 
-    What is not given comes from ``LMPOOL_URL`` and ``LMPOOL_POOL``. For one thread at a time.
+    What is not given comes from ``LMPOOL_URL`` and ``LMPOOL_POOL``; the server has
+    `answers_within` seconds for each answer. For one thread at a time.
     """
 
-    def __init__(self, url: str | None = None, pool: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str | None = None,
+        pool: str | None = None,
+        *,
+        answers_within: float = ANSWER_TIMEOUT,
+    ) -> None:
         options = ClientOptions(url=url, pool=pool)
         self.url = options.url
         self.pool = options.pool
         self._keys = PoolKeys(options.pool)
-        self._servers = Servers.of_url(options.url, name="lmpool-viewer")
+        self._servers = Servers.of_url(
+            options.url, name="lmpool-viewer", answers_within=answers_within
+        )
         self._server = ""
 
     def __enter__(self) -> Self:

@@ -315,6 +315,16 @@ class WorkerOptions(_Options):
     drain_timeout: Seconds = Field(
         60.0, description="seconds a worker that is told to stop may finish its batch in"
     )
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65_535,
+        description="where /metrics, /health and /ready are; of several workers on a machine the "
+        "next ones take the ports above",
+    )
+    metrics_host: str = Field(
+        "127.0.0.1", min_length=1, description="where they listen; 0.0.0.0: everywhere"
+    )
     log_level: LogLevel = Field("info", description="how much a worker says")
     log_format: LogFormat = Field(
         "text", description="lines that a person can read, or JSON, an object a line"

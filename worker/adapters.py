@@ -86,6 +86,11 @@ class Adapters:
         self._entries: dict[str, str] = {}
         """What is registered under the pool, as far as this worker has seen."""
 
+    @property
+    def loaded(self) -> int:
+        """How many the engine has. For any thread."""
+        return len(self._loaded)
+
     def add(self, name: str, path: str, in_use: Collection[str] = ()) -> str:
         """Load an adapter and register it under the pool; its fingerprint.
 

@@ -14,7 +14,7 @@ import re
 import signal
 import threading
 import time
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import msgpack
 from arq.connections import ArqRedis, RedisSettings
@@ -31,6 +31,9 @@ from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.worker.control import FUNCTIONS, LONGEST
 from lmpool.worker.patience import patiently
 from lmpool.worker.service import Service, place_name
+
+if TYPE_CHECKING:
+    from lmpool.monitoring.server import MonitoringServer
 
 logger = logging.getLogger(__name__)
 
@@ -162,9 +165,10 @@ async def startup(ctx: dict[str, Any]) -> None:
         except RuntimeError:
             pass  # told to stop meanwhile: the loop is closed
 
-    # Not an executor: a thread of its own does not keep the process when it is told to stop.
-    threading.Thread(target=start, name="lmpool-start", daemon=True).start()
     try:
+        _be_seen()
+        # Not an executor: a thread of its own does not keep the process when it is told to stop.
+        threading.Thread(target=start, name="lmpool-start", daemon=True).start()
         await done
     except LmpoolError as error:
         logger.error("%s", error)
@@ -195,12 +199,37 @@ def wait_for_server() -> None:
     Raises what `patiently` does.
     """
     _log(_options)  # arq does only later
+    _new_service.start_progress.enter("server")
     server = open_server(_options.url, name="lmpool-worker")
+
+    def pause(seconds: float) -> None:
+        _be_seen()  # not before: `arq --check` comes here, too
+        time.sleep(seconds)
+
     try:
-        patiently(lambda: greet(server, _options.url), time.sleep)
+        patiently(lambda: greet(server, _options.url), pause)
     finally:
         server.close()
         server.connection_pool.disconnect()
+
+
+_monitoring: MonitoringServer | None = None
+
+
+def _be_seen() -> None:
+    """Offer ``/metrics``, ``/health`` and ``/ready``, where there is a port for them. Once."""
+    global _monitoring
+    if _monitoring is None and _options.metrics_port is not None:
+        try:
+            # With its packages, which only this needs.
+            from lmpool.worker.monitoring import monitoring
+        except ModuleNotFoundError as error:
+            raise SettingsError(
+                f"metrics_port={_options.metrics_port} needs {error.name}, which is not "
+                "installed: pip install 'lmpool[metrics]'"
+            ) from None
+        _monitoring = monitoring(_new_service)
+        _monitoring.start()
 
 
 def _end() -> None:

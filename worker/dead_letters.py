@@ -15,6 +15,7 @@ from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream
 from lmpool.scripts import script
 from lmpool.servers import Servers
 from lmpool.wire import Job, RefusedJob
+from lmpool.worker.metrics import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,10 @@ class DeadLetters:
     """Gives jobs up, with the connections of the thread that uses it."""
 
     def __init__(
-        self, servers: Servers, consumer: str, note: Callable[[str], None] = lambda reason: None
+        self,
+        servers: Servers,
+        consumer: str,
+        note: Callable[[Failure, str], None] = lambda failure, reason: None,
     ) -> None:
         self._servers = servers
         self._consumer = consumer
@@ -64,7 +68,7 @@ class DeadLetters:
         deliveries: int,
         worker: str,
     ) -> None:
-        self._note(reason)
+        self._note("refused" if status == "refused" else "given_up", reason)
         shard = stream.shard
         kept = (
             *("job", data, "reason", reason),

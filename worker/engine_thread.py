@@ -64,6 +64,7 @@ class EngineLoop:
         self._servers = servers
         self._clock = clock
         self._status = status
+        self._metrics = status.metrics
         self._tellings = tellings
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._held: dict[bytes, list[Delivery]] = {}
@@ -166,7 +167,10 @@ class EngineLoop:
             logger.debug("running jobs without asking who waits: %s", error)
         there = [Done(c, None) for c in batch if dropped.get(c) == "x"]
         if there:
+            self._metrics.hit("result", len(there))
             self._publisher.put(there)
+        for _ in range([*dropped.values()].count("e")):
+            self._status.note_failure("expired", "its deadline passed before it was run")
         self._status.let_go(delivery for delivery, verdict in dropped.items() if verdict != "x")
         return [delivery for delivery in batch if delivery not in dropped]
 
@@ -186,6 +190,7 @@ class EngineLoop:
             held = self._held.get(job.digest)
             if held is not None:
                 held.append(delivery)  # a second delivery of what is being computed
+                self._metrics.hit("flight")
                 continue
             if job.adapter is not None:
                 # Behind one that waits for room all wait, or it might never get any.
@@ -205,8 +210,14 @@ class EngineLoop:
         if started:
             begun = self._tellings.begin(started)
             requests = [_request(delivery.job, begun) for delivery in started]
+            self._note(started)
             with self._status.step():
                 self._engine.submit(requests)
+
+    def _note(self, started: Sequence[Delivery]) -> None:
+        now_ms = self._clock.now_ms()
+        waited = (max(0, now_ms - delivery.job.sent) / 1000 for delivery in started)
+        self._metrics.begin(waited, len(started), sum(delivery.size for delivery in started))
 
     def _why_not(self, adapter: str, unusable: dict[str, str], in_use: set[str]) -> str:
         """Why an adapter cannot be used ('' if it can), found out once a batch."""
@@ -224,12 +235,15 @@ class EngineLoop:
         with self._status.step():
             outcomes = self._engine.step()
             parts = self._engine.parts()
+            if self._metrics.on:
+                self._metrics.engine = self._engine.measures()
         # A step, not all that is in flight: between two tokens of continuations there is room for
         # other prompts, and the intake must know when.
         self._status.end_batch(len(outcomes), self._batcher.stepped())
         if parts:
             self._tell(parts)
-        idle = not self._engine.in_flight()
+        self._metrics.running = running = self._engine.in_flight()
+        idle = not running
         finished: list[Finished] = []
         for outcome in outcomes:
             finished += self._finish(outcome)

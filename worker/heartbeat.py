@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
@@ -64,6 +65,7 @@ class Heartbeat:
                 [GROUP, self._consumer, value, LIFE_MS, GAP_MS],
             )
         script("serve")(servers.pool, self._pool, self._serves)
+        self._status.metrics.beat_at = time.monotonic()
         damaged = mend(servers, self._shards, self._info, joining=self._joining)
         self._joining = False
         return damaged

@@ -28,7 +28,7 @@ from lmpool.errors import SettingsError
 from lmpool.logs import logging_config
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.variables import as_variables
-from lmpool.worker.placement import Placement, placements
+from lmpool.worker.placement import Placement, placements, with_ports
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +279,7 @@ def launch(
     options = WorkerOptions(**settings)
     if importlib.util.find_spec("arq") is None:
         raise SettingsError("workers are run by arq: pip install 'lmpool[worker]'")
-    chosen = placements(gpus, workers, os.environ)
+    chosen = with_ports(placements(gpus, workers, os.environ), options.metrics_port)
     level, form = options.log_level, options.log_format
     logging.config.dictConfig(logging_config(level, form, pool=options.pool))
     launcher = Launcher(chosen, as_variables(settings), options.drain_timeout, events)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from lmpool.errors import SettingsError
 
 MOST_WORKERS: Final = 1024
+MOST_PORT: Final = 65_535
 _NAME: Final = re.compile(r"[0-9]{1,4}|(GPU|MIG)-[A-Za-z0-9/-]+")
 _EXAMPLE: Final = "write numbers such as 0,1,2,3, all, or 0+1,2+3 for two GPUs to each worker"
 
@@ -49,6 +50,24 @@ def placements(
         mine["OMP_NUM_THREADS"] = str(max(1, _cores() // count))
     mine = {name: value for name, value in mine.items() if name not in environ}
     return [Placement(f"worker {number}", mine) for number in range(1, count + 1)]
+
+
+def with_ports(chosen: Sequence[Placement], first: int | None) -> list[Placement]:
+    """The same, with a port for its metrics each: `first` and those above it."""
+    if not first:  # none, or any that is free
+        return [*chosen]
+    if first + len(chosen) - 1 > MOST_PORT:
+        raise SettingsError(
+            f"metrics_port={first}: {len(chosen)} workers need as many ports, and the last one is "
+            f"{MOST_PORT}"
+        )
+    return [
+        replace(
+            placement,
+            environment={**placement.environment, "LMPOOL_METRICS_PORT": str(first + number)},
+        )
+        for number, placement in enumerate(chosen)
+    ]
 
 
 def _cores() -> int:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 import redis.exceptions
 
@@ -51,7 +51,7 @@ class Done:
 
     delivery: Delivery
     value: bytes | None
-    status: str = "ok"
+    status: Literal["ok", "failed", "unknown_adapter"] = "ok"
     error: str = ""
 
 
@@ -110,6 +110,7 @@ class Publisher:
         self._result_ttl_ms = result_ttl_ms
         self._store = store
         self._status = status
+        self._metrics = status.metrics
         self._queue: queue.SimpleQueue[Sequence[Finished] | None] = queue.SimpleQueue()
         self._pieces = PieceWriter(servers, vocab_size)
         self._is_called = False
@@ -148,8 +149,10 @@ class Publisher:
         try:
             while (finished := self._next()) is not None:
                 self._uncounted = 1
+                began = time.monotonic()
                 for chunk in self._chunks(finished):
                     self._write(chunk)
+                self._metrics.publish.add(time.monotonic() - began)
         finally:
             self._ended = True
 
@@ -204,7 +207,7 @@ class Publisher:
                 self._status.let_go(done.delivery for done in chunk)
                 for done in chunk:
                     if done.status != "ok":
-                        self._status.note_failure(done.error or done.status)
+                        self._status.note_failure(done.status, done.error or done.status)
                 return
             except (redis.exceptions.RedisError, OSError) as error:
                 full = is_full(error)
@@ -235,6 +238,7 @@ class Publisher:
         Raises `error` where so many were refused in succession that it is not the jobs.
         """
         self._left_out += 1
+        self._status.note_failure("unwritable", str(error))
         if self._left_out > LEFT_OUT_MOST:
             raise error
         place = done.delivery.stream
@@ -266,16 +270,15 @@ class Publisher:
             if done.value is not None:
                 values.append((shard.result(digest), done.value))
                 digests.append(name)
-                if done.delivery.job.want.kind != Row.kind:
-                    field = answers(done.delivery.job.want.kind)
-                    kinds[field] = kinds.get(field, 0) + 1
+                kind = done.delivery.job.want.kind
+                kinds[kind] = kinds.get(kind, 0) + 1
             jobs += (name, done.delivery.entry, done.status, done.error)
         counters: list[Value] = []
         for field, by in (
             (COMPUTED.field, len(values)),
             (FAILED.field, failed),
             (BATCHES.field, self._uncounted),
-            *kinds.items(),
+            *((answers(kind), number) for kind, number in kinds.items() if kind != Row.kind),
         ):
             if by:
                 counters += (field, by)
@@ -293,6 +296,7 @@ class Publisher:
             before,
         )
         self._uncounted = self._left_out = 0
+        self._metrics.answers.update(kinds)
         if before is not None:
             self._store.evicted(shard, made, size)
         if size:

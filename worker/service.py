@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import redis.exceptions
 
@@ -36,6 +36,7 @@ from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups, release, 
 from lmpool.worker.membership import batch_budget, join, model_info, publish_vocabulary
 from lmpool.worker.patience import patiently
 from lmpool.worker.pieces import Tellings
+from lmpool.worker.progress import StartProgress
 from lmpool.worker.publishing import Publisher
 from lmpool.worker.recovery import Recovery
 from lmpool.worker.result_store import ResultStore
@@ -59,6 +60,8 @@ class Service:
     the worker cannot go on.
     """
 
+    _new_intake: ClassVar[type[Intake]] = Intake
+
     def __init__(self, options: WorkerOptions, on_failure: Callable[[], None]) -> None:
         self.options = options
         self.keys = PoolKeys(options.pool)
@@ -73,6 +76,7 @@ class Service:
             },
             on_failure,
         )
+        self.start_progress = StartProgress()
         self.loop: EngineLoop | None = None
         self.adapters: Adapters | None = None
         self.engine: Engine | None = None
@@ -94,12 +98,14 @@ class Service:
 
         def engine_thread() -> None:
             try:
+                self.start_progress.begin()
                 loop = self._prepare()
             except BaseException as error:
                 failure.append(error)
                 self._close_engine()
                 return
             finally:
+                self.start_progress.end()
                 started.set()
             try:
                 loop.run()
@@ -117,13 +123,15 @@ class Service:
         options, url = self.options, self.options.url
         clock = self.status.clock
         control = self._open()
+        self.start_progress.enter("server")
         # Before minutes of loading, not after.
         version = self._patiently(lambda: greet(control.pool, url, clock))
-        engine = self.engine = load_engine(
-            options.engine,
-            options.model,
-            **_engine_options(options),
-        )
+        self.start_progress.enter("load")
+        with self.start_progress.listening():
+            engine = self.engine = load_engine(
+                options.engine, options.model, **_engine_options(options)
+            )
+        self.start_progress.enter("join")
         self._patiently(lambda: warn_about(control.pool, url))
         with self._joining:
             if self.status.stopping.is_set():
@@ -176,6 +184,10 @@ class Service:
         )
         return self.loop
 
+    def waiting(self) -> int:
+        """Jobs that this worker has, and its engine has not."""
+        return 0 if self._batcher is None else len(self._batcher)
+
     def _patiently(self, step: Callable[[], T]) -> T:
         """What `step` returns; see `patiently`. The server's refusals are errors of ours."""
         with explained(self.options.url):
@@ -209,7 +221,7 @@ class Service:
         restore: Callable[[Servers], None],
     ) -> Intake:
         servers = self._open(blocks_for=IDLE_BLOCK_MS / 1000, bounded=True)
-        return Intake(
+        return self._new_intake(
             servers,
             self.shards,
             self.consumer,

@@ -14,6 +14,7 @@ import msgpack
 
 from lmpool.clock import ServerClock
 from lmpool.worker.batching import Delivery
+from lmpool.worker.metrics import Failure, WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class WorkerStatus:
 
     def __init__(self, description: dict[str, Any], on_failure: Callable[[], None]) -> None:
         self.description = description
+        self.metrics = WorkerMetrics()
         self.stopping = threading.Event()
         """Set once: claim nothing more, finish the running batch, leave."""
         self.failure: BaseException | None = None
@@ -82,6 +84,7 @@ class WorkerStatus:
     def end_batch(self, rows: int, took: float) -> None:
         """The engine is done with a batch, or a step of one, in `took` seconds; it gave `rows`."""
         now = time.monotonic()
+        self.metrics.compute.add(took)
         self.batch_seconds += (took - self.batch_seconds) * (0.25 if self.batch_seconds else 1.0)
         with self._lock:
             self._recent.append((now, rows))
@@ -93,10 +96,11 @@ class WorkerStatus:
             self._forget(time.monotonic())
             return sum(rows for _, rows in self._recent) / RATE_WINDOW
 
-    def note_failure(self, reason: str) -> None:
-        """A job ended in an error. Those that fail alike, one after another, are one failure."""
+    def note_failure(self, failure: Failure, reason: str) -> None:
+        """A job ended in an error. Those that fail alike, one after another, are told as one."""
         reason = reason[:REASON_CHARS]
         with self._lock:
+            self.metrics.failures[failure] += 1
             alike = bool(self._failures) and self._failures[-1]["reason"] == reason
             jobs = self._failures.pop()["jobs"] if alike else 0
             at = self.clock.now_ms() / 1000

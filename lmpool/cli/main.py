@@ -17,6 +17,7 @@ from lmpool.cli.config import config, use
 from lmpool.cli.dead import dead
 from lmpool.cli.demo import demo
 from lmpool.cli.doctor import doctor
+from lmpool.cli.exporter import exporter
 from lmpool.cli.gateway import gateway, gateway_key
 from lmpool.cli.generate import generate
 from lmpool.cli.pool import logprobs, ping, stats
@@ -80,7 +81,8 @@ def _options(
 
 
 for command in (
-    demo, worker, gateway, generate, logprobs, score, ping, stats, top, doctor, bench, config,
+    demo, worker, gateway, exporter, generate, logprobs, score, ping, stats, top, doctor, bench,
+    config,
 ):  # fmt: skip
     app.command()(command)
 app.command("gateway-key")(gateway_key)

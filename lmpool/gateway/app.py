@@ -13,7 +13,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from lmpool import __version__
-from lmpool.gateway import binary, chat, completions, health, inference, models, tokens
+from lmpool.gateway import (
+    binary,
+    chat,
+    completions,
+    health,
+    inference,
+    metrics,
+    models,
+    tokens,
+)
 from lmpool.gateway.door import OPEN, App, Door
 from lmpool.gateway.errors import ApiError, phrase
 from lmpool.gateway.keys import KeyFile
@@ -46,14 +55,16 @@ def create_app(options: GatewayOptions) -> App:
         separate_input_output_schemas=False,
     )
     app.state.gateway = gateway
-    for module in (health, models, completions, chat, tokens, binary, inference):
+    modules = (health, metrics, models, completions, chat, tokens, binary, inference)
+    for module in modules:
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _failed)
     _describe(app, gateway, with_keys=keys is not None)
-    return Door(app, options, keys)
+    routes = [route for module in modules for route in module.router.routes]
+    return metrics.observe(gateway, Door(app, options, keys), routes)
 
 
 # --- errors --------------------------------------------------------------------------------------

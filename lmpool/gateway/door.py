@@ -25,7 +25,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-OPEN: Final = frozenset({"/health", "/ready", "/version", "/openapi.json", "/docs", "/redoc"})
+OPEN: Final = frozenset(
+    {"/health", "/ready", "/metrics", "/version", "/openapi.json", "/docs", "/redoc"}
+)
 """What costs nothing, and needs no key."""
 SLOWEST: Final = 65_536
 """Bytes a second that a body must come at, once its first seconds are over."""

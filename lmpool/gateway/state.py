@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any, Final, TypeVar, cast
 
+from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
 from lmpool import Ask
@@ -88,6 +89,8 @@ class Gateway:
         self.options = options
         self.pools = Pools(options)
         self.room = Room(options.max_in_flight)
+        self.registry = CollectorRegistry()
+        """What `/metrics` shows."""
 
     def deadline(self) -> Deadline:
         """Until when a request that comes now is answered."""

@@ -12,9 +12,6 @@ from lmpool.keys import JobStream
 from lmpool.model_info import ModelInfo
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
-from lmpool.wants import Digester
-from lmpool.worker.batching import Batcher
-from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.engine_thread import EngineLoop
 from lmpool.worker.heartbeat import Heartbeat
 from lmpool.worker.intake import Entry, Intake
@@ -24,9 +21,19 @@ IDLE_BLOCK_MS: Final = 50
 """As an idle worker notices that it is to stop when its read ends."""
 
 
+class _BriefIntake(Intake):
+    def _read_new(
+        self, block: int | None, server: Server, wanted: Sequence[JobStream], count: int
+    ) -> list[tuple[JobStream, Sequence[Entry]]]:
+        brief = None if block is None else min(block, IDLE_BLOCK_MS)
+        return super()._read_new(brief, server, wanted, count)
+
+
 class InProcessService(Service):
     """A `Service` that stops at once. With `instead`, that engine serves, and the one that
     `options` name is not used."""
+
+    _new_intake = _BriefIntake
 
     def __init__(
         self,
@@ -52,25 +59,3 @@ class InProcessService(Service):
     ) -> None:
         self.info = info
         super()._enter_pool(control, info, engine, heartbeat)
-
-    def _intake(
-        self,
-        batcher: Batcher,
-        digester: Digester,
-        engine: Engine,
-        restore: Callable[[Servers], None],
-    ) -> Intake:
-        servers = self._open(blocks_for=IDLE_BLOCK_MS / 1000, bounded=True)
-        dead = DeadLetters(servers, self.consumer, self.status.note_failure)
-        return _BriefIntake(
-            servers, self.shards, self.consumer, batcher, self.status, digester, dead,
-            engine.continuous, restore,
-        )  # fmt: skip
-
-
-class _BriefIntake(Intake):
-    def _read_new(
-        self, block: int | None, server: Server, wanted: Sequence[JobStream], count: int
-    ) -> list[tuple[JobStream, Sequence[Entry]]]:
-        brief = None if block is None else min(block, IDLE_BLOCK_MS)
-        return super()._read_new(brief, server, wanted, count)

@@ -157,6 +157,9 @@ def embedded(
         replace: take the pool over from workers that serve another model
         worker_name: what the worker is called in logs and statistics
         drain_timeout: seconds a worker that is told to stop may finish its batch in
+        metrics_port: where /metrics, /health and /ready are; of several workers on a machine the
+            next ones take the ports above
+        metrics_host: where they listen; 0.0.0.0: everywhere
         log_level: how much a worker says
         log_format: lines that a person can read, or JSON, an object a line
 

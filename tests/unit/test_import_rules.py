@@ -26,8 +26,10 @@ ON_THE_CLIENT = {
     "benchmark",
     "dead_letters",
     "engine_check",
+    "exporter",
     "inspection",
     "long_texts",
+    "pool_view",
     "prompt_text",
 }
 """Modules of lmpool's own folder that are functions of a client, for users and commands alike."""

@@ -74,11 +74,11 @@ def test_garbage_is_kept_cut_and_taken_off_its_stream(
 def test_what_is_buried_is_among_the_workers_failures(
     server: redis.Redis, shard: ShardKeys
 ) -> None:
-    noted: list[str] = []
-    letters = DeadLetters(Servers(lambda: server), "me", noted.append)  # type: ignore[arg-type,return-value]
+    noted: list[tuple[str, str]] = []
+    letters = DeadLetters(Servers(lambda: server), "me", lambda *what: noted.append(what))  # type: ignore[arg-type,return-value]
     entry = held(server, shard, b"no job")
     letters.refuse(shard.stream(), entry, b"no job", JobFormatError("not msgpack"))
-    assert noted == ["not msgpack"]
+    assert noted == [("refused", "not msgpack")]
 
 
 def test_whoever_asked_for_a_refused_job_is_told(

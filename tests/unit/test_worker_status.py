@@ -60,14 +60,14 @@ def test_the_heartbeat_tells_the_latest_failures_and_those_alike_once() -> None:
     status = new_status()
     status.clock.set(1_700_000_000, 0)
     for _ in range(3):
-        status.note_failure("x" * 1000)
+        status.note_failure("failed", "x" * 1000)
     for number in range(FAILURES_MOST - 1):
-        status.note_failure(f"why {number}")
+        status.note_failure("failed", f"why {number}")
     first, *others = msgpack.unpackb(status.heartbeat())["failures"]
     assert (first["reason"], first["jobs"]) == ("x" * REASON_CHARS, 3)
     assert first["at"] == pytest.approx(1_700_000_000, abs=60)
     assert [each["reason"] for each in others] == [f"why {n}" for n in range(FAILURES_MOST - 1)]
-    status.note_failure("one more")
+    status.note_failure("failed", "one more")
     reasons = [each["reason"] for each in msgpack.unpackb(status.heartbeat())["failures"]]
     assert reasons == [*(f"why {n}" for n in range(FAILURES_MOST - 1)), "one more"]
 
