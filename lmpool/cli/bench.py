@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from lmpool.cli.options import AsJson, Pool, Url
-from lmpool.cli.terminal import escape, tables, titled
+from lmpool.cli.terminal import escape, fits, json_text, tables
 
 if TYPE_CHECKING:
     from lmpool.benchmark import Measurement
@@ -36,26 +35,36 @@ def bench(
 
     found = measure(url, pool, seconds=seconds, concurrency=concurrency, length=length)
     if as_json:
-        print(json.dumps(asdict(found)))
+        print(json_text(asdict(found)))
     else:
-        tables().print(_table(found))
+        console = tables()
+        console.print(_shown(found, console))
 
 
-def _table(found: Measurement) -> RenderableType:
-    table = Table(show_header=False)
-    table.add_row("one prompt at a time", _latency(found.single_ms_median, found.single_ms_p95))
-    table.add_row(
-        f"{found.concurrency:,} at a time",
+def _shown(found: Measurement, console: Console) -> RenderableType:
+    """The figures as a table, or as lines where the terminal is narrow."""
+    pace = (
         f"{found.rows_per_second:,.0f} rows/s, {found.megabytes_per_second:,.1f} MB/s, "
-        f"{found.rows_per_batch:.1f} rows a batch",
+        f"{found.rows_per_batch:.1f} rows a batch"
     )
-    table.add_row("", _latency(found.row_ms_median, found.row_ms_p95))
-    table.add_row("from the result cache", f"{found.cached_rows_per_second:,.0f} rows/s")
-    return titled(
-        f"pool {found.pool}: {escape(found.model)} ({found.engine}), {found.workers} workers, "
-        f"prompts of {found.prompt_tokens} tokens",
-        table,
+    figures = (
+        ("one prompt at a time", [_latency(found.single_ms_median, found.single_ms_p95)]),
+        (
+            f"{found.concurrency:,} at a time",
+            [pace, _latency(found.row_ms_median, found.row_ms_p95)],
+        ),
+        ("from the result cache", [f"{found.cached_rows_per_second:,.0f} rows/s"]),
     )
+    title = (
+        f"[italic]pool {found.pool}: {escape(found.model)} ({escape(found.engine)}), "
+        f"{found.workers} workers, prompts of {found.prompt_tokens} tokens[/]"
+    )
+    table = Table(show_header=False)
+    for name, lines in figures:
+        table.add_row(name, "\n".join(lines))
+    if fits(table, console):
+        return Group(title, table)
+    return Group(title, *("\n  ".join([f"[bold]{name}[/]", *lines]) for name, lines in figures))
 
 
 def _latency(median: float, p95: float) -> str:

@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings
 
 from lmpool.checks import said
 from lmpool.cli.options import AsJson
-from lmpool.cli.terminal import escape, lines
+from lmpool.cli.terminal import escape, json_text, lines
 from lmpool.config_file import VARIABLE, read_config
 from lmpool.errors import SettingsError
 from lmpool.settings import (
@@ -46,7 +46,7 @@ def config(as_json: AsJson = False) -> None:
     refuse_unknown_variables()
     found = list(_found())
     if as_json:
-        print(json.dumps(found))
+        print(json_text(found))
         return
     out = lines()
     names = max(len(each["name"]) for each in found)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from lmpool.cli.options import Pool, Url
-from lmpool.cli.terminal import escape, lines
+from lmpool.cli.options import AsJson, Pool, Url
+from lmpool.cli.terminal import escape, json_text, lines
 from lmpool.errors import LmpoolError, PromptError
 
 if TYPE_CHECKING:
@@ -28,13 +28,16 @@ Every = Annotated[bool, typer.Option("--all", help="Every entry.")]
 
 
 @dead.command("list")
-def list_(url: Url = None, pool: Pool = None) -> None:
+def list_(as_json: AsJson = False, url: Url = None, pool: Pool = None) -> None:
     """List the jobs that were given up."""
     from lmpool import dead_letters
     from lmpool.producer import connect
 
     with connect(url, pool) as lm:
         letters = dead_letters.read(lm)
+    if as_json:
+        print(json_text([_as_json(letter) for letter in letters]))
+        return
     console = lines()
     for letter in letters:
         console.print(
@@ -46,13 +49,22 @@ def list_(url: Url = None, pool: Pool = None) -> None:
 
 
 @dead.command()
-def show(names: Names = None, every: Every = False, url: Url = None, pool: Pool = None) -> None:
+def show(
+    names: Names = None,
+    every: Every = False,
+    as_json: AsJson = False,
+    url: Url = None,
+    pool: Pool = None,
+) -> None:
     """Show everything about entries: the whole prompt, and the reason."""
     from lmpool import dead_letters
     from lmpool.producer import connect
 
     with connect(url, pool) as lm:
         letters = _chosen(dead_letters.read(lm), names, every)
+    if as_json:
+        print(json_text([{**_as_json(letter), "token_ids": _ids(letter)} for letter in letters]))
+        return
     console = lines()
     for letter in letters:
         console.print(
@@ -73,6 +85,7 @@ def retry(
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long to wait for each.", min=0.001)
     ] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each.")] = False,
     url: Url = None,
     pool: Pool = None,
 ) -> None:
@@ -87,25 +100,40 @@ def retry(
     failed = 0
     with connect(url, pool) as lm:
         for letter in _chosen(dead_letters.read(lm), names, every):
+            said, color = "answered", "green"
             try:
                 dead_letters.retry(lm, letter, timeout=timeout)
             except LmpoolError as error:
                 failed += 1
-                console.print(f"[red]{letter.name}[/]  {escape(str(error))}")
+                said, color = str(error), "red"
+            if as_json:
+                good = color == "green"
+                error_text = None if good else said
+                found = {"name": letter.name, "answered": good, "error": error_text}
+                print(json_text(found), flush=True)
             else:
-                console.print(f"[green]{letter.name}[/]  answered")
+                console.print(f"[{color}]{letter.name}[/]  {escape(said)}")
     raise typer.Exit(1 if failed else 0)
 
 
 @dead.command()
-def drop(names: Names = None, every: Every = False, url: Url = None, pool: Pool = None) -> None:
+def drop(
+    names: Names = None,
+    every: Every = False,
+    as_json: AsJson = False,
+    url: Url = None,
+    pool: Pool = None,
+) -> None:
     """Forget entries."""
     from lmpool import dead_letters
     from lmpool.producer import connect
 
     with connect(url, pool) as lm:
         dropped = dead_letters.drop(lm, _chosen(dead_letters.read(lm), names, every))
-    lines().print(f"{dropped} dropped")
+    if as_json:
+        print(json_text({"dropped": dropped}))
+    else:
+        lines().print(f"{dropped} dropped")
 
 
 def _chosen(
@@ -125,6 +153,26 @@ def _chosen(
 
 def _when(letter: DeadLetter) -> str:
     return f"{letter.given_up:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _as_json(letter: DeadLetter) -> dict[str, Any]:
+    """An entry for programs; what only a job has is null of what is none."""
+    job = letter.job
+    return {
+        "name": letter.name,
+        "given_up": letter.given_up.isoformat(),
+        "reason": letter.reason,
+        "deliveries": letter.deliveries,
+        "worker": letter.worker,
+        "wanted": None if job is None else job.want.kind,
+        "adapter": None if job is None else job.adapter,
+        "prompt_tokens": None if job is None else job.token_ids().size,
+        "bytes": len(letter.data),
+    }
+
+
+def _ids(letter: DeadLetter) -> list[int] | None:
+    return None if letter.job is None else letter.job.token_ids().tolist()
 
 
 def _prompt(letter: DeadLetter, most: int | None = None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmpool.cli.options import AsJson, Pool, Url
-from lmpool.cli.terminal import errors, lines, printable, speaks_unicode
+from lmpool.cli.terminal import errors, json_text, lines, printable, speaks_unicode
 
 if TYPE_CHECKING:
     from lmpool.producer import Piece
@@ -66,7 +65,7 @@ def generate(
             if not as_json:
                 show(part)
     if as_json:
-        print(json.dumps(told.as_json()))
+        print(json_text(told.as_json()))
         return
     show("\n")
     if errors().is_terminal:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from lmpool.cli.options import AsJson, Every, Pool, Url
-from lmpool.cli.terminal import escape, fits, lines, speaks_unicode, tables, titled
+from lmpool.cli.terminal import escape, fits, json_text, lines, speaks_unicode, tables, titled
 
 if TYPE_CHECKING:
     from lmpool.producer import PooledLM
@@ -47,7 +46,7 @@ def logprobs(
         most = min(k, lm.info.vocab_size)
         top = lm.sync.top_logprobs(ids, most, adapter, timeout=timeout)
     if as_json:
-        print(json.dumps(_as_json(top, vocabulary.tokens)))
+        print(json_text(_as_json(top, vocabulary.tokens)))
         return
     plural = "token" if len(ids) == 1 else "tokens"
     console.print(f"[dim]{escape(lm.info.model)}, {len(ids)} {plural}[/]")
@@ -61,27 +60,28 @@ def logprobs(
 
 
 def _as_json(top: TopLogprobs, tokens: Sequence[bytes]) -> dict[str, object]:
-    """The likeliest tokens for programs. JSON has no infinity: what is impossible is null."""
+    """The likeliest tokens for programs."""
     from lmpool.prompt_text import decode
 
-    ids = top.token_ids.tolist()
-    logprobs = [*top.logprobs.tolist(), float(top.rest)]
-    *each, rest = [number if math.isfinite(number) else None for number in logprobs]
+    ids, each = top.token_ids.tolist(), top.logprobs.tolist()
     return {
         "tokens": [
             {"id": i, "token": decode(tokens, [i]), "logprob": logprob}
             for i, logprob in zip(ids, each, strict=True)
         ],
-        "rest": rest,
+        "rest": float(top.rest),
     }
 
 
-def ping(url: Url = None, pool: Pool = None) -> None:
+def ping(as_json: AsJson = False, url: Url = None, pool: Pool = None) -> None:
     """Ask whether server and pool answer, and how fast. Status 1 if no worker is alive."""
     from lmpool import inspection
 
-    console = lines()
     found = inspection.ping(url, pool)
+    if as_json:
+        print(json_text({**asdict(found), "latency": found.latency}))
+        raise typer.Exit(0 if found.workers else 1)
+    console = lines()
     model, fastest, slowest = found.model, found.latencies[0], found.latencies[-1]
     console.print(
         f"[bold]server[/]   {escape(found.url)}, {found.server}, "
@@ -116,7 +116,7 @@ def stats(
         looks = _looks(lm, every if watch else None)
         if as_json:
             for found, _ in looks:
-                print(json.dumps(found), flush=True)
+                print(json_text(found), flush=True)
         elif watch and console.is_terminal:
             with Live(console=console, auto_refresh=False) as live:
                 for found, rate in looks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lmpool.cli.options import AsJson, Pool, Url
-from lmpool.cli.terminal import escape, lines
+from lmpool.cli.terminal import escape, json_text, lines
 from lmpool.errors import PromptError
 
 Top = Annotated[
@@ -67,7 +66,7 @@ def score(
         found = ScoredText(vocabulary.tokens, ids, scores, int(ids[0] == lm.info.bos_token_id))
         model = lm.info.model
     if as_json:
-        print(json.dumps(found.as_json()))
+        print(json_text(found.as_json()))
         return
     console = lines()
     console.print(f"[dim]{escape(model)}, {escape(file)}, {len(ids):,} tokens[/]")

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lmpool.cli.bars import ascii_text, token_text
-from lmpool.cli.terminal import printable, speaks_unicode
+from lmpool.cli.terminal import printable, shortened, speaks_unicode
 from lmpool.wants import TextScores
 
 LEVELS: Final = (
@@ -80,7 +80,7 @@ class ScoredText:
             "bold",
         )
         for place in range(self.hidden, len(self.ids)):
-            label = set_cell_size(self._label(self.ids[place], console), _TOKEN_COLUMN)
+            label = self._in_column(self.ids[place], console)
             if place == 0:
                 yield Text(f"{'-':>6} {'-':>6}  ").append(label, UNSCORED)
                 continue
@@ -107,28 +107,27 @@ class ScoredText:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """For programs. JSON has no infinity: what is impossible is null."""
+        """For programs, which `json_text` writes: what is impossible is infinite."""
         count, total = self.scores.logprobs.size, self.scores.total
         return {
             "tokens": [self._token_json(place) for place in range(len(self.ids))],
             "scored": count,
-            "logprob": _finite(total),
-            "perplexity": _finite(_exp(-total / count)),
-            "bits_per_byte": _finite(-total / _NATS / self._bytes()),
+            "logprob": total,
+            "perplexity": _exp(-total / count),
+            "bits_per_byte": -total / _NATS / self._bytes(),
         }
 
     def _token_json(self, place: int) -> dict[str, Any]:
         found: dict[str, Any] = {**self._named(self.ids[place]), "logprob": None, "rank": None}
         if place == 0:
             return found
-        found["logprob"] = _finite(float(self.scores.logprobs[place - 1]))
+        found["logprob"] = float(self.scores.logprobs[place - 1])
         found["rank"] = int(self.scores.ranks[place - 1])
         top = self.scores.top_logprobs
         if top is not None:
             ids, logprobs = top.token_ids[place - 1].tolist(), top.logprobs[place - 1].tolist()
             found["top"] = [
-                {**self._named(i), "logprob": _finite(p)}
-                for i, p in zip(ids, logprobs, strict=True)
+                {**self._named(i), "logprob": p} for i, p in zip(ids, logprobs, strict=True)
             ]
         return found
 
@@ -160,6 +159,12 @@ class ScoredText:
     def _named(self, token: int) -> dict[str, Any]:
         return {"id": token, "token": self._bytes_of(token).decode("utf-8", "replace")}
 
+    def _in_column(self, token: int, console: Console) -> str:
+        label = self._label(token, console)
+        if speaks_unicode(console):
+            label = shortened(label, _TOKEN_COLUMN)
+        return set_cell_size(label, _TOKEN_COLUMN)
+
     def _label(self, token: int, console: Console) -> str:
         label = token_text(self._bytes_of(token))
         return label if speaks_unicode(console) else ascii_text(label)
@@ -183,7 +188,3 @@ def _fill(line: Text, words: Sequence[str], width: int) -> None:
 
 def _exp(exponent: float) -> float:
     return math.exp(exponent) if exponent < 700 else math.inf
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None

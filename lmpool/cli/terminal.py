@@ -7,6 +7,7 @@ import math
 from typing import Any, Final
 
 from rich import markup
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group
 from rich.measure import Measurement
 from rich.table import Table
@@ -77,6 +78,17 @@ def speaks_unicode(console: Console) -> bool:
 def titled(title: str, table: Table) -> Group:
     """A table below its title, which may be wider than it: a table's own is broken at its width."""
     return Group(f"[italic]{title}[/]", table)
+
+
+def shortened(text: str, width: int) -> str:
+    """A text in so many columns: what is too long keeps its beginning and its end."""
+    if cell_len(text) <= width:
+        return text
+    tail = max(0, (width - 1) // 2)
+    end = text[len(text) - tail :]
+    while cell_len(end) > tail:  # of characters that are two columns wide
+        end = end[1:]
+    return set_cell_size(text, max(0, width - 1 - cell_len(end))) + "…" + end
 
 
 def fits(table: Table, console: Console) -> bool:

@@ -7,18 +7,27 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, Group
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from lmpool.benchmark import Measurement
-from lmpool.cli import app, bench
+from lmpool.cli import app, bench, doctor
 from lmpool.cli.pool import counters_table, executions, workers_table
+from lmpool.cli.surprise import ScoredText
+from lmpool.cli.terminal import shortened
 from lmpool.cli.worker import read_options
+from lmpool.engine_check import Comparison
 from lmpool.errors import SettingsError
 from lmpool.producer.statistics import PoolStatistics, WorkerStatistics
+from lmpool.wants import TextScores
+from tests.support.screens import WIDTHS, screen, unbroken
 
+NAME = "a-" + "n" * 59 + "-z"
+MODEL = "an-organisation/" + "m" * 70 + "-it"
 WORKER = WorkerStatistics(
     id="a-long-host-name-gpu0-123456-ab12",
     host="a-long-host-name",
@@ -101,13 +110,54 @@ def test_how_workers_compute_is_said_once_for_each_way() -> None:
     assert second == r"computed: one prompt at a time: \[its reason] (b)"
 
 
-def test_names_of_models_are_never_cut() -> None:
-    model = "meta-llama/Llama-3.2-1B-Instruct-with-a-long-name"
-    output = io.StringIO()
-    console = Console(file=output, width=60, highlight=False)
-    console.print(counters_table(f"pool llama: {model}", STATISTICS, None, console))
-    console.print(bench._table(replace(MEASUREMENT, model=model)))
-    assert output.getvalue().count(model) == 2
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_name_is_lost_at_any_width(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    measured = replace(MEASUREMENT, pool=NAME, model=MODEL, engine=NAME)
+    others = [Comparison(NAME, 1e-5, True, True, True, 123456.0)] * 2
+    shown = {
+        "stats": Group(
+            counters_table(f"pool {NAME}: {MODEL}", STATISTICS, 1234.5, console),
+            workers_table([{**WORKER, "id": NAME, "host": MODEL, "gpu": "0"}], console),
+            *executions([{**WORKER, "execution": MODEL}]),
+        ),
+        "bench": bench._shown(measured, console),
+        "doctor --engines": doctor._compared(others, MODEL, console),
+    }
+    for command, found in shown.items():
+        lines = screen(found, width)
+        assert max(map(len, lines)) <= width, command
+        assert "…" not in "".join(lines), command
+        text = unbroken(lines)
+        assert NAME in text, command
+        assert MODEL in text, command
+    assert "12,345rows/s" in unbroken(screen(shown["bench"], width))
+    assert "123,456" in unbroken(screen(shown["doctor --engines"], width))
+
+
+@pytest.mark.parametrize("width", [14, 15, 21, 62])
+def test_what_is_shortened_keeps_its_ends(width: int) -> None:
+    short = shortened(NAME, width)
+    assert cell_len(short) == width
+    begin, end = short.split("…")
+    assert NAME.startswith(begin)
+    assert NAME.endswith(end)
+    assert abs(len(begin) - len(end)) <= 1
+    assert cell_len(shortened("日本語" * 20, width)) <= width
+    assert shortened("short", width) == "short"
+
+
+def test_long_tokens_of_a_scored_text_keep_their_ends() -> None:
+    tokens = [b"<s>", b"-----------------------end", b"ok"]
+    scores = TextScores(
+        logprobs=np.zeros(2, np.float32), ranks=np.ones(2, np.int32),
+        top_logprobs=None, token_logprobs=None,
+    )  # fmt: skip
+    scored = ScoredText(tokens, [0, 1, 2], scores, 0)
+    console = Console(file=io.TextIOWrapper(io.BytesIO(), "utf-8"), width=60)
+    _, _, long, short = [line.plain.rstrip() for line in scored.lines(console)]
+    assert long.endswith("-------…---end")
+    assert short.endswith("  ok")
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -127,6 +177,19 @@ def test_nothing_of_a_commands_help_is_cut(path: tuple[str, ...], command: Any) 
         for name in parameter.opts:
             if name.startswith("-") and not parameter.hidden:
                 assert f" {name} " in shown, name
+
+
+SHOWS_NOTHING = {"worker", "gateway", "gateway-key", "demo"}
+"""Commands that serve, write a line for a file, or show themselves off."""
+
+
+def test_every_command_that_shows_something_shows_it_to_programs() -> None:
+    """A new command takes --json, or says above that it shows nothing."""
+    for path, command in commands(get_command(app)):
+        if hasattr(command, "commands") or " ".join(path) in SHOWS_NOTHING:
+            continue
+        options = {name for parameter in command.params for name in parameter.opts}
+        assert "--json" in options, " ".join(path)
 
 
 def test_what_is_not_written_is_no_setting() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from lmpool.cli.surprise import LEVELS, UNSCORED, ScoredText
+from lmpool.cli.terminal import json_text
 from lmpool.wants import TextScores, TopLogprobs
 
 BYTES = [bytes([n]) for n in range(256)]
@@ -81,7 +83,7 @@ def test_the_summary_is_of_all_that_is_scored() -> None:
 
 
 def test_json_has_no_infinity() -> None:
-    found = scored(b"abc", [1, math.inf], top=1).as_json()
+    found = json.loads(json_text(scored(b"abc", [1, math.inf], top=1).as_json()))
     assert [each["logprob"] for each in found["tokens"]] == [None, pytest.approx(-0.693147), None]
     assert (found["logprob"], found["perplexity"], found["bits_per_byte"]) == (None, None, None)
     assert found["tokens"][1]["top"] == [
