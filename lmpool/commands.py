@@ -84,6 +84,9 @@ class Server(Protocol):
     def xrange(
         self, name: str, min: Value = "-", max: Value = "+", count: int | None = None
     ) -> list[Entry]: ...
+    def xrevrange(
+        self, name: str, max: Value = "+", min: Value = "-", count: int | None = None
+    ) -> list[Entry]: ...
     def xread(
         self, streams: Mapping[str, str], *, count: int, block: int
     ) -> list[tuple[bytes, list[Entry]]] | None: ...

@@ -61,14 +61,17 @@ class DeadLetter:
         return datetime.fromtimestamp(ms / 1000, UTC)
 
 
-def read(lm: PooledLM) -> list[DeadLetter]:
-    """Every job that was given up and is kept, the oldest of each shard first."""
+def read(lm: PooledLM, *, latest: int | None = None) -> list[DeadLetter]:
+    """Every job that was given up and is kept, or the `latest` so many of each shard.
+
+    The oldest of each shard come first.
+    """
     shards = lm.shards
     with _servers(lm) as servers:
         return [
             _letter(shard, entry, f"{shard.number}/" if len(shards) > 1 else "")
             for shard in shards
-            for entry in _entries(servers.for_shard(shard), shard.dead)
+            for entry in _entries(servers.for_shard(shard), shard.dead, latest)
         ]
 
 
@@ -111,7 +114,10 @@ def _servers(lm: PooledLM) -> Iterator[Servers]:
         servers.close()
 
 
-def _entries(server: Server, stream: str) -> Iterator[Entry]:
+def _entries(server: Server, stream: str, latest: int | None) -> Iterator[Entry]:
+    if latest is not None:
+        yield from reversed(server.xrevrange(stream, "+", "-", latest))
+        return
     start = "-"
     while entries := server.xrange(stream, start, "+", 500):
         yield from entries

@@ -32,7 +32,7 @@ _WHAT: Final = "Settings (each is also an LMPOOL_GATEWAY_* variable)"
 
 def gateway(pool: list[str] | None, url: str | None, **given: Any) -> None:
     """Serve pools over HTTP: OpenAI's API, and binary answers."""
-    _needs_the_extra()
+    needs_the_extra()
     from lmpool.gateway.options import GatewayOptions
     from lmpool.gateway.serve import serve
 
@@ -61,7 +61,7 @@ def gateway(pool: list[str] | None, url: str | None, **given: Any) -> None:
     logging.config.dictConfig(logging_config(level, form, others="uvicorn.error"))
 
     def show(url: str) -> None:
-        errors().print(f"lmpool gateway at {url}/v1, described at {url}/docs")
+        errors().print(f"lmpool gateway at {url}/v1, described at {url}/docs, live at {url}/")
         if settings.api_keys is None and host not in ("127.0.0.1", "::1", "localhost"):
             errors().print("[yellow]without --api-keys whoever reaches it may ask[/]")
 
@@ -99,6 +99,10 @@ def gateway_key(
     requests: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Most requests at once.")
     ] = None,
+    operator: Annotated[
+        bool,
+        typer.Option("--operator", help="It may retry and drop dead letters on the live page."),
+    ] = False,
     hash_stdin: Annotated[
         bool, typer.Option("--stdin", help="Hash the key on standard input instead of a new one.")
     ] = False,
@@ -109,7 +113,7 @@ def gateway_key(
     key = sys.stdin.readline().strip() if hash_stdin else new_key()
     if not key:
         raise SettingsError("no key on standard input: write one in a line")
-    written = line(name, key, requests)
+    written = line(name, key, requests, operator=operator)
     if not hash_stdin:
         errors().print(f"the key, which is shown once: {escape(key)}")
     print(written)
@@ -120,7 +124,7 @@ def serve_pool(url: str, pool: str, show: Callable[[str], None]) -> None:
 
     Until Ctrl-C or SIGTERM.
     """
-    _needs_the_extra()
+    needs_the_extra()
     from lmpool.gateway.options import GatewayOptions, PoolAddress
     from lmpool.gateway.serve import serve
 
@@ -136,7 +140,8 @@ def _addresses(given: Sequence[str]) -> tuple[PoolAddress, ...]:
     return tuple(PoolAddress(name, url) for name, url in pool_addresses(given))
 
 
-def _needs_the_extra() -> None:
+def needs_the_extra() -> None:
+    """Raises `SettingsError` where the packages of the extra are not installed."""
     for name in ("fastapi", "jinja2", "orjson", "uvicorn"):
         if find_spec(name) is None:
             raise SettingsError(f"the gateway needs {name}: pip install 'lmpool[gateway]'")

@@ -20,6 +20,7 @@ from lmpool.cli.doctor import doctor
 from lmpool.cli.exporter import exporter
 from lmpool.cli.gateway import gateway, gateway_key
 from lmpool.cli.generate import generate
+from lmpool.cli.page import page
 from lmpool.cli.pool import logprobs, ping, stats
 from lmpool.cli.score import score
 from lmpool.cli.terminal import FAILED, INTERRUPTED, print_error
@@ -81,8 +82,8 @@ def _options(
 
 
 for command in (
-    demo, worker, gateway, exporter, generate, logprobs, score, ping, stats, top, doctor, bench,
-    config,
+    demo, worker, gateway, exporter, generate, logprobs, score, ping, stats, top, page, doctor,
+    bench, config,
 ):  # fmt: skip
     app.command()(command)
 app.command("gateway-key")(gateway_key)

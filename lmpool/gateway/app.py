@@ -27,6 +27,7 @@ from lmpool.gateway.door import OPEN, App, Door
 from lmpool.gateway.errors import ApiError, phrase
 from lmpool.gateway.keys import KeyFile
 from lmpool.gateway.options import GatewayOptions
+from lmpool.gateway.page import assets, live, playground
 from lmpool.gateway.sampling import TOKEN_ID
 from lmpool.gateway.state import Gateway
 
@@ -34,10 +35,14 @@ _WRONG_TYPE: Final = ("missing", "_type", "_parsing", "_unicode")
 """Ends of pydantic's names for what is of another type than a field; the rest is out of bounds."""
 
 
-def create_app(options: GatewayOptions) -> App:
-    """The ASGI application of a gateway. Raises `SettingsError` for files that it cannot read."""
+def create_app(options: GatewayOptions, *, page_alone: bool = False) -> App:
+    """The ASGI application of a gateway, or of its live page alone.
+
+    Raises `SettingsError` for files that it cannot read.
+    """
     keys = None if options.api_keys is None else KeyFile(options.api_keys)
     gateway = Gateway(options)
+    page = live.LivePage(gateway)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -45,6 +50,7 @@ def create_app(options: GatewayOptions) -> App:
         try:
             yield
         finally:
+            await page.stop()
             await gateway.pools.stop()
 
     app = FastAPI(
@@ -54,8 +60,9 @@ def create_app(options: GatewayOptions) -> App:
         lifespan=life,
         separate_input_output_schemas=False,
     )
-    app.state.gateway = gateway
-    modules = (health, metrics, models, completions, chat, tokens, binary, inference)
+    app.state.gateway, app.state.page = gateway, page
+    apis = (models, completions, chat, tokens, binary, inference)
+    modules = (assets, live, playground, health, metrics, *(() if page_alone else apis))
     for module in modules:
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _api_error)

@@ -17,6 +17,7 @@ from typing import Any, Final
 from lmpool.gateway.errors import SOON, ApiError
 from lmpool.gateway.keys import Key, KeyFile, given_key
 from lmpool.gateway.options import GatewayOptions
+from lmpool.gateway.page.assets import PATHS
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +26,15 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-OPEN: Final = frozenset(
-    {"/health", "/ready", "/metrics", "/version", "/openapi.json", "/docs", "/redoc"}
-)
+OPEN: Final = PATHS | {
+    "/health", "/ready", "/metrics", "/version", "/openapi.json", "/docs", "/redoc",
+}  # fmt: skip
 """What costs nothing, and needs no key."""
+WATCHING: Final = "/live/events"
+"""The live page's stream, which is open as long as the page is: none of the requests that a key may
+have at once. It has bounds of its own."""
+KEY: Final = "lmpool.key"
+"""What a request's scope has: its key, or None where there are no keys."""
 SLOWEST: Final = 65_536
 """Bytes a second that a body must come at, once its first seconds are over."""
 GRACE: Final = 5.0
@@ -37,6 +43,8 @@ PART: Final = 1 << 16
 """Bytes of an answer that are sent at a time."""
 ABORT: Final = "lmpool.abort"
 """What a server's scope has that ends the connection at once."""
+ENDING: Final = "lmpool.ending"
+"""And the event that is set once the server is to end: whoever has no end of his own ends then."""
 STALL: Final = 30.0
 """Seconds in which a caller takes nothing of its answer, and is taken to be gone."""
 LINGER: Final = 2.0
@@ -71,8 +79,8 @@ class Door:
         counted = False
         try:
             self._check_room()
-            key = self._key(scope)
-            if key is not None:
+            key = scope[KEY] = self._key(scope)
+            if key is not None and scope["path"] != WATCHING:
                 self._take(key)
                 name = key.name
             self._requests += 1

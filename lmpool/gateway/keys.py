@@ -1,7 +1,8 @@
 """API keys: as a file has them, hashed, and read again when it changes.
 
 A line is a name, ``sha256:`` and the hash of a key, and may end with ``requests=N``, how many
-requests that key may have at once. Empty lines and those that begin with ``#`` say nothing.
+requests that key may have at once, and with ``operator``, by which it may do on the live page what
+changes the pool. Empty lines and those that begin with ``#`` say nothing.
 """
 
 from __future__ import annotations
@@ -28,17 +29,22 @@ LOOK: Final = 1.0
 """Seconds between two looks whether the file has changed."""
 MAX_FILE_BYTES: Final = 16 << 20
 _LINE: Final = re.compile(
-    r"(?P<name>[^\s#]\S*)\s+sha256:(?P<hash>[0-9a-fA-F]{64})(?:\s+requests=(?P<requests>[1-9]\d{0,8}))?"
+    r"(?P<name>[^\s#]\S*)\s+sha256:(?P<hash>[0-9a-fA-F]{64})"
+    r"(?:\s+requests=(?P<requests>[1-9]\d{0,8}))?(?P<operator>\s+operator)?"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One that may ask. `requests`: how many it may have at once; None as the gateway says."""
+    """One that may ask. `requests`: how many it may have at once; None as the gateway says.
+
+    `operator`: whether it may retry and drop dead letters.
+    """
 
     name: str
     digest: bytes
     requests: int | None = None
+    operator: bool = False
 
 
 def new_key() -> str:
@@ -51,15 +57,14 @@ def digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def line(name: str, key: str, requests: int | None = None) -> str:
+def line(name: str, key: str, requests: int | None = None, *, operator: bool = False) -> str:
     """The line of a key in the file."""
     if not re.fullmatch(r"[^\s#]\S*", name):
         raise SettingsError(f"name={quoted(name)}: write a name without spaces")
     if not is_text(key):
         raise SettingsError("a key that is no text in UTF-8: write another")
-    return f"{name} sha256:{digest(key.encode()).hex()}" + (
-        f" requests={requests}" if requests else ""
-    )
+    bound = f" requests={requests}" if requests else ""
+    return f"{name} sha256:{digest(key.encode()).hex()}{bound}" + (" operator" if operator else "")
 
 
 def parse(text: str, path: Path) -> tuple[Key, ...]:
@@ -73,11 +78,17 @@ def parse(text: str, path: Path) -> tuple[Key, ...]:
         if found is None:
             raise SettingsError(
                 f"{path}, line {number}: write NAME sha256:HASH, and requests=N if so many at once "
-                "are to be its bound; lmpool gateway-key makes a key and its line"
+                "are to be its bound, and operator if it may change the pool; lmpool gateway-key "
+                "makes a key and its line"
             )
         most = found["requests"]
         keys.append(
-            Key(found["name"], bytes.fromhex(found["hash"]), None if most is None else int(most))
+            Key(
+                found["name"],
+                bytes.fromhex(found["hash"]),
+                None if most is None else int(most),
+                found["operator"] is not None,
+            )
         )
     return tuple(keys)
 

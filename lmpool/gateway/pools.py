@@ -115,7 +115,7 @@ class Pool:
     ) -> None:
         self.name = address.name
         self._template = template
-        self._url = address.url or options.url
+        self.url = address.url or options.url
         self._options = options
         self._served: Served | None = None
         self._there = asyncio.Event()
@@ -148,7 +148,7 @@ class Pool:
         options = self._options
         while True:
             lm = connect(
-                self._url,
+                self.url,
                 self.name,
                 framework="numpy",
                 cache_bytes=options.cache_bytes,

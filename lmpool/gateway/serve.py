@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from lmpool.checks import said
 from lmpool.errors import SettingsError
 from lmpool.gateway.app import create_app
-from lmpool.gateway.door import ABORT
+from lmpool.gateway.door import ABORT, ENDING
 from lmpool.gateway.options import GatewayOptions
 
 MAX_HEAD_BYTES: Final = 65_536
@@ -60,7 +60,12 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._ending = asyncio.Event()
         self._begin()
+
+    def shutdown(self) -> None:
+        self._ending.set()
+        super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
@@ -107,6 +112,7 @@ class _Protocol(HttpToolsProtocol):
             raise ValueError("a request before the last one's answer")
         super().on_message_begin()
         self.scope[ABORT] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+        self.scope[ENDING] = self._ending  # type: ignore[typeddict-unknown-key]
         self._beside = self._body = 0
         if self._head is None:
             self._begin()
@@ -157,9 +163,19 @@ def _raise_bound_of_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def serve(options: GatewayOptions, host: str, port: int, show: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C; `show` is told the URL. Raises `SettingsError`."""
-    app = create_app(options)
+def serve(
+    options: GatewayOptions,
+    host: str,
+    port: int,
+    show: Callable[[str], None],
+    *,
+    page_alone: bool = False,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; `show` is told the URL. Raises `SettingsError`.
+
+    `page_alone`: the live page, and none of the APIs.
+    """
+    app = create_app(options, page_alone=page_alone)
     _raise_bound_of_files()
     listener = listen(host, port)
     name = f"[{host}]" if ":" in host else host

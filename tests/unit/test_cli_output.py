@@ -179,7 +179,7 @@ def test_nothing_of_a_commands_help_is_cut(path: tuple[str, ...], command: Any) 
                 assert f" {name} " in shown, name
 
 
-SHOWS_NOTHING = {"worker", "gateway", "exporter", "gateway-key", "demo"}
+SHOWS_NOTHING = {"worker", "gateway", "exporter", "page", "gateway-key", "demo"}
 """Commands that serve, write a line for a file, or show themselves off."""
 
 

@@ -300,13 +300,16 @@ def test_without_a_key_only_what_costs_nothing_is_open(keys: KeyFile) -> None:
                 "/v1/models",
                 "/inference/v1/generate",
                 "/tokenize",
-                "/",
+                "/live/view",
+                "/live/events",
+                "/live/next-tokens",
+                "/live/dead-letters/drop",
             ):
                 caller = Caller(**headers)
                 await caller.ask(door, path)
                 assert caller.status == 401
                 assert caller.answer_headers["www-authenticate"] == "Bearer"
-        for path in ("/health", "/ready", "/version", "/openapi.json"):
+        for path in ("/health", "/ready", "/version", "/openapi.json", "/", "/page/page.js"):
             caller = Caller()
             await caller.ask(door, path)
             assert caller.status == 200

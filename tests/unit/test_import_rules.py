@@ -54,6 +54,8 @@ EXCEPTIONS = {
     ("lmpool.cli.worker", "worker"),
     # `lmpool gateway` is the gateway, and `lmpool gateway-key` makes its keys.
     ("lmpool.cli.gateway", "gateway"),
+    # `lmpool page` is the gateway's live page alone.
+    ("lmpool.cli.page", "gateway"),
     # `lmpool doctor --engines` asks which engines are installed here.
     ("lmpool.cli.doctor", "backends"),
     # A pool that a test sets the answers of has its worker and its engine in the test's process.
