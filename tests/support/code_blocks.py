@@ -124,9 +124,10 @@ def problems(block: Block) -> list[str]:
             return list(_unreadable(json.loads, block.body))
         case "mermaid":
             return []  # which tests/unit/test_docs_site.py has drawn
-        case "text":
+        case language if language == OUTPUT:
             return [f"{line!r} is a command: no `text`" for line in _commands_in_text(block.body)]
-    return [f"nothing runs a block of {block.language!r}: say why, <!-- not run: ... -->"]
+        case _:
+            return [f"nothing runs a block of {block.language!r}: say why, <!-- not run: ... -->"]
 
 
 def _not_run_by(block: Block) -> Iterator[str]:
