@@ -1,0 +1,251 @@
+"""What deploy/ says of lmpool is so: settings, times, users, files, extras."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from lmpool.config_file import ConfigFile
+from lmpool.settings import (
+    ClientOptions,
+    GatewaySettings,
+    WorkerOptions,
+    check_url,
+    refuse_unknown_variables,
+    settings_of,
+)
+from lmpool.worker.launcher import EXIT_REFUSED, MARGIN
+from tests.support.deploy import CHART, COMPOSE, DEPLOY, ROOT, UNITS, read_yaml
+
+DRAINS = WorkerOptions.model_fields["drain_timeout"].default + MARGIN
+"""Seconds that a worker which is told to stop may take."""
+CONTAINERS = sorted((DEPLOY / "containers").glob("*.Containerfile"))
+OUTSIDE = {"LMPOOL_SERVER_PORT"}
+"""What Kubernetes would set: the chart's notes warn of it."""
+
+
+def texts() -> Iterator[tuple[Path, str]]:
+    for path in sorted(DEPLOY.rglob("*")):
+        if path.is_file() and not path.is_symlink():
+            yield path, path.read_text("utf-8")
+
+
+def test_every_variable_is_a_setting() -> None:
+    for path, text in texts():
+        names = set(re.findall(r"\bLMPOOL_[A-Z_]*[A-Z]\b", text)) - OUTSIDE
+        try:
+            refuse_unknown_variables(names)
+        except Exception as error:
+            pytest.fail(f"{path}: {error}")
+
+
+def test_no_file_has_a_password() -> None:
+    for path, text in texts():
+        for secret in re.findall(r"redis://\w+:([^@\s'\"]+)@", text):
+            assert re.fullmatch(r"change-this-\w+|PASSWORD|password|%s", secret), path
+
+
+def test_every_link_leads_somewhere() -> None:
+    links = [path for path in DEPLOY.rglob("*") if path.is_symlink()]
+    assert len(links) == 3
+    for link in links:
+        assert not os.readlink(link).startswith("/")
+        assert link.is_file()
+
+
+# --- containers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", CONTAINERS, ids=lambda path: path.stem)
+def test_an_image_runs_as_nobody_and_says_how_it_is(path: Path) -> None:
+    lines = path.read_text("utf-8").replace("\\\n", " ").splitlines()
+    words = [line.partition(" ") for line in lines if line and not line.startswith("#")]
+    last = {word: rest for word, _, rest in words}
+    assert re.fullmatch(r"[1-9]\d+:[1-9]\d+", last["USER"].strip())
+    assert '"http://' not in last["HEALTHCHECK"]
+    assert "/health'" in last["HEALTHCHECK"]
+    # Process 1 is lmpool, or tini, which hands signals on; a shell would keep them to itself.
+    entry = json.loads(last["ENTRYPOINT"])
+    assert entry in (["lmpool"], ["tini", "--", "lmpool"])
+    assert last["STOPSIGNAL"].strip() == "SIGTERM"
+    bases = [rest.partition("=")[2] for word, _, rest in words if word == "ARG"]
+    assert [base for base in bases if "/" in base and re.search(r":\d+\.\d+", base)]
+
+
+def test_images_install_extras_that_there_are() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = set(project["optional-dependencies"])
+    worker, gateway = (DEPLOY / "containers" / f"{n}.Containerfile" for n in ("worker", "gateway"))
+    (asked,) = re.findall(r'"\.\[([\w,]+)\]"', gateway.read_text("utf-8"))
+    assert set(asked.split(",")) <= extras
+    text = worker.read_text("utf-8")
+    (engines,) = re.findall(r"^# ENGINE: (.+?)\.", text, re.MULTILINE)
+    assert set(re.split(r", | or ", engines)) - {"mock"} <= extras
+    assert {"worker", "otel"} <= extras
+    assert "torch" not in " ".join(project["optional-dependencies"]["gateway"])
+
+
+def test_what_images_are_built_from_is_let_in() -> None:
+    ignored, *let_in = [
+        line
+        for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines()
+        if line and not line.startswith(("#", "**"))
+    ]
+    assert ignored == "*"
+    names = {line.removeprefix("!") for line in let_in}
+    linked = {path.resolve().name for path in (ROOT / "lmpool").iterdir() if path.is_symlink()}
+    assert linked
+    assert names == {"lmpool", *linked, "pyproject.toml", "README.md", "LICENSE"}
+    assert all((ROOT / name).exists() for name in names)
+
+
+# --- compose -----------------------------------------------------------------------------------
+
+
+def test_compose_names_files_that_are_there() -> None:
+    document = read_yaml(COMPOSE)
+    for name, service in document["services"].items():
+        for volume in service.get("volumes", ()):
+            source = volume.partition(":")[0]
+            if source.startswith("."):
+                assert (COMPOSE.parent / source).exists(), (name, source)
+            else:
+                assert source in document["volumes"], (name, source)
+        build = service.get("build")
+        if build is not None:
+            assert (COMPOSE.parent / build["context"] / build["dockerfile"]).is_file()
+        for port in service.get("ports", ()):
+            assert port.startswith("127.0.0.1:"), (name, port)
+        assert service["read_only"]
+        assert service["cap_drop"] == ["ALL"]
+        assert name == "server" or "LMPOOL_URL" not in service.get("environment", {})
+
+
+def test_compose_waits_for_a_worker_that_drains() -> None:
+    services = read_yaml(COMPOSE)["services"]
+    assert int(services["worker"]["stop_grace_period"].removesuffix("s")) > DRAINS
+
+
+def test_the_server_of_compose_is_in_no_network_that_leads_outside() -> None:
+    document = read_yaml(COMPOSE)
+    assert document["services"]["server"]["networks"] == ["pool"]
+    assert document["networks"]["pool"] == {"internal": True}
+    assert "ports" not in document["services"]["server"]
+
+
+def test_prometheus_asks_the_services_of_compose() -> None:
+    services = read_yaml(COMPOSE)["services"]
+    config = read_yaml(DEPLOY / "prometheus" / "prometheus.yml")
+    hosts = {}
+    for job in config["scrape_configs"]:
+        for found in job.get("dns_sd_configs", ()):
+            hosts |= dict.fromkeys(found["names"], found["port"])
+        for found in job.get("static_configs", ()):
+            hosts |= {t.partition(":")[0]: int(t.partition(":")[2]) for t in found["targets"]}
+    del hosts["localhost"]
+    assert set(hosts) <= set(services)
+    container = (DEPLOY / "containers" / "worker.Containerfile").read_text("utf-8")
+    assert f"LMPOOL_METRICS_PORT={hosts['worker']}" in container
+    assert hosts["gateway"] == GatewaySettings.model_fields["port"].default
+
+
+# --- passwords ---------------------------------------------------------------------------------
+
+
+def make_secrets(*arguments: str) -> subprocess.CompletedProcess[str]:
+    script = DEPLOY / "compose" / "make-secrets"
+    return subprocess.run([script, *arguments], capture_output=True, text=True, timeout=30)
+
+
+def test_passwords_are_made_for_every_user_and_read_by_their_owner_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    assert make_secrets(str(folder), "redis.example").returncode == 0
+    users = (folder / "users.acl").read_text("utf-8")
+    assert "change-this" not in users
+    passwords = dict(re.findall(r"^user (\w+) on >([0-9a-f]{48}) ", users, re.MULTILINE))
+    assert set(passwords) == {"producer", "worker", "operator"}
+    assert len(set(passwords.values())) == 3
+    for name, password in passwords.items():
+        url = (folder / f"{name}-url").read_text("utf-8")
+        assert check_url(url) == url
+        parts = urlsplit(url)
+        assert (parts.username, parts.password) == (name, password)
+        assert (parts.hostname, parts.port) == ("redis.example", 6379)
+        assert (folder / f"{name}.env").read_text("utf-8") == f"LMPOOL_URL={url}\n"
+    assert (folder / "operator-password").read_text("utf-8") == passwords["operator"]
+    for path in (folder, *folder.iterdir()):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_passwords_that_are_there_are_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    make_secrets(str(folder))
+    before = (folder / "users.acl").read_bytes()
+    again = make_secrets(str(folder))
+    assert again.returncode == 1
+    assert "is there already" in again.stderr
+    assert (folder / "users.acl").read_bytes() == before
+
+
+def test_the_chart_asks_for_keys_that_are_made(tmp_path: Path) -> None:
+    make_secrets(str(tmp_path / "secrets"))
+    made = {path.name for path in (tmp_path / "secrets").iterdir()}
+    templates = "".join(path.read_text("utf-8") for path in (CHART / "templates").iterdir())
+    asked = set(re.findall(r"\bkey: ([\w.-]+)(?![\w./-])", templates))
+    asked |= set(re.findall(r'"lmpool\.url" \(list \S+ "([\w-]+)"\)', templates))
+    assert {"worker-url", "producer-url", "operator-url"} <= asked
+    assert asked - made == {"hf-token", "redis.conf"}
+    values = (CHART / "values.yaml").read_text("utf-8")
+    assert all(f"#   {key} " in values for key in asked - {"redis.conf"})
+
+
+# --- systemd -----------------------------------------------------------------------------------
+
+
+def unit(path: Path) -> dict[str, list[str]]:
+    """Its settings, of all sections: none of their names is in two of them."""
+    found: dict[str, list[str]] = {}
+    for line in path.read_text("utf-8").splitlines():
+        name, equals, value = line.partition("=")
+        if equals and not line.startswith("#"):
+            found.setdefault(name, []).append(value)
+    return found
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_a_unit_hides_its_settings_and_stays_down_where_they_are_refused(path: Path) -> None:
+    settings = unit(path)
+    assert settings["RestartPreventExitStatus"] == [str(EXIT_REFUSED)]
+    assert settings["NoNewPrivileges"] == ["yes"]
+    credentials = dict(text.split(":", 1) for text in settings["LoadCredential"])
+    example = DEPLOY / "systemd" / Path(credentials["lmpool.toml"]).name
+    assert example.is_file()
+    assert any("LMPOOL_CONFIG=%d/lmpool.toml" in text for text in settings["Environment"])
+
+
+def test_a_worker_has_time_to_drain_and_its_engine_is_not_ended_under_it() -> None:
+    settings = unit(DEPLOY / "systemd" / "lmpool-worker@.service")
+    assert int(settings["TimeoutStopSec"][0]) > DRAINS
+    assert settings["KillMode"] == ["mixed"]
+
+
+@pytest.mark.parametrize("name", ["worker", "gateway", "exporter"])
+def test_the_examples_of_settings_are_taken(name: str) -> None:
+    path = DEPLOY / "systemd" / f"{name}.toml"
+    file = ConfigFile(path, tomllib.loads(path.read_text("utf-8")))
+    kinds: dict[str, tuple[type[Any], ...]] = {
+        "worker": (WorkerOptions,),
+        "gateway": (ClientOptions, GatewaySettings),
+        "exporter": (ClientOptions,),
+    }
+    for kind in kinds[name]:
+        kind(**settings_of(file, kind))
