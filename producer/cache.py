@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
+from lmpool.result_memory import CACHED_BYTES
 from lmpool.rows import EncodedRow
 from lmpool.wants import Answer, Digest
-
-_OVERHEAD = 200
-"""Bytes that an entry takes besides its numbers, roughly: key, answer and array objects."""
 
 
 class AnswerCache:
@@ -45,7 +43,7 @@ class AnswerCache:
 
     def put(self, digest: Digest, answer: Answer) -> None:
         """Keep an answer, dropping the least recently used while over the bound."""
-        size = answer.nbytes + _OVERHEAD
+        size = answer.nbytes + CACHED_BYTES
         if size > self.max_bytes:
             return
         with self._lock:
@@ -56,7 +54,7 @@ class AnswerCache:
             self.rows += type(answer) is EncodedRow
             while self._bytes > self.max_bytes:
                 _, dropped = self._answers.popitem(last=False)
-                self._bytes -= dropped.nbytes + _OVERHEAD
+                self._bytes -= dropped.nbytes + CACHED_BYTES
                 self.rows -= type(dropped) is EncodedRow
 
     def clear(self) -> None:

@@ -20,13 +20,14 @@ from lmpool.counters import BATCHES, COMPUTED, FAILED, answers
 from lmpool.errors import PromptFailed, ServerRefused
 from lmpool.isolation import isolate
 from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream
+from lmpool.result_memory import footprint
 from lmpool.scripts import script
 from lmpool.server import is_full, is_lost
 from lmpool.servers import Servers
 from lmpool.wants import Row, Stream
 from lmpool.worker.batching import Delivery
 from lmpool.worker.pieces import PieceWriter, Telling
-from lmpool.worker.result_store import LOOK_EVERY, ResultStore, footprint
+from lmpool.worker.result_store import LOOK_EVERY, ResultStore
 from lmpool.worker.status import WorkerStatus
 from lmpool.worker.transaction import Call, set_and_call
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import redis.exceptions
 
 from lmpool.commands import Value
 from lmpool.keys import COUNTERS_TTL_MS, ShardKeys
+from lmpool.result_memory import room
 from lmpool.scripts import script
 from lmpool.servers import Servers
 from lmpool.worker.transaction import Call
@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY: Final = 0.5
 """Seconds between two looks at the server's memory, which others fill too."""
-KEY_BYTES: Final = 256
-"""What a result takes beside its value: its key, when it ends, its place in the account."""
 READER_PATIENCE: Final = 5.0
 """Seconds for which a client that takes none of its notices is still expected to read."""
 LONGEST_WAIT_MS: Final = 30_000
@@ -29,37 +27,10 @@ LONGEST_WAIT_MS: Final = 30_000
 READER_MEMORY: Final = 3600.0
 """Seconds for which it is known of a client that it takes nothing: nobody waits for it again."""
 READERS_MOST: Final = 256
-RESERVE: Final = 32 << 20
-"""Memory for all but results, at least: streams, and what is on its way to clients."""
 UNLINK_MOST: Final = 4096
 LOOK_MOST: Final = 1024
 PAUSES: Final = (0.002, 0.05)
 """Seconds between two looks for room while readers catch up, from and to."""
-
-
-@lru_cache(maxsize=1024)
-def footprint(size: int) -> int:
-    """What a result of `size` bytes takes of the server's memory, about.
-
-    Its allocator (jemalloc) has four sizes to each power of two.
-    """
-    size += 16
-    step = max(16, 1 << max(0, (size - 1).bit_length() - 3))
-    return KEY_BYTES + -(-size // step) * step
-
-
-def room(memory: Mapping[str, Any], held: int) -> int | None:
-    """Bytes that a pool which holds `held` may store besides; negative where it is to give some up.
-
-    `memory` is INFO's section. None where the server has no bound, or does not say. Who holds more
-    gives way earlier, so that pools on one server come to hold alike.
-    """
-    most = int(memory.get("maxmemory", 0))
-    if not most:
-        return None
-    used = int(memory.get("used_memory", 0)) - int(memory.get("mem_not_counted_for_evict", 0))
-    reserve = max(most // 16, min(RESERVE, most // 4))
-    return most - used - int(reserve * (1 + min(1.0, held / most)))
 
 
 class ResultStore:

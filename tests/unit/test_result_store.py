@@ -10,10 +10,11 @@ import pytest
 import redis
 
 from lmpool.keys import ShardKeys
+from lmpool.result_memory import footprint, room
 from lmpool.scripts import script
 from lmpool.servers import Servers
 from lmpool.worker import result_store
-from lmpool.worker.result_store import ResultStore, footprint, room
+from lmpool.worker.result_store import ResultStore
 from tests.support.parts import Time
 from tests.support.protocol import Caller, Consumer, new_job, put_result, shard_of_pool
 from tests.support.server import RealServer
