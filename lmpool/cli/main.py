@@ -21,6 +21,7 @@ from lmpool.cli.exporter import exporter
 from lmpool.cli.gateway import gateway, gateway_key
 from lmpool.cli.generate import generate
 from lmpool.cli.page import page
+from lmpool.cli.plan import plan
 from lmpool.cli.pool import logprobs, ping, stats
 from lmpool.cli.score import score
 from lmpool.cli.terminal import FAILED, INTERRUPTED, print_error
@@ -83,7 +84,7 @@ def _options(
 
 for command in (
     demo, worker, gateway, exporter, generate, logprobs, score, ping, stats, top, page, doctor,
-    bench, config,
+    bench, plan, config,
 ):  # fmt: skip
     app.command()(command)
 app.command("gateway-key")(gateway_key)

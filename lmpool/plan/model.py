@@ -1,0 +1,200 @@
+"""What a plan needs to know of a model, from its config.json as transformers writes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lmpool.checks import quoted
+from lmpool.errors import SettingsError
+from lmpool.model_info import Encoding
+from lmpool.wants.top import MAX_K
+
+DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+_NAMES: Final = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads", "multi_query_group_num"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "inner": ("intermediate_size",),
+}
+"""What config.json calls them, the usual name first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model as far as a plan needs it; None is unknown, and `unknown` says why."""
+
+    name: str
+    vocab_size: int
+    dtype: str
+    hidden_size: int | None = None
+    layers: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    weights_bytes: int | None = None
+    weights_from: str = ""
+    """How the bytes of its weights are known."""
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def encoding(self) -> Encoding:
+        """The smallest lossless one of its rows."""
+        return "bf16" if self.dtype == "bfloat16" else "f32"
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Of a number that it computes with."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def state_bytes(self) -> int | None:
+        """Of the keys and values of one token."""
+        if self.layers is None or self.kv_heads is None or self.head_dim is None:
+            return None
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+
+def read_model(name: str) -> PlannedModel:
+    """Read a model's config.json: ``tiny``, a folder, the file itself, or a hub id from the cache.
+
+    Nothing is downloaded. Raises `SettingsError` where there is none, or it is none.
+    """
+    file = _config_file(name)
+    try:
+        content = file.read_bytes()
+    except (OSError, ValueError) as error:  # it may have a null character
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(
+            f"model={quoted(name)}: {quoted(str(file))} cannot be read: {reason}; name a folder "
+            "with a config.json, or the file"
+        ) from None
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(
+            f"model={quoted(name)}: {file} is no JSON ({error}); name the config.json of a model"
+        ) from None
+    if not isinstance(found, dict):
+        raise SettingsError(f"model={quoted(name)}: {file} is no JSON object, so no model's config")
+    text = found.get("text_config")
+    return _of_config(name, {**found, **text} if isinstance(text, dict) else found, file.parent)
+
+
+def _config_file(name: str) -> Path:
+    if name == "tiny":
+        return Path(__file__).parents[1] / "backends" / "tiny" / "model" / "config.json"
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return path / "config.json"
+        if path.exists() or name.startswith((".", "~", "/")) or name.count("/") != 1:
+            return path
+    except (OSError, ValueError, RuntimeError):  # too long for a path, or a null character
+        raise SettingsError(f"model={quoted(name)} is no path: name a folder or file") from None
+    return _cached(name)
+
+
+def _cached(name: str) -> Path:
+    """Of a hub id that was downloaded before."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json")
+    except (ImportError, ValueError):
+        found = None
+    if not isinstance(found, str):
+        raise SettingsError(
+            f"model={quoted(name)}: there is no such folder, and no hub model of that name in this "
+            "machine's cache; nothing is downloaded for a plan: name a config.json, which the "
+            "model's page on the hub has among its files"
+        )
+    return Path(found)
+
+
+def _of_config(name: str, config: Mapping[str, Any], folder: Path) -> PlannedModel:
+    vocab_size = _number(config, ("vocab_size",))
+    if vocab_size is None or vocab_size > MAX_K:
+        raise SettingsError(
+            f"model={quoted(name)}: its config.json has vocab_size={quoted(vocab_size)}, so the "
+            "size of a row is not known; name the config.json of a language model"
+        )
+    unknown: list[str] = []
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    if dtype not in DTYPE_BYTES:
+        unknown.append(f"dtype: config.json says {quoted(dtype)}; float32 is taken")
+        dtype = "float32"
+    known = {field: _number(config, names) for field, names in _NAMES.items()}
+    layers, heads, hidden = known["layers"], known["heads"], known["hidden"]
+    kv_heads = known["kv_heads"] or heads
+    head_dim = _number(config, ("head_dim",))
+    if head_dim is None and hidden is not None and heads is not None:
+        head_dim = hidden // heads
+    reason = _unusual(config)
+    if reason:
+        unknown.append(f"keys and values of a token: {reason}")
+        layers = None
+    elif None in (layers, kv_heads, head_dim):
+        unknown.append("keys and values of a token: config.json does not name layers and heads")
+    weights, how = _weights(config, folder, known, head_dim, vocab_size, DTYPE_BYTES[dtype])
+    if weights is None:
+        unknown.append(f"bytes of the weights: {how}")
+    return PlannedModel(
+        name, vocab_size, dtype, hidden, layers, kv_heads, head_dim, weights, how, tuple(unknown)
+    )
+
+
+def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        found = config.get(name)
+        if type(found) is int and found > 0:
+            return found
+    return None
+
+
+def _unusual(config: Mapping[str, Any]) -> str:
+    """Why 2 x layers x kv heads x head dim does not hold; nothing where it does."""
+    if config.get("kv_lora_rank"):
+        return "multi-head latent attention (kv_lora_rank), of which each engine keeps its own form"
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    if isinstance(kinds, list) and any("full" not in str(k) and k != "attention" for k in kinds):
+        return f"layers of several kinds ({', '.join(sorted({*map(str, kinds)}))})"
+    if any(name in config for name in ("mamba_d_state", "state_size", "ssm_cfg")):
+        return "a state-space model, whose states do not grow with the prompt"
+    return ""
+
+
+def _weights(
+    config: Mapping[str, Any],
+    folder: Path,
+    known: Mapping[str, int | None],
+    head_dim: int | None,
+    vocab_size: int,
+    dtype_bytes: int,
+) -> tuple[int | None, str]:
+    """The bytes of a model's weights and how they are known, or why they are not."""
+    files = [*folder.glob("*.safetensors")]
+    index = folder / "model.safetensors.index.json"
+    try:
+        total = json.loads(index.read_bytes())["metadata"]["total_size"]
+        if type(total) is int and total > 0:
+            return total, index.name
+    except (OSError, ValueError, KeyError, TypeError):
+        if files:
+            return sum(file.stat().st_size for file in files), "*.safetensors"
+    if config.get("quantization_config"):
+        return None, "quantized, and no *.safetensors beside config.json"
+    if any("expert" in key and config[key] for key in config):
+        return None, "a mixture of experts, and no *.safetensors beside config.json"
+    layers, heads, hidden, inner = (known[n] for n in ("layers", "heads", "hidden", "inner"))
+    if None in (layers, heads, hidden, inner, head_dim) or _unusual(config):
+        return None, "no *.safetensors beside config.json, and layers that this does not know"
+    assert layers and heads and hidden  # noqa: PT018
+    assert inner and head_dim  # noqa: PT018
+    attention = 2 * hidden * head_dim * (heads + (known["kv_heads"] or heads))
+    tables = vocab_size * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    numbers = tables + layers * (attention + 3 * hidden * inner)
+    return numbers * dtype_bytes, "estimated from config.json, of a gated decoder"

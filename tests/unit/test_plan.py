@@ -1,0 +1,383 @@
+"""What `lmpool plan` reckons: by hand, by what was measured, and of what cannot be."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from lmpool.cli import app
+from lmpool.errors import SettingsError
+from lmpool.plan import Demand, Plan, PlannedModel, measured, plan, read_model
+from lmpool.plan.arithmetic import maxmemory_for, room_for
+from lmpool.plan.traffic import bulk
+from lmpool.result_memory import footprint, room
+from tests.support.screens import unbroken
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+LLAMA = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
+    "vocab_size": 128_256, "tie_word_embeddings": False,
+}  # fmt: skip
+F32 = PlannedModel("m", 128_256, "float32")
+GIB = 1 << 30
+
+
+def config(folder: Path, **fields: Any) -> str:
+    """The path of a config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({name: it for name, it in fields.items() if it is not None}))
+    return str(file)
+
+
+def of(*wants: str, model: PlannedModel = F32, **demand: Any) -> Plan:
+    return plan(Demand(model, **{"prompts_per_second": 1000.0, "wants": wants, **demand}))
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+def test_a_models_config_is_read(tmp_path: Path) -> None:
+    found = read_model(config(tmp_path, **LLAMA))
+    assert (found.vocab_size, found.dtype, found.encoding) == (128_256, "bfloat16", "bf16")
+    assert found.state_bytes == 2 * 32 * 8 * 128 * 2 == 131_072
+    # Meta-Llama-3-8B's own index says 16,060,522,496; the norms are left out here.
+    assert found.weights_bytes == pytest.approx(16_060_522_496, rel=0.001)
+    assert found.unknown == ()
+    assert read_model(str(tmp_path)).vocab_size == 128_256
+
+
+def test_the_model_that_lmpool_brings() -> None:
+    tiny = read_model("tiny")
+    assert (tiny.vocab_size, tiny.dtype, tiny.layers, tiny.kv_heads) == (2000, "float32", 3, 2)
+    assert tiny.weights_from == "*.safetensors"
+
+
+def test_older_names_and_texts_of_models_with_pictures(tmp_path: Path) -> None:
+    gpt2 = {"vocab_size": 50_257, "n_layer": 12, "n_head": 12, "n_embd": 768, "dtype": "float32"}
+    assert read_model(config(tmp_path, **gpt2)).state_bytes == 2 * 12 * 768 * 4
+    nested = read_model(config(tmp_path, text_config=LLAMA, model_type="llava"))
+    assert nested.state_bytes == 131_072
+
+
+def test_weights_that_are_there_are_counted(tmp_path: Path) -> None:
+    file = config(tmp_path, **LLAMA)
+    (tmp_path / "a.safetensors").write_bytes(bytes(1000))
+    assert read_model(file).weights_bytes == 1000
+    index = {"metadata": {"total_size": 5_000_000}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_model(file).weights_bytes == 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "said", "state"),
+    [
+        ({"kv_lora_rank": 512}, "latent attention", None),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention", None),
+        ({"num_hidden_layers": None}, "does not name layers", None),
+        ({"torch_dtype": None}, "float32 is taken", 262_144),
+        ({"num_experts": 64}, "mixture of experts", 131_072),
+        ({"quantization_config": {"bits": 4}}, "quantized", 131_072),
+    ],
+)
+def test_what_is_unknown_is_said(
+    fields: dict[str, Any], said: str, state: int | None, tmp_path: Path
+) -> None:
+    found = read_model(config(tmp_path, **{**LLAMA, **fields}))
+    assert any(said in text for text in found.unknown), found.unknown
+    assert found.state_bytes == state
+    planned = of("row", model=found, gpu_memory=80 * GIB)
+    assert planned.unknown == found.unknown
+    assert ("state" in planned) == (state is not None)
+    assert "maxmemory" in planned
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is no JSON"),
+        ("[1]", "no JSON object"),
+        ("{}", "vocab_size=None"),
+        ('{"vocab_size": -5}', "vocab_size=None"),
+        ('{"vocab_size": 99999999999}', "vocab_size=99999999999"),
+        ("[" * 100_000, "is no JSON"),
+    ],
+)
+def test_what_is_no_config_is_refused(content: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(content)
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        read_model(str(file))
+
+
+@pytest.mark.parametrize(
+    "name", ["/no/such/config.json", "./none", "nobody/no-model", "a\0b", "x" * 5000]
+)
+def test_a_model_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(SettingsError, match="name a"):
+        read_model(name)
+
+
+# --- answers and memory --------------------------------------------------------------------------
+
+
+def newest(name: str) -> dict[str, dict[str, float]]:
+    """The medians of a saved benchmark, by heading and figure."""
+    (found,) = json.loads((RESULTS / f"{name}.json").read_text())
+    return {
+        heading: {each["what"]: each["median"] for each in figures}
+        for heading, figures in found["figures"].items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("want", "figure"),
+    [("row", "rows"), ("top:20", "top 20"), ("tokens:8", "8 tokens"), ("draw:8", "draws of 8")],
+)
+def test_answers_are_as_large_as_they_were_measured(want: str, figure: str) -> None:
+    assert of(want)["answer"].value == newest("answers")["Stored"][figure]
+
+
+def test_what_things_cost_is_what_was_measured() -> None:
+    jobs, rows = newest("jobs")["Processor time"], newest("rows")["Processor time"]
+    answers, stored = newest("answers")["Processor time"], newest("answers")["Stored"]["rows"]
+    for who, moved, costs in (
+        ("server", 2, (measured.SERVER_JOB, measured.SERVER_BYTE)),
+        ("client", 1, (measured.CLIENT_JOB, measured.CLIENT_BYTE)),
+    ):
+        small = jobs[f"pool, batch calls, default settings: {who}"], answers[f"top 20: {who}"]
+        job = statistics.mean(small)
+        large = (
+            (rows[f"pool, batch calls: {who}"] - job) / (moved * 4 * 65_536),
+            (answers[f"rows: {who}"] - job) / (moved * stored),
+        )
+        for cost, us in zip(costs, (job, statistics.mean(large)), strict=True):
+            assert 0.5 < cost * 1e6 / us < 2, (who, us)
+
+
+@pytest.mark.parametrize(
+    ("want", "vocab_size", "name", "figure"),
+    [
+        ("row", 256, "jobs", "pool, batch calls, default settings"),
+        ("row", 65_536, "rows", "pool, batch calls"),
+        ("row", 128_256, "answers", "rows"),
+        ("top:20", 128_256, "answers", "top 20"),
+    ],
+)
+def test_the_servers_cores_are_those_of_the_benchmarks(
+    want: str, vocab_size: int, name: str, figure: str
+) -> None:
+    us = newest(name)["Processor time"][f"{figure}: server"]
+    found = of(want, model=PlannedModel("m", vocab_size, "float32"), prompt_tokens=32)
+    assert 0.5 < found["server_cores"].value / (1000 * us / 1e6) < 2
+
+
+def test_a_plan_by_hand() -> None:
+    found = of("top:20=0.75", "row=0.25", distinct=0.5, ttl=100.0, gpus=4, prompt_tokens=100)
+    row = 24 + 4 * 128_256
+    assert found["answer"].value == 0.75 * 148 + 0.25 * row
+    assert found["computed"].value == 500
+    held = 500 * 100 * (0.75 * footprint(148) + 0.25 * footprint(row))
+    assert found["results"].value == held
+    most = found["maxmemory"].value
+    assert held < most < 1.2 * held + GIB
+    assert found["worker_prompts"].value == 125
+    assert found["worker_tokens"].value == 12_500
+
+
+@pytest.mark.parametrize(
+    ("dtype", "encoding", "each"),
+    [("bfloat16", None, 2), ("float32", None, 4), ("float32", "f16", 2), ("bfloat16", "f32", 4)],
+)
+def test_rows_are_of_the_encoding(dtype: str, encoding: Any, each: int) -> None:
+    found = of("row", model=PlannedModel("m", 1000, dtype), encoding=encoding)
+    assert found["answer"].value == 24 + each * 1000
+
+
+def test_hidden_states_are_of_the_models_dtype() -> None:
+    for dtype, each in (("bfloat16", 2), ("float16", 2), ("float32", 4)):
+        stored = of("hidden", model=PlannedModel("m", 1000, dtype, hidden_size=512))["answer"].value
+        assert 512 * each < stored < 512 * each + 10
+
+
+@given(st.integers(0, 1 << 42), st.integers(0, 1 << 32))
+def test_a_maxmemory_holds_what_it_is_for(results: int, other: int) -> None:
+    most = maxmemory_for(results, other)
+    memory = {"maxmemory": most, "used_memory": other + results}
+    left = room(memory, results)  # as workers reckon
+    assert left is not None
+    assert left >= 0
+    less = room({**memory, "maxmemory": most - 1}, results) if most > 1 else None
+    assert less is None or less <= 0
+    assert room_for(most, other) >= results
+
+
+@given(st.integers(1, 1 << 42), st.integers(0, 1 << 32))
+def test_a_memory_holds_no_more_than_fits(most: int, other: int) -> None:
+    held = room_for(most, other)
+    left = room({"maxmemory": most, "used_memory": other + held + 1}, held + 1)
+    assert left is not None
+    assert left < 0 or held == most
+    assert 0 <= held <= most
+
+
+def test_a_memory_gives_the_time_to_live_that_fits() -> None:
+    needed = of("row", ttl=50.0)
+    memory = int(needed["maxmemory"].value)
+    assert of("row", ttl=50.0, memory=memory)["memory_ttl"].value == pytest.approx(50, rel=1e-3)
+    small = of("row", ttl=50.0, memory=memory // 2)
+    assert small["memory_ttl"].value < 26
+    assert any("older results are evicted" in text for text in small.warnings)
+
+
+def test_more_than_one_primary_is_warned_of() -> None:
+    assert of("top:20").warnings == ()
+    found = of("row", prompts_per_second=20_000)
+    assert found["primaries"].value > 1
+    assert found["shards"].value == found["primaries"].value
+    (warned, *_) = found.warnings
+    assert "this release serves a pool from one server" in warned
+    for remedy in ("top:20", "f16", "--ttl"):
+        assert remedy in warned
+
+
+def test_states_fit_beside_the_weights(tmp_path: Path) -> None:
+    llama = read_model(config(tmp_path, **LLAMA))
+    found = of("row", model=llama, gpu_memory=80 * GIB)
+    by_hand = (0.9 * 80 * GIB - (llama.weights_bytes or 0)) // 131_072
+    assert found["gpu_states"].value == by_hand
+    full = of("row", model=llama, gpu_memory=12 * GIB)
+    assert full["gpu_states"].value == 0
+    assert any("GPU with more memory" in text for text in full.warnings)
+
+
+def test_a_cache_that_holds_all_answers_all_that_is_asked_again() -> None:
+    needed = of("row", "draw:8", distinct=0.25, ttl=10.0, clients=5)
+    size = math.ceil(needed["cache_bytes"].value)
+    kept = of("row", "draw:8", distinct=0.25, ttl=10.0, clients=5, cache_bytes=size)
+    assert kept["cache_hits"].value == pytest.approx(0.5 * 75)  # draws are kept by nobody
+    little = of("row", "draw:8", distinct=0.25, ttl=10.0, clients=5, cache_bytes=size // 4)
+    assert little["cache_hits"].value == pytest.approx(0.5 * 75 / 4, rel=1e-3)
+    assert "cache_bytes" not in of("row")
+
+
+def test_a_bulk_string_is_as_long_as_it_is() -> None:
+    for size in (0, 9, 10, 12_345):
+        assert bulk(size) == len(b"$%d\r\n%b\r\n" % (size, bytes(size)))
+
+
+# --- the arithmetic that is shown ----------------------------------------------------------------
+
+
+def evaluated(numbers: str) -> float | None:
+    """What a line's numbers come to; None where they are words."""
+    text = re.sub(r"(?<=\d),(?=\d{3})", "", numbers).replace(" x ", " * ")
+    text = re.sub(r" us\b", "e-6", re.sub(r" ns\b", "e-9", re.sub(r"/s\b| s\b", "", text)))
+    if not re.fullmatch(r"[-+*/(). \de,min]+", text):
+        return None
+    return float(eval(text, {"__builtins__": {}, "min": min}))
+
+
+def test_every_line_comes_to_its_value(tmp_path: Path) -> None:
+    found = of(
+        "top:20=0.75", "row=0.25", model=read_model(config(tmp_path, **LLAMA)), distinct=0.6,
+        prompts_per_second=2345.0, gpus=3, clients=7, memory=64 * GIB, gpu_memory=80 * GIB,
+    )  # fmt: skip
+    words = []
+    for line in found.lines:
+        value = evaluated(line.numbers)
+        if value is None:
+            words.append(line.name)
+            continue
+        rounded = {"primaries": math.ceil(value), "%": 100 * value}
+        value = rounded.get(line.name, rounded.get(line.unit, value))
+        assert value == pytest.approx(line.value, rel=0.01), line
+    assert words == ["answer_0", "answer_1", "base", "reserve", "weights"]
+    assert len({line.name for line in found.lines}) == len(found.lines) > 25
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def command(*words: str, status: int = 0, width: int = 80) -> str:
+    found = CliRunner().invoke(
+        app, ["plan", "--model", "tiny", *words], env={"COLUMNS": str(width)}
+    )
+    assert found.exit_code == status, found.output
+    return found.output
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_arithmetic_is_shown(width: int) -> None:
+    text = unbroken(
+        command("--prompts-per-second", "100", "--want", "row", width=width).splitlines()
+    )
+    for part in ("maxmemorytoset:", "=computedxtimetolivexfootprint=100/sx600sx", "Mbit/s"):
+        assert part in text
+
+
+def test_a_plan_for_programs() -> None:
+    found = json.loads(command("--prompts-per-second", "100", "--want", "top:20", "--json"))
+    assert found["values"]["results"] == 100 * 600 * footprint(found["wants"][0]["bytes"])
+    assert {"section", "name", "what", "formula", "numbers", "value", "unit"} == {
+        *found["lines"][0]
+    }
+    assert (found["warnings"], found["unknown"], found["ttl"]) == ([], [], 600.0)
+
+
+def test_settings_are_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMPOOL_RESULT_TTL", "50")
+    monkeypatch.setenv("LMPOOL_ENCODING", "f16")
+    found = json.loads(command("--prompts-per-second", "100", "--json"))
+    assert (found["ttl"], found["encoding"], found["wants"][0]["bytes"]) == (50.0, "f16", 4024)
+
+
+RATE = ("--prompts-per-second", "100")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--prompts-per-second", "0"), "prompts_per_second=0.0: write a number above 0"),
+        (("--prompts-per-second", "nan"), "prompts_per_second=nan: write a number above 0"),
+        (("--prompts-per-second", "inf"), "prompts_per_second=inf: write a number above 0"),
+        ((*RATE, "--gpus", "-1"), "gpus=-1: write a whole number of 1 or more"),
+        ((*RATE, "--clients", "0"), "clients=0: write a whole number"),
+        ((*RATE, "--prompt-tokens", "0"), "prompt_tokens=0: write a whole number"),
+        ((*RATE, "--prompt-tokens", "99999999"), "prompt_tokens=99999999: at most"),
+        ((*RATE, "--ttl", "nan"), "ttl=nan: write a number above 0"),
+        ((*RATE, "--distinct", "1.5"), "distinct=1.5: write a number above 0, up to 1"),
+        ((*RATE, "--distinct", "nan"), "distinct=nan: write"),
+        ((*RATE, "--memory", "-5"), "memory='-5': write a number of bytes above 0, as 16GiB"),
+        ((*RATE, "--gpu-memory", "much"), "gpu_memory='much': write a number of bytes"),
+        ((*RATE, "--row-encoding", "f8"), "row_encoding='f8': write one of f32, bf16, f16"),
+        ((*RATE, "--row-encoding", "bf16"), "computes in float32, whose rows lose by it"),
+        ((*RATE, "--want", "rows"), "want='rows': there is no such want; write one of row, top"),
+        ((*RATE, "--want", "row:5"), "row takes no number"),
+        ((*RATE, "--want", "top:x"), "top takes a whole number, as in top:20"),
+        ((*RATE, "--want", "top:0"), "want='top:0': k=0: write an integer from 1 to 2000"),
+        ((*RATE, "--want", "top:9999"), "k=9999: write an integer from 1 to 2000"),
+        ((*RATE, "--want", "tokens:999999999"), "more than 262144 ids"),
+        ((*RATE, "--want", "generate:999999999"), "at most generate:"),
+        ((*RATE, "--want", "score", "--prompt-tokens", "1"), "a text of 1 token"),
+        ((*RATE, "--want", "row=2"), "its share '2' is no number above 0, up to 1"),
+        ((*RATE, "--want", "row=nan"), "its share 'nan'"),
+        ((*RATE, "--want", "row=0.5", "--want", "top:5"), "some have a share and some have none"),
+        ((*RATE, "--want", "row=0.5", "--want", "top:5=0.4"), "the shares are 0.9 together"),
+        ((*RATE, "--model", "/no/such"), "cannot be read"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_is_refused_with_a_remedy(words: tuple[str, ...], said: str) -> None:
+    (line,) = command(*words, status=2).splitlines()
+    assert line.startswith("error: ")
+    assert said in line
