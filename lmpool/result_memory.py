@@ -30,8 +30,12 @@ def reserve(most: int, held: int) -> int:
 
     Who holds more gives way earlier, so that pools on one server come to hold alike.
     """
-    least = max(most // 16, min(RESERVE, most // 4))
-    return int(least * (1 + min(1.0, held / most)))
+    return int(least_reserve(most) * (1 + min(1.0, held / most)))
+
+
+def least_reserve(most: int) -> int:
+    """The same of one that holds nothing."""
+    return max(most // 16, min(RESERVE, most // 4))
 
 
 def room(memory: Mapping[str, Any], held: int) -> int | None:

@@ -17,12 +17,22 @@ if TYPE_CHECKING:
 
 def plan(
     model: Annotated[
-        str,
-        typer.Option(metavar="PATH", help="A folder, its config.json, or a hub id in the cache."),
-    ],
-    prompts_per_second: Annotated[
-        float, typer.Option("--prompts-per-second", metavar="N", help="Of all clients together.")
-    ],
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="A folder, its config.json, or a hub id in the cache. "
+            "[dim]\\[$LMPOOL_MODEL, or tiny][/]",
+        ),
+    ] = None,
+    prompt_rate: Annotated[
+        float | None,
+        typer.Option(
+            "--prompt-rate",
+            metavar="N",
+            help="Prompts a second, of all clients. [dim]\\[needed][/]",
+        ),
+    ] = None,
+    prompts_per_second: Annotated[float | None, typer.Option(hidden=True)] = None,
     gpus: Annotated[int, typer.Option(metavar="N", help="One worker each.")] = 1,
     prompt_tokens: Annotated[
         int, typer.Option("--prompt-tokens", metavar="N", help="Tokens of a prompt.")
@@ -37,9 +47,7 @@ def plan(
     ] = None,
     ttl: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS", help="How long results stay. [dim]\\[$LMPOOL_RESULT_TTL, or 600][/]"
-        ),
+        typer.Option(metavar="S", help="How long results stay. [dim]\\[as workers are set][/]"),
     ] = None,
     distinct: Annotated[
         float,
@@ -58,11 +66,11 @@ def plan(
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(metavar="BYTES", help="The server's, as 16GiB: how long fits results then."),
+        typer.Option(metavar="SIZE", help="The server's, as 16GiB: how long fits results then."),
     ] = None,
     gpu_memory: Annotated[
         str | None,
-        typer.Option("--gpu-memory", metavar="BYTES", help="A GPU's, as 80GiB: what fits there."),
+        typer.Option("--gpu-memory", metavar="SIZE", help="A GPU's, as 80GiB: what fits there."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -75,14 +83,20 @@ def plan(
     from lmpool.plan.report import as_dict
     from lmpool.settings import ClientOptions, WorkerOptions
 
+    prompt_rate = prompts_per_second if prompt_rate is None else prompt_rate
+    if prompt_rate is None:
+        raise SettingsError(
+            "--prompt-rate is missing: write how many all clients ask together, at the "
+            "busiest; lmpool top shows it of a pool that is there"
+        )
     client, worker = ClientOptions(), WorkerOptions()
     encoding: Any = row_encoding
     if encoding is None and client.encoding != "auto":
         encoding = client.encoding
     found = reckon(
         Demand(
-            read_model(model),
-            prompts_per_second,
+            read_model(model or worker.model),
+            prompt_rate,
             wants=tuple(want or ("row",)),
             gpus=gpus,
             prompt_tokens=prompt_tokens,

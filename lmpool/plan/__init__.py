@@ -5,7 +5,7 @@
     from lmpool.plan import Demand, plan, read_model
 
     llama = read_model("llama/config.json")
-    found = plan(Demand(llama, prompts_per_second=2000, wants=("top:20",)))
+    found = plan(Demand(llama, prompt_rate=2000, wants=("top:20",)))
     print(found["maxmemory"].value, found.warnings)
 
 `lmpool.plan.arithmetic` has the arithmetic, `measured` what it takes from benchmarks.

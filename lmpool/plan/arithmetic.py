@@ -11,7 +11,7 @@ from lmpool.plan import measured
 from lmpool.plan.answers import PlannedWant, planned_wants
 from lmpool.plan.demand import MOST, Demand
 from lmpool.plan.traffic import Traffic, traffic
-from lmpool.result_memory import CACHED_BYTES, RESERVE, reserve
+from lmpool.result_memory import CACHED_BYTES, RESERVE, least_reserve, reserve
 
 WAITING_SECONDS: Final = 5.0
 """So long a backlog is reckoned with: workers that start, a client that asks much at once."""
@@ -110,7 +110,7 @@ def n(value: float) -> str:
 
 def _of_prompts(sheet: _Sheet, demand: Demand) -> None:
     sheet.section = "prompts"
-    asked = demand.prompts_per_second
+    asked = demand.prompt_rate
     sheet.add("asked", "asked", "prompts a second", n(asked), asked, "/s")
     sheet.add(
         "computed", "computed", "asked x distinct", f"{n(asked)} x {n(demand.distinct)}",
@@ -158,19 +158,20 @@ def _of_memory(sheet: _Sheet, demand: Demand, wants: Sequence[PlannedWant]) -> N
         f"{n(jobs)} x ({n(job)} + {FLIGHT_BYTES})", jobs * (job + FLIGHT_BYTES), "bytes",
     )  # fmt: skip
     sheet.add(
-        "base", "all else", "the server itself, the tokenizer, buffers", "about", BASE_BYTES,
+        "base", "all else", "the server itself, the tokenizer, buffers",
+        f"about {BASE_BYTES >> 20} MiB", BASE_BYTES,
         "bytes",
     )  # fmt: skip
     other = sheet.streams + sheet.base
     most = maxmemory_for(sheet.results, other)
     spare = reserve(most, round(sheet.results))
     sheet.add(
-        "reserve", "reserve", "what workers leave free: the larger of maxmemory / 16 and "
-        f"{RESERVE >> 20} MiB, x (1 + results / maxmemory)",
-        f"of maxmemory = {n(most)}", spare, "bytes",
+        "reserve", "left free by workers",
+        f"the larger of maxmemory / 16 and {RESERVE >> 20} MiB, x (1 + results / maxmemory)",
+        f"{n(least_reserve(most))} x (1 + {n(sheet.results)} / {n(most)})", spare, "bytes",
     )  # fmt: skip
     sheet.add(
-        "maxmemory", "maxmemory to set", "results + jobs + all else + reserve",
+        "maxmemory", "maxmemory to set", "results + jobs + all else + what is left free",
         " + ".join(map(n, (sheet.results, sheet.streams, sheet.base, spare))), most, "bytes",
     )  # fmt: skip
     sheet.add(
@@ -182,7 +183,7 @@ def _of_memory(sheet: _Sheet, demand: Demand, wants: Sequence[PlannedWant]) -> N
     held = room_for(demand.memory, other)
     sheet.add(
         "memory_results", "results that your memory holds",
-        "maxmemory - jobs - all else - reserve",
+        "memory - jobs - all else - what is left free",
         f"{n(demand.memory)} - {n(sheet.streams)} - {n(sheet.base)} - "
         f"{n(reserve(demand.memory, held))}", held, "bytes",
     )  # fmt: skip

@@ -21,7 +21,7 @@ MOST_TOKENS: Final = 1 << 20
 class Demand:
     """What is asked, of how many GPUs. Raises `SettingsError` for what cannot be.
 
-    `prompts_per_second` are those of all clients together, `prompt_tokens` the usual length,
+    `prompt_rate` are those of all clients together, `prompt_tokens` the usual length,
     `wants` such as ``row``, ``top:20`` or ``top:20=0.8``. `distinct` is the part of the prompts
     that nobody has asked within `ttl` seconds: the others are answered by what is stored.
     `encoding` of None is the model's smallest lossless one. `memory` is that of a server which is
@@ -29,7 +29,7 @@ class Demand:
     """
 
     model: PlannedModel
-    prompts_per_second: float
+    prompt_rate: float
     wants: tuple[str, ...] = ("row",)
     gpus: int = 1
     prompt_tokens: int = 256
@@ -43,7 +43,7 @@ class Demand:
     max_backlog: int = 100_000
 
     def __post_init__(self) -> None:
-        for name in ("prompts_per_second", "ttl", "memory", "gpu_memory"):
+        for name in ("prompt_rate", "ttl", "memory", "gpu_memory"):
             self._check_positive(name, "a number above 0")
         for name in ("gpus", "prompt_tokens", "clients"):
             self._check_positive(name, "a whole number of 1 or more")

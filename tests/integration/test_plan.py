@@ -41,7 +41,7 @@ def test_memory_and_bytes_are_as_reckoned(
     found = reckoned(text, vocab_size)
     rng = np.random.default_rng(7)
     prompts = rng.integers(0, vocab_size, (COUNT, TOKENS)).tolist()
-    options = {"engine_opts": {"vocab_size": vocab_size}, "log_level": "warning"}
+    options: dict[str, Any] = {"engine_opts": {"vocab_size": vocab_size}, "log_level": "warning"}
     with (
         RealServer(maxmemory="1gb") as server,
         server.client() as client,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import statistics
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from lmpool.plan.traffic import bulk
 from lmpool.result_memory import footprint, room
 from tests.support.screens import unbroken
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "tests" / "benchmarks" / "results"
 LLAMA = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
     "num_hidden_layers": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
@@ -40,7 +42,7 @@ def config(folder: Path, **fields: Any) -> str:
 
 
 def of(*wants: str, model: PlannedModel = F32, **demand: Any) -> Plan:
-    return plan(Demand(model, **{"prompts_per_second": 1000.0, "wants": wants, **demand}))
+    return plan(Demand(model, **{"prompt_rate": 1000.0, "wants": wants, **demand}))
 
 
 # --- models --------------------------------------------------------------------------------------
@@ -241,7 +243,7 @@ def test_a_memory_gives_the_time_to_live_that_fits() -> None:
 
 def test_more_than_one_primary_is_warned_of() -> None:
     assert of("top:20").warnings == ()
-    found = of("row", prompts_per_second=20_000)
+    found = of("row", prompt_rate=20_000)
     assert found["primaries"].value > 1
     assert found["shards"].value == found["primaries"].value
     (warned, *_) = found.warnings
@@ -290,7 +292,7 @@ def evaluated(numbers: str) -> float | None:
 def test_every_line_comes_to_its_value(tmp_path: Path) -> None:
     found = of(
         "top:20=0.75", "row=0.25", model=read_model(config(tmp_path, **LLAMA)), distinct=0.6,
-        prompts_per_second=2345.0, gpus=3, clients=7, memory=64 * GIB, gpu_memory=80 * GIB,
+        prompt_rate=2345.0, gpus=3, clients=7, memory=64 * GIB, gpu_memory=80 * GIB,
     )  # fmt: skip
     words = []
     for line in found.lines:
@@ -301,7 +303,7 @@ def test_every_line_comes_to_its_value(tmp_path: Path) -> None:
         rounded = {"primaries": math.ceil(value), "%": 100 * value}
         value = rounded.get(line.name, rounded.get(line.unit, value))
         assert value == pytest.approx(line.value, rel=0.01), line
-    assert words == ["answer_0", "answer_1", "base", "reserve", "weights"]
+    assert words == ["answer_0", "answer_1", "base", "weights"]
     assert len({line.name for line in found.lines}) == len(found.lines) > 25
 
 
@@ -318,15 +320,13 @@ def command(*words: str, status: int = 0, width: int = 80) -> str:
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_arithmetic_is_shown(width: int) -> None:
-    text = unbroken(
-        command("--prompts-per-second", "100", "--want", "row", width=width).splitlines()
-    )
+    text = unbroken(command("--prompt-rate", "100", "--want", "row", width=width).splitlines())
     for part in ("maxmemorytoset:", "=computedxtimetolivexfootprint=100/sx600sx", "Mbit/s"):
         assert part in text
 
 
 def test_a_plan_for_programs() -> None:
-    found = json.loads(command("--prompts-per-second", "100", "--want", "top:20", "--json"))
+    found = json.loads(command("--prompt-rate", "100", "--want", "top:20", "--json"))
     assert found["values"]["results"] == 100 * 600 * footprint(found["wants"][0]["bytes"])
     assert {"section", "name", "what", "formula", "numbers", "value", "unit"} == {
         *found["lines"][0]
@@ -337,19 +337,36 @@ def test_a_plan_for_programs() -> None:
 def test_settings_are_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMPOOL_RESULT_TTL", "50")
     monkeypatch.setenv("LMPOOL_ENCODING", "f16")
-    found = json.loads(command("--prompts-per-second", "100", "--json"))
+    found = json.loads(command("--prompt-rate", "100", "--json"))
     assert (found["ttl"], found["encoding"], found["wants"][0]["bytes"]) == (50.0, "f16", 4024)
 
 
-RATE = ("--prompts-per-second", "100")
+def test_the_example_of_the_guide_is_what_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / "docs" / "planning.md").read_text("utf-8")
+    given, asked, said = re.findall(r"```(?:json|bash)?\n(.*?)```", text, re.DOTALL)[:3]
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text(given)
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(app, shlex.split(asked)[1:])
+    assert shown.exit_code == 0, shown.output
+    assert len(said.splitlines()) > 10
+    missing = {*said.splitlines()} - {*shown.stdout.splitlines()}
+    assert missing == set()
+
+
+RATE = ("--prompt-rate", "100")
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--prompts-per-second", "0"), "prompts_per_second=0.0: write a number above 0"),
-        (("--prompts-per-second", "nan"), "prompts_per_second=nan: write a number above 0"),
-        (("--prompts-per-second", "inf"), "prompts_per_second=inf: write a number above 0"),
+        ((), "--prompt-rate is missing: write how many all clients ask together"),
+        (("--prompts-per-second", "-1"), "prompt_rate=-1.0: write a number above 0"),
+        (("--prompt-rate", "0"), "prompt_rate=0.0: write a number above 0"),
+        (("--prompt-rate", "nan"), "prompt_rate=nan: write a number above 0"),
+        (("--prompt-rate", "inf"), "prompt_rate=inf: write a number above 0"),
         ((*RATE, "--gpus", "-1"), "gpus=-1: write a whole number of 1 or more"),
         ((*RATE, "--clients", "0"), "clients=0: write a whole number"),
         ((*RATE, "--prompt-tokens", "0"), "prompt_tokens=0: write a whole number"),
