@@ -142,7 +142,10 @@ class BaseLM:
 
     @property
     def byte_vocab(self) -> list[ByteToken]:
-        """Every token: its bytes, with its `token_id`; genlm's ``Token`` where installed."""
+        """Every token: its bytes, with its `token_id`; genlm's ``Token`` where installed.
+
+        Raises `PoolError` where the pool published none.
+        """
         return self._model_with_vocabulary().byte_vocab
 
     @property
@@ -183,8 +186,10 @@ class BaseLM:
         return encode_conversation(self.tokenizer, self.info, messages, add_generation_prompt)
 
     def decode(self, token_ids: TokenIds) -> str:
-        """The text of token ids, special tokens included. Raises what `tokenizer` raises, and
-        `PromptError` for ids that the vocabulary does not have."""
+        """The text of token ids, special tokens included.
+
+        Raises what `tokenizer` raises, and `PromptError` for ids that the vocabulary does not have.
+        """
         ids = listed(token_ids, IDS_MOST, "token_ids")
         packed(ids, self.info.vocab_size)
         return self.tokenizer.decode(list(ids))
@@ -240,7 +245,7 @@ class BaseLM:
         self._control("cache_prefix", deadline, tokens)
 
     def clear_kv_cache(self, *, timeout: float | None = None) -> None:
-        """Have every worker drop its engine's state."""
+        """Have every worker drop its engine's state. Raises `PoolError` with each one's reason."""
         self._control("clear_cache", self._until(timeout))
 
     def clear_cache(self) -> None:

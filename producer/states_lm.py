@@ -78,12 +78,11 @@ class StatesLM(AskingLM[RowT_co], Generic[RowT_co]):
         timeout: float | None = None,
         priority: Priority | None = None,
     ) -> HiddenState:
-        """What the model's head is applied to after a prompt: float32 [hidden_size], behind the
-        final norm.
+        """What the model's head is applied to after a prompt: float32 [hidden_size].
 
-        `head` makes the prompt's row of it. Raises what `next_token_logprobs` raises, `PromptError`
-        where this pool gives no hidden states (`info.no_head` says why), and `PromptFailed` for an
-        adapter that changes the head itself.
+        That is behind the final norm; `head` makes the prompt's row of it. Raises what
+        `next_token_logprobs` raises, `PromptError` where this pool gives no hidden states
+        (`info.no_head` says why), and `PromptFailed` for an adapter that changes the head itself.
         """
         options = self._options(timeout, priority)
         return cast(HiddenState, await self._one(token_ids, Hidden(), lora_name, options))

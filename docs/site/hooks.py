@@ -47,10 +47,16 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         shown = _DIAGRAM.fullmatch(part)
         if shown is not None:
             at = posixpath.relpath(f"{DRAWINGS}/{drawing(shown[1])}", folder or ".")
-            parts[number] = f"![A diagram: {_said(shown[1])}]({at}){{ .diagram }}"
+            # A click shows it alone, as large as it is.
+            parts[number] = f"[![A diagram: {_said(shown[1])}]({at}){{ .diagram }}]({at})"
         elif not part.startswith("```"):
             parts[number] = _LINK.sub(lambda found, text=part: _outside(folder, text, found), part)
     return "".join(parts)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """A page as it is written: its link to the repository counts no stars there."""
+    return output.replace(' data-md-component="source"', "")
 
 
 def _outside(folder: str, text: str, found: re.Match[str]) -> str:

@@ -6,8 +6,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 import yaml
@@ -19,6 +25,12 @@ LOADED = {
     "script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "embed": "src",
 }  # fmt: skip
 """What a browser fetches by itself, and the attribute that says where."""
+PUBLIC = (
+    "lmpool", "lmpool.backends", "lmpool.dead_letters", "lmpool.errors", "lmpool.inspection",
+    "lmpool.pool_view", "lmpool.testing",
+)  # fmt: skip
+INTERNAL = {"__version__", "errors"}
+"""What has a page and not a place, or speaks for itself."""
 ABSOLUTE = re.compile(r"(?:https?:)?//")
 
 
@@ -77,6 +89,49 @@ def test_no_page_fetches_anything_from_elsewhere(site: Path) -> None:
         assert not [each for each in addresses if not each or ABSOLUTE.match(each)], style
 
 
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """Where a server of files shows it."""
+    handler = partial(_Quiet, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever, name="site")
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    pytest.importorskip("playwright")
+    from tests.support.browser import chromium
+
+    with chromium() as running:
+        yield running
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_asks_nobody_else_and_pages_fit(address: str, browser: Any, width: int) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 844})
+    asked: set[str] = set()
+    page.on("request", lambda request: asked.add(request.url))
+    for path in ("", "asking/", "operating/", "architecture/", "reference/client/"):
+        page.goto(address + path, wait_until="networkidle")
+        wider = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+        assert wider <= 0, path
+        broken = page.evaluate("[...document.images].filter(i => !i.naturalWidth).map(i => i.src)")
+        assert not broken, path
+    page.close()
+    assert len(asked) > 10
+    assert not [url for url in asked if not url.startswith((address, "data:"))]
+
+
 @pytest.mark.slow
 def test_pages_of_the_repository_alone_are_linked_there(site: Path) -> None:
     page = (site / "asking" / "index.html").read_text("utf-8")
@@ -95,6 +150,21 @@ def test_the_reference_has_what_is_inherited(site: Path) -> None:
     page = (site / "reference" / "client" / "index.html").read_text("utf-8")
     for name in ("next_token_logprobs", "top_logprobs", "ask_iter", "stream", "encode", "head"):
         assert f'id="lmpool.PooledLM.{name}"' in page, name
+
+
+@pytest.mark.slow
+def test_every_public_name_is_in_the_reference(site: Path) -> None:
+    pages = [page.read_text("utf-8") for page in (site / "reference").rglob("*.html")]
+    shown = {name for page in pages for name in re.findall(r'id="(lmpool[\w.]*)"', page)}
+    missing = []
+    for module in PUBLIC:
+        for name in {*import_module(module).__all__} - INTERNAL:
+            value = getattr(import_module(module), name)
+            home = getattr(value, "__module__", module)
+            # A name that is documented where it is defined has no place under its short one.
+            if not {f"{module}.{name}", f"{home}.{name}"} & shown:
+                missing.append(f"{module}.{name}")
+    assert not missing
 
 
 def test_every_page_is_in_the_navigation() -> None:
