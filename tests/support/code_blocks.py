@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shlex
 import tomllib
@@ -238,6 +239,9 @@ def _program(words: list[str], line: str) -> Iterator[str]:
             yield from (f"{a} is not there" for a in arguments if "." in a and not is_defined(a))
         case "cd" | "echo":
             pass
+        case _ if program.startswith("deploy/"):
+            if not os.access(ROOT / program, os.X_OK):
+                yield f"{program} is no program of the checkout"
         case _:
             yield f"{line!r} is neither run nor checked: say why, <!-- not run: ... -->"
 

@@ -345,7 +345,7 @@ def test_the_example_of_the_guide_is_what_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (ROOT / "docs" / "planning.md").read_text("utf-8")
-    given, asked, said = re.findall(r"```(?:json|bash)?\n(.*?)```", text, re.DOTALL)[:3]
+    given, asked, said = re.findall(r"```(?:json|bash|text)?\n(.*?)```", text, re.DOTALL)[:3]
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text(given)
     monkeypatch.chdir(tmp_path)
