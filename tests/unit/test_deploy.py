@@ -135,6 +135,12 @@ def test_compose_waits_for_a_worker_that_drains() -> None:
     assert int(services["worker"]["stop_grace_period"].removesuffix("s")) > DRAINS
 
 
+def test_engines_may_load_what_they_compile() -> None:
+    mounts = read_yaml(COMPOSE)["services"]["worker"]["tmpfs"]
+    assert {mount.partition(":")[0] for mount in mounts} == {"/tmp", "/home/lmpool"}
+    assert all("exec" in mount.partition(":")[2].split(",") for mount in mounts)
+
+
 def test_the_server_of_compose_is_in_no_network_that_leads_outside() -> None:
     document = read_yaml(COMPOSE)
     assert document["services"]["server"]["networks"] == ["pool"]
