@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 KEY_WAIT: Final = 0.25
 """Seconds for which a key is waited for before it is seen whether there is something new."""
+PATIENCE: Final = 3.0
+"""Seconds in which a server must answer that is not gone: whoever watches wants to know it soon."""
 COUNTED: Final = ("computed", "batches", "failed", "expired", "evicted")
 SCROLL: Final = {"j": 1, "\x1b[B": 1, " ": 10, "k": -1, "\x1b[A": -1}
 DIM: Final = Style(dim=True)
@@ -47,7 +49,7 @@ def top(
     """
     from lmpool.pool_view import PoolViewer
 
-    console, viewer = tables(), PoolViewer(url, pool)
+    console, viewer = tables(), PoolViewer(url, pool, answers_within=PATIENCE)
     if console.is_terminal and not (once or as_json):
         _watch(viewer, every, console)
         return

@@ -42,9 +42,7 @@ def shown(look: Look, console: Console) -> RenderableType:
 
 
 def _body(view: PoolView, rates: dict[str, float] | None, console: Console) -> RenderableType:
-    lines = Table.grid(padding=(0, 2, 0, 0))
-    lines.add_column(style="bold", no_wrap=True)
-    lines.add_column(overflow="fold")
+    lines = _grid("bold")
     lines.add_row("pool", f"{view.pool}, {_clock(view.read_at)}")
     lines.add_row("server", f"{escape(view.url)}, {escape(view.server)}, {_memory(view, console)}")
     if view.model is None:
@@ -140,7 +138,7 @@ def _memory(view: PoolView, console: Console) -> str:
     return f"{_bytes(used)} of {_bytes(most)} {filled} {100 * part:.0f} %"
 
 
-def _failures(view: PoolView) -> list[str]:
+def _failures(view: PoolView) -> list[RenderableType]:
     """The latest of all living workers, the newest first."""
     found: list[tuple[JobFailure, str]] = [
         (failure, worker["id"]) for worker in view.workers for failure in worker["failures"]
@@ -148,11 +146,19 @@ def _failures(view: PoolView) -> list[str]:
     if not found:
         return []
     found.sort(key=lambda each: each[0]["at"], reverse=True)
-    lines = ["\n[bold]latest failures[/]"]
+    lines = _grid()
     for failure, worker in found[:FAILURES_SHOWN]:
-        jobs = f", {failure['jobs']:,} jobs" if failure["jobs"] > 1 else ""
+        jobs = f" ({failure['jobs']:,} jobs)" if failure["jobs"] > 1 else ""
         ago = in_time(max(0.0, view.read_at - failure["at"]))
-        lines.append(f"  {ago} ago{jobs}, {escape(worker)}: {escape(failure['reason'])}")
+        lines.add_row(f"{ago} ago", f"{escape(failure['reason'])}{jobs}, {escape(worker)}")
+    return ["\n[bold]latest failures[/]", lines]
+
+
+def _grid(style: str = "") -> Table:
+    """Names, and beside them what may take several lines."""
+    lines = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    lines.add_column(style=style, no_wrap=True)
+    lines.add_column(overflow="fold")
     return lines
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import lmpool
 from lmpool.cli import app
+from lmpool.errors import PromptFailed
 from tests.support.screens import Terminal, unbroken
 from tests.support.server import RealServer
 from tests.support.waiting import until
@@ -42,11 +43,14 @@ def shows(watched: Terminal, text: str) -> None:
 def test_a_pool_as_it_changes(server: RealServer, pool_name: str) -> None:
     with terminal(server, pool_name) as watched:
         shows(watched, f"nobody serves a pool {pool_name}")
-        with in_process_worker(server.url, pool_name):
+        with in_process_worker(server.url, pool_name, engine_opts={"fail_token": 200}):
             shows(watched, f" {os.getpid()} │ mock ")
             with lmpool.connect(server.url, pool_name, framework="numpy") as lm:
                 lm.sync.batch_next_token_logprobs([[i] for i in range(20)])
-            shows(watched, "20 computed")
+                shows(watched, "20 computed")
+                with pytest.raises(PromptFailed):
+                    lm.sync.next_token_logprobs([200])
+            shows(watched, "token 200")
             watched.resize(40, 30)
             shows(watched, f"  {os.uname().nodename}, pid {os.getpid()}"[:30])
             assert max(map(len, watched.drawn.splitlines())) <= 40
@@ -68,6 +72,17 @@ def test_a_server_that_goes_and_comes_back(server: RealServer, pool_name: str) -
         shows(watched, "mock, float32, 256 tokens")
         watched.process.send_signal(signal.SIGINT)
         assert watched.process.wait(10) == 130
+
+
+def test_a_server_that_hangs_is_gone_until_it_answers(server: RealServer, pool_name: str) -> None:
+    with in_process_worker(server.url, pool_name), terminal(server, pool_name) as watched:
+        shows(watched, "0 computed")
+        server.pause()
+        try:
+            shows(watched, "no answer since ")
+        finally:
+            server.resume()
+        until(lambda: "no answer since" not in watched.drawn, 20, every=0.05)
 
 
 def test_a_server_that_hangs_holds_up_no_key(server: RealServer, pool_name: str) -> None:

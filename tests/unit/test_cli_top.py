@@ -175,7 +175,7 @@ def test_names_of_others_are_shown_and_mean_nothing() -> None:
     text = "\n".join(drawn(Look(POOL, with_counts(workers=[odd])), 200))
     assert "\x1b" not in text
     assert "\\x1b[2Jw[red]" in text
-    assert ", 3 jobs, " in text
+    assert " (3 jobs), " in text
     assert "\\x07[bold]" in text
 
 
