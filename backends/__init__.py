@@ -2,7 +2,7 @@
 
 from lmpool.backends.batch import BatchEngine
 from lmpool.backends.continuous import ContinuousEngine
-from lmpool.backends.engine import Engine, EngineInfo, Outcome, Request
+from lmpool.backends.engine import Engine, EngineInfo, Measures, Outcome, Request
 from lmpool.backends.load import load_engine
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "ContinuousEngine",
     "Engine",
     "EngineInfo",
+    "Measures",
     "Outcome",
     "Request",
     "load_engine",

@@ -141,6 +141,21 @@ class TokenTrie:
         """How many slots are taken."""
         return self._slots - self._free_count
 
+    @property
+    def slots(self) -> int:
+        """How many there are."""
+        return self._slots
+
+    @property
+    def added(self) -> int:
+        """Positions that `lease` did not find, since the trie was made."""
+        return self._added
+
+    @property
+    def evicted(self) -> int:
+        """Positions that made room for others, since the trie was made."""
+        return self._evicted
+
     def statistics(self) -> TrieStatistics:
         """How full it is, and what it was used for."""
         pinned: set[Run] = set()

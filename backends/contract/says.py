@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from lmpool.backends.contract.asking import ask, request_for
 from lmpool.backends.contract.breaches import expect
 from lmpool.backends.contract.truth import Truth
 from lmpool.backends.engine import Engine, EngineInfo
 from lmpool.model_info import fingerprint
 from lmpool.vocabulary import TOKENIZER_FILES
 
+_MEASURED: Final = 24
+"""Tokens of the prompt by which is seen what is counted."""
 _UNDECODABLE: Final = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -17,6 +20,7 @@ def check_says(engine: Engine, truth: Truth) -> None:
     """Raise `BrokenPromise` where `info`, the vocabulary or the tokenizer is not right."""
     _check_info(engine.info, truth)
     _check_vocabulary(engine, truth)
+    _check_measures(engine)
 
 
 def _check_info(info: EngineInfo, truth: Truth) -> None:
@@ -45,6 +49,39 @@ def _check_info(info: EngineInfo, truth: Truth) -> None:
         fingerprint(info.identity)
     except (TypeError, ValueError) as error:
         expect(False, "info.identity can be hashed", f"{error}: {info.identity!r:.200}")
+
+
+def _check_measures(engine: Engine) -> None:
+    """What it has computed grows by what is new, and by no more where it is asked again."""
+    length = min(_MEASURED, engine.info.max_prompt_tokens)
+    prompt = [token % engine.info.vocab_size for token in range(length)]
+    engine.clear_cache()
+    looks = [engine.measures()]
+    for _ in range(2):
+        ask(engine, [request_for(prompt)])
+        looks.append(engine.measures())
+    for found in looks:
+        numbers = [found.computed_tokens, found.kept_states, found.room, found.evicted_states]
+        counts = all(number is None or (type(number) is int and number >= 0) for number in numbers)
+        expect(
+            counts and (found.room is None or (found.kept_states or 0) <= found.room),
+            "measures are counts, and no more is kept than there is room for",
+            f"{found}",
+        )
+    before, new, again = (look.computed_tokens for look in looks)
+    expect(
+        (before is None) == (new is None) == (again is None),
+        "measures can be told always or never",
+        f"{looks}",
+    )
+    if before is None or new is None or again is None:
+        return
+    expect(
+        new - before >= length and again - new <= new - before,
+        "measures count the tokens that are computed",
+        f"{new - before} of a new prompt of {length} tokens, and {again - new} when it was asked "
+        "for again",
+    )
 
 
 def _check_vocabulary(engine: Engine, truth: Truth) -> None:

@@ -21,7 +21,7 @@ import torch
 from lmpool.backends.admission import of_another_head
 from lmpool.backends.batch import BatchEngine
 from lmpool.backends.device import HostCopies
-from lmpool.backends.engine import EngineInfo, Outcome, Request, Tokens
+from lmpool.backends.engine import EngineInfo, Measures, Outcome, Request, Tokens
 from lmpool.backends.grouping import MAX_LOGITS
 from lmpool.backends.hf.adapters import LoraAdapters
 from lmpool.backends.hf.forward import Forward
@@ -39,6 +39,7 @@ from lmpool.backends.hf.probes import first_row, longest_placed, measure
 from lmpool.backends.model_config import longest_prompt
 from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.options import check_positive
+from lmpool.backends.progress import stage
 from lmpool.backends.trie_runs import TrieStatistics
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 
@@ -104,6 +105,7 @@ class HFEngine(BatchEngine):
             torch.set_num_threads(threads)
         kwargs = dict(model_kwargs or {})
         self.model_files = ModelFiles(model, revision, trust_remote_code=trust_remote_code)
+        stage("weights")
         loaded = load_model(
             self.model_files.folder,
             dtype=dtype,
@@ -116,6 +118,7 @@ class HFEngine(BatchEngine):
         self.score_tokens = _SCORED_PASSES * self._forward_tokens
         forward = Forward(loaded.model, loaded.device)
         self._forward: Forward | None = forward
+        stage("trial")
         # What a config says of its model may differ from the head (padded, resized vocabularies).
         probe = first_row(forward)
         self._bfloat16 = loaded.dtype == "bfloat16" and fits_bfloat16(probe)
@@ -139,6 +142,7 @@ class HFEngine(BatchEngine):
             bounds=Bounds(self._forward_tokens, max(1, MAX_LOGITS // self.info.vocab_size)),
         )
         self._packed, self._packed_longest = fit.packed, fit.longest
+        self._padded_tokens = 0
         if fit.packed is not None:
             fit.packed.head_rows = self._head_rows
         self.info = replace(self.info, execution=execution(fit, forward.sharing, longest))
@@ -257,6 +261,7 @@ class HFEngine(BatchEngine):
     ) -> list[Finish]:
         """Compute prompts in one padded forward pass."""
         prompts = [batch.prompts[i] for i in numbers]
+        self._padded_tokens += sum(prompt.size for prompt in prompts)
         if batch.counts is None:
             depths = np.array([prompt.size - 1 for prompt in prompts])
             return [batch.take(numbers, depths, forward(prompts), last=True)]
@@ -343,6 +348,13 @@ class HFEngine(BatchEngine):
     def kv_cache_bytes(self) -> int:
         """The memory taken for keys and values that are kept between batches."""
         return 0 if self._packed is None else self._packed.kv_cache_bytes
+
+    def measures(self) -> Measures:
+        """Tokens that went through the model, and the keys and values kept of them."""
+        packed = self._packed
+        if packed is None:
+            return Measures(computed_tokens=self._padded_tokens)
+        return packed.measures(self._padded_tokens)
 
     def statistics(self) -> TrieStatistics | None:
         """What is kept between batches, in token positions; None where nothing is."""

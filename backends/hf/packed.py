@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from lmpool.backends.device import to_device
-from lmpool.backends.engine import Tokens
+from lmpool.backends.engine import Measures, Tokens
 from lmpool.backends.hf.head import Head
 from lmpool.backends.hf.packed_layout import (
     RESERVED_SLOTS,
@@ -251,6 +251,11 @@ class PackedForward:
     def kv_cache_bytes(self) -> int:
         """The memory in which keys and values are kept; it is taken once and never grows."""
         return self._arena.nbytes
+
+    def measures(self, besides: int) -> Measures:
+        """What was computed, `besides` elsewhere, and what is kept."""
+        trie = self._trie
+        return Measures(trie.added + besides, trie.held, trie.slots, trie.evicted)
 
     def statistics(self) -> TrieStatistics:
         """How full the slots are, and what they were used for."""

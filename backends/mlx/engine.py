@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from lmpool.backends.batch import BatchEngine
 from lmpool.backends.cache_memory import default_cache_bytes
-from lmpool.backends.engine import EngineInfo, Outcome, Request, Tokens
+from lmpool.backends.engine import EngineInfo, Measures, Outcome, Request, Tokens
 from lmpool.backends.grouping import forward_passes, of_equal_prompts
 from lmpool.backends.mlx.adapters import Adapters
 from lmpool.backends.mlx.hidden import head_of
@@ -25,6 +25,7 @@ from lmpool.backends.mlx.small_answers import reduced
 from lmpool.backends.mlx.texts import before, problem_of_head, scored
 from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.options import check_positive
+from lmpool.backends.progress import stage
 from lmpool.backends.words import alike, asked_of_row
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 from lmpool.wants import Hidden, Score
@@ -84,6 +85,7 @@ class MLXEngine(BatchEngine):
         files = ModelFiles(model, revision, trust_remote_code=trust_remote_code)
         self.model_files = files
         longest = files.config.longest_prompt(max_prompt_tokens)
+        stage("weights")
         loaded = load_model(
             files.folder, files.config, dtype=dtype, trust_remote_code=trust_remote_code
         )
@@ -95,6 +97,7 @@ class MLXEngine(BatchEngine):
         self._lora = Adapters(loaded, files.folder)
         self._store: KeyValueStore | None = None
         self._kept = KeptPrefixes(0)
+        stage("trial")
         probe = self._forward.plainly([np.zeros(1, np.uint32)])
         mx.eval(probe)
         vocab_size = int(probe.shape[-1])
@@ -416,6 +419,12 @@ class MLXEngine(BatchEngine):
                 error = Outcome.of_row(b"", np.empty(0, np.float32), logsumexp.item()).error
                 if error is not None:
                     raise error
+
+    def measures(self) -> Measures:
+        """Tokens that went through the model, and the keys and values kept of them."""
+        computed = None if self._forward is None else self._forward.computed_tokens
+        kept = self._kept
+        return Measures(computed, len(kept), kept.capacity, kept.evicted)
 
     def clear_cache(self) -> None:
         """Drop all kept prefixes and free their memory."""

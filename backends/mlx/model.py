@@ -202,6 +202,8 @@ class Forward:
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.computed_tokens = 0
+        """Of prompts, in all passes, those of which only the head was computed among them."""
         self._head_input: Callable[[Any], Any] | None = None
         """What the head is applied to instead of the states [prompts, positions, hidden]."""
         self.head_module: Any = None
@@ -283,6 +285,7 @@ class Forward:
     def _run(
         self, prompts: Sequence[Tokens], cache: Sequence[Any], head_input: Callable[[Any], Any]
     ) -> Any:
+        self.computed_tokens += sum(prompt.size for prompt in prompts)
         padded = np.zeros((len(prompts), max(p.size for p in prompts)), dtype=np.int32)
         for row, prompt in zip(padded, prompts, strict=True):
             row[: prompt.size] = prompt

@@ -29,6 +29,11 @@ class KeptPrefixes:
     def __len__(self) -> int:
         return self._trie.held
 
+    @property
+    def evicted(self) -> int:
+        """Tokens whose keys and values made room for others."""
+        return self._trie.evicted
+
     def begin(self) -> None:
         """A new batch: what the one before used may make room."""
         self._trie.release(self._leases)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmpool.backends.batch import BatchEngine
-from lmpool.backends.engine import EngineInfo, Outcome, Request, Tokens
+from lmpool.backends.engine import EngineInfo, Measures, Outcome, Request, Tokens
 from lmpool.errors import EngineBroken, SettingsError
 from lmpool.wants import Top, TopLogprobs
 
@@ -166,6 +166,7 @@ class MockEngine(BatchEngine):
         self._break_token = break_token
         self._log = None if log is None else _log_path(log)
         self._closed = False
+        self._computed_tokens = 0
         self.info = EngineInfo(
             engine="mock",
             model=model,
@@ -180,11 +181,16 @@ class MockEngine(BatchEngine):
             execution="hashes of prompts",
         )
 
+    def measures(self) -> Measures:
+        """The tokens that it was given: it keeps nothing."""
+        return Measures(computed_tokens=self._computed_tokens)
+
     def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
         if self._closed:
             raise EngineBroken("the engine was closed")
         started, clock = time.monotonic(), time.time()
         tokens = sum(request.tokens.size for request in requests)
+        self._computed_tokens += tokens
         seconds = self._delay + self._delay_per_token * tokens
         if seconds > 0.0:
             time.sleep(seconds)

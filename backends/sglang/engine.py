@@ -15,10 +15,11 @@ import torch
 from lmpool.backends.admission import of_another_head
 from lmpool.backends.continuous import Admitted, ContinuousEngine
 from lmpool.backends.device import HostCopies
-from lmpool.backends.engine import EngineInfo, Outcome, Request
+from lmpool.backends.engine import EngineInfo, Measures, Outcome, Request
 from lmpool.backends.head_fit import head_or_reason, probes
 from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.options import check_dtype, check_types
+from lmpool.backends.progress import stage
 from lmpool.backends.sglang.adapters import AdapterReader
 from lmpool.backends.sglang.drawing import draw_by_rows, draw_there
 from lmpool.backends.sglang.hidden import ModelHead
@@ -93,6 +94,7 @@ class SGLangEngine(ContinuousEngine[str]):
         self._of_head: set[str] = set()
         """The adapters that change the head."""
         self._adapter_reader = AdapterReader(files.folder, max_lora_rank)
+        stage("weights")
         scheduler = SGLangScheduler(
             files.folder,
             dtype=dtype,
@@ -102,6 +104,7 @@ class SGLangEngine(ContinuousEngine[str]):
             lora_targets=lora_targets,
             server_args=arguments,
         )
+        stage("trial")
         self._scheduler: SGLangScheduler | None = scheduler
         self._bfloat16 = scheduler.dtype == "bfloat16"
         # Copied off a GPU is what was asked for. On a CPU NumPy is as fast, and copies nothing.
@@ -313,6 +316,10 @@ class SGLangEngine(ContinuousEngine[str]):
         return self._head.matrix.weights(rows)
 
     # --- its life ------------------------------------------------------------------------------
+
+    def measures(self) -> Measures:
+        """Tokens of SGLang's batches, and those in its radix cache."""
+        return Measures() if self._scheduler is None else self._scheduler.measures()
 
     def close(self) -> None:
         """Free the model; another engine may then be made in this process."""

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from lmpool.backends.device import HostCopies
-from lmpool.backends.engine import Tokens
+from lmpool.backends.engine import Measures, Tokens
 from lmpool.backends.head_fit import NoHead
 from lmpool.backends.options import check_types
 from lmpool.backends.sglang.arguments import OWN, check_bounds, check_version, engine_arguments
@@ -114,6 +114,7 @@ class SGLangScheduler:
         self._draw = draw
         self._numbers = itertools.count()
         self._idle = 0
+        self._computed_tokens = 0
         self._scheduler: Any = None
         self._runner: Any = None
         self._batch: list[Any] = []
@@ -290,6 +291,7 @@ class SGLangScheduler:
                 return finished
             self._idle = 0
             self._batch = list(batch.reqs)
+            self._computed_tokens += batch.extend_num_tokens or len(self._batch)
             result = scheduler.run_batch(batch)
             logits = self._logits(result.logits_output)
             hidden = result.logits_output.hidden_states
@@ -423,6 +425,12 @@ class SGLangScheduler:
         """End a request; one that is running ends with the next step."""
         self._forget_wants(request)
         self._scheduler.abort_request(self._io.AbortReq(rid=request, abort_all=False))
+
+    def measures(self) -> Measures:
+        """Tokens that went through the model, and those of the radix cache."""
+        tree = self._scheduler.tree_cache
+        kept = int(tree.evictable_size() + tree.protected_size())
+        return Measures(self._computed_tokens, kept, int(self._scheduler.max_total_num_tokens))
 
     @_breaking()
     def flush(self) -> None:

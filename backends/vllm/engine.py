@@ -24,10 +24,11 @@ from vllm.platforms import current_platform
 
 from lmpool.backends.admission import of_another_head
 from lmpool.backends.continuous import Admitted, ContinuousEngine
-from lmpool.backends.engine import EngineInfo, Outcome, Request, Tokens
+from lmpool.backends.engine import EngineInfo, Measures, Outcome, Request, Tokens
 from lmpool.backends.head_fit import head_or_reason
 from lmpool.backends.model_config import special_tokens
 from lmpool.backends.model_files import ModelFiles
+from lmpool.backends.progress import stage
 from lmpool.backends.vllm import internals
 from lmpool.backends.vllm.adapters import check_adapter, write_plain
 from lmpool.backends.vllm.continuations import drawing_params, go_on, token_params
@@ -118,6 +119,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
             trust_remote_code=trust_remote_code,
             given=engine_opts,
         )
+        stage("weights")
         try:
             self._engine = internals.make_engine(arguments, own_process=own_process)
         except SettingsError:
@@ -126,6 +128,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
             raise SettingsError(
                 f"vLLM cannot serve {model!r}: {internals.root_cause(error)}"
             ) from error
+        stage("trial")
         self._core: Any = self._engine.engine_core
         self._last_output = 0.0
         self._numbers = 0
@@ -500,6 +503,13 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         if self._engine is None or not hasattr(self._engine, "model_executor"):
             raise EngineBroken("the model is in another process, or the engine was closed")
         return internals.model(self._engine)
+
+    def measures(self) -> Measures:
+        """Tokens that vLLM scheduled, and those in full blocks of its cache.
+
+        None of them where vLLM's engine is in a process of its own.
+        """
+        return Measures() if self._engine is None else internals.measures(self._engine)
 
     def close(self) -> None:
         """End vLLM, and free what it holds."""

@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
+from lmpool.backends import progress
+from lmpool.backends.engine import Measures
 from lmpool.errors import EngineBroken, SettingsError
 
 if TYPE_CHECKING:
@@ -97,9 +99,10 @@ def make_engine(arguments: Any, *, own_process: bool) -> Any:
         config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
         check_speculation(config)
         scheduler.bound(config)
+        executor = Executor.get_class(config)
         engine = LLMEngine(
             vllm_config=config,
-            executor_class=Executor.get_class(config),
+            executor_class=executor if own_process else _telling(executor),
             log_stats=not arguments.disable_log_stats,
             multiprocess_mode=own_process,
         )
@@ -116,6 +119,26 @@ def make_engine(arguments: Any, *, own_process: bool) -> Any:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _telling(executor: type) -> type:
+    """The same executor, which says what a start comes to once the weights are there.
+
+    Relies on the names of two of its methods; without them less is said.
+    """
+
+    def telling(name: str, stage: str) -> Callable[..., Any]:
+        def told(self: Any, *given: Any, **named: Any) -> Any:
+            progress.stage(stage)
+            return getattr(executor, name)(self, *given, **named)
+
+        return told
+
+    stages = {"determine_available_memory": "memory", "initialize_from_config": "capture"}
+    methods = {
+        name: telling(name, stage) for name, stage in stages.items() if hasattr(executor, name)
+    }
+    return type(executor.__name__, (executor,), methods)
 
 
 def check_speculation(config: Any) -> None:
@@ -238,6 +261,22 @@ def kv_tokens(engine: Any) -> int:
     cache = engine.vllm_config.cache_config
     blocks = (int(cache.num_gpu_blocks or 0) - 1) * int(cache.block_size)
     return min(blocks, int(getattr(cache, "kv_cache_size_tokens", None) or blocks))
+
+
+def measures(engine: Any) -> Measures:
+    """What the core's scheduler has computed and keeps, where it is in this process and ours.
+
+    Relies on `engine_core.scheduler` of a core in this process, and on the hashes of the blocks of
+    KV cache that are full, `cached_block_hash_to_block`, being those that others may use.
+    """
+    core = getattr(engine.engine_core, "engine_core", None)
+    scheduler = getattr(core, "scheduler", None)
+    computed = getattr(scheduler, "computed_tokens", None)
+    if scheduler is None or computed is None:
+        return Measures()
+    cached = getattr(scheduler.kv_cache_manager.block_pool, "cached_block_hash_to_block", ())
+    size = int(engine.vllm_config.cache_config.block_size)
+    return Measures(computed, len(cached) * size, kv_tokens(engine))
 
 
 def attach(model_runner: Any) -> str | None:

@@ -21,6 +21,14 @@ class _Bounded:
     looked for and not on what is found, which hybrid models could not be cut from."""
 
     kv_cache_manager: Any
+    computed_tokens: int = 0
+    """Tokens that were given to the model since the scheduler was made."""
+
+    def schedule(self, *given: Any, **named: Any) -> Any:
+        """What the next step computes."""
+        output = super().schedule(*given, **named)  # type: ignore[misc]
+        self.computed_tokens += output.total_num_scheduled_tokens
+        return output
 
     def _get_local_prefix_cache_hit(self, request: Any) -> Any:
         hit = super()._get_local_prefix_cache_hit  # type: ignore[misc]

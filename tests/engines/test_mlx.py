@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 
 from lmpool.backends.contract import Reference, ask, request_for, write_adapter  # noqa: E402
 from lmpool.backends.mlx import MLXEngine  # noqa: E402
+from lmpool.backends.progress import Listening  # noqa: E402
 from tests.support.engines import rows_of  # noqa: E402
 from tests.support.hf_texts import (  # noqa: E402
     hide_modules,
@@ -169,6 +170,13 @@ def test_a_row_that_is_not_a_number_fails_alone(
     assert engine._store is not None
     kept = [array for pair in engine._store._arrays for array in pair]
     assert all(bool(mx.isfinite(array).all()) for array in kept)
+
+
+def test_a_start_is_told_stage_by_stage(llama: str) -> None:
+    heard: list[str] = []
+    with Listening(heard.append):
+        MLXEngine(llama).close()
+    assert heard == ["weights", "trial"]
 
 
 def test_another_thread_is_refused(llama: str) -> None:

@@ -22,6 +22,7 @@ pytest.importorskip("sglang")
 
 from lmpool.backends import tiny  # noqa: E402
 from lmpool.backends.contract import Reference, ask, request_for, write_adapter  # noqa: E402
+from lmpool.backends.progress import Listening  # noqa: E402
 from lmpool.backends.sampling import sample_token  # noqa: E402
 from lmpool.backends.sglang import SGLangEngine  # noqa: E402
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError  # noqa: E402
@@ -73,6 +74,13 @@ def no_engine(engines: OneAtATime) -> None:
 
 NAN = 13
 """The token whose embedding is NaN once `overflow` was called."""
+
+
+def test_a_start_is_told_stage_by_stage(tiny_engine: Callable[..., SGLangEngine]) -> None:
+    heard: list[str] = []
+    with Listening(heard.append):
+        tiny_engine(max_prompt_tokens=LONGEST - 3)  # options of nobody else: it is made anew
+    assert heard == ["weights", "trial"]
 
 
 def overflow(engine: SGLangEngine) -> None:

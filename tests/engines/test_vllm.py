@@ -10,6 +10,7 @@ import pytest
 
 from lmpool.backends import Request
 from lmpool.backends.contract import Reference
+from lmpool.backends.progress import Listening
 from lmpool.errors import PromptFailed
 from lmpool.wants import Generate
 from tests.support.engines import drawn, requests_of
@@ -49,6 +50,13 @@ def reference() -> Reference:
 def engine() -> Iterator[Any]:
     with vllm_engine(block_size=32) as made:
         yield made
+
+
+def test_a_start_is_told_stage_by_stage():
+    heard: list[str] = []
+    with Listening(heard.append), vllm_engine():
+        pass
+    assert heard == ["weights", "memory", "capture", "trial"]
 
 
 class TestRows:

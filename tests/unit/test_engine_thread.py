@@ -227,6 +227,7 @@ def test_several_deliveries_of_one_job_are_run_once_and_all_announced(loop: Loop
     found = dict(map(loop.of, loop.published))
     # Each with the outcome: where it cannot be stored, all of them end in the error.
     assert (found[first], found[again], found[third]) == ("row", "row", "row")
+    assert loop.status.metrics.cache_hits == {"flight": 2}
 
 
 def test_an_error_is_told_of_every_delivery(loop: Loop) -> None:
@@ -347,6 +348,7 @@ def test_jobs_that_have_waited_are_run_only_if_somebody_still_wants_them(
     assert loop.engine.submitted == [[delivery.job.digest for delivery in kept]]
     found = dict(map(loop.of, loop.published))
     assert found == {**dict.fromkeys(kept, "row"), **dict.fromkeys(there, "ok")}
+    assert loop.status.metrics.cache_hits == {"result": len(there)}
     # What was dropped is let go here, the rest by whoever publishes it.
     assert loop.status.held == {delivery.place for delivery in (*kept, *there)}
     for delivery in withdrawn:

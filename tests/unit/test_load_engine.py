@@ -10,6 +10,7 @@ import pytest
 
 from lmpool.backends import Request, load_engine
 from lmpool.backends.mock import MockEngine, mock_row
+from lmpool.backends.progress import Listening
 from lmpool.errors import SettingsError
 
 
@@ -28,6 +29,16 @@ def test_transformers_by_name_and_where_there_is_nothing_better(name: str) -> No
     engine = load_engine(name, "tiny", device="cpu")
     assert (engine.info.engine, engine.info.model) == ("hf", "tiny")
     engine.close()
+
+
+def test_a_start_is_told_stage_by_stage() -> None:
+    pytest.importorskip("transformers")
+    heard: list[str] = []
+    with Listening(heard.append):
+        load_engine("hf", "tiny", device="cpu").close()
+    assert heard == ["weights", "trial"]
+    load_engine("hf", "tiny", device="cpu").close()
+    assert heard == ["weights", "trial"], "nobody listens any more"
 
 
 @pytest.mark.parametrize(

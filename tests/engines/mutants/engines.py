@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from lmpool.backends import Engine, EngineInfo, Outcome, Request
 from lmpool.backends.continuous import Admitted
-from lmpool.backends.engine import Part, Tokens
+from lmpool.backends.engine import Measures, Part, Tokens
 from lmpool.backends.mock import MockEngine, mock_row
 from lmpool.backends.sampling import Continuation, Sampler
 from lmpool.wants import Generate, OfRow, Row, Stream
@@ -273,6 +273,13 @@ class Wrapper(Engine):
 
     def clear_cache(self) -> None:
         self.inner.clear_cache()
+
+    def measures(self) -> Measures:
+        return self.counted(self.inner.measures())
+
+    def counted(self, found: Measures) -> Measures:
+        """What `measures` returns of what the right engine counts."""
+        return found
 
     def tokenizer_files(self) -> Mapping[str, bytes]:
         found: Mapping[str, bytes] = self.inner.tokenizer_files()

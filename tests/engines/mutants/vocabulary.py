@@ -10,6 +10,7 @@ import msgpack
 import numpy as np
 
 from lmpool.backends import Engine, EngineInfo
+from lmpool.backends.engine import Measures, Outcome
 from lmpool.backends.mock import MockEngine
 from lmpool.model_info import fingerprint
 from lmpool.vocabulary import TOKENIZER_FILES, Vocabulary
@@ -169,6 +170,41 @@ def _info(engine: Engine) -> None:
 
 
 INFO = scenario(_info)
+
+
+def _measures(engine: Engine) -> None:
+    """What was computed are the tokens of a new prompt, and grows."""
+    before = engine.measures().computed_tokens
+    ask_rightly(engine, requests_of([prompt_of(8)]))
+    after = engine.measures().computed_tokens
+    assert type(before) is type(after)
+    if before is not None and after is not None:
+        assert after - before >= 8
+
+
+MEASURES = scenario(_measures)
+
+
+@mutant("measures-count-batches", MEASURES)
+class CountsBatches(Wrapper):
+    """`computed_tokens` are tokens."""
+
+    batches = 0
+
+    def handed(self, outcomes: list[Outcome]) -> list[Outcome]:
+        self.batches += bool(outcomes)
+        return outcomes
+
+    def counted(self, found: Measures) -> Measures:
+        return Measures(computed_tokens=self.batches)
+
+
+@mutant("measures-are-of-the-last-batch", MEASURES, forms="batch")
+class ForgetsWhatItCounted(Wrapper):
+    """`computed_tokens` are those since the engine was made."""
+
+    def counted(self, found: Measures) -> Measures:
+        return Measures(computed_tokens=24 if self.inner.in_flight() else 12)
 
 
 class Said(Wrapper):
