@@ -44,6 +44,16 @@ def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     assert found.find(second.encode()) is not None
 
 
+def test_a_key_is_an_operators_where_its_line_says_so() -> None:
+    lines = [line("a", "a"), line("b", "b", operator=True), line("c", "c", 3, operator=True)]
+    found = parse("\n".join(lines), Path("keys"))
+    assert [key.operator for key in found] == [False, True, True]
+    assert found[2].requests == 3
+    for wrong in (f"{lines[0]} operators", f"{lines[1]} requests=3", f"{lines[0]} admin"):
+        with pytest.raises(SettingsError, match="operator"):
+            parse(wrong, Path("keys"))
+
+
 @pytest.mark.parametrize("change", ["damage", "remove"])
 def test_a_file_that_cannot_be_read_leaves_the_keys_that_were(
     tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture

@@ -13,12 +13,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from lmpool.gateway.errors import ApiError
+from lmpool.gateway.page.live import LivePage, page_of
 from lmpool.gateway.page.rights import check_caller
 from lmpool.gateway.page.telling import tell
 from lmpool.gateway.pools import Model
 from lmpool.gateway.sampling import Id, check_length
 from lmpool.gateway.schemas import Request
-from lmpool.gateway.state import Gateway, gateway_of
 from lmpool.gateway.words import Words
 from lmpool.producer.deadline import Deadline
 from lmpool.wants import Score, TextScores, Top, TopLogprobs
@@ -55,9 +55,10 @@ class NextTokens(Asked):
 async def next_tokens(body: NextTokens, request: HttpRequest) -> Response:
     """The likeliest next tokens, with their probabilities."""
     check_caller(request)
-    gateway = gateway_of(request)
+    page = page_of(request)
+    gateway = page.gateway
     deadline = Deadline(min(PATIENCE, gateway.options.request_timeout))
-    model = await _model(gateway, body, deadline)
+    model = await _model(page, body, deadline)
     words = model.words
     ids = await _ids(model, body, model.info.max_prompt_tokens)
     k = min(body.k, model.info.vocab_size, max(1, gateway.options.max_logprobs))
@@ -81,9 +82,10 @@ async def next_tokens(body: NextTokens, request: HttpRequest) -> Response:
 async def surprise(body: Asked, request: HttpRequest) -> Response:
     """A text in parts, with the bits of surprise of each."""
     check_caller(request)
-    gateway = gateway_of(request)
+    page = page_of(request)
+    gateway = page.gateway
     deadline = Deadline(min(PATIENCE, gateway.options.request_timeout))
-    model = await _model(gateway, body, deadline)
+    model = await _model(page, body, deadline)
     ids = await _ids(model, body, min(MOST_SCORED, model.longest_text))
     bits, ranks, size = list[float](), list[int](), 0
     if len(ids) > 1:
@@ -102,13 +104,12 @@ async def surprise(body: Asked, request: HttpRequest) -> Response:
     )
 
 
-async def _model(gateway: Gateway, body: Asked, deadline: Deadline) -> Model:
+async def _model(page: LivePage, body: Asked, deadline: Deadline) -> Model:
     """The pool's model. Raises `ApiError` where it cannot be asked now."""
-    pools = gateway.pools.all
-    pool = next((each for each in pools if body.pool in (None, each.name)), None)
-    if pool is None:
-        raise ApiError(404, "this gateway has no such pool", param="pool")
+    pool = page.pool(body.pool)
     served = pool.served
+    if served is None and page.watch(pool).seen.state == "serving":
+        served = await pool.ready(deadline)  # its tokenizer is being read
     if served is None or not await pool.has_workers():
         raise ApiError(503, "no worker is alive: start one with lmpool worker", retry_after=1)
     if body.adapter and body.adapter not in await served.adapters():

@@ -25,10 +25,12 @@ const STATES = {
 
 const now = () => Date.now() / 1000;
 const letters = new Letters(() => pool);
-new Playground(() => pool);
+const playground = new Playground(() => pool);
 const stream = new Stream(
   () => `/live/events${pool ? `?pool=${encodeURIComponent(pool)}` : ""}`,
   (told) => {
+    if (told.state === "serving" && (trouble || (last && last.state !== "serving"))) playground.recover();
+    if (last && modelOf(told) && modelOf(last) && modelOf(told) !== modelOf(last)) playground.restart(0);
     last = told;
     pool = told.pool;
     trouble = null;
@@ -49,6 +51,11 @@ const stream = new Stream(
     state();
   },
 );
+
+// Tokens that were taken are ids of one model alone.
+function modelOf({ pool, view }) {
+  return view?.model ? `${pool} ${view.model.fingerprint}` : "";
+}
 
 function title(told) {
   const workers = told.view?.statistics.workers.length ?? 0;

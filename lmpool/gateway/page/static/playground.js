@@ -64,14 +64,23 @@ export class Playground {
     const abort = (this.abort = new AbortController());
     const body = { pool: this.pool(), adapter: $("adapter").value || null, text, appended: this.chosen };
     $("bars").setAttribute("aria-busy", "true");
-    const asked = [
-      json("/live/next-tokens", { body, signal: abort.signal }).then((found) => number === this.number && this.next(found)),
-      json("/live/surprise", { body, signal: abort.signal }).then((found) => number === this.number && this.colour(found)),
-    ];
-    const failed = (await Promise.allSettled(asked)).find((each) => each.status === "rejected")?.reason;
+    let failed = null;
+    try { // one after the other: a key may have one request at once
+      const options = { body, signal: abort.signal };
+      this.next(await json("/live/next-tokens", options));
+      this.colour(await json("/live/surprise", options));
+    } catch (error) {
+      failed = error;
+    }
     if (number !== this.number) return;
     $("bars").removeAttribute("aria-busy");
+    this.failed = failed !== null;
     this.say(failed && failed.status !== 401 ? failed.message : "");
+  }
+
+  // Workers are there again: what could not be answered is asked anew.
+  recover() {
+    if (this.failed) this.ask();
   }
 
   say(message) {

@@ -1,0 +1,202 @@
+"""The live page while a server, a gateway and workers go and come: it says so, and goes on."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, expect
+
+from tests.support.browser import chromium, tab
+from tests.support.gateways import GatewayProcess
+from tests.support.server import RealServer, free_port
+from tests.support.waiting import until
+from tests.support.workers import clean_environment, in_process_worker
+
+pytestmark = [pytest.mark.slow, pytest.mark.server, pytest.mark.timeout(120)]
+
+PAGE = [sys.executable, "-m", "lmpool", "page"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def server(server_binary: str) -> Iterator[RealServer]:
+    with RealServer(binary=server_binary, tcp=True) as server:
+        yield server
+
+
+def test_a_pool_and_its_workers_come_and_go(browser: Browser, server: RealServer) -> None:
+    with (
+        GatewayProcess(server.url, "late") as gateway,
+        tab(browser, gateway.base_url) as page,
+    ):
+        page.state("no pool")
+        page.shows("#banner", "Nobody has served the pool late yet")
+        with in_process_worker(server.url, "late"):
+            page.state("serving")
+            expect(page["#banner"]).to_be_hidden()
+            page.shows("#alive", "1")
+        page.state("no workers")
+        page.shows("#banner", re.compile(r"No worker is alive since \d\d:\d\d:\d\d"))
+        expect(page["#workers-none"]).to_be_visible()
+        page["#text"].fill("anyone")
+        page.shows("#text-error", "no worker is alive")
+        with in_process_worker(server.url, "late"):
+            page.state("serving")  # and it is asked anew by itself
+            page.shows("#surprise-sum", "bits a token")
+            expect(page["#text-error"]).to_be_empty()
+
+
+def test_a_server_that_is_killed_hangs_and_comes_again(
+    browser: Browser, server: RealServer
+) -> None:
+    with (
+        in_process_worker(server.url, "kept"),
+        GatewayProcess(server.url, "kept") as gateway,
+        tab(browser, gateway.base_url) as page,
+    ):
+        page.state("serving")
+        server.kill()
+        page.state("no server")
+        page.shows("#banner", re.compile(r"The pool's server does not answer since \d\d:\d\d:\d\d"))
+        page.shows("#as-of", "as it was at")
+        page.shows("#workers-rows", "mock")  # what was known
+        server.start()
+        page.state("serving")
+        expect(page["#banner"]).to_be_hidden()
+        server.pause()
+        try:
+            page.state("no server")
+        finally:
+            server.resume()
+        page.state("serving")
+
+
+def test_a_gateway_that_is_killed_and_one_that_ends(browser: Browser, server: RealServer) -> None:
+    with (
+        in_process_worker(server.url, "kept"),
+        # A stream ends with its request's time: the page asks anew, and nobody sees it.
+        GatewayProcess(server.url, "kept", options=("--timeout", "3")) as gateway,
+        tab(browser, gateway.base_url, complains=True) as page,
+    ):
+        page.state("serving")
+        asked: list[float] = []
+        page.page.on("request", lambda request: asked.append(time.monotonic()))
+        until(lambda: page.page.wait_for_timeout(50) or len(asked) >= 2, 30)
+        assert page["#state"].get_attribute("data-state") == "serving"
+        gateway.kill()
+        page.state("no gateway")
+        page.shows("#banner", re.compile(r"The gateway does not answer since \d\d:\d\d:\d\d"))
+        gateway.start_again()
+        page.state("serving")
+        # An open page holds up no end: its streams end at once.
+        began = time.monotonic()
+        gateway.process.send_signal(signal.SIGTERM)
+        assert gateway.process.wait(20) == 0
+        assert time.monotonic() - began < 8, "a stream was waited for"
+        page.state("no gateway")
+
+
+def test_a_page_that_nobody_sees_watches_nothing(browser: Browser, server: RealServer) -> None:
+    with (
+        in_process_worker(server.url, "kept"),
+        GatewayProcess(server.url, "kept") as gateway,
+        tab(browser, gateway.base_url) as page,
+    ):
+        page.state("serving")
+        running = "lmpool_gateway_requests_running"
+        metrics = httpx.get(gateway.base_url + "/metrics").text
+        assert value(metrics, running) == 2  # the stream, and who asks
+        hide = "(how) => { Object.defineProperty(document, 'hidden', {value: how, "
+        hide += "configurable: true}); document.dispatchEvent(new Event('visibilitychange')); }"
+        page.page.evaluate(hide, True)
+        until(lambda: value(httpx.get(gateway.base_url + "/metrics").text, running) == 1)
+        page.page.evaluate(hide, False)
+        until(lambda: value(httpx.get(gateway.base_url + "/metrics").text, running) == 2)
+
+
+def value(metrics: str, name: str) -> float:
+    found = re.search(rf"^{name}(?:{{.*}})? (\S+)$", metrics, re.MULTILINE)
+    assert found is not None, metrics
+    return float(found[1])
+
+
+# --- lmpool page ---------------------------------------------------------------------------------
+
+
+class PageCommand:
+    """``lmpool page`` as a process."""
+
+    def __init__(self, *options: str) -> None:
+        self.process = subprocess.Popen(
+            [*PAGE, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**clean_environment(), "COLUMNS": "500"},
+        )
+
+    def first_line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def close(self) -> str:
+        """Everything that it said, once it has ended."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        said, _ = self.process.communicate(timeout=20)
+        return said
+
+
+def test_the_command_shows_a_pool_until_ctrl_c(browser: Browser, server: RealServer) -> None:
+    with in_process_worker(server.url, "mine"):
+        command = PageCommand("--url", server.url, "--pool", "mine")
+        try:
+            found = re.search(r"http://127\.0\.0\.1:\d+/", command.first_line())
+            assert found is not None
+            with tab(browser, found[0]) as page:
+                page.state("serving")
+                page.shows("#pool-name", "mine")
+            # The page alone: no API is there.
+            assert httpx.get(found[0] + "v1/models").status_code == 404
+            assert httpx.get(found[0] + "health").status_code == 200
+        finally:
+            said = command.close()
+        assert command.process.returncode in (0, 130)
+        assert "Traceback" not in said
+
+
+def test_the_command_without_a_server_says_so_on_the_page(browser: Browser) -> None:
+    command = PageCommand("--url", f"redis://:secret@127.0.0.1:{free_port()}/0", "--pool", "mine")
+    try:
+        found = re.search(r"http://\S+/", command.first_line())
+        assert found is not None
+        with tab(browser, found[0]) as page:
+            page.state("no server")
+            page.shows("#banner", "Connection refused")
+            assert "secret" not in page["body"].inner_text()
+    finally:
+        assert "secret" not in command.close()
+
+
+def test_a_port_that_is_taken_is_said_in_a_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = PageCommand("--port", str(port))
+        said = command.process.communicate(timeout=30)[0]
+    assert command.process.returncode == 2
+    assert f"port={port}: cannot listen there" in said
+    assert "write another --port" in said
+    assert "Traceback" not in said
