@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import yaml
@@ -24,6 +25,14 @@ def test_each_section_says_what_it_means_where_to_look_and_what_to_do() -> None:
     for name, text in SECTIONS.items():
         said = re.findall(r"^\*\*(\w+)\.\*\* \S", text, re.MULTILINE)
         assert said == ["Means", "Look", "Do"], name
+
+
+def test_the_exporters_port_is_the_one_that_it_takes() -> None:
+    from lmpool.cli.exporter import exporter
+
+    port = inspect.signature(exporter).parameters["port"].default
+    assert f"127.0.0.1:{port} " in TEXT
+    assert f"| {port} | `lmpool exporter` |" in (ROOT / "docs" / "security.md").read_text("utf-8")
 
 
 def test_metrics_that_sections_name_are_there() -> None:
