@@ -5,6 +5,7 @@ One thread looks at the pool, so that a server which hangs holds up no key; the 
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def top(
     from lmpool.pool_view import PoolViewer
 
     console, viewer = tables(), PoolViewer(url, pool, answers_within=PATIENCE)
-    if console.is_terminal and not (once or as_json):
+    if console.is_terminal and not (once or as_json or console.is_dumb_terminal):
         _watch(viewer, every, console)
         return
     look = Look(viewer.pool)
@@ -180,9 +181,14 @@ class _Page:
         return max(0, len(lines) - console.height + 1)
 
 
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
 def _watch(viewer: PoolViewer, every: float, console: Console) -> None:
     """Draw on the terminal's other screen, whenever there is something new, until q."""
     first, drawn = 0, None
+    signal.signal(signal.SIGTERM, _leave)  # not without giving the terminal back
     with (
         _Looks(viewer, every) as looks,
         keys_pressed() as pressed,

@@ -74,6 +74,17 @@ def test_a_server_that_goes_and_comes_back(server: RealServer, pool_name: str) -
         assert watched.process.wait(10) == 130
 
 
+def test_whoever_ends_it_gets_the_terminal_back(server: RealServer, pool_name: str) -> None:
+    with terminal(server, pool_name) as watched:
+        before = watched.modes()
+        shows(watched, "nobody serves")
+        assert watched.modes() != before
+        watched.process.terminate()
+        assert watched.process.wait(10) == 143
+        until(lambda: "\x1b[?1049l" in watched.output[-20:], 5, what=repr(watched.output[-40:]))
+        assert watched.modes() == before
+
+
 def test_a_server_that_hangs_is_gone_until_it_answers(server: RealServer, pool_name: str) -> None:
     with in_process_worker(server.url, pool_name), terminal(server, pool_name) as watched:
         shows(watched, "0 computed")

@@ -64,6 +64,10 @@ class Terminal:
         """Make it so many columns and lines."""
         fcntl.ioctl(self._mine, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
 
+    def modes(self) -> list[Any]:
+        """How it treats what is typed."""
+        return termios.tcgetattr(self._mine)
+
     def press(self, keys: str) -> None:
         """Type."""
         os.write(self._mine, keys.encode())

@@ -80,6 +80,21 @@ def test_weights_that_are_there_are_counted(tmp_path: Path) -> None:
     assert read_model(file).weights_bytes == 5_000_000
 
 
+def test_a_hub_model_is_read_from_the_cache_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    model = tmp_path / "models--someone--a-model"
+    (model / "snapshots" / "abc").mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc")
+    config(model / "snapshots" / "abc", **LLAMA)
+    assert read_model("someone/a-model").state_bytes == 131_072
+    with pytest.raises(SettingsError, match="nothing is downloaded for a plan"):
+        read_model("someone/another-model")
+
+
 @pytest.mark.parametrize(
     ("fields", "said", "state"),
     [
