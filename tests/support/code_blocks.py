@@ -26,6 +26,7 @@ from typing import Any, Final
 
 import yaml
 
+from lmpool.errors import SettingsError
 from lmpool.settings import ClientOptions, GatewaySettings, WorkerOptions, variable_of
 from tests.support.markdown import ROOT, has_target, is_defined
 
@@ -156,9 +157,16 @@ def _toml(text: str) -> Iterator[str]:
     gateway = settings.pop("gateway", {})
     known = {**ClientOptions.model_fields, **WorkerOptions.model_fields}
     yield from (f"{name} is no setting" for name in settings if name not in known)
-    yield from (
-        f"[gateway] {n} is no setting" for n in gateway if n not in GatewaySettings.model_fields
-    )
+    for kind, given in (
+        (ClientOptions, settings),
+        (WorkerOptions, settings),
+        (GatewaySettings, gateway),
+    ):
+        whose = given if kind is GatewaySettings else given.keys() & kind.model_fields.keys()
+        try:
+            kind(**{name: given[name] for name in whose})
+        except SettingsError as error:
+            yield str(error)
 
 
 # --- command lines -----------------------------------------------------------------------------
@@ -248,7 +256,6 @@ def _program(words: list[str], line: str) -> Iterator[str]:
 
 def _lmpool(arguments: list[str]) -> Iterator[str]:
     """What the command line itself says of it, which does nothing yet."""
-    import click
     import typer
 
     from lmpool.cli import app
@@ -262,7 +269,7 @@ def _lmpool(arguments: list[str]) -> Iterator[str]:
                 return
             rest = [*getattr(context, "_protected_args", []), *context.args]
             name, command, arguments = command.resolve_command(context, rest)
-    except click.exceptions.Exit:
+    except typer.Exit:
         return  # --help and --version
     except Exception as error:
         if type(error).__module__.split(".")[0] not in {"click", "typer", "lmpool"}:

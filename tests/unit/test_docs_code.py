@@ -70,7 +70,8 @@ def test_a_wrong_command_line_is_found(text: str, problem: str) -> None:
         ("js", "let a = 1", "nothing runs a block of 'js'"),
         ("python", "def x(:", "SyntaxError"),
         ("toml", "batch_sizes = 3", "no setting"),
-        ("toml", "[gateway]\nprot = 3", "no setting"),
+        ("toml", "[gateway]\nprot = 3", "prot"),
+        ("toml", "batch_size = 'many'", "batch_size"),
         ("yaml", "a: [", "Error"),
         ("json", "{", "Error"),
         ("text", "$ docker compose up", "is a command"),
@@ -83,6 +84,22 @@ def test_a_block_that_nothing_runs_is_found(language: str, text: str, problem: s
     assert not problems(
         one(f"<!-- not run: needs a cluster -->\n\n{FENCE}{language}\n{text}\n{FENCE}")
     )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lmpool --version && lmpool stats --help",
+        "lmpool worker --gpus 0,1 --engine-opts '{}'  # a comment",
+        "lmpool gateway-key alice >> keys",
+        "$ export LMPOOL_URL=redis://server:6379/0",
+        "make test-genlm",
+        "python -m tests.chaos",
+        "lmpool plan \\\n    --prompt-rate 3",
+    ],
+)
+def test_a_right_command_line_is_none(text: str) -> None:
+    assert problems(one(f"{FENCE}\n{text}\n{FENCE}\n")) == []
 
 
 def test_a_mark_gives_a_reason_and_a_test_that_is_there() -> None:
