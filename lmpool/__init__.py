@@ -30,8 +30,8 @@ if TYPE_CHECKING:
         SyncPooledLM,
         TorchRows,
         connect,
-        embedded,
     )
+    from lmpool.producer.embedded import embedded
 
 __version__ = VERSION
 

@@ -31,7 +31,8 @@ class Job:
     """One prompt and its want.
 
     `tokens` are the prompt's ids as little-endian uint32 bytes. `adapter` is ``name@fingerprint``.
-    `deadline` and `sent` are milliseconds of the server's clock, known once it is sent.
+    `deadline` and `sent` are milliseconds of the server's clock, known once it is sent. `trace` is
+    a W3C traceparent, of a call that is traced.
     """
 
     want: Want
@@ -40,6 +41,7 @@ class Job:
     adapter: str | None
     deadline: int | None = None
     sent: int = 0
+    trace: str | None = None
 
     def token_ids(self) -> npt.NDArray[np.uint32]:
         """The prompt, uint32 [length], read-only."""
@@ -56,24 +58,38 @@ class JobPacker:
         self._heads: dict[tuple[Want, str | None], bytes] = {}
 
     def pack(
-        self, want: Want, adapter: str | None, digest: Digest, tokens: bytes, deadline: int | None
+        self,
+        want: Want,
+        adapter: str | None,
+        digest: Digest,
+        tokens: bytes,
+        deadline: int | None,
+        trace: str | None = None,
     ) -> bytes:
         """One job."""
         head = self._heads.get((want, adapter))
         if head is None:
             head = self._heads[want, adapter] = self._head(want, adapter)
         due = b"\xc0" if deadline is None else _UINT64.pack(0xCF, deadline)
-        return b"".join((head, digest, _DEADLINE, due, _TOKENS, _bin_header(len(tokens)), tokens))
+        rest = (digest, _DEADLINE, due, _TOKENS, _bin_header(len(tokens)), tokens)
+        if trace is None:
+            return b"".join((_SEVEN, head, *rest))
+        return b"".join((_EIGHT, head, *rest, _TRACE, msgpack.packb(trace)))
 
     def _head(self, want: Want, adapter: str | None) -> bytes:
         common = {"v": JOB_VERSION, "want": want_to_wire(want), "adapter": adapter}
         packed = b"".join(map(msgpack.packb, (*_flat(common), "sent", self._sent)))
-        return b"".join((b"\x87", packed, msgpack.packb("digest"), _bin_header(DIGEST_BYTES)))
+        return b"".join((packed, msgpack.packb("digest"), _bin_header(DIGEST_BYTES)))
 
 
 _UINT64: Final = struct.Struct(">BQ")
 _DEADLINE: Final[bytes] = msgpack.packb("deadline")
 _TOKENS: Final[bytes] = msgpack.packb("tokens")
+_TRACE: Final[bytes] = msgpack.packb("trace")
+_SEVEN, _EIGHT = b"\x87", b"\x88"
+"""The heads of maps of so many fields."""
+TRACE_CHARS: Final = 55
+"""Of a W3C traceparent."""
 
 
 def _flat(fields: Mapping[str, Any]) -> list[Any]:
@@ -90,7 +106,8 @@ def _bin_header(length: int) -> bytes:
 
 def pack_job(job: Job) -> bytes:
     """A job as the msgpack map that the stream carries."""
-    return JobPacker(job.sent).pack(job.want, job.adapter, job.digest, job.tokens, job.deadline)
+    pack = JobPacker(job.sent).pack
+    return pack(job.want, job.adapter, job.digest, job.tokens, job.deadline, job.trace)
 
 
 class RefusedJob(JobFormatError):
@@ -141,7 +158,10 @@ def _job(found: Mapping[str, Any], digest: Digest) -> Job:
         raise JobFormatError("adapter is neither nil nor a name")
     if not (deadline is None or type(deadline) is int) or type(sent) is not int:
         raise JobFormatError("deadline or sent is not a number of milliseconds")
-    return Job(want, digest, tokens, adapter, deadline, sent)
+    trace = found.get("trace")
+    if not (type(trace) is str and len(trace) == TRACE_CHARS):
+        trace = None  # whatever it is, no job fails of it
+    return Job(want, digest, tokens, adapter, deadline, sent, trace)
 
 
 # --- notices -----------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from lmpool.errors import LmpoolError
 from lmpool.model_info import ModelInfo
@@ -15,6 +15,7 @@ from lmpool.producer.blocking import is_blocking, running_loop
 from lmpool.producer.call_options import CallOptions
 from lmpool.producer.client import Client
 from lmpool.producer.pending import PendingCall
+from lmpool.tracing import active, begin_call
 from lmpool.wants import Answer
 from lmpool.wire import Job
 
@@ -31,15 +32,35 @@ class Caller:
             weakref.WeakKeyDictionary()
         )
 
-    async def answers(
+    def answers(
         self, info: ModelInfo, jobs: Sequence[Job], options: CallOptions
-    ) -> list[Answer | LmpoolError]:
+    ) -> Coroutine[Any, Any, list[Answer | LmpoolError]]:
         """The answers to these jobs, which were made for the model `info`.
 
         Whoever stops waiting, by `options`, cancellation or Ctrl-C, withdraws them. Raises
         `PoolTimeout`, and what the pool found wrong; where `options` keep errors, they stand in the
         answers' places.
         """
+        if not active():
+            return self._answers(info, jobs, options, None)
+        return self._traced(info, jobs, options)
+
+    async def _traced(
+        self, info: ModelInfo, jobs: Sequence[Job], options: CallOptions
+    ) -> list[Answer | LmpoolError]:
+        pool = self._client.options.pool
+        span = begin_call(pool, info.model, [job.want for job in jobs])
+        try:
+            answers = await self._answers(info, jobs, options, span.traceparent)
+        except BaseException as error:
+            span.end(error)
+            raise
+        span.end(next((each for each in answers if isinstance(each, LmpoolError)), None))
+        return answers
+
+    async def _answers(
+        self, info: ModelInfo, jobs: Sequence[Job], options: CallOptions, trace: str | None
+    ) -> list[Answer | LmpoolError]:
         deadline = options.deadline
         call = PendingCall(
             jobs,
@@ -47,6 +68,7 @@ class Caller:
             priority=options.priority,
             info=info,
             keeps_errors=options.keeps_errors,
+            trace=trace,
         )
         try:
             self._submit(call)

@@ -46,7 +46,7 @@ class Flight:
 
     __slots__ = (
         "counted", "deadline", "doubts", "job", "pieces", "priority", "sent", "shard", "since",
-        "tries", "waiters",
+        "trace", "tries", "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +62,7 @@ class Flight:
         self.tries = 0
         self.doubts = 0  # notices that said what others may have made a worker say
         self.since = now
+        self.trace: str | None = None  # of the call that asked first
         self.pieces = Pieces(job.want) if isinstance(job.want, Stream) else None
 
     def extend(self, deadline: float | None) -> bool:
@@ -98,6 +99,7 @@ class FlightTable:
                 shard = shard_of(job.tokens, job.adapter, self.shards)
                 flight = flights[job.digest] = Flight(job, now, priority, shard)
                 flight.deadline = deadline
+                flight.trace = call.trace
                 self._counts[priority] += 1
                 unsent[priority].append(flight)
                 if flight.pieces is not None:

@@ -23,7 +23,7 @@ class PendingCall:
 
     __slots__ = (
         "_asleep", "_event", "_future", "_loop", "answers", "deadline", "error", "failed", "info",
-        "jobs", "keeps_errors", "left", "priority",
+        "jobs", "keeps_errors", "left", "priority", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -34,9 +34,12 @@ class PendingCall:
         priority: Priority = "interactive",
         info: ModelInfo | None = None,
         keeps_errors: bool = False,
+        trace: str | None = None,
     ) -> None:
         self.jobs = jobs
         self.priority: Priority = priority
+        self.trace = trace
+        """The traceparent of its span, where it has one."""
         self.info = info
         self.keeps_errors = keeps_errors
         """Whether a job's error stands where its answer would, and ends nothing else."""

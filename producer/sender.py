@@ -282,7 +282,7 @@ class Sender:
                 job.digest.hex(),
                 "" if deadline is None else deadline,
                 job.adapter or "",
-                pack(job.want, job.adapter, job.digest, job.tokens, deadline),
+                pack(job.want, job.adapter, job.digest, job.tokens, deadline, flight.trace),
             )
         claims, fresh = script("enqueue")(
             self._servers.for_shard(shard), [shard.stream(priority).key], arguments

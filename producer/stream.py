@@ -15,6 +15,7 @@ from lmpool.producer.caller import answers_of
 from lmpool.producer.client import Client
 from lmpool.producer.deadline import Deadline
 from lmpool.producer.pieces import StreamCall
+from lmpool.tracing import CallSpan, active, begin_call
 from lmpool.wants import FinishReason, Generation, TopLogprobs
 
 
@@ -61,6 +62,7 @@ class PieceReader:
         self._number = 0
         """Tokens that were handed out."""
         self._ended = False
+        self._span: CallSpan | None = None
 
     async def next(self) -> Piece | None:
         """The next piece; None after the last. Raises `PoolTimeout`, and what went wrong."""
@@ -69,6 +71,7 @@ class PieceReader:
             if call is None:
                 call = self._call = await self._begin()
                 self._prepare(call)
+                self._trace(call)
                 self._client.submit([call])
             piece = self._next_part() or self._last_piece()
             if piece is not None:
@@ -86,6 +89,7 @@ class PieceReader:
     def close(self) -> None:
         """Withdraw what is left of it."""
         call, self._call, self._ended = self._call, None, True
+        self._end_span(None)
         if call is not None:
             self._client.let_go(call)
 
@@ -113,12 +117,15 @@ class PieceReader:
             self._call = None
             if self._number or not self._again(error):
                 self._ended = True
+                self._end_span(error)
                 raise
             return None
-        except LmpoolError:
+        except LmpoolError as error:
             self._ended = True
+            self._end_span(error)
             raise
         self._ended = True
+        self._end_span(None)
         self._check(call, whole)
         rest = whole.behind(self._number)
         return Piece(
@@ -139,6 +146,17 @@ class PieceReader:
                 "the continuation was lost on the server and drawn anew, otherwise: what was read "
                 "of it is void; ask again"
             )
+
+    def _trace(self, call: StreamCall) -> None:
+        if self._span is None and active() and call.info is not None:
+            pool, wants = self._client.options.pool, [job.want for job in call.jobs]
+            self._span = begin_call(pool, call.info.model, wants, "lmpool.stream")
+        call.trace = None if self._span is None else self._span.traceparent
+
+    def _end_span(self, error: LmpoolError | None) -> None:
+        span, self._span = self._span, None
+        if span is not None:
+            span.end(error)
 
     # --- waiting -------------------------------------------------------------------------------
 

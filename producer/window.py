@@ -27,6 +27,7 @@ from lmpool.producer.call_options import CallOptions
 from lmpool.producer.caller import answers_of
 from lmpool.producer.client import Client
 from lmpool.producer.pending import PendingCall
+from lmpool.tracing import CallSpan, active, begin_call
 from lmpool.wants import Answer
 from lmpool.wire import Job
 
@@ -96,6 +97,7 @@ class Window(Generic[GivenT]):
         self._suspended = time.monotonic()
         self._event = threading.Event()
         self._woken: asyncio.Future[None] | None = None
+        self._span: CallSpan | None = None
 
     async def next(self) -> tuple[int, GivenT | LmpoolError] | None:
         """The next answer with its ask's number; None after the last."""
@@ -108,6 +110,7 @@ class Window(Generic[GivenT]):
                 return asked.number, await self._outcome(asked)
             if self._exhausted or len(self._under_way) == self._most:
                 if not self._under_way:
+                    self._end_span(None)
                     return None
                 await self._wait(None)
             elif self._under_way and self._slow:
@@ -119,6 +122,7 @@ class Window(Generic[GivenT]):
 
     def close(self) -> None:
         """Withdraw what is under way."""
+        self._end_span(None)
         while self._under_way:
             call = self._under_way.popleft().call
             if call is not None:
@@ -160,8 +164,15 @@ class Window(Generic[GivenT]):
             return None
         # What the caller gave may be another by the time that it is asked again.
         asked.ask = replace(ask, token_ids=job.token_ids())
+        if self._span is None and active():
+            pool = self._client.options.pool
+            self._span = begin_call(pool, info.model, [job.want], "lmpool.ask_iter")
         asked.call = call = PendingCall(
-            [job], options.deadline.at, priority=options.priority, info=info
+            [job],
+            options.deadline.at,
+            priority=options.priority,
+            info=info,
+            trace=None if self._span is None else self._span.traceparent,
         )
         if is_blocking():
             return call.for_event(self._event)
@@ -220,7 +231,13 @@ class Window(Generic[GivenT]):
         except LmpoolError as error:
             if self._keeps_errors and not isinstance(error, ClientClosed):
                 return error.of(asked.number)
+            self._end_span(error)
             raise error.of(asked.number) from None
+
+    def _end_span(self, error: LmpoolError | None) -> None:
+        span, self._span = self._span, None
+        if span is not None:
+            span.end(error)
 
     async def _answer(self, asked: _Asked) -> Answer:
         if asked.error is not None:

@@ -28,6 +28,7 @@ from lmpool.garbage import keep_what_is_there
 from lmpool.logs import logging_config
 from lmpool.server import greet, open_server
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
+from lmpool.tracing import set_up
 from lmpool.worker.control import FUNCTIONS, LONGEST
 from lmpool.worker.patience import patiently
 from lmpool.worker.service import Service, place_name
@@ -167,6 +168,7 @@ async def startup(ctx: dict[str, Any]) -> None:
 
     try:
         _be_seen()
+        ctx["end_traces"] = set_up("lmpool-worker", service.consumer)
         # Not an executor: a thread of its own does not keep the process when it is told to stop.
         threading.Thread(target=start, name="lmpool-start", daemon=True).start()
         await done
@@ -189,6 +191,7 @@ async def shutdown(ctx: dict[str, Any]) -> None:
     """Drain and leave the pool."""
     service: Service = ctx["service"]
     await asyncio.to_thread(service.stop)
+    await asyncio.to_thread(ctx.get("end_traces", int))
     if service.status.failure is not None:
         raise SystemExit(EXIT_BROKEN)
 

@@ -27,6 +27,7 @@ from lmpool.worker.intake import by_stream
 from lmpool.worker.pieces import Tellings
 from lmpool.worker.publishing import Done, Finished, Publisher, Told
 from lmpool.worker.status import WorkerStatus
+from lmpool.worker.traces import BatchTraces
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class EngineLoop:
         clock: ServerClock,
         status: WorkerStatus,
         tellings: Tellings,
+        traces: BatchTraces,
     ) -> None:
         self._engine = engine
         self._batcher = batcher
@@ -66,6 +68,7 @@ class EngineLoop:
         self._status = status
         self._metrics = status.metrics
         self._tellings = tellings
+        self._traces = traces
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._held: dict[bytes, list[Delivery]] = {}
         self._ended = False
@@ -218,6 +221,7 @@ class EngineLoop:
         now_ms = self._clock.now_ms()
         waited = (max(0, now_ms - delivery.job.sent) / 1000 for delivery in started)
         self._metrics.begin(waited, len(started), sum(delivery.size for delivery in started))
+        self._traces.begin(started, now_ms)
 
     def _why_not(self, adapter: str, unusable: dict[str, str], in_use: set[str]) -> str:
         """Why an adapter cannot be used ('' if it can), found out once a batch."""
@@ -266,6 +270,7 @@ class EngineLoop:
                 # Not acknowledged: found again if whoever is faster does not end it.
                 self._status.let_go(self._held.pop(digest))
             self._engine.cancel(lost)
+            self._traces.end(lost)
 
     def _review(self) -> None:
         """End what nobody waits for any more, between two steps of what the engine has."""
@@ -289,11 +294,13 @@ class EngineLoop:
         logger.debug("ended %d requests that nobody waits for", len(ended))
         with self._status.step():
             self._engine.cancel(ended)
+        self._traces.end(ended)
         if not self._engine.in_flight():
             self._batcher.done()
 
     def _finish(self, outcome: Outcome) -> list[Finished]:
         held = self._held.pop(outcome.id, None)
+        self._traces.end((outcome.id,))
         if held is None:
             logger.error("the engine gave an outcome for an unknown request: dropped")
             return []

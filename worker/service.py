@@ -41,6 +41,7 @@ from lmpool.worker.publishing import Publisher
 from lmpool.worker.recovery import Recovery
 from lmpool.worker.result_store import ResultStore
 from lmpool.worker.status import WorkerStatus
+from lmpool.worker.traces import BatchTraces
 from lmpool.worker.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -162,6 +163,7 @@ class Service:
             clock,
             self.status,
             Tellings(control, info),
+            BatchTraces(options.pool, info.model, info.engine),
         )
         digester = Digester(info.fingerprint)
         restore = self._restorer(control, heartbeat, info)

@@ -59,6 +59,8 @@ def create_app(options: GatewayOptions, *, page_alone: bool = False) -> App:
         description="Language models of lmpool's pools, as OpenAI's API has them.",
         lifespan=life,
         separate_input_output_schemas=False,
+        # A span for each request that comes through the door, where anybody takes spans.
+        telemetry={"exclude": lambda scope: scope["path"] in OPEN, "metrics": False, "logs": False},
     )
     app.state.gateway, app.state.page = gateway, page
     apis = (models, completions, chat, tokens, binary, inference)

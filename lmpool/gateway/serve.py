@@ -19,6 +19,7 @@ from lmpool.errors import SettingsError
 from lmpool.gateway.app import create_app
 from lmpool.gateway.door import ABORT, ENDING
 from lmpool.gateway.options import GatewayOptions
+from lmpool.tracing import set_up
 
 MAX_HEAD_BYTES: Final = 65_536
 MOST_FRAMING: Final = 16
@@ -175,6 +176,7 @@ def serve(
 
     `page_alone`: the live page, and none of the APIs.
     """
+    end_traces = set_up("lmpool-gateway")
     app = create_app(options, page_alone=page_alone)
     _raise_bound_of_files()
     listener = listen(host, port)
@@ -191,4 +193,7 @@ def serve(
         timeout_keep_alive=75,
         timeout_graceful_shutdown=10,
     )
-    _Server(config).run(sockets=[listener])
+    try:
+        _Server(config).run(sockets=[listener])
+    finally:
+        end_traces()

@@ -24,6 +24,7 @@ from lmpool.worker.engine_thread import EngineLoop, spawn
 from lmpool.worker.pieces import Telling, Tellings
 from lmpool.worker.publishing import Done, Finished, Told
 from lmpool.worker.status import WorkerStatus
+from lmpool.worker.traces import BatchTraces
 from tests.support.fake import FakeServer
 from tests.support.parts import Guarded, SplitServers, info_of
 from tests.support.protocol import Caller, Consumer, new_job, put_result, shard_of_pool
@@ -93,7 +94,7 @@ class Loop:
         self.shards = shards
         self.loop = EngineLoop(
             self.engine, self.batcher, self, self.adapters, servers, ServerClock(), self.status,  # type: ignore[arg-type]
-            Tellings(servers, info_of()),
+            Tellings(servers, info_of()), BatchTraces("pool", "model", "toy"),
         )  # fmt: skip
         self.thread: Guarded | None = None
 
