@@ -51,6 +51,6 @@ def page(
             console.print("[yellow]without --api-keys whoever reaches it may look and ask[/]")
         if open_it:
             # It listens already, and a browser that starts may take its time.
-            threading.Thread(target=webbrowser.open, args=(where,), daemon=True).start()
+            threading.Thread(target=webbrowser.open, args=(f"{where}/",), daemon=True).start()
 
     serve(options, host, port, show, page_alone=True)

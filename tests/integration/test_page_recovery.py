@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -84,7 +85,7 @@ def test_a_server_that_is_killed_hangs_and_comes_again(
         page.state("serving")
 
 
-def test_a_gateway_that_is_killed_and_one_that_ends(browser: Browser, server: RealServer) -> None:
+def test_a_gateway_that_is_killed_and_comes_again(browser: Browser, server: RealServer) -> None:
     with (
         in_process_worker(server.url, "kept"),
         # A stream ends with its request's time: the page asks anew, and nobody sees it.
@@ -101,19 +102,15 @@ def test_a_gateway_that_is_killed_and_one_that_ends(browser: Browser, server: Re
         page.shows("#banner", re.compile(r"The gateway does not answer since \d\d:\d\d:\d\d"))
         gateway.start_again()
         page.state("serving")
-        # An open page holds up no end: its streams end at once.
-        began = time.monotonic()
-        gateway.process.send_signal(signal.SIGTERM)
-        assert gateway.process.wait(20) == 0
-        assert time.monotonic() - began < 8, "a stream was waited for"
-        page.state("no gateway")
 
 
-def test_a_page_that_nobody_sees_watches_nothing(browser: Browser, server: RealServer) -> None:
+def test_a_page_that_nobody_sees_watches_nothing_and_holds_up_no_end(
+    browser: Browser, server: RealServer
+) -> None:
     with (
         in_process_worker(server.url, "kept"),
         GatewayProcess(server.url, "kept") as gateway,
-        tab(browser, gateway.base_url) as page,
+        tab(browser, gateway.base_url, complains=True) as page,
     ):
         page.state("serving")
         running = "lmpool_gateway_requests_running"
@@ -125,6 +122,12 @@ def test_a_page_that_nobody_sees_watches_nothing(browser: Browser, server: RealS
         until(lambda: value(httpx.get(gateway.base_url + "/metrics").text, running) == 1)
         page.page.evaluate(hide, False)
         until(lambda: value(httpx.get(gateway.base_url + "/metrics").text, running) == 2)
+        # An open page holds up no end: its streams end at once.
+        began = time.monotonic()
+        gateway.process.send_signal(signal.SIGTERM)
+        assert gateway.process.wait(20) == 0
+        assert time.monotonic() - began < 8, "a stream was waited for"
+        page.state("no gateway")
 
 
 def value(metrics: str, name: str) -> float:
@@ -139,13 +142,13 @@ def value(metrics: str, name: str) -> float:
 class PageCommand:
     """``lmpool page`` as a process."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, **environment: str) -> None:
         self.process = subprocess.Popen(
             [*PAGE, *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**clean_environment(), "COLUMNS": "500"},
+            env={**clean_environment(), "COLUMNS": "500", **environment},
         )
 
     def first_line(self) -> str:
@@ -189,6 +192,20 @@ def test_the_command_without_a_server_says_so_on_the_page(browser: Browser) -> N
             assert "secret" not in page["body"].inner_text()
     finally:
         assert "secret" not in command.close()
+
+
+def test_the_command_opens_a_browser(tmp_path: Path) -> None:
+    program, told = tmp_path / "browser", tmp_path / "told"
+    program.write_text(f'#!/bin/sh\necho "$1" > {told}.new && mv {told}.new {told}\n')
+    program.chmod(0o755)
+    command = PageCommand("--url", "redis://127.0.0.1:1/0", "--open", BROWSER=str(program))
+    try:
+        found = re.search(r"http://\S+/", command.first_line())
+        assert found is not None
+        until(told.exists, what="the browser to be told where")
+        assert told.read_text().strip() == found[0]
+    finally:
+        command.close()
 
 
 def test_a_port_that_is_taken_is_said_in_a_line() -> None:

@@ -180,6 +180,19 @@ def test_another_sites_page_gets_nothing_out_of_a_browser(
         assert asked(unkeyed, path, **headers) == 403
 
 
+def test_a_name_that_anyone_may_have_lead_here_shows_nothing(
+    browser: Browser, unkeyed: GatewayProcess, keyed: GatewayProcess
+) -> None:
+    with tab(browser, f"http://evil.example:{unkeyed.port}/") as page:
+        page.shows("#banner", "may be anyone's: open the page by the machine's IP address")
+        page.shows("#state", "Refused")
+        expect(page["#workers-rows"]).to_be_empty()
+    with tab(browser, f"http://pool.example:{keyed.port}/") as page:  # whose key says it
+        page["#key"].fill(ACTS)
+        page.press("Enter")
+        page.state("serving")
+
+
 def test_a_form_of_another_site_is_no_json(unkeyed: GatewayProcess) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
         assert asked(unkeyed, "/live/dead-letters/drop", **{"content-type": kind}) in (415, 422)

@@ -47,8 +47,11 @@ def chromium() -> Iterator[Browser]:
     program = find_chromium()
     expect.set_options(timeout=PATIENCE)
     with sync_playwright() as playwright:
-        # Where tests run as root, and in containers, there is no sandbox.
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        arguments = [
+            "--no-sandbox",  # where tests run as root, and in containers, there is none
+            "--host-resolver-rules=MAP *.example 127.0.0.1",  # names that lead here
+        ]
+        browser = playwright.chromium.launch(executable_path=program, args=arguments)
         try:
             yield browser
         finally:

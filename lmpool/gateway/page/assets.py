@@ -25,7 +25,6 @@ HEADERS: Final = {
     "frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",  # looked at again each time, and mostly found unchanged
 }

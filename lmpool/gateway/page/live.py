@@ -96,11 +96,9 @@ class LivePage:
 
     def told(self, pool: Pool, seen: Seen, operator: bool) -> dict[str, Any]:
         """What a page is told of a look. Where the server is, is the operator's business."""
-        view = seen.view
-        why = seen.why
+        view, why = seen.view, seen.why
         if not operator:
-            why = why and "the pool's server does not answer"
-            view = None if view is None else {**view, "url": ""}
+            view, why = None if view is None else {**view, "url": ""}, ""
         served = pool.served
         return {
             "pool": pool.name,

@@ -34,8 +34,8 @@ def check_caller(request: HttpRequest) -> None:
     if key_of(request) is None and not _is_own_name(host):
         raise ApiError(
             403,
-            f"the name {host[:100]!r} may be anyone's: open the page by an address, as "
-            "127.0.0.1, or give the gateway --api-keys",
+            f"the name {host[:100]!r} may be anyone's: open the page by the machine's IP address, "
+            "or give the gateway --api-keys",
         )
     if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
         raise ApiError(403, "another site asks this: open the gateway's own page")

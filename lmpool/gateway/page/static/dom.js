@@ -67,7 +67,7 @@ export function span(seconds) {
 }
 
 export function clock(seconds) {
-  const at = new Date(1000 * seconds);
+  const at = new Date(seconds == null ? NaN : 1000 * seconds);
   if (Number.isNaN(at.getTime())) return "–";
   const today = at.toDateString() === new Date().toDateString();
   const time = at.toLocaleTimeString("en-GB");

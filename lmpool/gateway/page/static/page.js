@@ -75,7 +75,7 @@ function state() {
     "no gateway": trouble?.message
       ? `The gateway refuses: ${clean(trouble.message)}.`
       : `The gateway does not answer ${ago}. This page tries again by itself; what it shows is from before.`,
-    "no server": `The pool's server does not answer ${ago}. ${clean(last?.why)} What is shown is from before.`,
+    "no server": `The pool's server does not answer ${ago}${last?.why ? `: ${clean(last.why)}` : ""}. What is shown is from before.`,
     "no workers": `No worker is alive ${ago}. What is asked waits for one: start it with lmpool worker --pool ${clean(pool)}`,
     "no pool": `Nobody has served the pool ${clean(pool)} yet, ${ago}: start a worker with lmpool worker --pool ${clean(pool)}`,
   }[is];

@@ -29,7 +29,7 @@ export function render(told) {
   const jobs = Object.values(queues).reduce((sum, queue) => sum + queue.jobs, 0);
   const running = Object.values(queues).reduce((sum, queue) => sum + queue.pending, 0);
   put("backlog", count(jobs));
-  put("backlog-more", jobs ? `${count(running)} with workers, ${count(queues.batch?.jobs ?? 0)} of batch` : "nothing waits");
+  put("backlog-more", waiting(jobs, running, queues.batch?.jobs));
   const oldest = Math.max(0, ...Object.values(queues).map((queue) => queue.oldest_seconds));
   put("oldest", oldest ? span(oldest) : "–");
   put("oldest-more", oldest ? "since it came" : "no job");
@@ -47,6 +47,11 @@ export function render(told) {
   workers(statistics.workers);
   adapters(view.adapters);
   failures(told.failures);
+}
+
+function waiting(jobs, running, batch) {
+  if (!jobs) return "nothing waits";
+  return `${count(running)} with workers${batch ? `, ${count(batch)} of batch` : ""}`;
 }
 
 function pools(told) {
