@@ -28,6 +28,23 @@ _WANTED_BY: Final = (
 )
 
 
+class _Tracer:
+    """The tracer of a provider, and what else a span takes: looked up once a provider, as making
+    one takes as long as asking the pool for a row."""
+
+    __slots__ = ("client", "consumer", "provider", "start")
+
+    def __init__(self, provider: Any) -> None:
+        from opentelemetry.trace import SpanKind
+
+        self.provider = provider
+        self.client, self.consumer = SpanKind.CLIENT, SpanKind.CONSUMER
+        self.start = provider.get_tracer("lmpool", VERSION).start_span
+
+
+_latest: _Tracer | None = None
+
+
 def active() -> bool:
     """Whether anybody takes spans. Where OpenTelemetry was never imported it is one look-up."""
     trace = sys.modules.get("opentelemetry.trace")
@@ -36,10 +53,12 @@ def active() -> bool:
     )
 
 
-def _tracer() -> Any:
-    from opentelemetry import trace
-
-    return trace.get_tracer("lmpool", VERSION)
+def _tracer() -> _Tracer:
+    global _latest
+    provider = sys.modules["opentelemetry.trace"].get_tracer_provider()
+    if _latest is None or _latest.provider is not provider:
+        _latest = _Tracer(provider)
+    return _latest
 
 
 class CallSpan:
@@ -49,28 +68,27 @@ class CallSpan:
 
     def __init__(self, span: Any) -> None:
         self._span = span
-        self.traceparent = _traceparent(span)
+        self.traceparent = _traceparent(span) if span.is_recording() else None
 
     def end(self, error: BaseException | None = None) -> None:
         """The call is over. Idempotent."""
-        if error is not None and self._span.is_recording():
-            _note(self._span, error)
         if self._span.is_recording():
+            if error is not None:
+                _note(self._span, error)
             self._span.end()
 
 
 def begin_call(pool: str, model: str, wants: Sequence[Want], name: str = "lmpool.ask") -> CallSpan:
     """The span of a call that asks for so many answers, within the caller's own trace."""
-    from opentelemetry.trace import SpanKind
-
-    kinds = sorted({want.kind for want in wants})
-    attributes: dict[str, Any] = {
-        "lmpool.pool": pool,
-        "lmpool.model": model,
-        "lmpool.prompts": len(wants),
-        "lmpool.wants": kinds,
-    }
-    return CallSpan(_tracer().start_span(name, kind=SpanKind.CLIENT, attributes=attributes))
+    tracer = _tracer()
+    # What it is about is said of those that are recorded, which may be one in a hundred.
+    span = tracer.start(name, kind=tracer.client)
+    if span.is_recording():
+        span.set_attribute("lmpool.pool", pool)
+        span.set_attribute("lmpool.model", model)
+        span.set_attribute("lmpool.prompts", len(wants))
+        span.set_attribute("lmpool.wants", sorted({want.kind for want in wants}))
+    return CallSpan(span)
 
 
 def _note(span: Any, error: BaseException) -> None:
@@ -93,7 +111,7 @@ def batch_span(traceparents: Sequence[str], attributes: Mapping[str, Any]) -> An
 
     It belongs to the first of them, and is linked with the others.
     """
-    from opentelemetry.trace import Link, SpanKind, get_current_span
+    from opentelemetry.trace import Link, get_current_span
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     extract = TraceContextTextMapPropagator().extract
@@ -104,8 +122,9 @@ def batch_span(traceparents: Sequence[str], attributes: Mapping[str, Any]) -> An
         return None
     (parent, _), *others = right
     links = [Link(span) for _, span in others[:LINKS_MOST]]
-    return _tracer().start_span(
-        "lmpool.batch", context=parent, kind=SpanKind.CONSUMER, links=links, attributes=attributes
+    tracer = _tracer()
+    return tracer.start(
+        "lmpool.batch", context=parent, kind=tracer.consumer, links=links, attributes=attributes
     )
 
 

@@ -50,6 +50,8 @@ class Caller:
     ) -> list[Answer | LmpoolError]:
         pool = self._client.options.pool
         span = begin_call(pool, info.model, [job.want for job in jobs])
+        if span.traceparent is None:
+            return await self._answers(info, jobs, options, None)
         try:
             answers = await self._answers(info, jobs, options, span.traceparent)
         except BaseException as error:

@@ -219,8 +219,9 @@ class EngineLoop:
 
     def _note(self, started: Sequence[Delivery]) -> None:
         now_ms = self._clock.now_ms()
-        waited = (max(0, now_ms - delivery.job.sent) / 1000 for delivery in started)
-        self._metrics.begin(waited, len(started), sum(delivery.size for delivery in started))
+        if self._metrics.on:
+            waited = [(now_ms - delivery.job.sent) / 1000 for delivery in started]
+            self._metrics.begin(waited, sum(delivery.size for delivery in started))
         self._traces.begin(started, now_ms)
 
     def _why_not(self, adapter: str, unusable: dict[str, str], in_use: set[str]) -> str:

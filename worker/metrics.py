@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Literal
 
 from lmpool.backends.engine import Measures
@@ -39,12 +39,11 @@ class WorkerMetrics:
         self.beat_at: float | None = None
         """When the pool was last told that this worker lives, on the monotonic clock."""
 
-    def begin(self, waited: Iterable[float], prompts: int, tokens: int) -> None:
-        """The engine was given prompts, of so many tokens together, that `waited` some seconds."""
-        if self.on:
-            self.batch.add(prompts)
-            self.queue_wait.add_all(waited)
-            self.tokens_asked += tokens
+    def begin(self, waited: Sequence[float], tokens: int) -> None:
+        """The engine was given prompts that `waited` so many seconds, of `tokens` together."""
+        self.batch.add(len(waited))
+        self.queue_wait.add_all(waited)
+        self.tokens_asked += tokens
 
     def hit(self, layer: Layer, jobs: int = 1) -> None:
         """Jobs that need not be computed. Of the engine's thread."""

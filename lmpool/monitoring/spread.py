@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 
 
 class Spread:
@@ -26,14 +27,12 @@ class Spread:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def add_all(self, values: Iterable[float]) -> None:
+    def add_all(self, values: Sequence[float]) -> None:
         """Count some."""
         bounds, counts = self.bounds, self.counts
-        total = 0.0
-        for value in values:
-            counts[bisect_left(bounds, value)] += 1
-            total += value
-        self.total += total
+        for value, number in Counter(values).items():  # those of a batch are few different ones
+            counts[bisect_left(bounds, value)] += number
+        self.total += sum(values)
 
     def cumulated(self) -> list[tuple[str, float]]:
         """How many were at most each bound, the last one being all: ``le`` and its number."""

@@ -27,6 +27,8 @@ NEED_EXTRAS = (
     "lmpool.integrations.",
     "lmpool.gateway.",
     "lmpool.testing.",
+    "lmpool.monitoring.",
+    "lmpool.exporter",
 )
 # These may need packages of extras, and say so by a ModuleNotFoundError that names one of them.
 FROM_EXTRAS = {
@@ -40,6 +42,7 @@ FROM_EXTRAS = {
     "lm_eval",
     "mlx",
     "mlx_lm",
+    "prometheus_client",
     "psutil",
     "pytest",
     "safetensors",
