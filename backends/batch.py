@@ -15,6 +15,7 @@ from lmpool.backends.sampling import Continuation, Sampler
 from lmpool.backends.scoring import Scorings
 from lmpool.backends.streaming import Streaming
 from lmpool.errors import EngineBroken, PromptFailed
+from lmpool.logs import about
 from lmpool.wants import Generate, Generation, HeadPart, Hidden, OfRow, Row, Score, Stream
 
 logger = logging.getLogger(__name__)
@@ -204,7 +205,7 @@ class BatchEngine(Engine):
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             if len(batch) == 1:
-                logger.warning("a prompt failed: %s", reason)
+                logger.warning("a prompt failed: %s", reason, extra=about(batch[0].want.kind))
                 return [Outcome(batch[0].id, error=PromptFailed(reason))]
             if is_out_of_memory(error):
                 self._most_prompts = half

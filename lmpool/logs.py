@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from typing import Any, Final, Literal
@@ -10,6 +11,8 @@ from typing import Any, Final, Literal
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
+WANT: Final = "want"
+"""The field that says what was wanted, of a line about one job."""
 DATE: Final = "%Y-%m-%dT%H:%M:%S%z"
 _ENTRY: Final = re.compile(
     r"^(?:\[[^\]\n]*\] )?"  # which of several workers it is
@@ -59,10 +62,24 @@ def entries(log: str) -> Iterator[tuple[str, str, str]]:
             continue  # of another process's
 
 
+class _Lines(logging.Formatter):
+    """Lines, with the want that a record is about, where it says one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        want = getattr(record, WANT, None)
+        record.about = "" if want is None else f" {WANT}={want}"
+        return super().format(record)
+
+
+def about(want: str) -> dict[str, str]:
+    """For the ``extra`` of a line that is about one job: the kind of its want."""
+    return {WANT: want}
+
+
 def _text(who: dict[str, str]) -> dict[str, Any]:
     speaks = "".join(f" {name}={value}" for name, value in who.items()).replace("%", "%%")
-    line = f"%(asctime)s %(levelname)-7s %(name)s{speaks}: %(message)s"
-    return {"format": line, "datefmt": DATE}
+    line = f"%(asctime)s %(levelname)-7s %(name)s{speaks}%(about)s: %(message)s"
+    return {"()": _Lines, "fmt": line, "datefmt": DATE}
 
 
 def _json(who: dict[str, str]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from lmpool.commands import Value
 from lmpool.errors import JobFormatError
 from lmpool.isolation import is_about_entries
 from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream
+from lmpool.logs import about
 from lmpool.scripts import script
 from lmpool.servers import Servers
 from lmpool.wire import Job, RefusedJob
@@ -54,7 +55,7 @@ class DeadLetters:
             f"given up after {deliveries} deliveries: every worker that ran this prompt died or "
             f"hung, the last one {last}; see its log, and lmpool dead show"
         )
-        logger.error("a job was %s", reason)
+        logger.error("a job was %s", reason, extra=about(job.want.kind))
         self._bury(stream, entry, data, job.digest.hex(), "failed", reason, deliveries, last)
 
     def _bury(

@@ -19,6 +19,7 @@ from lmpool.backends.engine import Outcome, Part
 from lmpool.commands import Entry, Value
 from lmpool.errors import AnswerFormatError
 from lmpool.keys import ShardKeys
+from lmpool.logs import about
 from lmpool.model_info import ModelInfo
 from lmpool.pieces import PIECE, read_piece
 from lmpool.scripts import script
@@ -208,7 +209,9 @@ class PieceWriter:
             missing: dict[Telling, int] = {}
             for (telling, piece), told in zip(kept, found, strict=True):
                 if told == _OTHERS_WERE_TOLD:
-                    logger.warning("%s is drawn elsewhere: let go", telling.digest.hex())
+                    logger.warning(
+                        "%s is drawn elsewhere: let go", telling.digest.hex(), extra=about("stream")
+                    )
                     telling.is_lost = True
                 elif 0 <= told < piece.upto:
                     missing.setdefault(telling, told)

@@ -20,6 +20,7 @@ from lmpool.counters import BATCHES, COMPUTED, FAILED, answers
 from lmpool.errors import PromptFailed, ServerRefused
 from lmpool.isolation import isolate
 from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream
+from lmpool.logs import about
 from lmpool.result_memory import footprint
 from lmpool.scripts import script
 from lmpool.server import is_full, is_lost
@@ -83,7 +84,9 @@ def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
         return Done(delivery, None, "failed", str(error)[:MAX_ERROR_CHARS])
     except Exception as error:
         # One outcome that makes no sense must not keep the others from being written.
-        logger.exception("an outcome of the engine cannot be stored")
+        logger.exception(
+            "an outcome of the engine cannot be stored", extra=about(delivery.job.want.kind)
+        )
         return Done(delivery, None, "failed", f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
 
 
@@ -243,7 +246,11 @@ class Publisher:
         if self._left_out > LEFT_OUT_MOST:
             raise error
         place = done.delivery.stream
-        logger.error("%s of %s cannot be told: %s", done.delivery.entry.decode(), place.key, error)
+        logger.error(
+            "%s of %s cannot be told: %s",
+            *(done.delivery.entry.decode(), place.key, error),
+            extra=about(done.delivery.job.want.kind),
+        )
         server = self._servers.for_shard(place.shard)
         server.xack(place.key, GROUP, done.delivery.entry)
         server.xdel(place.key, done.delivery.entry)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lmpool.logs import LogFormat, entries, logging_config
+from lmpool.logs import LogFormat, about, entries, logging_config
 
 WHEN = r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}"
 WHO = {"pool": "llama", "worker": "gpu-0 100%"}
@@ -37,6 +37,7 @@ def told(form: LogFormat, level: str = "info", **who: str) -> list[str]:
     logger.debug("unheard at info")
     logger.warning("k=0: refused an entry: %s", "a\nb")
     logging.getLogger("arq.worker").info("not said")
+    logger.error("a job failed", extra=about("top"))
     try:
         raise ValueError("k=0")
     except ValueError:
@@ -57,22 +58,33 @@ def test_a_line_of_text_says_when_and_who() -> None:
 
 
 @pytest.mark.usefixtures("_as_before")
+def test_a_line_about_one_job_says_what_was_wanted() -> None:
+    (line,) = [line for line in told("text", **WHO) if "a job failed" in line]
+    assert line.endswith(" worker=gpu-0 100% want=top: a job failed")
+    (said,) = [json.loads(line) for line in told("json", **WHO) if "a job failed" in line]
+    assert (said["want"], said["pool"]) == ("top", "llama")
+    assert sum("want" in line for line in told("json")) == 1
+
+
+@pytest.mark.usefixtures("_as_before")
 @pytest.mark.parametrize("form", ["text", "json"])
 @pytest.mark.parametrize("who", [{}, {"pool": "llama"}, {"pool": "a", "worker": "gpu-0"}])
 def test_what_a_log_says_can_be_read_again(form: LogFormat, who: dict[str, str]) -> None:
     log = "\n".join(["something before", *told(form, **who)])
-    refused, gone = entries(log)
+    refused, failed, gone = entries(log)
     assert refused == ("WARNING", "lmpool.test", "k=0: refused an entry: a\nb")
     assert gone[:2] == ("ERROR", "lmpool.test")
     assert gone[2].startswith("gone")
     of_several = "\n".join(f"[gpu 0] {line}" for line in log.splitlines())
-    assert [entry[:2] for entry in entries(of_several)] == [refused[:2], gone[:2]]
+    assert failed == ("ERROR", "lmpool.test", "a job failed")
+    found = [entry[:2] for entry in entries(of_several)]
+    assert found == [refused[:2], failed[:2], gone[:2]]
 
 
 @pytest.mark.usefixtures("_as_before")
 def test_every_line_of_json_is_an_object() -> None:
     lines: list[dict[str, Any]] = [json.loads(line) for line in told("json", **WHO)]
-    refused, gone = lines
+    refused, failed, gone = lines
     assert re.fullmatch(WHEN, refused.pop("time"))
     assert refused == {
         **WHO,
@@ -80,5 +92,5 @@ def test_every_line_of_json_is_an_object() -> None:
         "logger": "lmpool.test",
         "message": "k=0: refused an entry: a\nb",
     }
-    assert gone["message"] == "gone"
+    assert (failed["message"], gone["message"]) == ("a job failed", "gone")
     assert "ValueError: k=0" in gone["exc_info"]
