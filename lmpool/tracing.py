@@ -78,7 +78,7 @@ class CallSpan:
             self._span.end()
 
 
-def begin_call(pool: str, model: str, wants: Sequence[Want], name: str = "lmpool.ask") -> CallSpan:
+def begin_call(pool: str, model: str, wants: Sequence[Want], name: str = "lmpool ask") -> CallSpan:
     """The span of a call that asks for so many answers, within the caller's own trace."""
     tracer = _tracer()
     # What it is about is said of those that are recorded, which may be one in a hundred.
@@ -124,7 +124,7 @@ def batch_span(traceparents: Sequence[str], attributes: Mapping[str, Any]) -> An
     links = [Link(span) for _, span in others[:LINKS_MOST]]
     tracer = _tracer()
     return tracer.start(
-        "lmpool.batch", context=parent, kind=tracer.consumer, links=links, attributes=attributes
+        "lmpool batch", context=parent, kind=tracer.consumer, links=links, attributes=attributes
     )
 
 

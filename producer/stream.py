@@ -150,7 +150,7 @@ class PieceReader:
     def _trace(self, call: StreamCall) -> None:
         if self._span is None and active() and call.info is not None:
             pool, wants = self._client.options.pool, [job.want for job in call.jobs]
-            self._span = begin_call(pool, call.info.model, wants, "lmpool.stream")
+            self._span = begin_call(pool, call.info.model, wants, "lmpool stream")
         call.trace = None if self._span is None else self._span.traceparent
 
     def _end_span(self, error: LmpoolError | None) -> None:

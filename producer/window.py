@@ -166,7 +166,7 @@ class Window(Generic[GivenT]):
         asked.ask = replace(ask, token_ids=job.token_ids())
         if self._span is None and active():
             pool = self._client.options.pool
-            self._span = begin_call(pool, info.model, [job.want], "lmpool.ask_iter")
+            self._span = begin_call(pool, info.model, [job.want], "lmpool ask_iter")
         asked.call = call = PendingCall(
             [job],
             options.deadline.at,

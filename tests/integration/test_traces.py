@@ -128,7 +128,7 @@ def test_a_call_is_a_span_of_its_callers_trace_and_its_batch_follows(
 ) -> None:
     with trace.get_tracer("test").start_as_current_span("mine") as mine:
         lm.sync.batch_next_token_logprobs([[1, 2], [1, 3, 4]])
-    call, batch = spans.one("lmpool.ask"), spans.one("lmpool.batch")
+    call, batch = spans.one("lmpool ask"), spans.one("lmpool batch")
     assert call.parent is not None
     assert call.parent.span_id == mine.get_span_context().span_id
     assert batch.parent is not None
@@ -149,8 +149,8 @@ def test_a_batch_of_several_calls_is_linked_with_each(lm: PooledLM, spans: Spans
         thread.start()
     for thread in threads:
         thread.join()
-    calls = until(lambda: f if len(f := spans.of("lmpool.ask")) == 4 else None)
-    batches = spans.of("lmpool.batch")
+    calls = until(lambda: f if len(f := spans.of("lmpool ask")) == 4 else None)
+    batches = spans.of("lmpool batch")
     named = {batch.parent.span_id for batch in batches if batch.parent is not None}
     named |= {link.context.span_id for batch in batches for link in batch.links}
     assert named == {call.context.span_id for call in calls}  # type: ignore[union-attr]
@@ -158,15 +158,15 @@ def test_a_batch_of_several_calls_is_linked_with_each(lm: PooledLM, spans: Spans
 
 def test_every_way_of_asking_has_one_span(lm: PooledLM, spans: Spans) -> None:
     list(lm.sync.stream([1, 2], 3))
-    assert attributes(spans.one("lmpool.stream"))["lmpool.wants"] == ("stream",)
-    assert len(spans.of("lmpool.batch")) >= 1
+    assert attributes(spans.one("lmpool stream"))["lmpool.wants"] == ("stream",)
+    assert len(spans.of("lmpool batch")) >= 1
     spans.clear()
     asks = [Ask([1, n], Top(2)) for n in range(20)]
     assert len(list(lm.sync.ask_iter(asks))) == 20
-    assert len(spans.of("lmpool.ask_iter")) == 1
-    batch = spans.one("lmpool.batch")
+    assert len(spans.of("lmpool ask_iter")) == 1
+    batch = spans.one("lmpool batch")
     assert batch.parent is not None
-    assert batch.parent.span_id == spans.one("lmpool.ask_iter").context.span_id  # type: ignore[union-attr]
+    assert batch.parent.span_id == spans.one("lmpool ask_iter").context.span_id  # type: ignore[union-attr]
 
 
 def test_errors_are_called_by_name_and_nothing_that_was_asked_is_told(
@@ -174,12 +174,12 @@ def test_errors_are_called_by_name_and_nothing_that_was_asked_is_told(
 ) -> None:
     with pytest.raises(PromptFailed):
         lm.sync.next_token_logprobs([1, FAILS])
-    call = spans.one("lmpool.ask")
+    call = spans.one("lmpool ask")
     assert call.status.status_code is trace.StatusCode.ERROR
     assert attributes(call)["error.type"] == "PromptFailed"
     assert call.status.description is None
     assert not call.events
-    spans.one("lmpool.batch")  # which ended
+    spans.one("lmpool batch")  # which ended
 
 
 def test_what_is_not_sampled_travels_without_a_trace(
@@ -187,7 +187,7 @@ def test_what_is_not_sampled_travels_without_a_trace(
 ) -> None:
     spans = provider(monkeypatch, sampled=0.0)
     lm.sync.next_token_logprobs([5, 6])
-    assert spans.of("lmpool.ask") == spans.of("lmpool.batch") == []
+    assert spans.of("lmpool ask") == spans.of("lmpool batch") == []
 
 
 def test_where_nobody_takes_spans_none_are_made(lm: PooledLM) -> None:
@@ -216,7 +216,7 @@ def test_a_request_is_followed_through_gateway_and_worker(server: RealServer) ->
                 assert response.status == 200
         # Each sends what it has when it ends in order.
         (asked,) = collector.named("POST /v1/completions")
-        calls, batches = collector.named("lmpool.ask"), collector.named("lmpool.batch")
+        calls, batches = collector.named("lmpool ask"), collector.named("lmpool batch")
     assert {span.trace_id.hex() for span in (asked, *calls, *batches)} == {trace_id}
     assert asked.parent_span_id.hex() == span_id
     names = {span.span_id: span for _, span in collector.spans}
@@ -225,8 +225,8 @@ def test_a_request_is_followed_through_gateway_and_worker(server: RealServer) ->
     assert batches
     assert {batch.parent_span_id for batch in batches} <= {call.span_id for call in calls}
     services = {span.name: service for service, span in collector.spans}
-    assert services["POST /v1/completions"] == services["lmpool.ask"] == "lmpool-gateway"
-    assert services["lmpool.batch"] == "lmpool-worker"
+    assert services["POST /v1/completions"] == services["lmpool ask"] == "lmpool-gateway"
+    assert services["lmpool batch"] == "lmpool-worker"
     assert SECRET not in str(collector.spans)
 
 
