@@ -23,7 +23,7 @@ from lmpool.gateway import (
     models,
     tokens,
 )
-from lmpool.gateway.door import OPEN, App, Door
+from lmpool.gateway.door import OPEN, WATCHING, App, Door
 from lmpool.gateway.errors import ApiError, phrase
 from lmpool.gateway.keys import KeyFile
 from lmpool.gateway.options import GatewayOptions
@@ -60,7 +60,7 @@ def create_app(options: GatewayOptions, *, page_alone: bool = False) -> App:
         lifespan=life,
         separate_input_output_schemas=False,
         # A span for each request that comes through the door, where anybody takes spans.
-        telemetry={"exclude": lambda scope: scope["path"] in OPEN, "metrics": False, "logs": False},
+        telemetry={"exclude": _untraced, "metrics": False, "logs": False},
     )
     app.state.gateway, app.state.page = gateway, page
     apis = (models, completions, chat, tokens, binary, inference)
@@ -74,6 +74,11 @@ def create_app(options: GatewayOptions, *, page_alone: bool = False) -> App:
     _describe(app, gateway, with_keys=keys is not None)
     routes = [route for module in modules for route in module.router.routes]
     return metrics.observe(gateway, Door(app, options, keys), routes)
+
+
+def _untraced(scope: Any) -> bool:
+    """What is open, or stays open: a page that somebody looks at is no request that takes long."""
+    return scope["path"] in OPEN or scope["path"] == WATCHING
 
 
 # --- errors --------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from lmpool import dead_letters
 from lmpool.backends.mock import mock_row
 from lmpool.cli import app
 from lmpool.wire import pack_job
@@ -83,3 +84,19 @@ def test_a_job_that_fails_again_stays_until_it_is_dropped(server_url, redis_clie
         assert "a prompt contains the token 7" in dead("retry", "--all", status=1)
         assert redis_client.xlen(shard.dead) == 1
         assert "1 dropped" in dead("drop", "--all")
+
+
+def test_the_latest_are_read_without_the_others(server_url, redis_client, pool_name):
+    with (
+        in_process_worker(server_url, pool_name, shards=2),
+        connected(server_url, pool_name) as lm,
+    ):
+        names = {}
+        for shard in pool_shards(redis_client, pool_name):
+            fields = {"job": b"garbage", "reason": "so"}
+            names[shard.number] = [redis_client.xadd(shard.dead, fields).decode() for _ in range(4)]
+        found = dead_letters.read(lm, latest=3)
+        assert [(each.shard, each.entry) for each in found] == [
+            (shard, name) for shard in (0, 1) for name in names[shard][1:]
+        ]
+        assert len(dead_letters.read(lm)) == 8

@@ -33,6 +33,7 @@ def run_over_http(*, workers: int, engine: str, model: str) -> None:
 
     def show(url: str) -> None:
         console.print(f"\n[bold]{url}/v1 answers as OpenAI's API does[/], until Ctrl-C")
+        console.print(f"[bold]{url}/[/] shows the pool in a browser, and lets you try it")
         console.print("\nFrom a terminal:\n")
         console.print(escape(CURL.format(url=url, pool=POOL)))
         console.print("\nFrom Python, with pip install openai:\n")
