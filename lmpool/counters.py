@@ -16,7 +16,7 @@ __all__ = [
     "METRICS", "SECONDS", "SIZES", "Counter", "Gateway", "Metric", "Pool", "Worker", "answers",
 ]  # fmt: skip
 
-LABELS: Final = ("pool", "model_name")
+LABELS: Final[tuple[str, str]] = ("pool", "model_name")
 """The labels of every metric of a pool."""
 SECONDS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
