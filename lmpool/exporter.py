@@ -11,6 +11,7 @@ which have metrics of their own.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from lmpool.checks import said
 from lmpool.counters import LABELS, Metric, Pool
 from lmpool.errors import LmpoolError
 from lmpool.monitoring.families import Shown, family, merged, registry
@@ -29,6 +31,8 @@ from lmpool.monitoring.server import Readiness
 from lmpool.pool_view import PoolView, PoolViewer
 
 __all__ = ["Exporter"]
+
+logger = logging.getLogger(__name__)
 
 ANSWERS_WITHIN: Final = 4.0
 """Seconds for which the server is waited for: whoever scrapes waits 10 s, as a rule."""
@@ -113,6 +117,9 @@ class _Exported:
                     self._view, self._error = self._viewer.read(), None
                 except LmpoolError as error:
                     self._view, self._error = None, str(error)
+                except Exception as error:  # one pool's damage must not hide the others
+                    logger.exception("pool %s cannot be read", self.name)
+                    self._view, self._error = None, said(error)
                 self._looked = time.monotonic()
             if self._view is not None and self._view.model is not None:
                 self._model = self._view.model["model"]
@@ -144,7 +151,8 @@ def _shown(view: PoolView) -> Iterator[tuple[Metric, Shown]]:
     yield Pool.LANES, 0 if view.model is None else view.model["shards"] * view.model["lanes"]
     yield Pool.WORKERS, len(view.workers)
     yield Pool.ROWS_PER_SECOND, sum(worker["rows_per_second"] for worker in view.workers)
-    yield Pool.DEAD_LETTERS, view.dead_letters
+    if view.dead_letters is not None:
+        yield Pool.DEAD_LETTERS, view.dead_letters
     yield Pool.ADAPTERS, len(view.adapters)
     yield Pool.HELD, found["held_bytes"]
     yield Pool.HELD_FOR, found["oldest_seconds"] or 0.0

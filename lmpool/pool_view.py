@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self, TypedDict
 
-from redis.exceptions import ResponseError
+from redis.exceptions import NoPermissionError, ResponseError
 
 from lmpool.commands import Server
 from lmpool.errors import LmpoolError
@@ -72,7 +72,8 @@ class PoolView:
     """The counters, what is held, and the living workers: see `PooledLM.pool_statistics`."""
     queues: dict[Priority, QueueView]
     """By priority."""
-    dead_letters: int
+    dead_letters: int | None
+    """None where this user of the server may not see them."""
     adapters: list[str]
     memory_bytes: int
     memory_max_bytes: int
@@ -144,13 +145,14 @@ class PoolViewer:
             queues: dict[Priority, QueueView] = {
                 name: QueueView(jobs=0, pending=0, oldest_seconds=0.0) for name in PRIORITIES
             }
-            dead, adapters = 0, set[str]()
+            dead: int | None = 0
+            adapters = set[str]()
             for shard in shards:
                 server = servers.for_shard(shard)
                 for stream in shard.streams:
                     _add_queue(queues[stream.priority], server, stream, now)
                 letters, known = _kept(server, shard)
-                dead += letters
+                dead = None if dead is None or letters is None else dead + letters
                 adapters |= known
             memory = _memory(servers.pool)
         return PoolView(
@@ -234,11 +236,12 @@ def _add_queue(queue: QueueView, server: Server, stream: JobStream, now: float) 
         queue["oldest_seconds"] = max(queue["oldest_seconds"], now - came, 0.0)
 
 
-def _kept(server: Server, shard: ShardKeys) -> tuple[int, set[str]]:
-    """How many jobs of a shard were given up, and the names of its adapters."""
+def _kept(server: Server, shard: ShardKeys) -> tuple[int | None, set[str]]:
+    """How many jobs of a shard were given up, if that may be seen, and its adapters' names."""
     with server.pipeline(transaction=False) as pipeline:
         pipeline.xlen(shard.dead)
         pipeline.hgetall(shard.adapters)
         dead, adapters = pipeline.execute(raise_on_error=False)
     names = adapters if isinstance(adapters, dict) else {}
-    return dead if isinstance(dead, int) else 0, {n.decode("utf-8", "replace") for n in names}
+    letters = None if isinstance(dead, NoPermissionError) else dead if isinstance(dead, int) else 0
+    return letters, {name.decode("utf-8", "replace") for name in names}

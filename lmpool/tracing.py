@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -69,6 +70,15 @@ class CallSpan:
     def __init__(self, span: Any) -> None:
         self._span = span
         self.traceparent = _traceparent(span) if span.is_recording() else None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether somebody is told of it."""
+        return bool(self._span.is_recording())
+
+    def asked(self, prompts: int) -> None:
+        """So many prompts were asked in all."""
+        self._span.set_attribute("lmpool.prompts", prompts)
 
     def end(self, error: BaseException | None = None) -> None:
         """The call is over. Idempotent."""
@@ -144,8 +154,7 @@ def set_up(service: str, instance: str = "") -> Callable[[], None]:
     except ModuleNotFoundError as error:
         name = next(name for name in _WANTED_BY if os.environ.get(name))
         raise SettingsError(
-            f"{name}={os.environ[name]!r} needs {error.name}, which is not installed: "
-            "pip install 'lmpool[otel]'"
+            f"{name} needs {error.name}, which is not installed: pip install 'lmpool[otel]'"
         ) from None
     attributes = {"service.version": VERSION}
     if instance:
@@ -158,6 +167,9 @@ def set_up(service: str, instance: str = "") -> Callable[[], None]:
     trace.set_tracer_provider(provider)
 
     def end() -> None:
-        provider.force_flush(FLUSH_MS)
+        # On a thread, as exporters take their own time to give up.
+        flush = threading.Thread(target=provider.force_flush, args=(FLUSH_MS,), daemon=True)
+        flush.start()
+        flush.join(FLUSH_MS / 1000)
 
     return end

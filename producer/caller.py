@@ -50,10 +50,12 @@ class Caller:
     ) -> list[Answer | LmpoolError]:
         pool = self._client.options.pool
         span = begin_call(pool, info.model, [job.want for job in jobs])
-        if span.traceparent is None:
+        if not span.is_recorded:
             return await self._answers(info, jobs, options, None)
         try:
             answers = await self._answers(info, jobs, options, span.traceparent)
+        except GeneratorExit:  # the garbage collector's doing: whoever takes spans may have locks
+            raise
         except BaseException as error:
             span.end(error)
             raise

@@ -125,7 +125,8 @@ def _add(counted: dict[Counter, int], found: Mapping[bytes, bytes]) -> None:
     """Add one hash of counters. What a worker of another release counts besides is left out."""
     for counter in counted:
         number = found.get(counter.field.encode(), b"0")
-        counted[counter] += int(number) if number.isdigit() else 0
+        # Longer ones are damage: nothing here counts that far.
+        counted[counter] += int(number) if number.isdigit() and len(number) < 19 else 0
 
 
 def _by_kind(computed: int, others: Mapping[str, int]) -> dict[str, int]:

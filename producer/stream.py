@@ -79,10 +79,12 @@ class PieceReader:
             if self._call is not call:
                 continue  # to be begun once more
             if self._deadline.left() == 0.0:
-                self.close()
-                raise self._deadline.error(
+                error = self._deadline.error(
                     f"the continuation had {self._number} tokens and no end", "; it was withdrawn"
                 )
+                self._end_span(error)
+                self.close()
+                raise error
             await self._wait(call)
         return None
 
@@ -125,8 +127,12 @@ class PieceReader:
             self._end_span(error)
             raise
         self._ended = True
+        try:
+            self._check(call, whole)
+        except LmpoolError as error:
+            self._end_span(error)
+            raise
         self._end_span(None)
-        self._check(call, whole)
         rest = whole.behind(self._number)
         return Piece(
             self._number,

@@ -237,6 +237,7 @@ class Window(Generic[GivenT]):
     def _end_span(self, error: LmpoolError | None) -> None:
         span, self._span = self._span, None
         if span is not None:
+            span.asked(self._read)
             span.end(error)
 
     async def _answer(self, asked: _Asked) -> Answer:

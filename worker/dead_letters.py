@@ -69,7 +69,6 @@ class DeadLetters:
         deliveries: int,
         worker: str,
     ) -> None:
-        self._note("refused" if status == "refused" else "given_up", reason)
         shard = stream.shard
         kept = (
             *("job", data, "reason", reason),
@@ -95,5 +94,6 @@ class DeadLetters:
             server.xack(stream.key, GROUP, entry)  # or it would come back for ever
             server.xdel(stream.key, entry)
             return
+        self._note("refused" if status == "refused" else "given_up", reason)
         if refusal:
             logger.error("%s cannot be written, the job is not kept: %s", shard.dead, refusal)

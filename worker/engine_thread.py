@@ -27,7 +27,7 @@ from lmpool.worker.intake import by_stream
 from lmpool.worker.pieces import Tellings
 from lmpool.worker.publishing import Done, Finished, Publisher, Told
 from lmpool.worker.status import WorkerStatus
-from lmpool.worker.traces import BatchTraces
+from lmpool.worker.traces import LONGEST_MS, BatchTraces
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +98,13 @@ class EngineLoop:
                 if self._engine.in_flight():
                     self._step()
                     self._review()
+                    self._look()
                 elif batch:
                     self._batcher.done()  # nothing of it had to be run
         finally:
             self._ended = True
             self._cancel_calls()
+            self._traces.end_all()
 
     def _cancel_calls(self) -> None:
         with suppress(IndexError):  # the thread that ends and one that calls may both be here
@@ -133,6 +135,7 @@ class EngineLoop:
                 continue
             try:
                 future.set_result(function())
+                self._look()
             except BaseException as error:
                 future.set_exception(error)
                 if isinstance(error, EngineBroken):
@@ -216,11 +219,19 @@ class EngineLoop:
             self._note(started)
             with self._status.step():
                 self._engine.submit(requests)
+            self._look()
+
+    def _look(self) -> None:
+        """What a scraper is to see of the engine."""
+        if self._metrics.on:
+            self._metrics.running = self._engine.in_flight()
+            self._metrics.engine = self._engine.measures()
 
     def _note(self, started: Sequence[Delivery]) -> None:
         now_ms = self._clock.now_ms()
         if self._metrics.on:
-            waited = [(now_ms - delivery.job.sent) / 1000 for delivery in started]
+            # Clocks differ, and anybody may write a job.
+            waited = [min(max(0, now_ms - d.job.sent), LONGEST_MS) / 1000 for d in started]
             self._metrics.begin(waited, sum(delivery.size for delivery in started))
         self._traces.begin(started, now_ms)
 
@@ -240,15 +251,12 @@ class EngineLoop:
         with self._status.step():
             outcomes = self._engine.step()
             parts = self._engine.parts()
-            if self._metrics.on:
-                self._metrics.engine = self._engine.measures()
         # A step, not all that is in flight: between two tokens of continuations there is room for
         # other prompts, and the intake must know when.
         self._status.end_batch(len(outcomes), self._batcher.stepped())
         if parts:
             self._tell(parts)
-        self._metrics.running = running = self._engine.in_flight()
-        idle = not running
+        idle = not self._engine.in_flight()
         finished: list[Finished] = []
         for outcome in outcomes:
             finished += self._finish(outcome)
@@ -301,7 +309,7 @@ class EngineLoop:
 
     def _finish(self, outcome: Outcome) -> list[Finished]:
         held = self._held.pop(outcome.id, None)
-        self._traces.end((outcome.id,))
+        self._traces.end((outcome.id,), failed=outcome.error is not None)
         if held is None:
             logger.error("the engine gave an outcome for an unknown request: dropped")
             return []

@@ -31,7 +31,7 @@ class WorkerMonitor(Collector):
         if status.stopping.is_set():
             return Readiness(False, {"status": "stopping", **says})
         start = service.start_progress
-        seconds = {stage: round(took, 3) for stage, took in start.stages.items()}
+        seconds = {stage: round(took, 3) for stage, took in dict(start.stages).items()}
         if service.loop is None or status.metrics.beat_at is None or start.stage is not None:
             at = {"stage": start.stage or "begin", "stage_seconds": round(start.seconds(), 1)}
             return Readiness(False, {"status": "starting", **says, **at, "stages": seconds})

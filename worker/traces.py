@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from lmpool.tracing import active, batch_span
 from lmpool.worker.batching import Delivery
 
+LONGEST_MS: Final = 7 * 86_400_000
+"""Of a wait that is told: anybody may write a job."""
+
 
 class _Batch:
-    __slots__ = ("left", "span")
+    __slots__ = ("failed", "left", "span")
 
     def __init__(self, span: Any, left: int) -> None:
         self.span = span
         self.left = left
+        self.failed = 0
 
 
 class BatchTraces:
@@ -32,6 +36,7 @@ class BatchTraces:
         traces = [delivery.job.trace for delivery in started if delivery.job.trace is not None]
         if not traces or not active():
             return
+        first = min(delivery.job.sent for delivery in started)
         span = batch_span(
             traces,
             {
@@ -39,7 +44,7 @@ class BatchTraces:
                 "lmpool.prompts": len(started),
                 "lmpool.tokens": sum(delivery.size for delivery in started),
                 "lmpool.wants": sorted({delivery.job.want.kind for delivery in started}),
-                "lmpool.queue_wait_ms": max(0, now_ms - min(d.job.sent for d in started)),
+                "lmpool.queue_wait_ms": min(max(0, now_ms - first), LONGEST_MS),
             },
         )
         if span is not None:
@@ -47,7 +52,14 @@ class BatchTraces:
             for delivery in started:
                 self._running[delivery.job.digest] = batch
 
-    def end(self, digests: Iterable[bytes]) -> None:
+    def end_all(self) -> None:
+        """The engine has nothing any more, however that came."""
+        for batch in {id(batch): batch for batch in self._running.values()}.values():
+            batch.span.set_attribute("lmpool.failed", batch.left)
+            batch.span.end()
+        self._running.clear()
+
+    def end(self, digests: Iterable[bytes], *, failed: bool = False) -> None:
         """The engine has these no longer."""
         if not self._running:
             return
@@ -55,5 +67,8 @@ class BatchTraces:
             batch = self._running.pop(digest, None)
             if batch is not None:
                 batch.left -= 1
+                batch.failed += failed
                 if not batch.left:
+                    if batch.failed:
+                        batch.span.set_attribute("lmpool.failed", batch.failed)
                     batch.span.end()

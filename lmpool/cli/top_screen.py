@@ -117,6 +117,8 @@ def _backlog(view: PoolView) -> str:
 def _given_up(view: PoolView, rates: dict[str, float] | None) -> str:
     did = view.statistics
     text = f"{did['failed']:,} failed{_pace(rates, 'failed')}, {did['expired']:,} expired"
+    if view.dead_letters is None:
+        return f"{text}, dead letters: not for this user of the server"
     letters = f"{view.dead_letters:,} dead letters"
     if not view.dead_letters:
         return f"{text}, {letters}"

@@ -59,6 +59,8 @@ def create_app(options: GatewayOptions, *, page_alone: bool = False) -> App:
         description="Language models of lmpool's pools, as OpenAI's API has them.",
         lifespan=life,
         separate_input_output_schemas=False,
+        # The pages that describe an API come with scripts of others.
+        openapi_url=None if page_alone else "/openapi.json",
         # A span for each request that comes through the door, where anybody takes spans.
         telemetry={"exclude": _untraced, "metrics": False, "logs": False},
     )

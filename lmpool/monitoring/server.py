@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from socketserver import TCPServer
@@ -21,10 +22,12 @@ from lmpool.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
-HEAD_TIMEOUT: Final = 5.0
-"""Seconds in which a request's head must arrive, and its answer be taken."""
+SILENT: Final = 5.0
+"""Seconds for which one who asks may say nothing."""
+TAKES: Final = 30.0
+"""Seconds for all of a request and its answer."""
 MOST: Final = 16
-"""Requests that are answered at once; whoever comes then is hung up on."""
+"""Requests that are answered at once."""
 TRY_AGAIN: Final = 5.0
 """Seconds between two tries at a port that another process has."""
 LOOK_EVERY: Final = 0.5
@@ -76,7 +79,7 @@ def _json(
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = HEAD_TIMEOUT
+    timeout = SILENT
     server_version = "lmpool"
     sys_version = ""
 
@@ -99,13 +102,15 @@ class _Said:
 
 
 class _Server(WSGIServer):
-    """A thread for each request, `MOST` of them."""
+    """A thread for each request, `MOST` of them: for one more the oldest is hung up on."""
 
     request_queue_size = 32
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._places = threading.BoundedSemaphore(MOST)
+        self._open: dict[socket.socket, float] = {}
+        """Until when each may take, in the order in which they came."""
+        self._lock = threading.Lock()
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -115,12 +120,31 @@ class _Server(WSGIServer):
         self.server_name, self.server_port = str(host), int(port)
         self.setup_environ()
 
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            return super().get_request()
+        except OSError:  # no file is left for it, and it goes on waiting
+            time.sleep(LOOK_EVERY)
+            raise
+
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._places.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+        with self._lock:
+            late = [next(iter(self._open))] if len(self._open) >= MOST else []
+            self._open[request] = time.monotonic() + TAKES
+        _hang_up(late)
         given = (request, client_address)
-        threading.Thread(target=self._answer, args=given, daemon=True).start()
+        try:
+            threading.Thread(target=self._answer, args=given, daemon=True).start()
+        except RuntimeError as error:  # no thread is left
+            logger.debug("nobody can look at this process: %s", error)
+            self._forget(request)
+
+    def end_late(self) -> None:
+        """Hang up on those whose time is over: a byte now and then is no request."""
+        now = time.monotonic()
+        with self._lock:
+            late = [each for each, until in self._open.items() if until < now]
+        _hang_up(late)
 
     def _answer(self, request: Any, client_address: Any) -> None:
         try:
@@ -128,8 +152,19 @@ class _Server(WSGIServer):
         except Exception:  # whoever asked has hung up, or never asked
             logger.debug("a look at this process failed", exc_info=True)
         finally:
-            self.shutdown_request(request)
-            self._places.release()
+            self._forget(request)
+
+    def _forget(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        self.shutdown_request(request)
+
+
+def _hang_up(connections: Iterable[socket.socket]) -> None:
+    """Wake the threads that read from them, which close them."""
+    for each in connections:
+        with contextlib.suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
 
 
 class MonitoringServer:
@@ -156,7 +191,7 @@ class MonitoringServer:
         """Take the port. Raises `SettingsError` where it cannot be had."""
         try:
             server = _Server((self._host, self._port))
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, TypeError, ValueError) as error:
             raise SettingsError(
                 f"host={self._host!r}, port={self._port}: cannot listen there ({said(error)}): "
                 "stop what does, or write another port"
@@ -194,4 +229,5 @@ class MonitoringServer:
         # Not serve_forever, whose end nobody may wait for before it has begun.
         while not self._closing.is_set():
             self._server.handle_request()
+            self._server.end_late()
         self._server.server_close()

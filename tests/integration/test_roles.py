@@ -11,8 +11,11 @@ import pytest
 import redis
 
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
+from lmpool.pool_view import PoolViewer
 from lmpool.scripts import script
+from tests.support.clients import connected
 from tests.support.server import RealServer
+from tests.support.workers import worker_process
 
 ROOT = Path(__file__).parents[2]
 ROLES = ("producer", "worker", "operator")
@@ -101,7 +104,7 @@ def users(server_binary: str) -> Iterator[dict[str, redis.Redis]]:
         address = server.url.rpartition("/")[0].removeprefix("redis://")
         found = {
             role: redis.Redis.from_url(f"redis://{role}:change-this-{role}@{address}/0", protocol=2)
-            for role in ROLES
+            for role in (*ROLES, "exporter")
         }
         try:
             yield found
@@ -133,6 +136,38 @@ def test_a_role_can_do_what_the_table_says(
         except redis.exceptions.ResponseError:
             pass  # it was allowed, and came to nothing
         assert (refused is None) == (answer == "yes"), f"{role}: {command}: {refused}"
+
+
+def test_an_exporter_sees_a_pool_and_touches_nothing(
+    server_binary: str, users: dict[str, redis.Redis]
+) -> None:
+    exporter, operator = users["exporter"], users["operator"]
+    given = exporter.connection_pool.connection_kwargs
+    url = f"redis://exporter:{given['password']}@{given['host']}:{given['port']}/0"
+    theirs = url.replace("exporter", "worker")
+    with (
+        worker_process(theirs, "seen", adapter_dirs=["/nowhere"]),
+        PoolViewer(url, "seen") as viewer,
+        connected(url.replace("exporter", "producer"), "seen") as lm,
+    ):
+        lm.sync.next_token_logprobs([1, 2])
+        (shard,) = lm.shards
+        operator.xadd(shard.dead, {"job": "x", "reason": "by hand"})
+        operator.hset(shard.adapters, "a", "b")
+        view = viewer.read()
+        assert len(view.workers) == 1
+        assert (view.statistics["computed"], view.dead_letters, view.adapters) == (1, 1, ["a"])
+        assert view.statistics["held_bytes"] > 0
+        assert view.memory_max_bytes >= 0 < view.memory_bytes
+        operator.hdel(shard.adapters, "a")
+    seen = {"read model info, vocabulary, rows, pieces, adapters' names, counters",
+            "read the job streams: everybody's prompts", "see dead letters"}  # fmt: skip
+    for deed, commands in deeds(SHARD).items():
+        for command in (
+            commands if deed not in seen else [("GET", RESULT), ("XRANGE", THEIRS, "-", "+")]
+        ):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                exporter.execute_command(*command)
 
 
 def test_an_append_only_file_brings_back_what_scripts_wrote(server_binary: str) -> None:

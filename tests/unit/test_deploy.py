@@ -178,8 +178,8 @@ def test_passwords_are_made_for_every_user_and_read_by_their_owner_alone(tmp_pat
     users = (folder / "users.acl").read_text("utf-8")
     assert "change-this" not in users
     passwords = dict(re.findall(r"^user (\w+) on >([0-9a-f]{48}) ", users, re.MULTILINE))
-    assert set(passwords) == {"producer", "worker", "operator"}
-    assert len(set(passwords.values())) == 3
+    assert set(passwords) == {"producer", "worker", "exporter", "operator"}
+    assert len(set(passwords.values())) == 4
     for name, password in passwords.items():
         url = (folder / f"{name}-url").read_text("utf-8")
         assert check_url(url) == url
@@ -187,7 +187,7 @@ def test_passwords_are_made_for_every_user_and_read_by_their_owner_alone(tmp_pat
         assert (parts.username, parts.password) == (name, password)
         assert (parts.hostname, parts.port) == ("redis.example", 6379)
         assert (folder / f"{name}.env").read_text("utf-8") == f"LMPOOL_URL={url}\n"
-    assert (folder / "operator-password").read_text("utf-8") == passwords["operator"]
+    assert (folder / "exporter-password").read_text("utf-8") == passwords["exporter"]
     for path in (folder, *folder.iterdir()):
         assert path.stat().st_mode & 0o077 == 0, path
 
@@ -208,7 +208,7 @@ def test_the_chart_asks_for_keys_that_are_made(tmp_path: Path) -> None:
     templates = "".join(path.read_text("utf-8") for path in (CHART / "templates").iterdir())
     asked = set(re.findall(r"\bkey: ([\w.-]+)(?![\w./-])", templates))
     asked |= set(re.findall(r'"lmpool\.url" \(list \S+ "([\w-]+)"\)', templates))
-    assert {"worker-url", "producer-url", "operator-url"} <= asked
+    assert {"worker-url", "producer-url", "exporter-url"} <= asked
     assert asked - made == {"hf-token", "redis.conf"}
     values = (CHART / "values.yaml").read_text("utf-8")
     assert all(f"#   {key} " in values for key in asked - {"redis.conf"})

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -552,6 +553,26 @@ def test_a_call_that_fails_fails_alone_unless_the_engine_is_broken(loop: Loop) -
     with pytest.raises(EngineBroken):
         loop.thread.end()
     loop.thread = None
+
+
+@pytest.mark.parametrize("sent", [2**62, -(2**62), 0])
+def test_when_a_job_was_sent_is_believed_within_bounds(loop: Loop, sent: int) -> None:
+    """Clocks differ, and anybody may write a job: a sum that falls is a restart to Prometheus."""
+    loop.status.metrics.on = True
+    delivery = loop.delivery(1)
+    loop.loop._note([replace(delivery, job=replace(delivery.job, sent=sent))])
+    assert sum(loop.status.metrics.queue_wait.counts) == 1
+    assert 0 <= loop.status.metrics.queue_wait.total <= 7 * 86_400
+
+
+def test_what_the_engine_has_is_seen_while_it_runs(loop: Loop) -> None:
+    loop.status.metrics.on = True
+    loop.batcher.add([loop.delivery(1), loop.delivery(2)])
+    loop.start()
+    until(lambda: loop.status.metrics.running == 2, what="both to be seen")
+    loop.engine.gate.release()
+    loop.wait_for(2)
+    until(lambda: loop.status.metrics.running == 0, what="none to be seen")
 
 
 def test_an_engine_that_breaks_ends_the_thread_and_leaves_what_it_had(loop: Loop) -> None:

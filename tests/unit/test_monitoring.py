@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import logging
 import socket
 import threading
@@ -101,21 +102,54 @@ def test_what_is_no_look_is_refused(port: int) -> None:
     assert get(port, "/ready", "HEAD") == (200, b"")
 
 
-def test_who_says_nothing_keeps_nobody_from_looking(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    silent = [socket.create_connection((HERE, port)) for _ in range(MOST - 1)]
+def test_who_says_nothing_keeps_nobody_from_looking(port: int) -> None:
+    silent = [socket.create_connection((HERE, port)) for _ in range(2 * MOST)]
     try:
-        until(lambda: threading.active_count() >= MOST, what="the silent ones to be served")
+        for each in silent:
+            each.send(b"G")
         assert Scrape(port).value("answer") == 42
-        beyond = socket.create_connection((HERE, port))
-        more = socket.create_connection((HERE, port))
-        silent += [beyond, more]
-        more.settimeout(10)
-        assert more.recv(1) == b"", "more than MOST are served"
+        silent[0].settimeout(10)
+        assert silent[0].recv(1) == b"", "the oldest of more than MOST are hung up on"
     finally:
         for each in silent:
             each.close()
+
+
+def test_a_byte_now_and_then_is_no_request(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "TAKES", 0.3)
+    with socket.create_connection((HERE, port)) as slow:
+        slow.settimeout(0.05)
+
+        def is_hung_up() -> bool:
+            try:
+                slow.send(b"x")
+                return slow.recv(1) == b""
+            except TimeoutError:
+                return False
+            except OSError:
+                return True
+
+        until(is_hung_up, what="the slow one to be hung up on", every=0.05)
+    assert Scrape(port).value("answer") == 42
+
+
+def test_where_no_thread_is_left_others_are_answered_later(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+    refused: list[int] = []
+
+    def fails(thread: threading.Thread) -> None:
+        if len(refused) < 2 * MOST and thread.name.startswith("Thread"):
+            refused.append(1)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    for _ in range(2 * MOST):
+        with pytest.raises((ConnectionError, http.client.HTTPException)):
+            get(port, "/health")
+    assert Scrape(port).value("answer") == 42
 
 
 def test_the_silent_are_hung_up_on(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,9 @@ export class Letters {
     this.operator = operator;
     const number = view ? view.dead_letters : 0;
     const now = `${this.pool()} ${number} ${operator}`;
+    put("letters-none", number === null
+      ? "The gateway's user of the server may not see them. The page shows them where it connects as operator."
+      : "No job was given up.");
     if (!number) {
       this.known = now;
       this.render([]);

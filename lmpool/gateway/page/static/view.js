@@ -40,7 +40,7 @@ export function render(told) {
   put("evicted", count(statistics.evicted));
   put("failed", count(statistics.failed));
   put("failed-more", `${count(statistics.expired)} expired`);
-  put("dead", count(view.dead_letters));
+  put("dead", view.dead_letters === null ? "–" : count(view.dead_letters));
   $("dead").closest(".tile").classList.toggle("alert", view.dead_letters > 0);
   put("alive", count(statistics.workers.length));
   put("alive-more", hosts(statistics.workers));
