@@ -7,7 +7,8 @@ import json
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from lmpool.gateway.page.playground import _parts
 from lmpool.gateway.page.watch import Seen, Watch, plain
 from lmpool.gateway.state import Gateway
 from lmpool.gateway.words import Words
+from tests.support.waiting import until
 
 OPTIONS = GatewayOptions((PoolAddress("pool"), PoolAddress("other")))
 
@@ -223,6 +225,24 @@ def test_failures_of_all_workers_are_told_the_newest_first(viewer: type[Viewer])
             (18, "w13"),
         ]
         assert len(seen.failures) == watch.MOST_FAILURES
+        assert seen.view is not None
+        assert not any(each["failures"] for each in seen.view["statistics"]["workers"])
+
+    run(test)
+
+
+def test_of_more_workers_than_are_shown_it_is_told_how_many_there_are(
+    viewer: type[Viewer],
+) -> None:
+    async def test() -> None:
+        viewer.workers = watch.MOST_ITEMS + 45
+        found = looked()
+        with found.watching():
+            seen = await found.after(0)
+        await found.stop()
+        assert seen.view is not None
+        assert len(seen.view["statistics"]["workers"]) == watch.MOST_ITEMS
+        assert seen.view["alive"] == watch.MOST_ITEMS + 45
 
     run(test)
 
@@ -248,7 +268,44 @@ def test_so_many_pages_are_open_at_once(monkeypatch: pytest.MonkeyPatch) -> None
             pass
     with page.place("a"):
         pass
+    monkeypatch.setattr(live, "STREAMS_OF_ADDRESS", 1)
+    with page.place(None, "10.0.0.1"), page.place(None, "10.0.0.2"):
+        refused = pytest.raises(ApiError, match="close one")
+        with refused, page.place(None, "10.0.0.1"):
+            pass
     page._letters.shutdown()
+
+
+def test_who_leaves_a_retry_gives_its_thread_back_once_it_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    going_on, entered = threading.Event(), threading.Event()
+
+    @contextmanager
+    def connected(*_: object, **__: object) -> Iterator[None]:
+        yield None
+
+    def retried(*_: object) -> list[dict[str, Any]]:
+        entered.set()
+        going_on.wait(10)
+        return []
+
+    monkeypatch.setattr(live, "connect", connected)
+    monkeypatch.setattr(live, "_retried", retried)
+
+    async def test() -> None:
+        page = LivePage(Gateway(OPTIONS))
+        pool = page.pool(None)
+        leaving = asyncio.create_task(page.retry(pool, ["1-1"]))
+        await asyncio.to_thread(entered.wait, 10)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert page._retries == live.RETRIES - 1, "its thread is at work still"
+        going_on.set()
+        await asyncio.to_thread(until, lambda: page._retries == live.RETRIES)
+        page._letters.shutdown()
+
+    run(test)
 
 
 # --- whose name it is ----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from typing import Annotated, Any, Final, TypeVar
 
 from fastapi import APIRouter
@@ -36,7 +36,9 @@ router = APIRouter(include_in_schema=False)
 
 STREAMS: Final = 128
 STREAMS_OF_KEY: Final = 16
-"""Pages that are open at once. They count as no requests of a key, as they ask nothing."""
+STREAMS_OF_ADDRESS: Final = 64
+"""Pages that are open at once; without keys of one address. They count as no requests of a key, as
+they ask nothing."""
 SHOWN_LETTERS: Final = 50
 """Of each shard, the latest ones."""
 SHOWN_TOKENS: Final = 24
@@ -59,7 +61,7 @@ class LivePage:
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
         self._watches = {pool.name: Watch(pool) for pool in gateway.pools.all}
-        self._streams: Counter[str | None] = Counter()
+        self._streams: Counter[tuple[str, str]] = Counter()
         self._letters = ThreadPoolExecutor(RETRIES + 2, "page-letters")
         self._retries = RETRIES
 
@@ -80,19 +82,19 @@ class LivePage:
         return self._watches[pool.name]
 
     @contextmanager
-    def place(self, key: str | None) -> Iterator[None]:
-        """A place for one more stream. Raises `ApiError`."""
-        if self._streams.total() >= STREAMS or (
-            key is not None and self._streams[key] >= STREAMS_OF_KEY
-        ):
+    def place(self, key: str | None, address: str = "") -> Iterator[None]:
+        """A place for one more stream, of a key or an address. Raises `ApiError`."""
+        whose = ("address", address) if key is None else ("key", key)
+        most = STREAMS_OF_ADDRESS if key is None else STREAMS_OF_KEY
+        if self._streams.total() >= STREAMS or self._streams[whose] >= most:
             raise ApiError(503, "as many pages are open as may be: close one", retry_after=10)
-        self._streams[key] += 1
+        self._streams[whose] += 1
         try:
             yield
         finally:
-            self._streams[key] -= 1
-            if not self._streams[key]:
-                del self._streams[key]
+            self._streams[whose] -= 1
+            if not self._streams[whose]:
+                del self._streams[whose]
 
     def told(self, pool: Pool, seen: Seen, operator: bool) -> dict[str, Any]:
         """What a page is told of a look. Where the server is, is the operator's business."""
@@ -117,15 +119,24 @@ class LivePage:
 
     # --- dead letters --------------------------------------------------------------------------
 
-    async def with_client(self, pool: Pool, work: Callable[[PooledLM], T]) -> T:
-        """What `work` makes of a client of the pool's, on a thread. Raises `ApiError`."""
+    async def with_client(
+        self,
+        pool: Pool,
+        work: Callable[[PooledLM], T],
+        done: Callable[[], None] = lambda: None,
+    ) -> T:
+        """What `work` makes of a client of the pool's, on a thread; `done` is called once that is
+        free again, also where nobody waits any more. Raises `ApiError`."""
+        loop = asyncio.get_running_loop()
 
         def run() -> T:
             with connect(pool.url, pool.name, workers_timeout=2.0, reconnect_timeout=5.0) as lm:
                 return work(lm)
 
+        working = self._letters.submit(run)
+        working.add_done_callback(lambda _: _tell(loop, done))
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._letters, run)
+            return await asyncio.shield(asyncio.wrap_future(working))
         except LmpoolError as error:
             raise of_pool(error) from None
 
@@ -134,10 +145,15 @@ class LivePage:
         if not self._retries:
             raise ApiError(503, "others are being asked for again: wait until they are through")
         self._retries -= 1
-        try:
-            return await self.with_client(pool, lambda lm: _retried(lm, names))
-        finally:
-            self._retries += 1
+        return await self.with_client(pool, lambda lm: _retried(lm, names), self._give_back)
+
+    def _give_back(self) -> None:
+        self._retries += 1
+
+
+def _tell(loop: asyncio.AbstractEventLoop, done: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # the loop is closed, and nobody is left to be told
+        loop.call_soon_threadsafe(done)
 
 
 def page_of(request: HttpRequest) -> LivePage:
@@ -177,7 +193,8 @@ async def _views(page: LivePage, pool: Pool, request: HttpRequest) -> AsyncGener
     number = watch.seen.number - watch.is_looking  # what was seen a moment ago is told at once
     ended = asyncio.ensure_future(ending.wait())
     try:
-        with page.place(None if key is None else key.name), watch.watching():
+        address = "" if request.client is None else request.client.host
+        with page.place(None if key is None else key.name, address), watch.watching():
             while True:
                 news = asyncio.ensure_future(watch.after(number))
                 await asyncio.wait(

@@ -129,7 +129,10 @@ class Watch:
                 viewer = self._viewer = PoolViewer(
                     self._pool.url, self._pool.name, answers_within=ANSWERS_WITHIN
                 )
-            view: dict[str, Any] = plain(viewer.read().as_dict())
+            found = viewer.read().as_dict()
+            # Of more workers than are shown it is told how many there are.
+            alive = len(found["statistics"]["workers"])
+            view: dict[str, Any] = plain({**found, "alive": alive})
             return view
         except LmpoolError as error:
             return str(error)[:MOST_TEXT]
@@ -146,6 +149,8 @@ class Watch:
         state: State = "serving" if workers else "no workers" if found["model"] else "no pool"
         rate = self._pace(found["read_at"], found["statistics"]["computed"])
         failures = _failures(workers)
+        for worker in workers:
+            worker["failures"] = []  # told once, and not with each view
         self._publish(state, view=found, rate=rate, failures=failures)
 
     def _pace(self, at: float, computed: int) -> float | None:

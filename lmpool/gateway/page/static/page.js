@@ -58,7 +58,7 @@ function modelOf({ pool, view }) {
 }
 
 function title(told) {
-  const workers = told.view?.statistics.workers.length ?? 0;
+  const workers = told.view?.alive ?? 0;
   const alive = `${workers} ${workers === 1 ? "worker" : "workers"}`;
   return `${told.pool}: ${told.state === "serving" ? alive : STATES[told.state]} · lmpool`;
 }

@@ -42,7 +42,7 @@ export function render(told) {
   put("failed-more", `${count(statistics.expired)} expired`);
   put("dead", view.dead_letters === null ? "–" : count(view.dead_letters));
   $("dead").closest(".tile").classList.toggle("alert", view.dead_letters > 0);
-  put("alive", count(statistics.workers.length));
+  put("alive", count(view.alive));
   put("alive-more", hosts(statistics.workers));
   workers(statistics.workers);
   adapters(view.adapters);
