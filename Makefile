@@ -99,8 +99,8 @@ bench: $(READY) ## The measurements
 # comes first and alone, so that pip takes the build which this machine's configuration provides.
 .venv/.installed: pyproject.toml
 	$(call make_environment,.venv)
-	@echo "  lmpool[embedded,hf,dev]"
-	@PYTHONWARNINGS=ignore .venv/$(INSTALL) --editable '.[embedded,hf,dev]'
+	@echo "  lmpool[embedded,hf,pages,dev]"
+	@PYTHONWARNINGS=ignore .venv/$(INSTALL) --editable '.[embedded,hf,pages,dev]'
 	@touch $@
 
 .PRECIOUS: .venv-%/.installed

@@ -10,14 +10,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from lmpool.errors import SettingsError
 from lmpool.release import VERSION
 from lmpool.wants import Want
 
-__all__ = ["CallSpan", "active", "batch_span", "begin_call", "set_up"]
+__all__ = ["CallSpan", "active", "batch_span", "begin_call", "set_up", "within"]
 
 LINKS_MOST: Final = 127
 """Calls that a batch's span names, beside the one that it belongs to."""
@@ -136,6 +137,19 @@ def batch_span(traceparents: Sequence[str], attributes: Mapping[str, Any]) -> An
     return tracer.start(
         "lmpool batch", context=parent, kind=tracer.consumer, links=links, attributes=attributes
     )
+
+
+@contextmanager
+def within(headers: Mapping[str, str], name: str) -> Iterator[Any]:
+    """While a request is answered: its span, of the trace that its headers name."""
+    from opentelemetry.trace import SpanKind, use_span
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    context = TraceContextTextMapPropagator().extract(headers)
+    span = _tracer().start(name, context=context, kind=SpanKind.SERVER)
+    # Not what an error says, which may quote what was asked.
+    with use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
+        yield span
 
 
 def set_up(service: str, instance: str = "") -> Callable[[], None]:

@@ -23,13 +23,14 @@ from lmpool.gateway import (
     models,
     tokens,
 )
-from lmpool.gateway.door import OPEN, WATCHING, App, Door
+from lmpool.gateway.door import OPEN, App, Door
 from lmpool.gateway.errors import ApiError, phrase
 from lmpool.gateway.keys import KeyFile
 from lmpool.gateway.options import GatewayOptions
 from lmpool.gateway.page import assets, live, playground
 from lmpool.gateway.sampling import TOKEN_ID
 from lmpool.gateway.state import Gateway
+from lmpool.gateway.traces import NATIVE, Traced
 
 _WRONG_TYPE: Final = ("missing", "_type", "_parsing", "_unicode")
 """Ends of pydantic's names for what is of another type than a field; the rest is out of bounds."""
@@ -61,8 +62,7 @@ def create_app(options: GatewayOptions, *, page_alone: bool = False) -> App:
         separate_input_output_schemas=False,
         # The pages that describe an API come with scripts of others.
         openapi_url=None if page_alone else "/openapi.json",
-        # A span for each request that comes through the door, where anybody takes spans.
-        telemetry={"exclude": _untraced, "metrics": False, "logs": False},
+        telemetry=NATIVE,  # which earlier releases keep, and do nothing with
     )
     app.state.gateway, app.state.page = gateway, page
     apis = (models, completions, chat, tokens, binary, inference)
@@ -75,12 +75,7 @@ def create_app(options: GatewayOptions, *, page_alone: bool = False) -> App:
     app.add_exception_handler(Exception, _failed)
     _describe(app, gateway, with_keys=keys is not None)
     routes = [route for module in modules for route in module.router.routes]
-    return metrics.observe(gateway, Door(app, options, keys), routes)
-
-
-def _untraced(scope: Any) -> bool:
-    """What is open, or stays open: a page that somebody looks at is no request that takes long."""
-    return scope["path"] in OPEN or scope["path"] == WATCHING
+    return metrics.observe(gateway, Traced(Door(app, options, keys)), routes)
 
 
 # --- errors --------------------------------------------------------------------------------------
