@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from lmpool.errors import SettingsError
 from lmpool.release import VERSION
-from lmpool.wants import Want
+from lmpool.wire import Job
 
 __all__ = ["CallSpan", "active", "batch_span", "begin_call", "set_up", "within"]
 
@@ -64,18 +64,14 @@ def _tracer() -> _Tracer:
 
 
 class CallSpan:
-    """One call's span. `traceparent` is what its jobs carry; None where it is not sampled."""
+    """One call's span that is recorded. `traceparent` is what its jobs carry; None where it is not
+    sampled all the same."""
 
     __slots__ = ("_span", "traceparent")
 
     def __init__(self, span: Any) -> None:
         self._span = span
-        self.traceparent = _traceparent(span) if span.is_recording() else None
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether somebody is told of it."""
-        return bool(self._span.is_recording())
+        self.traceparent = _traceparent(span)
 
     def asked(self, prompts: int) -> None:
         """So many prompts were asked in all."""
@@ -89,16 +85,19 @@ class CallSpan:
             self._span.end()
 
 
-def begin_call(pool: str, model: str, wants: Sequence[Want], name: str = "lmpool ask") -> CallSpan:
-    """The span of a call that asks for so many answers, within the caller's own trace."""
+def begin_call(
+    pool: str, model: str, jobs: Sequence[Job], name: str = "lmpool ask"
+) -> CallSpan | None:
+    """The span of a call that asks for these, within the caller's own trace; None where nobody is
+    told of it, as of ninety-nine in a hundred."""
     tracer = _tracer()
-    # What it is about is said of those that are recorded, which may be one in a hundred.
     span = tracer.start(name, kind=tracer.client)
-    if span.is_recording():
-        span.set_attribute("lmpool.pool", pool)
-        span.set_attribute("lmpool.model", model)
-        span.set_attribute("lmpool.prompts", len(wants))
-        span.set_attribute("lmpool.wants", sorted({want.kind for want in wants}))
+    if not span.is_recording():
+        return None
+    span.set_attribute("lmpool.pool", pool)
+    span.set_attribute("lmpool.model", model)
+    span.set_attribute("lmpool.prompts", len(jobs))
+    span.set_attribute("lmpool.wants", sorted({job.want.kind for job in jobs}))
     return CallSpan(span)
 
 

@@ -49,8 +49,8 @@ class Caller:
         self, info: ModelInfo, jobs: Sequence[Job], options: CallOptions
     ) -> list[Answer | LmpoolError]:
         pool = self._client.options.pool
-        span = begin_call(pool, info.model, [job.want for job in jobs])
-        if not span.is_recorded:
+        span = begin_call(pool, info.model, jobs)
+        if span is None:
             return await self._answers(info, jobs, options, None)
         try:
             answers = await self._answers(info, jobs, options, span.traceparent)

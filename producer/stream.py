@@ -63,6 +63,8 @@ class PieceReader:
         """Tokens that were handed out."""
         self._ended = False
         self._span: CallSpan | None = None
+        self._began = False
+        """Whether the call is known to whoever takes spans."""
 
     async def next(self) -> Piece | None:
         """The next piece; None after the last. Raises `PoolTimeout`, and what went wrong."""
@@ -154,9 +156,9 @@ class PieceReader:
             )
 
     def _trace(self, call: StreamCall) -> None:
-        if self._span is None and active() and call.info is not None:
-            pool, wants = self._client.options.pool, [job.want for job in call.jobs]
-            self._span = begin_call(pool, call.info.model, wants, "lmpool stream")
+        if not self._began and active() and call.info is not None:
+            self._began, pool = True, self._client.options.pool
+            self._span = begin_call(pool, call.info.model, call.jobs, "lmpool stream")
         call.trace = None if self._span is None else self._span.traceparent
 
     def _end_span(self, error: LmpoolError | None) -> None:

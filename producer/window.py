@@ -98,6 +98,8 @@ class Window(Generic[GivenT]):
         self._event = threading.Event()
         self._woken: asyncio.Future[None] | None = None
         self._span: CallSpan | None = None
+        self._began = False
+        """Whether the call is known to whoever takes spans."""
 
     async def next(self) -> tuple[int, GivenT | LmpoolError] | None:
         """The next answer with its ask's number; None after the last."""
@@ -164,9 +166,9 @@ class Window(Generic[GivenT]):
             return None
         # What the caller gave may be another by the time that it is asked again.
         asked.ask = replace(ask, token_ids=job.token_ids())
-        if self._span is None and active():
-            pool = self._client.options.pool
-            self._span = begin_call(pool, info.model, [job.want], "lmpool ask_iter")
+        if not self._began and active():
+            self._began, pool = True, self._client.options.pool
+            self._span = begin_call(pool, info.model, [job], "lmpool ask_iter")
         asked.call = call = PendingCall(
             [job],
             options.deadline.at,
