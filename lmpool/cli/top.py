@@ -10,10 +10,10 @@ import threading
 import time
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self
+from typing import TYPE_CHECKING, Annotated, Final, Self
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.segment import Segment
 from rich.style import Style
@@ -21,16 +21,15 @@ from rich.style import Style
 from lmpool.cli.keyboard import keys_pressed
 from lmpool.cli.options import Every, Pool, Url
 from lmpool.cli.terminal import json_text, tables
-from lmpool.errors import LmpoolError
+from lmpool.cli.top_look import Look
 
 if TYPE_CHECKING:
-    from lmpool.pool_view import PoolView, PoolViewer
+    from lmpool.pool_view import PoolViewer
 
 KEY_WAIT: Final = 0.25
 """Seconds for which a key is waited for before it is seen whether there is something new."""
 PATIENCE: Final = 3.0
 """Seconds in which a server must answer that is not gone: whoever watches wants to know it soon."""
-COUNTED: Final = ("computed", "batches", "failed", "expired", "evicted")
 SCROLL: Final = {"j": 1, "\x1b[B": 1, " ": 10, "k": -1, "\x1b[A": -1}
 DIM: Final = Style(dim=True)
 
@@ -63,60 +62,16 @@ def top(
             if as_json:
                 print(json_text(look.as_dict()), flush=True)
             else:
-                console.print(look.shown(console))
+                console.print(_shown(look, console))
             if once:
                 raise typer.Exit(0 if look.view is not None and look.view.workers else 1)
             time.sleep(every)
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """What was seen, and how it differs from what was seen before."""
+def _shown(look: Look, console: Console) -> RenderableType:
+    from lmpool.cli.top_screen import shown  # which brings numpy
 
-    pool: str
-    view: PoolView | None = None
-    rates: dict[str, float] | None = None
-    """By the name of what is counted, a second since the look before; None where nobody knows."""
-    error: LmpoolError | None = None
-    gone_at: float = 0.0
-    """Since when, in seconds since 1970, there has been an error: view and rates are of before."""
-
-    def next(self, viewer: PoolViewer) -> Look:
-        """Look again."""
-        try:
-            view = viewer.read()
-        except LmpoolError as error:
-            gone_at = self.gone_at if self.error else time.time()
-            return Look(self.pool, self.view, self.rates, error, gone_at)
-        before = self.view if self.error is None else None
-        return Look(self.pool, view, None if before is None else rates(before, view))
-
-    def as_dict(self) -> dict[str, Any]:
-        """The look for programs: `PoolView.as_dict`, and what follows from two looks."""
-        if self.view is None or self.error is not None:
-            return {"pool": self.pool, "error": str(self.error), "gone_at": self.gone_at}
-        return {**self.view.as_dict(), "rates": self.rates, "error": None, "gone_at": None}
-
-    def shown(self, console: Console) -> Any:
-        """The look for people."""
-        from lmpool.cli.top_screen import shown
-
-        return shown(self, console)
-
-
-def rates(before: PoolView, now: PoolView) -> dict[str, float] | None:
-    """What was counted a second between two looks; None where the counters began anew."""
-    seconds = now.read_at - before.read_at
-    if seconds <= 0 or before.model is None or now.model is None:
-        return None
-    if before.model["fingerprint"] != now.model["fingerprint"]:
-        return None
-    old: dict[str, Any] = {**before.statistics}
-    new: dict[str, Any] = {**now.statistics}
-    found = {name: (new[name] - old[name]) / seconds for name in COUNTED}
-    for kind, number in now.statistics["answers"].items():
-        found[f"answers_{kind}"] = (number - before.statistics["answers"].get(kind, 0)) / seconds
-    return None if min(found.values()) < 0 else found
+    return shown(look, console)
 
 
 class _Looks:
@@ -165,7 +120,7 @@ class _Page:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         height = max(2, options.height or console.height)
         body = options.update(height=None)
-        lines = console.render_lines(self.look.shown(console), body, pad=False)
+        lines = console.render_lines(_shown(self.look, console), body, pad=False)
         first = max(0, min(self.first, len(lines) - height + 1))
         room = lines[first : first + height - 1]
         for line in room:
@@ -177,7 +132,7 @@ class _Page:
 
     def last_first(self, console: Console) -> int:
         """The first line of the last screenful."""
-        lines = console.render_lines(self.look.shown(console), pad=False)
+        lines = console.render_lines(_shown(self.look, console), pad=False)
         return max(0, len(lines) - console.height + 1)
 
 

@@ -14,7 +14,7 @@ from lmpool.cli.pool import executions, in_time, workers_table
 from lmpool.cli.terminal import escape, speaks_unicode
 
 if TYPE_CHECKING:
-    from lmpool.cli.top import Look
+    from lmpool.cli.top_look import Look
     from lmpool.pool_view import PoolView
     from lmpool.producer.statistics import JobFailure
 

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from lmpool.cli.terminal import json_text
-from lmpool.cli.top import Look, _Page, rates
+from lmpool.cli.top import _Page
+from lmpool.cli.top_look import Look, rates
 from lmpool.cli.top_screen import shown
 from lmpool.errors import LmpoolError, ServerUnreachable
 from lmpool.pool_view import ModelView, PoolView, QueueView
