@@ -23,11 +23,13 @@ class StartProgress:
         """Seconds that each took, as long as they have ended."""
         self.stage: str | None = None
         self._since = 0.0
+        self._thread: threading.Thread | None = None
         self._ended = threading.Event()
 
     def begin(self) -> None:
         """A start begins; what it is at is said in the log every `SAY_EVERY` seconds."""
-        threading.Thread(target=self._say, name="lmpool-progress", daemon=True).start()
+        self._thread = threading.Thread(target=self._say, name="lmpool-progress", daemon=True)
+        self._thread.start()
 
     def enter(self, stage: str) -> None:
         """The stage before is over."""
@@ -39,6 +41,8 @@ class StartProgress:
         """It is over, however it ended."""
         self._leave()
         self._ended.set()
+        if self._thread is not None:
+            self._thread.join(1.0)
 
     def seconds(self) -> float:
         """For how long the present stage has gone on."""

@@ -202,7 +202,7 @@ def test_the_plug_in_is_registered_and_reads_nothing_of_lmpool() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
     read = ast.literal_eval(done.stdout)
-    assert read == ["lmpool", "lmpool.errors", "lmpool.testing", PLUGIN]
+    assert read == ["lmpool", "lmpool.errors", "lmpool.release", "lmpool.testing", PLUGIN]
 
 
 def test_the_example_passes_without_torch(suite: Suite) -> None:

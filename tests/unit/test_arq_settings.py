@@ -65,6 +65,8 @@ def test_what_a_worker_has_loaded_is_left_out_of_collections(
     done: list[str] = []
 
     class Service:
+        consumer = "w"
+
         def start(self) -> None:
             done.append("started")
 
