@@ -17,7 +17,7 @@ from lmpool.worker.heartbeat import Heartbeat
 from lmpool.worker.intake import Entry, Intake
 from lmpool.worker.service import Service
 
-IDLE_BLOCK_MS: Final = 50
+IDLE_BLOCK_MS: Final = 10
 """As an idle worker notices that it is to stop when its read ends."""
 
 
