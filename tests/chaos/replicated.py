@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import redis
-import trustme
 
 from lmpool.keys import GROUP
 from tests.chaos.load import Load
+from tests.support.certificates import certificates
 from tests.support.faults import Faults
 from tests.support.pools import until_at_rest
 from tests.support.server import RealServer, free_port
@@ -84,7 +84,7 @@ class ReplicatedPool:
         self.done: list[str] = []
         """What befell it."""
         self._seed = seed
-        self._tls = _certificates(folder)
+        self._tls = certificates(folder)
         saved = {"appendonly": "yes", "appendfsync": "everysec"} if append_only else {}
         self.nodes = [Node(binary, self._tls, **saved) for _ in range(2)]
         self.nodes[1].options["replicaof"] = f"127.0.0.1 {self.nodes[0].tls_port}"
@@ -366,18 +366,3 @@ def what_it_holds(client: redis.Redis) -> list[str]:
         elif ":alive:" in name or name.endswith(":steady"):
             lines.append(f"{name}: {client.get(key)!r:.60}, ends in {client.pttl(key)} ms")
     return lines
-
-
-def _certificates(folder: Path) -> dict[str, str]:
-    authority = trustme.CA()
-    issued = authority.issue_cert("127.0.0.1")
-    trusted, key, chain = folder / "ca.pem", folder / "key.pem", folder / "chain.pem"
-    authority.cert_pem.write_to_path(str(trusted))
-    issued.private_key_pem.write_to_path(str(key))
-    issued.cert_chain_pems[0].write_to_path(str(chain))
-    return {
-        "tls_cert_file": str(chain),
-        "tls_key_file": str(key),
-        "tls_ca_cert_file": str(trusted),
-        "tls_auth_clients": "no",
-    }

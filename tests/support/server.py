@@ -65,16 +65,25 @@ class RealServer:
     address stays the same when it is started again, and so does its folder.
     """
 
-    def __init__(self, *, tcp: bool = False, binary: str | None = None, **options: str) -> None:
+    def __init__(
+        self,
+        *,
+        tcp: bool = False,
+        binary: str | None = None,
+        folder: Path | None = None,
+        **options: str,
+    ) -> None:
         chosen = binary or find_server()
         if chosen is None:
             raise FileNotFoundError("no Redis-compatible server: see LMPOOL_TEST_SERVER")
         self.binary: str = chosen
-        self.folder = Path(tempfile.mkdtemp(prefix="lmpool-"))
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="lmpool-"))
         self.socket = self.folder / "s"
         self.port = free_port() if tcp else 0
         self.options = {"save": "", "appendonly": "no", **options}
         self.password = options.get("requirepass")
+        self.group: int | None = None
+        """The process group that it belongs to, if not the test's."""
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -102,7 +111,9 @@ class RealServer:
         for name, value in self.options.items():
             command += [f"--{name.replace('_', '-')}", value]
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, process_group=self.group
+            )
         until(self._answers, 30, what=f"{self.binary} to answer; its log is {self.log.read_text()}")
         return self
 
