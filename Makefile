@@ -23,7 +23,7 @@ IGNORE       := $(foreach name,$(OTHERS),--ignore-glob='*/engines/test_$(name).p
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-server chaos soak mutants families check format format-check lint \
+.PHONY: help install demo test test-server test-cluster chaos soak mutants families check format format-check lint \
         types unit docs bench bench-check clean distclean
 
 help: ## This list
@@ -40,6 +40,9 @@ test: $(READY) ## The tests
 
 test-server: $(READY) ## The tests of a server again, on LMPOOL_TEST_SERVER=/usr/bin/redis-server
 	$(BIN)/python -m pytest $(TOGETHER) -m "server and $(ELSEWHERE)" $(IGNORE) $(ARGS)
+
+test-cluster: $(READY) ## The tests of a shared server again, on a cluster of three primaries and replicas
+	LMPOOL_TEST_CLUSTER=1 $(BIN)/python -m pytest $(TOGETHER) -m "cluster and $(ELSEWHERE)" tests/integration $(ARGS)
 
 # An engine, or a library to be compatible with, whose packages would not live beside those of
 # .venv: its test modules are tests/engines/test_NAME.py and test_NAME_*.py, what it needs

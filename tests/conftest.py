@@ -16,7 +16,9 @@ import pytest
 import redis
 from hypothesis import HealthCheck, settings
 
+from tests.support.cluster import Cluster
 from tests.support.fake import FakeServer
+from tests.support.redis_client import open_redis
 from tests.support.server import RealServer, find_server
 from tests.support.workers import leaked_threads, lmpool_threads
 
@@ -47,8 +49,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def _required() -> bool:
-    return os.environ.get("LMPOOL_REQUIRE_SERVERS", "") not in ("", "0")
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "") not in ("", "0")
 
 
 def need_server() -> str:
@@ -56,7 +58,7 @@ def need_server() -> str:
     found = find_server()
     if found is None:
         text = "no Redis-compatible server: install one, or name one in LMPOOL_TEST_SERVER"
-        if _required():
+        if _is_set("LMPOOL_REQUIRE_SERVERS"):
             pytest.fail(text)
         pytest.skip(text)
     return found
@@ -87,8 +89,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if {"server_url", "server_binary"} & set(getattr(item, "fixturenames", ())):
+        asks_for = set(getattr(item, "fixturenames", ()))
+        if {"server_url", "server_binary"} & asks_for:
             item.add_marker(pytest.mark.server)
+        if "server_url" in asks_for or (
+            "any_server" in asks_for and item.get_closest_marker("server")
+        ):
+            item.add_marker(pytest.mark.cluster)
+        alone = item.get_closest_marker("one_server")
+        if alone is not None and _is_set("LMPOOL_TEST_CLUSTER"):
+            item.add_marker(pytest.mark.skip(f"of one server alone: {alone.args[0]}"))
 
 
 @pytest.fixture(scope="session")
@@ -98,15 +108,20 @@ def server_binary() -> str:
 
 
 @pytest.fixture(scope="session")
-def _session_server() -> Iterator[RealServer]:
+def _session_server() -> Iterator[RealServer | Cluster]:
     need_server()
-    with RealServer() as server:
+    on_cluster = _is_set("LMPOOL_TEST_CLUSTER")
+    # Nothing befalls it, however busy the machine.
+    with Cluster(3, 1, node_timeout=15.0) if on_cluster else RealServer() as server:
         yield server
 
 
 @pytest.fixture
-def server_url(_session_server: RealServer) -> str:
-    """A real server that all tests of the session share: kill none, flush nothing."""
+def server_url(_session_server: RealServer | Cluster) -> str:
+    """A real server that all tests of the session share: kill none, flush nothing.
+
+    With LMPOOL_TEST_CLUSTER=1 it is a cluster.
+    """
     return _session_server.url
 
 
@@ -132,9 +147,9 @@ def any_server(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def redis_client(request: pytest.FixtureRequest) -> Iterator[redis.Redis]:
-    """A connection to the server that the test uses."""
+    """A connection to the server, or to all of the cluster, that the test uses."""
     name = "any_server" if "any_server" in request.fixturenames else "server_url"
-    with redis.Redis.from_url(request.getfixturevalue(name), protocol=2) as client:
+    with open_redis(request.getfixturevalue(name)) as client:
         yield client
 
 

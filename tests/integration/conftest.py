@@ -19,6 +19,7 @@ from tests.support.hold import Hold
 from tests.support.pools import until_at_rest
 from tests.support.processes import short_folder
 from tests.support.protocol import Caller, Consumer, shard_of_pool
+from tests.support.redis_client import open_redis
 from tests.support.workers import in_process_worker
 
 
@@ -84,7 +85,7 @@ def nothing_is_left(any_server: str, pool_name: str) -> Iterator[None]:
     For `pytest.mark.usefixtures`: made before the fixtures of workers, it looks when they are gone.
     """
     yield
-    with redis.Redis.from_url(any_server, protocol=2) as server:
+    with open_redis(any_server) as server:
         if server.exists(PoolKeys(pool_name).info):
             until_at_rest(server, pool_name)
 

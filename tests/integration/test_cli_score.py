@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import redis
 from typer.testing import CliRunner, Result
 
 from lmpool.backends.mock import mock_row
@@ -21,6 +20,7 @@ from lmpool.errors import PromptError
 from lmpool.keys import PoolKeys
 from lmpool.long_texts import score_long_text
 from tests.support.clients import connected
+from tests.support.redis_client import open_redis
 from tests.support.workers import clean_environment, in_process_worker
 
 TEXT = b"abcd\nefgh"
@@ -111,7 +111,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 def test_a_pool_without_a_vocabulary_says_so(served: list[str]) -> None:
     _, url, _, pool = served
-    with connected(url, pool) as lm, closing(redis.Redis.from_url(url)) as client:
+    with connected(url, pool) as lm, closing(open_redis(url)) as client:
         assert client.delete(PoolKeys(pool).vocabulary(lm.info.fingerprint8))
     shown = score("-", *served, given=TEXT)
     assert shown.exit_code == 2

@@ -14,6 +14,7 @@ import redis
 from tests.support.certificates import certificates
 from tests.support.cluster import SLOTS, Cluster, slot_of
 from tests.support.processes import wait_until_gone
+from tests.support.redis_client import open_redis
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.timeout(60)]
@@ -213,3 +214,29 @@ def test_nothing_stays_of_a_cluster_whose_process_is_killed(server_binary: str) 
         process.kill()
     wait_until_gone(map(int, pids))
     until(lambda: not Path(folder).exists(), what="its folder to go")
+
+
+def test_one_connection_reaches_every_node(cluster: Cluster) -> None:
+    keys = [f"key {number}" for number in range(30)]
+    with open_redis(cluster.url) as client:
+        client.flushall()
+        for key in keys:
+            client.xadd(key, {"a": key})
+        assert sorted(client.scan_iter("key *")) == sorted(key.encode() for key in keys)
+        assert {client.xlen(key) for key in keys} == {1}
+        slot = slot_of(keys[0])
+        source = cluster.owner(slot)
+        target = next(node for node in cluster.primaries() if node is not source)
+        cluster.move_slot(slot, target)
+        assert client.xinfo_stream(keys[0])["length"] == 1
+        cluster.move_slot(slot, source)
+        with client.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.xlen(key)
+            assert pipe.execute() == [1] * len(keys)
+        with client.pipeline(transaction=True) as pipe:
+            pipe.set("{x}a", 1).incr("{x}a")
+            assert pipe.execute() == [True, 2]
+        assert client.eval("return redis.call('TYPE', KEYS[1])", 1, keys[3]) == b"stream"
+        assert client.exists(*keys) == 30
+        assert client.delete(*keys) == 30

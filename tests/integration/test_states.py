@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import redis
 import torch
 
 import lmpool
@@ -20,6 +19,7 @@ from lmpool.keys import PoolKeys
 from lmpool.wants import Digester, HeadPart, Hidden, Row
 from tests.support.clients import connected
 from tests.support.models import save_model
+from tests.support.redis_client import open_redis
 from tests.support.strategies import token_bytes
 from tests.support.workers import in_process_worker
 
@@ -164,7 +164,7 @@ def test_the_head_makes_the_row_of_the_hidden_state(
         np.testing.assert_allclose(head.logprobs(states[0]), rows[0], atol=within)
         form, size = head.form, len(states[0])
         assert form.numbers == {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype]
-        with redis.Redis.from_url(server_url) as client:
+        with open_redis(server_url) as client:
             keys = lm.info.shard_keys(PoolKeys(pool_name))
             digest = Digester(lm.info.fingerprint).digest(Hidden(), token_bytes(*TEXT))
             kept = [client.get(shard.result(digest)) for shard in keys]

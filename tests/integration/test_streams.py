@@ -19,6 +19,7 @@ from lmpool.wants import Generate
 from tests.support.clients import connected
 from tests.support.pools import pool_shards, until_at_rest
 from tests.support.proxy import Proxy
+from tests.support.redis_client import open_redis
 from tests.support.sentinels import sentinels
 from tests.support.server import RealServer
 from tests.support.streams import Reader, continuation, tokens_of
@@ -344,7 +345,7 @@ def test_damaged_pieces_cost_no_token(server_url: str, pool_name: str, kind: str
     with (
         in_process_worker(server_url, pool_name, engine_opts=SLOWLY),
         connected(server_url, pool_name) as lm,
-        redis.Redis.from_url(server_url, protocol=2) as client,
+        open_redis(server_url) as client,
     ):
         reader = Reader(lm, PROMPT, max_tokens=80, seed=1, eos_token_ids=[])
         until(lambda: len(reader.pieces) > 10)

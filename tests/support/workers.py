@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import redis
-
 from lmpool.backends.mock import mock_row
 from lmpool.keys import PoolKeys
 from lmpool.model_info import ModelInfo
@@ -24,6 +22,7 @@ from lmpool.producer.statistics import WorkerStatistics, pool_statistics
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
 from lmpool.testing.worker import InProcessService
+from tests.support.redis_client import open_redis
 from tests.support.waiting import until
 
 ARQ = [
@@ -35,7 +34,7 @@ ARQ = [
 def living_workers(url: str, pool: str) -> list[WorkerStatistics]:
     """The pool's workers that have a heartbeat."""
     keys = PoolKeys(pool)
-    with redis.Redis.from_url(url, protocol=2) as client:
+    with open_redis(url) as client:
         packed = client.get(keys.info)
         if packed is None:
             return []
