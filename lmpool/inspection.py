@@ -71,7 +71,7 @@ def ping(url: str | None = None, pool: str | None = None) -> Ping:
     """
     with connect(url, pool, workers_timeout=REPUBLISHED_IN) as lm:
         with _connections(lm.url) as servers:
-            server = servers.pool
+            server = servers.anywhere
             version = greet(server, lm.url)
             with understood(lm.url):
                 latencies = measure_latency(server)
@@ -109,8 +109,8 @@ def read_facts(url: str | None = None, pool: str | None = None) -> Facts:
     """
     options = ClientOptions(url=url, pool=pool)
     with _connections(options.url) as servers, understood(options.url):
-        servers.pool.ping()
-        return _with_pool(servers, _server_facts(servers.pool, options.url), options.pool)
+        servers.anywhere.ping()
+        return _with_pool(servers, _server_facts(servers.anywhere, options.url), options.pool)
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def _with_pool(servers: Servers, facts: Facts, pool: str) -> Facts:
     """The server's facts and those of a pool, all its shards together."""
     facts = replace(facts, pool=pool)
     keys = PoolKeys(pool)
-    packed = get_string(servers.pool, keys.info)
+    packed = get_string(servers.for_key(keys.info), keys.info)
     if packed is None:
         return facts
     try:

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Final, Literal
 
 from lmpool.errors import SettingsError
+from lmpool.slots import slot_of, spread_tag
 
 PROTOCOL: Final = 3
 """Raised when what travels or a key's form changes: it is part of every key of a shard, so that
@@ -64,6 +65,11 @@ class ShardKeys:
     prefix: str
     number: int = 0
     lanes: int = 1
+
+    @cached_property
+    def slot(self) -> int:
+        """The slot of a Redis Cluster that all of its keys lie in."""
+        return slot_of(self.prefix)
 
     @cached_property
     def streams(self) -> tuple[JobStream, ...]:
@@ -166,14 +172,17 @@ class PoolKeys:
         """Where arq says that the worker of a place lives, for ``arq --check``."""
         return f"lmpool:{self.pool}:health:{place}"
 
-    def shard(self, fingerprint8: str, number: int, lanes: int = 1) -> ShardKeys:
-        """The keys of shard `number`."""
-        tag = f"{{lmpool:{self.pool}:{fingerprint8}:{PROTOCOL}:{number}}}"
+    def shard(
+        self, fingerprint8: str, number: int, lanes: int = 1, count: int | None = None
+    ) -> ShardKeys:
+        """The keys of shard `number` of `count`; without a count those of a name without a salt."""
+        start = f"{{lmpool:{self.pool}:{fingerprint8}:{PROTOCOL}:{number}"
+        tag = start + "}" if count is None else spread_tag(start, number, count)
         return ShardKeys(tag, number, lanes)
 
     def shards(self, fingerprint8: str, count: int, lanes: int = 1) -> tuple[ShardKeys, ...]:
-        """The keys of all shards, by number."""
-        return tuple(self.shard(fingerprint8, number, lanes) for number in range(count))
+        """The keys of all shards, by number: their slots lie evenly spread."""
+        return tuple(self.shard(fingerprint8, number, lanes, count) for number in range(count))
 
 
 def streams(shards: Iterable[ShardKeys]) -> tuple[JobStream, ...]:

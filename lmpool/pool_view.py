@@ -136,12 +136,12 @@ class PoolViewer:
         with understood(self.url), servers.in_step():
             servers.follow()
             if not self._server:
-                self._server = greet(servers.pool, self.url)
-            packed = get_string(servers.pool, self._keys.info)
+                self._server = greet(servers.anywhere, self.url)
+            packed = get_string(servers.for_key(self._keys.info), self._keys.info)
             info = _model_info(packed)
             shards = () if info is None else info.shard_keys(self._keys)
             statistics = pool_statistics(servers, shards) if shards else _NOTHING.copy()
-            now = _time(servers.pool)
+            now = _time(servers.anywhere)
             queues: dict[Priority, QueueView] = {
                 name: QueueView(jobs=0, pending=0, oldest_seconds=0.0) for name in PRIORITIES
             }
@@ -154,7 +154,7 @@ class PoolViewer:
                 letters, known = _kept(server, shard)
                 dead = None if dead is None or letters is None else dead + letters
                 adapters |= known
-            memory = _memory(servers.pool)
+            memory = [_memory(server) for server in servers.everywhere()]
         return PoolView(
             pool=self.pool,
             url=mask_url(self.url),
@@ -166,8 +166,8 @@ class PoolViewer:
             queues=queues,
             dead_letters=dead,
             adapters=sorted(adapters),
-            memory_bytes=int(memory.get("used_memory", 0)),
-            memory_max_bytes=int(memory.get("maxmemory", 0)),
+            memory_bytes=sum(int(of_one.get("used_memory", 0)) for of_one in memory),
+            memory_max_bytes=sum(int(of_one.get("maxmemory", 0)) for of_one in memory),
         )
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from redis.connection import Connection, ConnectionPool
 from redis.sentinel import Sentinel, SentinelConnectionPool, SentinelConnectionPoolProxy
 
-Address: TypeAlias = tuple[str, int]
-"""Host and port."""
+from lmpool.address import Address
 
 
 class PrimaryPool(SentinelConnectionPool):

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from lmpool.errors import PoolError, PromptError
 from lmpool.keys import PoolKeys
-from lmpool.server import open_server, understood
+from lmpool.server import understood
+from lmpool.servers import Servers
 from lmpool.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -30,13 +31,12 @@ def read_vocabulary(lm: PooledLM[object]) -> Vocabulary:
     Raises `PoolError` where they published none.
     """
     key = PoolKeys(lm.pool).vocabulary(lm.info.fingerprint8)
-    server = open_server(lm.url)
+    servers = Servers.of_url(lm.url)
     try:
         with understood(lm.url):
-            packed = server.get(key)
+            packed = servers.for_key(key).get(key)
     finally:
-        server.close()
-        server.connection_pool.disconnect()
+        servers.close()
     if packed is None:
         raise PoolError(f"pool {lm.pool!r} has published no vocabulary: ask by token ids")
     return Vocabulary.unpack(packed)

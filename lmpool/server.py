@@ -14,7 +14,7 @@ import redis.exceptions
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from lmpool.address import connection_pool
+from lmpool.address import connection_pool, is_cluster
 from lmpool.checks import said
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
@@ -55,6 +55,8 @@ NONSENSE: Final = (
     ValueError,
 )  # fmt: skip
 """What redis-py, or who reads its answers, raises of an answer that no such server gives."""
+
+NODE: Final = "a node of a Redis Cluster: write redis+cluster://[user:password@]host:port"
 
 NOT_READY: Final = (
     "BUSY ",
@@ -102,19 +104,25 @@ def open_server(
     reply beyond `lmpool.replies.REPLY_BYTES`. One that hears nothing for `answers_within` seconds
     is given up.
     """
-    options: dict[str, Any] = {
+    options = connection_options(name, blocks_for, answers_within)
+    options["parser_class"] = BoundedParser if bounded else Parser
+    if url.startswith("unix:"):
+        del options["socket_connect_timeout"], options["socket_keepalive"]
+    pool = connection_pool(url, max_connections=1, **options)
+    return cast(Server, OneConnectionClient(connection_pool=pool))
+
+
+def connection_options(name: str, blocks_for: float, answers_within: float) -> dict[str, Any]:
+    """What redis-py is told of every connection."""
+    return {
         "protocol": 2,
         "client_name": name,
         "socket_timeout": answers_within + blocks_for,
         "socket_read_size": READ_BYTES,
         "retry": Retry(NoBackoff(), 0),
-        "parser_class": BoundedParser if bounded else Parser,
+        "socket_connect_timeout": min(CONNECT_TIMEOUT, answers_within),
+        "socket_keepalive": True,
     }
-    if not url.startswith("unix:"):
-        connects_within = min(CONNECT_TIMEOUT, answers_within)
-        options |= {"socket_connect_timeout": connects_within, "socket_keepalive": True}
-    pool = connection_pool(url, max_connections=1, **options)
-    return cast(Server, OneConnectionClient(connection_pool=pool))
 
 
 @contextmanager
@@ -143,6 +151,12 @@ def explained(url: str) -> Iterator[None]:
             raise ServerRefused(
                 f"{shown} refused the user or password: write them as "
                 "redis://user:password@host:port/db"
+            ) from None
+        if str(error).startswith("MOVED "):
+            raise ServerRefused(f"{shown} is {NODE}") from None
+        if "cluster support disabled" in str(error):
+            raise ServerRefused(
+                f"{shown} is no node of a Redis Cluster: write redis://host:port/db"
             ) from None
         if "unknown command" in str(error):
             raise ServerTooOld(
@@ -187,6 +201,9 @@ def greet(server: Server, url: str, clock: ServerClock | None = None) -> str:
             clock.set(*server.time())
     if not found:
         return "unknown"
+    mode = found.get("redis_mode") or found.get("server_mode")
+    if mode == "cluster" and not is_cluster(url):
+        raise ServerRefused(f"{mask_url(url)} is {NODE}")
     return check_version(found, url)
 
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, TypeVar
 
 import redis.exceptions
 
+from lmpool.address import Address, is_cluster
 from lmpool.commands import Server
 from lmpool.errors import LmpoolError
 from lmpool.keys import ShardKeys
-from lmpool.primary_pool import Address, PrimaryPool
+from lmpool.primary_pool import PrimaryPool
 from lmpool.server import ANSWER_TIMEOUT, NONSENSE, open_server
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NONSENSE_MOST: Final = 5
 """Answers in succession that may make no sense."""
@@ -47,11 +51,20 @@ class _Step:
 class Servers:
     """One thread's connections to the servers of a pool; each connects at its first command.
 
-    `for_shard` is the only way from a shard to a connection: today every shard lies on one server.
+    `for_shard` is the only way from a shard to a connection. Here every shard lies on one server;
+    see `lmpool.cluster_servers` for more of them.
     """
+
+    fails_apart: ClassVar[bool] = False
+    """Whether one shard may be away while others are served."""
+    longest_block: ClassVar[float] = math.inf
+    """Seconds that a blocking read may wait."""
 
     def __init__(self, open_one: Callable[[], Server]) -> None:
         self._server = open_one()
+        self._begin()
+
+    def _begin(self) -> None:
         self._is_cut = False
         self._is_left = False
         self._nonsense = 0
@@ -71,6 +84,10 @@ class Servers:
         answers_within: float = ANSWER_TIMEOUT,
     ) -> Servers:
         """Those of `url`; see `open_server`."""
+        if is_cluster(url):
+            from lmpool.cluster_servers import ClusterServers
+
+            return ClusterServers(url, blocks_for, name, bounded, answers_within)
         return cls(
             lambda: open_server(
                 url,
@@ -82,8 +99,16 @@ class Servers:
         )
 
     @property
-    def pool(self) -> Server:
-        """Where the keys lie that belong to the pool and to no shard."""
+    def anywhere(self) -> Server:
+        """Any server, for what is about no key."""
+        return self._connected()
+
+    def everywhere(self) -> list[Server]:
+        """Every server that keys lie on."""
+        return [self._connected()]
+
+    def for_key(self, key: str) -> Server:
+        """Where a key lies that belongs to the pool and to no shard."""
         return self._connected()
 
     def for_shard(self, shard: ShardKeys) -> Server:
@@ -91,15 +116,18 @@ class Servers:
         return self._connected()
 
     def _connected(self) -> Server:
-        if self._is_cut:
-            _no_server()
+        self._refuse_if_cut()
         if self._is_left:
             self._is_left = False
             self.renew()
         return self._server
 
+    def _refuse_if_cut(self) -> None:
+        if self._is_cut:
+            raise redis.exceptions.ConnectionError("the connection was cut")
+
     def by_connection(self, shards: Sequence[ShardKeys]) -> list[tuple[Server, list[ShardKeys]]]:
-        """The shards that one blocking read covers, by the connection that it uses."""
+        """The shards by the connection that they are reached by."""
         if len(shards) == 1:
             return [(self.for_shard(shards[0]), [*shards])]
         found: dict[int, tuple[Server, list[ShardKeys]]] = {}
@@ -107,6 +135,47 @@ class Servers:
             server = self.for_shard(shard)
             found.setdefault(id(server), (server, []))[1].append(shard)
         return list(found.values())
+
+    def read_together(self, shards: Sequence[ShardKeys]) -> list[list[ShardKeys]]:
+        """The shards by the blocking read that covers them."""
+        return [some for _, some in self.by_connection(shards)]
+
+    def read(
+        self,
+        shards: Sequence[ShardKeys],
+        ask: Callable[[Server, Sequence[ShardKeys]], T],
+        seconds: float,
+        lost: Callable[[ShardKeys, Exception], None],
+    ) -> Iterator[tuple[Sequence[ShardKeys], T]]:
+        """What blocking reads of these shards bring, as it comes: each is one command that `ask`
+        sends, and covers some of them.
+
+        Where shards fail apart it waits for `seconds` at most until anything has come, and `lost`
+        is told whose read failed. Raises redis-py's exceptions.
+        """
+        for server, some in self.by_connection(shards):
+            yield some, ask(server, some)
+
+    def apart(
+        self,
+        shards: Sequence[ShardKeys],
+        do: Callable[[Server], T],
+        lost: Callable[[ShardKeys, Exception], None] | None = None,
+    ) -> T | None:
+        """What `do` returns with the connection of these shards, which lie together.
+
+        Where shards fail apart and these are away it is nothing, and `lost` is told of each: others
+        are not kept waiting. Raises redis-py's exceptions.
+        """
+        return do(self.for_shard(shards[0]))
+
+    def is_away(self, shard: ShardKeys) -> bool:
+        """Whether a shard was lost a moment ago and is not to be asked again yet."""
+        return False
+
+    def under_way(self, shard: ShardKeys) -> bool:
+        """Whether a blocking read of this shard has yet to be answered."""
+        return False
 
     def in_step(self) -> AbstractContextManager[None]:
         """Take answers that make no sense for those of a connection that is out of step: end it.
@@ -171,21 +240,25 @@ class Servers:
     def _interrupt(self) -> None:
         """End what another thread waits for. The sockets are closed by that thread alone: their
         numbers may be others' at once, and a read about to begin would take what these are sent."""
-        pool: Any = self._server.connection_pool
-        for connection in [*pool._in_use_connections, *pool._available_connections]:
-            if (found := connection._sock) is not None:
-                with suppress(OSError):  # it is at its end already
-                    socket.socket.shutdown(found, socket.SHUT_RDWR)  # TLS's state is its thread's
+        for server in self._opened():
+            pool: Any = server.connection_pool
+            for connection in [*pool._in_use_connections, *pool._available_connections]:
+                if (found := connection._sock) is not None:
+                    with suppress(OSError):  # it is at its end already
+                        # TLS's state is its thread's.
+                        socket.socket.shutdown(found, socket.SHUT_RDWR)
 
     def renew(self) -> None:
         """End every connection; the next command makes another. For the thread whose these are."""
-        self._server.connection_pool.disconnect()
+        for server in self._opened():
+            server.connection_pool.disconnect()
 
     def close(self) -> None:
         """Close every connection."""
-        self._server.close()
-        self._server.connection_pool.disconnect()
+        for server in self._opened():
+            server.close()
+            server.connection_pool.disconnect()
 
-
-def _no_server() -> NoReturn:
-    raise redis.exceptions.ConnectionError("the connection was cut")
+    def _opened(self) -> Sequence[Server]:
+        """Every connection that there is."""
+        return (self._server,)

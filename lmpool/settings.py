@@ -19,7 +19,7 @@ from pydantic import AfterValidator, ByteSize, Field, ValidationError, model_val
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from lmpool.address import SENTINEL_SCHEMES, Sentinels
+from lmpool.address import CLUSTER_SCHEMES, SENTINEL_SCHEMES, Cluster, Sentinels
 from lmpool.arguments import (
     AllClientArguments,
     AllWorkerArguments,
@@ -51,7 +51,17 @@ PREFIX: Final = "LMPOOL_"
 GATEWAY_PREFIX: Final = "LMPOOL_GATEWAY_"
 RENAMED: Final = {"lanes": "shards"}
 """Settings that are called otherwise now."""
-SCHEMES = ("redis", "rediss", "unix", *SENTINEL_SCHEMES)
+SCHEMES = ("redis", "rediss", "unix", *SENTINEL_SCHEMES, *CLUSTER_SCHEMES)
+SEVERAL_HOSTS: Final[dict[str, tuple[type[Sentinels] | type[Cluster], str]]] = {
+    **dict.fromkeys(
+        SENTINEL_SCHEMES,
+        (Sentinels, "redis+sentinel://[user:password@]host:port[,host:port...]/service[/db]"),
+    ),
+    **dict.fromkeys(
+        CLUSTER_SCHEMES, (Cluster, "redis+cluster://[user:password@]host:port[,host:port...]")
+    ),
+}
+"""Who reads the URLs of these schemes, and how they are written."""
 URL_OPTIONS = ("db", "username", "password", "health_check_interval")
 TLS_OPTIONS = (
     "ssl_ca_certs", "ssl_ca_data", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname",
@@ -76,14 +86,13 @@ def check_url(url: str) -> str:
     if "%00" in url:
         raise SettingsError(f"url={shown!r} has a null character: leave %00 out")
     remedy = "write redis://[user:password@]host:port/db, rediss://... (TLS) or unix:///path?db=0"
-    if url.startswith(tuple(f"{scheme}://" for scheme in SENTINEL_SCHEMES)):
+    scheme, separator, _ = url.partition("://")
+    if separator and scheme in SEVERAL_HOSTS:
+        kind, form = SEVERAL_HOSTS[scheme]
         try:
-            known = Sentinels.parse(url)
+            known = kind.parse(url)
         except ValueError as error:
-            raise SettingsError(
-                f"url={shown!r}: {error}; write "
-                "redis+sentinel://[user:password@]host:port[,host:port...]/service[/db]"
-            ) from None
+            raise SettingsError(f"url={shown!r}: {error}; write {form}") from None
         for host, _ in known.hosts:
             _check_host(host, shown, remedy)
         _check_url_options(url, shown, known.tls, remedy)
@@ -277,8 +286,12 @@ class WorkerOptions(_Options):
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="longest prompt served; at most what the model takes"
     )
-    shards: int = Field(
-        1, ge=1, le=MAX_SHARDS, description="parts that the pool's keys are spread over"
+    shards: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_SHARDS,
+        description="parts that the pool's keys are spread over; by default one, on a Redis "
+        "Cluster two for each primary",
     )
     max_backlog: int = Field(
         100_000, ge=1, description="jobs that may wait in a shard, of each priority"

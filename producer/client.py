@@ -133,7 +133,8 @@ class Client:
 
     def _follow(self, servers: Servers) -> None:
         if self._session.info is not None and self.options.when_replaced == "follow":
-            current = get_string(servers.pool, self._session.keys.info)
+            key = self._session.keys.info
+            current = get_string(servers.for_key(key), key)
             if current is not None:
                 look_at(self._session, servers, current)
 
@@ -299,12 +300,12 @@ class Client:
         return threading.Thread(target=target, name=name, daemon=True)
 
     def _load_info(self, servers: Servers) -> ModelInfo:
-        session, options, server = self._session, self.options, servers.pool
+        session, options = self._session, self.options
         if session.info is not None:  # two asked
             return session.info
-        greet(server, options.url, session.clock)
+        greet(servers.anywhere, options.url, session.clock)
         began = time.monotonic()
-        found = get_string(server, session.keys.info)
+        found = get_string(servers.for_key(session.keys.info), session.keys.info)
         if found is None:
             raise UnknownPool(
                 f"no pool {options.pool!r} on {mask_url(options.url)}: start a worker "

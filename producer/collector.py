@@ -7,7 +7,9 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final
+from functools import partial
+from itertools import chain
+from typing import Final, TypeAlias
 
 import redis.exceptions
 
@@ -33,6 +35,8 @@ from lmpool.wants import Digest
 from lmpool.wire import Notice, read_notices
 
 logger = logging.getLogger(__name__)
+
+_Found: TypeAlias = Sequence[tuple[bytes, list[Entry]]] | None
 
 DOUBTFUL: Final = ("refused", "unknown_adapter")
 """What others' jobs for the same digest may make a worker say: it is asked again."""
@@ -60,8 +64,10 @@ class Collector:
         self._answers = AnswerReader(session, self._servers)
         self._begun: Counter[str] = Counter()
         """How often each reply stream was made, as far as its beginnings were read."""
-        self._taken: dict[str, str] = {}
-        """The last notice to be taken off, by reply stream: its answers were fetched."""
+        self._taken: dict[str, tuple[ShardKeys, str]] = {}
+        """The last notice to be taken off, by its stream: its answers were fetched."""
+        self._streamed: dict[str, dict[str, Flight]] = {}
+        """What is streamed that each blocking read covers, by the prefix of its first shard."""
         self._fetched = 0
         """Bytes of answers since that was last done."""
         self._took_off = 0.0
@@ -110,17 +116,39 @@ class Collector:
                 # another's again would give old errors to whoever asks the same prompt now.
                 session.last_ids.pop(reply, None)
                 self._taken.pop(reply, None)
-        # One blocking read covers what lies on one connection.
-        for server, shards in self._servers.by_connection(session.shards):
-            self._read(server, shards)
+        block = min(TAKE_OFF_AFTER if self._taken else BLOCK, self._servers.longest_block)
+        ask = partial(self._ask, to_ms(block))
+        try:
+            for shards, found in self._servers.read(session.shards, ask, block, _left):
+                self._take(shards, found)
+        except redis.exceptions.ResponseError as error:
+            if is_lost(error) or not any(self._streamed.values()):
+                raise
+            # Of what can be no pieces, or may not be read, the whole is read in the end.
+            logger.warning("continuations cannot be read piece by piece: %s", error)
+            for flight in chain.from_iterable(map(dict.values, self._streamed.values())):
+                assert flight.pieces is not None
+                flight.pieces.are_read = False
+        self._take_off()
 
-    def _read(self, server: Server, shards: Sequence[ShardKeys]) -> None:
+    def _ask(self, block: int, server: Server, shards: Sequence[ShardKeys]) -> _Found:
+        """One blocking read: notices, and pieces of what is streamed."""
+        session = self._session
+        wanted = {
+            reply: session.last_ids.get(reply, "0-0")
+            for reply in (shard.reply(session.id) for shard in shards)
+        }
+        streamed = self._streamed_in(shards) if session.table.streamed else {}
+        for key, flight in streamed.items():
+            assert flight.pieces is not None
+            wanted[key] = piece_id(flight.pieces.tokens)
+        self._streamed[shards[0].prefix] = streamed
+        return server.xread(wanted, count=512, block=block)
+
+    def _take(self, shards: Sequence[ShardKeys], found: _Found) -> None:
         session = self._session
         replies = {shard.reply(session.id): shard for shard in shards}
-        wanted = {reply: session.last_ids.get(reply, "0-0") for reply in replies}
-        streamed = self._streamed(shards) if session.table.streamed else {}
-        found = self._found(server, wanted, streamed, self._taken.keys().isdisjoint(replies))
-        notices: list[Notice] = []
+        streamed = self._streamed.get(shards[0].prefix, {})
         done: list[tuple[ShardKeys, list[Digest]]] = []
         told: list[tuple[Flight, list[Entry]]] = []
         for name, entries in found or ():
@@ -128,32 +156,37 @@ class Collector:
             if reply in streamed:
                 told.append((streamed[reply], entries))
                 continue
-            of_shard: list[Notice] = []
+            shard = replies[reply]
+            notices: list[Notice] = []
             for entry_id, fields in entries:
-                of_shard += read_notices(fields)
+                notices += read_notices(fields)
                 session.last_ids[reply] = entry_id.decode()
                 if b"hello" in fields:  # maybe before the sender knows that it made the stream
                     self._begun[reply] = max(self._begun[reply] + 1, session.made[reply])
-            notices += of_shard
-            done.append((replies[reply], [n.digest for n in of_shard if n.status == "ok"]))
+            self._take_errors(shard, [notice for notice in notices if notice.status != "ok"])
+            done.append((shard, [n.digest for n in notices if n.status == "ok"]))
         if told:
             self._take_pieces(told)
-        self._take_errors(server, [notice for notice in notices if notice.status != "ok"])
         for shard, digests in done:
             waited_for = [digest for digest in digests if digest in session.table.flights]
             if waited_for:
                 self._fetched += self._answers.fetch(shard, waited_for)
             reply = shard.reply(session.id)
-            self._taken[reply] = session.last_ids[reply]
-        now = time.monotonic()
-        if self._fetched >= TAKE_OFF_BYTES or now - self._took_off >= TAKE_OFF_AFTER:
-            self._fetched, self._took_off = 0, now
-            for reply in self._taken.keys() & replies.keys():
-                ms, _, number = self._taken[reply].partition("-")
-                server.xtrim(reply, minid=f"{ms}-{int(number) + 1}", approximate=False)
-                del self._taken[reply]
+            self._taken[reply] = shard, session.last_ids[reply]
 
-    def _streamed(self, shards: Sequence[ShardKeys]) -> dict[str, Flight]:
+    def _take_off(self) -> None:
+        """Take notices off whose answers were fetched, now and then."""
+        now = time.monotonic()
+        if self._fetched < TAKE_OFF_BYTES and now - self._took_off < TAKE_OFF_AFTER:
+            return
+        self._fetched, self._took_off = 0, now
+        while self._taken:
+            reply, (shard, last) = self._taken.popitem()
+            ms, _, number = last.partition("-")
+            minid = f"{ms}-{int(number) + 1}"
+            self._servers.for_shard(shard).xtrim(reply, minid=minid, approximate=False)
+
+    def _streamed_in(self, shards: Sequence[ShardKeys]) -> dict[str, Flight]:
         """The continuations of these shards whose pieces are read, by key."""
         session, by_number = self._session, {shard.number: shard for shard in shards}
         with session.lock:
@@ -162,25 +195,6 @@ class Collector:
                 for digest, flight in session.table.streamed.items()
                 if flight.shard in by_number and flight.pieces and flight.pieces.are_read
             }
-
-    def _found(
-        self, server: Server, wanted: dict[str, str], streamed: dict[str, Flight], idle: bool
-    ) -> Sequence[tuple[bytes, list[Entry]]] | None:
-        """What one blocking read finds: notices, and pieces of what is streamed."""
-        for key, flight in streamed.items():
-            assert flight.pieces is not None
-            wanted[key] = piece_id(flight.pieces.tokens)
-        try:
-            return server.xread(wanted, count=512, block=to_ms(BLOCK if idle else TAKE_OFF_AFTER))
-        except redis.exceptions.ResponseError as error:
-            if not streamed or is_lost(error):
-                raise
-            # Of what can be no pieces, or may not be read, the whole is read in the end.
-            logger.warning("continuations cannot be read piece by piece: %s", error)
-            for flight in streamed.values():
-                assert flight.pieces is not None
-                flight.pieces.are_read = False
-            return None
 
     def _take_pieces(self, told: Sequence[tuple[Flight, Sequence[Entry]]]) -> None:
         session, calls = self._session, []
@@ -192,14 +206,14 @@ class Collector:
                     calls += [call for call, _ in flight.waiters if isinstance(call, StreamCall)]
         wake(calls)
 
-    def _take_errors(self, server: Server, notices: Sequence[Notice]) -> None:
+    def _take_errors(self, shard: ShardKeys, notices: Sequence[Notice]) -> None:
         session = self._session
         if not notices:
             return
         ended: list[PendingCall] = []
         if any(notice.status == "expired" for notice in notices):
             # Ours may be the clock that is wrong: it stands still while a machine sleeps.
-            session.clock.set(*server.time())
+            session.clock.set(*self._servers.for_shard(shard).time())
         with session.lock:
             for notice in notices:
                 flight = session.table.flights.get(notice.digest)
@@ -220,6 +234,10 @@ class Collector:
             if session.table.has_unsent() or session.table.withdrawn:
                 session.work.notify()
         wake(ended)
+
+
+def _left(shard: ShardKeys, error: Exception) -> None:
+    """The read of one shard was lost, others go on: it is asked again, from the last notice on."""
 
 
 def _error_of(notice: Notice, flight: Flight) -> LmpoolError:

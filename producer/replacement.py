@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from lmpool.clock import to_ms
+from lmpool.commands import Server
 from lmpool.errors import PoolMismatch, WireError
 from lmpool.keys import ShardKeys
 from lmpool.model_info import ModelInfo
@@ -81,9 +83,12 @@ def _move(session: Session, servers: Servers, known: ModelInfo, info: ModelInfo)
 
 def wake_collector(session: Session, servers: Servers, shards: Sequence[ShardKeys]) -> None:
     """End the blocking reads of streams that nobody writes to any longer."""
-    for server, of_server in servers.by_connection(shards):
-        reply = of_server[0].reply(session.id)
-        with server.pipeline(transaction=True) as pipeline:
-            pipeline.execute_command("XADD", reply, "*", "bye", "1")
-            pipeline.execute_command("PEXPIRE", reply, to_ms(REPLY_TTL))
-            pipeline.execute()
+    for together in servers.read_together(shards):
+        servers.apart(together, partial(_wake, together[0].reply(session.id)))
+
+
+def _wake(reply: str, server: Server) -> None:
+    with server.pipeline(transaction=True) as pipeline:
+        pipeline.execute_command("XADD", reply, "*", "bye", "1")
+        pipeline.execute_command("PEXPIRE", reply, to_ms(REPLY_TTL))
+        pipeline.execute()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ import redis.exceptions
 
 from lmpool.address import is_sentinel
 from lmpool.clock import to_ms
-from lmpool.commands import Value
+from lmpool.commands import Server, Value
 from lmpool.errors import (
     LmpoolError,
     NoWorkers,
@@ -29,6 +30,7 @@ from lmpool.liveness import any_alive
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
 from lmpool.producer.notices import bring_forward
+from lmpool.producer.outages import Outages
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.replacement import is_known, look_at, wake_collector
 from lmpool.producer.session import (
@@ -53,6 +55,9 @@ logger = logging.getLogger(__name__)
 CHECK_EVERY: Final = 2.0
 FAILOVER_TIMEOUT: Final = 5.0
 """Seconds without an answer after which the Sentinels are asked for the primary again."""
+TASK_PATIENCE: Final = 20.0
+"""Seconds for which a task is tried again whose shard is away while others are served."""
+TASK_PAUSE: Final = 0.1
 CLAIM_BYTES: Final = 1 << 20
 CHECK_MOST: Final = 500
 
@@ -72,8 +77,12 @@ class Sender:
         self._answers = AnswerReader(session, self._servers)
         self._busy_until: dict[Priority, float] = dict.fromkeys(PRIORITIES, 0.0)
         self._next_check = 0.0
+        self._outages = Outages()
+        self._delayed: list[tuple[float, float, Task]] = []
+        """Tasks whose shard was away: when each is run again, and since when it is tried."""
         self._alone_since: float | None = None
         self._looked = 0.0
+        self._confirm_failed = -math.inf
 
     def run(self) -> None:
         """Serve until the client closes, then leave nothing behind on the server."""
@@ -90,6 +99,7 @@ class Sender:
                     tasks, session.tasks = session.tasks, []
                 while tasks:  # one left in a variable would keep its PooledLM from being collected
                     self._run_task(tasks.pop(0))
+                self._run_delayed(closing)
                 if closing:
                     break
                 try:
@@ -112,19 +122,28 @@ class Sender:
         session = self._session
         if session.closed or session.tasks or session.table.withdrawn or session.abandoned:
             return True
-        if self._what_may_go() is not None:
+        if self._what_may_go() is not None or self._until_look() == 0.0:
             return True
         return bool(session.table.flights) and self._next_check <= time.monotonic()
 
     def _until_check(self) -> float | None:
-        session = self._session
+        session, until = self._session, self._until_look()
         if not session.table.flights:
-            return None
+            return until
         due = self._next_check
         for priority in PRIORITIES:
             if session.may_send(priority):
                 due = min(due, self._busy_until[priority])
-        return max(0.0, due - time.monotonic())
+        left = max(0.0, due - time.monotonic())
+        return left if until is None else min(left, until)
+
+    def _until_look(self) -> float | None:
+        """Seconds until shards that are away, or tasks that wait for them, are tried again."""
+        due = self._outages.due_in()
+        if self._delayed:
+            left = max(0.0, self._delayed[0][0] - time.monotonic())
+            due = left if due is None else min(due, left)
+        return due
 
     def _what_may_go(self) -> Priority | None:
         """Whose jobs can be sent now; None if nothing can. Locked."""
@@ -135,10 +154,22 @@ class Sender:
         return None
 
     def _run_task(self, task: Task) -> None:
+        if task[1].set_running_or_notify_cancel():
+            self._run_running(task, time.monotonic())
+
+    def _run_delayed(self, closing: bool) -> None:
+        """Run tasks again that a shard was away for."""
+        now = time.monotonic()
+        delayed, self._delayed = self._delayed, []
+        for due, began, task in delayed:
+            if closing or due <= now:
+                self._run_running(task, began)
+            else:
+                self._delayed.append((due, began, task))
+
+    def _run_running(self, task: Task, began: float) -> None:
         session = self._session
         function, future = task
-        if not future.set_running_or_notify_cancel():
-            return
         try:
             if session.closing.is_set():
                 raise closed()
@@ -150,6 +181,9 @@ class Sender:
                     # An idle connection may have died unnoticed: once more on a new one.
                     if not is_lost(error) or session.closing.is_set():
                         raise
+                    if self._servers.fails_apart and time.monotonic() - began < TASK_PATIENCE:
+                        self._delayed.append((time.monotonic() + TASK_PAUSE, began, task))
+                        return
                     with self._servers.in_step():
                         result = function(self._servers)
         except BaseException as error:
@@ -200,7 +234,10 @@ class Sender:
 
     def _serve(self) -> None:
         session = self._session
-        withdraw(session, self._servers)
+        for number, digest in withdraw(session, self._servers):
+            self._outages.of(number).withdrawn.append((number, digest))
+        if self._outages.due_in() == 0.0:
+            self._look_after_outages()
         if session.table.has_unsent():
             self._confirm()
         while self._claim():
@@ -212,9 +249,15 @@ class Sender:
         """See before a claim, now and then, that the model which the client knows is served."""
         session = self._session
         now = time.monotonic()
-        if now - session.confirmed < CONFIRMED_FOR / 2:
+        if now - max(session.confirmed, self._confirm_failed) < CONFIRMED_FOR / 2:
             return
-        current = get_string(self._servers.pool, session.keys.info)
+        try:
+            current = get_string(self._servers.for_key(session.keys.info), session.keys.info)
+        except (redis.exceptions.RedisError, OSError) as error:
+            if not (self._servers.fails_apart and is_lost(error)):
+                raise
+            self._confirm_failed = now  # others are served meanwhile
+            return
         if current is not None and not is_known(session, current) and not self._are_served():
             look_at(session, self._servers, current)
             return
@@ -233,14 +276,74 @@ class Sender:
                 return False
             most = min(CLAIM_MOST, session.may_send(priority))
             flights = session.table.take_unsent(most, CLAIM_BYTES, priority)
+        away: list[Flight] = []
         try:
             for shard, mine in self._by_shard(flights):
-                isolate(mine, partial(self._claim_in, shard, priority=priority), self._refuse)
+                if not self._apart(shard, mine, partial(self._claim_in, shard, priority=priority)):
+                    away += mine
         except Exception:
             with session.lock:
                 session.table.put_back(flights)
             raise
+        for flight in away:
+            self._outages.of(flight.shard).claims.append(flight)
         return True
+
+    def _apart(
+        self,
+        shard: ShardKeys,
+        flights: Sequence[Flight],
+        send: Callable[[Sequence[Flight]], None],
+    ) -> bool:
+        """Send what is of one shard; false where it is away while others are served."""
+
+        def send_all(server: Server) -> bool:
+            isolate(flights, send, self._refuse)
+            return True
+
+        return bool(self._servers.apart([shard], send_all))
+
+    def _look_after_outages(self) -> None:
+        """See whether shards that were away are back: all that waited for them goes on at once."""
+        session = self._session
+        for number, outage in self._outages.looked():
+            if number >= len(session.shards):  # the pool is another now
+                self._outages.end(number)
+                continue
+            shard = session.shards[number]
+            unclaimed = set(map(id, outage.claims))
+            with session.lock:
+                waiting = [
+                    flight
+                    for flight in session.table.flights.values()
+                    if flight.sent and flight.shard == number and id(flight) not in unclaimed
+                ]
+            found = self._servers.apart([shard], partial(_look_for, shard.steady))
+            if found is not None and self._check_all(shard, waiting):
+                self._outages.end(number)
+                with session.lock:
+                    session.table.put_back(outage.claims)
+                    session.table.withdrawn += outage.withdrawn
+            elif time.monotonic() - outage.since >= session.options.reconnect_timeout:
+                self._outages.end(number)
+                self._give_up(number, time.monotonic() - outage.since)
+
+    def _give_up(self, number: int, seconds: float) -> None:
+        """Nobody has answered for a shard for too long."""
+        session = self._session
+        shown = mask_url(session.options.url)
+        error = ServerUnreachable(
+            f"no answer from {shown} for {seconds:.0f} s where shard {number} of pool "
+            f"{session.options.pool!r} lies; its other shards may be well"
+        )
+        with session.lock:
+            ended = [
+                call
+                for flight in list(session.table.flights.values())
+                if flight.shard == number
+                for call in session.fail(flight, error)
+            ]
+        wake(ended)
 
     def _by_shard(self, flights: list[Flight]) -> Iterator[tuple[ShardKeys, list[Flight]]]:
         shards = self._session.shards
@@ -366,13 +469,18 @@ class Sender:
         with session.lock:
             flights = session.table.overdue(now, every, 10 * CHECK_MOST)
         for shard, mine in self._by_shard(flights):
-            for i in range(0, len(mine), CHECK_MOST):
-                isolate(mine[i : i + CHECK_MOST], partial(self._check_in, shard), self._refuse)
+            if not self._check_all(shard, mine):
+                self._outages.of(shard.number)
         if session.table.flights:
             if now - self._looked > 4 * every:
                 self._alone_since = None  # nobody waited meanwhile, or nobody could look
             self._looked = now
             self._look_for_workers(now)
+
+    def _check_all(self, shard: ShardKeys, flights: Sequence[Flight]) -> bool:
+        """Look after flights of one shard; false where it is away while others are served."""
+        parts = (flights[i : i + CHECK_MOST] for i in range(0, len(flights), CHECK_MOST))
+        return all(self._apart(shard, part, partial(self._check_in, shard)) for part in parts)
 
     def _check_in(self, shard: ShardKeys, flights: Sequence[Flight]) -> None:
         session = self._session
@@ -405,8 +513,11 @@ class Sender:
     def _are_served(self) -> bool:
         """Whether workers of the model that the client knows live: in every shard, as a pool taken
         over in fewer shards has nobody in the others."""
-        shards = self._session.shards
-        return all(any_alive(self._servers.for_shard(shard), shard) for shard in shards)
+        for shard in self._session.shards:
+            # Of one that is away nobody knows.
+            if self._servers.apart([shard], partial(any_alive, shard=shard)) is False:
+                return False
+        return True
 
     def _look_for_workers(self, now: float) -> None:
         session = self._session
@@ -416,7 +527,7 @@ class Sender:
             return
         if self._alone_since is None:
             self._alone_since = now
-        current = get_string(servers.pool, session.keys.info)
+        current = get_string(servers.for_key(session.keys.info), session.keys.info)
         if current is not None and look_at(session, servers, current):
             self._alone_since = None
         elif now - self._alone_since >= session.options.workers_timeout * 0.75:
@@ -438,6 +549,14 @@ class Sender:
                     wake_collector(session, servers, session.shards)
                 self._farewell()
                 for shard in session.shards:
-                    servers.for_shard(shard).delete(shard.reply(session.id))
+                    servers.apart([shard], partial(_delete, shard.reply(session.id)))
         except Exception:  # cut off in the middle of a read, or an answer that makes no sense
             logger.debug("the server was gone when the client closed", exc_info=True)
+
+
+def _look_for(key: str, server: Server) -> int:
+    return server.exists(key)
+
+
+def _delete(key: str, server: Server) -> int:
+    return server.delete(key)

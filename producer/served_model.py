@@ -41,7 +41,7 @@ class ServedModel:
         if self._vocabulary is None:
             client = self._client
             key = client.keys.vocabulary(self.info.fingerprint8)
-            reading = client.run(lambda servers: servers.pool.get(key))
+            reading = client.run(lambda servers: servers.for_key(key).get(key))
             found = result(reading, deadline, client.no_answer)
             if found is None:
                 raise PoolError(f"pool {client.options.pool!r} has published no vocabulary")

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
-from lmpool.address import username
+from lmpool.address import Address, username
 from lmpool.clock import ServerClock
 from lmpool.errors import ClientClosed, LmpoolError, ServerUnreachable
 from lmpool.keys import PoolKeys, Priority, ShardKeys
 from lmpool.model_info import ModelInfo
-from lmpool.primary_pool import Address
 from lmpool.producer.cache import AnswerCache
 from lmpool.producer.flights import Flight, FlightTable, Statistics
 from lmpool.producer.pending import PendingCall, wake

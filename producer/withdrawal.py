@@ -9,42 +9,53 @@ from functools import partial
 
 import redis.exceptions
 
+from lmpool.commands import Server
 from lmpool.isolation import isolate
 from lmpool.keys import ShardKeys
 from lmpool.producer.session import CLAIM_MOST, Session
 from lmpool.scripts import script
 from lmpool.server import is_lost
 from lmpool.servers import Servers
+from lmpool.wants import Digest
 
 logger = logging.getLogger(__name__)
 
 
-def withdraw(session: Session, servers: Servers) -> None:
-    """Withdraw what the session has withdrawn; what could not be told is kept for the next time."""
+def withdraw(session: Session, servers: Servers) -> list[tuple[int, Digest]]:
+    """Withdraw what the session has withdrawn; what could not be told is kept for the next time.
+
+    Returns what is of shards that are away while others are served.
+    """
     with session.lock:
         withdrawn = session.table.take_withdrawn()
-    by_shard: dict[int, list[str]] = defaultdict(list)
+    by_shard: dict[int, list[Digest]] = defaultdict(list)
     for number, digest in withdrawn:
-        by_shard[number].append(digest.hex())
+        by_shard[number].append(digest)
+    away: list[tuple[int, Digest]] = []
     try:
         for number, digests in by_shard.items():
             shard = session.shards[number]
-            for i in range(0, len(digests), CLAIM_MOST):
-                part = digests[i : i + CLAIM_MOST]
-                isolate(part, partial(_withdraw_in, session, servers, shard), _left)
+            if not servers.apart([shard], partial(_withdraw_all, session, shard, digests)):
+                away += [(number, digest) for digest in digests]
     except Exception as error:
         if is_lost(error):  # what is refused now would be refused again, at once
             with session.lock:
                 session.table.withdrawn = withdrawn + session.table.withdrawn
         raise
+    return away
 
 
-def _withdraw_in(
-    session: Session, servers: Servers, shard: ShardKeys, digests: Sequence[str]
-) -> None:
-    script("withdraw")(
-        servers.for_shard(shard), [shard.stream().key], [shard.prefix, session.id, *digests]
-    )
+def _withdraw_all(
+    session: Session, shard: ShardKeys, digests: Sequence[Digest], server: Server
+) -> bool:
+    def withdraw_some(some: Sequence[str]) -> None:
+        keys = [shard.stream().key]
+        script("withdraw")(server, keys, [shard.prefix, session.id, *some])
+
+    names = [digest.hex() for digest in digests]
+    for i in range(0, len(names), CLAIM_MOST):
+        isolate(names[i : i + CLAIM_MOST], withdraw_some, _left)
+    return True
 
 
 def _left(digest: str, error: redis.exceptions.RedisError) -> None:

@@ -26,7 +26,8 @@ from lmpool.address import Sentinels, async_connection_pool, is_sentinel
 from lmpool.errors import LmpoolError, SettingsError
 from lmpool.garbage import keep_what_is_there
 from lmpool.logs import logging_config
-from lmpool.server import greet, open_server
+from lmpool.server import greet
+from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.tracing import set_up
 from lmpool.worker.control import FUNCTIONS, LONGEST
@@ -203,17 +204,16 @@ def wait_for_server() -> None:
     """
     _log(_options)  # arq does only later
     _new_service.start_progress.enter("server")
-    server = open_server(_options.url, name="lmpool-worker")
+    servers = Servers.of_url(_options.url, name="lmpool-worker")
 
     def pause(seconds: float) -> None:
         _be_seen()  # not before: `arq --check` comes here, too
         time.sleep(seconds)
 
     try:
-        patiently(lambda: greet(server, _options.url), pause)
+        patiently(lambda: greet(servers.anywhere, _options.url), pause)
     finally:
-        server.close()
-        server.connection_pool.disconnect()
+        servers.close()
 
 
 _monitoring: MonitoringServer | None = None

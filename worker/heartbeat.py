@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 import redis.exceptions
 
-from lmpool.commands import Value
+from lmpool.commands import Server, Value
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.liveness import BEAT_MS, GAP_MS, LIFE_MS
 from lmpool.model_info import ModelInfo
@@ -59,16 +60,19 @@ class Heartbeat:
         """
         value = self._status.heartbeat()
         for shard in self._shards:
-            script("alive")(
-                servers.for_shard(shard),
-                [shard.stream().key, shard.alive(self._consumer), shard.steady],
-                [GROUP, self._consumer, value, LIFE_MS, GAP_MS],
-            )
-        script("serve")(servers.pool, self._pool, self._serves)
+            servers.apart([shard], partial(self._beat_in, shard, value))
+        script("serve")(servers.for_key(self._pool[0]), self._pool, self._serves)
         self._status.metrics.beat_at = time.monotonic()
         damaged = mend(servers, self._shards, self._info, joining=self._joining)
         self._joining = False
         return damaged
+
+    def _beat_in(self, shard: ShardKeys, value: bytes, server: Server) -> None:
+        script("alive")(
+            server,
+            [shard.stream().key, shard.alive(self._consumer), shard.steady],
+            [GROUP, self._consumer, value, LIFE_MS, GAP_MS],
+        )
 
     def run(
         self,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 import redis.exceptions
 
+from lmpool.clock import to_ms
 from lmpool.commands import Fields, Server, Value
 from lmpool.errors import JobFormatError
 from lmpool.isolation import isolate
@@ -41,6 +42,8 @@ FEW: Final = REPLY_BYTES // MAX_JOB_BYTES - 1
 MANY: Final = 1 << 20
 
 Entry = tuple[bytes, Fields | None]
+_Found: TypeAlias = list[tuple[JobStream, Sequence[Entry]]]
+_Raw: TypeAlias = Sequence[tuple[bytes, Sequence[Entry]]] | None
 
 
 class Intake:
@@ -76,8 +79,8 @@ class Intake:
         self._restore = restore
         self._last: dict[str, str] = {}
         """The last entry handed on, by stream: what is ours beyond it was never looked at."""
-        self._unsure = False
-        """Whether a read failed, so that entries may be ours that never arrived."""
+        self._unsure: set[str] = set()
+        """Shards, by prefix, whose read failed, so that entries may be ours that never arrived."""
         self._too_long = False
         """Whether it failed as the entries were too long to be read at once."""
         self._most = MANY
@@ -101,7 +104,7 @@ class Intake:
                     self._turn()
                 failures = 0
             except (redis.exceptions.RedisError, OSError) as error:
-                self._unsure = True
+                self._unsure.update(shard.prefix for shard in self._shards)
                 self._too_long |= isinstance(error, ReplyTooLong)
                 failures += 1
                 if self._group_is_gone(error):
@@ -146,9 +149,7 @@ class Intake:
                 self._alone = 0 if len(self._batcher) else self._alone + 1
             self._batcher.add(jobs)
         self._last.update(last)
-        if self._unsure:
-            self._unsure = bool(last)
-        elif block is None:
+        if not self._unsure and block is None:
             self._wait_while(busy, self._poll_seconds())
 
     def _is_likely_alone(self) -> bool:
@@ -226,36 +227,80 @@ class Intake:
         count = min(self._most, -(-2 * room // len(self._streams)))
         deliveries: list[Delivery] = []
         last: dict[str, str] = {}
-        for server, shards in self._servers.by_connection(self._shards):
-            wanted = [
-                stream
-                for stream in streams(shards)
-                if batch_too or stream.priority == "interactive"
-            ]
-            read = self._read_again if self._unsure else partial(self._read_new, block)
-            found = read(server, wanted, count)
+        for found in self._reads(block, count, batch_too):
             came = time.monotonic()
             for stream, entries in found:
-                deliveries += self._parse(server, stream, entries, came)
+                deliveries += self._parse(stream, entries, came)
                 if entries:
                     last[stream.key] = entries[-1][0].decode()
         # Not before all of them are parsed: of a read that fails they are read again.
         self._status.held.update(delivery.place for delivery in deliveries)
         return deliveries, last
 
+    def _reads(self, block: int | None, count: int, batch_too: bool) -> Iterator[_Found]:
+        """What each read brings, of one shard or of several."""
+
+        def wanted(shards: Iterable[ShardKeys]) -> list[JobStream]:
+            return [s for s in streams(shards) if batch_too or s.priority == "interactive"]
+
+        if self._unsure:
+            yield from self._reads_again(wanted, count)
+        servers = self._servers
+        sure = [shard for shard in self._shards if shard.prefix not in self._unsure]
+        if not sure:
+            if servers.fails_apart:
+                self._status.stopping.wait(SHORT_WAIT)
+        elif block is not None:
+            longest = to_ms(min(block / 1000, servers.longest_block))
+            # Of several reads under way each may bring so many, while one job is enough to begin.
+            most = max(1, count // 8) if servers.fails_apart else count
+
+            def ask(server: Server, shards: Sequence[ShardKeys]) -> _Raw:
+                return self._read_new(longest, server, wanted(shards), most)
+
+            for _, raw in servers.read(sure, ask, block / 1000, self._note_lost):
+                yield self._by_stream(raw)
+        else:
+            begun = [shard for shard in sure if servers.under_way(shard)]
+            if begun:
+                for _, raw in servers.read(begun, _ask_nothing, 0.0, self._note_lost):
+                    yield self._by_stream(raw)
+            for shards in servers.read_together([shard for shard in sure if shard not in begun]):
+                read = partial(self._read_new, None, wanted=wanted(shards), count=count)
+                raw = servers.apart(shards, read, self._note_lost)
+                yield self._by_stream(raw)
+
+    def _reads_again(
+        self, wanted: Callable[[Iterable[ShardKeys]], list[JobStream]], count: int
+    ) -> Iterator[_Found]:
+        """What is ours beyond the last entry that arrived, of shards whose read failed."""
+        for shard in self._shards:
+            if shard.prefix in self._unsure:
+                read = partial(self._read_again, wanted=wanted([shard]), count=count)
+                found = self._servers.apart([shard], read, self._note_lost)
+                if found is not None:
+                    if not any(entries for _, entries in found):
+                        self._unsure.discard(shard.prefix)
+                    yield found
+
+    def _note_lost(self, shard: ShardKeys, error: Exception) -> None:
+        """One shard's read was lost, others go on."""
+        self._unsure.add(shard.prefix)
+        self._too_long |= isinstance(error, ReplyTooLong)
+
+    def _by_stream(self, raw: _Raw) -> _Found:
+        return [(self._streams[name.decode()], entries) for name, entries in raw or ()]
+
     def _read_new(
         self, block: int | None, server: Server, wanted: Sequence[JobStream], count: int
-    ) -> list[tuple[JobStream, Sequence[Entry]]]:
+    ) -> _Raw:
         """What was never delivered, of each stream that has something."""
         keys = {stream.key: ">" for stream in wanted}
-        found = server.xreadgroup(GROUP, self._consumer, keys, count=count, block=block)
-        return [(self._streams[name.decode()], entries) for name, entries in found or ()]
+        return server.xreadgroup(GROUP, self._consumer, keys, count=count, block=block)
 
-    def _read_again(
-        self, server: Server, wanted: Sequence[JobStream], count: int
-    ) -> list[tuple[JobStream, Sequence[Entry]]]:
+    def _read_again(self, server: Server, wanted: Sequence[JobStream], count: int) -> _Found:
         """What is ours of each stream, beyond the last entry that arrived."""
-        found: list[tuple[JobStream, Sequence[Entry]]] = []
+        found: _Found = []
         for stream in wanted:
             last = self._last.get(stream.key, "0-0")
             arguments: list[Value] = [GROUP, self._consumer, last, count]
@@ -263,15 +308,13 @@ class Intake:
             found.append((stream, [(entry, fields_of(values)) for entry, values in entries]))
         return found
 
-    def _parse(
-        self, server: Server, stream: JobStream, entries: Sequence[Entry], came: float
-    ) -> list[Delivery]:
+    def _parse(self, stream: JobStream, entries: Sequence[Entry], came: float) -> list[Delivery]:
         deliveries = []
         for entry, fields in entries:
             if (stream.key, entry) in self._status.held:
                 continue  # read again after a failure: taken over meanwhile, to be run alone
             if not fields:  # ours, and withdrawn since
-                server.xack(stream.key, GROUP, entry)
+                self._servers.for_shard(stream.shard).xack(stream.key, GROUP, entry)
                 continue
             data = fields.get(b"job", b"")
             try:
@@ -287,6 +330,10 @@ class Intake:
         """Or the stream itself, or what is in its place is none."""
         signs = ("NOGROUP", "WRONGTYPE", "UNBLOCKED")
         return isinstance(error, redis.exceptions.ResponseError) and str(error).startswith(signs)
+
+
+def _ask_nothing(server: Server, shards: Sequence[ShardKeys]) -> None:
+    """What is under way was asked before."""
 
 
 def read_job(data: bytes, digester: Digester) -> Job:
@@ -322,8 +369,12 @@ def by_stream(jobs: Iterable[Delivery]) -> list[tuple[JobStream, list[Delivery]]
 
 def create_groups(servers: Servers, shards: Sequence[ShardKeys], consumer: str) -> None:
     """Make each shard's streams and their consumer groups where they are missing, and join them."""
-    for stream in streams(shards):
-        server = servers.for_shard(stream.shard)
+    for shard in shards:
+        servers.apart([shard], partial(_create_in, shard, consumer))
+
+
+def _create_in(shard: ShardKeys, consumer: str, server: Server) -> None:
+    for stream in shard.streams:
         try:
             server.xgroup_create(stream.key, GROUP, id="0", mkstream=True)
         except redis.exceptions.ResponseError as error:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import Final
 
 from lmpool.backends.engine import Engine, EngineInfo
 from lmpool.clock import to_ms
-from lmpool.commands import Server
 from lmpool.errors import PoolMismatch, SettingsError, WireError
 from lmpool.keys import PoolKeys
 from lmpool.liveness import signs_of_life
-from lmpool.model_info import ModelInfo, fingerprint
+from lmpool.model_info import MAX_SHARDS, ModelInfo, fingerprint
 from lmpool.scripts import script
 from lmpool.server import get_string
+from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
 from lmpool.vocabulary import TOKENIZER_FILES, Vocabulary
 
@@ -30,7 +31,8 @@ _MAY_DIFFER = frozenset(
 
 
 def model_info(engine: EngineInfo, options: WorkerOptions) -> ModelInfo:
-    """What the pool serves with this engine and these settings."""
+    """What the pool serves with this engine and these settings; in one shard where they say nothing
+    of shards."""
     longest = engine.max_prompt_tokens
     if options.max_prompt_tokens is not None:
         if options.max_prompt_tokens > longest:
@@ -57,13 +59,27 @@ def model_info(engine: EngineInfo, options: WorkerOptions) -> ModelInfo:
         bos_token_id=engine.bos_token_id,
         eos_token_ids=tuple(engine.eos_token_ids),
         pad_token_id=engine.pad_token_id,
-        shards=options.shards,
+        shards=options.shards or 1,
         max_backlog=options.max_backlog,
         client_backlog=options.client_backlog,
         result_ttl_ms=to_ms(options.result_ttl),
         head=engine.head,
         no_head=engine.no_head if engine.head is None else "",
     )
+
+
+def usual_shards(servers: Servers, keys: PoolKeys, mine: str) -> int:
+    """How many shards a pool has where nobody says: those that it is served in, if it is the model
+    of fingerprint `mine`, else two for each primary of a cluster, so that one more takes over few.
+    """
+    server = servers.for_key(keys.info)
+    held = get_string(server, keys.info)
+    if held is not None and signs_of_life(server, [keys.serving])[0]:
+        with suppress(WireError):
+            info = ModelInfo.unpack(held)
+            if info.fingerprint == mine:
+                return info.shards
+    return min(MAX_SHARDS, 2 * len(servers.everywhere())) if servers.fails_apart else 1
 
 
 def batch_budget(options: WorkerOptions, info: ModelInfo) -> int:
@@ -85,13 +101,14 @@ def mark(info: ModelInfo) -> bytes:
     return fingerprint(must_agree).encode()
 
 
-def join(server: Server, keys: PoolKeys, info: ModelInfo, replace: bool, life_ms: int) -> None:
+def join(servers: Servers, keys: PoolKeys, info: ModelInfo, replace: bool, life_ms: int) -> None:
     """Publish `info` as what the pool serves, and for `life_ms` that a worker lives who does.
 
     Raises `PoolMismatch` while living workers serve something else, unless `replace`. Of two
     workers that join at the same time the second sees the first.
     """
     packed, mine = info.pack(), mark(info)
+    server = servers.for_key(keys.info)
     while True:
         held = get_string(server, keys.info) or b""
         serving = get_string(server, keys.serving) or b""
@@ -104,9 +121,9 @@ def join(server: Server, keys: PoolKeys, info: ModelInfo, replace: bool, life_ms
     kept = frozenset(_kept_keys(keys, info))
     for key in _kept_keys(keys, other) if other is not None else ():
         if key not in kept:  # another model's, or of shards that there are no more
-            server.pexpire(key, OLD_KEYS_MS)
+            servers.for_key(key).pexpire(key, OLD_KEYS_MS)
     for key in kept:  # it may have been served, replaced, and now served again
-        server.persist(key)
+        servers.for_key(key).persist(key)
 
 
 def _kept_keys(keys: PoolKeys, info: ModelInfo) -> Iterator[str]:
@@ -161,9 +178,10 @@ def _check_same(
     )
 
 
-def publish_vocabulary(server: Server, keys: PoolKeys, info: ModelInfo, engine: Engine) -> None:
+def publish_vocabulary(servers: Servers, keys: PoolKeys, info: ModelInfo, engine: Engine) -> None:
     """Put tokenizer and byte vocabulary where clients find them, unless they are there."""
     key = keys.vocabulary(info.fingerprint8)
+    server = servers.for_key(key)
     if get_string(server, key) is not None:
         return
     tokens = engine.byte_vocabulary()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import redis.exceptions
 
+from lmpool.commands import Server
 from lmpool.keys import COUNTERS_TTL_MS, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.scripts import load_client_scripts, script
@@ -25,19 +26,31 @@ def mend(
     Returns the keys that were taken away: streams want groups again, registries their entries.
     """
     damaged: list[bytes] = []
+    loaded: set[int] = set()
     for shard in shards:
-        damaged += script("mend")(
-            servers.for_shard(shard),
-            [stream.key for stream in shard.streams],
-            [shard.prefix, info.max_backlog, shard.lanes, COUNTERS_TTL_MS, int(joining)],
-        )
-    for server, _ in servers.by_connection(shards):
-        try:
-            load_client_scripts(server)
-        except redis.exceptions.NoPermissionError as error:
-            logger.debug("clients have to send their scripts: %s", error)
+
+        def mend_one(server: Server, shard: ShardKeys = shard) -> None:
+            damaged.extend(
+                script("mend")(
+                    server,
+                    [stream.key for stream in shard.streams],
+                    [shard.prefix, info.max_backlog, shard.lanes, COUNTERS_TTL_MS, int(joining)],
+                )
+            )
+            if id(server) not in loaded:
+                _load(server)
+                loaded.add(id(server))
+
+        servers.apart([shard], mend_one)
     _report(damaged)
     return [key.decode() for key in damaged]
+
+
+def _load(server: Server) -> None:
+    try:
+        load_client_scripts(server)
+    except redis.exceptions.NoPermissionError as error:
+        logger.debug("clients have to send their scripts: %s", error)
 
 
 def _report(damaged: Iterable[bytes]) -> None:

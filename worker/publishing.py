@@ -15,7 +15,7 @@ from typing import Final, Literal
 import redis.exceptions
 
 from lmpool.backends.engine import Outcome, Part
-from lmpool.commands import Value
+from lmpool.commands import Server, Value
 from lmpool.counters import BATCHES, COMPUTED, FAILED, answers
 from lmpool.errors import PromptFailed, ServerRefused
 from lmpool.isolation import isolate
@@ -38,6 +38,12 @@ QUEUE_MOST: Final = 2
 """Finished batches that may wait to be written; then the engine waits."""
 CHUNK_BYTES: Final = 2 << 20
 CHUNK_MOST: Final = 512
+ASIDE_BYTES: Final = 64 << 20
+"""Bytes of rows that wait for shards that are away; then the engine waits."""
+ASIDE_PAUSE: Final = 0.05
+"""Seconds between two attempts to write them."""
+ASIDE_FAREWELL: Final = 10.0
+"""Seconds for which a worker that leaves waits for their shards."""
 MAX_ERROR_CHARS: Final = 2000
 LEFT_OUT_MOST: Final = 32
 """Jobs refused in succession, in one call or many: after so many it is not the jobs."""
@@ -123,6 +129,10 @@ class Publisher:
         self._ended = False
         self._uncounted = 0
         """1 until the batch that is being written has been counted."""
+        self._aside: list[tuple[JobStream, Sequence[Done]]] = []
+        """Of shards that are away: written once they are back."""
+        self._aside_bytes = 0
+        self._tried_aside = 0.0
         self._left_out = 0
         """Jobs that the server refused in succession, none taken between them."""
 
@@ -157,14 +167,23 @@ class Publisher:
                 for chunk in self._chunks(finished):
                     self._write(chunk)
                 self._metrics.publish.add(time.monotonic() - began)
+            until = time.monotonic() + ASIDE_FAREWELL
+            while self._aside and time.monotonic() < until:
+                time.sleep(ASIDE_PAUSE)
+                self._write_aside()
+            if self._aside:
+                left = sum(len(chunk) for _, chunk in self._aside)
+                logger.error("%d jobs were not written and stay with the pool", left)
         finally:
             self._ended = True
 
     def _next(self) -> Sequence[Finished] | None:
         """What is to be written next. Meanwhile others may need what was stored's room."""
         while True:
+            if self._aside and time.monotonic() - self._tried_aside > ASIDE_PAUSE:
+                self._write_aside()
             try:
-                finished = self._queue.get(timeout=LOOK_EVERY)
+                finished = self._queue.get(timeout=ASIDE_PAUSE if self._aside else LOOK_EVERY)
             except queue.Empty:
                 self._store.look_now_and_then()
             else:
@@ -196,7 +215,7 @@ class Publisher:
         if chunk:
             yield chunk
 
-    def _write(self, chunk: list[Done]) -> None:
+    def _write(self, chunk: Sequence[Done]) -> None:
         """Write one chunk, again and again until the server takes it: results are idempotent."""
         failures = 0
         began = time.monotonic()
@@ -206,12 +225,10 @@ class Publisher:
                 with self._servers.in_step():
                     while left:
                         stream, mine = left[0]
-                        isolate(mine, partial(self._write_in, stream), self._leave_out)
+                        write = partial(self._write_all, stream, mine)
+                        if not self._servers.apart([stream.shard], write):
+                            self._set_aside(stream, mine)
                         left.pop(0)
-                self._status.let_go(done.delivery for done in chunk)
-                for done in chunk:
-                    if done.status != "ok":
-                        self._status.note_failure(done.status, done.error or done.status)
                 return
             except (redis.exceptions.RedisError, OSError) as error:
                 full = is_full(error)
@@ -236,6 +253,35 @@ class Publisher:
                 pause = min(2.0, 0.05 * 2 ** min(failures, 6))
                 self._status.stopping.wait(pause * random.uniform(0.5, 1.0))
 
+    def _write_all(self, stream: JobStream, chunk: Sequence[Done], server: Server) -> bool:
+        """Write what is of one stream."""
+        isolate(chunk, partial(self._write_in, stream), self._leave_out)
+        self._status.let_go(done.delivery for done in chunk)
+        for done in chunk:
+            if done.status != "ok":
+                self._status.note_failure(done.status, done.error or done.status)
+        return True
+
+    def _set_aside(self, stream: JobStream, chunk: Sequence[Done]) -> None:
+        """A shard is away: its rows wait while others are written, as many as there is room for.
+
+        Raises redis-py's `ConnectionError` where there is none.
+        """
+        size = _size(chunk)
+        if self._aside and self._aside_bytes + size > ASIDE_BYTES:
+            raise redis.exceptions.ConnectionError(f"shard {stream.shard.number} is away")
+        if not self._aside:
+            logger.warning("shard %d is away: rows wait for it", stream.shard.number)
+        self._aside.append((stream, chunk))
+        self._aside_bytes += size
+
+    def _write_aside(self) -> None:
+        """Write what was set aside, as far as its shards are back."""
+        aside, self._aside, self._aside_bytes = self._aside, [], 0
+        for _, chunk in aside:
+            self._write(chunk)
+        self._tried_aside = time.monotonic()
+
     def _leave_out(self, done: Done, error: redis.exceptions.RedisError) -> None:
         """The server takes this one in no company: whoever waits for it asks again.
 
@@ -255,7 +301,7 @@ class Publisher:
         server.xack(place.key, GROUP, done.delivery.entry)
         server.xdel(place.key, done.delivery.entry)
 
-    def _relieve(self, stream: JobStream, chunk: list[Done]) -> bool:
+    def _relieve(self, stream: JobStream, chunk: Sequence[Done]) -> bool:
         """Make room where the server has no memory left. Whether there was any to make."""
         try:
             with self._servers.in_step():

@@ -73,10 +73,10 @@ class Recovery:
         failure: Exception | None = None
         lost: list[Server] = []
         for stream in streams(self._shards):
-            server = self._servers.for_shard(stream.shard)
-            if server in lost:
-                continue
             try:
+                server = self._servers.for_shard(stream.shard)
+                if server in lost:
+                    continue
                 with self._servers.in_step():
                     self._look(stream)
             except (redis.exceptions.RedisError, OSError) as error:

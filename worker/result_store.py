@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import redis.exceptions
 
-from lmpool.commands import Value
+from lmpool.commands import Server, Value
 from lmpool.keys import COUNTERS_TTL_MS, ShardKeys
 from lmpool.result_memory import room
 from lmpool.scripts import script
@@ -66,25 +67,29 @@ class ResultStore:
         Raises redis-py's exceptions.
         """
         self._due = time.monotonic() + LOOK_EVERY
-        for server, shards in self._servers.by_connection(self._shards):
-            held = sum(self._evict(shard, None) for shard in shards)
-            try:
-                left = room(server.info("memory"), held)
-            except redis.exceptions.ResponseError as error:
-                logger.debug("the server does not show its memory: %s", error)
-                left = None
-            for shard in shards:
-                mine = self._held[shard.prefix]
-                bound = self._most
-                if left is not None:
-                    share = left / len(shards) if left > 0 else left * mine / max(1, held)
-                    bound = max(0, min(mine + int(share), bound or mine + int(share)))
-                if bound is None:
-                    self._bounds.pop(shard.prefix, None)
-                    continue
-                self._bounds[shard.prefix] = bound
-                if shrink and mine > bound:
-                    self._evict(shard, bound)
+        for _, shards in self._servers.by_connection(self._shards):
+            self._servers.apart(shards, partial(self._look_at, shards, shrink))
+
+    def _look_at(self, shards: Sequence[ShardKeys], shrink: bool, server: Server) -> None:
+        """The same of what lies on one server."""
+        held = sum(self._evict(shard, None) for shard in shards)
+        try:
+            left = room(server.info("memory"), held)
+        except redis.exceptions.ResponseError as error:
+            logger.debug("the server does not show its memory: %s", error)
+            left = None
+        for shard in shards:
+            mine = self._held[shard.prefix]
+            bound = self._most
+            if left is not None:
+                share = left / len(shards) if left > 0 else left * mine / max(1, held)
+                bound = max(0, min(mine + int(share), bound or mine + int(share)))
+            if bound is None:
+                self._bounds.pop(shard.prefix, None)
+                continue
+            self._bounds[shard.prefix] = bound
+            if shrink and mine > bound:
+                self._evict(shard, bound)
 
     def look_now_and_then(self) -> None:
         """The same where it is due; a server that does not answer is looked at later."""

@@ -8,10 +8,12 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, Final, TypeVar
 
 import redis.exceptions
 
+from lmpool.address import Address
 from lmpool.backends import load_engine
 from lmpool.backends.engine import Engine
 from lmpool.clock import ServerClock
@@ -21,7 +23,6 @@ from lmpool.errors import LmpoolError, SettingsError
 from lmpool.keys import GROUP, PoolKeys, ShardKeys, streams
 from lmpool.liveness import LIFE_MS, any_alive
 from lmpool.model_info import ModelInfo
-from lmpool.primary_pool import Address
 from lmpool.scripts import script
 from lmpool.server import ANSWER_TIMEOUT, explained, greet
 from lmpool.servers import Servers
@@ -33,7 +34,13 @@ from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.engine_thread import EngineLoop, spawn
 from lmpool.worker.heartbeat import ANSWER_WITHIN, Heartbeat
 from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups, release, uncount
-from lmpool.worker.membership import batch_budget, join, model_info, publish_vocabulary
+from lmpool.worker.membership import (
+    batch_budget,
+    join,
+    model_info,
+    publish_vocabulary,
+    usual_shards,
+)
 from lmpool.worker.patience import patiently
 from lmpool.worker.pieces import Tellings
 from lmpool.worker.progress import StartProgress
@@ -126,14 +133,14 @@ class Service:
         control = self._open()
         self.start_progress.enter("server")
         # Before minutes of loading, not after.
-        version = self._patiently(lambda: greet(control.pool, url, clock))
+        version = self._patiently(lambda: greet(control.anywhere, url, clock))
         self.start_progress.enter("load")
         with self.start_progress.listening():
             engine = self.engine = load_engine(
                 options.engine, options.model, **_engine_options(options)
             )
         self.start_progress.enter("join")
-        self._patiently(lambda: warn_about(control.pool, url))
+        self._patiently(lambda: warn_about(control.anywhere, url))
         with self._joining:
             if self.status.stopping.is_set():
                 raise LmpoolError("told to stop while the engine was loading")
@@ -144,6 +151,10 @@ class Service:
     ) -> EngineLoop:
         options = self.options
         info = model_info(engine.info, options)
+        if options.shards is None:
+            mine = info.fingerprint
+            usual = self._patiently(lambda: usual_shards(control, self.keys, mine))
+            info = replace(info, shards=usual)
         budget = batch_budget(options, info)
         self.status.description["engine"] = info.engine
         self.status.description["execution"] = engine.info.execution
@@ -199,11 +210,11 @@ class Service:
         self, control: Servers, info: ModelInfo, engine: Engine, heartbeat: Heartbeat
     ) -> None:
         """Become one of the pool's workers; all that is left is to read jobs."""
-        join(control.pool, self.keys, info, self.options.replace, LIFE_MS)
+        join(control, self.keys, info, self.options.replace, LIFE_MS)
         heartbeat.beat(control)  # before the consumer is there: nobody must take it for dead
         try:
             create_groups(control, self.shards, self.consumer)
-            publish_vocabulary(control.pool, self.keys, info, engine)
+            publish_vocabulary(control, self.keys, info, engine)
         except BaseException:
             self._end_membership(control)
             raise
@@ -261,7 +272,7 @@ class Service:
         def restore(servers: Servers) -> None:
             heartbeat.beat(servers)
             # On the engine's thread, and so with its connections.
-            loop.call(lambda: publish_vocabulary(control.pool, self.keys, info, engine))
+            loop.call(lambda: publish_vocabulary(control, self.keys, info, engine))
             loop.call(adapters.restore)
 
         return restore
@@ -352,7 +363,7 @@ class Service:
             )
         first = self.shards[0]
         if not any_alive(servers.for_shard(first), first):
-            servers.pool.delete(self.keys.serving)
+            servers.for_key(self.keys.serving).delete(self.keys.serving)
 
     def _open(
         self,

@@ -24,7 +24,7 @@ IDLE_BLOCK_MS: Final = 10
 class _BriefIntake(Intake):
     def _read_new(
         self, block: int | None, server: Server, wanted: Sequence[JobStream], count: int
-    ) -> list[tuple[JobStream, Sequence[Entry]]]:
+    ) -> Sequence[tuple[bytes, Sequence[Entry]]] | None:
         brief = None if block is None else min(block, IDLE_BLOCK_MS)
         return super()._read_new(brief, server, wanted, count)
 

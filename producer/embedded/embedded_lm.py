@@ -144,7 +144,8 @@ def embedded(
         timeout: seconds a batch waits to fill, from its first job
         max_batch_tokens: most prompt tokens in a batch; at least the longest prompt
         max_prompt_tokens: longest prompt served; at most what the model takes
-        shards: parts that the pool's keys are spread over
+        shards: parts that the pool's keys are spread over; by default one, on a Redis Cluster two
+            for each primary
         max_backlog: jobs that may wait in a shard, of each priority
         client_backlog: jobs of one client and priority that may wait: the others wait at the
             client

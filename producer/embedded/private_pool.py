@@ -135,7 +135,7 @@ class PrivatePool:
     def _alive(self) -> int:
         servers, keys = Servers.of_url(self.url, name="lmpool-embedded"), PoolKeys(self.pool)
         try:
-            packed = servers.pool.get(keys.info)
+            packed = servers.for_key(keys.info).get(keys.info)
             if packed is None:
                 return 0
             shards = ModelInfo.unpack(packed).shard_keys(keys)

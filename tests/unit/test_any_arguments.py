@@ -356,7 +356,7 @@ def settle(lm: PooledLM) -> None:
     if session.closed:
         return
     until(lambda: not session.table.has_unsent() and not session.table.withdrawn)
-    lm._client.run(lambda servers: servers.pool.ping()).result(10)
+    lm._client.run(lambda servers: servers.anywhere.ping()).result(10)
 
 
 @settings(max_examples=200, suppress_health_check=list(HealthCheck))

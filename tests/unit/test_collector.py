@@ -100,13 +100,13 @@ def test_notices_of_all_shards_are_read_at_once(
     call = waiting(session, jobs)
     answer(server, session, jobs)
     reads: list[int] = []
-    xread = collector._servers.pool.xread
+    xread = collector._servers.anywhere.xread
 
     def counted(streams: dict[str, str], **options: Any) -> Any:
         reads.append(len(streams))
         return xread(streams, **options)
 
-    monkeypatch.setattr(collector._servers.pool, "xread", counted)
+    monkeypatch.setattr(collector._servers.anywhere, "xread", counted)
     collector._collect_once()
     assert call.wait(0)
     assert are_rows(call)
@@ -140,7 +140,7 @@ def test_reading_goes_on_where_it_ended_also_after_a_break(
     collector._collect_once()
     assert are_rows(call)
     seen: list[Any] = []
-    xread = collector._servers.pool.xread
+    xread = collector._servers.anywhere.xread
 
     def cut(streams: dict[str, str], **options: Any) -> Any:
         found = xread(streams, **options)
@@ -149,7 +149,7 @@ def test_reading_goes_on_where_it_ended_also_after_a_break(
             raise redis.exceptions.ConnectionError("the answer was lost")
         return found
 
-    monkeypatch.setattr(collector._servers.pool, "xread", cut)
+    monkeypatch.setattr(collector._servers.anywhere, "xread", cut)
     call = waiting(session, second)
     answer(server, session, second)
     with pytest.raises(redis.exceptions.ConnectionError):
@@ -490,7 +490,7 @@ def test_after_an_outage_it_reads_on(
     run: Callable[[], Guarded],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    xread = collector._servers.pool.xread
+    xread = collector._servers.anywhere.xread
     failures: list[Exception] = [
         redis.exceptions.ConnectionError("refused"),
         redis.exceptions.NoPermissionError("no xread"),
@@ -502,7 +502,7 @@ def test_after_an_outage_it_reads_on(
             raise failures.pop()
         return xread(*arguments, **options)
 
-    monkeypatch.setattr(collector._servers.pool, "xread", fail)
+    monkeypatch.setattr(collector._servers.anywhere, "xread", fail)
     flag = Flag()
     real = session.closing
     monkeypatch.setattr(flag, "is_set", real.is_set)
@@ -522,13 +522,13 @@ def test_a_read_that_is_blocked_can_be_cut_off(
     session: Session, collector: Collector, run: Callable[[], Guarded], monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(collector_module, "BLOCK", 30.0)
-    xread, reading = collector._servers.pool.xread, threading.Event()
+    xread, reading = collector._servers.anywhere.xread, threading.Event()
 
     def read(*arguments: Any, **options: Any) -> Any:
         reading.set()
         return xread(*arguments, **options)
 
-    monkeypatch.setattr(collector._servers.pool, "xread", read)
+    monkeypatch.setattr(collector._servers.anywhere, "xread", read)
     thread = run()
     assert reading.wait(10)
     session.closing.set()

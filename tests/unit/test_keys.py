@@ -157,5 +157,5 @@ def test_prompts_of_adapters_are_spread_as_well() -> None:
 
 def test_shards_are_numbered() -> None:
     shards = PoolKeys("p").shards(FINGERPRINT8, 3)
-    assert [re.search(r":(\d)}", shard.prefix)[1] for shard in shards] == ["0", "1", "2"]  # type: ignore[index]
+    assert [re.search(r":(\d)[.]\d+}", shard.prefix)[1] for shard in shards] == ["0", "1", "2"]  # type: ignore[index]
     assert [shard.number for shard in shards] == [0, 1, 2]

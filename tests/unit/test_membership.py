@@ -117,16 +117,16 @@ def appear(server: redis.Redis, keys: PoolKeys, info: ModelInfo, consumer: str =
 
 
 def test_the_first_worker_makes_the_pool(redis_client: redis.Redis, keys: PoolKeys) -> None:
-    join(redis_client, keys, INFO, False, 5000)  # type: ignore[arg-type]
+    join(Servers(lambda: redis_client), keys, INFO, False, 5000)  # type: ignore[arg-type]
     assert served(redis_client, keys) == INFO
 
 
 def test_the_same_model_joins(redis_client: redis.Redis, keys: PoolKeys) -> None:
-    join(redis_client, keys, INFO, False, 5000)  # type: ignore[arg-type]
+    join(Servers(lambda: redis_client), keys, INFO, False, 5000)  # type: ignore[arg-type]
     appear(redis_client, keys, INFO)
     # Where workers may differ, the latest decides.
     latest = replace(INFO, model="local/copy", revision=None, max_backlog=5, result_ttl_ms=7)
-    join(redis_client, keys, latest, False, 5000)  # type: ignore[arg-type]
+    join(Servers(lambda: redis_client), keys, latest, False, 5000)  # type: ignore[arg-type]
     assert served(redis_client, keys) == latest
 
 
@@ -151,11 +151,11 @@ def test_the_same_model_joins(redis_client: redis.Redis, keys: PoolKeys) -> None
 def test_another_model_is_refused_while_workers_live(
     changed: dict[str, Any], redis_client: redis.Redis, keys: PoolKeys
 ) -> None:
-    join(redis_client, keys, INFO, False, 5000)  # type: ignore[arg-type]
+    join(Servers(lambda: redis_client), keys, INFO, False, 5000)  # type: ignore[arg-type]
     appear(redis_client, keys, INFO)
     (name,) = changed
     with pytest.raises(PoolMismatch) as refused:
-        join(redis_client, keys, replace(INFO, **changed), False, 5000)  # type: ignore[arg-type]
+        join(Servers(lambda: redis_client), keys, replace(INFO, **changed), False, 5000)  # type: ignore[arg-type]
     message = str(refused.value)
     assert f"{name} {getattr(INFO, name)!r} there, {changed[name]!r} here" in message
     assert "LMPOOL_REPLACE=1" in message
@@ -163,19 +163,19 @@ def test_another_model_is_refused_while_workers_live(
 
 
 def test_another_model_takes_over_from_the_dead(redis_client: redis.Redis, keys: PoolKeys) -> None:
-    join(redis_client, keys, INFO, False, 5000)  # type: ignore[arg-type]
+    join(Servers(lambda: redis_client), keys, INFO, False, 5000)  # type: ignore[arg-type]
     appear(redis_client, keys, INFO)
     redis_client.delete(keys.serving)
-    join(redis_client, keys, OTHER, False, 5000)  # type: ignore[arg-type]
+    join(Servers(lambda: redis_client), keys, OTHER, False, 5000)  # type: ignore[arg-type]
     assert served(redis_client, keys) == OTHER
 
 
 def test_another_model_takes_over_when_it_is_told_to(
     redis_client: redis.Redis, keys: PoolKeys
 ) -> None:
-    join(redis_client, keys, INFO, False, 5000)  # type: ignore[arg-type]
+    join(Servers(lambda: redis_client), keys, INFO, False, 5000)  # type: ignore[arg-type]
     appear(redis_client, keys, INFO)
-    join(redis_client, keys, OTHER, True, 5000)  # type: ignore[arg-type]
+    join(Servers(lambda: redis_client), keys, OTHER, True, 5000)  # type: ignore[arg-type]
     assert served(redis_client, keys) == OTHER
 
 
@@ -185,9 +185,9 @@ def test_what_cannot_be_read_is_not_overwritten_unasked(
     redis_client.set(keys.info, b"from the future")
     redis_client.set(keys.serving, b"as its workers say", px=LIFE_MS)
     with pytest.raises(PoolMismatch, match=r"cannot read .*LMPOOL_REPLACE=1"):
-        join(redis_client, keys, INFO, False, 5000)  # type: ignore[arg-type]
+        join(Servers(lambda: redis_client), keys, INFO, False, 5000)  # type: ignore[arg-type]
     assert redis_client.get(keys.info) == b"from the future"
-    join(redis_client, keys, INFO, True, 5000)  # type: ignore[arg-type]
+    join(Servers(lambda: redis_client), keys, INFO, True, 5000)  # type: ignore[arg-type]
     assert served(redis_client, keys) == INFO
 
 
@@ -196,7 +196,7 @@ def test_what_cannot_be_read_and_nobody_serves_is_taken_over(
 ) -> None:
     """An upgrade after all workers have left needs no more than their start."""
     redis_client.set(keys.info, b"of an older release")
-    join(redis_client, keys, INFO, False, 5000)  # type: ignore[arg-type]
+    join(Servers(lambda: redis_client), keys, INFO, False, 5000)  # type: ignore[arg-type]
     assert served(redis_client, keys) == INFO
 
 
@@ -216,16 +216,16 @@ def test_two_that_join_at_once_see_each_other(
 
     monkeypatch.setattr(redis_client, "get", get_and_be_overtaken)
     with pytest.raises(PoolMismatch, match="org/other"):
-        join(redis_client, keys, INFO, False, 5000)  # type: ignore[arg-type]
+        join(Servers(lambda: redis_client), keys, INFO, False, 5000)  # type: ignore[arg-type]
     assert served(redis_client, keys) == OTHER
 
 
 def test_a_pool_whose_workers_died_as_the_clock_was_set_back_is_nobodys(
     redis_client: redis.Redis, keys: PoolKeys
 ) -> None:
-    join(redis_client, keys, OTHER, False, LIFE_MS)  # type: ignore[arg-type]
+    join(Servers(lambda: redis_client), keys, OTHER, False, LIFE_MS)  # type: ignore[arg-type]
     redis_client.pexpire(keys.serving, LIFE_MS + 3_600_000)
-    join(redis_client, keys, INFO, False, LIFE_MS)  # type: ignore[arg-type]
+    join(Servers(lambda: redis_client), keys, INFO, False, LIFE_MS)  # type: ignore[arg-type]
     assert served(redis_client, keys) == INFO
 
 
@@ -243,14 +243,14 @@ def test_what_nobody_serves_any_more_ends_and_what_is_served_again_stays(
     for info in (wide, other):
         for shard in info.shard_keys(keys):
             redis_client.xadd(shard.stream(priority, lane).key, {"job": b""})
-    join(redis_client, keys, wide, False, 5000)  # type: ignore[arg-type]
+    join(Servers(lambda: redis_client), keys, wide, False, 5000)  # type: ignore[arg-type]
     assert ends(wide) == [False, False, False]
-    join(redis_client, keys, other, True, 5000)  # type: ignore[arg-type]
+    join(Servers(lambda: redis_client), keys, other, True, 5000)  # type: ignore[arg-type]
     assert (ends(wide), ends(other)) == ([True, True, True], [False])
-    join(redis_client, keys, wide, True, 5000)  # type: ignore[arg-type]
+    join(Servers(lambda: redis_client), keys, wide, True, 5000)  # type: ignore[arg-type]
     assert (ends(wide), ends(other)) == ([False, False, False], [True])
-    join(redis_client, keys, narrow, True, 5000)  # type: ignore[arg-type]
-    assert ends(wide) == [False, True, True]  # the same model in fewer shards
+    join(Servers(lambda: redis_client), keys, narrow, True, 5000)  # type: ignore[arg-type]
+    assert ends(wide) == [True, True, True]  # the same model in fewer shards: others by name
 
 
 # --- the vocabulary ----------------------------------------------------------------------------
@@ -259,13 +259,13 @@ def test_what_nobody_serves_any_more_ends_and_what_is_served_again_stays(
 def test_the_vocabulary_is_published_once(redis_client: redis.Redis, keys: PoolKeys) -> None:
     engine = MockEngine()
     info = model_info(engine.info, WorkerOptions())
-    publish_vocabulary(redis_client, keys, info, engine)  # type: ignore[arg-type]
+    publish_vocabulary(Servers(lambda: redis_client), keys, info, engine)  # type: ignore[arg-type]
     packed: Any = redis_client.get(keys.vocabulary(info.fingerprint8))
     found = Vocabulary.unpack(packed)
     assert list(found.tokens) == engine.byte_vocabulary()
     assert found.files == engine.tokenizer_files()
     redis_client.set(keys.vocabulary(info.fingerprint8), b"first")
-    publish_vocabulary(redis_client, keys, info, engine)  # type: ignore[arg-type]
+    publish_vocabulary(Servers(lambda: redis_client), keys, info, engine)  # type: ignore[arg-type]
     assert redis_client.get(keys.vocabulary(info.fingerprint8)) == b"first"
 
 
@@ -276,7 +276,7 @@ def test_only_known_files_are_published(redis_client: redis.Redis, keys: PoolKey
 
     engine = WithFiles()
     info = model_info(engine.info, WorkerOptions())
-    publish_vocabulary(redis_client, keys, info, engine)  # type: ignore[arg-type]
+    publish_vocabulary(Servers(lambda: redis_client), keys, info, engine)  # type: ignore[arg-type]
     packed: Any = redis_client.get(keys.vocabulary(info.fingerprint8))
     assert Vocabulary.unpack(packed).files == {"tokenizer.json": b"{}"}
 
@@ -287,5 +287,5 @@ def test_an_engine_without_a_tokenizer_publishes_nothing(
     engine = MockEngine()
     monkeypatch.setattr(engine, "byte_vocabulary", lambda: None)
     info = model_info(engine.info, WorkerOptions())
-    publish_vocabulary(redis_client, keys, info, engine)  # type: ignore[arg-type]
+    publish_vocabulary(Servers(lambda: redis_client), keys, info, engine)  # type: ignore[arg-type]
     assert not redis_client.exists(keys.vocabulary(info.fingerprint8))

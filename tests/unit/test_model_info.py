@@ -81,9 +81,9 @@ def test_key_names_carry_eight_digits_of_the_fingerprint() -> None:
 def test_the_shards_of_a_pool_have_its_lanes() -> None:
     info = replace(INFO, shards=2, lanes=3)
     shards = info.shard_keys(PoolKeys("p"))
-    assert [shard.prefix for shard in shards] == [
-        f"{{lmpool:p:01234567:{PROTOCOL}:{i}}}" for i in (0, 1)
-    ]
+    assert shards == PoolKeys("p").shards("01234567", 2, 3)
+    for number, shard in enumerate(shards):
+        assert shard.prefix.startswith(f"{{lmpool:p:01234567:{PROTOCOL}:{number}.")
     assert [len(shard.streams) for shard in shards] == [6, 6]
 
 

@@ -259,7 +259,7 @@ def test_a_server_that_hides_its_memory_has_the_bound_that_is_set(
 
     for most, left in ((3 * EACH, 3), (None, 6)):
         store = store_of(most)
-        monkeypatch.setattr(store._servers.pool, "info", refuse)
+        monkeypatch.setattr(store._servers.anywhere, "info", refuse)
         store.look()
         for number in range(6):
             write(store, redis_client, shard, number)

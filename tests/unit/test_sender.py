@@ -516,7 +516,7 @@ def test_tasks_get_the_connections_and_their_callers_what_became_of_them(
         sender._run_task((function, future))
         return future
 
-    assert run(lambda servers: servers.pool.ping()).result(0) is True
+    assert run(lambda servers: servers.anywhere.ping()).result(0) is True
     senseless = run(lambda servers: servers.nothing).exception(0)
     assert isinstance(senseless, ServerError)
     assert "AttributeError" in str(senseless)

@@ -39,7 +39,7 @@ def two() -> Iterator[list[FakeServer]]:
 
 def test_nothing_connects_before_its_first_command() -> None:
     servers = Servers.of_url("redis://127.0.0.1:1/0", blocks_for=3.0, name="somebody")
-    options = servers.pool.connection_pool.connection_kwargs
+    options = servers.anywhere.connection_pool.connection_kwargs
     assert options["socket_timeout"] == ANSWER_TIMEOUT + 3.0
     assert options["client_name"] == "somebody"
     servers.close()
@@ -47,15 +47,15 @@ def test_nothing_connects_before_its_first_command() -> None:
 
 def test_a_server_that_answers_nothing_is_given_up_when_it_is_said() -> None:
     servers = Servers.of_url("redis://127.0.0.1:1/0", answers_within=1.5)
-    options = servers.pool.connection_pool.connection_kwargs
+    options = servers.anywhere.connection_pool.connection_kwargs
     assert (options["socket_timeout"], options["socket_connect_timeout"]) == (1.5, 1.5)
     servers.close()
 
 
 def test_every_shard_lies_on_the_one_server() -> None:
     servers = Servers.of_url("redis://127.0.0.1:1/0")
-    assert {id(servers.for_shard(shard)) for shard in SHARDS} == {id(servers.pool)}
-    assert servers.by_connection(SHARDS) == [(servers.pool, list(SHARDS))]
+    assert {id(servers.for_shard(shard)) for shard in SHARDS} == {id(servers.anywhere)}
+    assert servers.by_connection(SHARDS) == [(servers.anywhere, list(SHARDS))]
     assert servers.by_connection([]) == []
     servers.close()
 
@@ -74,19 +74,19 @@ def test_what_makes_no_sense_is_tried_again_on_another_connection(fake_url: str)
 
     def misread() -> None:
         with servers.in_step():
-            servers.pool.ping().decode()  # type: ignore[attr-defined]
+            servers.anywhere.ping().decode()  # type: ignore[attr-defined]
 
     with servers.in_step():
-        before = servers.pool.execute_command("CLIENT", "ID")  # type: ignore[attr-defined]
+        before = servers.anywhere.execute_command("CLIENT", "ID")  # type: ignore[attr-defined]
     for _ in range(NONSENSE_MOST):
         with pytest.raises(redis.exceptions.InvalidResponse, match="AttributeError") as found:
             misread()
         assert is_lost(found.value)
-    assert servers.pool.execute_command("CLIENT", "ID") != before  # type: ignore[attr-defined]
+    assert servers.anywhere.execute_command("CLIENT", "ID") != before  # type: ignore[attr-defined]
     with pytest.raises(AttributeError):  # that is a defect of ours
         misread()
     with servers.in_step():
-        servers.pool.ping()
+        servers.anywhere.ping()
     with pytest.raises(redis.exceptions.InvalidResponse):
         misread()
     with pytest.raises(UnknownAdapter), servers.in_step():
@@ -100,8 +100,8 @@ def test_a_step_within_another_does_not_end_its_succession_of_nonsense(fake_url:
     def misread() -> None:
         with servers.in_step():
             with servers.in_step():
-                servers.pool.ping()  # this one makes sense, each time
-            servers.pool.ping().decode()  # type: ignore[attr-defined]
+                servers.anywhere.ping()  # this one makes sense, each time
+            servers.anywhere.ping().decode()  # type: ignore[attr-defined]
 
     for _ in range(NONSENSE_MOST):
         with pytest.raises(redis.exceptions.InvalidResponse):
@@ -114,8 +114,8 @@ def test_a_step_within_another_does_not_end_its_succession_of_nonsense(fake_url:
 def test_another_thread_closes_no_socket(fake_url: str) -> None:
     """Its number would be another connection's at once, whose answers a read would then take."""
     servers = Servers.of_url(fake_url)
-    assert servers.pool.ping()
-    found = servers.pool.connection_pool.get_connection()._sock
+    assert servers.anywhere.ping()
+    found = servers.anywhere.connection_pool.get_connection()._sock
     servers.cut()
     assert found.fileno() != -1
     assert found.recv(1) == b""
@@ -128,10 +128,10 @@ def test_a_read_that_is_blocked_ends_when_it_is_cut(fake_url: str) -> None:
     reading = threading.Event()
 
     def read() -> None:
-        servers.pool.ping()
+        servers.anywhere.ping()
         reading.set()
         with pytest.raises(redis.exceptions.ConnectionError):
-            servers.pool.xread({"nothing-here": "0-0"}, block=60_000)
+            servers.anywhere.xread({"nothing-here": "0-0"}, block=60_000)
 
     thread = Guarded(read)
     assert reading.wait(10)
@@ -231,16 +231,16 @@ def test_who_belongs_together_goes_to_another_primary_together(
     moves: list[object] = []
     for servers in several:
         session.owned(servers)
-        pool: Any = servers.pool.connection_pool
+        pool: Any = servers.anywhere.connection_pool
         pool.on_move = partial(both, moves.append, pool.on_move)
         servers.follow()  # it has no connection yet
-        servers.pool.set("here", b"the first")
+        servers.anywhere.set("here", b"the first")
     first.follow()
     named.server = two[1]
-    assert first.pool.get("here") == b"the first"  # as if nothing had happened
+    assert first.anywhere.get("here") == b"the first"  # as if nothing had happened
     assert moves == []
     found_by(first)
-    assert first.pool.get("here") is None
+    assert first.anywhere.get("here") is None
     for servers in others:
         assert servers.for_shard(SHARDS[0]).get("here") is None
         servers.follow()
@@ -252,8 +252,8 @@ def test_who_belongs_together_goes_to_another_primary_together(
 def test_without_sentinels_there_is_nothing_to_follow(two: list[FakeServer]) -> None:
     servers = Servers.of_url(two[0].url)
     servers.on_move(lambda primary: pytest.fail(f"to {primary}"))
-    assert servers.pool.ping()
+    assert servers.anywhere.ping()
     servers.follow()
     servers.go_to(("127.0.0.1", 1))
-    assert servers.pool.ping()
+    assert servers.anywhere.ping()
     servers.close()

@@ -265,7 +265,7 @@ def test_a_beat_waits_for_a_server_that_answers_nothing_no_longer_than_a_life(
     worker = new()
     worker.start()
     (servers,) = opened
-    assert servers.pool.connection_pool.connection_kwargs["socket_timeout"] == ANSWER_WITHIN
+    assert servers.anywhere.connection_pool.connection_kwargs["socket_timeout"] == ANSWER_WITHIN
     worker.stop()
 
 

@@ -1,0 +1,292 @@
+"""One thread's connections to the nodes of a Redis Cluster."""
+
+from __future__ import annotations
+
+import logging
+import random
+import select
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Final, TypeVar, cast
+
+import redis.exceptions
+
+from lmpool.address import Address, Cluster
+from lmpool.cluster import (
+    BoundedClusterParser,
+    ClusterParser,
+    NodeConnection,
+    SlotMoved,
+    TLSNodeConnection,
+    slot_map,
+)
+from lmpool.commands import Server
+from lmpool.connections import OneConnectionClient, OneConnectionPool
+from lmpool.keys import ShardKeys
+from lmpool.server import connection_options, is_lost
+from lmpool.servers import Servers
+from lmpool.slots import slot_of
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ANSWER_WITHIN: Final = 2.0
+"""Seconds without an answer after which a node is given up: what it serves is soon served by
+another, and this is most of what a caller waits for beyond that."""
+SILENT_FOR: Final = 1.0
+"""Seconds for which a node that let a command time out is left alone: each attempt takes as long
+again, in which others are not served."""
+PAUSES: Final = (0.02, 0.5)
+"""Seconds until a shard is asked again that was lost, at first and at most."""
+
+
+class ReadingClient(OneConnectionClient):
+    """Sends a command and leaves its reply for later: `execute_command` returns nothing."""
+
+    def __init__(self, pool: OneConnectionPool, address: Address) -> None:
+        super().__init__(connection_pool=pool)
+        self.address = address
+        self.asked: tuple[str, dict[str, Any]] | None = None
+        """The command whose reply is awaited."""
+        self.since = 0.0
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Send it."""
+        pool: Any = self.connection_pool
+        self.drop()
+        pool.get_connection().send_command(*args)
+        self.asked, self.since = (args[0], options), time.monotonic()
+
+    def fileno(self) -> int:
+        """Of its socket, while a reply is awaited."""
+        pool: Any = self.connection_pool
+        found = pool._one._sock
+        if found is None:
+            raise redis.exceptions.ConnectionError("the connection was ended")
+        return int(found.fileno())
+
+    def finish(self) -> Any:
+        """The reply, which is about to come. Raises redis-py's exceptions."""
+        assert self.asked is not None
+        (name, options), self.asked = self.asked, None
+        pool: Any = self.connection_pool
+        try:
+            return self.parse_response(pool._one, name, **options)  # type: ignore[no-untyped-call]
+        except redis.exceptions.ResponseError:
+            raise  # which was the reply
+        except BaseException:
+            pool.disconnect()
+            raise
+
+    def drop(self) -> None:
+        """Await no reply any more; its connection is of no further use."""
+        if self.asked is not None:
+            self.asked = None
+            self.connection_pool.disconnect()
+
+
+class ClusterServers(Servers):
+    """Connections to each node that is asked, and one for the blocking read of each shard.
+
+    What is lost or has moved is an error that puts the slot map right: whoever tries again, as
+    after a lost connection, is led to the right node.
+    """
+
+    fails_apart = True
+    longest_block = 1.0
+
+    def __init__(
+        self, url: str, blocks_for: float, name: str, bounded: bool, answers_within: float
+    ) -> None:
+        known = Cluster.parse(url)
+        self._slots = slot_map(url)
+        self._within = min(answers_within, ANSWER_WITHIN)
+        self._blocks_for = min(blocks_for, self.longest_block)
+        self._options: dict[str, Any] = {
+            **known.options,
+            **connection_options(name, 0.0, self._within),
+            "slots": self._slots,
+            "parser_class": BoundedClusterParser if bounded else ClusterParser,
+        }
+        self._class = TLSNodeConnection if known.tls else NodeConnection
+        self._nodes: dict[Address, Server] = {}
+        self._reads: dict[str, ReadingClient] = {}
+        """Whose blocking reads are under way, or were, by shard's prefix."""
+        self._lost: dict[str, tuple[int, float]] = {}
+        """How often in succession a shard's read was lost, and when it is asked again."""
+        self._silent: dict[Address, float] = {}
+        """Nodes that let a command time out, and until when they are asked for nothing else."""
+        self._begin()
+
+    @property
+    def anywhere(self) -> Server:
+        """The node that answered last."""
+        return self._node(self._slots.nodes()[0])
+
+    def for_key(self, key: str) -> Server:
+        return self._node(self._slots.owner(slot_of(key)))
+
+    def for_shard(self, shard: ShardKeys) -> Server:
+        return self._node(self._slots.owner(shard.slot))
+
+    def everywhere(self) -> list[Server]:
+        return [self._node(address) for address in self._slots.nodes()]
+
+    def read_together(self, shards: Sequence[ShardKeys]) -> list[list[ShardKeys]]:
+        return [[shard] for shard in shards]  # a blocking read is of one slot
+
+    def read(
+        self,
+        shards: Sequence[ShardKeys],
+        ask: Callable[[Server, Sequence[ShardKeys]], T],
+        seconds: float,
+        lost: Callable[[ShardKeys, Exception], None],
+    ) -> Iterator[tuple[Sequence[ShardKeys], T]]:
+        for shard in shards:
+            if self._is_under_way(shard, lost) or self.is_away(shard):
+                continue
+            try:
+                ask(cast(Server, self._reading(shard)), [shard])
+            except (redis.exceptions.RedisError, OSError) as error:
+                self._note_lost(shard, error, lost)
+        awaited = {
+            client.fileno(): shard
+            for shard in shards
+            if (client := self._reads.get(shard.prefix)) is not None and client.asked
+        }
+        if not awaited:
+            time.sleep(min(seconds, PAUSES[0]))  # all are away
+            return
+        for shard in self._ready(awaited, seconds):
+            client = self._reads[shard.prefix]
+            try:
+                found = client.finish()
+            except (redis.exceptions.RedisError, OSError) as error:
+                self._note_lost(shard, error, lost)
+                continue
+            self._lost.pop(shard.prefix, None)
+            yield [shard], found
+
+    def apart(
+        self,
+        shards: Sequence[ShardKeys],
+        do: Callable[[Server], T],
+        lost: Callable[[ShardKeys, Exception], None] | None = None,
+    ) -> T | None:
+        if any(map(self.is_away, shards)):
+            return None
+        try:
+            found = do(self.for_shard(shards[0]))
+        except (redis.exceptions.RedisError, OSError) as error:
+            for shard in shards:
+                self._note_lost(shard, error, lost)
+            return None
+        for shard in shards:
+            self._lost.pop(shard.prefix, None)
+        return found
+
+    def under_way(self, shard: ShardKeys) -> bool:
+        """Whether a blocking read of this shard has yet to be answered."""
+        client = self._reads.get(shard.prefix)
+        return client is not None and client.asked is not None
+
+    def _ready(self, awaited: dict[int, ShardKeys], seconds: float) -> list[ShardKeys]:
+        poll = select.poll()
+        for number in awaited:
+            poll.register(number, select.POLLIN)
+        return [awaited[number] for number, _ in poll.poll(max(0, seconds) * 1000)]
+
+    def _is_under_way(self, shard: ShardKeys, lost: Callable[[ShardKeys, Exception], None]) -> bool:
+        """Whether its read goes on. One at a node that serves the shard no longer, or that should
+        have answered, is ended."""
+        client = self._reads.get(shard.prefix)
+        if client is None or client.asked is None:
+            return False
+        self._refuse_if_cut()
+        late = time.monotonic() - client.since - self._blocks_for
+        if late > self._within:
+            self._slots.suspect(client.address)
+            error: Exception = redis.exceptions.TimeoutError(f"no answer for {late:.1f} s")
+        else:
+            try:
+                if self._slots.owner(shard.slot) == client.address:
+                    return True
+                error = redis.exceptions.ConnectionError("another node serves it")
+            except (redis.exceptions.RedisError, OSError) as found:
+                error = found
+        client.drop()
+        self._note_lost(shard, error, lost)
+        return False
+
+    def is_away(self, shard: ShardKeys) -> bool:
+        now = time.monotonic()
+        if now < self._lost.get(shard.prefix, (0, 0.0))[1]:
+            return True
+        try:
+            return now < self._silent.get(self._slots.owner(shard.slot), 0.0)
+        except (redis.exceptions.RedisError, OSError):
+            return False  # which asking for it says better
+
+    def _note_lost(
+        self,
+        shard: ShardKeys,
+        error: Exception,
+        lost: Callable[[ShardKeys, Exception], None] | None,
+    ) -> None:
+        """Leave a shard alone for a while. Raises `error` if it is not that it is away."""
+        if not is_lost(error) or self._is_cut:
+            raise error
+        times = self._lost.get(shard.prefix, (0, 0.0))[0]
+        first, most = PAUSES
+        pause = 0.0 if isinstance(error, SlotMoved) else min(most, first * 2**times)
+        again = time.monotonic() + pause * random.uniform(0.5, 1.0)
+        self._lost[shard.prefix] = (min(times + 1, 16), again)
+        if isinstance(error, redis.exceptions.TimeoutError):
+            with suppress(redis.exceptions.RedisError, OSError):
+                self._silent[self._slots.owner(shard.slot)] = time.monotonic() + SILENT_FOR
+        logger.debug("shard %d is away: %s", shard.number, error)
+        if lost is not None:
+            lost(shard, error)
+
+    def _reading(self, shard: ShardKeys) -> ReadingClient:
+        address = self._slots.owner(shard.slot)
+        client = self._reads.get(shard.prefix)
+        if client is None or client.address != address:
+            if client is not None:
+                client.connection_pool.disconnect()
+            client = self._reads[shard.prefix] = ReadingClient(
+                self._pool(address, self._blocks_for), address
+            )
+        return client
+
+    def _node(self, address: Address) -> Server:
+        self._refuse_if_cut()
+        server = self._nodes.get(address)
+        if server is None:
+            client = OneConnectionClient(connection_pool=self._pool(address, 0.0))
+            server = self._nodes[address] = cast(Server, client)
+        return server
+
+    def _pool(self, address: Address, blocks_for: float) -> OneConnectionPool:
+        host, port = address
+        options = {**self._options, "socket_timeout": self._within + blocks_for}
+        return OneConnectionPool(connection_class=self._class, host=host, port=port, **options)
+
+    def _opened(self) -> Sequence[Server]:
+        return [*self._nodes.values(), *(cast(Server, client) for client in self._reads.values())]
+
+    def renew(self) -> None:
+        for client in self._reads.values():
+            client.asked = None
+        super().renew()
+
+    def on_move(self, tell: Callable[[Address], None]) -> None:
+        """Of a cluster each thread learns by itself: the map is all threads'."""
+
+    def follow(self) -> None:
+        """The map follows whatever is heard."""
+
+    def go_to(self, primary: Address) -> None:
+        """There is no one primary."""
