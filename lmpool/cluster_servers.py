@@ -35,9 +35,9 @@ T = TypeVar("T")
 ANSWER_WITHIN: Final = 2.0
 """Seconds without an answer after which a node is given up: what it serves is soon served by
 another, and this is most of what a caller waits for beyond that."""
-SILENT_FOR: Final = 1.0
+SILENT_FOR: Final = 3.0
 """Seconds for which a node that let a command time out is left alone: each attempt takes as long
-again, in which others are not served."""
+again, in which others are not served. Meanwhile the map is looked at: who takes over is asked."""
 PAUSES: Final = (0.02, 0.5)
 """Seconds until a shard is asked again that was lost, at first and at most."""
 
@@ -225,7 +225,11 @@ class ClusterServers(Servers):
         if now < self._lost.get(shard.prefix, (0, 0.0))[1]:
             return True
         try:
-            return now < self._silent.get(self._slots.owner(shard.slot), 0.0)
+            owner = self._slots.owner(shard.slot)
+            if now >= self._silent.get(owner, 0.0):
+                return False
+            self._slots.suspect(owner)
+            return self._slots.owner(shard.slot) == owner
         except (redis.exceptions.RedisError, OSError):
             return False  # which asking for it says better
 

@@ -58,6 +58,7 @@ FAILOVER_TIMEOUT: Final = 5.0
 TASK_PATIENCE: Final = 20.0
 """Seconds for which a task is tried again whose shard is away while others are served."""
 TASK_PAUSE: Final = 0.1
+_AWAY: Final = b""
 CLAIM_BYTES: Final = 1 << 20
 CHECK_MOST: Final = 500
 
@@ -251,12 +252,9 @@ class Sender:
         now = time.monotonic()
         if now - max(session.confirmed, self._confirm_failed) < CONFIRMED_FOR / 2:
             return
-        try:
-            current = get_string(self._servers.for_key(session.keys.info), session.keys.info)
-        except (redis.exceptions.RedisError, OSError) as error:
-            if not (self._servers.fails_apart and is_lost(error)):
-                raise
-            self._confirm_failed = now  # others are served meanwhile
+        current = self._read_info()
+        if current is _AWAY:
+            self._confirm_failed = now
             return
         if current is not None and not is_known(session, current) and not self._are_served():
             look_at(session, self._servers, current)
@@ -266,6 +264,16 @@ class Sender:
             session.confirmed = now
             ended = session.land_cached() if stale else []
         wake(ended)
+
+    def _read_info(self) -> bytes | None:
+        """What the pool says that it serves; `_AWAY` where that is away while others are served."""
+        key = self._session.keys.info
+        try:
+            return get_string(self._servers.for_key(key), key)
+        except (redis.exceptions.RedisError, OSError) as error:
+            if not (self._servers.fails_apart and is_lost(error)):
+                raise
+            return _AWAY
 
     def _claim(self) -> bool:
         """Send one request's worth of flights; False when there was nothing to send."""
@@ -527,8 +535,10 @@ class Sender:
             return
         if self._alone_since is None:
             self._alone_since = now
-        current = get_string(servers.for_key(session.keys.info), session.keys.info)
-        if current is not None and look_at(session, servers, current):
+        current = self._read_info()
+        if current is _AWAY:
+            self._alone_since = None  # nobody can say what is served
+        elif current is not None and look_at(session, servers, current):
             self._alone_since = None
         elif now - self._alone_since >= session.options.workers_timeout * 0.75:
             self._alone_since = None

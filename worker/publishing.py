@@ -133,6 +133,8 @@ class Publisher:
         """Of shards that are away: written once they are back."""
         self._aside_bytes = 0
         self._tried_aside = 0.0
+        self._away: set[int] = set()
+        """Shards, by number, that were away when they were last written to."""
         self._left_out = 0
         """Jobs that the server refused in succession, none taken between them."""
 
@@ -228,6 +230,9 @@ class Publisher:
                         write = partial(self._write_all, stream, mine)
                         if not self._servers.apart([stream.shard], write):
                             self._set_aside(stream, mine)
+                        elif stream.shard.number in self._away:
+                            self._away.discard(stream.shard.number)
+                            logger.info("shard %d is back", stream.shard.number)
                         left.pop(0)
                 return
             except (redis.exceptions.RedisError, OSError) as error:
@@ -270,7 +275,8 @@ class Publisher:
         size = _size(chunk)
         if self._aside and self._aside_bytes + size > ASIDE_BYTES:
             raise redis.exceptions.ConnectionError(f"shard {stream.shard.number} is away")
-        if not self._aside:
+        if stream.shard.number not in self._away:
+            self._away.add(stream.shard.number)
             logger.warning("shard %d is away: rows wait for it", stream.shard.number)
         self._aside.append((stream, chunk))
         self._aside_bytes += size
