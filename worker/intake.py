@@ -395,8 +395,22 @@ def release(
     `known` are its jobs, by stream and entry as `keep`. Returns how many were given back.
     """
     released = 0
-    for stream in streams(shards):
-        server, start = servers.for_shard(stream.shard), "-"
+    for shard in shards:
+        give_back = partial(_release_in, shard, consumer, known, keep)
+        released += servers.apart([shard], give_back) or 0
+    return released
+
+
+def _release_in(
+    shard: ShardKeys,
+    consumer: str,
+    known: Mapping[tuple[str, bytes], Job],
+    keep: Collection[tuple[str, bytes]],
+    server: Server,
+) -> int:
+    released = 0
+    for stream in shard.streams:
+        start = "-"
         while True:
             held = server.xpending_range(stream.key, GROUP, start, "+", 500, consumername=consumer)
             jobs: list[tuple[str, bytes]] = []

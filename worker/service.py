@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
 
 import redis.exceptions
@@ -20,7 +21,7 @@ from lmpool.clock import ServerClock
 from lmpool.commands import Server
 from lmpool.diagnosis import Facts, check_eviction, check_persistence
 from lmpool.errors import LmpoolError, SettingsError
-from lmpool.keys import GROUP, PoolKeys, ShardKeys, streams
+from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.liveness import LIFE_MS, any_alive
 from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
@@ -354,16 +355,16 @@ class Service:
 
     def _end_membership(self, servers: Servers) -> None:
         """End the heartbeat, and with the last worker what the pool is known to serve."""
-        for stream in streams(self.shards):
-            shard = stream.shard
-            script("leave")(
-                servers.for_shard(shard),
-                [stream.key, shard.alive(self.consumer)],
-                [GROUP, self.consumer],
-            )
+        for shard in self.shards:
+            servers.apart([shard], partial(self._leave_shard, shard))
         first = self.shards[0]
         if not any_alive(servers.for_shard(first), first):
             servers.for_key(self.keys.serving).delete(self.keys.serving)
+
+    def _leave_shard(self, shard: ShardKeys, server: Server) -> None:
+        for stream in shard.streams:
+            keys = [stream.key, shard.alive(self.consumer)]
+            script("leave")(server, keys, [GROUP, self.consumer])
 
     def _open(
         self,

@@ -1,0 +1,181 @@
+"""A pool on a real cluster of which a part is away: the other part goes on, and nothing is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+import lmpool
+from lmpool.backends.mock import mock_row
+from lmpool.errors import NoWorkers, ServerRefused, ServerUnreachable
+from lmpool.inspection import read_facts
+from lmpool.keys import ShardKeys, shard_of
+from lmpool.slots import slot_of
+from tests.support.clients import connected
+from tests.support.cluster import Cluster, ClusterNode
+from tests.support.server import RealServer
+from tests.support.waiting import until
+from tests.support.workers import in_process_worker
+
+pytestmark = [pytest.mark.timeout(90)]
+
+VOCAB = 1000
+
+
+@pytest.fixture
+def cluster(server_binary: str) -> Iterator[Cluster]:
+    """Three primaries without replicas, whose slots stay away with them."""
+    with Cluster(3, 0, node_timeout=1.0, cluster_require_full_coverage="no") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def lm(cluster: Cluster, pool_name: str) -> Iterator[lmpool.PooledLM]:
+    with (
+        in_process_worker(cluster.url, pool_name, engine_opts={"vocab_size": VOCAB}),
+        in_process_worker(cluster.url, pool_name, engine_opts={"vocab_size": VOCAB}),
+        connected(cluster.url, pool_name, cache_bytes=0, reconnect_timeout=30.0) as lm,
+    ):
+        lm.next_token_logprobs_sync([1])
+        yield lm
+
+
+def prompts_of(lm: lmpool.PooledLM, shard: ShardKeys, count: int, start: int) -> list[list[int]]:
+    """Prompts that belong to a shard."""
+    found = []
+    for number in range(start, start + 100_000):
+        prompt = [number % VOCAB, number // VOCAB % VOCAB, 7]
+        packed = np.array(prompt, "<u4").tobytes()
+        if shard_of(packed, None, len(lm.shards)) == shard.number:
+            found.append(prompt)
+            if len(found) == count:
+                return found
+    raise AssertionError("no such prompts")
+
+
+def assert_right(lm: lmpool.PooledLM, prompts: list[list[int]], timeout: float = 60.0) -> None:
+    rows = lm.batch_next_token_logprobs_sync(prompts, timeout=timeout)
+    for prompt, row in zip(prompts, rows, strict=True):
+        np.testing.assert_allclose(row, mock_row(prompt, VOCAB), atol=1e-5)
+
+
+def victim_of(cluster: Cluster, lm: lmpool.PooledLM) -> tuple[ClusterNode, ShardKeys, ShardKeys]:
+    """A node without the pool's own keys; a shard there, and one that is not."""
+    info = cluster.owner(slot_of(f"lmpool:{lm.pool}"))
+    victim = next(node for node in cluster.primaries() if node is not info)
+    slots = set(cluster.slots(victim))
+    away = next(shard for shard in lm.shards if shard.slot in slots)
+    there = next(shard for shard in lm.shards if shard.slot not in slots)
+    return victim, away, there
+
+
+def test_a_cluster_has_two_shards_for_each_primary(cluster: Cluster, lm: lmpool.PooledLM) -> None:
+    owners = [cluster.owner(shard.slot) for shard in lm.shards]
+    assert [owners.count(node) for node in cluster.primaries()] == [2, 2, 2]
+    assert_right(lm, [[i % VOCAB, i // VOCAB] for i in range(1500)])
+    for shard in lm.shards:
+        assert cluster.owner(shard.slot).command("EXISTS", shard.stream().key) == 1
+
+
+@pytest.mark.parametrize("how", ["killed", "paused"])
+def test_other_shards_are_served_meanwhile(cluster: Cluster, lm: lmpool.PooledLM, how: str) -> None:
+    victim, away, there = victim_of(cluster, lm)
+    late = prompts_of(lm, away, 40, 0)
+    with ThreadPoolExecutor() as pool:
+        victim.kill() if how == "killed" else victim.pause()
+        waiting = pool.submit(assert_right, lm, late)
+        longest, until_then = 0.0, time.monotonic() + 4
+        for number in range(10_000):
+            began = time.monotonic()
+            if began > until_then:
+                break
+            start = 10_000 + 100 * number
+            assert_right(lm, prompts_of(lm, there, 5, start))
+            longest = max(longest, time.monotonic() - began)
+        assert not waiting.done()
+        # A thread may find out by a command that times out: of each of a few.
+        assert longest < 4.0
+        victim.start() if how == "killed" else victim.resume()
+        waiting.result(30)
+    assert lm.statistics()["failed"] == 0
+
+
+def test_who_waits_for_too_long_is_told_which_shard(cluster: Cluster, lm: lmpool.PooledLM) -> None:
+    victim, away, there = victim_of(cluster, lm)
+    victim.kill()
+    said = f"shard {away.number} of pool .* may be well"
+    with connected(cluster.url, lm.pool, cache_bytes=0, reconnect_timeout=3.0) as hasty:
+        with pytest.raises(ServerUnreachable, match=said):
+            assert_right(hasty, prompts_of(lm, away, 3, 0))
+        assert_right(hasty, prompts_of(lm, there, 20, 0))
+    victim.start()
+    cluster.wait_until_ok()
+    assert_right(lm, prompts_of(lm, away, 20, 500))
+
+
+def test_rows_of_a_shard_that_is_away_wait_for_it(cluster: Cluster, pool_name: str) -> None:
+    """A worker that holds them computes and writes others meanwhile."""
+    opts = {"vocab_size": VOCAB, "delay": 0.5}
+    with (
+        in_process_worker(cluster.url, pool_name, engine_opts=opts),
+        connected(cluster.url, pool_name, cache_bytes=0) as lm,
+        ThreadPoolExecutor() as pool,
+    ):
+        lm.next_token_logprobs_sync([1])
+        victim, away, there = victim_of(cluster, lm)
+        waiting = pool.submit(assert_right, lm, prompts_of(lm, away, 10, 0))
+        node = cluster.owner(away.slot)
+        until(lambda: node.command("XLEN", away.stream().key), what="the jobs to be queued")
+        time.sleep(0.3)  # the engine has them
+        victim.kill()
+        for number in range(4):
+            assert_right(lm, prompts_of(lm, there, 3, 5000 * number))
+        victim.start()
+        waiting.result(30)
+
+
+def test_all_nodes_away_and_back(cluster: Cluster, lm: lmpool.PooledLM) -> None:
+    with ThreadPoolExecutor() as pool:
+        for node in cluster.nodes:
+            node.kill()
+        waiting = pool.submit(assert_right, lm, [[i, 3] for i in range(50)])
+        time.sleep(1.0)
+        for node in cluster.nodes:
+            node.start()
+        cluster.wait_until_ok()
+        waiting.result(40)
+    assert lm.statistics()["failed"] == 0
+
+
+def test_a_plain_url_of_a_node_is_answered_with_what_to_write(cluster: Cluster) -> None:
+    plain = f"redis://127.0.0.1:{cluster.nodes[0].cluster_port}/0"
+    with (
+        pytest.raises(ServerRefused, match=r"write redis\+cluster://"),
+        lmpool.connect(plain, pool="p") as lm,
+    ):
+        lm.next_token_logprobs_sync([1])
+
+
+def test_a_cluster_url_of_a_plain_server_is_answered_with_what_to_write(
+    server_binary: str,
+) -> None:
+    with (
+        RealServer(binary=server_binary, tcp=True) as server,
+        pytest.raises(ServerRefused, match="write redis://host:port/db"),
+    ):
+        read_facts(server.url.replace("redis://", "redis+cluster://"), "p")
+
+
+def test_nobody_serves(cluster: Cluster, pool_name: str) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(in_process_worker(cluster.url, pool_name))
+        with connected(cluster.url, pool_name, workers_timeout=1.0, cache_bytes=0) as lm:
+            lm.next_token_logprobs_sync([1])
+            stack.close()
+            with pytest.raises(NoWorkers):
+                lm.next_token_logprobs_sync([2])
