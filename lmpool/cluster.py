@@ -99,6 +99,11 @@ class SlotMap:
         self._looked = -REFRESH_EVERY
         self._suspects: dict[Address, float] = {}
 
+    @property
+    def is_known(self) -> bool:
+        """Whether any node has ever answered."""
+        return any(self._owners)
+
     def owner(self, slot: int) -> Address:
         """The node that serves a slot. Raises redis-py's exceptions where nobody says."""
         if self._doubtful:

@@ -220,6 +220,9 @@ class ClusterServers(Servers):
         self._note_lost(shard, error, lost)
         return False
 
+    def may_return(self) -> bool:
+        return self._slots.is_known
+
     def is_away(self, shard: ShardKeys) -> bool:
         now = time.monotonic()
         if now < self._lost.get(shard.prefix, (0, 0.0))[1]:

@@ -169,6 +169,10 @@ class Servers:
         """
         return do(self.for_shard(shards[0]))
 
+    def may_return(self) -> bool:
+        """Whether a server that is away was there, and others are that may take its place."""
+        return False
+
     def is_away(self, shard: ShardKeys) -> bool:
         """Whether a shard was lost a moment ago and is not to be asked again yet."""
         return False

@@ -182,7 +182,8 @@ class Sender:
                     # An idle connection may have died unnoticed: once more on a new one.
                     if not is_lost(error) or session.closing.is_set():
                         raise
-                    if self._servers.fails_apart and time.monotonic() - began < TASK_PATIENCE:
+                    patient = time.monotonic() - began < TASK_PATIENCE
+                    if patient and self._servers.may_return():
                         self._delayed.append((time.monotonic() + TASK_PAUSE, began, task))
                         return
                     with self._servers.in_step():
