@@ -43,6 +43,9 @@ class WorkerArguments(TypedDict, total=False):
     max_batch_tokens: int | None
     max_prompt_tokens: int | None
     shards: int | None
+    lanes: int | None
+    block_tokens: int | None
+    blocks: int | None
     max_backlog: int | None
     client_backlog: int | None
     result_ttl: float | None

@@ -6,7 +6,6 @@ All keys of a shard carry its hash tag, so that a script touches one slot of a R
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +14,7 @@ from typing import Final, Literal
 from lmpool.errors import SettingsError
 from lmpool.slots import slot_of, spread_tag
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 """Raised when what travels or a key's form changes: it is part of every key of a shard, so that
 workers and clients of different protocols never meet on one."""
 
@@ -112,6 +111,31 @@ class ShardKeys:
         """Hash of what workers allow: the jobs that may wait in a stream, and the lanes."""
         return f"{self.prefix}:bounds"
 
+    @cached_property
+    def waiting(self) -> str:
+        """Sorted set: the lanes that have jobs nobody took, as a hint, by since when."""
+        return f"{self.prefix}:waiting"
+
+    @cached_property
+    def wake(self) -> str:
+        """Stream where an idle worker is called to look for waiting lanes of others."""
+        return f"{self.prefix}:wake"
+
+    @cached_property
+    def workers(self) -> str:
+        """Sorted set: its workers by the end of their life, as of their last beat."""
+        return f"{self.prefix}:workers"
+
+    @cached_property
+    def groups(self) -> tuple[str, ...]:
+        """The keys of all streams that workers read as a group."""
+        return (*(stream.key for stream in self.streams), *self.calls)
+
+    @cached_property
+    def calls(self) -> tuple[str, ...]:
+        """`wake`, if there are several lanes."""
+        return (self.wake,) if self.lanes > 1 else ()
+
     def result(self, digest: bytes) -> str:
         """A stored answer, of a digest of 16 bytes."""
         return f"{self.prefix}:result:{digest.hex()}"
@@ -188,14 +212,3 @@ class PoolKeys:
 def streams(shards: Iterable[ShardKeys]) -> tuple[JobStream, ...]:
     """Every stream of jobs of these shards."""
     return tuple(stream for shard in shards for stream in shard.streams)
-
-
-def shard_of(tokens: bytes, adapter: str | None, shards: int) -> int:
-    """The shard that a prompt belongs to, whatever is wanted of it.
-
-    `tokens` are its ids as little-endian uint32 bytes, `adapter` is ``name@fingerprint``.
-    """
-    if shards == 1:
-        return 0
-    start = 0 if adapter is None else zlib.crc32(adapter.encode())
-    return zlib.crc32(tokens, start) % shards

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgpack
 
+from lmpool.affinity import BLOCK_TOKENS, BLOCKS, Placement
 from lmpool.checks import said
 from lmpool.errors import WireError
 from lmpool.head_form import HeadForm
@@ -30,8 +31,9 @@ class ModelInfo:
     length of a row, `max_prompt_tokens` the longest prompt, `encoding` the smallest lossless row
     encoding of this model, `max_backlog` the jobs that may wait in a stream, `client_backlog` those
     of one client, `result_ttl_ms` how long an answer stays. `protocols` are the numbers in whose
-    keys the workers serve, `shards` the slots of the pool, `lanes` the lanes of each. `head` is how
-    hidden states become rows; None where the pool gives none, and `no_head` says why.
+    keys the workers serve, `shards` the slots of the pool, `lanes` the lanes of each;
+    `block_tokens` and `blocks` say which part of a prompt decides on both (see `Placement`). `head`
+    is how hidden states become rows; None where the pool gives none, and `no_head` says why.
     """
 
     model: str
@@ -48,6 +50,8 @@ class ModelInfo:
     protocols: tuple[int, ...] = (PROTOCOL,)
     shards: int = 1
     lanes: int = 1
+    block_tokens: int = BLOCK_TOKENS
+    blocks: int = BLOCKS
     max_backlog: int = 100_000
     client_backlog: int = 4096
     result_ttl_ms: int = 600_000
@@ -62,6 +66,10 @@ class ModelInfo:
     def shard_keys(self, keys: PoolKeys) -> tuple[ShardKeys, ...]:
         """The keys of the pool's shards, by number."""
         return keys.shards(self.fingerprint8, self.shards, self.lanes)
+
+    def placement(self) -> Placement:
+        """Where its prompts belong."""
+        return Placement(self.shards, self.lanes, self.block_tokens, self.blocks)
 
     def pack(self) -> bytes:
         """As the msgpack map stored under ``lmpool:<pool>``."""
@@ -115,6 +123,8 @@ class ModelInfo:
             "max_prompt_tokens",
             "shards",
             "lanes",
+            "block_tokens",
+            "blocks",
             "max_backlog",
             "client_backlog",
             "result_ttl_ms",

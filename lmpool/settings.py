@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from lmpool.address import CLUSTER_SCHEMES, SENTINEL_SCHEMES, Cluster, Sentinels
+from lmpool.affinity import BLOCK_TOKENS, BLOCKS
 from lmpool.arguments import (
     AllClientArguments,
     AllWorkerArguments,
@@ -32,7 +33,7 @@ from lmpool.config_file import ConfigFile, read_config
 from lmpool.errors import SettingsError
 from lmpool.keys import Priority, check_pool_name
 from lmpool.logs import LogFormat, LogLevel
-from lmpool.model_info import MAX_SHARDS
+from lmpool.model_info import MAX_LANES, MAX_SHARDS
 
 __all__ = [
     "ClientOptions",
@@ -49,8 +50,6 @@ __all__ = [
 
 PREFIX: Final = "LMPOOL_"
 GATEWAY_PREFIX: Final = "LMPOOL_GATEWAY_"
-RENAMED: Final = {"lanes": "shards"}
-"""Settings that are called otherwise now."""
 SCHEMES = ("redis", "rediss", "unix", *SENTINEL_SCHEMES, *CLUSTER_SCHEMES)
 SEVERAL_HOSTS: Final[dict[str, tuple[type[Sentinels] | type[Cluster], str]]] = {
     **dict.fromkeys(
@@ -293,6 +292,19 @@ class WorkerOptions(_Options):
         description="parts that the pool's keys are spread over; by default one, on a Redis "
         "Cluster two for each primary",
     )
+    lanes: int = Field(
+        1,
+        ge=1,
+        le=MAX_LANES,
+        description="lanes of each shard, in which prompts with a common prefix meet; each has a "
+        "home among the workers",
+    )
+    block_tokens: int = Field(
+        BLOCK_TOKENS, ge=1, le=65_536, description="tokens of a block; a lane follows from blocks"
+    )
+    blocks: int = Field(
+        BLOCKS, ge=1, le=65_536, description="most blocks of a prompt that its lane follows from"
+    )
     max_backlog: int = Field(
         100_000, ge=1, description="jobs that may wait in a shard, of each priority"
     )
@@ -488,10 +500,6 @@ def variable_of(options: type[BaseSettings], field: str) -> str:
 
 def unknown_name(name: str, known: Iterable[str], what: str) -> str:
     """What to say of a name that is none of the `known` ones; `what` it is, as users call it."""
-    renamed = RENAMED.get(name.removeprefix(PREFIX).lower())
-    if renamed is not None:
-        new = PREFIX + renamed.upper() if what == "variable" else renamed
-        return f"unknown {what} {name}: it is called {new} now; write {new}="
     names = sorted(known)
     close = difflib.get_close_matches(name, names, 1, 0.75)
     hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"

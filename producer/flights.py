@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+from lmpool.affinity import Placement
 from lmpool.errors import LmpoolError
-from lmpool.keys import PRIORITIES, Priority, shard_of
+from lmpool.keys import PRIORITIES, Priority
 from lmpool.producer.pending import PendingCall
 from lmpool.producer.pieces import Pieces, StreamCall
 from lmpool.wants import Answer, Digest, Stream
@@ -45,15 +46,21 @@ class Flight:
     """A digest that somebody here waits for."""
 
     __slots__ = (
-        "counted", "deadline", "doubts", "job", "pieces", "priority", "sent", "shard", "since",
-        "trace", "tries", "waiters",
+        "counted", "deadline", "doubts", "job", "lane", "pieces", "priority", "sent", "shard",
+        "since", "trace", "tries", "waiters",
     )  # fmt: skip
 
     def __init__(
-        self, job: Job, now: float, priority: Priority = "interactive", shard: int = 0
+        self,
+        job: Job,
+        now: float,
+        priority: Priority = "interactive",
+        shard: int = 0,
+        lane: int = 0,
     ) -> None:
         self.job = job
         self.shard = shard
+        self.lane = lane
         self.priority: Priority = priority  # "batch" only while all who wait agree
         self.waiters: list[tuple[PendingCall, int]] = []
         self.deadline: float | None = 0.0  # monotonic; None waits without end
@@ -84,20 +91,20 @@ class FlightTable:
         self._counts: dict[Priority, int] = dict.fromkeys(PRIORITIES, 0)
         self.withdrawn: list[tuple[int, Digest]] = []
         """What the server is to forget, by shard."""
-        self.shards = 1
+        self.placement = Placement()
         self.statistics = Statistics() if statistics is None else statistics
 
     def add(self, call: PendingCall, now: float) -> None:
         """Let `call` wait for each of its jobs that has no answer yet."""
         deadline, priority = call.deadline, call.priority
-        flights, unsent = self.flights, self.unsent
+        flights, unsent, place_of = self.flights, self.unsent, self.placement.of
         for place, job in enumerate(call.jobs):
             if call.answers[place] is not None:
                 continue
             flight = flights.get(job.digest)
             if flight is None:
-                shard = shard_of(job.tokens, job.adapter, self.shards)
-                flight = flights[job.digest] = Flight(job, now, priority, shard)
+                shard, lane = place_of(job.tokens, job.adapter)
+                flight = flights[job.digest] = Flight(job, now, priority, shard, lane)
                 flight.deadline = deadline
                 flight.trace = call.trace
                 self._counts[priority] += 1

@@ -51,7 +51,11 @@ def is_known(session: Session, current: bytes) -> bool:
         return False
     assert known is not None
     keys = session.keys
-    return info.shard_keys(keys) == known.shard_keys(keys) and info.fingerprint == known.fingerprint
+    return (
+        info.shard_keys(keys) == known.shard_keys(keys)
+        and info.placement() == known.placement()
+        and info.fingerprint == known.fingerprint
+    )
 
 
 def replaced(options: ClientOptions, known: ModelInfo, detail: str = "") -> PoolMismatch:

@@ -97,7 +97,7 @@ class Session:
     def _take_over(self, info: ModelInfo) -> None:
         self.info = info
         self.shards = info.shard_keys(self.keys)
-        self.table.shards = info.shards
+        self.table.placement = info.placement()
 
     def is_confirmed(self, now: float) -> bool:
         """Whether answers of the model `info` may be given out without looking at the pool."""

@@ -23,7 +23,7 @@ from lmpool.wants import Digest, Generation
 from lmpool.wire import Job
 from lmpool.worker.adapters import Adapters
 from lmpool.worker.batching import Batcher, Delivery
-from lmpool.worker.intake import by_stream
+from lmpool.worker.by_stream import by_shard, counted, digest_and_entry, stream_of
 from lmpool.worker.pieces import Tellings
 from lmpool.worker.publishing import Done, Finished, Publisher, Told
 from lmpool.worker.status import WorkerStatus
@@ -75,6 +75,9 @@ class EngineLoop:
         self._review_due = 0.0
         self._alone = False
         """Whether what is in flight is to have no company."""
+        self._begun = (0, 0)
+        """Prompts that the engine was given since the last step, and their tokens."""
+        self._computed = 0
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` on this thread, between two batches; cancelled once it has ended."""
@@ -160,12 +163,12 @@ class EngineLoop:
         dropped: dict[Delivery, str] = {}  # not by entry: two streams may share an id
         try:
             with self._servers.in_step():
-                for stream, mine in by_stream(doubtful):
-                    pairs = [v for c in mine for v in (c.job.digest.hex(), c.entry)]
+                for shard, mine in by_shard(doubtful, stream_of):
+                    streams, mine, jobs = counted(mine, stream_of, digest_and_entry)
                     verdicts = script("admit")(
-                        self._servers.for_shard(stream.shard),
-                        [stream.key],
-                        [stream.shard.prefix, GROUP, COUNTERS_TTL_MS, *pairs],
+                        self._servers.for_shard(shard),
+                        streams,
+                        [shard.prefix, GROUP, COUNTERS_TTL_MS, *jobs],
                     )
                     judged = zip(mine, verdicts.decode(), strict=True)
                     dropped |= {delivery: verdict for delivery, verdict in judged if verdict != "r"}
@@ -217,6 +220,8 @@ class EngineLoop:
             begun = self._tellings.begin(started)
             requests = [_request(delivery.job, begun) for delivery in started]
             self._note(started)
+            prompts, tokens = self._begun
+            self._begun = (prompts + len(started), tokens + sum(d.size for d in started))
             with self._status.step():
                 self._engine.submit(requests)
             self._look()
@@ -253,7 +258,9 @@ class EngineLoop:
             parts = self._engine.parts()
         # A step, not all that is in flight: between two tokens of continuations there is room for
         # other prompts, and the intake must know when.
-        self._status.end_batch(len(outcomes), self._batcher.stepped())
+        took = self._batcher.stepped()
+        self._status.end_batch(len(outcomes), took)
+        self._note_pace(took)
         if parts:
             self._tell(parts)
         idle = not self._engine.in_flight()
@@ -268,6 +275,15 @@ class EngineLoop:
             self._publisher.put(finished)
         if idle:
             self._batcher.done()
+
+    def _note_pace(self, took: float) -> None:
+        prompts, tokens = self._begun
+        self._begun = (0, 0)
+        computed = self._engine.measures().computed_tokens
+        # Where it cannot tell, none of them were kept.
+        new = tokens if computed is None else computed - self._computed
+        self._computed = computed or 0
+        self._status.note_pace(prompts, tokens, max(0, new), took)
 
     def _tell(self, parts: Sequence[Part]) -> None:
         """Tell what was drawn of continuations that go on; end those that others draw."""

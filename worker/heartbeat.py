@@ -18,6 +18,7 @@ from lmpool.liveness import BEAT_MS, GAP_MS, LIFE_MS
 from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
 from lmpool.servers import Servers
+from lmpool.worker.homes import Homes
 from lmpool.worker.membership import mark
 from lmpool.worker.mending import mend
 from lmpool.worker.status import WorkerStatus
@@ -43,8 +44,10 @@ class Heartbeat:
         status: WorkerStatus,
         keys: PoolKeys,
         info: ModelInfo,
+        homes: Homes | None = None,
     ) -> None:
         self._servers = servers
+        self._homes = Homes(shards, consumer) if homes is None else homes
         self._shards = shards
         self._consumer = consumer
         self._status = status
@@ -63,16 +66,18 @@ class Heartbeat:
             servers.apart([shard], partial(self._beat_in, shard, value))
         script("serve")(servers.for_key(self._pool[0]), self._pool, self._serves)
         self._status.metrics.beat_at = time.monotonic()
-        damaged = mend(servers, self._shards, self._info, joining=self._joining)
+        damaged = mend(servers, self._shards, self._info, self._homes, joining=self._joining)
         self._joining = False
         return damaged
 
     def _beat_in(self, shard: ShardKeys, value: bytes, server: Server) -> None:
-        script("alive")(
+        known = self._homes.change.get(shard.prefix, b"")
+        change, *workers = script("alive")(
             server,
-            [shard.stream().key, shard.alive(self._consumer), shard.steady],
-            [GROUP, self._consumer, value, LIFE_MS, GAP_MS],
+            [shard.stream().key, shard.alive(self._consumer), shard.steady, shard.workers],
+            [GROUP, self._consumer, value, LIFE_MS, GAP_MS, known],
         )
+        self._homes.update(shard, change, [name.decode("utf-8", "replace") for name in workers])
 
     def run(
         self,

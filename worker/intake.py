@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from lmpool.clock import to_ms
 from lmpool.commands import Fields, Server, Value
 from lmpool.errors import JobFormatError
 from lmpool.isolation import isolate
-from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream, ShardKeys, streams
+from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream, Priority, ShardKeys, streams
 from lmpool.replies import REPLY_BYTES, ReplyTooLong
 from lmpool.scripts import script
 from lmpool.server import is_lost
@@ -22,8 +23,11 @@ from lmpool.servers import Servers
 from lmpool.wants import Digester
 from lmpool.wire import MAX_JOB_BYTES, Job, RefusedJob, unpack_job
 from lmpool.worker.batching import Batcher, Delivery
+from lmpool.worker.by_stream import by_shard, counted, digest_and_entry, stream_of
 from lmpool.worker.dead_letters import DEAD_MOST, DeadLetters
+from lmpool.worker.homes import Homes
 from lmpool.worker.status import WorkerStatus
+from lmpool.worker.stealing import Entry, Thief, read_counts
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +45,6 @@ FEW: Final = REPLY_BYTES // MAX_JOB_BYTES - 1
 """Entries that one reply holds whatever they are, once what is no job is taken off."""
 MANY: Final = 1 << 20
 
-Entry = tuple[bytes, Fields | None]
 _Found: TypeAlias = list[tuple[JobStream, Sequence[Entry]]]
 _Raw: TypeAlias = Sequence[tuple[bytes, Sequence[Entry]]] | None
 
@@ -66,9 +69,16 @@ class Intake:
         dead_letters: DeadLetters,
         continuous: bool,
         restore: Callable[[Servers], None] = lambda servers: None,
+        homes: Homes | None = None,
     ) -> None:
         self._servers = servers
         self._shards = shards
+        self._homes = Homes(shards, consumer) if homes is None else homes
+        self._thieves = {
+            shard.wake: Thief(shard, self._homes, consumer, status)
+            for shard in shards
+            if shard.lanes > 1
+        }
         self._streams = {stream.key: stream for stream in streams(shards)}
         self._consumer = consumer
         self._batcher = batcher
@@ -142,6 +152,9 @@ class Intake:
                 self._wait_while(busy, due * 0.7)
         if self._too_long:
             self._sift()
+        if block is not None and self._thieves:
+            look = min(thief.due_in(idle=True) for thief in self._thieves.values())
+            block = max(1, min(block, math.ceil(min(look, IDLE_BLOCK_MS) * 1000)))
         jobs, last = self._read(room, block)
         self._most = min(MANY, 2 * self._most)
         if jobs:
@@ -204,11 +217,10 @@ class Intake:
         """Let whoever is idle run what waits here for the engine."""
         left = self._batcher.give_up()
         try:
-            for stream, mine in by_stream(left):
-                pairs = [v for c in mine for v in (c.job.digest.hex(), c.entry)]
-                shard = stream.shard
+            for shard, mine in by_shard(left, stream_of):
+                keys, mine, jobs = counted(mine, stream_of, digest_and_entry)
                 script("release")(
-                    self._servers.for_shard(shard), [stream.key], [shard.prefix, GROUP, *pairs]
+                    self._servers.for_shard(shard), keys, [shard.prefix, GROUP, shard.lanes, *jobs]
                 )
                 self._status.let_go(mine)
         except (redis.exceptions.RedisError, OSError):
@@ -222,12 +234,13 @@ class Intake:
 
     def _read(self, room: int, block: int | None) -> tuple[list[Delivery], dict[str, str]]:
         """Jobs, and the last entry of each stream."""
-        batch_too = bool(self._batcher.room_for_batch_priority())
-        # COUNT holds for each stream: with several each gives its share.
-        count = min(self._most, -(-2 * room // len(self._streams)))
+        rooms: dict[Priority, int] = {
+            "interactive": room,
+            "batch": self._batcher.room_for_batch_priority(),
+        }
         deliveries: list[Delivery] = []
         last: dict[str, str] = {}
-        for found in self._reads(block, count, batch_too):
+        for found in self._reads(block, rooms):
             came = time.monotonic()
             for stream, entries in found:
                 deliveries += self._parse(stream, entries, came)
@@ -237,46 +250,139 @@ class Intake:
         self._status.held.update(delivery.place for delivery in deliveries)
         return deliveries, last
 
-    def _reads(self, block: int | None, count: int, batch_too: bool) -> Iterator[_Found]:
-        """What each read brings, of one shard or of several."""
-
-        def wanted(shards: Iterable[ShardKeys]) -> list[JobStream]:
-            return [s for s in streams(shards) if batch_too or s.priority == "interactive"]
-
+    def _reads(self, block: int | None, rooms: Mapping[Priority, int]) -> Iterator[_Found]:
+        """What each read brings, of one shard or of several: of own lanes, then of others'."""
         if self._unsure:
-            yield from self._reads_again(wanted, count)
-        servers = self._servers
+            yield from self._reads_again(rooms)
+        servers, room = self._servers, rooms["interactive"]
         sure = [shard for shard in self._shards if shard.prefix not in self._unsure]
         if not sure:
             if servers.fails_apart:
                 self._status.stopping.wait(SHORT_WAIT)
-        elif block is not None:
-            longest = to_ms(min(block / 1000, servers.longest_block))
-            # Of several reads under way each may bring so many, while one job is enough to begin.
-            most = max(1, count // 8) if servers.fails_apart else count
+            return
+        taken: _Found = []
+        limit = MANY
+        own = self._own(sure, rooms)
+        too_many = bool(self._thieves) and len(own) > 2 * room  # for a job of each
+        if too_many:
+            for found in self._read_few(sure, rooms):
+                taken += found
+                yield found
+        if not too_many or (block is not None and not taken):
+            # COUNT holds for each stream: with several each gives its share.
+            limit = min(self._most, -(-2 * room // max(1, len(own))))
+            if block is not None and servers.fails_apart:
+                # Of several reads under way each may bring so many, while one job is enough.
+                limit = max(1, limit // 8)
+            reads = self._read_now if block is None else partial(self._read_blocking, block)
+            for found in reads(sure, rooms, limit):
+                taken += found
+                yield found
+        self._status.own_jobs += sum(len(entries) for _, entries in taken)
+        for shard in sure if self._thieves else ():
+            more = partial(self._read_more, shard, rooms, taken, limit, block is not None)
+            found = servers.apart([shard], more, self._note_lost) or []
+            taken += found
+            yield found
 
-            def ask(server: Server, shards: Sequence[ShardKeys]) -> _Raw:
-                return self._read_new(longest, server, wanted(shards), most)
-
-            for _, raw in servers.read(sure, ask, block / 1000, self._note_lost):
-                yield self._by_stream(raw)
-        else:
-            begun = [shard for shard in sure if servers.under_way(shard)]
-            if begun:
-                for _, raw in servers.read(begun, _ask_nothing, 0.0, self._note_lost):
-                    yield self._by_stream(raw)
-            for shards in servers.read_together([shard for shard in sure if shard not in begun]):
-                read = partial(self._read_new, None, wanted=wanted(shards), count=count)
-                raw = servers.apart(shards, read, self._note_lost)
-                yield self._by_stream(raw)
-
-    def _reads_again(
-        self, wanted: Callable[[Iterable[ShardKeys]], list[JobStream]], count: int
+    def _read_blocking(
+        self, block: int, shards: Sequence[ShardKeys], rooms: Mapping[Priority, int], count: int
     ) -> Iterator[_Found]:
+        """What comes to own lanes within `block` milliseconds, or calls to look at others'."""
+        servers = self._servers
+        longest = to_ms(min(block / 1000, servers.longest_block))
+
+        def ask(server: Server, some: Sequence[ShardKeys]) -> _Raw:
+            keys = [stream.key for stream in self._own(some, rooms)]
+            for shard in some:
+                if self._homes.has_others(shard):
+                    keys += shard.calls
+            return self._read_new(longest, server, keys, count)
+
+        for _, raw in servers.read(shards, ask, block / 1000, self._note_lost):
+            yield self._by_stream(raw)
+
+    def _read_now(
+        self, shards: Sequence[ShardKeys], rooms: Mapping[Priority, int], count: int
+    ) -> Iterator[_Found]:
+        """What is there in own lanes."""
+        servers = self._servers
+        begun = [shard for shard in shards if servers.under_way(shard)]
+        if begun:
+            for _, raw in servers.read(begun, _ask_nothing, 0.0, self._note_lost):
+                yield self._by_stream(raw)
+        for some in servers.read_together([shard for shard in shards if shard not in begun]):
+            keys = [stream.key for stream in self._own(some, rooms)]
+            if keys:
+                read = partial(self._read_new, None, keys=keys, count=count)
+                yield self._by_stream(servers.apart(some, read, self._note_lost))
+
+    def _own(self, shards: Iterable[ShardKeys], rooms: Mapping[Priority, int]) -> list[JobStream]:
+        """The streams of this worker's lanes that there is room for jobs of."""
+        return [
+            stream
+            for shard in shards
+            for stream in self._homes.own(shard)
+            if rooms["batch"] or stream.priority == "interactive"
+        ]
+
+    def _read_few(
+        self, shards: Sequence[ShardKeys], rooms: Mapping[Priority, int]
+    ) -> Iterator[_Found]:
+        """A job of each of as many of this worker's waiting lanes as there is room for."""
+        left = dict(rooms)
+
+        def read(shard: ShardKeys, server: Server) -> _Found:
+            own = {stream.key for stream in self._homes.own(shard)}
+            waiting = self._thieves[shard.wake].waiting(server)
+            counts: list[tuple[JobStream, int]] = []
+            for stream, _ in sorted(waiting, key=lambda found: -found[1].since):
+                if stream.key in own and left[stream.priority] > 0:
+                    left[stream.priority] -= 1
+                    counts.append((stream, 1))
+            return [*read_counts(server, self._consumer, counts)]
+
+        for shard in shards:
+            yield self._servers.apart([shard], partial(read, shard), self._note_lost) or []
+
+    def _read_more(
+        self,
+        shard: ShardKeys,
+        rooms: Mapping[Priority, int],
+        taken: _Found,
+        limit: int,
+        idle: bool,
+        server: Server,
+    ) -> _Found:
+        """What there is still room for: more of lanes that gave their share, and what others' lanes
+        have that waits too long."""
+        left = dict(rooms)
+        for stream, entries in taken:
+            left[stream.priority] -= len(entries)
+        full = [s for s, entries in taken if len(entries) >= limit and s.shard is shard]
+        found: _Found = []
+        if full and left["interactive"] > 0:
+            share = -(-left["interactive"] // len(full))
+            found += read_counts(server, self._consumer, [(stream, share) for stream in full])
+            self._status.own_jobs += sum(len(entries) for _, entries in found)
+        thief = self._thieves[shard.wake]
+        has_work = bool(taken or found)
+        if thief.due_in(idle) == 0 or (has_work and thief.is_called):
+            for stream, entries in found:
+                left[stream.priority] -= len(entries)
+            stolen = thief.steal(server, left) if left["interactive"] > 0 else []
+            if (has_work or stolen) and thief.is_called:
+                thief.pass_on(server)
+            found += stolen
+        return found
+
+    def _reads_again(self, rooms: Mapping[Priority, int]) -> Iterator[_Found]:
         """What is ours beyond the last entry that arrived, of shards whose read failed."""
+        count = min(self._most, -(-2 * rooms["interactive"] // len(self._streams)))
         for shard in self._shards:
             if shard.prefix in self._unsure:
-                read = partial(self._read_again, wanted=wanted([shard]), count=count)
+                wanted = [s for s in shard.streams if rooms["batch"] or s.priority != "batch"]
+                read = partial(self._read_again, wanted=wanted, count=count)
                 found = self._servers.apart([shard], read, self._note_lost)
                 if found is not None:
                     if not any(entries for _, entries in found):
@@ -289,14 +395,19 @@ class Intake:
         self._too_long |= isinstance(error, ReplyTooLong)
 
     def _by_stream(self, raw: _Raw) -> _Found:
-        return [(self._streams[name.decode()], entries) for name, entries in raw or ()]
+        found: _Found = []
+        for name, entries in raw or ():
+            key = name.decode()
+            if key in self._streams:
+                found.append((self._streams[key], entries))
+            else:
+                self._thieves[key].called(entries)
+        return found
 
-    def _read_new(
-        self, block: int | None, server: Server, wanted: Sequence[JobStream], count: int
-    ) -> _Raw:
+    def _read_new(self, block: int | None, server: Server, keys: Sequence[str], count: int) -> _Raw:
         """What was never delivered, of each stream that has something."""
-        keys = {stream.key: ">" for stream in wanted}
-        return server.xreadgroup(GROUP, self._consumer, keys, count=count, block=block)
+        wanted = dict.fromkeys(keys, ">")
+        return server.xreadgroup(GROUP, self._consumer, wanted, count=count, block=block)
 
     def _read_again(self, server: Server, wanted: Sequence[JobStream], count: int) -> _Found:
         """What is ours of each stream, beyond the last entry that arrived."""
@@ -359,14 +470,6 @@ def fields_of(values: Sequence[bytes]) -> Fields:
     return dict(zip(values[::2], values[1::2], strict=True))
 
 
-def by_stream(jobs: Iterable[Delivery]) -> list[tuple[JobStream, list[Delivery]]]:
-    """Jobs by the stream that they stand in."""
-    found: dict[str, tuple[JobStream, list[Delivery]]] = {}
-    for delivery in jobs:
-        found.setdefault(delivery.stream.key, (delivery.stream, []))[1].append(delivery)
-    return list(found.values())
-
-
 def create_groups(servers: Servers, shards: Sequence[ShardKeys], consumer: str) -> None:
     """Make each shard's streams and their consumer groups where they are missing, and join them."""
     for shard in shards:
@@ -374,13 +477,13 @@ def create_groups(servers: Servers, shards: Sequence[ShardKeys], consumer: str) 
 
 
 def _create_in(shard: ShardKeys, consumer: str, server: Server) -> None:
-    for stream in shard.streams:
-        try:
-            server.xgroup_create(stream.key, GROUP, id="0", mkstream=True)
-        except redis.exceptions.ResponseError as error:
-            if "BUSYGROUP" not in str(error):
-                raise
-        server.xgroup_createconsumer(stream.key, GROUP, consumer)
+    with server.pipeline(transaction=False) as pipeline:
+        for key in shard.groups:
+            pipeline.xgroup_create(key, GROUP, id="0", mkstream=True)
+        for answer in pipeline.execute(raise_on_error=False):
+            if isinstance(answer, Exception) and "BUSYGROUP" not in str(answer):
+                raise answer
+    server.xgroup_createconsumer(shard.stream().key, GROUP, consumer)
 
 
 def release(
@@ -434,7 +537,9 @@ def _give_back(server: Server, stream: JobStream, jobs: Sequence[tuple[str, byte
 
     def give_back(some: Sequence[tuple[str, bytes]]) -> None:
         nonlocal released
-        arguments: list[Value] = [stream.shard.prefix, GROUP, *(v for job in some for v in job)]
+        shard = stream.shard
+        arguments: list[Value] = [shard.prefix, GROUP, shard.lanes, len(some)]
+        arguments += [value for job in some for value in job]
         released += script("release")(server, [stream.key], arguments)
 
     if jobs:

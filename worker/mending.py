@@ -12,16 +12,23 @@ from lmpool.keys import COUNTERS_TTL_MS, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.scripts import load_client_scripts, script
 from lmpool.servers import Servers
+from lmpool.worker.homes import Homes
 
 logger = logging.getLogger(__name__)
 
 
 def mend(
-    servers: Servers, shards: Sequence[ShardKeys], info: ModelInfo, *, joining: bool = False
+    servers: Servers,
+    shards: Sequence[ShardKeys],
+    info: ModelInfo,
+    homes: Homes,
+    *,
+    joining: bool = False,
 ) -> list[str]:
     """Take away what only damage can have made, and load what clients run.
 
-    A worker that joins says how many jobs may wait; others keep to what is said.
+    A worker that joins says how many jobs may wait, and looks at all streams; others keep to
+    what is said, and look at those of their own lanes.
 
     Returns the keys that were taken away: streams want groups again, registries their entries.
     """
@@ -30,10 +37,11 @@ def mend(
     for shard in shards:
 
         def mend_one(server: Server, shard: ShardKeys = shard) -> None:
+            own = (*(stream.key for stream in homes.own(shard)), *shard.calls)
             damaged.extend(
                 script("mend")(
                     server,
-                    [stream.key for stream in shard.streams],
+                    shard.groups if joining else own,
                     [shard.prefix, info.max_backlog, shard.lanes, COUNTERS_TTL_MS, int(joining)],
                 )
             )

@@ -19,7 +19,7 @@ from lmpool.commands import Server, Value
 from lmpool.counters import BATCHES, COMPUTED, FAILED, answers
 from lmpool.errors import PromptFailed, ServerRefused
 from lmpool.isolation import isolate
-from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream
+from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream, ShardKeys
 from lmpool.logs import about
 from lmpool.result_memory import footprint
 from lmpool.scripts import script
@@ -27,6 +27,7 @@ from lmpool.server import is_full, is_lost
 from lmpool.servers import Servers
 from lmpool.wants import Row, Stream
 from lmpool.worker.batching import Delivery
+from lmpool.worker.by_stream import by_shard, counted
 from lmpool.worker.pieces import PieceWriter, Telling
 from lmpool.worker.result_store import LOOK_EVERY, ResultStore
 from lmpool.worker.status import WorkerStatus
@@ -96,12 +97,8 @@ def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
         return Done(delivery, None, "failed", f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
 
 
-def _by_stream(chunk: Sequence[Done]) -> list[tuple[JobStream, list[Done]]]:
-    found: dict[str, tuple[JobStream, list[Done]]] = {}
-    for done in chunk:
-        stream = done.delivery.stream
-        found.setdefault(stream.key, (stream, []))[1].append(done)
-    return list(found.values())
+def _stream_of(done: Done) -> JobStream:
+    return done.delivery.stream
 
 
 class Publisher:
@@ -129,7 +126,7 @@ class Publisher:
         self._ended = False
         self._uncounted = 0
         """1 until the batch that is being written has been counted."""
-        self._aside: list[tuple[JobStream, Sequence[Done]]] = []
+        self._aside: list[Sequence[Done]] = []
         """Of shards that are away: written once they are back."""
         self._aside_bytes = 0
         self._tried_aside = 0.0
@@ -174,7 +171,7 @@ class Publisher:
                 time.sleep(ASIDE_PAUSE)
                 self._write_aside()
             if self._aside:
-                left = sum(len(chunk) for _, chunk in self._aside)
+                left = sum(len(chunk) for chunk in self._aside)
                 logger.error("%d jobs were not written and stay with the pool", left)
         finally:
             self._ended = True
@@ -221,18 +218,18 @@ class Publisher:
         """Write one chunk, again and again until the server takes it: results are idempotent."""
         failures = 0
         began = time.monotonic()
-        left = _by_stream(chunk)
+        left = by_shard(chunk, _stream_of)
         while True:
             try:
                 with self._servers.in_step():
                     while left:
-                        stream, mine = left[0]
-                        write = partial(self._write_all, stream, mine)
-                        if not self._servers.apart([stream.shard], write):
-                            self._set_aside(stream, mine)
-                        elif stream.shard.number in self._away:
-                            self._away.discard(stream.shard.number)
-                            logger.info("shard %d is back", stream.shard.number)
+                        shard, mine = left[0]
+                        write = partial(self._write_all, shard, mine)
+                        if not self._servers.apart([shard], write):
+                            self._set_aside(shard, mine)
+                        elif shard.number in self._away:
+                            self._away.discard(shard.number)
+                            logger.info("shard %d is back", shard.number)
                         left.pop(0)
                 return
             except (redis.exceptions.RedisError, OSError) as error:
@@ -258,33 +255,33 @@ class Publisher:
                 pause = min(2.0, 0.05 * 2 ** min(failures, 6))
                 self._status.stopping.wait(pause * random.uniform(0.5, 1.0))
 
-    def _write_all(self, stream: JobStream, chunk: Sequence[Done], server: Server) -> bool:
-        """Write what is of one stream."""
-        isolate(chunk, partial(self._write_in, stream), self._leave_out)
+    def _write_all(self, shard: ShardKeys, chunk: Sequence[Done], server: Server) -> bool:
+        """Write what is of one shard."""
+        isolate(chunk, partial(self._write_in, shard), self._leave_out)
         self._status.let_go(done.delivery for done in chunk)
         for done in chunk:
             if done.status != "ok":
                 self._status.note_failure(done.status, done.error or done.status)
         return True
 
-    def _set_aside(self, stream: JobStream, chunk: Sequence[Done]) -> None:
+    def _set_aside(self, shard: ShardKeys, chunk: Sequence[Done]) -> None:
         """A shard is away: its rows wait while others are written, as many as there is room for.
 
         Raises redis-py's `ConnectionError` where there is none.
         """
         size = _size(chunk)
         if self._aside and self._aside_bytes + size > ASIDE_BYTES:
-            raise redis.exceptions.ConnectionError(f"shard {stream.shard.number} is away")
-        if stream.shard.number not in self._away:
-            self._away.add(stream.shard.number)
-            logger.warning("shard %d is away: rows wait for it", stream.shard.number)
-        self._aside.append((stream, chunk))
+            raise redis.exceptions.ConnectionError(f"shard {shard.number} is away")
+        if shard.number not in self._away:
+            self._away.add(shard.number)
+            logger.warning("shard %d is away: rows wait for it", shard.number)
+        self._aside.append(chunk)
         self._aside_bytes += size
 
     def _write_aside(self) -> None:
         """Write what was set aside, as far as its shards are back."""
         aside, self._aside, self._aside_bytes = self._aside, [], 0
-        for _, chunk in aside:
+        for chunk in aside:
             self._write(chunk)
         self._tried_aside = time.monotonic()
 
@@ -307,22 +304,20 @@ class Publisher:
         server.xack(place.key, GROUP, done.delivery.entry)
         server.xdel(place.key, done.delivery.entry)
 
-    def _relieve(self, stream: JobStream, chunk: Sequence[Done]) -> bool:
+    def _relieve(self, shard: ShardKeys, chunk: Sequence[Done]) -> bool:
         """Make room where the server has no memory left. Whether there was any to make."""
         try:
             with self._servers.in_step():
-                return self._store.relieve(stream.shard, _size(chunk))
+                return self._store.relieve(shard, _size(chunk))
         except (redis.exceptions.RedisError, OSError) as error:
             logger.debug("no room could be made: %s", error)
             return False
 
-    def _write_in(self, stream: JobStream, chunk: Sequence[Done]) -> None:
+    def _write_in(self, shard: ShardKeys, chunk: Sequence[Done]) -> None:
         """One transaction: room, every row with its TTL, then the notices and acknowledgements."""
-        shard = stream.shard
         failed = sum(done.status != "ok" for done in chunk)
         values: list[tuple[str, bytes]] = []
         digests: list[str] = []
-        jobs: list[Value] = []
         kinds: dict[str, int] = {}
         for done in chunk:
             digest = done.delivery.job.digest
@@ -332,7 +327,7 @@ class Publisher:
                 digests.append(name)
                 kind = done.delivery.job.want.kind
                 kinds[kind] = kinds.get(kind, 0) + 1
-            jobs += (name, done.delivery.entry, done.status, done.error)
+        streams, _, jobs = counted(chunk, _stream_of, _told)
         counters: list[Value] = []
         for field, by in (
             (COMPUTED.field, len(values)),
@@ -352,7 +347,7 @@ class Publisher:
             self._servers.for_shard(shard),
             values,
             self._result_ttl_ms,
-            Call(script("complete"), [stream.key, shard.account], arguments),
+            Call(script("complete"), [shard.account, *streams], arguments),
             before,
         )
         self._uncounted = self._left_out = 0
@@ -364,6 +359,11 @@ class Publisher:
         streamed = [d.delivery.job.digest for d in chunk if isinstance(d.delivery.job.want, Stream)]
         if streamed:
             self._pieces.forget(shard, streamed)
+
+
+def _told(done: Done) -> tuple[Value, ...]:
+    """What `complete.lua` is told of a job."""
+    return done.delivery.job.digest.hex(), done.delivery.entry, done.status, done.error
 
 
 def _size(chunk: Sequence[Done]) -> int:

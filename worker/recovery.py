@@ -13,7 +13,7 @@ import redis.exceptions
 
 from lmpool.commands import Server, Value
 from lmpool.errors import JobFormatError
-from lmpool.keys import GROUP, JobStream, ShardKeys, streams
+from lmpool.keys import GROUP, JobStream, ShardKeys
 from lmpool.liveness import LIFE_MS
 from lmpool.scripts import script
 from lmpool.server import is_lost
@@ -21,6 +21,7 @@ from lmpool.servers import Servers
 from lmpool.wants import Digester
 from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.dead_letters import DeadLetters
+from lmpool.worker.homes import Homes
 from lmpool.worker.intake import fields_of, read_job
 from lmpool.worker.status import WorkerStatus
 
@@ -49,9 +50,11 @@ class Recovery:
         digester: Digester,
         dead_letters: DeadLetters,
         max_deliveries: int,
+        homes: Homes | None = None,
     ) -> None:
         self._servers = servers
         self._shards = shards
+        self._homes = Homes(shards, consumer) if homes is None else homes
         self._consumer = consumer
         self._batcher = batcher
         self._status = status
@@ -69,34 +72,47 @@ class Recovery:
                 logger.warning("jobs of dead workers cannot be looked for: %s", error)
 
     def _look_everywhere(self) -> Exception | None:
-        """Look through every stream that can be read. Returns why one could not."""
+        """Look through every shard that can be read. Returns why one could not."""
         failure: Exception | None = None
         lost: list[Server] = []
-        for stream in streams(self._shards):
+        for shard in self._shards:
             try:
-                server = self._servers.for_shard(stream.shard)
-                if server in lost:
-                    continue
                 with self._servers.in_step():
-                    self._look(stream)
+                    server = self._servers.for_shard(shard)
+                    if server in lost:
+                        continue
+                    self._look(shard)
             except (redis.exceptions.RedisError, OSError) as error:
                 failure = error
-                if is_lost(error):  # so are its other streams, those of other servers are not
+                if is_lost(error):  # so are its other shards, those of other servers are not
                     lost.append(server)
         return failure
 
-    def _look(self, stream: JobStream) -> None:
-        """Run what a stream has to be taken over, one by one."""
-        server, prefix = self._servers.for_shard(stream.shard), stream.shard.prefix
+    def _look(self, shard: ShardKeys) -> None:
+        """Run what a shard has to be taken over, one by one: a lane's home looks after it."""
+        server = self._servers.for_shard(shard)
         owners: dict[str, int] = {}
-        forgotten = self._forgotten(stream)
+        own = self._homes.own(shard)
+        mine = {stream.key for stream in own}
+        streams = [
+            *own,
+            *(s for s in shard.streams if s.key not in mine and s.key in self._status.visited),
+        ]
+        keys = [stream.key for stream in streams]
+        forgotten = self._forgotten(server, keys)
+        calls = shard.calls
         while not self._status.stopping.is_set():
-            arguments: list[Value] = [prefix, GROUP, self._consumer, LIFE_MS, *forgotten]
-            found = script("reclaim")(server, [stream.key, stream.shard.steady], arguments)
+            arguments: list[Value] = [shard.prefix, GROUP, self._consumer, LIFE_MS]
+            for key in keys:
+                arguments += (len(forgotten[key]), *forgotten[key])
+            arguments += [0] * len(calls)
+            found = script("reclaim")(server, [shard.steady, *keys, *calls], arguments)
             if not found:
                 break
-            owner, entry, deliveries, *values = found
-            forgotten = [other for other in forgotten if other != entry]
+            place, owner, entry, deliveries, *values = found
+            stream = streams[place]
+            if entry in forgotten[stream.key]:
+                forgotten[stream.key].remove(entry)
             owners[owner.decode()] = owners.get(owner.decode(), 0) + 1
             fields = fields_of(values)
             if fields.keys() == {b"bytes"}:
@@ -109,25 +125,28 @@ class Recovery:
             whose = "forgotten here" if name == self._consumer else f"of {name}, which is gone"
             logger.warning("took over %d jobs %s", count, whose)
 
-    def _forgotten(self, stream: JobStream) -> list[bytes]:
-        """Entries that are ours and that nobody here holds.
+    def _forgotten(self, server: Server, keys: Sequence[str]) -> dict[str, list[bytes]]:
+        """Entries that are ours and that nobody here holds, by stream.
 
         The server's answer was lost, or the server was: it came back as it was some time ago.
         """
-        pending = self._servers.for_shard(stream.shard).xpending_range(
-            stream.key,
-            GROUP,
-            "-",
-            "+",
-            FORGOTTEN_MOST,
-            consumername=self._consumer,
-        )
-        return [
-            item["message_id"]
-            for item in pending
-            if item["time_since_delivered"] > FORGOTTEN_MS
-            and (stream.key, item["message_id"]) not in self._status.held
-        ]
+        with server.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.xpending_range(
+                    key, GROUP, "-", "+", FORGOTTEN_MOST, consumername=self._consumer
+                )
+            answers = pipeline.execute(raise_on_error=False)
+        found: dict[str, list[bytes]] = {}
+        for key, pending in zip(keys, answers, strict=True):
+            if isinstance(pending, Exception) and is_lost(pending):
+                raise pending
+            found[key] = [
+                item["message_id"]
+                for item in (() if isinstance(pending, Exception) else pending)
+                if item["time_since_delivered"] > FORGOTTEN_MS
+                and (key, item["message_id"]) not in self._status.held
+            ]
+        return found
 
     def _take_over(
         self, stream: JobStream, owner: str, entry: bytes, deliveries: int, data: bytes

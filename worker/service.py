@@ -34,6 +34,7 @@ from lmpool.worker.batching import Batcher
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.engine_thread import EngineLoop, spawn
 from lmpool.worker.heartbeat import ANSWER_WITHIN, Heartbeat
+from lmpool.worker.homes import Homes
 from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups, release, uncount
 from lmpool.worker.membership import (
     batch_budget,
@@ -94,6 +95,7 @@ class Service:
         self._heartbeat_ended = threading.Event()
         self._joining = threading.Lock()
         self.shards: tuple[ShardKeys, ...] = ()
+        self.homes = Homes((), self.consumer)
         self._batcher: Batcher | None = None
         self._publisher: Publisher | None = None
 
@@ -161,7 +163,10 @@ class Service:
         self.status.description["execution"] = engine.info.execution
         self.shards = info.shard_keys(self.keys)
         beating = self._open(answers_within=ANSWER_WITHIN)
-        heartbeat = Heartbeat(beating, self.shards, self.consumer, self.status, self.keys, info)
+        self.homes = Homes(self.shards, self.consumer)
+        heartbeat = Heartbeat(
+            beating, self.shards, self.consumer, self.status, self.keys, info, self.homes
+        )
         self._patiently(lambda: self._enter_pool(control, info, engine, heartbeat))
         self._batcher = Batcher(options.batch_size, options.timeout, budget)
         self._publisher = self._publishing(info)
@@ -245,6 +250,7 @@ class Service:
             DeadLetters(servers, self.consumer, self.status.note_failure),
             engine.continuous,
             restore,
+            self.homes,
         )
 
     def _recovery(self, batcher: Batcher, digester: Digester) -> Recovery:
@@ -258,6 +264,7 @@ class Service:
             digester,
             DeadLetters(servers, self.consumer, self.status.note_failure),
             self.options.max_deliveries,
+            self.homes,
         )
 
     def _restorer(
@@ -362,9 +369,8 @@ class Service:
             servers.for_key(self.keys.serving).delete(self.keys.serving)
 
     def _leave_shard(self, shard: ShardKeys, server: Server) -> None:
-        for stream in shard.streams:
-            keys = [stream.key, shard.alive(self.consumer)]
-            script("leave")(server, keys, [GROUP, self.consumer])
+        keys = [shard.alive(self.consumer), shard.workers, *shard.groups]
+        script("leave")(server, keys, [GROUP, self.consumer])
 
     def _open(
         self,

@@ -6,13 +6,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import msgpack
 
+from lmpool.affinity import LEAST_PATIENCE, patience
 from lmpool.clock import ServerClock
+from lmpool.keys import JobStream
 from lmpool.worker.batching import Delivery
 from lmpool.worker.metrics import Failure, WorkerMetrics
 
@@ -52,6 +54,13 @@ class WorkerStatus:
         """How long a batch takes, averaged over the last ones."""
         self.step_since: float | None = None
         """Since when the engine has been at what it is doing, on the monotonic clock."""
+        self._pace = (0.0, 0.0, 0.0, 0.0)
+        """Of the last batches: prompts, their tokens, those computed, seconds."""
+        self.own_jobs = 0
+        """Jobs that it took of its own lanes, and `stolen_jobs` of others'."""
+        self.stolen_jobs = 0
+        self.visited: set[str] = set()
+        """Streams of others' lanes that it has taken jobs of."""
         self.held: set[tuple[str, bytes]] = set()
         """Entries, by stream and id, that this worker took and has not acknowledged."""
         self.clock = ServerClock()
@@ -89,6 +98,25 @@ class WorkerStatus:
         with self._lock:
             self._recent.append((now, rows))
             self._forget(now)
+
+    def note_pace(self, prompts: int, tokens: int, computed: int, took: float) -> None:
+        """The engine began prompts of so many tokens, and computed so many in `took` seconds."""
+        new = (prompts, tokens, computed, took)
+        a, b, c, d = (0.75 * old + now for old, now in zip(self._pace, new, strict=True))
+        self._pace = (a, b, c, d)
+
+    def patience(self) -> float:
+        """Seconds after which a waiting job is anyone's, as this worker estimates."""
+        prompts, tokens, computed, took = self._pace
+        if not prompts or not computed:
+            return LEAST_PATIENCE
+        return patience(tokens / prompts, took / computed)
+
+    def stole(self, found: Iterable[tuple[JobStream, Sequence[object]]]) -> None:
+        """It took jobs of others' lanes."""
+        for stream, entries in found:
+            self.visited.add(stream.key)
+            self.stolen_jobs += len(entries)
 
     def rows_per_second(self) -> float:
         """Rows a second over the last ten seconds."""

@@ -27,6 +27,24 @@ local function is_job_stream(prefix, stream, lanes)
   return lane ~= nil and #lane < 6 and (not lanes or tonumber(lane) < lanes)
 end
 
+-- How the index of waiting lanes calls a stream: by its lane, with 'b' before one of priority batch.
+local function lane_of(stream)
+  local kind, lane = string.match(stream, ':(%a+):(%d+)$')
+  return kind == 'batch' and 'b' .. lane or lane
+end
+
+-- Jobs wait in a stream, since at least the time of that entry: its lane is in the index.
+local function note_waiting(prefix, stream, id)
+  redis.pcall('ZADD', prefix .. ':waiting', 'NX', string.match(id, '^%d+'), lane_of(stream))
+end
+
+-- Have an idle worker look at the lanes that wait: at once, or first when they are anyone's. One call
+-- that nobody has heard or that somebody follows is enough.
+local function call_idle(prefix, at_once)
+  local wake = prefix .. ':wake'
+  if redis.pcall('XLEN', wake) == 0 then redis.pcall('XADD', wake, '*', 'at_once', at_once) end
+end
+
 -- A flight's job, stream, deadline, and the clients that wait. One that is none is taken away:
 -- whoever waits for it finds the result, or that nobody knows of it, and asks again.
 local function read_flight(flight)

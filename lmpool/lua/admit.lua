@@ -1,11 +1,12 @@
 -- Before a batch that has waited is run: drop what nobody waits for any more.
 --   r  run it    x  its result is there already    w  withdrawn (dropped here)    e  expired (too)
--- KEYS[1] job stream. ARGV: prefix, group, counter TTL, then per job: digest, stream id
-local jobs, prefix, group = KEYS[1], ARGV[1], ARGV[2]
+-- KEYS[1] and on: job streams. ARGV: prefix, group, counter TTL, then for each stream the number of its jobs, and
+--       per job: digest, stream id
+local prefix, group = ARGV[1], ARGV[2]
 local now = now_ms()
 local answers = {}
-for i = 4, #ARGV, 2 do
-  local digest, id = ARGV[i], ARGV[i + 1]
+
+local function judge(jobs, digest, id)
   local answer
   if has_result(prefix, digest) then
     answer = 'x'
@@ -37,6 +38,13 @@ for i = 4, #ARGV, 2 do
       end
     end
   end
-  answers[#answers + 1] = answer
+  return answer
+end
+
+local at = 4
+for _, jobs in ipairs(KEYS) do
+  local last = at + 2 * tonumber(ARGV[at])
+  for i = at + 1, last, 2 do answers[#answers + 1] = judge(jobs, ARGV[i], ARGV[i + 1]) end
+  at = last + 1
 end
 return table.concat(answers)

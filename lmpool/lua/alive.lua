@@ -1,11 +1,28 @@
 -- A worker's sign of life. Its consumer is made again if others removed it as a dead one's.
--- KEYS[1] job stream, KEYS[2] heartbeat, KEYS[3] since when the shard has had beats without a gap.
--- ARGV: group, consumer, what the heartbeat holds, its life, the longest gap between two beats
+-- KEYS[1] job stream, KEYS[2] heartbeat, KEYS[3] since when the shard has had beats without a gap,
+-- KEYS[4] the shard's workers: each until when it lives, in ms, and under '' how often one of them came
+--       or went, below zero.
+-- ARGV: group, consumer, what the heartbeat holds, its life, the longest gap between two beats, the
+--       change of workers that is known
+-- Returns the number of the last change and, if it is another, the workers.
 -- A full memory must not look like a death. Redis lets a script go on that has begun to write, and
 -- this write takes no memory.
 redis.call('PEXPIRE', KEYS[2], ARGV[4])
 redis.call('SET', KEYS[2], ARGV[3], 'PX', ARGV[4])
-if not steady_since(KEYS[3]) then redis.call('SET', KEYS[3], string.format('%.0f', now_ms())) end
+local now = now_ms()
+if not steady_since(KEYS[3]) then redis.call('SET', KEYS[3], string.format('%.0f', now)) end
 redis.call('PEXPIRE', KEYS[3], ARGV[5])
 redis.pcall('XGROUP', 'CREATECONSUMER', KEYS[1], ARGV[1], ARGV[2]) -- there may be no group yet
-return 1
+
+local workers = KEYS[4]
+local function change()
+  local ended = redis.call('ZREMRANGEBYSCORE', workers, 0, now)
+  local joined = redis.call('ZADD', workers, string.format('%.0f', now + ARGV[4]), ARGV[2])
+  if ended + joined > 0 then redis.call('ZINCRBY', workers, -1, '') end
+  redis.call('PEXPIRE', workers, 2 * ARGV[4])
+  return redis.call('ZSCORE', workers, '')
+end
+if redis.call('TYPE', workers)['ok'] ~= 'zset' then redis.call('DEL', workers) end
+local last = change()
+if last == ARGV[6] then return {last} end
+return {last, unpack(redis.call('ZRANGEBYSCORE', workers, 0, '+inf', 'LIMIT', 0, 5000))}

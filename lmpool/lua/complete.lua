@@ -1,11 +1,12 @@
 -- A worker is done with jobs: tell every waiting client, end the flights, acknowledge and delete,
 -- and enter what was stored into the account.
--- KEYS[1] job stream, KEYS[2] account.
+-- KEYS[1] account, the others job streams.
 -- ARGV: prefix, group, counter TTL, bytes stored, their life in ms, the digests stored as one text,
 --       number of counters, then counter name and increment for each,
---       then per job: digest, stream id, status ('ok' or an error's), error text
+--       then for each stream the number of its jobs, and per job: digest, stream id, status ('ok' or
+--       an error's), error text
 -- Returns {jobs acknowledged, bytes that the account holds, or 0 where nothing was stored}.
-local jobs, account, prefix, group = KEYS[1], KEYS[2], ARGV[1], ARGV[2]
+local account, prefix, group = KEYS[1], ARGV[1], ARGV[2]
 local stored = tonumber(ARGV[4])
 local counters = prefix .. ':counters'
 local at = 8
@@ -16,11 +17,9 @@ end
 redis.pcall('PEXPIRE', counters, ARGV[3])
 
 local done = {}
-local ids = {}
-local others = 0
-for i = at, #ARGV, 4 do
-  local digest, id, status = ARGV[i], ARGV[i + 1], ARGV[i + 2]
-  ids[#ids + 1] = id
+local acknowledged = 0
+
+local function end_job(jobs, digest, id, status, text)
   local flight = prefix .. ':flight:' .. digest
   local job, stream, _, waiting = read_flight(flight)
   -- An error of an old delivery says nothing about the job that is queued now.
@@ -30,16 +29,33 @@ for i = at, #ARGV, 4 do
         local list = done[client]
         if list then list[#list + 1] = digest else done[client] = {digest} end
       else
-        tell(prefix, client, 'digest', digest, 'status', status, 'error', ARGV[i + 3])
+        tell(prefix, client, 'digest', digest, 'status', status, 'error', text)
       end
     end
     redis.call('DEL', flight)
     if (job ~= id or stream ~= jobs) and is_job_stream(prefix, stream) then
       take_off(stream, group, job)
-      others = others + 1
+      acknowledged = acknowledged + 1
     end
   end
 end
+
+for s = 2, #KEYS do
+  local ids = {}
+  local last = at + 4 * tonumber(ARGV[at])
+  for i = at + 1, last, 4 do
+    end_job(KEYS[s], ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3])
+    ids[#ids + 1] = ARGV[i + 1]
+  end
+  for i = 1, #ids, 1000 do
+    local upto = math.min(i + 999, #ids)
+    redis.pcall('XACK', KEYS[s], group, unpack(ids, i, upto))
+    redis.pcall('XDEL', KEYS[s], unpack(ids, i, upto))
+  end
+  acknowledged = acknowledged + #ids
+  at = last + 1
+end
+
 local told = {}
 for client, list in pairs(done) do
   local id = tell(prefix, client, 'ok', table.concat(list))
@@ -48,13 +64,8 @@ for client, list in pairs(done) do
     told[#told + 1] = id
   end
 end
-for i = 1, #ids, 1000 do
-  local last = math.min(i + 999, #ids)
-  redis.pcall('XACK', jobs, group, unpack(ids, i, last))
-  redis.pcall('XDEL', jobs, unpack(ids, i, last))
-end
 
-if stored == 0 then return {#ids + others, 0} end
+if stored == 0 then return {acknowledged, 0} end
 
 -- Each entry has the sum of all, itself included, and who was told where: until a client has taken
 -- that notice off its reply stream, it is about to read. The order of the fields counts: evict.lua.
@@ -78,4 +89,4 @@ if not held or held <= stored
 end
 -- By the end of its life all that this entry names has ended.
 if redis.call('PTTL', account) < life then redis.pcall('PEXPIRE', account, 2 * life) end
-return {#ids + others, held}
+return {acknowledged, held}

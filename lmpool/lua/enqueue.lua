@@ -3,12 +3,14 @@
 --   q  the job is queued          f  the backlog is at its bound: nothing was done
 --   a  the adapter is not the registered one any more
 --   b  the stream takes no entry: nothing was done, until a worker has mended it
--- A job that waits in the other stream comes into this one if `promote` is 1 and nobody has it yet.
--- The backlog's bound is the workers'; the client's holds where no worker has written one.
--- KEYS[1] job stream. The other keys are derived from the shard's prefix: they share its slot.
--- ARGV: prefix, client, reply TTL, flight TTL, backlog bound, group, promote, then per job:
---       digest, deadline or '', adapter or '', job
-local jobs, prefix, client = KEYS[1], ARGV[1], ARGV[2]
+-- A job that waits in another stream comes into this one if `promote` is 1 and nobody has it yet.
+-- The backlog's bound is the workers'; the client's holds where no worker has written one. It is that of
+-- all lanes together: one that has no more than its share of it is not full.
+-- KEYS[1] and on: job streams of one priority. The other keys are derived from the shard's prefix: they share its
+-- slot.
+-- ARGV: prefix, client, reply TTL, flight TTL, backlog bound, group, promote, lanes, then for each
+--       stream the number of its jobs, and per job: digest, deadline or '', adapter or '', job
+local prefix, client = ARGV[1], ARGV[2]
 local reply_ttl, flight_ttl = ARGV[3], ARGV[4]
 local group, promote = ARGV[6], ARGV[7] == '1'
 local waiter = 'c:' .. client
@@ -29,67 +31,98 @@ local function allowed()
   return tonumber(bounds[1] or ARGV[5]), tonumber(bounds[2])
 end
 
-local backlog = given(redis.pcall('XLEN', jobs))
+local lanes = tonumber(ARGV[8])
+local all -- jobs in all lanes, once it is needed
+local function is_full(stream, backlog)
+  if backlog == 0 then return false end
+  local most = allowed()
+  if backlog < most / lanes then return false end
+  if lanes == 1 then return true end
+  if not all then
+    all = 0
+    local name = string.match(stream, '^(.*:)%d+$')
+    for lane = 0, lanes - 1 do all = all + (given(redis.pcall('XLEN', name .. lane)) or 0) end
+  end
+  return all >= most
+end
+
 local answers = {}
-for i = 8, #ARGV, 4 do
+local added = false
+
+-- Who looks for jobs of others hears of new ones.
+local function note_added(jobs, id)
+  if lanes > 1 then
+    note_waiting(prefix, jobs, id)
+    added = true
+  end
+end
+
+local function claim(jobs, backlog, i)
   local digest, deadline, adapter = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local flight = prefix .. ':flight:' .. digest
-  local answer
-  local known = true
   if adapter ~= '' then
     local name, fingerprint = string.match(adapter, '^(.*)@([^@]*)$')
     local entry = name and given(redis.pcall('HGET', prefix .. ':adapters', name))
-    known = entry and string.sub(entry, 1, #fingerprint + 1) == fingerprint .. '\n'
+    if not (entry and string.sub(entry, 1, #fingerprint + 1) == fingerprint .. '\n') then return 'a' end
   end
-  if not known then
-    answer = 'a'
-  elseif has_result(prefix, digest) then
-    answer = 'h'
-  else
-    local due = redis.pcall('HGET', flight, 'deadline')
-    local job, stream
-    if due then
-      local held = redis.pcall('HMGET', flight, 'job', 'stream')
-      job, stream = held[1], held[2]
-      local _, lanes = allowed()
-      if not (job and is_job_stream(prefix, stream, lanes) and (due == '' or tonumber(due))) then
-        redis.call('DEL', flight) -- no client wrote this: nobody would ever land in it
-        due = nil
-      end
+  if has_result(prefix, digest) then return 'h' end
+  local due = redis.pcall('HGET', flight, 'deadline')
+  local job, stream
+  if due then
+    local held = redis.pcall('HMGET', flight, 'job', 'stream')
+    job, stream = held[1], held[2]
+    local _, most_lanes = allowed()
+    if not (job and is_job_stream(prefix, stream, most_lanes) and (due == '' or tonumber(due))) then
+      redis.call('DEL', flight) -- no client wrote this: nobody would ever land in it
+      due = nil
     end
-    if due then
-      -- The job runs for whoever waits longest.
-      if due ~= '' and (deadline == '' or tonumber(deadline) > tonumber(due)) then
-        redis.call('HSET', flight, waiter, '', 'deadline', deadline)
-      else
-        redis.call('HSET', flight, waiter, '')
-      end
-      redis.call('PEXPIRE', flight, flight_ttl)
-      if promote and stream ~= jobs then
-        -- A group that is not there holds nothing: an error is as empty as an empty list.
-        if #redis.pcall('XPENDING', stream, group, job, job, 1) == 0
-            and redis.pcall('XDEL', stream, job) == 1 then
-          local id = given(redis.pcall('XADD', jobs, '*', 'job', ARGV[i + 3]))
-          if id then redis.call('HSET', flight, 'job', id, 'stream', jobs) end
+  end
+  if due then
+    -- The job runs for whoever waits longest.
+    if due ~= '' and (deadline == '' or tonumber(deadline) > tonumber(due)) then
+      redis.call('HSET', flight, waiter, '', 'deadline', deadline)
+    else
+      redis.call('HSET', flight, waiter, '')
+    end
+    redis.call('PEXPIRE', flight, flight_ttl)
+    if promote and stream ~= jobs then
+      -- A group that is not there holds nothing: an error is as empty as an empty list.
+      if #redis.pcall('XPENDING', stream, group, job, job, 1) == 0
+          and redis.pcall('XDEL', stream, job) == 1 then
+        local id = given(redis.pcall('XADD', jobs, '*', 'job', ARGV[i + 3]))
+        if id then
+          redis.call('HSET', flight, 'job', id, 'stream', jobs)
+          note_added(jobs, id)
         end
       end
-      answer = 'j'
-    elseif not backlog then
-      answer = 'b'
-    elseif backlog > 0 and backlog >= (allowed()) then
-      answer = 'f'
-    else
-      local id = given(redis.pcall('XADD', jobs, '*', 'job', ARGV[i + 3]))
-      if id then
-        redis.call('HSET', flight, 'job', id, 'stream', jobs, 'deadline', deadline, waiter, '')
-        redis.call('PEXPIRE', flight, flight_ttl)
-        backlog = backlog + 1
-        answer = 'q'
-      else
-        answer = 'b'
-      end
     end
+    return 'j'
   end
-  answers[#answers + 1] = answer
+  if not backlog then return 'b' end
+  if is_full(jobs, backlog) then return 'f' end
+  local id = given(redis.pcall('XADD', jobs, '*', 'job', ARGV[i + 3]))
+  if not id then return 'b' end
+  redis.call('HSET', flight, 'job', id, 'stream', jobs, 'deadline', deadline, waiter, '')
+  redis.call('PEXPIRE', flight, flight_ttl)
+  return 'q', id
 end
+
+local at = 9
+for _, jobs in ipairs(KEYS) do
+  local backlog = given(redis.pcall('XLEN', jobs))
+  local first
+  local last = at + 4 * tonumber(ARGV[at])
+  for i = at + 1, last, 4 do
+    local answer, id = claim(jobs, backlog, i)
+    if id then
+      backlog = backlog + 1
+      if all then all = all + 1 end
+      first = first or id
+    end
+    answers[#answers + 1] = answer
+  end
+  if first then note_added(jobs, first) end
+  at = last + 1
+end
+if added then call_idle(prefix, '0') end
 return {table.concat(answers), fresh}

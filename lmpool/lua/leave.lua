@@ -1,10 +1,16 @@
--- A worker leaves: its heartbeat ends, and its consumer too unless it still holds entries
+-- A worker leaves: its heartbeat ends, and its consumers too unless one still holds entries
 -- (deleting a consumer drops what it holds).
--- KEYS[1] job stream, KEYS[2] heartbeat. ARGV: group, consumer
-redis.call('DEL', KEYS[2])
-local held = given(redis.pcall('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]))
-if held and #held == 0 then
-  redis.pcall('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
-  return 1
+-- KEYS[1] heartbeat, KEYS[2] the shard's workers, the others streams. ARGV: group, consumer
+-- Returns how many of its consumers are gone.
+local group, me = ARGV[1], ARGV[2]
+redis.call('DEL', KEYS[1])
+if redis.pcall('ZREM', KEYS[2], me) == 1 then redis.call('ZINCRBY', KEYS[2], -1, '') end
+local gone = 0
+for s = 3, #KEYS do
+  local held = given(redis.pcall('XPENDING', KEYS[s], group, '-', '+', 1, me))
+  if held and #held == 0 then
+    redis.pcall('XGROUP', 'DELCONSUMER', KEYS[s], group, me)
+    gone = gone + 1
+  end
 end
-return 0
+return gone

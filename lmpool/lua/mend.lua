@@ -1,6 +1,6 @@
 -- A worker mends what is the workers' own: what can only be damage is taken away, to be made anew;
 -- clients ask again for the jobs in it. It also says what bounds the shard has, where no client can.
--- KEYS[1] and on: the job streams.
+-- KEYS[1] and on: the streams.
 -- ARGV: prefix, most jobs that wait in a stream, lanes, life of the bounds in ms, '1' of one that joins:
 --       the latest to join decides how many jobs may wait
 -- Returns the keys that were taken away.
@@ -14,6 +14,8 @@ end
 for _, name in ipairs({':dead', ':account'}) do
   if not takes_entries(prefix .. name) then damaged[#damaged + 1] = prefix .. name end
 end
+local index = prefix .. ':waiting'
+if not given(redis.pcall('ZCARD', index)) then damaged[#damaged + 1] = index end
 for _, name in ipairs({':counters', ':adapters', ':bounds'}) do
   if not given(redis.pcall('HLEN', prefix .. name)) then damaged[#damaged + 1] = prefix .. name end
 end
@@ -33,5 +35,11 @@ end
 redis.pcall('PEXPIRE', bounds, ARGV[4])
 -- Clients keep the bound; what was put there past it they ask for again. Jobs that change their
 -- stream may double it.
-for _, stream in ipairs(sound) do redis.pcall('XTRIM', stream, 'MAXLEN', '~', 2 * held) end
+for _, stream in ipairs(sound) do
+  redis.pcall('XTRIM', stream, 'MAXLEN', '~', 2 * held)
+  -- The index of waiting lanes may have lost one.
+  if tonumber(lanes) > 1 and is_job_stream(prefix, stream) and redis.call('XLEN', stream) > 0 then
+    note_waiting(prefix, stream, string.format('%.0f', now_ms()))
+  end
+end
 return damaged

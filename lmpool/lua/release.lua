@@ -1,10 +1,11 @@
--- A worker gives jobs back unrun: each goes to the end of the stream as a new entry, at once.
+-- A worker gives jobs back unrun: each goes to the end of its stream as a new entry, at once.
 -- What is longer than any job stays with it: whoever takes it over buries it.
--- KEYS[1] job stream. ARGV: prefix, group, then per job: digest or '', stream id
-local jobs, prefix, group = KEYS[1], ARGV[1], ARGV[2]
+-- KEYS[1] and on: job streams. ARGV: prefix, group, lanes, then for each stream the number of its jobs, and per job:
+--       digest or '', stream id
+local prefix, group, lanes = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local released = 0
-for i = 3, #ARGV, 2 do
-  local digest, id = ARGV[i], ARGV[i + 1]
+
+local function give_back(jobs, digest, id)
   local entry = (given(redis.pcall('XRANGE', jobs, id, id)) or {})[1]
   if not entry then
     take_off(jobs, group, id)
@@ -17,7 +18,16 @@ for i = 3, #ARGV, 2 do
         redis.call('HSET', flight, 'job', new)
       end
       released = released + 1
+      if lanes > 1 then note_waiting(prefix, jobs, new) end
     end
   end
 end
+
+local at = 4
+for _, jobs in ipairs(KEYS) do
+  local last = at + 2 * tonumber(ARGV[at])
+  for i = at + 1, last, 2 do give_back(jobs, ARGV[i], ARGV[i + 1]) end
+  at = last + 1
+end
+if lanes > 1 and released > 0 then call_idle(prefix, '0') end
 return released

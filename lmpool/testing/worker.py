@@ -8,14 +8,14 @@ from typing import Final
 from lmpool.backends import Engine
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
-from lmpool.keys import JobStream
 from lmpool.model_info import ModelInfo
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
 from lmpool.worker.engine_thread import EngineLoop
 from lmpool.worker.heartbeat import Heartbeat
-from lmpool.worker.intake import Entry, Intake
+from lmpool.worker.intake import Intake
 from lmpool.worker.service import Service
+from lmpool.worker.stealing import Entry
 
 IDLE_BLOCK_MS: Final = 10
 """As an idle worker notices that it is to stop when its read ends."""
@@ -23,10 +23,10 @@ IDLE_BLOCK_MS: Final = 10
 
 class _BriefIntake(Intake):
     def _read_new(
-        self, block: int | None, server: Server, wanted: Sequence[JobStream], count: int
+        self, block: int | None, server: Server, keys: Sequence[str], count: int
     ) -> Sequence[tuple[bytes, Sequence[Entry]]] | None:
         brief = None if block is None else min(block, IDLE_BLOCK_MS)
-        return super()._read_new(brief, server, wanted, count)
+        return super()._read_new(brief, server, keys, count)
 
 
 class InProcessService(Service):

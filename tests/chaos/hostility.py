@@ -312,7 +312,16 @@ class Writer:
         arguments = [shard.prefix, "villain-1", *[value(rng) for _ in range(rng.randint(0, 12))]]
         if name == "enqueue" and rng.random() < 0.7:
             job = self._job(rng)
-            arguments[2:] = [30_000, 60_000, 10**9, GROUP, 1, job.digest.hex(), value(rng), "", b""]
+            arguments[2:] = [
+                30_000,
+                60_000,
+                10**9,
+                GROUP,
+                1,
+                value(rng),
+                rng.choice([1, value(rng)]),
+            ]
+            arguments += [job.digest.hex(), value(rng), "", b""]
         return [("EVALSHA", script(name).sha, 1, rng.choice(shard.streams).key, *arguments)]
 
     def _forbidden(self, rng: Random, shard: ShardKeys) -> list[Command]:

@@ -130,7 +130,6 @@ def test_it_shows_what_the_workers_say_if_asked(
     [
         ({"batch_sise": 3}, "did you mean batch_size?"),
         ({"cache_byte": 3}, "did you mean cache_bytes?"),
-        ({"lanes": 2}, "unknown argument lanes: it is called shards now; write shards="),
         ({"nonsense": 3}, "there are"),
         ({"url": "redis://localhost"}, "lmpool.connect"),
         ({"batch_size": 0}, "batch_size=0"),

@@ -179,8 +179,9 @@ def test_an_append_only_file_brings_back_what_scripts_wrote(server_binary: str) 
         address = server.url.rpartition("/")[0].removeprefix("redis://")
         worker = f"redis://worker:change-this-worker@{address}/0"
         with redis.Redis.from_url(worker, protocol=2) as client:
-            keys = [SHARD.stream().key, SHARD.alive("worker"), SHARD.steady]
-            script("alive")(client, keys, [GROUP, "worker", "beats", 60_000, 60_000])  # type: ignore[arg-type]
+            keys = [SHARD.stream().key, SHARD.alive("worker"), SHARD.steady, SHARD.workers]
+            arguments = [GROUP, "worker", "beats", 60_000, 60_000, ""]
+            script("alive")(client, keys, arguments)  # type: ignore[arg-type]
             server.kill()
             server.start()
             assert client.get(keys[1]) == b"beats"

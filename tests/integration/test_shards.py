@@ -12,9 +12,10 @@ import pytest
 import redis
 
 import lmpool
+from lmpool.affinity import Placement
 from lmpool.backends.mock import mock_row
 from lmpool.errors import PromptFailed, UnknownAdapter
-from lmpool.keys import ShardKeys, shard_of
+from lmpool.keys import ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.wants import Digester, Row
 from lmpool.wire import Job, pack_job
@@ -181,7 +182,7 @@ def one_job_of(info: ModelInfo, shard: int, *, sent: int | None = None) -> Job:
     for number in itertools.count():
         tokens = np.array([shard, number % 256], "<u4").tobytes()
         digest = digester.digest(Row("f32"), tokens)
-        if shard_of(tokens, None, SHARDS) == shard:
+        if Placement(SHARDS).of(tokens, None)[0] == shard:
             now = int(time.time() * 1000) if sent is None else sent
             return Job(Row("f32"), digest, tokens, None, sent=now)
     raise AssertionError

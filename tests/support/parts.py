@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from lmpool.keys import Priority, ShardKeys, shard_of
+from lmpool.affinity import Placement
+from lmpool.keys import Priority, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.cache import AnswerCache
 from lmpool.producer.flights import Statistics
@@ -131,7 +132,7 @@ def is_row_of(job: Job, answer: Any) -> bool:
 
 def shard_of_job(session: Session, job: Job) -> ShardKeys:
     """Where a job belongs."""
-    return session.shards[shard_of(job.tokens, job.adapter, len(session.shards))]
+    return session.shards[Placement(len(session.shards)).of(job.tokens, job.adapter)[0]]
 
 
 class SplitServers(Servers):

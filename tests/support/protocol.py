@@ -18,9 +18,11 @@ FINGERPRINT = "0123456789abcdef" * 2
 COUNTERS_TTL = 60_000
 
 
-def shard_of_pool(pool: str, fingerprint: str = FINGERPRINT, shard: int = 0) -> ShardKeys:
+def shard_of_pool(
+    pool: str, fingerprint: str = FINGERPRINT, shard: int = 0, lanes: int = 1
+) -> ShardKeys:
     """A shard's keys."""
-    return PoolKeys(pool).shard(fingerprint[:8], shard)
+    return PoolKeys(pool).shard(fingerprint[:8], shard, lanes)
 
 
 def new_job(
@@ -58,13 +60,17 @@ class Caller:
         bound: int = 1000,
         reply_ttl: int = 30_000,
         flight_ttl: int = 60_000,
+        priority: Priority = "interactive",
+        lane: int = 0,
     ) -> tuple[str, bool]:
         """One answer for each job, and whether the reply stream was made anew."""
-        arguments: list[Any] = [self.shard.prefix, self.id, reply_ttl, flight_ttl, bound, GROUP, 1]
+        stream = self.shard.stream(priority, lane).key
+        arguments: list[Any] = [self.shard.prefix, self.id, reply_ttl, flight_ttl, bound, GROUP]
+        arguments += (int(priority == "interactive"), self.shard.lanes, len(jobs))
         for job in jobs:
             deadline = "" if job.deadline is None else job.deadline
             arguments += (job.digest.hex(), deadline, job.adapter or "", pack_job(job))
-        answers, fresh = script("enqueue")(self.server, [self.shard.stream().key], arguments)  # type: ignore[arg-type]
+        answers, fresh = script("enqueue")(self.server, [stream], arguments)  # type: ignore[arg-type]
         return answers.decode(), bool(fresh)
 
     def check(
@@ -117,10 +123,11 @@ class Consumer:
         shard: ShardKeys,
         id: str = "worker",
         priority: Priority = "interactive",
+        lane: int = 0,
     ) -> None:
         self.server = server
         self.shard = shard
-        self.stream = shard.stream(priority).key
+        self.stream = shard.stream(priority, lane).key
         self.id = id
         self.holds = 0
         """Bytes of the account, as of the last jobs told of."""
@@ -156,16 +163,17 @@ class Consumer:
         arguments += (bytes_each * len(stored), life_ms, digests, len(counters))
         for counter in counters:
             arguments += counter
+        arguments.append(len(done))
         for job, entry, status, error in done:
             arguments += (job.digest.hex(), entry, status, error)
-        keys = [self.stream, self.shard.account]
+        keys = [self.shard.account, self.stream]
         acknowledged, held = script("complete")(self.server, keys, arguments)  # type: ignore[arg-type]
         self.holds = int(held)
         return int(acknowledged)
 
     def admit(self, *pairs: tuple[Job, bytes]) -> str:
         """Whether each job is still to be run."""
-        arguments: list[Any] = [self.shard.prefix, GROUP, COUNTERS_TTL]
+        arguments: list[Any] = [self.shard.prefix, GROUP, COUNTERS_TTL, len(pairs)]
         for job, entry in pairs:
             arguments += (job.digest.hex(), entry)
         answer: bytes = script("admit")(self.server, [self.stream], arguments)  # type: ignore[arg-type]
@@ -173,7 +181,7 @@ class Consumer:
 
     def release(self, *pairs: tuple[Job | None, bytes]) -> int:
         """Give entries back."""
-        arguments: list[Any] = [self.shard.prefix, GROUP]
+        arguments: list[Any] = [self.shard.prefix, GROUP, self.shard.lanes, len(pairs)]
         for job, entry in pairs:
             arguments += ("" if job is None else job.digest.hex(), entry)
         released: int = script("release")(self.server, [self.stream], arguments)  # type: ignore[arg-type]
@@ -183,7 +191,7 @@ class Consumer:
         """End the heartbeat, and the consumer if it holds nothing."""
         gone: int = script("leave")(
             self.server,  # type: ignore[arg-type]
-            [self.stream, self.shard.alive(self.id)],
+            [self.shard.alive(self.id), self.shard.workers, self.stream],
             [GROUP, self.id],
         )
         return gone

@@ -84,7 +84,6 @@ WRONG = [
     ("batch_size = true", r"lmpool.toml: batch_size=True: True and False are none of its values"),
     ("batchsize = 3", r"lmpool.toml: unknown setting batchsize: did you mean batch_size\?"),
     ("port = 3", r"lmpool.toml: unknown setting port: "),
-    ("lanes = 3", r"lmpool.toml: unknown setting lanes: it is called shards now"),
     ('url = "http://:s3cret@x"', r"lmpool.toml: url=.*: unknown scheme 'http'"),
     ("x = [", r"lmpool.toml is no TOML"),
     ("gateway = 3", r"lmpool.toml: gateway is a table: write \[gateway\]"),

@@ -8,8 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from lmpool.affinity import Placement
 from lmpool.errors import LmpoolError
-from lmpool.keys import PRIORITIES, Priority, shard_of
+from lmpool.keys import PRIORITIES, Priority
 from lmpool.producer.flights import Flight, FlightTable
 from lmpool.producer.pending import PendingCall
 from lmpool.rows import EncodedRow, pack_logprobs, unpack_row
@@ -163,7 +164,7 @@ def test_a_call_with_a_prompt_twice_is_forgotten_whole(table: FlightTable) -> No
 
 
 def test_a_flight_has_the_shard_of_its_prompt_whatever_is_wanted(table: FlightTable) -> None:
-    table.shards = 3
+    table.placement = Placement(3)
     names = "abcdefgh"
     waiting = call(names)
     other = [Job(Row("f16"), Digest(f.digest[::-1]), f.tokens, "x@1") for f in waiting.jobs]
@@ -172,10 +173,10 @@ def test_a_flight_has_the_shard_of_its_prompt_whatever_is_wanted(table: FlightTa
     taken = table.take_unsent(1000, 1 << 20)
     assert {flight.shard for flight in taken} == {0, 1, 2}
     for flight in taken:
-        assert flight.shard == shard_of(flight.job.tokens, flight.job.adapter, 3)
+        assert flight.shard == Placement(3).of(flight.job.tokens, flight.job.adapter)[0]
     table.forget(waiting)
     told = {digest: shard for shard, digest in table.take_withdrawn()}
-    assert told == {digest(name): shard_of(name.encode() * 4, None, 3) for name in names}
+    assert told == {digest(name): Placement(3).of(name.encode() * 4, None)[0] for name in names}
 
 
 def test_what_is_to_be_withdrawn_and_is_asked_again_is_not_withdrawn(table: FlightTable) -> None:

@@ -407,7 +407,7 @@ def test_a_server_that_vanishes_while_its_group_is_made_again_is_waited_for(
 ) -> None:
     reader = start()
     until(lambda: reader.blocks)
-    create = reader.server.xgroup_create
+    create = reader.server.xgroup_createconsumer
     failures: list[Exception] = [redis.exceptions.ConnectionError("gone again")]
 
     def fail(*arguments: Any, **options: Any) -> Any:
@@ -415,7 +415,7 @@ def test_a_server_that_vanishes_while_its_group_is_made_again_is_waited_for(
             raise failures.pop()
         return create(*arguments, **options)
 
-    reader.server.xgroup_create = fail
+    reader.server.xgroup_createconsumer = fail
     redis_client.delete(shard.stream().key)
     job = new_job(3)
     Caller(redis_client, shard).enqueue(job)
@@ -532,9 +532,11 @@ def test_a_group_is_made_once_and_joined(
     create_groups(servers, [shard], "a")
     create_groups(servers, [shard], "a")
     create_groups(servers, [shard], "b")
-    for stream in shard.streams:
-        consumers: Any = redis_client.xinfo_consumers(stream.key, GROUP)
-        assert {c["name"] for c in consumers} == {b"a", b"b"}
+    consumers: Any = redis_client.xinfo_consumers(shard.stream().key, GROUP)
+    assert {c["name"] for c in consumers} == {b"a", b"b"}
+    for stream in shard.groups:
+        (group,) = redis_client.xinfo_groups(stream)  # type: ignore[misc]
+        assert group["name"] == GROUP.encode()
 
 
 def test_everything_that_is_held_is_given_back_at_once(

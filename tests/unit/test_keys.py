@@ -15,7 +15,6 @@ from lmpool.keys import (
     PoolKeys,
     ShardKeys,
     check_pool_name,
-    shard_of,
     streams,
 )
 
@@ -30,6 +29,9 @@ def every_key(shard: ShardKeys) -> list[str]:
         shard.counters,
         shard.account,
         shard.held,
+        shard.waiting,
+        shard.wake,
+        shard.workers,
         shard.adapters,
         shard.result(DIGEST),
         shard.flight(DIGEST),
@@ -41,8 +43,8 @@ def every_key(shard: ShardKeys) -> list[str]:
 def test_names_are_those_of_the_design() -> None:
     keys = PoolKeys("llama")
     shard = keys.shard(FINGERPRINT8, 3)
-    assert PROTOCOL == 3
-    prefix = "{lmpool:llama:0123abcd:3:3}"
+    assert PROTOCOL == 4
+    prefix = "{lmpool:llama:0123abcd:4:3}"
     assert keys.info == "lmpool:llama"
     assert shard.prefix == prefix
     assert shard.stream().key == f"{prefix}:jobs:0"
@@ -62,7 +64,7 @@ def test_names_are_those_of_the_design() -> None:
 )
 def test_all_keys_of_a_shard_are_in_one_cluster_slot(pool: str, shard: int, lanes: int) -> None:
     keys = every_key(PoolKeys(pool).shard(FINGERPRINT8, shard, lanes))
-    assert len(keys) == 2 * lanes + 9
+    assert len(keys) == 2 * lanes + 12
     assert len(set(keys)) == len(keys)
     assert len({key_slot(key.encode()) for key in keys}) == 1
 
@@ -121,38 +123,6 @@ def test_the_streams_of_several_shards_are_all_of_theirs() -> None:
         key=lambda place: (place[0], place[1], PRIORITIES.index(place[2])),
     )
     assert streams([]) == ()
-
-
-PROMPTS = st.binary(min_size=4, max_size=40)
-ADAPTERS = st.none() | st.text(min_size=1, max_size=10)
-
-
-@given(tokens=PROMPTS, adapter=ADAPTERS, shards=st.integers(1, 64))
-def test_every_prompt_has_one_of_the_shards(
-    tokens: bytes, adapter: str | None, shards: int
-) -> None:
-    assert 0 <= shard_of(tokens, adapter, shards) < shards
-    assert shard_of(tokens, adapter, 1) == 0
-
-
-def test_a_prompt_has_the_same_shard_in_every_release() -> None:
-    # Two clients that disagree compute a prompt twice.
-    assert [shard_of(bytes([i]) * 4, None, 8) for i in range(8)] == [4, 1, 7, 2, 2, 7, 1, 4]
-    assert [shard_of(bytes([i]) * 4, "a@1", 8) for i in range(8)] == [5, 0, 6, 3, 3, 6, 0, 5]
-
-
-@pytest.mark.parametrize("adapter", [None, "a@77"])
-def test_prompts_are_spread_over_the_shards(adapter: str | None) -> None:
-    counts = [0] * 4
-    for i in range(2000):
-        counts[shard_of(i.to_bytes(4, "little"), adapter, 4)] += 1
-    assert min(counts) > 400, counts
-
-
-def test_prompts_of_adapters_are_spread_as_well() -> None:
-    # One prompt under many adapters: not all in its own shard.
-    found = {shard_of(b"0000", f"a@{i}", 4) for i in range(50)}
-    assert found == {0, 1, 2, 3}
 
 
 def test_shards_are_numbered() -> None:

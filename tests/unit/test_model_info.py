@@ -88,7 +88,7 @@ def test_the_shards_of_a_pool_have_its_lanes() -> None:
 
 
 def test_a_pool_in_several_protocols_serves_who_speaks_one_of_them() -> None:
-    assert ModelInfo.unpack(packed(protocols=[1, 2, 3])).protocols == (1, 2, 3)
+    assert ModelInfo.unpack(packed(protocols=[1, 2, PROTOCOL])).protocols == (1, 2, PROTOCOL)
 
 
 @pytest.mark.parametrize(

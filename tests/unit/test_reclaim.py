@@ -32,8 +32,10 @@ def shard(pool_name: str, redis_client: redis.Redis) -> ShardKeys:
 
 
 def reclaim(server: redis.Redis, shard: ShardKeys, *forgotten: bytes) -> Any:
-    arguments = [shard.prefix, GROUP, "me", LIFE_MS, *forgotten]
-    return script("reclaim")(server, [shard.stream().key, shard.steady], arguments)  # type: ignore[arg-type]
+    arguments = [shard.prefix, GROUP, "me", LIFE_MS, len(forgotten), *forgotten]
+    keys = [shard.steady, shard.stream().key]
+    found: Any = script("reclaim")(server, keys, arguments)  # type: ignore[arg-type]
+    return found and found[1:]
 
 
 def bury(server: redis.Redis, shard: ShardKeys, job: Any, entry: bytes) -> Any:

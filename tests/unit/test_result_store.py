@@ -65,7 +65,7 @@ def test_what_a_result_takes_is_known_well_enough(
     shard = shard_of_pool(pool_name)
     with RealServer(binary=server_binary) as server, server.client() as client:
         before: Any = client.info("memory")
-        worker = Consumer(client, shard)
+        Consumer(client, shard)
         for _ in range(0, count, 50):
             digests = [os.urandom(16) for _ in range(50)]
             with client.pipeline(transaction=False) as pipeline:
@@ -74,7 +74,7 @@ def test_what_a_result_takes_is_known_well_enough(
                 pipeline.execute()
             arguments = [shard.prefix, "workers", 60_000, 50 * footprint(size), 600_000]
             arguments += ["".join(digest.hex() for digest in digests), 0]
-            script("complete")(client, [worker.stream, shard.account], arguments)  # type: ignore[arg-type]
+            script("complete")(client, [shard.account], arguments)  # type: ignore[arg-type]
         after: Any = client.info("memory")
         taken = (after["used_memory"] - before["used_memory"]) / count
         assert 0.5 * footprint(size) < taken < 1.15 * footprint(size)

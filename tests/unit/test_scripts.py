@@ -33,6 +33,7 @@ def test_every_script_is_known() -> None:
         "reread",
         "serve",
         "sift",
+        "waiting",
         "withdraw",
     } == set(NAMES)
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from lmpool.affinity import Placement
 from lmpool.errors import LmpoolError, PoolMismatch, ServerUnreachable
-from lmpool.keys import Priority, shard_of
+from lmpool.keys import Priority
 from lmpool.producer.cache import AnswerCache
 from lmpool.producer.flights import Statistics
 from lmpool.producer.session import Session, client_id
@@ -80,7 +81,7 @@ def test_what_ends_all_ends_every_call_and_tells_the_shards_what_they_know(
     assert set(session.end_all(error)) == {sent, unsent}
     assert sent.error is unsent.error is error
     assert not session.table.flights
-    expected = [(shard_of(job.tokens, None, 3), job.digest) for job in jobs[:6]]
+    expected = [(Placement(3).of(job.tokens, None)[0], job.digest) for job in jobs[:6]]
     assert sorted(session.table.take_withdrawn()) == sorted(expected)
     assert session.end_all(error) == []
 

@@ -330,10 +330,3 @@ def test_options_of_a_url_that_cannot_be_used(url: str, reason: str) -> None:
 )
 def test_options_of_a_url_that_can(url: str) -> None:
     assert ClientOptions(url=url).url == url
-
-
-def test_a_setting_that_was_renamed_says_so() -> None:
-    with pytest.raises(SettingsError, match="LMPOOL_LANES: it is called LMPOOL_SHARDS now"):
-        refuse_unknown_variables(["LMPOOL_LANES"])
-    with pytest.raises(SettingsError, match="argument lanes: it is called shards now"):
-        WorkerOptions(lanes=2)

@@ -1,0 +1,176 @@
+"""Where prompts with a common prefix meet: lanes, their homes, and what others may take of them.
+
+Pure functions, used by clients, by workers and by the simulation of thousands of them
+(`tests.simulation`).
+
+A prompt belongs to a lane by its adapter and its first blocks of tokens. A lane has a home among
+the living workers: the one whose hash with the lane is the highest (rendezvous hashing, Thaler and
+Ravishankar 1998), so that a worker that joins or leaves moves its own share of lanes and no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+TOKEN_BYTES: Final = 4
+BLOCK_TOKENS: Final = 16
+"""Tokens of a block, by default."""
+BLOCKS: Final = 16
+"""Blocks that a prompt is known by, at most, by default."""
+PLACES: Final = 1 << 16
+"""Hashes of prompts are told apart up to so many; each has its shard and its lane in a table."""
+
+LEAST_PATIENCE: Final = 0.005
+"""Seconds for which a waiting job is its home's alone, at least: less than that it waits anyway
+where its home is at work."""
+MOST_PATIENCE: Final = 0.25
+"""And at most: so long a prompt of a home that died waits for another worker."""
+
+Words = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Shard and lane of every prompt, for a pool's numbers of them.
+
+    A prompt is known by its first 1, 2, 4, 8, ... blocks of `block_tokens` tokens, the most that it
+    has up to `blocks`; one that is shorter than a block by all its tokens. So a prompt that grows
+    token by token moves a few times in its life and not at every block, and what many prompts begin
+    with, as a chat template, does not make one lane of them all.
+    """
+
+    shards: int = 1
+    lanes: int = 1
+    block_tokens: int = BLOCK_TOKENS
+    blocks: int = BLOCKS
+
+    @cached_property
+    def _block_bytes(self) -> int:
+        return TOKEN_BYTES * self.block_tokens
+
+    @cached_property
+    def _shard_table(self) -> array[int]:
+        return _table(self.shards)
+
+    @cached_property
+    def _lane_table(self) -> array[int]:
+        return _table(self.lanes)
+
+    @cached_property
+    def is_one(self) -> bool:
+        """Whether there is one place for all."""
+        return self.shards == self.lanes == 1
+
+    def prefix(self, tokens: bytes) -> bytes:
+        """The part of a prompt that decides, of its ids as little-endian uint32 bytes."""
+        size = self._block_bytes
+        blocks = len(tokens) // size
+        if blocks >= self.blocks:
+            return tokens[: size * self.blocks]
+        return tokens[: size << (blocks.bit_length() - 1)] if blocks else tokens
+
+    def of(self, tokens: bytes, adapter: str | None) -> tuple[int, int]:
+        """The shard and the lane of a prompt, whatever is wanted of it.
+
+        `tokens` are its ids as little-endian uint32 bytes, `adapter` is ``name@fingerprint``.
+        """
+        if self.is_one:
+            return 0, 0
+        start = 0 if adapter is None else zlib.crc32(adapter.encode())
+        found = zlib.crc32(self.prefix(tokens), start)
+        return self._shard_table[found >> 16], self._lane_table[found & 0xFFFF]
+
+
+@cache
+def _table(buckets: int) -> array[int]:
+    """The bucket of each of `PLACES` hashes: another number of buckets moves as few as can be.
+
+    Jump consistent hashing (Lamping and Veach 2014), of all of them at once.
+    """
+    key = _mixed(np.arange(PLACES, dtype=np.uint64))
+    bucket, jump = np.zeros(PLACES, np.int64), np.zeros(PLACES, np.int64)
+    while (left := np.flatnonzero(jump < buckets)).size:
+        bucket[left] = jump[left]
+        key[left] = key[left] * np.uint64(2862933555777941757) + np.uint64(1)
+        steps = float(1 << 31) / ((key[left] >> np.uint64(33)).astype(np.float64) + 1.0)
+        jump[left] = ((bucket[left] + 1) * steps).astype(np.int64)
+    return array("H", bucket.astype(np.uint16).tobytes())
+
+
+def _mixed(words: Words) -> Words:
+    """Each word's hash: the finalizer of splitmix64."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _word(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def homes(workers: Sequence[str], shard: int, lanes: int) -> npt.NDArray[np.intp]:
+    """The home of each lane of a shard: intp [lanes], places in `workers`; there must be one."""
+    names = np.array([_word(worker) for worker in workers], np.uint64)
+    places = _mixed(np.arange(lanes, dtype=np.uint64) + np.uint64(shard << 16))
+    best = np.zeros(lanes, np.uint64)
+    found = np.zeros(lanes, np.intp)
+    for number, name in enumerate(names):
+        score = _mixed(places ^ name)
+        higher = score > best
+        best[higher] = score[higher]
+        found[higher] = number
+    return found
+
+
+def own_lanes(worker: str, workers: Iterable[str], shard: int, lanes: int) -> tuple[int, ...]:
+    """The lanes of a shard whose home `worker` is, among it and the others of `workers`."""
+    if lanes == 1:
+        return (0,)
+    living = sorted({worker, *workers})
+    mine = homes(living, shard, lanes) == living.index(worker)
+    return tuple(np.flatnonzero(mine).tolist())
+
+
+def patience(tokens: float, seconds_per_token: float) -> float:
+    """Seconds for which a job is its home's alone: what computing its prompt elsewhere would take.
+
+    `tokens` is how long prompts are, `seconds_per_token` what a token takes that was not kept.
+    """
+    return min(MOST_PATIENCE, max(LEAST_PATIENCE, tokens * seconds_per_token))
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A lane's jobs of one priority that nobody has taken: since when the first of them waits, in
+    seconds, and about how many there are."""
+
+    lane: int
+    since: float
+    jobs: int
+
+
+def steals(waiting: Iterable[Waiting], room: int, patience: float) -> list[tuple[Waiting, int]]:
+    """What a worker with room for `room` more jobs takes of others' lanes: (lane, how many).
+
+    Of the longest lanes that have waited for `patience` seconds, half of each: its home is at it,
+    too.
+    """
+    taken: list[tuple[Waiting, int]] = []
+    ripe = [lane for lane in waiting if lane.since >= patience]
+    for lane in sorted(ripe, key=lambda lane: (-lane.jobs, -lane.since)):
+        if room <= 0:
+            break
+        count = min(room, (lane.jobs + 1) // 2)
+        taken.append((lane, count))
+        room -= count
+    return taken

@@ -1,0 +1,422 @@
+"""Lanes: who reads which, who is called, and what idle workers take of others' lanes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from lmpool.affinity import LEAST_PATIENCE, own_lanes
+from lmpool.keys import GROUP, ShardKeys
+from lmpool.liveness import LIFE_MS
+from lmpool.scripts import script
+from lmpool.server import open_server
+from lmpool.servers import Servers
+from lmpool.wants import Digester
+from lmpool.wire import Job
+from lmpool.worker import intake as intake_module
+from lmpool.worker.batching import Batcher
+from lmpool.worker.dead_letters import DeadLetters
+from lmpool.worker.homes import Homes
+from lmpool.worker.intake import Intake, create_groups
+from lmpool.worker.status import WorkerStatus
+from tests.support.protocol import FINGERPRINT, Caller, Consumer, new_job, queued, shard_of_pool
+from tests.support.waiting import until
+
+LANES = 8
+
+
+class Worker:
+    """A worker's intake on a thread of its own; its engine is whoever calls `take`."""
+
+    def __init__(
+        self,
+        url: str,
+        shard: ShardKeys,
+        name: str,
+        workers: list[str],
+        batch_size: int = 8,
+        patience: float | None = None,
+    ) -> None:
+        self.server: Any = open_server(url, blocks_for=1.0)
+        self.servers = Servers(lambda: self.server)
+        self.status = WorkerStatus({}, lambda: None)
+        if patience is not None:
+            self.status.patience = lambda: patience  # type: ignore[method-assign]
+        self.homes = Homes([shard], name)
+        self.homes.update(shard, b"-1", workers)
+        self.batcher = Batcher(batch_size, 0.001, 100_000)
+        create_groups(self.servers, [shard], name)
+        self.intake = Intake(
+            self.servers,
+            [shard],
+            name,
+            self.batcher,
+            self.status,
+            Digester(FINGERPRINT),
+            DeadLetters(self.servers, name),
+            continuous=False,
+            homes=self.homes,
+        )
+        self.failures: list[BaseException] = []
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.intake.run()
+        except BaseException as error:
+            self.failures.append(error)
+
+    def be_busy(self, seconds: float = 60.0) -> None:
+        """As if its engine were at work, for long."""
+        self.status.batch_seconds = seconds
+        with self.batcher.changed:
+            self.batcher.busy, self.batcher.busy_since = True, time.monotonic()
+            self.batcher.changed.notify_all()
+
+    def jobs(self) -> list[Job]:
+        """What it has, taken."""
+        taken = [delivery.job for delivery in self.batcher.take()]
+        self.batcher.done()
+        return taken
+
+    def stop(self) -> None:
+        self.status.stopping.set()
+        self.batcher.wake()
+        self.thread.join(10)
+        self.servers.close()
+        assert not self.failures, self.failures
+
+
+@pytest.fixture
+def shard(pool_name: str, any_server: str) -> ShardKeys:
+    return shard_of_pool(pool_name, lanes=LANES)
+
+
+@pytest.fixture
+def start(
+    any_server: str, shard: ShardKeys, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Worker]]:
+    monkeypatch.setattr(intake_module, "IDLE_BLOCK_MS", 50)
+    workers: list[Worker] = []
+
+    def start(name: str, others: list[str], **options: Any) -> Worker:
+        workers.append(Worker(any_server, shard, name, [name, *others], **options))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        worker.stop()
+
+
+def lane_of(worker: str, workers: list[str], place: int = 0) -> int:
+    return own_lanes(worker, workers, 0, LANES)[place]
+
+
+# --- scripts -------------------------------------------------------------------------------------
+
+
+def test_jobs_of_many_lanes_are_claimed_completed_and_given_back_in_one_call(
+    redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller = Caller(redis_client, shard)
+    jobs = [new_job(n) for n in range(3)]
+    streams = [shard.stream(lane=lane).key for lane in (5, 2, 7)]
+    arguments: list[Any] = [shard.prefix, "client", 30_000, 60_000, 100, GROUP, 1, LANES]
+    for job in jobs:
+        arguments += (1, job.digest.hex(), "", "", b"job")
+    assert script("enqueue")(redis_client, streams, arguments) == [b"qqq", 1]  # type: ignore[arg-type]
+    for job, stream in zip(jobs, streams, strict=True):
+        ((entry, _),) = redis_client.xrange(stream)  # type: ignore[misc]
+        assert caller.flight(job)[b"stream"] == stream.encode()
+        assert caller.flight(job)[b"job"] == entry
+    index: Any = redis_client.zrange(shard.waiting, 0, -1)
+    assert set(index) == {b"5", b"2", b"7"}
+    consumers = [Consumer(redis_client, shard, lane=lane) for lane in (5, 2, 7)]
+    entries = [consumer.read()[0] for consumer in consumers]
+    given_back = [shard.prefix, GROUP, LANES]
+    judged = [shard.prefix, GROUP, 60_000]
+    for job, entry in zip(jobs, entries, strict=True):
+        given_back += (1, job.digest.hex(), entry)
+        judged += (1, job.digest.hex(), entry)
+    assert script("admit")(redis_client, streams, judged) == b"rrr"  # type: ignore[arg-type]
+    assert script("release")(redis_client, streams, given_back) == 3  # type: ignore[arg-type]
+    again = [consumer.read()[0] for consumer in consumers]
+    assert not set(again) & set(entries)
+    done: list[Any] = [shard.prefix, GROUP, 60_000, 0, 60_000, "", 0]
+    for job, entry in zip(jobs, again, strict=True):
+        done += (1, job.digest.hex(), entry, "ok", "")
+    assert script("complete")(redis_client, [shard.account, *streams], done) == [3, 0]  # type: ignore[arg-type]
+    assert {notice.digest for notice in caller.notices()} == {job.digest for job in jobs}
+    assert not any(redis_client.xlen(stream) for stream in streams)
+    assert not any(consumer.held() for consumer in consumers)
+
+
+def test_the_bound_is_that_of_all_lanes(redis_client: redis.Redis, shard: ShardKeys) -> None:
+    caller = Caller(redis_client, shard)
+    bound = 4 * LANES
+    # One lane may have all of it.
+    jobs = [new_job(n) for n in range(bound + 2)]
+    assert caller.enqueue(*jobs, bound=bound, lane=1)[0] == "q" * bound + "ff"
+    # Another one has its share all the same, and no more.
+    others = [new_job(1, n) for n in range(6)]
+    assert caller.enqueue(*others, bound=bound, lane=3)[0] == "qqqqff"
+    # Of priority batch the bound is its own.
+    batch = [new_job(2, n) for n in range(6)]
+    assert caller.enqueue(*batch, bound=bound, lane=3, priority="batch")[0] == "q" * 6
+
+
+def test_an_idle_worker_is_called_once_until_somebody_has_looked(
+    redis_client: redis.Redis, shard: ShardKeys, pool_name: str
+) -> None:
+    caller = Caller(redis_client, shard)
+    for n in range(5):
+        caller.enqueue(new_job(n), lane=n)
+    assert redis_client.xlen(shard.wake) == 1
+    one = Caller(redis_client, shard_of_pool(f"{pool_name}-one"))
+    one.enqueue(new_job(1))  # a shard of one lane calls nobody
+    assert not redis_client.exists(one.shard.wake, one.shard.waiting)
+
+
+def look(
+    server: redis.Redis, shard: ShardKeys, patience_ms: int, *calls: bytes, takes: bool = True
+) -> Any:
+    arguments = [shard.prefix, GROUP, "me", patience_ms, int(takes), shard.lanes, *calls]
+    return script("waiting")(server, [shard.waiting, shard.wake], arguments)  # type: ignore[arg-type]
+
+
+def test_a_lane_is_anyones_once_it_has_waited(redis_client: redis.Redis, shard: ShardKeys) -> None:
+    caller = Caller(redis_client, shard)
+    for lane in (3, 6):
+        Consumer(redis_client, shard, "home", lane=lane)
+    caller.enqueue(new_job(1), new_job(2), lane=3)
+    (soonest,) = look(redis_client, shard, 60_000)
+    assert 50_000 < soonest <= 60_000
+    until(lambda: len(look(redis_client, shard, 20)) > 1, 2)
+    caller.enqueue(new_job(3), lane=6)
+    soonest, name, since, jobs = look(redis_client, shard, 20)
+    assert (name, jobs) == (b"3", 2)
+    assert since >= 20
+    assert 0 <= soonest <= 20
+
+
+def test_what_was_read_leaves_the_index_when_it_is_looked_at(
+    redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller, home = Caller(redis_client, shard), Consumer(redis_client, shard, "home", lane=3)
+    caller.enqueue(new_job(1), lane=3)
+    assert len(home.read()) == 1
+    assert redis_client.zcard(shard.waiting) == 1
+    assert look(redis_client, shard, 0) == [-1]
+    assert redis_client.zcard(shard.waiting) == 0
+    # What came since is as old as it is, not as what was there before it.
+    caller.enqueue(new_job(2), lane=3)
+    home.read()
+    time.sleep(0.03)
+    caller.enqueue(new_job(3), lane=3)
+    (soonest,) = look(redis_client, shard, 25)
+    assert soonest > 0
+
+
+@pytest.mark.parametrize("what", ["type", "names", "flood"])
+def test_an_index_that_others_wrote_does_no_harm(
+    what: str, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    if what == "type":
+        redis_client.set(shard.waiting, "nonsense")
+    elif what == "names":
+        redis_client.zadd(shard.waiting, {"x": 1, "b": 2, "-3": 3, "99999999": 4, "7": 5})
+    else:
+        redis_client.zadd(shard.waiting, {str(n): n for n in range(10_000)})
+    assert look(redis_client, shard, 0) == [-1]
+    assert not redis_client.exists(shard.waiting)
+    Caller(redis_client, shard).enqueue(new_job(1), lane=3)
+    assert redis_client.zrange(shard.waiting, 0, -1) == [b"3"]
+
+
+def test_calls_are_followed_passed_on_and_forgotten(
+    redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller = Caller(redis_client, shard)
+    for key in shard.groups:
+        redis_client.xgroup_create(key, GROUP, id="0", mkstream=True)
+
+    def calls() -> list[bytes]:
+        found: Any = redis_client.xrange(shard.wake)
+        return [entry for entry, _ in found]
+
+    def heard() -> bytes:
+        ((_, ((entry, _),)),) = redis_client.xreadgroup(GROUP, "me", {shard.wake: ">"})  # type: ignore[misc]
+        return bytes(entry)
+
+    caller.enqueue(new_job(1), lane=3)
+    call = heard()
+    look(redis_client, shard, 60_000, call)
+    assert calls() == [call]  # followed: nobody else is called
+    look(redis_client, shard, 60_000, call, takes=False)
+    assert len(calls()) == 1  # another is called in its place
+    assert calls() != [call]
+    call = heard()
+    assert len(look(redis_client, shard, 0, call)) == 4
+    passed = heard()  # whoever takes them is idle no more
+    Consumer(redis_client, shard, "me", lane=3).read()
+    assert look(redis_client, shard, 0, passed) == [-1]
+    assert calls() == []
+    assert redis_client.xpending(shard.wake, GROUP)["pending"] == 0
+
+
+def test_a_shard_knows_its_workers(redis_client: redis.Redis, shard: ShardKeys) -> None:
+    def beat(name: str, known: bytes = b"", life: int = LIFE_MS) -> list[bytes]:
+        keys = [shard.stream().key, shard.alive(name), shard.steady, shard.workers]
+        arguments = [GROUP, name, "beat", life, life, known]
+        found: Any = script("alive")(redis_client, keys, arguments)  # type: ignore[arg-type]
+        return list(found)
+
+    first, *workers = beat("a")
+    assert workers == [b"a"]
+    assert beat("a", first) == [first]  # nothing has changed
+    second, *workers = beat("b", first)
+    assert second != first
+    assert sorted(workers) == [b"a", b"b"]
+    assert sorted(beat("a", first)[1:]) == [b"a", b"b"]
+    # One whose life ends is gone, and so is one that leaves.
+    third, *workers = beat("c", second, life=30)
+    assert len(workers) == 3
+    time.sleep(0.05)
+    fourth, *workers = beat("a", third)
+    assert sorted(workers) == [b"a", b"b"]
+    Consumer(redis_client, shard, "b").leave()
+    assert beat("a", fourth)[1:] == [b"a"]
+    redis_client.set(shard.workers, "nonsense")
+    assert beat("a")[1:] == [b"a"]
+
+
+# --- intake --------------------------------------------------------------------------------------
+
+
+def test_a_worker_reads_its_own_lanes_at_once(
+    start: Callable[..., Worker], redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    workers = ["a", "b"]
+    one, other = (start(name, [n for n in workers if n != name], patience=60.0) for name in workers)
+    caller = Caller(redis_client, shard)
+    mine = [new_job(1), new_job(2)]
+    caller.enqueue(mine[0], lane=lane_of("a", workers))
+    caller.enqueue(mine[1], lane=lane_of("a", workers, 1))
+    caller.enqueue(new_job(3), lane=lane_of("b", workers), priority="batch")
+    until(lambda: len(one.batcher) == 2 and len(other.batcher) == 1)
+    assert one.jobs() == mine
+    assert other.jobs() == [new_job(3)]
+    assert one.status.own_jobs == 2
+    assert one.status.stolen_jobs == other.status.stolen_jobs == 0
+
+
+def test_what_waits_too_long_is_taken_by_who_is_idle(
+    start: Callable[..., Worker], redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    workers = ["a", "b"]
+    home = start("a", ["b"])
+    home.be_busy()
+    caller, job = Caller(redis_client, shard), new_job(1)
+    time.sleep(0.1)  # a read of the home may still block
+    began = time.monotonic()
+    caller.enqueue(job, lane=lane_of("a", workers))
+    idle = start("b", ["a"], patience=0.1)
+    until(lambda: len(idle.batcher), every=0.001)
+    assert time.monotonic() - began >= 0.1
+    assert idle.jobs() == [job]
+    assert idle.status.stolen_jobs == 1
+    assert idle.status.visited == {shard.stream(lane=lane_of("a", workers)).key}
+    assert not len(home.batcher)
+
+
+def test_a_home_that_died_is_not_waited_for(
+    start: Callable[..., Worker], redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    workers = ["a", "b"]
+    idle = start("b", ["a"])  # nobody is "a"
+    caller = Caller(redis_client, shard)
+    lane = lane_of("a", workers)
+    for n in range(3):
+        began = time.monotonic()
+        caller.enqueue(new_job(n), lane=lane)
+        until(lambda: len(idle.batcher), every=0.001)
+        assert time.monotonic() - began < LEAST_PATIENCE + 0.5
+        assert idle.jobs() == [new_job(n)]
+
+
+def test_many_idle_workers_share_one_long_lane(
+    start: Callable[..., Worker], redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    workers = ["a", "b", "c", "d"]
+    home = start("a", workers[1:])
+    home.be_busy()
+    time.sleep(0.1)
+    lane = lane_of("a", workers)
+    Caller(redis_client, shard).enqueue(*(new_job(n) for n in range(32)), lane=lane)
+    others = [start(name, [n for n in workers if n != name]) for name in workers[1:]]
+    # One is called, and each calls the next one.
+    until(lambda: all(len(other.batcher) == 8 for other in others), 5)
+    assert len(queued_in(redis_client, shard, lane)) == 32 - 3 * 8
+
+
+def queued_in(client: redis.Redis, shard: ShardKeys, lane: int) -> list[Any]:
+    """Entries that nobody was given."""
+    stream = shard.stream(lane=lane).key
+    (group,) = client.xinfo_groups(stream)  # type: ignore[misc]
+    last = group["last-delivered-id"].decode()
+    found: Any = client.xrange(stream, f"({last}", "+")
+    return list(found)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_no_more_is_claimed_than_fits_however_many_lanes_wait(
+    batch_size: int, start: Callable[..., Worker], redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller = Caller(redis_client, shard)
+    for lane in range(LANES):
+        caller.enqueue(*(new_job(lane, n) for n in range(4)), lane=lane)
+        caller.enqueue(new_job(lane, 9), lane=lane, priority="batch")
+    worker = start("a", [], batch_size=batch_size)
+    seen = set()
+    while len(seen) < 5 * LANES:
+        until(lambda: len(worker.batcher))
+        held = sum(
+            len(Consumer(redis_client, shard, "a", stream.priority, stream.lane).held())
+            for stream in shard.streams
+        )
+        assert held - len(seen) <= 2 * max(2, 2 * batch_size)
+        seen |= {job.digest for job in worker.jobs()}
+
+
+def test_a_batch_fills_from_one_lane_as_from_many(
+    start: Callable[..., Worker], redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    worker = start("a", [], batch_size=32)
+    worker.be_busy()
+    time.sleep(0.1)
+    Caller(redis_client, shard).enqueue(*(new_job(n) for n in range(32)), lane=5)
+    worker.batcher.done()
+    until(lambda: len(worker.batcher) == 32, 1)
+
+
+def test_a_lane_that_the_index_lost_is_found_by_its_home(
+    start: Callable[..., Worker], redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    worker = start("a", [])
+    redis_client.xadd(shard.stream(lane=4).key, {"job": queue_one(redis_client, shard)})
+    until(lambda: len(worker.batcher))
+
+
+def queue_one(client: redis.Redis, shard: ShardKeys) -> bytes:
+    """A job as it stands in a stream, which it is taken off."""
+    other = shard_of_pool("other-pool")
+    Caller(client, other).enqueue(new_job(5))
+    (found,) = queued(client, other)
+    client.delete(other.stream().key)
+    return found

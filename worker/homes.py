@@ -1,0 +1,43 @@
+"""Which lanes are this worker's own: as of the latest heartbeat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lmpool.affinity import own_lanes
+from lmpool.keys import PRIORITIES, JobStream, ShardKeys
+
+
+class Homes:
+    """The streams of a worker's own lanes, by shard: all of them, until it knows the other workers.
+
+    The heartbeat writes and others read: what they get is never changed.
+    """
+
+    def __init__(self, shards: Sequence[ShardKeys], consumer: str) -> None:
+        self._consumer = consumer
+        self._own = {shard.prefix: shard.streams for shard in shards}
+        self.change: dict[str, bytes] = {}
+        """Which change of workers is known, by shard; see `alive.lua`."""
+
+    def update(self, shard: ShardKeys, change: bytes, workers: Iterable[str]) -> None:
+        """Take over who lives; not if nobody is told of, as nothing has changed."""
+        living = set(workers)
+        if living:
+            lanes = own_lanes(self._consumer, living, shard.number, shard.lanes)
+            self._own[shard.prefix] = tuple(
+                shard.stream(priority, lane) for lane in lanes for priority in PRIORITIES
+            )
+        self.change[shard.prefix] = change
+
+    def own(self, shard: ShardKeys) -> tuple[JobStream, ...]:
+        """The streams of this worker's lanes of a shard."""
+        return self._own[shard.prefix]
+
+    def has_others(self, shard: ShardKeys) -> bool:
+        """Whether some lanes of a shard are others'."""
+        return len(self._own[shard.prefix]) < len(shard.streams)
+
+    def lanes(self) -> int:
+        """How many lanes it is the home of."""
+        return sum(len(own) for own in self._own.values()) // len(PRIORITIES)
