@@ -11,6 +11,7 @@ import pytest
 import redis
 
 from lmpool.errors import PoolMismatch
+from lmpool.keys import PROTOCOL
 from lmpool.model_info import ModelInfo
 from lmpool.producer.pending import PendingCall
 from lmpool.producer.replacement import look_at, wake_collector
@@ -59,7 +60,7 @@ def asking(url: str, pool: str, servers: Servers, **options: Any) -> tuple[Sessi
         {"model": "a copy"},
         {"max_backlog": 7, "client_backlog": 5, "result_ttl_ms": 1},
         {"revision": "abc"},
-        {"protocols": (2, 3)},
+        {"protocols": (2, PROTOCOL)},
     ],
     ids=str,
 )

@@ -1,0 +1,226 @@
+"""Pools of several lanes with real workers: what holds for one lane, homes, and idle workers."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextlib import closing
+
+import numpy as np
+import pytest
+import redis
+
+import lmpool
+from lmpool.affinity import own_lanes
+from lmpool.backends.mock import mock_row
+from lmpool.keys import GROUP
+from tests.support.clients import connected
+from tests.support.pools import (
+    Asking,
+    in_processes,
+    pool_shards,
+    read_batches,
+    some_prompts,
+    until_at_rest,
+    worker_processes,
+)
+from tests.support.waiting import until
+from tests.support.workers import worker_process
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def rows_of(prompts: list[list[int]]) -> np.ndarray:
+    return np.stack([mock_row(prompt, 256) for prompt in prompts])
+
+
+def connecting(url: str, pool: str) -> closing[lmpool.PooledLM]:
+    """A client that may come before its workers."""
+    return closing(lmpool.connect(url, pool, framework="numpy", workers_timeout=30))
+
+
+def ask(url: str, pool: str, prompts: list[list[int]]) -> tuple[np.ndarray, dict[str, int]]:
+    """One client process."""
+    with connected(url, pool) as lm:
+        return lm.batch_next_token_logprobs_sync(prompts, timeout=60), lm.statistics()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_rows_and_shared_work(server_url, redis_client, pool_name, shards, tmp_path):
+    prompts = some_prompts(600, seed=1)
+    log = tmp_path / "log"
+    options = {
+        "lanes": 16,
+        "shards": shards,
+        "batch_size": 16,
+        "engine_opts": {"delay": 0.03, "log": str(log)},
+    }
+    with worker_processes(server_url, pool_name, 3, **options) as workers:
+        answers = in_processes(
+            ask, [(server_url, pool_name, prompts), (server_url, pool_name, prompts[::-1])]
+        )
+        found = pool_shards(redis_client, pool_name)
+        assert [shard.lanes for shard in found] == [16] * shards
+        with connected(server_url, pool_name) as lm:
+            assert lm.pool_statistics_sync()["computed"] == len(prompts)
+            # Each kind of priority, and a lane's own jobs of both.
+            batch = [[9, *prompt] for prompt in prompts[:40]]
+            rows = lm.batch_next_token_logprobs_sync(batch, priority="batch")
+            np.testing.assert_array_equal(rows, rows_of(batch))
+        until_at_rest(redis_client, pool_name)
+        for shard in found:
+            assert not any(redis_client.xlen(stream.key) for stream in shard.streams)
+    np.testing.assert_array_equal(answers[0][0], rows_of(prompts))
+    np.testing.assert_array_equal(answers[1][0], rows_of(prompts[::-1]))
+    assert sum(counted["joined"] for _, counted in answers) > 0
+    by_worker = Counter[int]()
+    for one in read_batches(log):
+        by_worker[one.pid] += one.size
+    assert by_worker.keys() == {worker.pid for worker in workers}
+    # Batches fill across lanes, however few jobs each has.
+    assert max(one.size for one in read_batches(log)) == 16
+    # Nothing is left of those that have left.
+    for shard in found:
+        for key in shard.groups:
+            assert redis_client.xinfo_consumers(key, GROUP) == []
+        assert redis_client.zrangebyscore(shard.workers, 0, "+inf") == []
+
+
+def test_prompts_meet_their_home_while_there_is_little_to_do(
+    server_url, redis_client, pool_name, tmp_path
+):
+    log = tmp_path / "log"
+    options = {"lanes": 32, "engine_opts": {"log": str(log)}}
+    with (
+        worker_processes(server_url, pool_name, 3, **options) as workers,
+        connected(server_url, pool_name) as lm,
+    ):
+        (shard,) = pool_shards(redis_client, pool_name)
+        names = {w.pid: w.wait_until_alive()["id"] for w in workers}
+        know_each_other(redis_client, shard, 3)
+        homes = {
+            lane: pid
+            for pid, name in names.items()
+            for lane in own_lanes(name, names.values(), 0, 32)
+        }
+        place = lm.info.placement()
+        expected = []
+        for n in range(60):
+            prompt = [n % 6] * 40 + [n]
+            expected.append(homes[place.of(np.array(prompt, "<u4").tobytes(), None)[1]])
+            lm.next_token_logprobs_sync(prompt)
+            time.sleep(0.01)
+        met = [batch.pid for batch in read_batches(log)]
+    assert len(met) == len(expected)
+    assert sum(a == b for a, b in zip(met, expected, strict=True)) >= 0.9 * len(met)
+
+
+def know_each_other(client: redis.Redis, shard, count: int) -> None:
+    """Wait until all workers have had a beat since the last one joined."""
+    until(lambda: client.zcount(shard.workers, 0, "+inf") == count)
+    change = client.zscore(shard.workers, "")
+    beats = [
+        (name, until_ms) for name, until_ms in client.zrange(shard.workers, 0, -1, withscores=True)
+    ]
+    until(
+        lambda: all(client.zscore(shard.workers, name) != at for name, at in beats if name),
+        what="a beat of each",
+    )
+    assert client.zscore(shard.workers, "") == change
+    time.sleep(0.1)
+
+
+def test_no_worker_idles_while_one_lane_has_all_the_work(
+    server_url, redis_client, pool_name, tmp_path
+):
+    log = tmp_path / "log"
+    options = {
+        "lanes": 16,
+        "batch_size": 4,
+        "engine_opts": {"delay": 0.05, "log": str(log)},
+    }
+    prompts = [[7] * 300 + [i % 256, i // 256] for i in range(320)]  # one prefix
+    with (
+        worker_processes(server_url, pool_name, 4, **options),
+        connected(server_url, pool_name) as lm,
+    ):
+        began = time.monotonic()
+        rows = lm.batch_next_token_logprobs_sync(prompts)
+        took = time.monotonic() - began
+        np.testing.assert_array_equal(rows, rows_of(prompts))
+    by_worker = Counter(batch.pid for batch in read_batches(log))
+    assert len(by_worker) == 4
+    assert min(by_worker.values()) >= 0.5 * max(by_worker.values()), by_worker
+    # 80 batches of 50 ms take 4 s of one worker.
+    assert took < 2.4
+
+
+def test_lanes_of_a_dead_home_are_served_at_once_and_its_jobs_recovered(
+    server_url, redis_client, pool_name
+):
+    # Its batch is never full: what it takes, it holds.
+    never = {"lanes": 16, "batch_size": 400, "timeout": 50}
+    prompts = some_prompts(200, seed=3)
+    with (
+        connecting(server_url, pool_name) as lm,
+        worker_process(server_url, pool_name, **never) as holder,
+    ):
+        asking = Asking(lm, prompts)
+        (shard,) = pool_shards(redis_client, pool_name)
+
+        def held() -> int:
+            return sum(
+                consumer["pending"]
+                for stream in shard.streams
+                for consumer in redis_client.xinfo_consumers(stream.key, GROUP)
+            )
+
+        until(lambda: held() == 200, what="all jobs to be taken")
+        with worker_process(server_url, pool_name, lanes=16) as other:
+            know_each_other(redis_client, shard, 2)
+            holder.kill()
+            # Half of the lanes are the dead one's until its heartbeat has ended.
+            began = time.monotonic()
+            later = [[5, *prompt] for prompt in prompts]
+            rows = lm.batch_next_token_logprobs_sync(later)
+            assert time.monotonic() - began < 2
+            np.testing.assert_array_equal(rows, rows_of(later))
+            np.testing.assert_array_equal(asking.rows(), rows_of(prompts))
+            assert other.log.count("which is gone") >= 1
+            lm.close()
+            until_at_rest(redis_client, pool_name)
+            until(
+                lambda: all(
+                    len(redis_client.xinfo_consumers(key, GROUP)) <= 1 for key in shard.groups
+                ),
+                15,
+                what="the dead one's consumers to be gone",
+            )
+
+
+def test_jobs_are_given_back_from_every_lane(server_url, redis_client, pool_name):
+    never = {"lanes": 16, "batch_size": 400, "timeout": 50}
+    prompts = some_prompts(100, seed=4)
+    with connecting(server_url, pool_name) as lm:
+        with worker_process(server_url, pool_name, **never) as worker:
+            asking = Asking(lm, prompts)
+            (shard,) = pool_shards(redis_client, pool_name)
+            until(lambda: sum(map(redis_client.xlen, shard.groups[:-1])) == 100)
+            time.sleep(0.2)
+            worker.terminate()
+            assert worker.wait() == 0
+            assert "100 jobs given back" in worker.log
+        with worker_process(server_url, pool_name, lanes=16):
+            np.testing.assert_array_equal(asking.rows(), rows_of(prompts))
+            lm.close()
+            until_at_rest(redis_client, pool_name)
+
+
+def test_workers_that_place_prompts_otherwise_are_refused(server_url, pool_name: str) -> None:
+    with worker_process(server_url, pool_name, lanes=4):
+        for name, value in (("lanes", 8), ("block_tokens", 99), ("blocks", 3)):
+            other = {"lanes": 4, name: value}
+            with worker_process(server_url, pool_name, alive=False, **other) as refused:
+                assert refused.wait() == 78
+                assert f"{name} " in refused.log
+                assert f"{value} here" in refused.log
