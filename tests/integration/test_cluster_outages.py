@@ -14,7 +14,7 @@ import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.errors import NoWorkers, ServerRefused, ServerUnreachable
 from lmpool.inspection import read_facts
-from lmpool.keys import ShardKeys, shard_of
+from lmpool.keys import ShardKeys
 from lmpool.slots import slot_of
 from tests.support.clients import connected
 from tests.support.cluster import Cluster, ClusterNode
@@ -51,7 +51,7 @@ def prompts_of(lm: lmpool.PooledLM, shard: ShardKeys, count: int, start: int) ->
     for number in range(start, start + 100_000):
         prompt = [number % VOCAB, number // VOCAB % VOCAB, 7]
         packed = np.array(prompt, "<u4").tobytes()
-        if shard_of(packed, None, len(lm.shards)) == shard.number:
+        if lm.info.placement().of(packed, None)[0] == shard.number:
             found.append(prompt)
             if len(found) == count:
                 return found
