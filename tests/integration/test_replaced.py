@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -169,3 +171,48 @@ def test_a_follower_keeps_its_adapters_right(server_url, redis_client, pool_name
             (print_of_one,) = registered(redis_client, pool_name).values()
             row = lm.next_token_logprobs_sync([1, 2], lora_name="one")
             np.testing.assert_array_equal(row, mock_row([1, 2], 300, f"one@{print_of_one}"))
+
+
+@pytest.mark.parametrize("shards", [1, 6], ids=["fewer", "more"])
+def test_other_numbers_of_shards_are_moved_to_under_load(
+    shards: int, server_url: str, pool_name: str
+) -> None:
+    """Workers are started again one by one with another setting: nobody who asks is told."""
+    vocab, ended, failures = 256, threading.Event(), []
+    asked = 0
+
+    def ask(number: int) -> None:
+        nonlocal asked
+        rng = np.random.default_rng(number)
+        with connected(server_url, pool_name, cache_bytes=0) as lm:
+            while not ended.is_set():
+                prompts = rng.integers(0, vocab, (20, 8)).tolist()
+                try:
+                    rows = lm.batch_next_token_logprobs_sync(prompts, timeout=30)
+                    for prompt, row in zip(prompts, rows, strict=True):
+                        np.testing.assert_allclose(row, mock_row(prompt, vocab), atol=1e-5)
+                except Exception as error:
+                    failures.append(error)
+                asked += 1
+
+    opts = {"engine_opts": {"vocab_size": vocab, "delay": 0.02}}
+    with ExitStack() as new, ThreadPoolExecutor() as threads:
+        with ExitStack() as old:
+            for _ in range(2):
+                old.enter_context(in_process_worker(server_url, pool_name, shards=3, **opts))
+            asking = [threads.submit(ask, number) for number in range(3)]
+            until(lambda: asked > 20, what="calls")
+            for _ in range(2):
+                new.enter_context(
+                    in_process_worker(server_url, pool_name, shards=shards, replace=True, **opts)
+                )
+            before = asked
+            until(lambda: asked > before + 20, what="calls of the old shards")
+        before = asked
+        until(lambda: asked > before + 40, what="calls of the new shards")
+        ended.set()
+        for done in asking:
+            done.result(60)
+        with connected(server_url, pool_name) as lm:
+            assert len(lm.shards) == shards
+    assert not failures, failures[:3]
