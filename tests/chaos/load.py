@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -28,6 +30,8 @@ class Outcomes:
     failed: list[str] = field(default_factory=list)
     streams: int = 0
     """How many of them were continuations that were read piece by piece."""
+    resubmitted: int = 0
+    """Prompts that clients asked again, as the server had forgotten them."""
     calls: list[tuple[float, float, int]] = field(default_factory=list)
     """When each call began and ended, and how many rows it brought."""
 
@@ -35,6 +39,13 @@ class Outcomes:
         """Seconds that the slowest call took of those that were not over at `since`."""
         return max(
             (end - max(begin, since) for begin, end, _ in self.calls if end > since), default=0.0
+        )
+
+    def longest_gap(self, since: float) -> float:
+        """Seconds, at most, from `since` on in which no call ended with its rows."""
+        ends = sorted(end for _, end, rows in self.calls if rows and end > since)
+        return max(
+            (later - earlier for earlier, later in pairwise((since, *ends))), default=math.inf
         )
 
     def rate(self, since: float, until: float) -> float:
@@ -73,12 +84,16 @@ class Load:
         timeout: float = 60.0,
         most: int | None = None,
         streams: int = 1,
+        longest_stream: int = 16,
         **options: Any,
     ) -> None:
         self.outcomes = Outcomes()
         self._url, self._pool, self._size, self._timeout = url, pool, size, timeout
         self._options = options
         self._most = most
+        self._longest_stream = longest_stream
+        self._waiting: dict[int, float] = {}
+        """When the call began that a thread waits for."""
         self._enough = threading.Event()
         self._lock = threading.Lock()
         self._threads = [
@@ -112,26 +127,46 @@ class Load:
         with self._lock:
             return self.outcomes.right
 
+    def waits_since(self) -> float:
+        """When the oldest call began that is not answered, on the monotonic clock."""
+        with self._lock:
+            return min(self._waiting.values(), default=time.monotonic())
+
+    def _begin(self) -> float:
+        with self._lock:
+            begin = self._waiting[threading.get_ident()] = time.monotonic()
+        return begin
+
     def _run(self, random: random.Random) -> None:
         options = {"framework": "numpy", "cache_bytes": 0, "workers_timeout": 60, **self._options}
         with lmpool.connect(self._url, self._pool, **options) as lm:
-            while not self._enough.is_set():
-                with self._lock:
-                    if self._most is not None and self.outcomes.asked >= self._most:
-                        return
-                    self.outcomes.asked += self._size
+            while self._may_ask():
                 self._ask(lm, random)
+            self._count_resubmitted(lm)
+
+    def _may_ask(self) -> bool:
+        with self._lock:
+            enough = self._most is not None and self.outcomes.asked >= self._most
+            if enough or self._enough.is_set():
+                return False
+            self.outcomes.asked += self._size
+            return True
+
+    def _count_resubmitted(self, lm: lmpool.PooledLM) -> None:
+        with self._lock:
+            self.outcomes.resubmitted += lm.statistics()["resubmitted"]
 
     def _read(self, random: random.Random) -> None:
         options = {"framework": "numpy", "cache_bytes": 0, "workers_timeout": 60, **self._options}
         with lmpool.connect(self._url, self._pool, **options) as lm:
             while not self._enough.is_set():
                 self._read_one(lm, random)
+            self._count_resubmitted(lm)
 
     def _read_one(self, lm: lmpool.PooledLM, random: random.Random) -> None:
         prompt = [random.randrange(16, VOCAB) for _ in range(random.randint(2, 8))]
-        count, seed = random.randint(2, 16), random.randrange(1 << 40)
-        begin = time.monotonic()
+        count, seed = random.randint(2, self._longest_stream), random.randrange(1 << 40)
+        begin = self._begin()
         right, failed = False, []
         try:
             pieces = list(
@@ -145,6 +180,7 @@ class Load:
             ends = np.cumsum([0, *(piece.token_ids.size for piece in pieces)])
             right = found == continuation(prompt, count, seed) and numbers == [*ends[:-1]]
         with self._lock:
+            del self._waiting[threading.get_ident()]
             self.outcomes.asked += 1
             self.outcomes.streams += 1
             self.outcomes.right += right
@@ -157,11 +193,12 @@ class Load:
             [random.randrange(16, VOCAB) for _ in range(random.randint(2, 8))]
             for _ in range(self._size)
         ]
-        begin = time.monotonic()
+        begin = self._begin()
         try:
             rows = lm.batch_next_token_logprobs_sync(prompts, timeout=self._timeout)
         except LmpoolError as error:
             with self._lock:
+                del self._waiting[threading.get_ident()]
                 self.outcomes.failed += [f"{type(error).__name__}: {error}"] * self._size
             return
         end = time.monotonic()
@@ -170,6 +207,7 @@ class Load:
             for row, prompt in zip(rows, prompts, strict=True)
         )
         with self._lock:
+            del self._waiting[threading.get_ident()]
             self.outcomes.right += right
             self.outcomes.wrong += len(rows) - right
             self.outcomes.calls.append((begin, end, len(rows)))

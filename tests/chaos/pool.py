@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from contextlib import ExitStack
@@ -43,7 +44,6 @@ class ChaosPool:
         **settings: Any,
     ) -> None:
         self.random = random.Random(seed)
-        self.server = RealServer(tcp=True, **(server or {}))
         self.workers: list[WorkerProcess] = []
         self.kills = 0
         self.at_rest_in = 20.0
@@ -52,10 +52,10 @@ class ChaosPool:
         self._count = workers
         self._load = load or {}
         self._clocks = clocks
-        self.replica = (
-            RealServer(tcp=True, replicaof=f"127.0.0.1 {self.server.port}") if replicated else None
-        )
-        self._url = self._workers_url = self.server.url
+        self._replicated = replicated
+        self._server_options = server or {}
+        self._url = self._workers_url = ""
+        self._taken_over = 0
         self._settings = {
             "batch_size": 16,
             **Faults(folder).settings(delay=0.004, acts=acts or {}),
@@ -66,12 +66,7 @@ class ChaosPool:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(self.server)
-            self.proxy = stack.enter_context(Proxy(self.server.port))
-            self._url = self.proxy.url
-            if self.replica is not None:
-                stack.enter_context(self.replica)
-                self._url = self._workers_url = stack.enter_context(sentinels(self.server))
+            self._start_servers(stack)
             stack.callback(self._stop_workers)
             self.workers = [self._start() for _ in range(self._count)]
             for worker in self.workers:
@@ -85,6 +80,16 @@ class ChaosPool:
 
     def __exit__(self, *details: Any) -> None:
         self._stack.__exit__(*details)
+
+    def _start_servers(self, stack: ExitStack) -> None:
+        self.server = stack.enter_context(RealServer(tcp=True, **self._server_options))
+        self.proxy = stack.enter_context(Proxy(self.server.port))
+        self._url, self._workers_url = self.proxy.url, self.server.url
+        self.replica = None
+        if self._replicated:
+            of = f"127.0.0.1 {self.server.port}"
+            self.replica = stack.enter_context(RealServer(tcp=True, replicaof=of))
+            self._url = self._workers_url = stack.enter_context(sentinels(self.server))
 
     def load(self, **options: Any) -> Load:
         """Callers of this pool."""
@@ -117,13 +122,21 @@ class ChaosPool:
             settings["engine_opts"] = {**settings["engine_opts"], "clock": self._clocks}
             self._clocks = -self._clocks
         worker = WorkerProcess(self._workers_url, "chaos", **settings)
-        worker.url = self.server.url  # where tests look
+        worker.url = self._tests_url()
         return worker
+
+    def _tests_url(self) -> str:
+        return self.server.url
+
+    def taken_over(self) -> int:
+        """Jobs that workers took over from dead ones, or from themselves."""
+        return self._taken_over + sum(_taken_over(worker) for worker in self.workers)
 
     def _supervise(self) -> None:
         while not self._ended.wait(0.1):
             for place, worker in enumerate(self.workers):
                 if worker.process.poll() is not None:
+                    self._taken_over += _taken_over(worker)
                     worker.close()
                     self.workers[place] = self._start()
 
@@ -137,6 +150,10 @@ class ChaosPool:
                 worker.wait(20)
             finally:
                 worker.close()
+
+
+def _taken_over(worker: WorkerProcess) -> int:
+    return sum(map(int, re.findall(r"took over (\d+) jobs", worker.log)))
 
 
 def run_fault(pool: ChaosPool, fault: Any, *, before: float = 1.5, after: float = 1.0) -> Result:

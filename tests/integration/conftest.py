@@ -20,7 +20,13 @@ from tests.support.pools import until_at_rest
 from tests.support.processes import short_folder
 from tests.support.protocol import Caller, Consumer, shard_of_pool
 from tests.support.redis_client import open_redis
-from tests.support.workers import in_process_worker
+from tests.support.workers import DEFAULTS, in_process_worker
+
+
+@pytest.fixture(autouse=True)
+def _one_shard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("one_shard") is not None:
+        monkeypatch.setitem(DEFAULTS, "shards", 1)
 
 
 @pytest.fixture

@@ -62,6 +62,7 @@ def client_of(url: str, pool: str, **options: Any) -> lmpool.PooledLM:
     return lmpool.connect(url, pool, framework="numpy", workers_timeout=60, **options)
 
 
+@pytest.mark.one_shard
 def test_adapters_come_are_replaced_and_go(server_url, redis_client, pool_name, tmp_path):
     roots = tmp_path / "adapters"
     style, tone = write_adapter(roots / "style"), write_adapter(roots / "deep" / "tone", "two")
@@ -161,6 +162,7 @@ def test_an_adapter_that_another_client_replaced_is_asked_for_anew(
             other.next_token_logprobs_sync([9, 9, 9], lora_name="style")
 
 
+@pytest.mark.one_shard
 def test_more_adapters_in_one_batch_than_a_worker_keeps_take_turns(
     server_url, redis_client, pool_name, tmp_path
 ):

@@ -6,9 +6,11 @@ import asyncio
 import itertools
 import statistics
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
+import redis
 
 import lmpool
 from tests.support.clients import connected
@@ -127,6 +129,7 @@ def test_the_next_batch_fills_while_one_is_computed(server_url, pool_name, tmp_p
     assert max(gaps) < LONG / 2  # none waited for company
 
 
+@pytest.mark.one_shard
 def test_jobs_that_come_during_a_batch_are_the_next_one(
     server_url, redis_client, pool_name, tmp_path
 ):
@@ -138,11 +141,8 @@ def test_jobs_that_come_during_a_batch_are_the_next_one(
             calls = [asyncio.create_task(lm.next_token_logprobs(first))]
             await asyncio.to_thread(gate.wait_for_batch)
             calls += [asyncio.create_task(lm.next_token_logprobs(p)) for p in others]
-            shard = pool_shards(redis_client, pool_name)[0]
             await asyncio.to_thread(
-                until,
-                lambda: redis_client.xlen(shard.stream().key) == 33,
-                what="all jobs to be queued",
+                until, lambda: queued(redis_client, pool_name) == 33, what="all jobs to be queued"
             )
             gate.open()
             np.testing.assert_array_equal(await asyncio.gather(*calls), rows_of([first, *others]))
@@ -151,6 +151,19 @@ def test_jobs_that_come_during_a_batch_are_the_next_one(
     with worker_process(server_url, pool_name, batch_size=16, timeout=0.05, **gate.settings()):
         asyncio.run(ask())
         assert [size for _, size in gate.batches()] == [1, 16, 16]
+
+
+def queued(client: redis.Redis, pool: str) -> int:
+    """How many jobs lie in all streams of a pool."""
+    return sum(client.xlen(s.key) for shard in pool_shards(client, pool) for s in shard.streams)
+
+
+def held(client: redis.Redis, pool: str) -> Counter[str]:
+    """How many jobs each worker of a pool holds."""
+    found: Counter[str] = Counter()
+    for shard in pool_shards(client, pool):
+        found.update(pending(client, shard))
+    return found
 
 
 def test_idle_workers_find_work_and_a_busy_one_hoards_nothing(
@@ -175,8 +188,7 @@ def test_idle_workers_find_work_and_a_busy_one_hoards_nothing(
                     mine = others[start : start + 10]
                     found = impatient.batch_next_token_logprobs_sync(mine, timeout=20)
                     np.testing.assert_array_equal(found, rows_of(mine))
-                    shard = pool_shards(redis_client, pool_name)[0]
-                    assert sorted(pending(redis_client, shard).values()) == [0, 1]
+                    assert sorted(held(redis_client, pool_name).values()) == [0, 1]
                 assert [pid for pid, _ in gate.batches()].count(one.pid) == 1
         finally:
             gate.open()
@@ -204,9 +216,8 @@ def test_jobs_behind_a_batch_that_takes_longer_than_expected_run_elsewhere(
             gate.wait_for_batch(len(others) + 1)
             with worker_process(server_url, pool_name, **options) as two:
                 gate.open(pid=two.pid)
-                shard = pool_shards(redis_client, pool_name)[0]
                 until(
-                    lambda: redis_client.xlen(shard.stream().key) == 1,
+                    lambda: queued(redis_client, pool_name) == 1,
                     20,
                     what="one of two jobs to be done elsewhere",
                 )

@@ -136,6 +136,7 @@ def test_a_timeout_of_the_client_holds_for_calls_that_name_none(
         assert np.array_equal(lm.next_token_logprobs_sync([1], timeout=20), mock_row([1], VOCAB))
 
 
+@pytest.mark.one_shard
 def test_a_job_that_comes_too_late_is_not_run(
     any_server: str, pool: str, redis_client: redis.Redis
 ) -> None:

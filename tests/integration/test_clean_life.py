@@ -80,6 +80,7 @@ class Load:
             self.asked += len(prompts)
 
 
+@pytest.mark.one_shard
 def test_replacing_every_worker_under_load_loses_no_prompt(server_url, redis_client, pool_name):
     slow = {"batch_size": 8, "engine_opts": {"delay": 0.02}}
     with ExitStack() as stack:
@@ -108,6 +109,7 @@ def test_replacing_every_worker_under_load_loses_no_prompt(server_url, redis_cli
     assert statistics["failed"] == statistics["expired"] == 0
 
 
+@pytest.mark.one_shard
 def test_a_leaving_worker_finishes_its_batch_and_gives_the_rest_back(
     server_url, redis_client, pool_name, tmp_path
 ):
@@ -133,6 +135,7 @@ def test_a_leaving_worker_finishes_its_batch_and_gives_the_rest_back(
     assert [size for pid, size in gate.batches() if pid == one.pid] == [4]
 
 
+@pytest.mark.one_shard
 def test_a_job_taken_over_and_never_run_counts_no_delivery(
     server_url, redis_client, pool_name, tmp_path
 ):
@@ -164,6 +167,7 @@ def test_a_job_taken_over_and_never_run_counts_no_delivery(
         asking.rows()
 
 
+@pytest.mark.one_shard
 def test_a_leaving_worker_does_not_wait_for_its_batch_to_fill(server_url, redis_client, pool_name):
     with ExitStack() as stack:
         with worker_process(server_url, pool_name, timeout=50, batch_size=4) as worker:
@@ -197,6 +201,7 @@ def test_a_worker_told_to_stop_while_it_loads_ends_promptly(
 # --- what is left ------------------------------------------------------------------------------
 
 
+@pytest.mark.one_shard
 def test_nothing_is_left_behind(server_binary, tmp_path):
     """After all kinds of use: no task, thread, process, and no key that does not end by itself."""
     adapter = tmp_path / "adapters" / "one"

@@ -79,6 +79,7 @@ def test_the_doctor_for_programs_says_when_nobody_answers() -> None:
     assert "geheim" not in json.dumps(found)
 
 
+@pytest.mark.one_shard
 def test_the_dead_for_programs(
     lmpool: Commands, server_url: str, pool: str, redis_client: Any
 ) -> None:

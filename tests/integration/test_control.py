@@ -60,6 +60,7 @@ def test_a_workers_health_is_told_by_arq(server_url: str, pool_name: str, tmp_pa
     assert found("here") == 1
 
 
+@pytest.mark.one_shard
 def test_the_backlog_is_the_length_of_the_streams_and_not_the_lag(
     server_url: str, redis_client: redis.Redis, pool_name: str
 ) -> None:

@@ -72,6 +72,7 @@ def test_the_dead_are_listed_shown_tried_again_and_dropped(
         assert "no job was given up" in dead("list")
 
 
+@pytest.mark.one_shard
 def test_a_job_that_fails_again_stays_until_it_is_dropped(server_url, redis_client, pool_name):
     with (
         in_process_worker(server_url, pool_name, engine_opts={"fail_token": 7}),

@@ -196,6 +196,7 @@ def test_a_reply_stream_that_cannot_be_written_harms_only_whose_it_is(
     assert redis_client.type(reply) == b"stream"
 
 
+@pytest.mark.one_shard
 def test_a_failing_job_whose_waiters_reply_is_a_hash_stops_no_worker(
     start_pool: Callable[..., str], any_server: str, redis_client: redis.Redis
 ) -> None:
@@ -237,6 +238,7 @@ def test_job_streams_are_mended_while_callers_wait(
     assert redis_client.xinfo_groups(served.stream().key)[0]["name"] == GROUP.encode()
 
 
+@pytest.mark.one_shard
 @pytest.mark.parametrize("any_server", ["server"], indirect=True)
 @pytest.mark.parametrize("how", ["hash", "the last id"])
 def test_a_fresh_worker_mends_the_streams(
@@ -291,6 +293,7 @@ def test_statistics_of_damaged_keys(
 # --- bounds ------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_shard
 def test_the_backlogs_bound_is_the_workers(
     start_pool: Callable[..., str], redis_client: redis.Redis
 ) -> None:
@@ -311,6 +314,7 @@ def test_the_backlogs_bound_is_the_workers(
     until(lambda: redis_client.xlen(shard.stream("batch").key) < 200, what="it to be trimmed")
 
 
+@pytest.mark.one_shard
 def test_long_entries_are_not_read(server_binary: str, pool_name: str) -> None:
     with (
         RealServer(binary=server_binary) as server,
@@ -345,6 +349,7 @@ def peak_memory(pid: int) -> int:
 # --- results, names, texts ---------------------------------------------------------------------
 
 
+@pytest.mark.one_shard
 def test_results_of_the_wrong_type_are_computed_again(
     lm: lmpool.PooledLM, redis_client: redis.Redis, served: ShardKeys, fingerprint: str
 ) -> None:
@@ -364,6 +369,7 @@ def test_a_row_of_nan_is_computed_again(
     ask(lm, [[1, 2], [3, 4]])
 
 
+@pytest.mark.one_shard
 def test_a_name_in_the_registry_that_is_no_text_costs_that_name_alone(
     lm: lmpool.PooledLM, redis_client: redis.Redis, served: ShardKeys
 ) -> None:

@@ -66,8 +66,8 @@ def test_a_pool_without_workers_is_told_after_a_while(
 
 @pytest.mark.parametrize(
     "other",
-    [{"shards": 1, "max_prompt_tokens": 9}, {"shards": 3, "engine_opts": {"vocab_size": 100}}],
-    ids=["shorter prompts", "another model"],
+    [{"shards": 1}, {"shards": 3, "engine_opts": {"vocab_size": 100}}],
+    ids=["fewer shards", "another model"],
 )
 def test_a_client_of_what_the_pool_served_before_is_told(
     other: dict[str, Any], any_server: str, pool_name: str
@@ -205,6 +205,7 @@ def test_a_forgotten_script_is_nobodys_concern(
         assert np.array_equal(lm.batch_next_token_logprobs_sync(prompts), rows_of(prompts))
 
 
+@pytest.mark.one_shard
 def test_what_the_server_forgot_is_sent_again(
     any_server: str, start_pool: Callable[..., str], redis_client: redis.Redis
 ) -> None:
@@ -223,6 +224,7 @@ def test_what_the_server_forgot_is_sent_again(
         assert statistics["queued"] == statistics["requests"] == 6
 
 
+@pytest.mark.one_shard
 def test_a_client_that_was_taken_for_dead_still_gets_its_rows(
     any_server: str, start_pool: Callable[..., str], redis_client: redis.Redis
 ) -> None:
@@ -236,6 +238,7 @@ def test_a_client_that_was_taken_for_dead_still_gets_its_rows(
         assert np.array_equal(rows.result(20), rows_of([[1], [2], [3]]))
 
 
+@pytest.mark.one_shard
 def test_a_row_that_vanished_before_it_was_read_is_computed_again(
     lm: lmpool.PooledLM, redis_client: redis.Redis, pool: str
 ) -> None:

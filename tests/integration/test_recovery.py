@@ -29,6 +29,7 @@ RECOVERED_IN = 10.0
 """Seconds within which the jobs of a killed worker are answered."""
 
 
+@pytest.mark.one_shard
 def test_workers_killed_at_every_step_lose_nothing(server_url, redis_client, pool_name, tmp_path):
     prompts = some_prompts(400, seed=1)
     faults = Faults(tmp_path)
@@ -63,6 +64,7 @@ def test_workers_killed_at_every_step_lose_nothing(server_url, redis_client, poo
         until(lambda: len(consumers(redis_client, shard)) == 1, what="the dead to be forgotten")
 
 
+@pytest.mark.one_shard
 def test_prompts_that_end_their_workers_are_set_aside(
     server_url, redis_client, pool_name, tmp_path
 ):
@@ -134,6 +136,7 @@ def test_a_frozen_worker_that_wakes_finishes_what_it_held(
             until_at_rest(redis_client, pool_name)
 
 
+@pytest.mark.one_shard
 @pytest.mark.chaos
 def test_a_long_batch_is_not_a_dead_worker(server_url, redis_client, pool_name, tmp_path):
     """Idle time alone says nothing: a worker with a heartbeat keeps what it computes."""
@@ -155,6 +158,7 @@ def test_a_long_batch_is_not_a_dead_worker(server_url, redis_client, pool_name, 
             assert {pid for pid, _ in gate.batches()} == {busy.pid} != {idle.pid}
 
 
+@pytest.mark.one_shard
 def test_a_job_that_its_worker_forgot_is_run(server_url, redis_client, pool_name):
     """As when a server comes back as it was a moment ago: an entry is held, and nobody knows it."""
     with (

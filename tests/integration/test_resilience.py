@@ -59,6 +59,7 @@ def test_two_models_that_join_at_once_are_one(server_url, redis_client, pool_nam
                 assert "with living workers" in worker.log
 
 
+@pytest.mark.one_shard
 def test_what_another_model_left_ends(server_url, redis_client, pool_name):
     with in_process_worker(server_url, pool_name):
         (old,) = pool_shards(redis_client, pool_name)
@@ -70,6 +71,7 @@ def test_what_another_model_left_ends(server_url, redis_client, pool_name):
         assert {redis_client.ttl(key) for key in (*vocabularies, old.stream().key)} == {-1}
 
 
+@pytest.mark.one_shard
 def test_a_stream_of_the_dead_that_cannot_be_written_stops_nobody(
     server_url, redis_client, pool_name
 ):
@@ -83,6 +85,7 @@ def test_a_stream_of_the_dead_that_cannot_be_written_stops_nobody(
         until_at_rest(redis_client, pool_name)
 
 
+@pytest.mark.one_shard
 def test_a_start_that_fails_leaves_nothing(server_url, redis_client, pool_name, monkeypatch):
     def refuse(*_: object) -> None:
         raise ServerRefused("a test refuses")
@@ -127,6 +130,7 @@ def test_a_full_server_is_waited_for_and_named(server_binary, pool_name, caplog)
     assert "the server's memory is full: raise maxmemory or lower result_ttl" in caplog.text
 
 
+@pytest.mark.one_shard
 def test_adapters_are_registered_again(server_binary, pool_name, tmp_path: Path):
     adapter = tmp_path / "adapters" / "one"
     adapter.mkdir(parents=True)

@@ -55,6 +55,7 @@ def test_a_worker_that_is_told_to_stop_without_a_server_stops(server_binary, poo
         assert "Traceback" not in worker.log
 
 
+@pytest.mark.one_shard
 def test_the_living_keep_their_jobs_where_the_server_lost_their_heartbeats(
     server_binary: str, pool_name: str, tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_answers_of_a_server_that_is_away_are_given_once_it_is_back(
         assert np.array_equal(row.result(20), mock_row([7], 256))
 
 
+@pytest.mark.one_shard
 def test_notices_of_a_server_that_is_as_it_was_some_time_ago_are_read(
     server_url: str, pool_name: str, redis_client: redis.Redis
 ) -> None:

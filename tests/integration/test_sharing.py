@@ -74,6 +74,7 @@ def test_an_unknown_priority_is_refused() -> None:
         lmpool.connect(priority="urgent")
 
 
+@pytest.mark.one_shard
 def test_batch_lets_interactive_go_first(server_url, redis_client, pool_name):
     with (
         in_process_worker(server_url, pool_name, **SLOW),
@@ -132,6 +133,7 @@ def test_an_interactive_caller_takes_a_batch_job_along(server_url, redis_client,
         assert before < 500  # it would be its turn after nearly three thousand
 
 
+@pytest.mark.one_shard
 def test_one_client_asks_with_both_priorities(server_url, redis_client, pool_name):
     with (
         in_process_worker(server_url, pool_name, client_backlog=256, **SLOW),
@@ -161,6 +163,7 @@ def ask_in_vain(lm: lmpool.PooledLM, prompts: list[list[int]]) -> None:
         lm.batch_next_token_logprobs_sync(prompts, priority="batch")
 
 
+@pytest.mark.one_shard
 def test_every_call_takes_a_priority(server_url, redis_client, pool_name):
     with in_process_worker(server_url, pool_name):
         pass
@@ -195,6 +198,7 @@ def test_every_call_takes_a_priority(server_url, redis_client, pool_name):
                 lm.next_token_logprobs_sync([1], priority="urgent")
 
 
+@pytest.mark.one_shard
 def test_a_greedy_client_starves_nobody(server_url, redis_client, pool_name):
     """The jobs of one client that may wait have a bound: others wait behind those at most."""
     with (

@@ -86,6 +86,7 @@ def test_positions_that_cannot_be_are_named(
 
 @pytest.mark.engine
 @pytest.mark.timeout(120)
+@pytest.mark.one_shard
 def test_a_text_is_taken_in_once_for_all_of_its_positions(server_url: str, pool_name: str) -> None:
     text = [int(t) for t in np.random.default_rng(1).integers(3, 300, 200)]
     with (

@@ -217,6 +217,7 @@ def test_the_time_is_that_of_the_whole(any_server: str, pool_name: str) -> None:
 # --- workers and servers that go ---------------------------------------------------------------
 
 
+@pytest.mark.one_shard
 def test_who_takes_over_goes_on_where_the_last_one_ended(
     server_url: str, redis_client: redis.Redis, pool_name: str, tmp_path: Path
 ) -> None:
@@ -334,6 +335,7 @@ def test_a_failover_costs_no_piece(server_binary: str, pool_name: str) -> None:
 # --- what others may have written --------------------------------------------------------------
 
 
+@pytest.mark.one_shard
 @pytest.mark.parametrize("kind", ["string", "garbage", "gap", "gone"])
 def test_damaged_pieces_cost_no_token(server_url: str, pool_name: str, kind: str) -> None:
     damage: dict[str, Callable[[redis.Redis, str], object]] = {

@@ -127,8 +127,11 @@ class _Pipeline(redis.client.Pipeline):
         lines, self.command_stack = self.command_stack, []
         self._cluster.refresh()
         by_node: dict[redis.Redis, list[int]] = defaultdict(list)
+        key: str | bytes = ""
         for number, (words, _) in enumerate(lines):
-            by_node[self._cluster.node(key_of(words))].append(number)
+            if words[0] not in ANYWHERE:
+                key = key_of(words)
+            by_node[self._cluster.node(key)].append(number)
         assert not self.transaction or len(by_node) < 2, "a transaction over several nodes"
         found: dict[int, Any] = {}
         for node, numbers in by_node.items():

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,10 @@ ARQ = [
 ]  # fmt: skip
 
 
+DEFAULTS: dict[str, Any] = {"engine": "mock"}
+"""Settings of every worker that a test starts, unless it says otherwise."""
+
+
 def living_workers(url: str, pool: str) -> list[WorkerStatistics]:
     """The pool's workers that have a heartbeat."""
     keys = PoolKeys(pool)
@@ -38,8 +42,8 @@ def living_workers(url: str, pool: str) -> list[WorkerStatistics]:
         packed = client.get(keys.info)
         if packed is None:
             return []
-        info = ModelInfo.unpack(packed)
-        return pool_statistics(Servers(lambda: client), info.shard_keys(keys))["workers"]
+    with closing(Servers.of_url(url)) as servers:
+        return pool_statistics(servers, ModelInfo.unpack(packed).shard_keys(keys))["workers"]
 
 
 def clean_environment() -> dict[str, str]:
@@ -75,7 +79,7 @@ class WorkerProcess:
         self.pool = pool
         self.folder = tempfile.TemporaryDirectory(prefix="lmpool-worker-")
         self.log_file = Path(self.folder.name) / "log"
-        settings = {"engine": "mock", **settings, "url": url, "pool": pool}
+        settings = {**DEFAULTS, **settings, "url": url, "pool": pool}
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 ARQ,
@@ -180,7 +184,7 @@ class InProcessWorker:
     """A worker whose threads are this process's: fast to start, and a test sees inside it."""
 
     def __init__(self, url: str, pool: str, **settings: Any) -> None:
-        settings = {"engine": "mock", "drain_timeout": 10.0, **settings}
+        settings = {**DEFAULTS, "drain_timeout": 10.0, **settings}
         self.failed = threading.Event()
         options = WorkerOptions(url=url, pool=pool, **settings)
         self.service = InProcessService(options, self.failed.set)
