@@ -13,6 +13,7 @@ import lmpool
 from lmpool.backends.mock import mock_row
 from tests.benchmarks.machine import cpu_seconds
 from tests.support.clients import connected
+from tests.support.cluster import Cluster
 from tests.support.server import RealServer
 from tests.support.workers import WorkerProcess, worker_process
 
@@ -71,11 +72,15 @@ class Pool:
 
     lm: lmpool.PooledLM
     worker: WorkerProcess
-    server: RealServer
+    server: RealServer | Cluster
 
     def cpu(self) -> Cpu:
         """Processor time used so far."""
-        return Cpu(cpu_seconds(), cpu_seconds(self.worker.pid), cpu_seconds(self.server.pid))
+        return Cpu(
+            cpu_seconds(),
+            cpu_seconds(self.worker.pid),
+            sum(map(cpu_seconds, self.server.pids)),
+        )
 
     def queued(self) -> int:
         """Jobs that the client has had computed."""
@@ -83,7 +88,9 @@ class Pool:
 
 
 @contextmanager
-def serving(server: RealServer, name: str, vocab_size: int, **settings: Any) -> Iterator[Pool]:
+def serving(
+    server: RealServer | Cluster, name: str, vocab_size: int, **settings: Any
+) -> Iterator[Pool]:
     """A pool of one worker process with the mock engine, and a client with numpy rows."""
     settings = {"engine_opts": {"vocab_size": vocab_size}, "log_level": "warning", **settings}
     with (

@@ -290,6 +290,11 @@ class Cluster:
         return f"{scheme}://{login}{hosts}/{query}"
 
     @property
+    def pids(self) -> list[int]:
+        """The ids of its processes."""
+        return [node.pid for node in self.nodes]
+
+    @property
     def running(self) -> list[ClusterNode]:
         """The nodes that have neither ended nor are paused."""
         return [node for node in self.nodes if node.runs]

@@ -95,6 +95,11 @@ class RealServer:
         return f"unix://{login}{self.socket}?db=0"
 
     @property
+    def pids(self) -> list[int]:
+        """The ids of its processes."""
+        return [self.pid]
+
+    @property
     def pid(self) -> int:
         """Its process id."""
         assert self._process is not None
