@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 IDLE_BLOCK_MS: Final = 1000
 """How long an idle worker's read blocks; a worker told to stop notices after that at the latest."""
 SHORT_WAIT: Final = 0.002
+CLAIMS_LOOK: Final = 0.01
+"""Seconds between two looks at what reads have claimed, while the engine is at work."""
 LOOKS_IN_VAIN: Final = 4
 """Batches in succession that got no company, after which it is looked for at few of them."""
 FEW_LOOKS: Final = 8
@@ -132,10 +134,14 @@ class Intake:
         if pause > 0:
             if busy and self._is_overdue():
                 self._give_back()
+            # A read that was begun while the engine was idle claims what comes meanwhile.
+            begun = [shard for shard in self._shards if self._servers.under_way(shard)]
             with self._batcher.changed:
                 # The engine wakes us when it is done, and when it takes a batch.
                 if self._batcher.room() == room and self._batcher.busy == busy:
-                    self._batcher.changed.wait(pause)
+                    self._batcher.changed.wait(min(pause, CLAIMS_LOOK) if begun else pause)
+            if begun and self._batcher.busy:
+                self._give_back_claims(begun)
             return
         block = None
         if not busy:
@@ -227,6 +233,22 @@ class Intake:
             self._batcher.add(left)  # running one that was given back does no harm
             raise
 
+    def _give_back_claims(self, begun: Sequence[ShardKeys]) -> None:
+        """Let whoever is idle run what reads have claimed that are still under way."""
+        for _, raw in self._servers.read(begun, _ask_nothing, 0.0, self._note_lost):
+            for stream, entries in self._by_stream(raw):
+                claimed = self._parse(stream, entries, time.monotonic())
+                if claimed:
+                    server, shard = self._servers.for_shard(stream.shard), stream.shard
+                    keys, _, jobs = counted(claimed, stream_of, digest_and_entry)
+                    script("release")(server, keys, [shard.prefix, GROUP, shard.lanes, *jobs])
+                if entries:
+                    self._last[stream.key] = entries[-1][0].decode()
+        for shard in begun:
+            thief = self._thieves.get(shard.wake)
+            if thief is not None and thief.is_called:
+                thief.pass_on(self._servers.for_shard(shard))
+
     def _poll_seconds(self) -> float:
         due = self._batcher.due_in()
         poll = min(0.02, max(0.0005, self._status.batch_seconds / 16))
@@ -273,14 +295,20 @@ class Intake:
             limit = min(self._most, -(-2 * room // max(1, len(own))))
             if block is not None and servers.fails_apart:
                 # Of several reads under way each may bring so many, while one job is enough.
-                limit = max(1, limit // 8)
+                limit = min(limit, max(4, limit // 8))
             reads = self._read_now if block is None else partial(self._read_blocking, block)
             for found in reads(sure, rooms, limit):
                 taken += found
                 yield found
         self._status.own_jobs += sum(len(entries) for _, entries in taken)
-        for shard in sure if self._thieves else ():
-            more = partial(self._read_more, shard, rooms, taken, limit, block is not None)
+        for shard in sure:
+            idle = block is not None
+            if self._thieves:
+                more = partial(self._read_more, shard, rooms, taken, limit, idle)
+            elif idle and servers.fails_apart and _full(shard, taken, limit):
+                more = partial(self._read_rest, shard, rooms, taken, limit)
+            else:
+                continue
             found = servers.apart([shard], more, self._note_lost) or []
             taken += found
             yield found
@@ -356,15 +384,9 @@ class Intake:
     ) -> _Found:
         """What there is still room for: more of lanes that gave their share, and what others' lanes
         have that waits too long."""
-        left = dict(rooms)
-        for stream, entries in taken:
-            left[stream.priority] -= len(entries)
-        full = [s for s, entries in taken if len(entries) >= limit and s.shard is shard]
-        found: _Found = []
-        if full and left["interactive"] > 0:
-            share = -(-left["interactive"] // len(full))
-            found += read_counts(server, self._consumer, [(stream, share) for stream in full])
-            self._status.own_jobs += sum(len(entries) for _, entries in found)
+        found = self._read_rest(shard, rooms, taken, limit, server)
+        self._status.own_jobs += sum(len(entries) for _, entries in found)
+        left = _left(rooms, taken)
         thief = self._thieves[shard.wake]
         has_work = bool(taken or found)
         if thief.due_in(idle) == 0 or (has_work and thief.is_called):
@@ -375,6 +397,21 @@ class Intake:
                 thief.pass_on(server)
             found += stolen
         return found
+
+    def _read_rest(
+        self,
+        shard: ShardKeys,
+        rooms: Mapping[Priority, int],
+        taken: _Found,
+        limit: int,
+        server: Server,
+    ) -> _Found:
+        """More of a shard's lanes that gave their share, as far as there is room."""
+        full, left = _full(shard, taken, limit), _left(rooms, taken)["interactive"]
+        if not full or left <= 0:
+            return []
+        share = -(-left // len(full))
+        return [*read_counts(server, self._consumer, [(stream, share) for stream in full])]
 
     def _reads_again(self, rooms: Mapping[Priority, int]) -> Iterator[_Found]:
         """What is ours beyond the last entry that arrived, of shards whose read failed."""
@@ -441,6 +478,19 @@ class Intake:
         """Or the stream itself, or what is in its place is none."""
         signs = ("NOGROUP", "WRONGTYPE", "UNBLOCKED")
         return isinstance(error, redis.exceptions.ResponseError) and str(error).startswith(signs)
+
+
+def _full(shard: ShardKeys, taken: _Found, limit: int) -> list[JobStream]:
+    """The streams of a shard that gave as much as they might."""
+    return [stream for stream, got in taken if len(got) >= limit and stream.shard is shard]
+
+
+def _left(rooms: Mapping[Priority, int], taken: _Found) -> dict[Priority, int]:
+    """The room that there is still."""
+    left = dict(rooms)
+    for stream, entries in taken:
+        left[stream.priority] -= len(entries)
+    return left
 
 
 def _ask_nothing(server: Server, shards: Sequence[ShardKeys]) -> None:
