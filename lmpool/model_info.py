@@ -71,6 +71,13 @@ class ModelInfo:
         """Where its prompts belong."""
         return Placement(self.shards, self.lanes, self.block_tokens, self.blocks)
 
+    def gives_the_same_as(self, other: ModelInfo) -> bool:
+        """Whether what was checked and named for one is right for the other, wherever it lies."""
+        return (
+            self.fingerprint == other.fingerprint
+            and self.max_prompt_tokens == other.max_prompt_tokens
+        )
+
     def pack(self) -> bytes:
         """As the msgpack map stored under ``lmpool:<pool>``."""
         packed: bytes = msgpack.packb({"v": INFO_VERSION, **asdict(self)})

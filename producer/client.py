@@ -152,7 +152,11 @@ class Client:
             for call in calls:
                 if call.done:
                     continue  # cancelled in the turn it was made
-                if call.info is not None and call.info is not session.info:
+                if (
+                    call.info is not session.info
+                    and call.info is not None
+                    and not (session.info is not None and call.info.gives_the_same_as(session.info))
+                ):
                     call.error = replaced(self.options, call.info)  # since it was made
                     answered.append(call)
                     continue

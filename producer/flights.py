@@ -167,6 +167,15 @@ class FlightTable:
             if self.is_waiting(flight):
                 self.unsent[flight.priority].appendleft(flight)
 
+    def ask_again(self) -> None:
+        """All is to be sent, where it belongs now: the shards are others."""
+        for unsent in self.unsent.values():
+            unsent.clear()
+        for flight in self.flights.values():
+            flight.shard, flight.lane = self.placement.of(flight.job.tokens, flight.job.adapter)
+            self.statistics.resubmitted += flight.sent
+            self.unsent[flight.priority].append(flight)
+
     def resend(self, flight: Flight) -> None:
         """The server lost this one: send it again."""
         if self.is_waiting(flight):

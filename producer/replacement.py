@@ -25,7 +25,8 @@ def look_at(session: Session, servers: Servers, current: bytes) -> bool:
 
     Then the client moves to the new pool, or fails what it waits for, as its options say. Whoever
     waited gets `PoolMismatch` in both cases: after a move the prompts have to be checked anew, and
-    asked under other names. On the sender's thread.
+    asked under other names. A pool of the same model in other shards or lanes is moved to without a
+    word to anyone: what is waited for is asked for there. On the sender's thread.
     """
     known = session.info
     assert known is not None
@@ -36,7 +37,12 @@ def look_at(session: Session, servers: Servers, current: bytes) -> bool:
     except WireError as error:  # of another version of lmpool
         session.fail_everything(replaced(session.options, known, f" ({error})"))
         return True
-    if session.options.when_replaced == "follow":
+    if info.gives_the_same_as(known):
+        left = session.shards
+        session.spread(info)
+        logger.info("pool %s is now in %d shards", session.options.pool, info.shards)
+        wake_collector(session, servers, left)
+    elif session.options.when_replaced == "follow":
         _move(session, servers, known, info)
     else:
         session.fail_everything(replaced(session.options, known))
@@ -61,8 +67,8 @@ def is_known(session: Session, current: bytes) -> bool:
 def replaced(options: ClientOptions, known: ModelInfo, detail: str = "") -> PoolMismatch:
     """The error of who asks a pool that was replaced."""
     return PoolMismatch(
-        f"pool {options.pool!r} now serves another model, or in another number of shards, than the "
-        f"{known.model!r} this client knows{detail}: connect again, or with when_replaced='follow'"
+        f"pool {options.pool!r} now serves another model than the {known.model!r} this client "
+        f"knows{detail}: connect again, or with when_replaced='follow'"
     )
 
 

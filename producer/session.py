@@ -94,6 +94,13 @@ class Session:
             self._take_over(info)
         return ended
 
+    def spread(self, info: ModelInfo) -> None:
+        """Take over other shards or lanes of the same model: what is waited for is asked there."""
+        with self.lock:
+            self.table.withdrawn.clear()  # nobody reads there any more
+            self._take_over(info)
+            self.table.ask_again()
+
     def _take_over(self, info: ModelInfo) -> None:
         self.info = info
         self.shards = info.shard_keys(self.keys)

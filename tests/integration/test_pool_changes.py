@@ -66,8 +66,8 @@ def test_a_pool_without_workers_is_told_after_a_while(
 
 @pytest.mark.parametrize(
     "other",
-    [{"shards": 1}, {"shards": 3, "engine_opts": {"vocab_size": 100}}],
-    ids=["fewer shards", "another model"],
+    [{"shards": 1, "max_prompt_tokens": 9}, {"shards": 3, "engine_opts": {"vocab_size": 100}}],
+    ids=["shorter prompts", "another model"],
 )
 def test_a_client_of_what_the_pool_served_before_is_told(
     other: dict[str, Any], any_server: str, pool_name: str

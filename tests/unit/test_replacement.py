@@ -77,10 +77,9 @@ def test_a_pool_that_gives_the_same_answers_in_the_same_places_was_not_replaced(
 REPLACED = [
     OTHER,
     info_of(3, fingerprint=FINGERPRINT[:8] + "f" * 24, model="other"),
-    info_of(2),
-    info_of(3, lanes=2),
+    info_of(2, max_prompt_tokens=1),
 ]
-NAMES = ["model", "model in the same keys", "shards", "lanes"]
+NAMES = ["model", "model in the same keys", "longest prompt"]
 
 
 @pytest.mark.parametrize("info", REPLACED, ids=NAMES)
@@ -126,6 +125,31 @@ def test_a_client_that_follows_moves_and_tells_those_who_waited(
     assert b"bye" in entries_of(server, old[0].reply(session.id))[-1][1]
     assert 0 < server.pttl(old[0].reply(session.id)) <= 30_000  # type: ignore[operator]
     assert f"now serves {info.model} instead of toy" in caplog.text
+
+
+@pytest.mark.parametrize("info", [info_of(2), info_of(5), info_of(3, lanes=2)], ids=lambda i: i)
+@pytest.mark.parametrize("when", ["raise", "follow"])
+def test_other_shards_of_the_same_model_are_moved_to_without_a_word(
+    info: ModelInfo, when: str, fake_url: str, pool_name: str, servers: Servers, server: redis.Redis
+) -> None:
+    session, call = asking(fake_url, pool_name, servers, when_replaced=when)
+    old = session.shards
+    (kept,) = jobs_of([[9]])
+    session.cache.put(kept.digest, Row("f32").decode(row_of(kept), info_of()))
+    session.table.withdrawn.append((0, kept.digest))
+    assert look_at(session, servers, info.pack()) is True
+    assert not call.done
+    assert session.shards == info.shard_keys(session.keys)
+    assert session.cache.get(kept.digest) is not None
+    assert session.table.withdrawn == []
+    unsent = list(session.table.unsent["interactive"])
+    assert sorted(map(id, unsent)) == sorted(map(id, session.table.flights.values()))
+    assert len(unsent) == 9
+    for flight in unsent:
+        place = info.placement().of(flight.job.tokens, flight.job.adapter)
+        assert (flight.shard, flight.lane) == place
+    assert session.table.statistics.resubmitted == 9
+    assert b"bye" in entries_of(server, old[0].reply(session.id))[-1][1]
 
 
 def test_a_client_that_follows_moves_even_where_the_old_shards_cannot_be_told(
