@@ -110,6 +110,9 @@ class Pool:
     )
     LANES = _gauge("lmpool_lanes", "Lanes of the pool, over all its shards.")
     SHARDS = _gauge("lmpool_shards", "Shards of the pool.")
+    SHARDS_AWAY = _gauge(
+        "lmpool_shards_away", "Shards that do not answer: what else is told is of the others."
+    )
     WORKERS = _gauge("lmpool_workers", "Workers that are alive.")
     ROWS_PER_SECOND = _gauge(
         "lmpool_answers_per_second", "Answers of all living workers, over the last ten seconds."

@@ -148,6 +148,7 @@ def _shown(view: PoolView) -> Iterator[tuple[Metric, Shown]]:
     yield Pool.PENDING, {name: queue["pending"] for name, queue in queues.items()}
     yield Pool.OLDEST, {name: queue["oldest_seconds"] for name, queue in queues.items()}
     yield Pool.SHARDS, 0 if view.model is None else view.model["shards"]
+    yield Pool.SHARDS_AWAY, len(found["shards_away"])
     yield Pool.LANES, 0 if view.model is None else view.model["shards"] * view.model["lanes"]
     yield Pool.WORKERS, len(view.workers)
     yield Pool.ROWS_PER_SECOND, sum(worker["rows_per_second"] for worker in view.workers)

@@ -6,28 +6,31 @@
         view = viewer.read()
         print(view.queues["interactive"]["jobs"], len(view.workers))
 
-It asks nothing of the workers: what it reads is in a few small keys of the server.
+It asks nothing of the workers: what it reads is in a few small keys of the server. Of a Redis
+Cluster it shows what those nodes tell that answer, and names the others.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypedDict
+from typing import Any, NamedTuple, Self, TypedDict
 
-from redis.exceptions import NoPermissionError, ResponseError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
-from lmpool.commands import Server
-from lmpool.errors import LmpoolError
+from lmpool.commands import Fields, Server
+from lmpool.errors import LmpoolError, ServerUnreachable
 from lmpool.keys import GROUP, PRIORITIES, JobStream, PoolKeys, Priority, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.statistics import PoolStatistics, WorkerStatistics, pool_statistics
-from lmpool.server import ANSWER_TIMEOUT, get_string, greet, understood
+from lmpool.server import ANSWER_TIMEOUT, get_string, greet, is_lost, understood
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
 
-__all__ = ["ModelView", "PoolView", "PoolViewer", "QueueView"]
+__all__ = ["ModelView", "NodeView", "PoolView", "PoolViewer", "QueueView"]
 
 
 class QueueView(TypedDict):
@@ -51,6 +54,18 @@ class ModelView(TypedDict):
     fingerprint: str
     shards: int
     lanes: int
+
+
+class NodeView(TypedDict):
+    """A primary of a Redis Cluster: ``host:port``, whether it answers, its memory as in `PoolView`,
+    the numbers of the pool's shards that lie on it, and their jobs of all priorities."""
+
+    address: str
+    answers: bool
+    memory_bytes: int
+    memory_max_bytes: int
+    shards: list[int]
+    jobs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +93,13 @@ class PoolView:
     memory_bytes: int
     memory_max_bytes: int
     """The server's, for all that it holds; 0 where it has no bound."""
+    nodes: list[NodeView] = field(default_factory=list)
+    """The primaries of a Redis Cluster, over which the figures are summed; none of one server."""
+
+    @property
+    def nodes_away(self) -> list[str]:
+        """The addresses of primaries that do not answer: the figures are those of the others."""
+        return [node["address"] for node in self.nodes if not node["answers"]]
 
     @property
     def workers(self) -> list[WorkerStatistics]:
@@ -111,6 +133,8 @@ class PoolViewer:
             options.url, name="lmpool-viewer", answers_within=answers_within
         )
         self._server = ""
+        self._info: bytes | None = None
+        self._counters: dict[str, Fields] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -128,7 +152,7 @@ class PoolViewer:
         self._servers.close()
 
     def read(self) -> PoolView:
-        """Look once. Raises `ServerError` where the server does not answer.
+        """Look once. Raises `ServerError` where the server does not answer, or no node of a cluster.
 
         What this user may not read counts as nothing. A pool that nobody serves has no `model`.
         """
@@ -136,25 +160,18 @@ class PoolViewer:
         with understood(self.url), servers.in_step():
             servers.follow()
             if not self._server:
-                self._server = greet(servers.anywhere, self.url)
-            packed = get_string(servers.for_key(self._keys.info), self._keys.info)
-            info = _model_info(packed)
+                self._server = _greet(servers, self.url)
+            info = _model_info(self._packed())
             shards = () if info is None else info.shard_keys(self._keys)
-            statistics = pool_statistics(servers, shards) if shards else _NOTHING.copy()
-            now = _time(servers.anywhere)
-            queues: dict[Priority, QueueView] = {
-                name: QueueView(jobs=0, pending=0, oldest_seconds=0.0) for name in PRIORITIES
-            }
-            dead: int | None = 0
-            adapters = set[str]()
-            for shard in shards:
-                server = servers.for_shard(shard)
-                for stream in shard.streams:
-                    _add_queue(queues[stream.priority], server, stream, now)
-                letters, known = _kept(server, shard)
-                dead = None if dead is None or letters is None else dead + letters
-                adapters |= known
-            memory = [_memory(server) for server in servers.everywhere()]
+            # Where they lie now: of one that is lost the map may soon name another.
+            places = [_place(servers, shard) for shard in shards]
+            statistics = _NOTHING.copy()
+            if shards:
+                statistics = pool_statistics(servers, shards, self._counters)
+            kept = [servers.apart([shard], partial(_kept, shard)) for shard in shards]
+            answered = [found for found in kept if found is not None]
+            nodes, now = self._nodes(places, shards, kept)
+        dead = [found.dead for found in answered]
         return PoolView(
             pool=self.pool,
             url=mask_url(self.url),
@@ -163,12 +180,61 @@ class PoolViewer:
             read_seconds=time.perf_counter() - began,
             model=None if info is None else _model_view(info),
             statistics=statistics,
-            queues=queues,
-            dead_letters=dead,
-            adapters=sorted(adapters),
-            memory_bytes=sum(int(of_one.get("used_memory", 0)) for of_one in memory),
-            memory_max_bytes=sum(int(of_one.get("maxmemory", 0)) for of_one in memory),
+            queues={name: _queue([found.queues[name] for found in answered]) for name in PRIORITIES},
+            dead_letters=None if None in dead else sum(letters or 0 for letters in dead),
+            adapters=sorted(set[str]().union(*(found.adapters for found in answered))),
+            memory_bytes=sum(node["memory_bytes"] for node in nodes),
+            memory_max_bytes=sum(node["memory_max_bytes"] for node in nodes),
+            nodes=nodes if servers.fails_apart else [],
         )
+
+    def _packed(self) -> bytes | None:
+        """The model info; what it was, where the node that holds it is away."""
+        key = self._keys.info
+        # It lies by itself, as if it were a shard.
+        alone = ShardKeys(key)
+
+        def read(server: Server) -> None:
+            self._info = get_string(server, key)
+
+        lost: list[Exception] = []
+        self._servers.apart([alone], read, lambda _, error: lost.append(error))
+        if lost and self._info is None:
+            raise lost[0]
+        return self._info
+
+    def _nodes(
+        self, places: Sequence[str], shards: Sequence[ShardKeys], kept: Sequence[_Kept | None]
+    ) -> tuple[list[NodeView], float]:
+        """The servers, and what time it is by the first that answers."""
+        servers = self._servers
+        lies: dict[str, list[tuple[ShardKeys, _Kept | None]]] = {}
+        for place, shard, found in zip(places, shards, kept, strict=True):
+            lies.setdefault(place, []).append((shard, found))
+        nodes: list[NodeView] = []
+        now: float | None = None
+        for server in servers.everywhere():
+            place = _address(server)
+            here = lies.pop(place, [])
+            memory: dict[str, Any] | None = None
+            # One that has just been waited for is not waited for again.
+            if not any(found is None for _, found in here):
+                memory, now = _look_at(servers, server, now)
+            nodes.append(_node_view(place, memory, here))
+        nodes += [_node_view(place, None, here) for place, here in lies.items()]
+        return sorted(nodes, key=lambda node: node["address"]), time.time() if now is None else now
+
+
+def _greet(servers: Servers, url: str) -> str:
+    """The name and version of the first server that answers."""
+    failure: ServerUnreachable | None = None
+    for server in servers.everywhere():
+        try:
+            return greet(server, url)
+        except ServerUnreachable as error:
+            failure = error
+    assert failure is not None
+    raise failure
 
 
 _NOTHING = PoolStatistics(
@@ -182,7 +248,16 @@ _NOTHING = PoolStatistics(
     held_bytes=0,
     oldest_seconds=None,
     workers=[],
+    shards_away=[],
 )
+
+
+class _Kept(NamedTuple):
+    """What a shard holds besides results: `dead` letters, None where they may not be seen."""
+
+    queues: dict[Priority, QueueView]
+    dead: int | None
+    adapters: set[str]
 
 
 def _model_info(packed: bytes | None) -> ModelInfo | None:
@@ -206,6 +281,48 @@ def _model_view(info: ModelInfo) -> ModelView:
     )
 
 
+def _address(server: Server) -> str:
+    """Where a server is; '' for one by itself, which a URL says."""
+    options = server.connection_pool.connection_kwargs
+    return f"{options.get('host', '')}:{options.get('port', '')}"
+
+
+def _place(servers: Servers, shard: ShardKeys) -> str:
+    """The address of the server that holds a shard; '' where nobody says."""
+    try:
+        return _address(servers.for_shard(shard))
+    except (RedisError, OSError):
+        return ""
+
+
+def _look_at(
+    servers: Servers, server: Server, now: float | None
+) -> tuple[dict[str, Any] | None, float | None]:
+    """A server's memory, None for a node of a cluster that is away; and the time, unless known."""
+    try:
+        return _memory(server), _time(server) if now is None else now
+    except (RedisError, OSError) as error:
+        if not servers.fails_apart or not is_lost(error):
+            raise
+        return None, now
+
+
+def _node_view(
+    place: str,
+    memory: dict[str, Any] | None,
+    here: Sequence[tuple[ShardKeys, _Kept | None]],
+) -> NodeView:
+    queues = [queue for _, found in here if found is not None for queue in found.queues.values()]
+    return NodeView(
+        address=place,
+        answers=memory is not None,
+        memory_bytes=int((memory or {}).get("used_memory", 0)),
+        memory_max_bytes=int((memory or {}).get("maxmemory", 0)),
+        shards=[shard.number for shard, _ in here],
+        jobs=sum(queue["jobs"] for queue in queues),
+    )
+
+
 def _time(server: Server) -> float:
     try:
         seconds, microseconds = server.time()
@@ -221,27 +338,45 @@ def _memory(server: Server) -> dict[str, Any]:
         return {}
 
 
-def _add_queue(queue: QueueView, server: Server, stream: JobStream, now: float) -> None:
-    with server.pipeline(transaction=False) as pipeline:
-        pipeline.xlen(stream.key)
-        pipeline.xinfo_consumers(stream.key, GROUP)
-        pipeline.xrange(stream.key, "-", "+", 1)
-        length, consumers, first = pipeline.execute(raise_on_error=False)
-    if isinstance(length, int):
-        queue["jobs"] += length
-    if isinstance(consumers, list):
-        queue["pending"] += sum(int(consumer["pending"]) for consumer in consumers)
-    if isinstance(first, list) and first:
-        came = int(first[0][0].partition(b"-")[0]) / 1000
-        queue["oldest_seconds"] = max(queue["oldest_seconds"], now - came, 0.0)
-
-
-def _kept(server: Server, shard: ShardKeys) -> tuple[int | None, set[str]]:
-    """How many jobs of a shard were given up, if that may be seen, and its adapters' names."""
+def _kept(shard: ShardKeys, server: Server) -> _Kept:
+    now = _time(server)
+    queues: dict[Priority, QueueView] = {
+        name: _queue([_read_queue(server, s, now) for s in shard.streams if s.priority == name])
+        for name in PRIORITIES
+    }
     with server.pipeline(transaction=False) as pipeline:
         pipeline.xlen(shard.dead)
         pipeline.hgetall(shard.adapters)
         dead, adapters = pipeline.execute(raise_on_error=False)
     names = adapters if isinstance(adapters, dict) else {}
-    letters = None if isinstance(dead, NoPermissionError) else dead if isinstance(dead, int) else 0
-    return letters, {name.decode("utf-8", "replace") for name in names}
+    return _Kept(
+        queues,
+        None if isinstance(dead, NoPermissionError) else dead if isinstance(dead, int) else 0,
+        {name.decode("utf-8", "replace") for name in names},
+    )
+
+
+def _read_queue(server: Server, stream: JobStream, now: float) -> QueueView:
+    with server.pipeline(transaction=False) as pipeline:
+        pipeline.xlen(stream.key)
+        pipeline.xinfo_consumers(stream.key, GROUP)
+        pipeline.xrange(stream.key, "-", "+", 1)
+        length, consumers, first = pipeline.execute(raise_on_error=False)
+    queue = QueueView(jobs=0, pending=0, oldest_seconds=0.0)
+    if isinstance(length, int):
+        queue["jobs"] = length
+    if isinstance(consumers, list):
+        queue["pending"] = sum(int(consumer["pending"]) for consumer in consumers)
+    if isinstance(first, list) and first:
+        came = int(first[0][0].partition(b"-")[0]) / 1000
+        queue["oldest_seconds"] = max(now - came, 0.0)
+    return queue
+
+
+def _queue(parts: Sequence[QueueView]) -> QueueView:
+    """All of them together."""
+    return QueueView(
+        jobs=sum(part["jobs"] for part in parts),
+        pending=sum(part["pending"] for part in parts),
+        oldest_seconds=max((part["oldest_seconds"] for part in parts), default=0.0),
+    )

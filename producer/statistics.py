@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from collections.abc import Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypedDict
 
 import msgpack
+import redis.exceptions
 
-from lmpool.commands import Server
+from lmpool.commands import Fields, Server
 from lmpool.counters import (
     ANSWERS_METRIC,
     BATCHES,
@@ -21,6 +23,7 @@ from lmpool.counters import (
 )
 from lmpool.keys import ShardKeys
 from lmpool.liveness import living
+from lmpool.server import is_lost
 from lmpool.servers import Servers
 from lmpool.wants import KINDS
 
@@ -52,7 +55,8 @@ class PoolStatistics(TypedDict):
     """`computed`, `batches`, `failed`, `expired`, `evicted` since the pool began (see
     `lmpool.counters`), and the `answers` among `computed` by the kind of want;
     `backlog` now, and what it holds: `held_bytes` of the server's memory for results, the oldest of
-    which was stored `oldest_seconds` ago (None without one)."""
+    which was stored `oldest_seconds` ago (None without one). `shards_away` are the numbers of those
+    that did not answer, on a Redis Cluster: the figures are of the others."""
 
     computed: int
     batches: int
@@ -64,34 +68,50 @@ class PoolStatistics(TypedDict):
     held_bytes: int
     oldest_seconds: float | None
     workers: list[WorkerStatistics]
+    shards_away: list[int]
 
 
-def pool_statistics(servers: Servers, shards: Sequence[ShardKeys]) -> PoolStatistics:
-    """Read them: one request for each shard, and one for the workers."""
+class _OfShard(NamedTuple):
+    """What one shard tells: its counters, jobs, bytes of results and the age of the oldest."""
+
+    counters: Fields
+    backlog: int
+    held: int
+    ages: list[float]
+
+
+def pool_statistics(
+    servers: Servers,
+    shards: Sequence[ShardKeys],
+    remembered: MutableMapping[str, Fields] | None = None,
+) -> PoolStatistics:
+    """Read them: one request for each shard, and one for the workers.
+
+    Counters of a shard that is away are those of `remembered`, which is kept up: what only grows
+    must not shrink for whoever looks again and again. Raises redis-py's exceptions, where shards
+    fail apart only if all are away.
+    """
     counted = dict.fromkeys(COUNTERS, 0)
     kinds = {kind: Counter(answers(kind), ANSWERS_METRIC, "") for kind in KINDS if kind != "row"}
     counted |= dict.fromkeys(kinds.values(), 0)
     backlog = held = 0
     ages: list[float] = []
+    there: list[ShardKeys] = []
+    lost: list[Exception] = []
+    remembered = {} if remembered is None else remembered
     for shard in shards:
-        server = servers.for_shard(shard)
-        with server.pipeline(transaction=False) as pipeline:
-            pipeline.hgetall(shard.counters)
-            for stream in shard.streams:
-                pipeline.xlen(stream.key)
-            counters, *lengths = pipeline.execute(raise_on_error=False)
-        # A key that was damaged counts as empty: workers make it anew.
-        if isinstance(counters, dict):
-            _add(counted, counters)
-        backlog += sum(length for length in lengths if isinstance(length, int))
-        of_shard, oldest = _held(server, shard)
-        held += of_shard
-        ages += oldest
-    server = servers.for_shard(shards[0])
-    names = living(server, shards[0])
-    beats = server.mget([shards[0].alive(name) for name in names]) if names else []
-    workers = [worker for beat in beats if (worker := _worker(beat)) is not None]
-    workers.sort(key=lambda worker: worker["id"])
+        found = servers.apart([shard], partial(_read, shard), lambda _, error: lost.append(error))
+        if found is None:
+            _add(counted, remembered.get(shard.prefix, {}))
+            continue
+        there.append(shard)
+        remembered[shard.prefix] = found.counters
+        _add(counted, found.counters)
+        backlog += found.backlog
+        held += found.held
+        ages += found.ages
+    if not there:
+        raise lost[-1] if lost else redis.exceptions.ConnectionError("no shard answers")
     return PoolStatistics(
         computed=counted[COMPUTED],
         batches=counted[BATCHES],
@@ -102,8 +122,48 @@ def pool_statistics(servers: Servers, shards: Sequence[ShardKeys]) -> PoolStatis
         backlog=backlog,
         held_bytes=held,
         oldest_seconds=max(ages, default=None),
-        workers=workers,
+        workers=_workers(servers, there),
+        shards_away=[shard.number for shard in shards if shard not in there],
     )
+
+
+def _read(shard: ShardKeys, server: Server) -> _OfShard:
+    with server.pipeline(transaction=False) as pipeline:
+        pipeline.hgetall(shard.counters)
+        for stream in shard.streams:
+            pipeline.xlen(stream.key)
+        counters, *lengths = _answers(pipeline.execute(raise_on_error=False))
+    held, ages = _held(server, shard)
+    return _OfShard(
+        # A key that was damaged counts as empty: workers make it anew.
+        counters if isinstance(counters, dict) else {},
+        sum(length for length in lengths if isinstance(length, int)),
+        held,
+        ages,
+    )
+
+
+def _answers(found: list[Any]) -> list[Any]:
+    """Answers of a pipeline. Raises the first that says that a node is away, or its slots are."""
+    for answer in found:
+        if isinstance(answer, Exception) and is_lost(answer):
+            raise answer
+    return found
+
+
+def _workers(servers: Servers, shards: Sequence[ShardKeys]) -> list[WorkerStatistics]:
+    """The living workers: each has a heartbeat in every shard, so that one which answers will do."""
+    for shard in shards:
+        beats = servers.apart([shard], partial(_beats, shard))
+        if beats is not None:
+            workers = [worker for beat in beats if (worker := _worker(beat)) is not None]
+            return sorted(workers, key=lambda worker: worker["id"])
+    return []
+
+
+def _beats(shard: ShardKeys, server: Server) -> list[bytes | None]:
+    names = living(server, shard)
+    return server.mget([shard.alive(name) for name in names]) if names else []
 
 
 def _held(server: Server, shard: ShardKeys) -> tuple[int, list[float]]:
@@ -111,13 +171,14 @@ def _held(server: Server, shard: ShardKeys) -> tuple[int, list[float]]:
     with server.pipeline(transaction=False) as pipeline:
         pipeline.xinfo_stream(shard.account)
         pipeline.execute_command("TIME")
-        account, (seconds, microseconds) = pipeline.execute(raise_on_error=False)
+        account, now = _answers(pipeline.execute(raise_on_error=False))
     if not isinstance(account, dict) or not account["first-entry"]:
         return 0, []  # no account yet, or this user may not see it
     held = account["last-entry"][1].get(b"held", b"")
     if not held.isdigit():
         return 0, []  # damaged: workers make it anew
     stored_ms = int(account["first-entry"][0].partition(b"-")[0])
+    seconds, microseconds = now
     return int(held), [max(0.0, seconds + microseconds / 1e6 - stored_ms / 1000)]
 
 

@@ -141,9 +141,16 @@ def _shown(
     lm: PooledLM, found: PoolStatistics, rate: float | None, console: Console
 ) -> RenderableType:
     counters = counters_table(f"pool {lm.pool}: {escape(lm.info.model)}", found, rate, console)
+    parts: list[RenderableType] = [counters]
+    if away := found["shards_away"]:
+        numbers = ", ".join(map(str, away))
+        parts.append(
+            f"[red]shards {numbers} of {lm.info.shards} do not answer[/]: the figures are of the "
+            "others (lmpool doctor says which nodes)"
+        )
     if not found["workers"]:
-        return Group(counters, "[red]no worker is alive[/]: start one with lmpool worker")
-    return Group(counters, workers_table(found["workers"], console), *executions(found["workers"]))
+        return Group(*parts, "[red]no worker is alive[/]: start one with lmpool worker")
+    return Group(*parts, workers_table(found["workers"], console), *executions(found["workers"]))
 
 
 def counters_table(

@@ -43,6 +43,9 @@ def shown(look: Look, console: Console) -> RenderableType:
 
 def _body(view: PoolView, rates: dict[str, float] | None, console: Console) -> RenderableType:
     lines = _grid("bold")
+    if view.nodes_away:
+        away = ", ".join(address or "the nodes of some slots" for address in view.nodes_away)
+        lines.add_row("[red]away[/]", f"{escape(away)}: the figures are of the others")
     lines.add_row("pool", f"{view.pool}, {_clock(view.read_at)}")
     lines.add_row("server", f"{escape(view.url)}, {escape(view.server)}, {_memory(view, console)}")
     if view.model is None:
@@ -57,6 +60,8 @@ def _body(view: PoolView, rates: dict[str, float] | None, console: Console) -> R
         f"{escape(model['model'])}, {escape(model['engine'])}, {escape(model['dtype'])}, "
         f"{model['vocab_size']:,} tokens",
     )
+    if view.nodes:
+        lines.add_row("shards", _shards(view))
     lines.add_row("answers", _answers(view, rates))
     lines.add_row("batches", _batches(view, rates))
     lines.add_row("backlog", _backlog(view))
@@ -77,6 +82,16 @@ def _body(view: PoolView, rates: dict[str, float] | None, console: Console) -> R
             f"[red]no worker is alive[/]{waiting}: start one with lmpool worker --pool {view.pool}"
         )
     return Group(*parts, *_failures(view))
+
+
+def _shards(view: PoolView) -> str:
+    """Where the shards of a cluster lie, how many jobs are there, and who does not answer."""
+    nodes = []
+    for node in view.nodes:
+        here = ", ".join(map(str, node["shards"])) or "none"
+        state = f"{node['jobs']:,} jobs" if node["answers"] else "[red]does not answer[/]"
+        nodes.append(f"{escape(node['address'] or 'nowhere')}: {here} ({state})")
+    return "\n".join(nodes)
 
 
 def _answers(view: PoolView, rates: dict[str, float] | None) -> str:
@@ -133,7 +148,7 @@ def _pace(rates: dict[str, float] | None, name: str) -> str:
 
 def _memory(view: PoolView, console: Console) -> str:
     used, most = view.memory_bytes, view.memory_max_bytes
-    if not most:
+    if not most or any(node["answers"] and not node["memory_max_bytes"] for node in view.nodes):
         return f"{_bytes(used)} in use, no maxmemory"
     part = used / most
     filled = bar(part, BAR, ascii_only=not speaks_unicode(console))

@@ -23,7 +23,7 @@ export function render(told) {
   ].join(" · "));
 
   const live = told.state === "serving" || told.state === "no workers" || told.state === "no pool";
-  put("as-of", live ? "" : `as it was at ${clock(view.read_at)}`);
+  put("as-of", live ? away(view.nodes) : `as it was at ${clock(view.read_at)}`);
   put("pace", live ? pace(told.rate) : "–");
   spark();
   const jobs = Object.values(queues).reduce((sum, queue) => sum + queue.jobs, 0);
@@ -47,6 +47,12 @@ export function render(told) {
   workers(statistics.workers);
   adapters(view.adapters);
   failures(told.failures);
+}
+
+// Nodes of a cluster that do not answer: the figures are of the others.
+function away(nodes) {
+  const gone = nodes.filter((node) => !node.answers).map((node) => clean(node.address || "some nodes"));
+  return gone.length ? `without ${gone.join(", ")}, which ${gone.length > 1 ? "do" : "does"} not answer` : "";
 }
 
 function waiting(jobs, running, batch) {
