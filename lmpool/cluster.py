@@ -98,6 +98,8 @@ class SlotMap:
         self._doubtful = True
         self._looked = -REFRESH_EVERY
         self._suspects: dict[Address, float] = {}
+        self._failure: Exception = SlotLost("no node knows who serves the slots")
+        """Why the last look found nothing."""
 
     @property
     def is_known(self) -> bool:
@@ -115,10 +117,15 @@ class SlotMap:
         return found
 
     def nodes(self) -> list[Address]:
-        """Every node that serves slots, those that answered lately first."""
+        """Every node that serves slots, those that answered lately first.
+
+        Raises redis-py's exceptions where none is known.
+        """
         if self._doubtful:
             self.refresh()
-        return sorted(self._known(), key=lambda node: (node in self._suspects, node))
+        if not (known := self._known()):
+            raise self._failure
+        return sorted(known, key=lambda node: (node in self._suspects, node))
 
     def move(self, slot: int, address: Address) -> None:
         """A node said who serves a slot."""
@@ -157,7 +164,8 @@ class SlotMap:
                     break
             self._looked = time.monotonic()
             if self._doubtful and not any(self._owners):
-                raise failure or SlotLost("no node knows who serves the slots")
+                self._failure = failure or self._failure
+                raise self._failure
 
     def _known(self) -> set[Address]:
         return {owner for owner in self._owners if owner is not None}
@@ -177,15 +185,16 @@ def _owners(ranges: Sequence[Any], asked: Address) -> list[Address | None]:
     """The primary of each slot, from the answer to ``CLUSTER SLOTS``."""
     owners: list[Address | None] = [None] * SLOTS
     for first, last, primary, *_ in ranges:
-        address = _address(primary, asked)
+        address = node_address(primary, asked)
         owners[first : last + 1] = [address] * (last + 1 - first)
     if len(owners) != SLOTS:
         raise ValueError("slots that no cluster has")
     return owners
 
 
-def _address(node: Sequence[Any], asked: Address) -> Address:
-    """A node as it wants to be called; one without a name is at the host that was asked."""
+def node_address(node: Sequence[Any], asked: Address) -> Address:
+    """A node of an answer to ``CLUSTER SLOTS``, as it wants to be called; one without a name is at
+    the host that was asked."""
     host, port, *more = node
     if host in (b"?", "?"):  # it is to be called by a name, and has none
         about = [text for part in more if isinstance(part, list) for text in part]

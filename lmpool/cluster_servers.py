@@ -134,6 +134,10 @@ class ClusterServers(Servers):
     def everywhere(self) -> list[Server]:
         return [self._node(address) for address in self._slots.nodes()]
 
+    def at(self, address: Address) -> Server:
+        """A node, a replica for example."""
+        return self._node(address)
+
     def read_together(self, shards: Sequence[ShardKeys]) -> list[list[ShardKeys]]:
         return [[shard] for shard in shards]  # a blocking read is of one slot
 

@@ -132,7 +132,7 @@ def _check_headroom(facts: Facts, policy: str, bound: int, used: int) -> Iterato
         )
     if facts.model is None:
         return
-    row = facts.model.vocab_size * (4 if facts.model.encoding == "f32" else 2)
+    row = row_bytes(facts.model)
     room = bound // row
     if room < ROWS_ENOUGH:
         yield Finding(
@@ -142,6 +142,11 @@ def _check_headroom(facts: Facts, policy: str, bound: int, used: int) -> Iterato
         )
     else:
         yield Finding("ok", f"a row takes {in_bytes(row)}: there is room for {room:,}")
+
+
+def row_bytes(model: ModelInfo) -> int:
+    """The bytes of one row, as it is stored."""
+    return model.vocab_size * (4 if model.encoding == "f32" else 2)
 
 
 def check_persistence(facts: Facts) -> Iterator[Finding]:

@@ -19,27 +19,43 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, cast
 
-from redis.exceptions import NoPermissionError, NoScriptError, ResponseError
+import redis
+from redis.exceptions import (
+    AuthenticationError,
+    NoPermissionError,
+    NoScriptError,
+    RedisError,
+    ResponseError,
+)
 
+from lmpool.address import Address, is_cluster
+from lmpool.cluster import node_address
+from lmpool.cluster_diagnosis import ClusterFacts, ClusterNode, examine_cluster
+from lmpool.cluster_servers import ClusterServers
 from lmpool.commands import Server
 from lmpool.diagnosis import Facts, Finding, examine
-from lmpool.errors import LmpoolError
+from lmpool.errors import LmpoolError, ServerRefused
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.liveness import signs_of_life
 from lmpool.model_info import ModelInfo
 from lmpool.producer import connect
 from lmpool.producer.statistics import WorkerStatistics
-from lmpool.server import get_string, greet, understood
+from lmpool.server import NODE, get_string, greet, is_lost, understood
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
+from lmpool.slots import SLOTS
 
 REPUBLISHED_IN: Final = 2.0
 """Seconds within which living workers publish a model info that was lost."""
 PINGS: Final = 25
 
-__all__ = ["Facts", "Finding", "Ping", "diagnose", "measure_latency", "ping", "read_facts"]
+__all__ = [
+    "ClusterFacts", "ClusterNode", "Facts", "Finding", "Ping", "diagnose", "measure_latency",
+    "ping", "read_cluster", "read_facts",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +112,137 @@ def diagnose(url: str | None = None, pool: str | None = None) -> list[Finding]:
     """
     options = ClientOptions(url=url, pool=pool)
     try:
-        facts = read_facts(options.url, options.pool)
+        if is_cluster(options.url):
+            return examine_cluster(read_cluster(options.url, options.pool))
+        return examine(read_facts(options.url, options.pool))
     except LmpoolError as error:
         return [Finding("wrong", str(error))]
-    return examine(facts)
 
 
 def read_facts(url: str | None = None, pool: str | None = None) -> Facts:
-    """Ask the server. What this user may not read is left out.
+    """Ask the server. What this user may not read is left out. `read_cluster` is of a cluster.
 
     Raises `ServerError` where the server does not answer.
     """
     options = ClientOptions(url=url, pool=pool)
     with _connections(options.url) as servers, understood(options.url):
         servers.anywhere.ping()
-        return _with_pool(servers, _server_facts(servers.anywhere, options.url), options.pool)
+        facts = _server_facts(servers.anywhere, options.url)
+        if facts.info.get("redis_mode") == "cluster" and not is_cluster(options.url):
+            raise ServerRefused(f"{mask_url(options.url)} is {NODE}")
+        return _with_pool(servers, facts, options.pool)[0]
+
+
+def read_cluster(url: str | None = None, pool: str | None = None) -> ClusterFacts:
+    """Ask every node of a Redis Cluster. What this user may not read is left out.
+
+    Raises `ServerError` where no node answers.
+    """
+    options = ClientOptions(url=url, pool=pool)
+    if not is_cluster(options.url):
+        raise ServerRefused(f"{mask_url(options.url)} names no cluster: write redis+cluster://...")
+    with _connections(options.url) as servers, understood(options.url):
+        assert isinstance(servers, ClusterServers)
+        nodes, owners = _layout(servers)
+        found = [_examined(servers, node) for node in nodes]
+        bare = Facts(options.url, {}, None, (0.0,), 0.0)
+        facts, away = _with_pool(servers, bare, options.pool)
+        return ClusterFacts(facts, found, owners, away)
+
+
+def _layout(servers: ClusterServers) -> tuple[list[ClusterNode], list[str | None]]:
+    """The nodes that the cluster names, replicas after their primary, and the primary of each slot.
+
+    Raises redis-py's exceptions where no node says it.
+    """
+    failure: Exception | None = None
+    for server in servers.everywhere():
+        try:
+            ranges = _asked(server, "CLUSTER", "SLOTS")
+        except (RedisError, OSError) as error:
+            if not is_lost(error):
+                raise
+            failure = error
+            continue
+        dead = {m.id for m in _members(server) if "fail" in m.flags}
+        options = server.connection_pool.connection_kwargs
+        owners: list[str | None] = [None] * SLOTS
+        nodes: dict[str, ClusterNode] = {}
+        for first, last, *some in ranges:
+            named = [_text(node_address(each, (options["host"], 0))) for each in some]
+            owners[first : last + 1] = [named[0]] * (last + 1 - first)
+            for address, each in zip(named, some, strict=True):
+                primary = "" if address == named[0] else named[0]
+                nodes[address] = ClusterNode(address, primary, is_down=each[2].decode() in dead)
+        return list(nodes.values()), owners
+    raise failure or redis.exceptions.ConnectionError("no node answers")
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A line of ``CLUSTER NODES``."""
+
+    id: str
+    flags: frozenset[str]
+    moving: tuple[int, ...]
+
+
+def _members(server: Server) -> list[_Member]:
+    """Whom a node knows, itself first; nobody where this user may not ask."""
+    try:
+        said = _asked(server, "CLUSTER", "NODES")
+    except ResponseError:
+        return []
+    found = []
+    for line in said.decode("utf-8", "replace").splitlines():
+        name, _, flags, _, _, _, _, _, *slots = line.split()
+        moving = (slot[1:].partition("-")[0] for slot in slots if slot.startswith("["))
+        flagged = frozenset(flags.split(","))
+        found.append(
+            _Member(name, flagged, tuple(int(slot) for slot in moving if slot.isdecimal()))
+        )
+    return sorted(found, key=lambda member: "myself" not in member.flags)
+
+
+def _examined(servers: ClusterServers, node: ClusterNode) -> ClusterNode:
+    """A node with what it says of itself, or why it does not."""
+    host, _, port = node.address.rpartition(":")
+    address: Address = (host, int(port))
+    try:
+        server = servers.at(address)
+        server.ping()
+        facts = _server_facts(server, f"redis://{node.address}")
+        members = _members(server)
+        return replace(
+            node,
+            facts=facts,
+            state=_state(server),
+            moving=members[0].moving if members else (),
+        )
+    except AuthenticationError as error:
+        return replace(node, error=str(error), refuses=True)
+    except (RedisError, OSError) as error:
+        if not is_lost(error):
+            raise
+        return replace(node, error=str(error) or type(error).__name__)
+
+
+def _state(server: Server) -> str:
+    try:
+        said = _asked(server, "CLUSTER", "INFO").decode("utf-8", "replace")
+    except ResponseError:
+        return ""
+    pairs = dict(line.partition(":")[::2] for line in said.split())
+    return str(pairs.get("cluster_state", ""))
+
+
+def _asked(server: Server, *words: str) -> Any:
+    """The answer to a command as the server gives it."""
+    return cast(redis.Redis, server).execute_command(*words)
+
+
+def _text(address: Address) -> str:
+    return f"{address[0]}:{address[1]}"
 
 
 @contextmanager
@@ -150,31 +282,48 @@ def _server_facts(server: Server, url: str) -> Facts:
     return Facts(url, info, config, measure_latency(server), offset, refused)
 
 
-def _with_pool(servers: Servers, facts: Facts, pool: str) -> Facts:
-    """The server's facts and those of a pool, all its shards together."""
+def _with_pool(servers: Servers, facts: Facts, pool: str) -> tuple[Facts, list[int]]:
+    """The server's facts and those of a pool, all its shards together, but for those of a cluster
+    that do not answer, whose numbers these are."""
     facts = replace(facts, pool=pool)
     keys = PoolKeys(pool)
-    packed = get_string(servers.for_key(keys.info), keys.info)
+    try:
+        packed = get_string(servers.for_key(keys.info), keys.info)
+    except (RedisError, OSError) as error:
+        if not servers.fails_apart or not is_lost(error):
+            raise
+        said = f"pool {pool!r}: the node that holds its model info is away ({error})"
+        return replace(facts, model_error=said), []
     if packed is None:
-        return facts
+        return facts, []
     try:
         model = ModelInfo.unpack(packed)
     except LmpoolError as error:
-        return replace(facts, model_error=f"pool {pool!r}: {error}")
+        return replace(facts, model_error=f"pool {pool!r}: {error}"), []
     workers: dict[str, bool] = {}
     pending: dict[str, int] = {}
     backlog = dead = 0
+    away: list[int] = []
     for shard in model.shard_keys(keys):
-        server = servers.for_shard(shard)
-        jobs, given_up = _lengths(server, shard)
+        found = servers.apart([shard], partial(_read_shard, shard))
+        if found is None:
+            away.append(shard.number)
+            continue
+        jobs, given_up, held, beats = found
         backlog += jobs
         dead += given_up
-        held = _held(server, shard)
-        beats = signs_of_life(server, [shard.alive(name) for name in held])
         for (name, count), alive in zip(held.items(), beats, strict=True):
             pending[name] = pending.get(name, 0) + count
             workers[name] = workers.get(name, False) or alive
-    return replace(facts, model=model, workers=workers, pending=pending, backlog=backlog, dead=dead)
+    facts = replace(facts, model=model, workers=workers, pending=pending)
+    return replace(facts, backlog=backlog, dead=dead), away
+
+
+def _read_shard(shard: ShardKeys, server: Server) -> tuple[int, int, dict[str, int], list[bool]]:
+    """A shard's jobs, those given up, and who holds how many, each with whether it is alive."""
+    jobs, given_up = _lengths(server, shard)
+    held = _held(server, shard)
+    return jobs, given_up, held, signs_of_life(server, [shard.alive(name) for name in held])
 
 
 def _lengths(server: Server, shard: ShardKeys) -> tuple[int, int]:

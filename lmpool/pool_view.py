@@ -152,7 +152,7 @@ class PoolViewer:
         self._servers.close()
 
     def read(self) -> PoolView:
-        """Look once. Raises `ServerError` where the server does not answer, or no node of a cluster.
+        """Look once. Raises `ServerError` where no server answers.
 
         What this user may not read counts as nothing. A pool that nobody serves has no `model`.
         """
@@ -180,7 +180,9 @@ class PoolViewer:
             read_seconds=time.perf_counter() - began,
             model=None if info is None else _model_view(info),
             statistics=statistics,
-            queues={name: _queue([found.queues[name] for found in answered]) for name in PRIORITIES},
+            queues={
+                name: _queue([found.queues[name] for found in answered]) for name in PRIORITIES
+            },
             dead_letters=None if None in dead else sum(letters or 0 for letters in dead),
             adapters=sorted(set[str]().union(*(found.adapters for found in answered))),
             memory_bytes=sum(node["memory_bytes"] for node in nodes),
