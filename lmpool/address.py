@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from redis import ConnectionPool
     from redis.asyncio.connection import ConnectionPool as AsyncConnectionPool
 
+    from lmpool.commands import Server
+
 Address: TypeAlias = tuple[str, int]
 """Host and port."""
 
@@ -117,6 +119,18 @@ def _host(text: str, usual: int) -> Address:
     if ":" in host:
         ipaddress.IPv6Address(host)  # a ValueError says what is wrong with it
     return host, int(port)
+
+
+def in_url(address: Address) -> str:
+    """``host:port``, as a URL has it."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def address_of(server: Server) -> Address:
+    """Where a connection leads, as far as that is a host and a port."""
+    options = server.connection_pool.connection_kwargs
+    return options.get("host", ""), options.get("port", 0)
 
 
 def is_sentinel(url: str) -> bool:

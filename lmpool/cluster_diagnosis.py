@@ -5,6 +5,7 @@ Every check of `lmpool.diagnosis` is of each node; those here are of all of them
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections import Counter
@@ -369,23 +370,21 @@ def check_shards(found: ClusterFacts) -> Iterator[Finding]:
         )
     primaries = [node.address for node in found.primaries]
     count = found.pool.model.shards
-    worst = _worst(found, count)
     each = Counter(found.shards())
     shown = f"the pool's {count} shards lie " + ", ".join(
         f"{each[address]} on {address}" for address in primaries
     )
-    if worst <= UNEVEN:
+    if _worst(found, count) <= UNEVEN:
         yield Finding("ok", shown)
         return
     due = advised_shards(found)
     if due == count:
-        yield Finding(
-            "note", f"{shown}: unevenly", "even out the slots: redis-cli --cluster rebalance"
-        )
+        remedy = "even out the slots: redis-cli --cluster rebalance HOST:PORT"
+        yield Finding("note", f"{shown}: unevenly", remedy)
         return
     yield Finding(
         "note",
-        f"{shown}: the busiest primary has {worst:.1f} times its part",
+        f"{shown}: unevenly, and the pool is as slow as the busiest of them",
         f"write LMPOOL_SHARDS={due} for all workers and start them anew, the first with "
         "LMPOOL_REPLACE=1 (what is stored is then computed again)",
     )
@@ -401,9 +400,13 @@ def advised_shards(found: ClusterFacts) -> int:
 
 
 def _worst(found: ClusterFacts, count: int) -> float:
-    """How many times the mean the primary has that has the most of so many shards."""
+    """How many times the mean the primary has that has the most of so many shards; infinite where
+    one could have some and has none."""
+    primaries = len(found.primaries)
     each = Counter(found.shards(count))
-    return max(each.values()) * len(found.primaries) / count if found.primaries else 1.0
+    if len(each) < min(primaries, MAX_SHARDS):
+        return math.inf
+    return max(each.values()) * primaries / count
 
 
 def _moves_at_once(found: ClusterFacts) -> bool:

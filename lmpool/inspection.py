@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +31,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from lmpool.address import Address, is_cluster
+from lmpool.address import Address, address_of, in_url, is_cluster
 from lmpool.cluster import node_address
 from lmpool.cluster_diagnosis import ClusterFacts, ClusterNode, examine_cluster
 from lmpool.cluster_servers import ClusterServers
@@ -67,11 +67,14 @@ class Ping:
     server: str
     """Its name and version."""
     latencies: Sequence[float]
-    """Seconds that each PING took, in order of size."""
+    """Seconds that each PING took, in order of size; of a cluster, to any of its primaries."""
     pool: str
     model: ModelInfo
     workers: Sequence[WorkerStatistics]
     """Those that are alive."""
+    nodes: Mapping[str, float | None]
+    """The primaries of a cluster, each with the median in seconds, None of one that does not
+    answer; empty of one server."""
 
     @property
     def latency(self) -> float:
@@ -86,13 +89,38 @@ def ping(url: str | None = None, pool: str | None = None) -> Ping:
     name. A pool without workers answers: `Ping.workers` is empty.
     """
     with connect(url, pool, workers_timeout=REPUBLISHED_IN) as lm:
-        with _connections(lm.url) as servers:
-            server = servers.anywhere
-            version = greet(server, lm.url)
-            with understood(lm.url):
-                latencies = measure_latency(server)
+        with _connections(lm.url) as servers, understood(lm.url):
+            nodes = _pinged(servers)
+            version = greet(next(s for s, took in nodes if took), lm.url)
         workers = lm.pool_statistics_sync()["workers"]
-        return Ping(mask_url(lm.url), version, latencies, lm.pool, lm.info, workers)
+        latencies = sorted(took for _, each in nodes for took in each)
+        medians = {
+            in_url(address_of(server)): statistics.median(took) if took else None
+            for server, took in nodes
+            if servers.fails_apart
+        }
+        url = mask_url(lm.url)
+        return Ping(url, version, latencies, lm.pool, lm.info, workers, medians)
+
+
+def _pinged(servers: Servers) -> list[tuple[Server, list[float]]]:
+    """Every server, with how long its PINGs took: none of a node of a cluster that is away.
+
+    Raises redis-py's exceptions where none answers.
+    """
+    found: list[tuple[Server, list[float]]] = []
+    lost: list[Exception] = []
+    for server in servers.everywhere():
+        try:
+            found.append((server, measure_latency(server)))
+        except (RedisError, OSError) as error:
+            if not is_lost(error):
+                raise
+            lost.append(error)
+            found.append((server, []))
+    if len(lost) == len(found):
+        raise lost[0]
+    return found
 
 
 def measure_latency(server: Server, pings: int = PINGS) -> list[float]:
@@ -164,27 +192,46 @@ def _layout(servers: ClusterServers) -> tuple[list[ClusterNode], list[str | None
                 raise
             failure = error
             continue
-        dead = {m.id for m in _members(server) if "fail" in m.flags}
+        members = {member.id: member for member in _members(server)}
         options = server.connection_pool.connection_kwargs
         owners: list[str | None] = [None] * SLOTS
         nodes: dict[str, ClusterNode] = {}
+        by_name = False
         for first, last, *some in ranges:
-            named = [_text(node_address(each, (options["host"], 0))) for each in some]
+            named = [in_url(node_address(each, (options["host"], 0))) for each in some]
             owners[first : last + 1] = [named[0]] * (last + 1 - first)
             for address, each in zip(named, some, strict=True):
+                member = members.get(_word(each[2]))
                 primary = "" if address == named[0] else named[0]
-                nodes[address] = ClusterNode(address, primary, is_down=each[2].decode() in dead)
+                nodes[_word(each[2])] = ClusterNode(
+                    address, primary, is_down=member is not None and member.is_down
+                )
+                by_name |= member is not None and _word(each[0]) == member.name != ""
+        for member in members.values():  # replicas that are down, or have nothing yet
+            if member.id not in nodes and member.primary in nodes:
+                host = member.name if by_name else member.host
+                address = in_url((host or options["host"], member.port))
+                primary = nodes[member.primary].address
+                nodes[member.id] = ClusterNode(address, primary, is_down=member.is_down)
         return list(nodes.values()), owners
     raise failure or redis.exceptions.ConnectionError("no node answers")
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A line of ``CLUSTER NODES``."""
+    """A line of ``CLUSTER NODES``: `primary` is whose replica it is, `name` its announced one."""
 
     id: str
+    host: str
+    port: int
+    name: str
     flags: frozenset[str]
+    primary: str
     moving: tuple[int, ...]
+
+    @property
+    def is_down(self) -> bool:
+        return "fail" in self.flags
 
 
 def _members(server: Server) -> list[_Member]:
@@ -194,20 +241,25 @@ def _members(server: Server) -> list[_Member]:
     except ResponseError:
         return []
     found = []
-    for line in said.decode("utf-8", "replace").splitlines():
-        name, _, flags, _, _, _, _, _, *slots = line.split()
-        moving = (slot[1:].partition("-")[0] for slot in slots if slot.startswith("["))
+    for line in _word(said).splitlines():
+        id_, where, flags, primary, _, _, _, _, *slots = line.split()
+        # ip:port@bus,name,more=...
+        address, name, *_ = (*where.split(","), "")
+        host, _, port = address.partition("@")[0].rpartition(":")
+        moving = [int(slot[1:].partition("-")[0]) for slot in slots if slot.startswith("[")]
         flagged = frozenset(flags.split(","))
-        found.append(
-            _Member(name, flagged, tuple(int(slot) for slot in moving if slot.isdecimal()))
-        )
+        found.append(_Member(id_, host, int(port), name, flagged, primary, tuple(moving)))
     return sorted(found, key=lambda member: "myself" not in member.flags)
+
+
+def _word(said: bytes | None) -> str:
+    return (said or b"").decode("utf-8", "replace")
 
 
 def _examined(servers: ClusterServers, node: ClusterNode) -> ClusterNode:
     """A node with what it says of itself, or why it does not."""
     host, _, port = node.address.rpartition(":")
-    address: Address = (host, int(port))
+    address: Address = (host.strip("[]"), int(port))
     try:
         server = servers.at(address)
         server.ping()
@@ -229,7 +281,7 @@ def _examined(servers: ClusterServers, node: ClusterNode) -> ClusterNode:
 
 def _state(server: Server) -> str:
     try:
-        said = _asked(server, "CLUSTER", "INFO").decode("utf-8", "replace")
+        said = _word(_asked(server, "CLUSTER", "INFO"))
     except ResponseError:
         return ""
     pairs = dict(line.partition(":")[::2] for line in said.split())
@@ -239,10 +291,6 @@ def _state(server: Server) -> str:
 def _asked(server: Server, *words: str) -> Any:
     """The answer to a command as the server gives it."""
     return cast(redis.Redis, server).execute_command(*words)
-
-
-def _text(address: Address) -> str:
-    return f"{address[0]}:{address[1]}"
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self, TypedDict
 
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
+from lmpool.address import address_of, in_url
 from lmpool.commands import Fields, Server
 from lmpool.errors import LmpoolError, ServerUnreachable
 from lmpool.keys import GROUP, PRIORITIES, JobStream, PoolKeys, Priority, ShardKeys
@@ -216,7 +217,7 @@ class PoolViewer:
         nodes: list[NodeView] = []
         now: float | None = None
         for server in servers.everywhere():
-            place = _address(server)
+            place = in_url(address_of(server))
             here = lies.pop(place, [])
             memory: dict[str, Any] | None = None
             # One that has just been waited for is not waited for again.
@@ -283,16 +284,10 @@ def _model_view(info: ModelInfo) -> ModelView:
     )
 
 
-def _address(server: Server) -> str:
-    """Where a server is; '' for one by itself, which a URL says."""
-    options = server.connection_pool.connection_kwargs
-    return f"{options.get('host', '')}:{options.get('port', '')}"
-
-
 def _place(servers: Servers, shard: ShardKeys) -> str:
     """The address of the server that holds a shard; '' where nobody says."""
     try:
-        return _address(servers.for_shard(shard))
+        return in_url(address_of(servers.for_shard(shard)))
     except (RedisError, OSError):
         return ""
 

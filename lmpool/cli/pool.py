@@ -88,6 +88,9 @@ def ping(as_json: AsJson = False, url: Url = None, pool: Pool = None) -> None:
         f"{1000 * found.latency:.2f} ms (from {1000 * fastest:.2f} to {1000 * slowest:.2f} "
         f"in {len(found.latencies)} pings)"
     )
+    for address, took in found.nodes.items():
+        said = "[red]does not answer[/]" if took is None else f"{1000 * took:.2f} ms"
+        console.print(f"[bold]node[/]     {escape(address)} {said}")
     console.print(
         f"[bold]pool[/]     {found.pool}: {escape(model.model)} ({model.engine}, {model.dtype}), "
         f"{model.vocab_size:,} tokens, prompts up to {model.max_prompt_tokens:,}, rows as "
