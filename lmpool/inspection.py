@@ -386,13 +386,15 @@ def _lengths(server: Server, shard: ShardKeys) -> tuple[int, int]:
 
 def _held(server: Server, shard: ShardKeys) -> dict[str, int]:
     """How many jobs of a shard each of its workers holds, whether it is alive or not."""
+    with server.pipeline(transaction=False) as pipeline:
+        for stream in shard.streams:
+            pipeline.xinfo_consumers(stream.key, GROUP)
+        found = pipeline.execute(raise_on_error=False)
     held: dict[str, int] = {}
-    for stream in shard.streams:
-        try:
-            found = server.xinfo_consumers(stream.key, GROUP)
-        except ResponseError:
+    for consumers in found:
+        if isinstance(consumers, Exception):
             continue  # no stream or no group yet
-        for consumer in found:
+        for consumer in consumers:
             name = consumer["name"].decode("utf-8", "replace")
             held[name] = held.get(name, 0) + int(consumer["pending"])
     return held

@@ -24,7 +24,7 @@ from redis.exceptions import NoPermissionError, RedisError, ResponseError
 from lmpool.address import address_of, in_url
 from lmpool.commands import Fields, Server
 from lmpool.errors import LmpoolError, ServerUnreachable
-from lmpool.keys import GROUP, PRIORITIES, JobStream, PoolKeys, Priority, ShardKeys
+from lmpool.keys import GROUP, PRIORITIES, PoolKeys, Priority, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.statistics import PoolStatistics, WorkerStatistics, pool_statistics
 from lmpool.server import ANSWER_TIMEOUT, get_string, greet, is_lost, understood
@@ -133,6 +133,7 @@ class PoolViewer:
         self._servers = Servers.of_url(
             options.url, name="lmpool-viewer", answers_within=answers_within
         )
+        self._patience = answers_within
         self._server = ""
         self._info: bytes | None = None
         self._counters: dict[str, Fields] = {}
@@ -158,18 +159,24 @@ class PoolViewer:
         What this user may not read counts as nothing. A pool that nobody serves has no `model`.
         """
         servers, began = self._servers, time.perf_counter()
+        until = time.monotonic() + self._patience
         with understood(self.url), servers.in_step():
             servers.follow()
             if not self._server:
                 self._server = _greet(servers, self.url)
-            info = _model_info(self._packed())
+            info = _model_info(self._packed(until))
             shards = () if info is None else info.shard_keys(self._keys)
             # Where they lie now: of one that is lost the map may soon name another.
             places = [_place(servers, shard) for shard in shards]
             statistics = _NOTHING.copy()
             if shards:
                 statistics = pool_statistics(servers, shards, self._counters)
-            kept = [servers.apart([shard], partial(_kept, shard)) for shard in shards]
+            kept = [
+                None
+                if shard.number in statistics["shards_away"]
+                else servers.apart([shard], partial(_kept, shard))
+                for shard in shards
+            ]
             answered = [found for found in kept if found is not None]
             nodes, now = self._nodes(places, shards, kept)
         dead = [found.dead for found in answered]
@@ -191,8 +198,11 @@ class PoolViewer:
             nodes=nodes if servers.fails_apart else [],
         )
 
-    def _packed(self) -> bytes | None:
-        """The model info; what it was, where the node that holds it is away."""
+    def _packed(self, until: float) -> bytes | None:
+        """The model info; what it was, where the node that holds it is away.
+
+        Raises redis-py's exceptions where that is unknown, or looking for it took too long.
+        """
         key = self._keys.info
         # It lies by itself, as if it were a shard.
         alone = ShardKeys(key)
@@ -202,7 +212,7 @@ class PoolViewer:
 
         lost: list[Exception] = []
         self._servers.apart([alone], read, lambda _, error: lost.append(error))
-        if lost and self._info is None:
+        if lost and (self._info is None or time.monotonic() > until):
             raise lost[0]
         return self._info
 
@@ -337,28 +347,28 @@ def _memory(server: Server) -> dict[str, Any]:
 
 def _kept(shard: ShardKeys, server: Server) -> _Kept:
     now = _time(server)
-    queues: dict[Priority, QueueView] = {
-        name: _queue([_read_queue(server, s, now) for s in shard.streams if s.priority == name])
-        for name in PRIORITIES
-    }
     with server.pipeline(transaction=False) as pipeline:
         pipeline.xlen(shard.dead)
         pipeline.hgetall(shard.adapters)
-        dead, adapters = pipeline.execute(raise_on_error=False)
+        for stream in shard.streams:
+            pipeline.xlen(stream.key)
+            pipeline.xinfo_consumers(stream.key, GROUP)
+            pipeline.xrange(stream.key, "-", "+", 1)
+        dead, adapters, *found = pipeline.execute(raise_on_error=False)
+    parts: dict[Priority, list[QueueView]] = {name: [] for name in PRIORITIES}
+    for number, stream in enumerate(shard.streams):
+        parts[stream.priority].append(_queue_view(found[3 * number : 3 * number + 3], now))
     names = adapters if isinstance(adapters, dict) else {}
     return _Kept(
-        queues,
+        {name: _queue(each) for name, each in parts.items()},
         None if isinstance(dead, NoPermissionError) else dead if isinstance(dead, int) else 0,
         {name.decode("utf-8", "replace") for name in names},
     )
 
 
-def _read_queue(server: Server, stream: JobStream, now: float) -> QueueView:
-    with server.pipeline(transaction=False) as pipeline:
-        pipeline.xlen(stream.key)
-        pipeline.xinfo_consumers(stream.key, GROUP)
-        pipeline.xrange(stream.key, "-", "+", 1)
-        length, consumers, first = pipeline.execute(raise_on_error=False)
+def _queue_view(answers: Sequence[Any], now: float) -> QueueView:
+    """One stream, by the answers to XLEN, XINFO CONSUMERS and XRANGE; errors are nothing."""
+    length, consumers, first = answers
     queue = QueueView(jobs=0, pending=0, oldest_seconds=0.0)
     if isinstance(length, int):
         queue["jobs"] = length

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Final, NamedTuple, TypedDict
 
 import msgpack
 import redis.exceptions
@@ -26,6 +27,9 @@ from lmpool.liveness import living
 from lmpool.server import is_lost
 from lmpool.servers import Servers
 from lmpool.wants import KINDS
+
+PATIENCE: Final = 4.0
+"""Seconds of waiting for nodes that do not answer, after which shards are not asked any more."""
 
 
 class JobFailure(TypedDict):
@@ -99,8 +103,12 @@ def pool_statistics(
     there: list[ShardKeys] = []
     lost: list[Exception] = []
     remembered = {} if remembered is None else remembered
+    began = time.monotonic()
     for shard in shards:
-        found = servers.apart([shard], partial(_read, shard), lambda _, error: lost.append(error))
+        found = None
+        if not lost or time.monotonic() - began < PATIENCE:
+            read = partial(_read, shard)
+            found = servers.apart([shard], read, lambda _, error: lost.append(error))
         if found is None:
             _add(counted, remembered.get(shard.prefix, {}))
             continue
@@ -152,7 +160,7 @@ def _answers(found: list[Any]) -> list[Any]:
 
 
 def _workers(servers: Servers, shards: Sequence[ShardKeys]) -> list[WorkerStatistics]:
-    """The living workers: each has a heartbeat in every shard, so that one which answers will do."""
+    """The living workers: each has a heartbeat in every shard, so that any that answers will do."""
     for shard in shards:
         beats = servers.apart([shard], partial(_beats, shard))
         if beats is not None:

@@ -17,6 +17,7 @@ import lmpool
 from lmpool import inspection
 from lmpool.diagnosis import Finding
 from lmpool.errors import ServerUnreachable
+from lmpool.exporter import ANSWERS_WITHIN
 from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.pool_view import PoolViewer
 from lmpool.slots import slot_of
@@ -39,9 +40,16 @@ QUIET = {
 """What the doctor asks for, as far as one machine can do it."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster(server_binary: str) -> Iterator[Cluster]:
-    """Three primaries, each with a replica."""
+    """Three primaries, each with a replica, which tests leave as it is."""
+    with Cluster(3, 1, node_timeout=1.0, **QUIET) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def own_cluster(server_binary: str) -> Iterator[Cluster]:
+    """The same, for one test."""
     with Cluster(3, 1, node_timeout=1.0, **QUIET) as cluster:
         yield cluster
 
@@ -202,12 +210,17 @@ def test_commands_say_which_node_is_away(bare: Cluster, pool_name: str) -> None:
 
 
 def test_a_cluster_that_is_away_is_an_error_and_found_again(bare: Cluster, pool_name: str) -> None:
-    with worker_of(bare, pool_name), PoolViewer(bare.url, pool_name) as viewer:
+    with (
+        worker_of(bare, pool_name),
+        PoolViewer(bare.url, pool_name, answers_within=ANSWERS_WITHIN) as viewer,
+    ):
         assert viewer.read().workers
         for node in bare.nodes:
             node.pause()
+        began = time.monotonic()
         with pytest.raises(ServerUnreachable):
             viewer.read()
+        assert time.monotonic() - began < 9, "whoever scrapes waits 10 s"
         for node in bare.nodes:
             node.resume()
         until(lambda: _has_workers(viewer), 20, what="the pool to be seen again", every=0.1)
@@ -272,12 +285,12 @@ def test_the_doctor_says_what_a_fresh_cluster_lacks(server_binary: str, pool_nam
         assert sum(text in what for what in found) == 1, (text, found)
 
 
-def test_the_doctor_finds_a_node_that_is_gone(cluster: Cluster, pool_name: str) -> None:
-    with worker_of(cluster, pool_name):
-        (first, *_) = cluster.primaries()
-        (replica,) = cluster.replicas(first)
+def test_the_doctor_finds_a_node_that_is_gone(own_cluster: Cluster, pool_name: str) -> None:
+    with worker_of(own_cluster, pool_name):
+        (first, *_) = own_cluster.primaries()
+        (replica,) = own_cluster.replicas(first)
         replica.kill()
-        found = not_well(inspection.diagnose(cluster.url, pool_name))
+        found = not_well(inspection.diagnose(own_cluster.url, pool_name))
         assert any(str(replica.cluster_port) in text for text in found), found
 
 
@@ -299,19 +312,19 @@ def test_the_doctor_finds_an_address_that_leads_nowhere(server_binary: str, pool
     assert "cluster-announce-port" in away.remedy
 
 
-def test_the_doctor_says_when_more_shards_are_due(cluster: Cluster, pool_name: str) -> None:
-    with worker_of(cluster, pool_name), connected(cluster.url, pool_name) as lm:
+def test_the_doctor_says_when_more_shards_are_due(own_cluster: Cluster, pool_name: str) -> None:
+    with worker_of(own_cluster, pool_name), connected(own_cluster.url, pool_name) as lm:
         ask(lm, 10)
-        added = [cluster.add_node(), cluster.add_node()]
-        cluster.rebalance([*cluster.primaries(), *added])
-        found = inspection.diagnose(cluster.url, pool_name)
+        added = [own_cluster.add_node(), own_cluster.add_node()]
+        own_cluster.rebalance([*own_cluster.primaries(), *added])
+        found = inspection.diagnose(own_cluster.url, pool_name)
         (due,) = [finding for finding in found if "unevenly" in finding.what]
         assert due.level == "note"
         assert "LMPOOL_SHARDS=1" in due.remedy or "LMPOOL_SHARDS=2" in due.remedy
         number = int(due.remedy.partition("LMPOOL_SHARDS=")[2].partition(" ")[0])
     shards = PoolKeys(pool_name).shards(lm.info.fingerprint8, number)
-    each = [cluster.owner(shard.slot) for shard in shards]
-    most = max(each.count(node) for node in cluster.primaries())
+    each = [own_cluster.owner(shard.slot) for shard in shards]
+    most = max(each.count(node) for node in own_cluster.primaries())
     assert most * 5 / number <= 1.34
 
 
