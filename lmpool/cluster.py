@@ -24,6 +24,8 @@ from lmpool.slots import SLOTS
 
 logger = logging.getLogger(__name__)
 
+PROBE_WITHIN: Final = 0.3
+"""Seconds for which a node that was silent is asked whether it is back."""
 ASK_WITHIN: Final = 1.0
 """Seconds for which a node is asked for the map, before another is."""
 REFRESH_EVERY: Final = 0.1
@@ -86,11 +88,11 @@ _NO_LOSS: Final = (SlotMigrating, redis.exceptions.AuthenticationError)
 class SlotMap:
     """Which node serves which slot: one a process and cluster, for all of its threads.
 
-    `ask` gives what ``CLUSTER SLOTS`` answers at an address. The `seeds` are asked whenever no
-    other node helps: all addresses may have changed.
+    `ask` gives what ``CLUSTER SLOTS`` answers at an address within so many seconds. The `seeds` are
+    asked whenever no other node helps: all addresses may have changed.
     """
 
-    def __init__(self, seeds: Sequence[Address], ask: Callable[[Address], Any]) -> None:
+    def __init__(self, seeds: Sequence[Address], ask: Callable[[Address, float], Any]) -> None:
         self._seeds = tuple(seeds)
         self._ask = ask
         self._owners: list[Address | None] = [None] * SLOTS
@@ -127,6 +129,18 @@ class SlotMap:
             raise self._failure
         return sorted(known, key=lambda node: (node in self._suspects, node))
 
+    def answers(self, address: Address) -> bool:
+        """Whether a node that did not answer does so now, at once."""
+        try:
+            self._ask(address, PROBE_WITHIN)
+        except (redis.exceptions.RedisError, OSError):
+            return False
+        return True
+
+    def serves(self, address: Address) -> bool:
+        """Whether a node has slots, as far as is known."""
+        return address in self._owners
+
     def move(self, slot: int, address: Address) -> None:
         """A node said who serves a slot."""
         self._owners[slot] = address
@@ -148,7 +162,7 @@ class SlotMap:
             failure: Exception | None = None
             for address in self._candidates(now):
                 try:
-                    ranges = self._ask(address)
+                    ranges = self._ask(address, ASK_WITHIN)
                     owners = _owners(ranges, address)
                 except redis.exceptions.AuthenticationError:
                     raise
@@ -211,8 +225,11 @@ class _OfNode:
     host: str
     port: int
 
-    def __init__(self, *, slots: SlotMap, **options: Any) -> None:
+    def __init__(
+        self, *, slots: SlotMap, note_silence: Callable[[Address], None], **options: Any
+    ) -> None:
         self._slots = slots
+        self._note_silence = note_silence
         super().__init__(**options)
 
     def connect(self) -> None:
@@ -240,6 +257,11 @@ class _OfNode:
         if isinstance(error, SlotMoved):
             self._slots.move(error.slot, (error.host or self.host, error.port))
         elif isinstance(error, LOST) and not isinstance(error, _NO_LOSS):
+            self._slots.suspect((self.host, self.port))
+            if isinstance(error, redis.exceptions.TimeoutError):
+                self._note_silence((self.host, self.port))
+        elif str(error).startswith(("CLUSTERDOWN", "MASTERDOWN")):
+            # Of one that is cut off from the others: these may know who serves instead.
             self._slots.suspect((self.host, self.port))
 
 
@@ -273,13 +295,12 @@ class _Asker:
             **known.options,
             "protocol": 2,
             "client_name": "lmpool-slots",
-            "socket_timeout": ASK_WITHIN,
-            "socket_connect_timeout": ASK_WITHIN,
         }
 
-    def __call__(self, address: Address) -> Any:
-        host, port = address
-        connection = self._class(host=host, port=port, **self._options)
+    def __call__(self, address: Address, within: float) -> Any:
+        (host, port), times = address, ("socket_timeout", "socket_connect_timeout")
+        options = self._options | dict.fromkeys(times, within)
+        connection = self._class(host=host, port=port, **options)
         try:
             connection.connect()
             connection.send_command("CLUSTER", "SLOTS")

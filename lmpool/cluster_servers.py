@@ -7,7 +7,6 @@ import random
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, Final, TypeVar, cast
 
 import redis.exceptions
@@ -35,9 +34,10 @@ T = TypeVar("T")
 ANSWER_WITHIN: Final = 2.0
 """Seconds without an answer after which a node is given up: what it serves is soon served by
 another, and this is most of what a caller waits for beyond that."""
-SILENT_FOR: Final = 3.0
-"""Seconds for which a node that let a command time out is left alone: each attempt takes as long
-again, in which others are not served. Meanwhile the map is looked at: who takes over is asked."""
+SILENT_FOR: Final = 1.5
+"""Seconds for which a node that let a command time out is left alone, and then asked whether it is
+back: a command would take as long again, in which others are not served. Meanwhile the map is
+looked at: who takes over is asked."""
 PAUSES: Final = (0.02, 0.5)
 """Seconds until a shard is asked again that was lost, at first and at most."""
 
@@ -108,6 +108,7 @@ class ClusterServers(Servers):
             **known.options,
             **connection_options(name, 0.0, self._within),
             "slots": self._slots,
+            "note_silence": self._note_silence,
             "parser_class": BoundedClusterParser if bounded else ClusterParser,
         }
         self._class = TLSNodeConnection if known.tls else NodeConnection
@@ -117,19 +118,45 @@ class ClusterServers(Servers):
         self._lost: dict[str, tuple[int, float]] = {}
         """How often in succession a shard's read was lost, and when it is asked again."""
         self._silent: dict[Address, float] = {}
-        """Nodes that let a command time out, and until when they are asked for nothing else."""
+        """Nodes that let a command time out, and until when they are asked for nothing."""
         self._begin()
 
     @property
     def anywhere(self) -> Server:
-        """The node that answered last."""
-        return self._node(self._slots.nodes()[0])
+        """A node that answers."""
+        nodes = self._slots.nodes()
+        return self._node(next((n for n in nodes if not self._is_silent(n)), nodes[0]))
 
     def for_key(self, key: str) -> Server:
-        return self._node(self._slots.owner(slot_of(key)))
+        return self._node(self._owner(slot_of(key)))
 
     def for_shard(self, shard: ShardKeys) -> Server:
-        return self._node(self._slots.owner(shard.slot))
+        return self._node(self._owner(shard.slot))
+
+    def _owner(self, slot: int) -> Address:
+        """Who serves a slot. Raises redis-py's exceptions, at once for one that is silent."""
+        owner = self._slots.owner(slot)
+        if self._is_silent(owner):
+            former = owner
+            self._slots.suspect(former)
+            owner = self._slots.owner(slot)
+            if owner == former:
+                raise redis.exceptions.ConnectionError(f"{owner[0]}:{owner[1]} does not answer")
+        return owner
+
+    def _is_silent(self, address: Address) -> bool:
+        until = self._silent.get(address)
+        if until is None:
+            return False
+        if time.monotonic() >= until:
+            if self._slots.answers(address):
+                del self._silent[address]
+                return False
+            self._note_silence(address)
+        return True
+
+    def _note_silence(self, address: Address) -> None:
+        self._silent[address] = time.monotonic() + SILENT_FOR
 
     def everywhere(self) -> list[Server]:
         return [self._node(address) for address in self._slots.nodes()]
@@ -212,6 +239,7 @@ class ClusterServers(Servers):
         late = time.monotonic() - client.since - self._blocks_for
         if late > self._within:
             self._slots.suspect(client.address)
+            self._note_silence(client.address)
             error: Exception = redis.exceptions.TimeoutError(f"no answer for {late:.1f} s")
         else:
             try:
@@ -231,14 +259,13 @@ class ClusterServers(Servers):
         now = time.monotonic()
         if now < self._lost.get(shard.prefix, (0, 0.0))[1]:
             return True
+        if not self._silent:
+            return False
         try:
-            owner = self._slots.owner(shard.slot)
-            if now >= self._silent.get(owner, 0.0):
-                return False
-            self._slots.suspect(owner)
-            return self._slots.owner(shard.slot) == owner
+            self._owner(shard.slot)
         except (redis.exceptions.RedisError, OSError):
-            return False  # which asking for it says better
+            return True
+        return False
 
     def _note_lost(
         self,
@@ -251,18 +278,17 @@ class ClusterServers(Servers):
             raise error
         times = self._lost.get(shard.prefix, (0, 0.0))[0]
         first, most = PAUSES
-        pause = 0.0 if isinstance(error, SlotMoved) else min(most, first * 2**times)
+        moved = isinstance(error, SlotMoved) and not times  # two may name each other
+        pause = 0.0 if moved else min(most, first * 2**times)
         again = time.monotonic() + pause * random.uniform(0.5, 1.0)
         self._lost[shard.prefix] = (min(times + 1, 16), again)
-        if isinstance(error, redis.exceptions.TimeoutError):
-            with suppress(redis.exceptions.RedisError, OSError):
-                self._silent[self._slots.owner(shard.slot)] = time.monotonic() + SILENT_FOR
         logger.debug("shard %d is away: %s", shard.number, error)
         if lost is not None:
             lost(shard, error)
 
     def _reading(self, shard: ShardKeys) -> ReadingClient:
-        address = self._slots.owner(shard.slot)
+        self._refuse_if_cut()
+        address = self._owner(shard.slot)
         client = self._reads.get(shard.prefix)
         if client is None or client.address != address:
             if client is not None:
@@ -276,6 +302,8 @@ class ClusterServers(Servers):
         self._refuse_if_cut()
         server = self._nodes.get(address)
         if server is None:
+            for former in [node for node in self._nodes if not self._slots.serves(node)]:
+                self._nodes.pop(former).connection_pool.disconnect()
             client = OneConnectionClient(connection_pool=self._pool(address, 0.0))
             server = self._nodes[address] = cast(Server, client)
         return server
@@ -286,7 +314,8 @@ class ClusterServers(Servers):
         return OneConnectionPool(connection_class=self._class, host=host, port=port, **options)
 
     def _opened(self) -> Sequence[Server]:
-        return [*self._nodes.values(), *(cast(Server, client) for client in self._reads.values())]
+        # Lists first: another thread may ask, which cuts.
+        return [*list(self._nodes.values()), *cast(list[Server], list(self._reads.values()))]
 
     def renew(self) -> None:
         for client in self._reads.values():

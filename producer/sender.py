@@ -30,7 +30,7 @@ from lmpool.liveness import any_alive
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
 from lmpool.producer.notices import bring_forward
-from lmpool.producer.outages import Outages
+from lmpool.producer.outages import Outage, Outages
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.replacement import is_known, look_at, wake_collector
 from lmpool.producer.session import (
@@ -255,7 +255,7 @@ class Sender:
             return
         current = self._read_info()
         if current is _AWAY:
-            self._confirm_failed = now
+            self._confirm_failed = time.monotonic()  # it may have taken long
             return
         if current is not None and not is_known(session, current) and not self._are_served():
             look_at(session, self._servers, current)
@@ -320,22 +320,25 @@ class Sender:
                 self._outages.end(number)
                 continue
             shard = session.shards[number]
-            unclaimed = set(map(id, outage.claims))
-            with session.lock:
-                waiting = [
-                    flight
-                    for flight in session.table.flights.values()
-                    if flight.sent and flight.shard == number and id(flight) not in unclaimed
-                ]
             found = self._servers.apart([shard], partial(_look_for, shard.steady))
-            if found is not None and self._check_all(shard, waiting):
+            if found is not None and self._check_all(shard, self._claimed(number, outage)):
                 self._outages.end(number)
                 with session.lock:
                     session.table.put_back(outage.claims)
                     session.table.withdrawn += outage.withdrawn
             elif time.monotonic() - outage.since >= session.options.reconnect_timeout:
-                self._outages.end(number)
+                outage.claims.clear()  # whoever asks from now on is told at once
                 self._give_up(number, time.monotonic() - outage.since)
+
+    def _claimed(self, number: int, outage: Outage) -> list[Flight]:
+        """The flights of a shard that its server may know of."""
+        unclaimed, table = set(map(id, outage.claims)), self._session.table
+        with self._session.lock:
+            return [
+                flight
+                for flight in table.flights.values()
+                if flight.sent and flight.shard == number and id(flight) not in unclaimed
+            ]
 
     def _give_up(self, number: int, seconds: float) -> None:
         """Nobody has answered for a shard for too long."""

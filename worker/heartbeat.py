@@ -17,6 +17,7 @@ from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.liveness import BEAT_MS, GAP_MS, LIFE_MS
 from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
+from lmpool.server import is_lost
 from lmpool.servers import Servers
 from lmpool.worker.homes import Homes
 from lmpool.worker.membership import mark
@@ -54,7 +55,8 @@ class Heartbeat:
         self._info = info
         self._pool = [keys.info, keys.serving]
         self._serves: list[Value] = [info.pack(), mark(info), LIFE_MS]
-        self._joining = True
+        self._joining = {shard.prefix for shard in shards}
+        """Shards whose bounds this worker has yet to say."""
 
     def beat(self, servers: Servers) -> list[str]:
         """Renew once, publish the model info again where it was lost, and mend what was damaged.
@@ -64,11 +66,14 @@ class Heartbeat:
         value = self._status.heartbeat()
         for shard in self._shards:
             servers.apart([shard], partial(self._beat_in, shard, value))
-        script("serve")(servers.for_key(self._pool[0]), self._pool, self._serves)
+        try:
+            script("serve")(servers.for_key(self._pool[0]), self._pool, self._serves)
+        except (redis.exceptions.RedisError, OSError) as error:
+            if not (servers.fails_apart and is_lost(error)):
+                raise
+            logger.debug("what is served could not be said: %s", error)
         self._status.metrics.beat_at = time.monotonic()
-        damaged = mend(servers, self._shards, self._info, self._homes, joining=self._joining)
-        self._joining = False
-        return damaged
+        return mend(servers, self._shards, self._info, self._homes, self._joining)
 
     def _beat_in(self, shard: ShardKeys, value: bytes, server: Server) -> None:
         known = self._homes.change.get(shard.prefix, b"")

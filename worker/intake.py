@@ -102,6 +102,13 @@ class Intake:
 
     def run(self) -> None:
         """Read until the worker stops."""
+        try:
+            self._run()
+        finally:
+            if any(map(self._servers.under_way, self._shards)):
+                self._servers.renew()  # what these would claim nobody would run
+
+    def _run(self) -> None:
         failures = 0
         group_is_gone = False
         while not self._status.stopping.is_set():

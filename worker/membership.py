@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, fields
+from functools import partial
 from typing import Final
+
+import redis.exceptions
 
 from lmpool.backends.engine import Engine, EngineInfo
 from lmpool.clock import to_ms
@@ -15,7 +18,7 @@ from lmpool.keys import PoolKeys
 from lmpool.liveness import signs_of_life
 from lmpool.model_info import MAX_SHARDS, ModelInfo, fingerprint
 from lmpool.scripts import script
-from lmpool.server import get_string
+from lmpool.server import get_string, is_lost
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
 from lmpool.vocabulary import TOKENIZER_FILES, Vocabulary
@@ -124,9 +127,27 @@ def join(servers: Servers, keys: PoolKeys, info: ModelInfo, replace: bool, life_
     kept = frozenset(_kept_keys(keys, info))
     for key in _kept_keys(keys, other) if other is not None else ():
         if key not in kept:  # another model's, or of shards that there are no more
-            servers.for_key(key).pexpire(key, OLD_KEYS_MS)
+            _try(servers, partial(_end_later, servers, key))
     for key in kept:  # it may have been served, replaced, and now served again
-        servers.for_key(key).persist(key)
+        _try(servers, partial(_keep, servers, key))
+
+
+def _end_later(servers: Servers, key: str) -> None:
+    servers.for_key(key).pexpire(key, OLD_KEYS_MS)
+
+
+def _keep(servers: Servers, key: str) -> None:
+    servers.for_key(key).persist(key)
+
+
+def _try(servers: Servers, do: Callable[[], None]) -> None:
+    """Do it where that is possible: a shard that is away keeps no worker from serving others."""
+    try:
+        do()
+    except (redis.exceptions.RedisError, OSError) as error:
+        if not (servers.fails_apart and is_lost(error)):
+            raise
+        logger.warning("joining while a part of the cluster is away: %s", error)
 
 
 def _kept_keys(keys: PoolKeys, info: ModelInfo) -> Iterator[str]:

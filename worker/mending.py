@@ -22,13 +22,13 @@ def mend(
     shards: Sequence[ShardKeys],
     info: ModelInfo,
     homes: Homes,
-    *,
-    joining: bool = False,
+    joining: set[str],
 ) -> list[str]:
     """Take away what only damage can have made, and load what clients run.
 
-    A worker that joins says how many jobs may wait, and looks at all streams; others keep to
-    what is said, and look at those of their own lanes.
+    A worker that joins says how many jobs may wait, and looks at all streams, in the shards of
+    these prefixes, which are taken out as it has; others keep to what is said, and look at those of
+    their own lanes.
 
     Returns the keys that were taken away: streams want groups again, registries their entries.
     """
@@ -37,14 +37,16 @@ def mend(
     for shard in shards:
 
         def mend_one(server: Server, shard: ShardKeys = shard) -> None:
+            joins = shard.prefix in joining
             own = (*(stream.key for stream in homes.own(shard)), *shard.calls)
             damaged.extend(
                 script("mend")(
                     server,
-                    shard.groups if joining else own,
-                    [shard.prefix, info.max_backlog, shard.lanes, COUNTERS_TTL_MS, int(joining)],
+                    shard.groups if joins else own,
+                    [shard.prefix, info.max_backlog, shard.lanes, COUNTERS_TTL_MS, int(joins)],
                 )
             )
+            joining.discard(shard.prefix)
             if id(server) not in loaded:
                 _load(server)
                 loaded.add(id(server))

@@ -40,7 +40,7 @@ QUEUE_MOST: Final = 2
 CHUNK_BYTES: Final = 2 << 20
 CHUNK_MOST: Final = 512
 ASIDE_BYTES: Final = 64 << 20
-"""Bytes of rows that wait for shards that are away; then the engine waits."""
+"""Bytes of rows that wait for shards that are away."""
 ASIDE_PAUSE: Final = 0.05
 """Seconds between two attempts to write them."""
 ASIDE_FAREWELL: Final = 10.0
@@ -267,11 +267,16 @@ class Publisher:
     def _set_aside(self, shard: ShardKeys, chunk: Sequence[Done]) -> None:
         """A shard is away: its rows wait while others are written, as many as there is room for.
 
-        Raises redis-py's `ConnectionError` where there is none.
+        What is beyond that is run again once the shard is back.
         """
+        for done in chunk:
+            if done.delivery.settled is not None:
+                done.delivery.settled.set()  # the next that is to run alone does not wait for it
         size = _size(chunk)
         if self._aside and self._aside_bytes + size > ASIDE_BYTES:
-            raise redis.exceptions.ConnectionError(f"shard {shard.number} is away")
+            logger.warning("%d rows are let go, to be computed again", len(chunk))
+            self._status.let_go(done.delivery for done in chunk)
+            return
         if shard.number not in self._away:
             self._away.add(shard.number)
             logger.warning("shard %d is away: rows wait for it", shard.number)

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import redis.exceptions
@@ -73,20 +74,29 @@ class Recovery:
 
     def _look_everywhere(self) -> Exception | None:
         """Look through every shard that can be read. Returns why one could not."""
-        failure: Exception | None = None
+        failures: list[Exception] = []
         lost: list[Server] = []
+
+        def look(shard: ShardKeys, server: Server) -> None:
+            if server in lost:
+                return
+            try:
+                self._look(shard)
+            except (redis.exceptions.RedisError, OSError) as error:
+                if is_lost(error) and not self._servers.fails_apart:
+                    lost.append(server)  # so are its other shards, those of other servers are not
+                raise
+
+        def note(shard: ShardKeys, error: Exception) -> None:
+            failures.append(error)
+
         for shard in self._shards:
             try:
                 with self._servers.in_step():
-                    server = self._servers.for_shard(shard)
-                    if server in lost:
-                        continue
-                    self._look(shard)
+                    self._servers.apart([shard], partial(look, shard), note)
             except (redis.exceptions.RedisError, OSError) as error:
-                failure = error
-                if is_lost(error):  # so are its other shards, those of other servers are not
-                    lost.append(server)
-        return failure
+                failures.append(error)
+        return failures[0] if failures else None
 
     def _look(self, shard: ShardKeys) -> None:
         """Run what a shard has to be taken over, one by one: a lane's home looks after it."""

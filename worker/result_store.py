@@ -68,11 +68,20 @@ class ResultStore:
         """
         self._due = time.monotonic() + LOOK_EVERY
         for _, shards in self._servers.by_connection(self._shards):
-            self._servers.apart(shards, partial(self._look_at, shards, shrink))
+            there = [
+                shard
+                for shard in shards
+                if self._servers.apart([shard], partial(self._forget_ended, shard)) is not None
+            ]
+            if there:
+                self._servers.apart(there[:1], partial(self._look_at, there, shrink))
+
+    def _forget_ended(self, shard: ShardKeys, server: Server) -> int:
+        return self._evict(shard, None)
 
     def _look_at(self, shards: Sequence[ShardKeys], shrink: bool, server: Server) -> None:
         """The same of what lies on one server."""
-        held = sum(self._evict(shard, None) for shard in shards)
+        held = sum(self._held[shard.prefix] for shard in shards)
         try:
             left = room(server.info("memory"), held)
         except redis.exceptions.ResponseError as error:

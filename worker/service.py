@@ -30,7 +30,7 @@ from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions, mask_url
 from lmpool.wants import Digester
 from lmpool.worker.adapters import Adapters
-from lmpool.worker.batching import Batcher
+from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.engine_thread import EngineLoop, spawn
 from lmpool.worker.heartbeat import ANSWER_WITHIN, Heartbeat
@@ -347,7 +347,8 @@ class Service:
         try:
             self._heartbeat_ended.set()
             for delivery in untried:
-                uncount(servers, delivery, self.consumer)
+                uncount_it = partial(self._uncount, servers, delivery)
+                servers.apart([delivery.stream.shard], uncount_it)
             released = release(servers, self.shards, self.consumer, known, keep)
             self._end_heartbeat()  # a beat on its way would bring the worker back
             self._end_membership(servers)
@@ -365,8 +366,11 @@ class Service:
         for shard in self.shards:
             servers.apart([shard], partial(self._leave_shard, shard))
         first = self.shards[0]
-        if not any_alive(servers.for_shard(first), first):
+        if servers.apart([first], partial(any_alive, shard=first)) is False:
             servers.for_key(self.keys.serving).delete(self.keys.serving)
+
+    def _uncount(self, servers: Servers, delivery: Delivery, server: Server) -> None:
+        uncount(servers, delivery, self.consumer)
 
     def _leave_shard(self, shard: ShardKeys, server: Server) -> None:
         keys = [shard.alive(self.consumer), shard.workers, *shard.groups]

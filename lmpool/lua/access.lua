@@ -7,9 +7,13 @@ local MOST_FIELDS = 20000
 -- Bytes of the longest job (lmpool.wire.MAX_JOB_BYTES): longer entries are moved by nobody.
 local MAX_JOB_BYTES = 8388608
 
--- What was answered, or nil where the server refused.
+-- What was answered, or nil where the server refused. While a slot of a cluster is on its way, what
+-- has left is not here, and nothing follows from that: the script ends.
 local function given(answer)
-  if type(answer) == 'table' and answer['err'] then return nil end
+  if type(answer) == 'table' and answer['err'] then
+    if string.find(tostring(answer['err']), 'non local key', 1, true) then error(answer) end
+    return nil
+  end
   return answer
 end
 
@@ -50,7 +54,7 @@ end
 local function read_flight(flight)
   local fields = given(redis.pcall('HGETALL', flight))
   if not fields or #fields > 2 * MOST_FIELDS then
-    redis.pcall('DEL', flight)
+    given(redis.pcall('DEL', flight))
     fields = {}
   end
   local job, stream, deadline

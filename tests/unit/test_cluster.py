@@ -46,7 +46,7 @@ class Nodes:
         self.answers: dict[Address, Any] = {}
         self.asked: list[Address] = []
 
-    def __call__(self, address: Address) -> Any:
+    def __call__(self, address: Address, within: float) -> Any:
         self.asked.append(address)
         found = self.answers.get(address)
         if found is None:
