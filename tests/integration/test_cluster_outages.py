@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import lmpool
+import lmpool.testing.worker as worker_module
+import lmpool.worker.publishing as publishing_module
 from lmpool.backends.mock import mock_row
 from lmpool.errors import NoWorkers, ServerRefused, ServerUnreachable
 from lmpool.inspection import read_facts
@@ -90,6 +92,7 @@ def test_other_shards_are_served_meanwhile(cluster: Cluster, lm: lmpool.PooledLM
         victim.kill() if how == "killed" else victim.pause()
         waiting = pool.submit(assert_right, lm, late)
         longest, until_then = 0.0, time.monotonic() + 4
+        calls = 0
         for number in range(10_000):
             began = time.monotonic()
             if began > until_then:
@@ -97,9 +100,11 @@ def test_other_shards_are_served_meanwhile(cluster: Cluster, lm: lmpool.PooledLM
             start = 10_000 + 100 * number
             assert_right(lm, prompts_of(lm, there, 5, start))
             longest = max(longest, time.monotonic() - began)
+            calls += 1
         assert not waiting.done()
-        # A thread may find out by a command that times out: of each of a few.
-        assert longest < 4.0
+        # Who is silent is found out by a command that times out, of each thread.
+        assert longest < 3.5
+        assert calls > 20
         victim.start() if how == "killed" else victim.resume()
         waiting.result(30)
     assert lm.statistics()["failed"] == 0
@@ -179,3 +184,107 @@ def test_nobody_serves(cluster: Cluster, pool_name: str) -> None:
             stack.close()
             with pytest.raises(NoWorkers):
                 lm.next_token_logprobs_sync([2])
+
+
+# --- reads that are under way ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def usual_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle workers of this process read as long as others."""
+    monkeypatch.setattr(worker_module, "IDLE_BLOCK_MS", 1000)
+
+
+def one_of_each(lm: lmpool.PooledLM, start: int) -> list[list[int]]:
+    """A prompt of each shard."""
+    return [prompts_of(lm, shard, 1, start)[0] for shard in lm.shards]
+
+
+@pytest.mark.usefixtures("usual_reads")
+def test_what_comes_to_a_busy_workers_reads_is_run_by_an_idle_one(
+    cluster: Cluster, pool_name: str
+) -> None:
+    slow = {"vocab_size": VOCAB, "delay": 4.0}
+    quick = {"vocab_size": VOCAB}
+    with (
+        in_process_worker(cluster.url, pool_name, engine_opts=slow),
+        connected(cluster.url, pool_name, cache_bytes=0) as lm,
+        ThreadPoolExecutor() as pool,
+    ):
+        assert lm.info
+        time.sleep(0.5)  # it waits at every shard
+        first, *others = one_of_each(lm, 0)
+        waiting = pool.submit(assert_right, lm, [first])
+        time.sleep(0.5)  # it is busy, and its other reads go on
+        with in_process_worker(cluster.url, pool_name, engine_opts=quick):
+            began = time.monotonic()
+            assert_right(lm, others)
+            assert time.monotonic() - began < 1.5
+            assert not waiting.done()
+            waiting.result(20)
+
+
+@pytest.mark.usefixtures("usual_reads")
+def test_a_worker_that_leaves_takes_no_jobs_along(
+    cluster: Cluster, pool_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    opts = {"vocab_size": VOCAB, "delay": 2.0}
+    quick = {"vocab_size": VOCAB}
+    leaving = ExitStack()
+    leaving.enter_context(in_process_worker(cluster.url, pool_name, engine_opts=opts))
+    with (
+        leaving,
+        connected(cluster.url, pool_name, cache_bytes=0) as lm,
+        ThreadPoolExecutor() as pool,
+    ):
+        time.sleep(0.5)  # it waits at every shard
+        first, *others = one_of_each(lm, 0)
+        waiting = pool.submit(assert_right, lm, [first])
+        time.sleep(0.5)  # it is busy, and its other reads go on
+        ending = pool.submit(leaving.close)
+        time.sleep(0.5)  # it has begun to leave
+        asked = pool.submit(assert_right, lm, others)
+        with in_process_worker(cluster.url, pool_name, engine_opts=quick):
+            asked.result(20)
+            waiting.result(20)
+            ending.result(20)
+            assert "took over" not in caplog.text
+
+
+def test_a_worker_joins_while_a_part_is_away(cluster: Cluster, pool_name: str) -> None:
+    opts = {"vocab_size": VOCAB}
+    with ExitStack() as stack:
+        with in_process_worker(cluster.url, pool_name, engine_opts=opts):
+            lm = stack.enter_context(connected(cluster.url, pool_name, cache_bytes=0))
+            lm.next_token_logprobs_sync([1])
+        victim, _, there = victim_of(cluster, lm)
+        victim.kill()
+        began = time.monotonic()
+        with in_process_worker(cluster.url, pool_name, engine_opts=opts):
+            assert_right(lm, prompts_of(lm, there, 20, 0))
+            assert time.monotonic() - began < 10
+            victim.start()
+            cluster.wait_until_ok()
+            assert_right(lm, one_of_each(lm, 100))
+
+
+def test_rows_that_nobody_has_room_for_are_computed_again(
+    cluster: Cluster, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing_module, "ASIDE_BYTES", 5_000)
+    opts = {"vocab_size": VOCAB, "delay": 0.5}
+    with (
+        in_process_worker(cluster.url, pool_name, engine_opts=opts, batch_size=4),
+        connected(cluster.url, pool_name, cache_bytes=0) as lm,
+        ThreadPoolExecutor() as pool,
+    ):
+        lm.next_token_logprobs_sync([1])
+        victim, away, there = victim_of(cluster, lm)
+        waiting = pool.submit(assert_right, lm, prompts_of(lm, away, 12, 0))
+        until(lambda: lm.pool_statistics_sync()["backlog"] >= 8, what="the jobs to be queued")
+        time.sleep(0.3)
+        victim.kill()
+        for number in range(3):
+            assert_right(lm, prompts_of(lm, there, 3, 5000 * number))
+        victim.start()
+        waiting.result(60)

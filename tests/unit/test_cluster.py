@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -14,12 +16,15 @@ from lmpool.address import Address, Cluster
 from lmpool.cluster import (
     BoundedClusterParser,
     ClusterParser,
+    NodeConnection,
     SlotLost,
     SlotMap,
     SlotMigrating,
     SlotMoved,
     slot_error,
 )
+from lmpool.cluster_servers import ClusterServers
+from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.server import is_full, is_lost
 from lmpool.slots import SLOTS
 
@@ -289,3 +294,82 @@ def test_a_url_names_some_of_its_nodes(url: str, hosts: tuple[Address, ...]) -> 
 def test_a_url_that_leads_nowhere_is_refused(url: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Cluster.parse(url)
+
+
+# --- connections ----------------------------------------------------------------------------------
+
+
+class Heard:
+    """A map that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def move(self, slot: int, address: Address) -> None:
+        self.said.append((slot, address))
+
+    def suspect(self, address: Address) -> None:
+        self.said.append(address)
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "silent"),
+    [
+        (SlotMoved("MOVED 5 h:1", 5, "h", 1), [(5, ("h", 1))], False),
+        (SlotMoved("MOVED 5 :1", 5, "", 1), [(5, (A[0], 1))], False),
+        (SlotLost("READONLY"), [A], False),
+        (SlotMigrating("ASK"), [], False),
+        (redis.exceptions.ConnectionError("refused"), [A], False),
+        (redis.exceptions.TimeoutError("no answer"), [A], True),
+        (redis.exceptions.ResponseError("CLUSTERDOWN The cluster is down"), [A], False),
+        (redis.exceptions.ResponseError("MASTERDOWN Link with MASTER is down"), [A], False),
+        (redis.exceptions.ResponseError("TRYAGAIN later"), [], False),
+        (redis.exceptions.AuthenticationError("WRONGPASS"), [], False),
+        (redis.exceptions.NoScriptError("none"), [], False),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Exception) else "",
+)
+def test_the_map_hears_what_a_connection_meets(
+    error: Exception, said: list[Any], silent: bool
+) -> None:
+    heard, silences = Heard(), list[Address]()
+    connection = NodeConnection(
+        slots=heard,  # type: ignore[arg-type]
+        note_silence=silences.append,
+        host=A[0],
+        port=A[1],
+    )
+    connection._hear(error)
+    assert heard.said == said
+    assert silences == ([A] if silent else [])
+
+
+def test_a_node_that_was_silent_is_asked_for_nothing_until_it_is_back(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.answers = {A: ranges(A, B)}
+    url = "redis+cluster://nobody:1"
+    monkeypatch.setitem(cluster._MAPS, (os.getpid(), url), SlotMap([A], nodes))
+    servers = ClusterServers(url, 0.0, "test", False, 15.0)
+    silent, well = shards_at(A, B)
+    assert servers.for_shard(silent) is not servers.for_shard(well)
+    monkeypatch.setattr("lmpool.cluster_servers.SILENT_FOR", 0.1)
+    servers._note_silence(A)
+    for _ in range(3):
+        with pytest.raises(redis.exceptions.ConnectionError, match="does not answer"):
+            servers.for_shard(silent)
+        assert servers.is_away(silent)
+        assert not servers.is_away(well)
+    nodes.answers[B] = ranges(B, B)  # it takes over
+    nodes.answers[A] = None
+    assert servers.for_shard(silent) is servers.for_shard(well)
+    nodes.answers = {A: ranges(A, B), B: ranges(A, B)}  # and gives back
+    servers._slots.suspect(B)
+    time.sleep(0.11)
+    assert servers.for_shard(silent) is not servers.for_shard(well)
+
+
+def shards_at(*owners: Address) -> list[ShardKeys]:
+    """A shard of each part of the slots."""
+    found = PoolKeys("p").shards("01234567", len(owners))
+    return list(found)
