@@ -35,6 +35,10 @@ where its home is at work."""
 MOST_PATIENCE: Final = 0.25
 """And at most: so long a prompt of a home that died waits for another worker."""
 
+LANES_PER_WORKER: Final = 16
+"""So many lanes are in use for each worker, and up to twice as many: few enough to be read
+together, enough for shares that differ little."""
+
 Words = npt.NDArray[np.uint64]
 
 
@@ -130,6 +134,18 @@ def homes(workers: Sequence[str], shard: int, lanes: int) -> npt.NDArray[np.intp
         best[higher] = score[higher]
         found[higher] = number
     return found
+
+
+def lanes_in_use(workers: int, lanes: int) -> int:
+    """How many of a shard's lanes have jobs put into them: one for one worker, which needs none.
+
+    Otherwise a power of two: when it doubles, half of the prompts stay where they are. `alive.lua`
+    counts so, too.
+    """
+    used = 1
+    while workers > 1 and used < LANES_PER_WORKER * workers:
+        used *= 2
+    return min(used, lanes)
 
 
 def own_lanes(worker: str, workers: Iterable[str], shard: int, lanes: int) -> tuple[int, ...]:

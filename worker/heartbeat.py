@@ -12,6 +12,7 @@ from typing import Final
 
 import redis.exceptions
 
+from lmpool.affinity import LANES_PER_WORKER
 from lmpool.commands import Server, Value
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.liveness import BEAT_MS, GAP_MS, LIFE_MS
@@ -77,12 +78,19 @@ class Heartbeat:
 
     def _beat_in(self, shard: ShardKeys, value: bytes, server: Server) -> None:
         known = self._homes.change.get(shard.prefix, b"")
-        change, *workers = script("alive")(
+        change, used, *workers = script("alive")(
             server,
-            [shard.stream().key, shard.alive(self._consumer), shard.steady, shard.workers],
-            [GROUP, self._consumer, value, LIFE_MS, GAP_MS, known],
+            [
+                *(shard.stream().key, shard.alive(self._consumer), shard.steady),
+                *(shard.workers, shard.bounds),
+            ],
+            [
+                *(GROUP, self._consumer, value, LIFE_MS, GAP_MS, known),
+                *(shard.lanes, LANES_PER_WORKER),
+            ],
         )
-        self._homes.update(shard, change, [name.decode("utf-8", "replace") for name in workers])
+        names = [name.decode("utf-8", "replace") for name in workers]
+        self._homes.update(shard, change, used, names)
 
     def run(
         self,

@@ -17,27 +17,39 @@ class Homes:
     def __init__(self, shards: Sequence[ShardKeys], consumer: str) -> None:
         self._consumer = consumer
         self._own = {shard.prefix: shard.streams for shard in shards}
+        self._read = dict(self._own)
+        self._used = {shard.prefix: shard.lanes for shard in shards}
         self.change: dict[str, bytes] = {}
         """Which change of workers is known, by shard; see `alive.lua`."""
 
-    def update(self, shard: ShardKeys, change: bytes, workers: Iterable[str]) -> None:
-        """Take over who lives; not if nobody is told of, as nothing has changed."""
+    def update(
+        self, shard: ShardKeys, change: bytes, used: int, workers: Iterable[str] = ()
+    ) -> None:
+        """Take over who lives, as far as that has changed, and how many lanes are in use."""
         living = set(workers)
         if living:
             lanes = own_lanes(self._consumer, living, shard.number, shard.lanes)
             self._own[shard.prefix] = tuple(
                 shard.stream(priority, lane) for lane in lanes for priority in PRIORITIES
             )
+        if living or used != self._used[shard.prefix]:
+            own = self._own[shard.prefix]
+            self._read[shard.prefix] = tuple(stream for stream in own if stream.lane < used)
+            self._used[shard.prefix] = used
         self.change[shard.prefix] = change
 
     def own(self, shard: ShardKeys) -> tuple[JobStream, ...]:
         """The streams of this worker's lanes of a shard."""
         return self._own[shard.prefix]
 
+    def read(self, shard: ShardKeys) -> tuple[JobStream, ...]:
+        """Those of the lanes that are in use. What is left in others is anyone's."""
+        return self._read[shard.prefix]
+
     def has_others(self, shard: ShardKeys) -> bool:
-        """Whether some lanes of a shard are others'."""
-        return len(self._own[shard.prefix]) < len(shard.streams)
+        """Whether some lanes of a shard that are in use are others'."""
+        return len(self._read[shard.prefix]) < len(PRIORITIES) * self._used[shard.prefix]
 
     def lanes(self) -> int:
         """How many lanes it is the home of."""
-        return sum(len(own) for own in self._own.values()) // len(PRIORITIES)
+        return sum(len(read) for read in self._read.values()) // len(PRIORITIES)

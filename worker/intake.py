@@ -357,7 +357,7 @@ class Intake:
         return [
             stream
             for shard in shards
-            for stream in self._homes.own(shard)
+            for stream in self._homes.read(shard)
             if rooms["batch"] or stream.priority == "interactive"
         ]
 
@@ -368,7 +368,7 @@ class Intake:
         left = dict(rooms)
 
         def read(shard: ShardKeys, server: Server) -> _Found:
-            own = {stream.key for stream in self._homes.own(shard)}
+            own = {stream.key for stream in self._homes.read(shard)}
             waiting = self._thieves[shard.wake].waiting(server)
             counts: list[tuple[JobStream, int]] = []
             for stream, _ in sorted(waiting, key=lambda found: -found[1].since):

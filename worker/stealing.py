@@ -17,7 +17,8 @@ from lmpool.worker.status import WorkerStatus
 BUSY_LOOK: Final = 0.02
 """Seconds between two looks of a worker that nobody has called, while its engine is at work."""
 IDLE_LOOK: Final = 1.0
-"""The same while it is idle: a call may be lost with whom it reached."""
+"""The same while it is idle, as a call may be lost with whom it reached; and of one that has all
+lanes in use, as others may have been."""
 READ_MOST: Final = 64
 """Lanes that are read together."""
 
@@ -56,8 +57,7 @@ class Thief:
 
     def due_in(self, idle: bool) -> float:
         """Seconds until the next look: 0 when it is due."""
-        if not self._homes.has_others(self._shard) and not self._calls:
-            return math.inf
+        idle = idle or not self._homes.has_others(self._shard)
         usual = self._looked + (IDLE_LOOK if idle else BUSY_LOOK)
         return max(0.0, min(self._due, usual) - time.monotonic())
 
@@ -69,7 +69,7 @@ class Thief:
         self, server: Server, rooms: dict[Priority, int]
     ) -> list[tuple[JobStream, list[Entry]]]:
         """Jobs of others' lanes, no more of each priority than there is room."""
-        own = {stream.key for stream in self._homes.own(self._shard)}
+        own = {stream.key for stream in self._homes.read(self._shard)}
         waiting = [
             (stream, lane)
             for stream, lane in self._look(server, self._status.patience())

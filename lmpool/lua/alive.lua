@@ -2,9 +2,11 @@
 -- KEYS[1] job stream, KEYS[2] heartbeat, KEYS[3] since when the shard has had beats without a gap,
 -- KEYS[4] the shard's workers: each until when it lives, in ms, and under '' how often one of them came
 --       or went, below zero.
+-- KEYS[5] bounds.
 -- ARGV: group, consumer, what the heartbeat holds, its life, the longest gap between two beats, the
---       change of workers that is known
--- Returns the number of the last change and, if it is another, the workers.
+--       change of workers that is known, lanes, lanes for each worker
+-- Returns the number of the last change, how many lanes are in use and, if it is another change, the
+-- workers.
 -- A full memory must not look like a death. Redis lets a script go on that has begun to write, and
 -- this write takes no memory.
 redis.call('PEXPIRE', KEYS[2], ARGV[4])
@@ -24,5 +26,10 @@ local function change()
 end
 if redis.call('TYPE', workers)['ok'] ~= 'zset' then redis.call('DEL', workers) end
 local last = change()
-if last == ARGV[6] then return {last} end
-return {last, unpack(redis.call('ZRANGEBYSCORE', workers, 0, '+inf', 'LIMIT', 0, 5000))}
+-- As lmpool.affinity.lanes_in_use.
+local used, count = 1, redis.call('ZCARD', workers) - 1
+while count > 1 and used < ARGV[8] * count do used = 2 * used end
+used = math.min(used, tonumber(ARGV[7]))
+redis.pcall('HSET', KEYS[5], 'used', used)
+if last == ARGV[6] then return {last, used} end
+return {last, used, unpack(redis.call('ZRANGEBYSCORE', workers, 0, '+inf', 'LIMIT', 0, 5000))}

@@ -6,6 +6,7 @@
 -- A job that waits in another stream comes into this one if `promote` is 1 and nobody has it yet.
 -- The backlog's bound is the workers'; the client's holds where no worker has written one. It is that of
 -- all lanes together: one that has no more than its share of it is not full.
+-- A lane beyond those in use, as far as workers have said how many are, is one of these.
 -- KEYS[1] and on: job streams of one priority. The other keys are derived from the shard's prefix: they share its
 -- slot.
 -- ARGV: prefix, client, reply TTL, flight TTL, backlog bound, group, promote, lanes, then for each
@@ -27,11 +28,15 @@ end
 -- The backlog's bound and the lanes, read where they are needed: not for a first job.
 local bounds
 local function allowed()
-  bounds = bounds or given(redis.pcall('HMGET', prefix .. ':bounds', 'backlog', 'lanes')) or {}
-  return tonumber(bounds[1] or ARGV[5]), tonumber(bounds[2])
+  bounds = bounds or given(redis.pcall('HMGET', prefix .. ':bounds', 'backlog', 'lanes', 'used')) or {}
+  return tonumber(bounds[1] or ARGV[5]), tonumber(bounds[2]), tonumber(bounds[3] or '1')
 end
 
 local lanes = tonumber(ARGV[8])
+if lanes > 1 then
+  local _, _, used = allowed()
+  lanes = used and used >= 1 and math.min(lanes, used) or 1
+end
 local all -- jobs in all lanes, once it is needed
 local function is_full(stream, backlog)
   if backlog == 0 then return false end
@@ -108,8 +113,18 @@ local function claim(jobs, backlog, i)
 end
 
 local at = 9
-for _, jobs in ipairs(KEYS) do
-  local backlog = given(redis.pcall('XLEN', jobs))
+local backlogs, known = {}, {} -- of streams: several lanes may be one
+for _, key in ipairs(KEYS) do
+  local jobs = key
+  if tonumber(ARGV[8]) > 1 then
+    local name, lane = string.match(key, '^(.*:)(%d+)$')
+    jobs = name .. tonumber(lane) % lanes
+  end
+  if not known[jobs] then
+    known[jobs] = true
+    backlogs[jobs] = given(redis.pcall('XLEN', jobs))
+  end
+  local backlog = backlogs[jobs]
   local first
   local last = at + 4 * tonumber(ARGV[at])
   for i = at + 1, last, 4 do
@@ -121,6 +136,7 @@ for _, jobs in ipairs(KEYS) do
     end
     answers[#answers + 1] = answer
   end
+  backlogs[jobs] = backlog
   if first then note_added(jobs, first) end
   at = last + 1
 end

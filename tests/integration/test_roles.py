@@ -180,7 +180,8 @@ def test_an_append_only_file_brings_back_what_scripts_wrote(server_binary: str) 
         worker = f"redis://worker:change-this-worker@{address}/0"
         with redis.Redis.from_url(worker, protocol=2) as client:
             keys = [SHARD.stream().key, SHARD.alive("worker"), SHARD.steady, SHARD.workers]
-            arguments = [GROUP, "worker", "beats", 60_000, 60_000, ""]
+            keys.append(SHARD.bounds)
+            arguments = [GROUP, "worker", "beats", 60_000, 60_000, "", 1, 16]
             script("alive")(client, keys, arguments)  # type: ignore[arg-type]
             server.kill()
             server.start()

@@ -13,6 +13,7 @@ from lmpool.affinity import (
     Placement,
     Waiting,
     homes,
+    lanes_in_use,
     own_lanes,
     patience,
     steals,
@@ -128,6 +129,13 @@ def test_own_lanes_are_a_partition_whatever_the_order() -> None:
 
 def test_the_only_lane_is_everybodys() -> None:
     assert all(own_lanes(worker, names(5), 0, 1) == (0,) for worker in names(5))
+
+
+def test_lanes_in_use_follow_the_workers() -> None:
+    assert [lanes_in_use(n, 1024) for n in (0, 1, 2, 3, 4, 5, 8, 64, 900)] == [
+        *(1, 1, 32, 64, 64, 128, 128, 1024, 1024)
+    ]
+    assert [lanes_in_use(n, 6) for n in (1, 2, 8)] == [1, 6, 6]
 
 
 # --- what is anyone's ----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import redis
 
-from lmpool.affinity import LEAST_PATIENCE, own_lanes
+from lmpool.affinity import LANES_PER_WORKER, LEAST_PATIENCE, lanes_in_use, own_lanes
 from lmpool.keys import GROUP, ShardKeys
 from lmpool.liveness import LIFE_MS
 from lmpool.scripts import script
@@ -48,7 +48,7 @@ class Worker:
         if patience is not None:
             self.status.patience = lambda: patience  # type: ignore[method-assign]
         self.homes = Homes([shard], name)
-        self.homes.update(shard, b"-1", workers)
+        self.homes.update(shard, b"-1", LANES, workers)
         self.batcher = Batcher(batch_size, 0.001, 100_000)
         create_groups(self.servers, [shard], name)
         self.intake = Intake(
@@ -94,8 +94,10 @@ class Worker:
 
 
 @pytest.fixture
-def shard(pool_name: str, any_server: str) -> ShardKeys:
-    return shard_of_pool(pool_name, lanes=LANES)
+def shard(pool_name: str, redis_client: redis.Redis) -> ShardKeys:
+    shard = shard_of_pool(pool_name, lanes=LANES)
+    redis_client.hset(shard.bounds, "used", LANES)
+    return shard
 
 
 @pytest.fixture
@@ -272,9 +274,13 @@ def test_calls_are_followed_passed_on_and_forgotten(
 
 def test_a_shard_knows_its_workers(redis_client: redis.Redis, shard: ShardKeys) -> None:
     def beat(name: str, known: bytes = b"", life: int = LIFE_MS) -> list[bytes]:
-        keys = [shard.stream().key, shard.alive(name), shard.steady, shard.workers]
-        arguments = [GROUP, name, "beat", life, life, known]
+        keys = [shard.stream().key, shard.alive(name), shard.steady, shard.workers, shard.bounds]
+        arguments = [GROUP, name, "beat", life, life, known, 1000, LANES_PER_WORKER]
         found: Any = script("alive")(redis_client, keys, arguments)  # type: ignore[arg-type]
+        living = int(redis_client.zcount(shard.workers, 0, "+inf"))  # type: ignore[arg-type]
+        used = found.pop(1)
+        assert used == lanes_in_use(living, 1000)
+        assert int(redis_client.hget(shard.bounds, "used")) == used  # type: ignore[arg-type]
         return list(found)
 
     first, *workers = beat("a")
@@ -294,6 +300,39 @@ def test_a_shard_knows_its_workers(redis_client: redis.Redis, shard: ShardKeys) 
     assert beat("a", fourth)[1:] == [b"a"]
     redis_client.set(shard.workers, "nonsense")
     assert beat("a")[1:] == [b"a"]
+    for n in range(70):
+        beat(f"w{n}")
+
+
+def test_lanes_that_are_not_in_use_are_others(redis_client: redis.Redis, shard: ShardKeys) -> None:
+    caller = Caller(redis_client, shard)
+    redis_client.hset(shard.bounds, "used", 4)
+    assert caller.enqueue(new_job(1), new_job(2), lane=6)[0] == "qq"
+    assert caller.enqueue(new_job(3), lane=1)[0] == "q"
+    assert [redis_client.xlen(shard.stream(lane=n).key) for n in range(LANES)] == [
+        0,
+        1,
+        2,
+        *[0] * 5,
+    ]
+    # One lane needs no index, and where no worker has said a number it is the first.
+    redis_client.delete(shard.waiting, shard.wake)
+    redis_client.hdel(shard.bounds, "used")
+    assert caller.enqueue(new_job(4), lane=7)[0] == "q"
+    assert redis_client.xlen(shard.stream().key) == 1
+    assert not redis_client.exists(shard.waiting, shard.wake)
+
+
+def test_what_was_left_in_a_lane_that_is_not_in_use_any_more_is_run(
+    start: Callable[..., Worker], redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    Caller(redis_client, shard).enqueue(new_job(1), lane=6)
+    redis_client.hset(shard.bounds, "used", 1)
+    worker = start("a", [])
+    worker.homes.update(shard, b"-2", 1)
+    Caller(redis_client, shard).enqueue(new_job(2), lane=5)
+    found: list[Job] = []
+    until(lambda: found.extend(worker.jobs()) or len(found) == 2, 5)  # type: ignore[func-returns-value]
 
 
 # --- intake --------------------------------------------------------------------------------------
