@@ -27,7 +27,7 @@ from lmpool.worker.by_stream import by_shard, counted, digest_and_entry, stream_
 from lmpool.worker.dead_letters import DEAD_MOST, DeadLetters
 from lmpool.worker.homes import Homes
 from lmpool.worker.status import WorkerStatus
-from lmpool.worker.stealing import Entry, Thief, read_counts
+from lmpool.worker.stealing import FOLLOW_MOST, Entry, Thief, read_counts
 
 logger = logging.getLogger(__name__)
 
@@ -396,13 +396,12 @@ class Intake:
         left = _left(rooms, taken)
         thief = self._thieves[shard.wake]
         has_work = bool(taken or found)
-        if thief.due_in(idle) == 0 or (has_work and thief.is_called):
-            for stream, entries in found:
-                left[stream.priority] -= len(entries)
-            stolen = thief.steal(server, left) if left["interactive"] > 0 else []
-            if (has_work or stolen) and thief.is_called:
-                thief.pass_on(server)
-            found += stolen
+        for stream, entries in found:
+            left[stream.priority] -= len(entries)
+        if thief.due_in(idle) == 0 and left["interactive"] > 0:
+            found += thief.steal(server, left)
+        if thief.is_called and (has_work or found) and self._status.batch_seconds > FOLLOW_MOST:
+            thief.pass_on(server)  # else it is idle again before another one would look
         return found
 
     def _read_rest(

@@ -19,6 +19,10 @@ BUSY_LOOK: Final = 0.02
 IDLE_LOOK: Final = 1.0
 """The same while it is idle, as a call may be lost with whom it reached; and of one that has all
 lanes in use, as others may have been."""
+FOLLOW_MOST: Final = 0.02
+"""The same while it follows a call, and finds nothing again and again."""
+VAIN_MOST: Final = 3
+"""Looks in vain, in succession, with which a call ends where nothing waits."""
 READ_MOST: Final = 64
 """Lanes that are read together."""
 
@@ -41,10 +45,14 @@ class Thief:
         """Those that this worker follows."""
         self._due = math.inf
         self._looked = -math.inf
+        self._vain = 0
+        """Looks in succession that found nothing to take."""
 
     def called(self, calls: Sequence[Entry]) -> None:
         """Entries of the shard's `wake` came."""
         now = time.monotonic()
+        if not self._calls:
+            self._vain = 0
         for call, fields in calls:
             self._calls.append(call)
             at_once = fields is not None and fields.get(b"at_once") == b"1"
@@ -63,7 +71,7 @@ class Thief:
 
     def pass_on(self, server: Server) -> None:
         """Let another follow the calls that came: this worker has jobs of its own."""
-        self._look(server, 0.0, takes=False)
+        self._look(server, self._status.patience(), "pass")
 
     def steal(
         self, server: Server, rooms: dict[Priority, int]
@@ -72,7 +80,9 @@ class Thief:
         own = {stream.key for stream in self._homes.read(self._shard)}
         waiting = [
             (stream, lane)
-            for stream, lane in self._look(server, self._status.patience())
+            for stream, lane in self._look(
+                server, self._status.patience(), "end" if self._vain >= VAIN_MOST else "on"
+            )
             if stream.key not in own
         ]
         chosen: list[tuple[JobStream, int]] = []
@@ -85,23 +95,24 @@ class Thief:
 
     def waiting(self, server: Server) -> list[tuple[JobStream, Waiting]]:
         """All lanes that have jobs which nobody took, own ones too."""
-        return self._look(server, 0.0)
+        return self._look(server, 0.0, "on")
 
-    def _look(
-        self, server: Server, patience: float, takes: bool = True
-    ) -> list[tuple[JobStream, Waiting]]:
-        """The lanes that are anyone's."""
+    def _look(self, server: Server, patience: float, does: str) -> list[tuple[JobStream, Waiting]]:
+        """The lanes that are anyone's; what it does with the calls stands in `waiting.lua`."""
         shard = self._shard
         arguments: list[Value] = [
-            *(shard.prefix, GROUP, self._consumer, math.ceil(patience * 1000)),
-            *(int(takes), shard.lanes),
+            *(shard.prefix, GROUP, self._consumer, math.ceil(patience * 1000), does, shard.lanes),
             *self._calls,
         ]
         soonest, *found = script("waiting")(server, [shard.waiting, shard.wake], arguments)
         self._looked = now = time.monotonic()
-        if found or soonest < 0 or not takes:
+        if found or does == "pass" or (does == "end" and soonest < 0):
             self._calls.clear()
-        self._due = math.inf if soonest < 0 or not takes else now + soonest / 1000
+        self._vain = 0 if found else self._vain + 1
+        self._due = math.inf
+        if self._calls or (soonest >= 0 and does != "pass"):
+            pause = min(FOLLOW_MOST, self._status.patience() * 2**self._vain)
+            self._due = now + max(soonest / 1000, pause)
         lanes = []
         for name, since, jobs in zip(found[::3], found[1::3], found[2::3], strict=True):
             priority: Priority = "batch" if name.startswith(b"b") else "interactive"

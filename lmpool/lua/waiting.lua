@@ -2,12 +2,13 @@
 -- it, and nobody takes off it what was read in the ordinary way. So what looks as if it had waited long
 -- enough is looked at.
 -- KEYS[1] index of waiting lanes, KEYS[2] stream where idle workers are called.
--- ARGV: prefix, group, consumer, ms after which waiting jobs are anyone's, '1' of one that takes them,
---       lanes, then the calls that it follows
+-- ARGV: prefix, group, consumer, ms after which waiting jobs are anyone's, what it does about the calls
+--       that it follows, lanes, then these calls. It does 'on': goes on following them, if it finds
+--       nothing to take; 'end': ends them if nothing waits; 'pass': has another follow them
 -- Returns {ms until more lanes are anyone's, or -1 where none waits, then for each that is: its name, for
 -- how many ms its first job has waited, jobs that nobody has}.
 local index, wake, prefix, group, me = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]
-local patience, takes, lanes = tonumber(ARGV[4]), ARGV[5] == '1', tonumber(ARGV[6])
+local patience, does, lanes = tonumber(ARGV[4]), ARGV[5], tonumber(ARGV[6])
 local now = now_ms()
 
 -- The time of the first entry that nobody was given, and how many there are, or nothing.
@@ -58,7 +59,7 @@ for i = 1, #indexed, 2 do
 end
 
 -- Who takes jobs is idle no more, and so is who only passes the call on: then another is to look.
-if #ripe > 0 or soonest < 0 or not takes then
+if #ripe > 0 or does == 'pass' or (does == 'end' and soonest < 0) then
   for i = 7, #ARGV do take_off(wake, group, ARGV[i]) end
   redis.pcall('XTRIM', wake, 'MINID', now - 1000) -- calls that a worker died with
   if #ripe > 0 or soonest >= 0 then call_idle(prefix, '1') end

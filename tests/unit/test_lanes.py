@@ -186,9 +186,9 @@ def test_an_idle_worker_is_called_once_until_somebody_has_looked(
 
 
 def look(
-    server: redis.Redis, shard: ShardKeys, patience_ms: int, *calls: bytes, takes: bool = True
+    server: redis.Redis, shard: ShardKeys, patience_ms: int, *calls: bytes, does: str = "on"
 ) -> Any:
-    arguments = [shard.prefix, GROUP, "me", patience_ms, int(takes), shard.lanes, *calls]
+    arguments = [shard.prefix, GROUP, "me", patience_ms, does, shard.lanes, *calls]
     return script("waiting")(server, [shard.waiting, shard.wake], arguments)  # type: ignore[arg-type]
 
 
@@ -260,7 +260,7 @@ def test_calls_are_followed_passed_on_and_forgotten(
     call = heard()
     look(redis_client, shard, 60_000, call)
     assert calls() == [call]  # followed: nobody else is called
-    look(redis_client, shard, 60_000, call, takes=False)
+    look(redis_client, shard, 60_000, call, does="pass")
     assert len(calls()) == 1  # another is called in its place
     assert calls() != [call]
     call = heard()
@@ -268,6 +268,8 @@ def test_calls_are_followed_passed_on_and_forgotten(
     passed = heard()  # whoever takes them is idle no more
     Consumer(redis_client, shard, "me", lane=3).read()
     assert look(redis_client, shard, 0, passed) == [-1]
+    assert calls() == [passed]  # more may come at once
+    assert look(redis_client, shard, 0, passed, does="end") == [-1]
     assert calls() == []
     assert redis_client.xpending(shard.wake, GROUP)["pending"] == 0
 
