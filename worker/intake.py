@@ -141,6 +141,11 @@ class Intake:
         if pause > 0:
             if busy and self._is_overdue():
                 self._give_back()
+            called = [thief for thief in self._thieves.values() if thief.is_called]
+            if busy and called:
+                pause = min(pause, FOLLOW_MOST)
+                if self._batcher.running_for() > FOLLOW_MOST:
+                    self._pass_on(called)
             # A read that was begun while the engine was idle claims what comes meanwhile.
             begun = [shard for shard in self._shards if self._servers.under_way(shard)]
             with self._batcher.changed:
@@ -256,6 +261,11 @@ class Intake:
             if thief is not None and thief.is_called:
                 thief.pass_on(self._servers.for_shard(shard))
 
+    def _pass_on(self, called: Iterable[Thief]) -> None:
+        """Others are to look for waiting lanes, while the engine is at work for longer."""
+        for thief in called:
+            self._servers.apart([thief.shard], thief.pass_on, self._note_lost)
+
     def _poll_seconds(self) -> float:
         due = self._batcher.due_in()
         poll = min(0.02, max(0.0005, self._status.batch_seconds / 16))
@@ -330,8 +340,8 @@ class Intake:
         def ask(server: Server, some: Sequence[ShardKeys]) -> _Raw:
             keys = [stream.key for stream in self._own(some, rooms)]
             for shard in some:
-                if self._homes.has_others(shard):
-                    keys += shard.calls
+                # Also where all lanes in use are its own: others may have joined meanwhile.
+                keys += shard.calls
             return self._read_new(longest, server, keys, count)
 
         for _, raw in servers.read(shards, ask, block / 1000, self._note_lost):
@@ -400,7 +410,8 @@ class Intake:
             left[stream.priority] -= len(entries)
         if thief.due_in(idle) == 0 and left["interactive"] > 0:
             found += thief.steal(server, left)
-        if thief.is_called and (has_work or found) and self._status.batch_seconds > FOLLOW_MOST:
+        batch = self._status.batch_seconds
+        if thief.is_called and (has_work or found) and not 0 < batch < FOLLOW_MOST:
             thief.pass_on(server)  # else it is idle again before another one would look
         return found
 

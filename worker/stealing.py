@@ -37,7 +37,7 @@ class Thief:
     """
 
     def __init__(self, shard: ShardKeys, homes: Homes, consumer: str, status: WorkerStatus) -> None:
-        self._shard = shard
+        self.shard = shard
         self._homes = homes
         self._consumer = consumer
         self._status = status
@@ -65,7 +65,7 @@ class Thief:
 
     def due_in(self, idle: bool) -> float:
         """Seconds until the next look: 0 when it is due."""
-        idle = idle or not self._homes.has_others(self._shard)
+        idle = idle or not self._homes.has_others(self.shard)
         usual = self._looked + (IDLE_LOOK if idle else BUSY_LOOK)
         return max(0.0, min(self._due, usual) - time.monotonic())
 
@@ -77,7 +77,7 @@ class Thief:
         self, server: Server, rooms: dict[Priority, int]
     ) -> list[tuple[JobStream, list[Entry]]]:
         """Jobs of others' lanes, no more of each priority than there is room."""
-        own = {stream.key for stream in self._homes.read(self._shard)}
+        own = {stream.key for stream in self._homes.read(self.shard)}
         waiting = [
             (stream, lane)
             for stream, lane in self._look(
@@ -99,7 +99,7 @@ class Thief:
 
     def _look(self, server: Server, patience: float, does: str) -> list[tuple[JobStream, Waiting]]:
         """The lanes that are anyone's; what it does with the calls stands in `waiting.lua`."""
-        shard = self._shard
+        shard = self.shard
         arguments: list[Value] = [
             *(shard.prefix, GROUP, self._consumer, math.ceil(patience * 1000), does, shard.lanes),
             *self._calls,
