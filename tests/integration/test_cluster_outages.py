@@ -12,8 +12,10 @@ import pytest
 
 import lmpool
 import lmpool.testing.worker as worker_module
+import lmpool.worker.intake as intake_module
 import lmpool.worker.publishing as publishing_module
 from lmpool.backends.mock import mock_row
+from lmpool.cluster_servers import ClusterServers
 from lmpool.errors import NoWorkers, ServerRefused, ServerUnreachable
 from lmpool.inspection import read_facts
 from lmpool.keys import ShardKeys
@@ -190,9 +192,11 @@ def test_nobody_serves(cluster: Cluster, pool_name: str) -> None:
 
 
 @pytest.fixture
-def usual_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Idle workers of this process read as long as others."""
-    monkeypatch.setattr(worker_module, "IDLE_BLOCK_MS", 1000)
+def long_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle workers of this process read as long as others, and longer."""
+    for module in (worker_module, intake_module):
+        monkeypatch.setattr(module, "IDLE_BLOCK_MS", 2500)
+    monkeypatch.setattr(ClusterServers, "longest_block", 2.5)
 
 
 def one_of_each(lm: lmpool.PooledLM, start: int) -> list[list[int]]:
@@ -200,7 +204,7 @@ def one_of_each(lm: lmpool.PooledLM, start: int) -> list[list[int]]:
     return [prompts_of(lm, shard, 1, start)[0] for shard in lm.shards]
 
 
-@pytest.mark.usefixtures("usual_reads")
+@pytest.mark.usefixtures("long_reads")
 def test_what_comes_to_a_busy_workers_reads_is_run_by_an_idle_one(
     cluster: Cluster, pool_name: str
 ) -> None:
@@ -224,11 +228,11 @@ def test_what_comes_to_a_busy_workers_reads_is_run_by_an_idle_one(
             waiting.result(20)
 
 
-@pytest.mark.usefixtures("usual_reads")
+@pytest.mark.usefixtures("long_reads")
 def test_a_worker_that_leaves_takes_no_jobs_along(
     cluster: Cluster, pool_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    opts = {"vocab_size": VOCAB, "delay": 2.0}
+    opts = {"vocab_size": VOCAB, "delay": 4.0}
     quick = {"vocab_size": VOCAB}
     leaving = ExitStack()
     leaving.enter_context(in_process_worker(cluster.url, pool_name, engine_opts=opts))
@@ -246,6 +250,7 @@ def test_a_worker_that_leaves_takes_no_jobs_along(
         asked = pool.submit(assert_right, lm, others)
         with in_process_worker(cluster.url, pool_name, engine_opts=quick):
             asked.result(20)
+            assert not waiting.done()  # they did not wait until it had left
             waiting.result(20)
             ending.result(20)
             assert "took over" not in caplog.text
