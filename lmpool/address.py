@@ -17,7 +17,6 @@ from urllib.parse import unquote
 # redis-py is imported where it is used: settings are read by commands that start quickly.
 if TYPE_CHECKING:
     from redis import ConnectionPool
-    from redis.asyncio.connection import ConnectionPool as AsyncConnectionPool
 
     from lmpool.commands import Server
 
@@ -168,26 +167,12 @@ def connection_pool(url: str, **options: Any) -> ConnectionPool:
             connection_class=found.pop("connection_class", Connection), **found
         )
     known = Sentinels.parse(url)
-    sentinel = Sentinel(known.hosts, sentinel_kwargs=_to_sentinels(known))
+    sentinel = Sentinel(known.hosts, sentinel_kwargs=to_sentinels(known))
     given = {**known.options, **known.tls_options, **options}
     return PrimaryPool(known.service, sentinel, **given)
 
 
-def async_connection_pool(url: str, **options: Any) -> AsyncConnectionPool:
-    """The same for asyncio."""
-    from redis.asyncio.connection import ConnectionPool as AsyncConnectionPool
-    from redis.asyncio.sentinel import Sentinel as AsyncSentinel
-    from redis.asyncio.sentinel import SentinelConnectionPool as AsyncSentinelConnectionPool
-
-    if not is_sentinel(url):
-        return AsyncConnectionPool.from_url(url, **options)
-    known = Sentinels.parse(url)
-    sentinel = AsyncSentinel(known.hosts, sentinel_kwargs=_to_sentinels(known))
-    given = {**known.options, **known.tls_options, **options}
-    return AsyncSentinelConnectionPool(known.service, sentinel, **given)
-
-
-def _to_sentinels(known: Sentinels) -> dict[str, Any]:
+def to_sentinels(known: Sentinels) -> dict[str, Any]:
     """The URL's user and password are the primary's: Sentinels are asked without."""
     return {
         "socket_timeout": SENTINEL_TIMEOUT,

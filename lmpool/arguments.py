@@ -69,6 +69,7 @@ class EmbeddedArguments(ClientArguments, WorkerArguments, total=False):
 class _Pool(TypedDict, total=False):
     url: str | None
     pool: str | None
+    control_url: str | None
 
 
 class AllClientArguments(_Pool, ClientArguments, total=False):

@@ -67,17 +67,20 @@ def slot_error(text: str) -> redis.exceptions.ConnectionError | None:
     return None
 
 
-class _SlotErrors:
+class SlotErrors:
+    """A parser, of redis-py or on top of it, to which refusals about slots are lost connections:
+    those of `slot_error`."""
+
     @classmethod
-    def parse_error(cls, response: str) -> Exception:
+    def parse_error(cls, response: str) -> Any:
         return slot_error(response) or super().parse_error(response)  # type: ignore[misc]
 
 
-class ClusterParser(_SlotErrors, Parser):
+class ClusterParser(SlotErrors, Parser):
     """`Parser`, to which refusals about slots are those of `slot_error`."""
 
 
-class BoundedClusterParser(_SlotErrors, BoundedParser):
+class BoundedClusterParser(SlotErrors, BoundedParser):
     """`BoundedParser`, the same."""
 
 
@@ -218,20 +221,37 @@ def node_address(node: Sequence[Any], asked: Address) -> Address:
     return text or asked[0], int(port)
 
 
-class _OfNode:
-    """A connection to one node, which tells the map what it hears of slots, or that it hears
+class SlotListener:
+    """A connection to a node, which tells the map what it hears of slots, or that it hears
     nothing."""
 
     host: str
     port: int
 
     def __init__(
-        self, *, slots: SlotMap, note_silence: Callable[[Address], None], **options: Any
+        self,
+        *,
+        slots: SlotMap,
+        note_silence: Callable[[Address], None] = lambda node: None,
+        **options: Any,
     ) -> None:
         self._slots = slots
         self._note_silence = note_silence
         super().__init__(**options)
 
+    def _hear(self, error: Exception) -> None:
+        if isinstance(error, SlotMoved):
+            self._slots.move(error.slot, (error.host or self.host, error.port))
+        elif isinstance(error, LOST) and not isinstance(error, _NO_LOSS):
+            self._slots.suspect((self.host, self.port))
+            if isinstance(error, redis.exceptions.TimeoutError):
+                self._note_silence((self.host, self.port))
+        elif str(error).startswith(("CLUSTERDOWN", "MASTERDOWN")):
+            # Of one that is cut off from the others: these may know who serves instead.
+            self._slots.suspect((self.host, self.port))
+
+
+class _OfNode(SlotListener):
     def connect(self) -> None:
         try:
             super().connect()  # type: ignore[misc]
@@ -252,17 +272,6 @@ class _OfNode:
         except Exception as error:
             self._hear(error)
             raise
-
-    def _hear(self, error: Exception) -> None:
-        if isinstance(error, SlotMoved):
-            self._slots.move(error.slot, (error.host or self.host, error.port))
-        elif isinstance(error, LOST) and not isinstance(error, _NO_LOSS):
-            self._slots.suspect((self.host, self.port))
-            if isinstance(error, redis.exceptions.TimeoutError):
-                self._note_silence((self.host, self.port))
-        elif str(error).startswith(("CLUSTERDOWN", "MASTERDOWN")):
-            # Of one that is cut off from the others: these may know who serves instead.
-            self._slots.suspect((self.host, self.port))
 
 
 class NodeConnection(_OfNode, Connection):

@@ -38,6 +38,8 @@ SILENT_FOR: Final = 1.5
 """Seconds for which a node that let a command time out is left alone, and then asked whether it is
 back: a command would take as long again, in which others are not served. Meanwhile the map is
 looked at: who takes over is asked."""
+SETTLES_WITHIN_MS: Final = 200
+"""Milliseconds for which a replica is waited for that is to have what was written."""
 PAUSES: Final = (0.02, 0.5)
 """Seconds until a shard is asked again that was lost, at first and at most."""
 
@@ -164,6 +166,10 @@ class ClusterServers(Servers):
     def at(self, address: Address) -> Server:
         """A node, a replica for example."""
         return self._node(address)
+
+    def settle(self, server: Server) -> None:
+        if not server.wait(1, SETTLES_WITHIN_MS):
+            logger.debug("no replica has what was written within %d ms", SETTLES_WITHIN_MS)
 
     def read_together(self, shards: Sequence[ShardKeys]) -> list[list[ShardKeys]]:
         return [[shard] for shard in shards]  # a blocking read is of one slot

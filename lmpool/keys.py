@@ -180,9 +180,14 @@ class PoolKeys:
         return f"lmpool:{self.pool}"
 
     @property
+    def tag(self) -> str:
+        """The hash tag, braces included, of what lies in the slot of the model info."""
+        return f"{{lmpool:{self.pool}}}"
+
+    @property
     def serving(self) -> str:
         """What living workers serve, in the slot of the model info."""
-        return f"{{lmpool:{self.pool}}}:serving"
+        return f"{self.tag}:serving"
 
     def vocabulary(self, fingerprint8: str) -> str:
         """Tokenizer files and byte vocabulary of the pool's model."""
@@ -190,11 +195,28 @@ class PoolKeys:
 
     def control_queue(self, consumer: str) -> str:
         """The arq queue of one worker's control jobs."""
-        return f"lmpool:{self.pool}:control:{consumer}"
+        return f"{self.tag}:control:{consumer}"
+
+    def control_job(self, number: str) -> str:
+        """The id of a control job: arq puts it at the end of keys that it writes with the queue.
+
+        `number` is 32 hex digits.
+        """
+        return f"{self.tag}{number}"
+
+    @property
+    def control_slot(self) -> int:
+        """The slot of a Redis Cluster that all control jobs lie in."""
+        return slot_of(self.tag)
+
+    @property
+    def aborted(self) -> str:
+        """What arq calls ``arq:abort``: it writes that with the queue, too."""
+        return f"arq:abort:{self.tag}"
 
     def health(self, place: str) -> str:
         """Where arq says that the worker of a place lives, for ``arq --check``."""
-        return f"lmpool:{self.pool}:health:{place}"
+        return f"{self.tag}:health:{place}"
 
     def shard(
         self, fingerprint8: str, number: int, lanes: int = 1, count: int | None = None

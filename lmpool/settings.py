@@ -61,6 +61,8 @@ SEVERAL_HOSTS: Final[dict[str, tuple[type[Sentinels] | type[Cluster], str]]] = {
     ),
 }
 """Who reads the URLs of these schemes, and how they are written."""
+URLS: Final = ("url", "control_url")
+"""Settings that may hold a password."""
 URL_OPTIONS = ("db", "username", "password", "health_check_interval")
 TLS_OPTIONS = (
     "ssl_ca_certs", "ssl_ca_data", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname",
@@ -141,7 +143,15 @@ def _check_url_options(url: str, shown: str, tls: bool, remedy: str) -> None:
             raise SettingsError(f"url={shown!r}: {name} is no number; {remedy}")
 
 
+def _check_control_url(url: str) -> str:
+    try:
+        return check_url(url)
+    except SettingsError as error:
+        raise SettingsError(f"control_{error}") from None
+
+
 Url = Annotated[str, AfterValidator(check_url), Field(repr=False)]
+ControlUrl = Annotated[str, AfterValidator(_check_control_url)]
 Pool = Annotated[str, AfterValidator(check_pool_name)]
 Seconds = Annotated[float, Field(gt=0, le=86_400 * 30, allow_inf_nan=False)]
 
@@ -206,10 +216,22 @@ class _FileSource(PydanticBaseSettingsSource):
 class _Options(_Settings):
     url: Url = Field("redis://localhost:6379/0", description="the Redis-compatible server")
     pool: Pool = Field("default", description="the pool's name")
+    control_url: ControlUrl | None = Field(
+        None,
+        repr=False,
+        description="the server of control jobs (adapters, prefixes), where not the pool's own; "
+        "workers and clients need the same",
+    )
+
+    @property
+    def control(self) -> str:
+        """The URL of the server that control jobs go through."""
+        return self.control_url or self.url
 
     def __repr__(self) -> str:
         shown = {name: getattr(self, name) for name in type(self).model_fields}
-        shown["url"] = mask_url(self.url)
+        for name in URLS:
+            shown[name] = shown[name] and mask_url(shown[name])
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
 
     __str__ = __repr__
@@ -539,7 +561,7 @@ def _explain(error: ValidationError, options: type[BaseSettings], given: dict[st
             name, value = variable, os.environ.get(variable)
             if not value and file is not None and field in in_file:
                 name, value = f"{file.path}: {field}", in_file[field]
-        text = mask_url(value) if field == "url" and isinstance(value, str) else quoted(value, 200)
+        text = mask_url(value) if field in URLS and isinstance(value, str) else quoted(value, 200)
         what = f"{found['msg'][0].lower()}{found['msg'][1:]}"
         lines.append(f"{name}={text:.200}: {what} ({options.model_fields[field].description})")
     return "; ".join(lines)

@@ -260,7 +260,7 @@ class BaseLM:
         self._follow(deadline)
         found = run_blocking(self._run(self._read_statistics, deadline))
         workers = [worker["id"] for worker in found["workers"]]
-        ask_workers(self.url, self._client.keys, workers, function, *arguments, deadline=deadline)
+        ask_workers(self._client.options, workers, function, *arguments, deadline=deadline)
 
     def _follow(self, deadline: Deadline) -> None:
         run_blocking(self._load_info(deadline))

@@ -15,6 +15,7 @@ def connect(
     url: str | None = None,
     pool: str | None = None,
     *,
+    control_url: str | None = None,
     framework: Literal["numpy"],
     **options: Unpack[ClientArguments],
 ) -> PooledLM[NumpyRows]: ...
@@ -23,6 +24,7 @@ def connect(
     url: str | None = None,
     pool: str | None = None,
     *,
+    control_url: str | None = None,
     framework: Literal["auto", "torch"] | None = None,
     **options: Unpack[ClientArguments],
 ) -> PooledLM[TorchRows]: ...
@@ -31,6 +33,7 @@ def connect(
     url: str | None = None,
     pool: str | None = None,
     *,
+    control_url: str | None = None,
     framework: FrameworkName | None = None,
     **options: Unpack[ClientArguments],
 ) -> PooledLM[NumpyRows | TorchRows]:
@@ -42,6 +45,8 @@ def connect(
     Args:
         url: the Redis-compatible server
         pool: the pool's name
+        control_url: the server of control jobs (adapters, prefixes), where not the pool's own;
+            workers and clients need the same
         framework: what rows are: torch tensors where torch is installed, else numpy
         cache_bytes: bound of the local cache of rows, e.g. 512MiB; 0 for none
         encoding: how rows travel; auto is the smallest lossless one, f16 is lossy
@@ -56,4 +61,6 @@ def connect(
         SettingsError: for a value that cannot be used, and for an unknown ``LMPOOL_*`` variable.
     """
     refuse_unknown_variables()
-    return PooledLM(ClientOptions(url=url, pool=pool, framework=framework, **options))
+    return PooledLM(
+        ClientOptions(url=url, pool=pool, control_url=control_url, framework=framework, **options)
+    )

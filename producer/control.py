@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-import msgpack
-
-from lmpool.address import async_connection_pool
-from lmpool.checks import quoted, said
-from lmpool.clock import to_ms
-from lmpool.errors import AdapterError, LmpoolError, NoWorkers, PoolError
-from lmpool.keys import PoolKeys
+from lmpool.checks import said
+from lmpool.errors import AdapterError, LmpoolError, NoWorkers, PoolError, PoolTimeout
 from lmpool.producer.blocking import in_thread, result
 from lmpool.producer.deadline import Deadline
 from lmpool.server import understood
+from lmpool.settings import ClientOptions, mask_url
+
+if TYPE_CHECKING:
+    from lmpool.producer.control_jobs import ControlJobs
 
 CONTROL_TIMEOUT: Final = 120.0
 """Seconds that a worker may take where nobody says how long: loading an adapter takes long."""
@@ -24,8 +23,7 @@ Argument: TypeAlias = str | bytes
 
 
 def ask_workers(
-    url: str,
-    keys: PoolKeys,
+    options: ClientOptions,
     workers: list[str],
     function: str,
     *arguments: Argument,
@@ -33,19 +31,30 @@ def ask_workers(
 ) -> dict[str, object]:
     """Run a control function on every worker; returns what each returned, by worker.
 
+    The jobs go through the server of `control_url`, which is that of the pool where it is not set:
+    clients need the one that their workers have.
+
     Raises `NoWorkers` without workers, `AdapterError` or `PoolError` with every worker's error,
     `PoolTimeout` when one does not answer until the deadline: it drops what it has not begun.
     """
     if not workers:
-        raise NoWorkers(f"pool {keys.pool!r} has no worker alive to {function.replace('_', ' ')}")
+        raise NoWorkers(
+            f"pool {options.pool!r} has no worker alive to {function.replace('_', ' ')}"
+        )
     if importlib.util.find_spec("arq") is None:
         raise PoolError(f"{function} travels as an arq job: pip install 'lmpool[worker]'")
     if deadline.at is None:
         deadline = Deadline(CONTROL_TIMEOUT)
-    # In an event loop of its own: the caller's thread may be running one.
-    ask = _ask(url, keys, workers, function, arguments, deadline)
-    asking = in_thread(lambda: asyncio.run(ask), "lmpool-control")
-    answers = result(asking, deadline, _missing(function, workers))
+    from lmpool.producer.control_jobs import ControlJobs
+
+    jobs = ControlJobs(options, function, arguments, deadline)
+    asking = in_thread(lambda: _run(jobs, options.control, workers), "lmpool-control")
+    missing = f"{function} was not answered by every one of {', '.join(workers)}"
+    try:
+        answers = result(asking, deadline, missing)
+    except (PoolTimeout, TimeoutError):
+        away = "" if jobs.lost is None else f": {mask_url(options.control)} is lost: {jobs.lost}"
+        raise deadline.error(missing, away) from None
     errors = {worker: a["error"] for worker, a in answers.items() if "error" in a}
     if errors:
         text = "; ".join(f"{worker}: {error}" for worker, error in errors.items())
@@ -54,50 +63,14 @@ def ask_workers(
     return {worker: answer.get("result") for worker, answer in answers.items()}
 
 
-def _missing(function: str, workers: list[str]) -> str:
-    return f"{function} was not answered by every one of {', '.join(workers)}"
-
-
-async def _ask(
-    url: str,
-    keys: PoolKeys,
-    workers: list[str],
-    function: str,
-    arguments: tuple[Argument, ...],
-    deadline: Deadline,
-) -> dict[str, dict[str, Any]]:
-    from arq.connections import ArqRedis
-
-    limit = deadline.left() or 0.0
-    pool = ArqRedis(
-        async_connection_pool(url, protocol=2),
-        job_serializer=msgpack.packb,
-        job_deserializer=msgpack.unpackb,
-        expires_extra_ms=int(limit * 1000),
-    )
-
-    async def one(worker: str) -> dict[str, Any]:
-        queue = keys.control_queue(worker)
-        job = await pool.enqueue_job(
-            function, *arguments, limit, _queue_name=queue, _expires=max(limit, 0.001)
-        )
-        await pool.pexpire(queue, to_ms(2 * limit))  # of a worker that died nothing is left
-        assert job is not None
-        answer = await job.result(poll_delay=0.05)
-        if not isinstance(answer, dict):
-            raise PoolError(f"worker {worker} answered {function} with {quoted(answer)}")
-        return answer
-
+def _run(jobs: ControlJobs, url: str, workers: list[str]) -> dict[str, dict[str, Any]]:
+    """What the workers answer. Raises `TimeoutError` and ours."""
     try:
         with understood(url):
-            async with asyncio.timeout(limit):
-                found = await asyncio.gather(*(one(worker) for worker in workers))
-    except TimeoutError:
-        raise deadline.error(_missing(function, workers)) from None
-    except LmpoolError:
+            # An event loop of its own: the caller's thread may be running one.
+            found = asyncio.run(jobs.run(workers))
+    except (LmpoolError, TimeoutError):
         raise
     except Exception as error:  # of arq's: a job that failed in another way than ours do
-        raise PoolError(f"{function} failed: {said(error)}") from error
-    finally:
-        await pool.aclose(close_connection_pool=True)
+        raise PoolError(f"{jobs.function} failed: {said(error)}") from error
     return dict(zip(workers, found, strict=True))

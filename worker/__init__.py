@@ -18,15 +18,13 @@ def __getattr__(name: str) -> Any:
     if name != "WorkerSettings":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Read when it is asked for: importing the package must not need settings or an engine.
-    from lmpool.errors import LmpoolError, ServerUnreachable
+    from lmpool.errors import LmpoolError
     from lmpool.garbage import uncollected
 
     try:
         with uncollected():
-            from lmpool.worker.arq_settings import WorkerSettings, wait_for_server
-
-        wait_for_server()
+            from lmpool.worker.arq_settings import WorkerSettings
     except LmpoolError as error:
         print(f"lmpool worker: {error}", file=sys.stderr)
-        raise SystemExit(70 if isinstance(error, ServerUnreachable) else 78) from None
+        raise SystemExit(78) from None
     return WorkerSettings

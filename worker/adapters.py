@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
 from lmpool.backends.engine import Engine
+from lmpool.commands import Server
 from lmpool.errors import AdapterError, EngineBroken
 from lmpool.keys import ShardKeys
 from lmpool.servers import Servers
@@ -102,23 +103,32 @@ class Adapters:
         fingerprint = adapter_fingerprint(folder)
         self._load(f"{name}@{fingerprint}", folder, fingerprint, in_use)
         entry = self._entries[name] = f"{fingerprint}\n{folder}"
-        for shard in self._shards:
-            self._servers.for_shard(shard).hset(shard.adapters, name, entry)
+        self._everywhere(lambda server, shard: server.hset(shard.adapters, name, entry))
         return fingerprint
 
     def restore(self) -> None:
         """Register again what a server that lost everything has forgotten."""
-        for shard in self._shards:
+
+        def write(server: Server, shard: ShardKeys) -> None:
             for name, entry in self._entries.items():
-                self._servers.for_shard(shard).hset(shard.adapters, name, entry)
+                server.hset(shard.adapters, name, entry)
+
+        if self._entries:
+            self._everywhere(write)
 
     def remove(self, name: str) -> None:
         """Unregister and unload an adapter."""
         self._entries.pop(name, None)
-        for shard in self._shards:
-            self._servers.for_shard(shard).hdel(shard.adapters, name)
+        self._everywhere(lambda server, shard: server.hdel(shard.adapters, name))
         for reference in [r for r in self._loaded if r.rpartition("@")[0] == name]:
             self._unload(reference)
+
+    def _everywhere(self, write: Callable[[Server, ShardKeys], object]) -> None:
+        """Write in the registry of every shard, to stay there. Raises redis-py's exceptions."""
+        for server, shards in self._servers.by_connection(self._shards):
+            for shard in shards:
+                write(server, shard)
+            self._servers.settle(server)
 
     def has_room(self, reference: str, in_use: Collection[str]) -> bool:
         """Whether an adapter can be used beside those that are in use."""

@@ -1,8 +1,8 @@
 """Control functions: arq jobs that reach one worker by its own queue.
 
 Each returns ``{"result": ...}`` or ``{"error": text}``: an exception of ours is a reply, not a
-failed job to be tried again. Those that wait for the engine take as their last argument the seconds
-for which their caller waits.
+failed job to be tried again. The last argument is the seconds for which their caller waits. What a
+server that was lost has forgotten is done once more: twice is as good as once.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
+import redis.exceptions
 
 from lmpool.checks import said
 from lmpool.errors import LmpoolError
+from lmpool.server import is_lost
 from lmpool.worker.service import Service
 
 ControlReply = dict[str, Any]
 
+AGAIN: Final = 0.2
+"""Seconds until what failed of a server that was lost is done again."""
 LONGEST: Final = 600.0
 """Seconds that a control function may take, whoever waits for it."""
 
@@ -57,13 +62,13 @@ async def clear_cache(ctx: dict[str, Any], limit: float = LONGEST) -> ControlRep
     return await _on_engine(ctx, limit, engine.clear_cache)
 
 
-async def drain(ctx: dict[str, Any]) -> ControlReply:
+async def drain(ctx: dict[str, Any], limit: float = LONGEST) -> ControlReply:
     """Finish what runs, give the rest back, and end this worker, as SIGTERM does."""
     asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGTERM)
     return {"result": None}
 
 
-async def describe(ctx: dict[str, Any]) -> ControlReply:
+async def describe(ctx: dict[str, Any], limit: float = LONGEST) -> ControlReply:
     """Who this worker is."""
     status = _service(ctx).status
     return {"result": {**status.description, "rows_per_second": status.rows_per_second()}}
@@ -87,11 +92,18 @@ async def _on_engine(
     """
     loop = _service(ctx).loop
     assert loop is not None
-    call = loop.call(function)
-    try:
-        async with asyncio.timeout(limit):
-            return {"result": await asyncio.wrap_future(call)}
-    except LmpoolError as error:
-        return {"error": str(error)}
-    except Exception as error:
-        return {"error": said(error)}
+    deadline = time.monotonic() + limit
+    while True:
+        call = loop.call(function)
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                return {"result": await asyncio.wrap_future(call)}
+        except LmpoolError as error:
+            return {"error": str(error)}
+        except redis.exceptions.RedisError as error:
+            # A shard's server fails over, or its slot moves: not for the engine to wait for.
+            if not is_lost(error) or time.monotonic() + AGAIN > deadline - limit / 10:
+                return {"error": said(error)}
+            await asyncio.sleep(AGAIN)
+        except Exception as error:
+            return {"error": said(error)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 import redis.exceptions
@@ -57,6 +58,9 @@ class DeadLetters:
         )
         logger.error("a job was %s", reason, extra=about(job.want.kind))
         self._bury(stream, entry, data, job.digest.hex(), "failed", reason, deliveries, last)
+        # Not for garbage, which anybody may send a lot of. It is buried whatever becomes of this.
+        with suppress(redis.exceptions.RedisError, OSError):
+            self._servers.settle(self._servers.for_shard(stream.shard))
 
     def _bury(
         self,

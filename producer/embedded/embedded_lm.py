@@ -23,6 +23,7 @@ from lmpool.producer.embedded.private_pool import PrivatePool
 from lmpool.producer.frameworks import NumpyRows, RowT_co, TorchRows
 from lmpool.producer.pooled_lm import PooledLM
 from lmpool.settings import (
+    URLS,
     ClientOptions,
     WorkerOptions,
     refuse_unknown_variables,
@@ -184,7 +185,7 @@ def embedded(
             private.copy_log_to_stderr()
         count = workers if gpus is None else where.count(",") + 1
         private.wait_until_alive(count, start_timeout)
-        for_client["url"] = private.url
+        for_client["url"] = for_client["control_url"] = private.url
         return EmbeddedLM(ClientOptions(**for_client), private)
     except BaseException:
         private.stop()
@@ -218,7 +219,7 @@ def _split(settings: Mapping[str, object]) -> tuple[AllClientArguments, AllWorke
     """What goes to the client, and what to the workers."""
     client, worker = set(ClientOptions.model_fields), set(WorkerOptions.model_fields)
     for name in settings:
-        if name not in client | worker or name == "url":
+        if name not in client | worker or name in URLS:
             raise SettingsError(_unknown(name, client | worker))
     for_client = {name: value for name, value in settings.items() if name in client}
     for_workers = {name: value for name, value in settings.items() if name in worker}
@@ -228,9 +229,10 @@ def _split(settings: Mapping[str, object]) -> tuple[AllClientArguments, AllWorke
 
 
 def _unknown(name: str, settings: set[str]) -> str:
-    if name == "url":
-        return "url: an embedded pool has a server of its own; write lmpool.connect(url) for yours"
-    known = settings - {"url"} | {"workers", "gpus", "start_timeout", "verbose"}
+    if name in URLS:
+        own = "an embedded pool has a server of its own; write lmpool.connect(url) for yours"
+        return f"{name}: {own}"
+    known = settings - {*URLS} | {"workers", "gpus", "start_timeout", "verbose"}
     return unknown_name(name, known, "argument")
 
 

@@ -60,7 +60,8 @@ class PrivatePool:
         try:
             server = prepare_server(program, self.folder)
             self.url = server.url
-            self._reaper = self._start_reaper({**settings, "url": server.url, "pool": pool})
+            own = {"url": server.url, "control_url": server.url, "pool": pool}
+            self._reaper = self._start_reaper({**settings, **own})
         except BaseException as error:
             shutil.rmtree(self.folder, ignore_errors=True)
             if isinstance(error, OSError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ from lmpool.errors import ClientClosed, PoolTimeout
 from lmpool.keys import PoolKeys
 from lmpool.producer.control import ask_workers
 from lmpool.producer.deadline import Deadline
+from lmpool.settings import ClientOptions
 from tests.support.clients import connected
+from tests.support.faults import Faults
 from tests.support.pools import Asking
+from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import (
     ARQ,
@@ -30,8 +35,34 @@ def test_of_a_control_job_that_nobody_takes_nothing_is_left(
 ) -> None:
     keys = PoolKeys(pool_name)
     with pytest.raises(PoolTimeout, match="clear_cache was not answered"):
-        ask_workers(server_url, keys, ["gone"], "clear_cache", deadline=Deadline(0.3))
+        ask_workers(
+            ClientOptions(url=server_url, pool=pool_name),
+            ["gone"],
+            "clear_cache",
+            deadline=Deadline(0.3),
+        )
     until(lambda: not redis_client.exists(keys.control_queue("gone")), 2)
+
+
+def test_a_control_job_that_runs_while_the_server_is_restarted_is_answered(
+    server_binary: str, pool_name: str, tmp_path: Path
+) -> None:
+    """It has forgotten the job, which the worker has begun."""
+    slow = Faults(tmp_path).settings(prefix_delay=1.0)
+    with (
+        RealServer(tcp=True, binary=server_binary) as server,
+        worker_process(server.url, pool_name, **slow) as worker,
+        connected(server.url, pool_name) as lm,
+        ThreadPoolExecutor() as pool,
+        server.client() as client,
+    ):
+        running = pool.submit(lm.cache_kv, [1], timeout=20)
+        until(lambda: client.keys("arq:in-progress:*"), 10)
+        server.kill()
+        time.sleep(1.2)  # the job has ended
+        server.start()
+        assert running.result() is None
+        assert worker.process.poll() is None
 
 
 def check(url: str, pool: str, folder: Path, **settings: Any) -> int:

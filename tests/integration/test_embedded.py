@@ -66,6 +66,14 @@ def test_nobody_else_reaches_its_server(pool_folder: Path) -> None:
         assert int(configuration["maxmemory"]) > 0
 
 
+def test_its_control_jobs_go_through_its_server(
+    pool_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMPOOL_CONTROL_URL", "redis://127.0.0.1:1")
+    with lmpool.embedded(**MOCK) as lm:
+        lm.clear_kv_cache(timeout=20)
+
+
 def test_where_no_socket_can_be_had_it_is_a_port_with_a_password(pool_folder: Path) -> None:
     long = pool_folder / ("x" * 100)
     long.mkdir()
@@ -132,6 +140,7 @@ def test_it_shows_what_the_workers_say_if_asked(
         ({"cache_byte": 3}, "did you mean cache_bytes?"),
         ({"nonsense": 3}, "there are"),
         ({"url": "redis://localhost"}, "lmpool.connect"),
+        ({"control_url": "redis://localhost"}, "control_url: an embedded pool has a server"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"cache_bytes": -1}, "cache_bytes=-1"),
         ({"pool": "a b"}, "no pool name"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import textwrap
 from collections.abc import Iterator
@@ -39,7 +40,8 @@ def instead_of_arq(folder: Path, program: str) -> Iterator[None]:
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text(textwrap.dedent(program))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(package.parent))
+        paths = [str(package.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
         try:
             yield
         finally:

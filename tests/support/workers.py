@@ -15,14 +15,16 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import redis.exceptions
+
 from lmpool.backends.mock import mock_row
 from lmpool.keys import PoolKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.statistics import WorkerStatistics, pool_statistics
+from lmpool.server import is_lost
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
 from lmpool.testing.worker import InProcessService
-from tests.support.redis_client import open_redis
 from tests.support.waiting import until
 
 ARQ = [
@@ -36,14 +38,18 @@ DEFAULTS: dict[str, Any] = {"engine": "mock"}
 
 
 def living_workers(url: str, pool: str) -> list[WorkerStatistics]:
-    """The pool's workers that have a heartbeat."""
+    """The pool's workers that have a heartbeat; none while a server is away."""
     keys = PoolKeys(pool)
-    with open_redis(url) as client:
-        packed = client.get(keys.info)
-        if packed is None:
-            return []
     with closing(Servers.of_url(url)) as servers:
-        return pool_statistics(servers, ModelInfo.unpack(packed).shard_keys(keys))["workers"]
+        try:
+            packed = servers.for_key(keys.info).get(keys.info)
+            if packed is None:
+                return []
+            return pool_statistics(servers, ModelInfo.unpack(packed).shard_keys(keys))["workers"]
+        except redis.exceptions.RedisError as error:
+            if not is_lost(error):
+                raise
+            return []
 
 
 def clean_environment() -> dict[str, str]:

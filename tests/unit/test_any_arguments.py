@@ -39,7 +39,7 @@ from lmpool.keys import GROUP, PoolKeys
 from lmpool.producer.asks import Ask
 from lmpool.producer.embedded import embedded_lm
 from lmpool.scripts import script
-from lmpool.settings import ClientOptions, WorkerOptions
+from lmpool.settings import URLS, ClientOptions, WorkerOptions
 from lmpool.vocabulary import Vocabulary
 from lmpool.wants import Draw, Generate, Row, Top
 from tests.support.fake import FakeServer
@@ -201,7 +201,7 @@ TYPED: dict[str, st.SearchStrategy[Any]] = {
 
 def typed(name: str, annotation: Any) -> st.SearchStrategy[Any]:
     """What the annotation of a parameter promises."""
-    if name == "url":
+    if name in URLS:
         return st.sampled_from([None, NOBODY, "unix:///nowhere"])
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     text = text.replace("typing.", "").replace("collections.abc.", "")

@@ -6,12 +6,14 @@ import asyncio
 from typing import Any
 
 import pytest
-import redis.exceptions
 from arq.connections import ArqRedis, log_redis_info
+from redis.asyncio.connection import ConnectionPool
 
+from lmpool.keys import PoolKeys
 from lmpool.settings import WorkerOptions
-from lmpool.worker import arq_settings
-from lmpool.worker.arq_settings import PatientRedis
+from lmpool.worker import arq_settings, control_redis
+from lmpool.worker.control_redis import HEALTH_EVERY, PatientRedis
+from tests.support.server import RealServer
 
 
 def test_a_cancellation_lost_on_the_way_to_the_server_is_not_lost(
@@ -52,11 +54,92 @@ def test_a_server_that_is_away_when_arq_looks_at_it_does_not_end_the_worker() ->
         assert said == [
             "redis_version=? mem_usage=? clients_connected=? db_keys=?",
         ]
-        with pytest.raises(redis.exceptions.ConnectionError):  # what matters is not made up
-            async with server.pipeline(transaction=True) as pipeline:
-                await pipeline.dbsize().execute()
 
     asyncio.run(look())
+
+
+def test_while_the_server_is_away_no_control_job_is_taken() -> None:
+    async def take() -> None:
+        server = PatientRedis(host="127.0.0.1", port=1)
+        async with server.pipeline(transaction=True) as pipeline:
+            await pipeline.watch("arq:in-progress:x")
+            assert await pipeline.exists("arq:in-progress:x")  # as if another had it
+            await pipeline.zscore("queue", "x")
+
+    asyncio.run(take())
+
+
+def test_what_was_asked_of_a_server_that_stays_away_comes_to_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_redis, "PATIENCE", 0.3)
+
+    async def begin() -> None:
+        server = PatientRedis(host="127.0.0.1", port=1)
+        async with server.pipeline(transaction=True) as pipeline:
+            pipeline.get("arq:job:x").incr("arq:retry:x").expire("arq:retry:x", 1)
+            assert await pipeline.execute() == [None, None, None]
+
+    asyncio.run(begin())
+
+
+def test_an_end_of_a_control_job_is_written_when_the_server_is_back(
+    server_binary: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nobody waits for that meanwhile, but who ends the connection."""
+    server = RealServer(tcp=True, binary=server_binary)
+
+    async def end(url: str) -> None:
+        patient = PatientRedis(ConnectionPool.from_url(url))
+        async with patient.pipeline(transaction=True) as pipeline:
+            pipeline.set("arq:result:x", b"done").delete("arq:in-progress:x")
+            assert await pipeline.execute() == []
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(server.start)
+        await patient.aclose(close_connection_pool=True)
+
+    try:
+        asyncio.run(end(server.url))
+        with server.client() as client:
+            assert client.get("arq:result:x") == b"done"
+    finally:
+        server.stop()
+
+
+def test_a_sign_of_life_outlives_the_next_ones_delay(server_binary: str) -> None:
+    async def live(url: str) -> None:
+        patient = PatientRedis(ConnectionPool.from_url(url))
+        await patient.psetex("health", 1000, b"alive")
+        await patient.aclose(close_connection_pool=True)
+
+    with RealServer(binary=server_binary) as server:
+        asyncio.run(live(server.url))
+        with server.client() as client:
+            assert 3000 * HEALTH_EVERY - 1000 < client.pttl("health") <= 3000 * HEALTH_EVERY
+
+
+@pytest.mark.parametrize(
+    ("entry", "taken"),
+    [
+        ("{lmpool:p}" + "0a" * 16, True),
+        ("0a" * 16, False),
+        ("{lmpool:other}" + "0a" * 16, False),  # on another node: that ended the worker
+        ("{lmpool:p}" + "0a" * 16 + "\n", False),
+        ("{lmpool:p}job", False),
+    ],
+)
+def test_only_jobs_of_our_clients_are_taken(
+    entry: str, taken: bool, server_binary: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def look(url: str) -> list[bytes]:
+        patient = PatientRedis(ConnectionPool.from_url(url))
+        await patient.zadd(PoolKeys("p").control_queue("w"), {entry: 1})
+        found = await patient.zrangebyscore(PoolKeys("p").control_queue("w"), 0, 2)
+        await patient.aclose(close_connection_pool=True)
+        return list(found)
+
+    with RealServer(binary=server_binary) as server:
+        assert asyncio.run(look(server.url)) == ([entry.encode()] if taken else [])
 
 
 def test_what_a_worker_has_loaded_is_left_out_of_collections(

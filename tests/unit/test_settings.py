@@ -30,6 +30,8 @@ BAD: list[tuple[Options, str, Any, str]] = [
     (ClientOptions, "url", "redis://host/first", "is no number"),
     (ClientOptions, "url", "redis://[::1", "malformed"),
     (ClientOptions, "url", "unix://", "names no socket"),
+    (WorkerOptions, "control_url", "http://localhost", "write redis://"),
+    (ClientOptions, "control_url", "redis+cluster://h/3", "the database 0 alone"),
     (ClientOptions, "cache_bytes", "much", "512MiB"),
     (ClientOptions, "cache_bytes", -1, "0 for none"),
     (ClientOptions, "encoding", "f64", "'f32', 'bf16' or 'f16'"),
@@ -197,6 +199,18 @@ def test_options_do_not_change() -> None:
     options = ClientOptions()
     with pytest.raises(Exception, match="frozen"):
         options.pool = "other"  # type: ignore[misc]
+
+
+def test_the_url_of_control_jobs_is_masked_and_that_of_the_pool_where_it_is_not_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = ClientOptions(url="redis://h", control_url="redis://u:s3cret@c")
+    assert options.control == "redis://u:s3cret@c"
+    assert "control_url='redis://u:***@c'" in repr(options)
+    assert WorkerOptions(url="redis://h").control == "redis://h"
+    monkeypatch.setenv("LMPOOL_CONTROL_URL", "redis://u:s3cret@c:port")
+    with pytest.raises(SettingsError, match=r"^LMPOOL_CONTROL_URL=redis://u:\*\*\*@c:port: "):
+        ClientOptions()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,127 @@
+"""How control jobs reach workers: by arq, and again where the server was lost meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, TypeVar
+from uuid import uuid4
+
+import msgpack
+import redis.exceptions
+from arq.connections import ArqRedis
+from arq.jobs import Job, ResultNotFound
+
+from lmpool.checks import quoted
+from lmpool.clock import to_ms
+from lmpool.control_connections import control_pool
+from lmpool.errors import PoolError
+from lmpool.keys import PoolKeys
+from lmpool.producer.deadline import Deadline
+from lmpool.server import is_lost
+from lmpool.settings import ClientOptions
+
+T = TypeVar("T")
+
+POLL: Final = 0.05
+"""Seconds between two looks whether a worker has answered."""
+AGAIN: Final = 0.1
+"""Seconds until a server that was lost is tried again."""
+
+
+class ControlJobs:
+    """Puts one function into the queues of workers, and waits for what they return.
+
+    Where the server is lost, also to a failover, all is done again: a job keeps its id, and what a
+    worker has begun it does not begin again unless the server has forgotten that.
+    """
+
+    def __init__(
+        self,
+        options: ClientOptions,
+        function: str,
+        arguments: Sequence[str | bytes],
+        deadline: Deadline,
+    ) -> None:
+        self._keys = PoolKeys(options.pool)
+        self._patience = options.reconnect_timeout
+        self.function = function
+        self._arguments = arguments
+        self._deadline = deadline
+        self._server = ArqRedis(
+            control_pool(options.control, self._keys),
+            job_serializer=msgpack.packb,
+            job_deserializer=msgpack.unpackb,
+        )
+        self._lost_since: float | None = None
+        self.lost: Exception | None = None
+        """Why the server is not reached, while it is not."""
+
+    async def run(self, workers: Sequence[str]) -> list[dict[str, Any]]:
+        """What each returned. Raises `TimeoutError`, and what arq and redis-py raise."""
+        try:
+            async with asyncio.timeout(self._deadline.left()):
+                return await asyncio.gather(*map(self._one, workers))
+        finally:
+            await self._server.aclose(close_connection_pool=True)
+
+    async def _one(self, worker: str) -> dict[str, Any]:
+        queue = self._keys.control_queue(worker)
+        job = Job(
+            self._keys.control_job(uuid4().hex),
+            self._server,
+            _queue_name=queue,
+            _deserializer=msgpack.unpackb,
+        )
+        while True:
+            try:
+                await self._patiently(lambda: self._enqueue(job, queue))
+                while not (found := await self._patiently(lambda: _look(job))):
+                    pass
+            except ResultNotFound:
+                await asyncio.sleep(AGAIN)  # the server has forgotten the job
+                continue
+            (answer,) = found
+            if not isinstance(answer, dict):
+                raise PoolError(f"worker {worker} answered {self.function} with {quoted(answer)}")
+            return answer
+
+    async def _enqueue(self, job: Job, queue: str) -> None:
+        """Put a job into a queue, unless it is there: for as long as its caller waits."""
+        left = max(self._deadline.left() or 0.0, 0.001)
+        await self._server.enqueue_job(
+            self.function,
+            *(*self._arguments, left),
+            _job_id=job.job_id,
+            _queue_name=queue,
+            _expires=left,
+        )
+        await self._server.pexpire(queue, to_ms(2 * left))  # of a worker that died nothing is left
+
+    async def _patiently(self, step: Callable[[], Awaitable[T]]) -> T:
+        """What it returns, done again while the server is away, for `reconnect_timeout`."""
+        while True:
+            if not self._deadline.left():  # asyncio.wait_for of Python 3.11 may lose a cancellation
+                raise TimeoutError
+            try:
+                found = await step()
+            except (redis.exceptions.RedisError, OSError) as error:
+                now = time.monotonic()
+                if self._lost_since is None:
+                    self._lost_since = now
+                if not is_lost(error) or now - self._lost_since >= self._patience:
+                    raise
+                self.lost = error
+            else:
+                self._lost_since = self.lost = None
+                return found
+            await asyncio.sleep(AGAIN)
+
+
+async def _look(job: Job) -> tuple[object, ...]:
+    """What a worker has answered, after `POLL` seconds at the latest; empty: nothing yet."""
+    try:
+        return (await job.result(timeout=0.0, poll_delay=POLL),)
+    except TimeoutError:
+        return ()

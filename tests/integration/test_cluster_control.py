@@ -1,0 +1,371 @@
+"""Control jobs through a Redis Cluster, and through a server of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmpool.errors import PoolTimeout, ServerUnreachable, UnknownAdapter
+from lmpool.keys import PoolKeys
+from lmpool.producer import PooledLM
+from lmpool.producer.control import ask_workers
+from lmpool.producer.deadline import Deadline
+from lmpool.settings import ClientOptions
+from tests.integration.test_adapters import rows_of, write_adapter
+from tests.support.certificates import certificates
+from tests.support.clients import connected
+from tests.support.cluster import Cluster, ClusterNode, slot_of
+from tests.support.faults import Faults
+from tests.support.redis_client import open_redis
+from tests.support.sentinels import sentinels
+from tests.support.server import RealServer
+from tests.support.waiting import until
+from tests.support.workers import (
+    ARQ,
+    WorkerProcess,
+    clean_environment,
+    settings_as_environment,
+    worker_process,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+NODE_TIMEOUT = 2.0
+PROMPT = [[1, 2, 3]]
+
+
+@pytest.fixture(scope="module")
+def cluster(server_binary: str) -> Iterator[Cluster]:
+    """Three primaries, three replicas, which every test leaves as it found them."""
+    with Cluster(3, 1, node_timeout=NODE_TIMEOUT) as cluster:
+        yield cluster
+
+
+def owner_of(cluster: Cluster, pool: str) -> ClusterNode:
+    """The node that the pool's control jobs lie on."""
+    return cluster.owner(PoolKeys(pool).control_slot)
+
+
+def ask(
+    url: str, pool: str, worker: WorkerProcess, function: str, *, control_url: str | None = None
+) -> Any:
+    """What a worker answers to a control job."""
+    options = ClientOptions(url=url, pool=pool, control_url=control_url)
+    consumer = worker.wait_until_alive()["id"]
+    return ask_workers(options, [consumer], function, deadline=Deadline(20))[consumer]
+
+
+def use_everything(url: str, pool: str, folder: Path, **control: Any) -> None:
+    """Every control function does what it is for; the last one ends the worker."""
+    adapters = folder / "adapters"
+    style = write_adapter(adapters / "style")
+    with (
+        worker_process(url, pool, adapter_dirs=[str(adapters)], **control) as worker,
+        connected(url, pool, **control) as lm,
+    ):
+        lm.add_new_lora(style, "style", timeout=20)
+        rows = lm.batch_next_token_logprobs_sync(PROMPT, lora_name="style")
+        assert not np.array_equal(rows, rows_of(None, PROMPT))
+        lm.cache_kv(PROMPT[0], timeout=20)
+        lm.clear_kv_cache(timeout=20)
+        lm.remove_lora("style", timeout=20)
+        with pytest.raises(UnknownAdapter):
+            lm.batch_next_token_logprobs_sync(PROMPT, lora_name="style")
+        assert ask(url, pool, worker, "describe", **control)["pid"] == worker.pid
+        assert ask(url, pool, worker, "drain", **control) is None
+        assert worker.wait(20) == 0, worker.log
+
+
+def control_keys(url: str, pool: str) -> list[str]:
+    """The keys of control jobs of a pool."""
+    tag = PoolKeys(pool).tag
+    with open_redis(url) as client:
+        found = sorted(key.decode() for key in client.keys("*"))
+    untagged = [key for key in found if key.startswith("arq:") and "{lmpool:" not in key]
+    assert untagged == []
+    return [key for key in found if tag in key and ("arq:" in key or ":control:" in key)]
+
+
+def test_control_jobs_travel_through_a_cluster(
+    cluster: Cluster, pool_name: str, tmp_path: Path
+) -> None:
+    use_everything(cluster.url, pool_name, tmp_path)
+    tag = PoolKeys(pool_name).tag
+    left = control_keys(cluster.url, pool_name)
+    # Results, which end by themselves; all on one node.
+    assert {key.rpartition(tag)[0] for key in left} == {"arq:result:"}, left
+    assert {slot_of(key) for key in left} == {PoolKeys(pool_name).control_slot}
+
+
+def test_control_jobs_travel_through_a_cluster_with_tls_and_users(
+    server_binary: str, pool_name: str, tmp_path: Path
+) -> None:
+    users = "user default off\nuser worker on >w ~* &* +@all\n"
+    with Cluster(3, 0, tls=certificates(tmp_path), users=users) as secured:
+        use_everything(secured.url_of("worker", "w"), pool_name, tmp_path)
+
+
+def test_control_jobs_may_have_a_server_of_their_own(
+    cluster: Cluster, pool_name: str, tmp_path: Path
+) -> None:
+    with RealServer(requirepass="s3cret") as server:
+        use_everything(cluster.url, pool_name, tmp_path, control_url=server.url)
+        assert control_keys(cluster.url, pool_name) == []
+        assert control_keys(server.url, pool_name)
+        # And the other way round: the pool on one server, its control jobs on a cluster.
+        use_everything(server.url, f"{pool_name}-2", tmp_path, control_url=cluster.url)
+        assert control_keys(cluster.url, f"{pool_name}-2")
+
+
+# ---- what befalls the node that they lie on
+
+
+class Asked:
+    """A call that takes the worker some seconds, made beside the test."""
+
+    def __init__(self, lm: PooledLM, *, timeout: float = 30.0) -> None:
+        self.took = 0.0
+        self.error: Exception | None = None
+        self._lm, self._timeout = lm, timeout
+        self._thread = threading.Thread(target=self._ask)
+
+    def __enter__(self) -> Asked:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+
+    def _ask(self) -> None:
+        began = time.monotonic()
+        try:
+            self._lm.cache_kv([1, 2], timeout=self._timeout)
+        except Exception as error:
+            self.error = error
+        self.took = time.monotonic() - began
+
+
+@pytest.fixture
+def slow_worker(
+    cluster: Cluster, pool_name: str, tmp_path: Path
+) -> Iterator[tuple[WorkerProcess, PooledLM]]:
+    """A worker that takes a second to keep a prefix, and a client of it. It must live on."""
+    slow = Faults(tmp_path).settings(prefix_delay=1.0)
+    with (
+        worker_process(cluster.url, pool_name, **slow) as worker,
+        connected(cluster.url, pool_name) as lm,
+    ):
+        yield worker, lm
+        lm.clear_kv_cache(timeout=20)
+        assert worker.process.poll() is None, worker.log
+        assert "Traceback" not in worker.log, worker.log
+
+
+def runs(cluster: Cluster, pool: str) -> bool:
+    """Whether a worker has begun a control job."""
+    node, tag = owner_of(cluster, pool), PoolKeys(pool).tag
+    with node.client() as client:
+        return bool(client.keys(f"arq:in-progress:{tag}*"))
+
+
+def test_a_job_that_runs_while_its_node_is_killed_is_answered(
+    cluster: Cluster, pool_name: str, slow_worker: tuple[WorkerProcess, PooledLM]
+) -> None:
+    _, lm = slow_worker
+    node = owner_of(cluster, pool_name)
+    with Asked(lm) as running:
+        until(lambda: runs(cluster, pool_name), 10)
+        node.kill()
+        with Asked(lm) as later:  # while nobody serves it
+            pass
+    cluster.wait_for_failover(PoolKeys(pool_name).control_slot, node)
+    node.start()
+    cluster.wait_until_ok()
+    assert (running.error, later.error) == (None, None)
+    assert max(running.took, later.took) < 5 + NODE_TIMEOUT + 5
+
+
+def test_a_job_that_runs_while_its_node_is_paused_is_answered(
+    cluster: Cluster, pool_name: str, slow_worker: tuple[WorkerProcess, PooledLM]
+) -> None:
+    _, lm = slow_worker
+    node = owner_of(cluster, pool_name)
+    with Asked(lm) as running:
+        until(lambda: runs(cluster, pool_name), 10)
+        node.pause()
+        cluster.wait_for_failover(PoolKeys(pool_name).control_slot, node)
+        with Asked(lm) as later:
+            pass
+    node.resume()
+    cluster.wait_until_ok()
+    assert (running.error, later.error) == (None, None)
+    assert max(running.took, later.took) < 6 + NODE_TIMEOUT + 5
+
+
+def test_jobs_are_answered_while_their_slot_moves(
+    cluster: Cluster, pool_name: str, slow_worker: tuple[WorkerProcess, PooledLM]
+) -> None:
+    _, lm = slow_worker
+    slot = PoolKeys(pool_name).control_slot
+    source = owner_of(cluster, pool_name)
+    target = next(node for node in cluster.primaries() if node is not source)
+    for to in (target, source):
+        with Asked(lm) as running:
+            until(lambda: runs(cluster, pool_name), 10)
+            # Half of the keys are at either node for longer than the job takes.
+            cluster.move_slot(slot, to, keys=1, meanwhile=lambda: time.sleep(1.5))
+        assert cluster.owner(slot) is to
+        assert running.error is None
+        assert running.took < 6
+    began = time.monotonic()
+    lm.clear_kv_cache(timeout=20)
+    assert time.monotonic() - began < 2
+
+
+def test_a_caller_is_told_in_time_that_the_node_is_away(server_binary: str, pool_name: str) -> None:
+    with (
+        RealServer(tcp=True) as pool,
+        Cluster(3, 0, node_timeout=NODE_TIMEOUT) as cluster,
+        worker_process(pool.url, pool_name, control_url=cluster.url) as worker,
+        connected(pool.url, pool_name, control_url=cluster.url) as lm,
+    ):
+        lm.clear_kv_cache(timeout=20)
+        node = owner_of(cluster, pool_name)
+        node.pause()
+        began = time.monotonic()
+        with pytest.raises(PoolTimeout, match=r"after 4 s: redis\+cluster://.* is lost: "):
+            lm.clear_kv_cache(timeout=4)
+        assert time.monotonic() - began < 5
+        node.kill()
+        with (
+            connected(pool.url, pool_name, control_url=cluster.url, reconnect_timeout=1.0) as hasty,
+            pytest.raises(ServerUnreachable, match=r"no answer from redis\+cluster://"),
+        ):
+            hasty.clear_kv_cache(timeout=30)
+        assert lm.next_token_logprobs_sync([1], timeout=5).shape == (256,)  # prompts go on
+        node.start()
+        cluster.wait_until_ok()
+        lm.clear_kv_cache(timeout=20)
+        assert worker.process.poll() is None
+
+
+# ---- arq --check
+
+
+def check(url: str, pool: str, folder: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """``arq --check`` with these settings."""
+    given = {"url": url, "pool": pool, "engine": "mock", "worker_name": "here", **settings}
+    return subprocess.run(
+        [*ARQ, "--check"],
+        env={**clean_environment(), **settings_as_environment(given)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def tells_the_truth(
+    url: str, pool: str, folder: Path, take_away: Callable[[], None], **settings: Any
+) -> None:
+    """Alive, dead, and away with the server: each is told."""
+
+    def status() -> int:
+        return check(url, pool, folder, **settings).returncode
+
+    assert status() == 1  # nobody was ever there
+    with worker_process(url, pool, worker_name="here", **settings) as worker:
+        until(lambda: status() == 0, 20)
+        worker.kill()
+        worker.process.wait()
+        until(lambda: status() == 1, 15)
+    take_away()
+    began = time.monotonic()
+    found = check(url, pool, folder, **settings)
+    assert found.returncode == 70
+    assert "lmpool worker: " in found.stderr, found.stderr
+    assert "Traceback" not in found.stderr, found.stderr
+    assert time.monotonic() - began < 20
+
+
+def test_arqs_check_of_one_server(server_binary: str, pool_name: str, tmp_path: Path) -> None:
+    with RealServer(requirepass="s3cret@") as server:
+        url = f"unix://:s3cret%40@{server.socket}?db=1"
+        tells_the_truth(url, pool_name, tmp_path, server.kill)
+
+
+def test_arqs_check_of_sentinels(server_binary: str, pool_name: str, tmp_path: Path) -> None:
+    with RealServer(tcp=True) as server, sentinels(server, replicas=0) as url:
+        tells_the_truth(url, pool_name, tmp_path, server.kill)
+
+
+def test_arqs_check_of_a_cluster(cluster: Cluster, pool_name: str, tmp_path: Path) -> None:
+    with Cluster(3, 0, node_timeout=NODE_TIMEOUT) as mortal:
+        node = owner_of(mortal, pool_name)
+        tells_the_truth(mortal.url, pool_name, tmp_path, node.kill)
+
+
+def test_arqs_check_of_a_server_of_control_jobs(
+    server_binary: str, pool_name: str, tmp_path: Path
+) -> None:
+    with RealServer(tcp=True) as pool, RealServer(tcp=True) as control:
+        settings = {"control_url": control.url}
+        tells_the_truth(pool.url, pool_name, tmp_path, control.kill, **settings)
+
+
+def test_arqs_check_knows_a_worker_again_after_a_failover(
+    cluster: Cluster, pool_name: str, tmp_path: Path
+) -> None:
+    slot = PoolKeys(pool_name).control_slot
+    with worker_process(cluster.url, pool_name, worker_name="here"):
+        until(lambda: check(cluster.url, pool_name, tmp_path).returncode == 0, 20)
+        node = owner_of(cluster, pool_name)
+        cluster.lose_writes(node)  # the sign of life may be among them
+        cluster.wait_for_failover(slot, node)
+        until(lambda: check(cluster.url, pool_name, tmp_path).returncode == 0, 10)
+        node.start()
+        cluster.wait_until_ok()
+
+
+# ---- settings
+
+
+def test_a_node_of_a_cluster_is_no_server_of_control_jobs(
+    cluster: Cluster, server_url: str, pool_name: str
+) -> None:
+    wrong = cluster.nodes[0].url
+    with worker_process(server_url, pool_name, alive=False, control_url=wrong) as worker:
+        assert worker.wait(30) == 78
+        assert "is a node of a Redis Cluster: write redis+cluster://" in worker.log
+
+
+def test_what_must_not_be_lost_waits_for_a_replica(
+    cluster: Cluster, server_binary: str, pool_name: str, tmp_path: Path
+) -> None:
+    adapters = tmp_path / "adapters"
+    style = write_adapter(adapters / "style")
+
+    def waits(node: RealServer) -> int:
+        with node.client() as client:
+            return int(client.info("commandstats").get("cmdstat_wait", {}).get("calls", 0))
+
+    with RealServer() as server:
+        for url, nodes in ((server.url, [server]), (cluster.url, cluster.primaries())):
+            with (
+                worker_process(url, pool_name, adapter_dirs=[str(adapters)]),
+                connected(url, pool_name) as lm,
+            ):
+                before = [waits(node) for node in nodes]
+                lm.add_new_lora(style, "style", timeout=20)
+                after = [waits(node) for node in nodes]
+                assert len(lm.shards) == (1 if len(nodes) == 1 else 6)
+            more = [b - a for a, b in zip(before, after, strict=True)]
+            assert more == ([0] if len(nodes) == 1 else [1, 1, 1])

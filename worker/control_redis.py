@@ -1,0 +1,215 @@
+"""arq's connection to the queue of control jobs, which no failure of a server ends a worker by.
+
+The streams outlive a server that restarts, hangs, fails over or is full, and so must the process
+that reads them; arq ends with the first command that fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, ClassVar, Final
+
+from arq.connections import ArqRedis
+from redis.asyncio.client import Pipeline
+from redis.exceptions import RedisError
+
+from lmpool.errors import LmpoolError
+from lmpool.server import is_lost, understood
+
+logger = logging.getLogger(__name__)
+
+Commands = Sequence[tuple[Any, Any]]
+
+AGAIN: Final = 0.2
+"""Seconds until what failed is done again."""
+PATIENCE: Final = 30.0
+"""Seconds for which a control job's beginning or end is written again and again: more than a
+failover takes. Its caller may be told later, or hears that nobody answered."""
+LAST_NOTES: Final = 2.0
+"""The same while a worker leaves."""
+HEALTH_EVERY: Final = 2
+"""Seconds between two signs of life for ``arq --check``."""
+HEALTH_MS: Final = 6_000
+"""How long one holds: arq's own would end a second after the next is due, and a busy worker is late
+by more."""
+CHECK_WITHIN: Final = 5.0
+"""Seconds for which ``arq --check`` tries to reach a server that is away."""
+
+
+class _ServerReport(Pipeline):
+    """What arq logs of the server before it calls `startup`, which waits where there is none."""
+
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        try:
+            return await super().execute(raise_on_error)
+        except (RedisError, OSError) as error:
+            logger.debug("arq's look at the server failed: %s", error)
+            return [{}, {}, {}, "?"]
+
+
+class _Transaction(Pipeline):
+    """One MULTI of arq's: a job is taken, is begun, or has ended.
+
+    One that is not taken is found again at the next look. One that has begun is read until the
+    server is back. An end is written meanwhile: nothing waits for that.
+    """
+
+    def __init__(
+        self,
+        *given: Any,
+        run: Callable[[Commands], Awaitable[list[Any]]],
+        write: Callable[[Commands], None],
+    ) -> None:
+        super().__init__(*given)
+        self._run, self._write = run, write
+
+    async def immediate_execute_command(self, *args: Any, **options: Any) -> Any:
+        """What arq asks before it takes a job; where that fails, as if another had taken it."""
+        try:
+            return await super().immediate_execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        except (RedisError, OSError) as error:
+            logger.debug("arq's %s failed: %s", args[0], error)
+            return None if args[0] == "ZSCORE" else True
+
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        """Where it took a job it raises redis-py's exceptions, a `WatchError` for a lost server."""
+        if self.watching:
+            return await super().execute(raise_on_error)
+        commands = list(self.command_stack)
+        await self.reset()
+        if any(words[0] == "GET" for words, _ in commands):
+            return await self._run(commands)
+        self._write(commands)
+        return []
+
+    async def reset(self) -> None:
+        """As redis-py's, which does not expect that a server hangs."""
+        try:
+            await super().reset()  # type: ignore[no-untyped-call]
+        except (RedisError, OSError):
+            self.watching = False  # it was disconnected
+            await super().reset()  # type: ignore[no-untyped-call]
+
+
+class PatientRedis(ArqRedis):
+    """arq's connection: what it asks again and again is answered as if there were nothing."""
+
+    _NOTHING: ClassVar[dict[str, Any]] = {
+        "ZRANGEBYSCORE": [],
+        "ZCARD": 0,
+        "PSETEX": None,
+        "DEL": 0,
+    }
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._notes: set[asyncio.Task[list[Any]]] = set()
+        """What is being written of jobs that have ended."""
+
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
+        """As redis-py's; arq's only one that is no transaction is its report of the server."""
+        given: Any = (self.connection_pool, self.response_callbacks, transaction, shard_hint)
+        if transaction:
+            return _Transaction(*given, run=self._run, write=self._write)
+        return _ServerReport(*given)
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """As redis-py's, less those failures."""
+        if args[0] == "PSETEX":
+            args = (args[0], args[1], HEALTH_MS, *args[3:])
+        try:
+            answer = await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        except (RedisError, OSError) as error:
+            if args[0] not in self._NOTHING:
+                raise
+            logger.debug("arq's %s failed: %s", args[0], error)
+            answer = self._NOTHING[args[0]]
+        if args[0] == "ZRANGEBYSCORE":
+            found = answer if type(answer) is list else []
+            answer = [job for job in found if _is_job_of(args[1], job)]
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            # redis-py waits with asyncio.wait_for, and that of Python 3.11 loses a cancellation
+            # that comes together with the answer: a worker would not hear of its SIGTERM.
+            raise asyncio.CancelledError
+        return answer
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        """End the connections, after what is yet to be written, if that does not take long."""
+        notes = list(self._notes)
+        if notes:
+            await asyncio.wait(notes, timeout=LAST_NOTES)
+        for note in notes:
+            note.cancel()
+        await asyncio.gather(*notes, return_exceptions=True)
+        await super().aclose(close_connection_pool)
+
+    def _write(self, commands: Commands) -> None:
+        note = asyncio.create_task(self._run(commands))
+        self._notes.add(note)
+        note.add_done_callback(self._notes.discard)
+
+    async def _run(self, commands: Commands) -> list[Any]:
+        """What one MULTI is answered, done again while that fails, for `PATIENCE`.
+
+        Nothings after that, and when its job is told to stop: which arq takes for one that has
+        expired.
+        """
+        nothing = [None] * len(commands)
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            pipeline: Any = super().pipeline(True)
+            pipeline.command_stack = list(commands)
+            try:
+                return list(await pipeline.execute())
+            except (RedisError, OSError) as error:
+                if time.monotonic() >= deadline:
+                    logger.warning("a control job is given up, as the server is away: %s", error)
+                    return nothing
+            except asyncio.CancelledError:
+                return nothing
+            try:
+                await asyncio.sleep(AGAIN)
+            except asyncio.CancelledError:
+                return nothing
+
+
+class CheckingRedis(ArqRedis):
+    """What ``arq --check`` asks for a worker's sign of life.
+
+    A server that stays away ends the process with status `failed`, and a message.
+    """
+
+    def __init__(self, pool: Any, url: str, failed: int) -> None:
+        super().__init__(pool)
+        self._url, self._failed = url, failed
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """As redis-py's, again where the server is lost, for `CHECK_WITHIN`."""
+        deadline = time.monotonic() + CHECK_WITHIN
+        try:
+            with understood(self._url):
+                while True:
+                    try:
+                        return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+                    except (RedisError, OSError) as error:
+                        if not is_lost(error) or time.monotonic() >= deadline:
+                            raise
+                    await asyncio.sleep(AGAIN)
+        except LmpoolError as error:
+            print(f"lmpool worker: {error}", file=sys.stderr)
+            raise SystemExit(self._failed) from None
+
+
+def _is_job_of(queue: str, found: object) -> bool:
+    """Whether it is what clients of ours put there: all else may lie on another node."""
+    tag = queue.partition(":control:")[0].encode()
+    return (
+        isinstance(found, bytes)
+        and re.fullmatch(re.escape(tag) + b"[0-9a-f]{32}", found) is not None
+    )
