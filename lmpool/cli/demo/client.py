@@ -37,20 +37,33 @@ class Examination(TypedDict):
 
 
 class Report(TypedDict):
-    """How it went: rows in seconds, `PooledLM.statistics`, and the rows that are compared."""
+    """How it went: rows in seconds, those of the longest call, `PooledLM.statistics`, and the rows
+    that are compared."""
 
     rows: int
     seconds: float
+    longest: float
     statistics: dict[str, int]
     checked: Examination
 
 
-async def ask(lm: PooledLM[NumpyRows], rounds: list[list[list[int]]]) -> int:
-    """As a particle filter does: each round asks for all its prompts, then goes on."""
-    rows = 0
+async def ask(lm: PooledLM[NumpyRows], rounds: list[list[list[int]]]) -> tuple[int, float]:
+    """As a particle filter does: each round asks for all its prompts, then goes on.
+
+    Returns how many rows came, and how long the longest call was.
+    """
+    rows, longest = 0, 0.0
+
+    async def one(prompt: list[int]) -> None:
+        nonlocal rows, longest
+        began = time.perf_counter()
+        await lm.next_token_logprobs(prompt)
+        rows += 1
+        longest = max(longest, time.perf_counter() - began)
+
     for prompts in rounds:
-        rows += len(await asyncio.gather(*(lm.next_token_logprobs(p) for p in prompts)))
-    return rows
+        await asyncio.gather(*map(one, prompts))
+    return rows, longest
 
 
 def examine(rows: npt.NDArray[np.float32]) -> Examination:
@@ -73,11 +86,12 @@ def main() -> None:
         if not sys.stdin.readline():
             return
         started = time.perf_counter()
-        rows = asyncio.run(ask(lm, work["rounds"]))
+        rows, longest = asyncio.run(ask(lm, work["rounds"]))
         seconds = time.perf_counter() - started
         report: Report = {
             "rows": rows,
             "seconds": seconds,
+            "longest": longest,
             "statistics": lm.statistics(),
             "checked": examine(lm.batch_next_token_logprobs_sync(work["check"])),
         }

@@ -7,13 +7,13 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
 from lmpool.cli.demo.client import Report, Work
 from lmpool.errors import LmpoolError
-from lmpool.producer import EmbeddedLM, NumpyRows
+from lmpool.producer import NumpyRows, PooledLM
 from lmpool.variables import as_variables
 
 CLIENTS: Final = 2
@@ -22,9 +22,21 @@ CHECKED: Final = 8
 """Prompts whose rows all clients compare."""
 
 
-def run_load(lm: EmbeddedLM[NumpyRows], works: Sequence[Work]) -> list[Report]:
-    """Have one process for each work ask it, all at once."""
-    with _clients(lm, works) as clients:
+def run_load(
+    lm: PooledLM[NumpyRows],
+    works: Sequence[Work],
+    *,
+    patience: float = 3.0,
+    group: int = 0,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[Report]:
+    """Have one process for each work ask it, all at once, and do something `meanwhile`.
+
+    They try for `patience` seconds to reach a server that is lost: should the demo be killed, they
+    need not wait for its server. They join a process group, or have one each.
+    """
+    with _clients(lm, works, patience, group) as clients:
+        meanwhile()
         return [_result(client) for client in clients]
 
 
@@ -68,13 +80,12 @@ def make_work(prompts: int, vocab_size: int, longest: int) -> list[Work]:
 
 @contextmanager
 def _clients(
-    lm: EmbeddedLM[NumpyRows], works: Sequence[Work]
+    lm: PooledLM[NumpyRows], works: Sequence[Work], patience: float, group: int
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """One process for each client, all told to begin at the same moment."""
     environment = {
         **os.environ,
-        # Should the demo be killed, its clients need not wait for its server.
-        **as_variables({"url": lm.url, "pool": lm.pool, "reconnect_timeout": 3}),
+        **as_variables({"url": lm.url, "pool": lm.pool, "reconnect_timeout": patience}),
     }
     clients = [
         subprocess.Popen(
@@ -83,7 +94,7 @@ def _clients(
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
-            process_group=0,  # Ctrl-C is for us, and we end them
+            process_group=group,  # Ctrl-C is for us, and we end them
         )
         for _ in works
     ]
