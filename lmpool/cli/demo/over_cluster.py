@@ -16,6 +16,7 @@ from lmpool.cli.demo.load import make_work, run_load
 from lmpool.cli.demo.private_cluster import PrivateCluster, Range
 from lmpool.cli.terminal import escape, lines, speaks_unicode
 from lmpool.errors import LmpoolError
+from lmpool.pool_view import PoolViewer
 from lmpool.producer import NumpyRows, PooledLM, connect
 
 PRIMARIES: Final = 3
@@ -41,7 +42,7 @@ def run_over_cluster(*, workers: int, engine: str, model: str, prompts: int) -> 
     # A SIGTERM then ends it as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started = time.perf_counter()
-    options = {"delay": MOCK_BATCH} if engine == "mock" else {}
+    options = {"delay": MOCK_BATCH, "vocab_size": 2048} if engine == "mock" else {}
     with PrivateCluster(PRIMARIES, "demo") as cluster:
         with console.status("starting a cluster and workers"):
             settings = {"engine": engine, "model": model, "engine_opts": options}
@@ -56,20 +57,9 @@ def run_over_cluster(*, workers: int, engine: str, model: str, prompts: int) -> 
 
 def _connect(cluster: PrivateCluster) -> PooledLM[NumpyRows]:
     """A client, once all workers serve."""
-    lm: PooledLM[NumpyRows] | None = None
-
-    def alive() -> int:
-        nonlocal lm
-        try:
-            if lm is None:
-                lm = connect(cluster.url, cluster.pool, framework="numpy", workers_timeout=0.0)
-            return len(lm.pool_statistics_sync(timeout=5.0)["workers"])
-        except LmpoolError:
-            return 0  # nobody has joined it yet
-
-    cluster.wait_for_workers(alive, READY_WITHIN)
-    assert lm is not None
-    return lm
+    with PoolViewer(cluster.url, cluster.pool) as viewer:
+        cluster.wait_for_workers(lambda: len(viewer.read().workers), READY_WITHIN)
+    return connect(cluster.url, cluster.pool, framework="numpy")
 
 
 class _Demo:
@@ -105,7 +95,7 @@ class _Demo:
         )
 
     def show_nodes(self) -> None:
-        """Each primary, its slots and the shards in them, and its replica."""
+        """Each primary, its slots and the shards in them, and the replica that it began with."""
         for found in self.cluster.layout():
             here = [
                 str(shard.number)
@@ -116,7 +106,8 @@ class _Demo:
                 f"  primary  pid {found.primary.popen.pid:<8} {found.primary.address}: slots "
                 f"{found.first:,} to {found.last:,}, shards {', '.join(here)}"
             )
-            for replica in found.nodes[1:]:
+            replica = self.cluster.replica_of(found.primary)
+            if replica is not None:
                 self.say(f"  replica  pid {replica.popen.pid:<8} {replica.address}")
 
     def show_load(self, prompts: int) -> None:

@@ -50,16 +50,11 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Slots, the first and the last of them, and who serves them: the primary, then replicas."""
+    """Slots, the first and the last of them, and who serves them."""
 
     first: int
     last: int
-    nodes: Sequence[Process]
-
-    @property
-    def primary(self) -> Process:
-        """Who answers."""
-        return self.nodes[0]
+    primary: Process
 
 
 class PrivateCluster:
@@ -124,11 +119,13 @@ class PrivateCluster:
             with suppress(redis.exceptions.RedisError, OSError), self._client(node) as client:
                 ranges = _cluster(client, "SLOTS")
                 by_port = {node.port: node for node in self.nodes}
-                return [
-                    Range(first, last, [by_port[each[1]] for each in nodes])
-                    for first, last, *nodes in ranges
-                ]
+                return [Range(first, last, by_port[each[1]]) for first, last, each, *_ in ranges]
         raise LmpoolError("no node of the demo's cluster answers")
+
+    def replica_of(self, primary: Process) -> Process | None:
+        """Who follows a node that began as a primary."""
+        number = self.nodes.index(primary)
+        return self.nodes[self._count + number] if number < self._count else None
 
     def _client(self, node: Process) -> redis.Redis:
         return redis.Redis(HOST, node.port, password=self._password, protocol=2, socket_timeout=2)

@@ -1,0 +1,109 @@
+"""`lmpool demo --cluster` as a process: what it shows is so, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.processes import short_folder, users_of, wait_until_gone
+from tests.support.waiting import until
+from tests.support.workers import clean_environment
+
+pytestmark = [pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, server_binary: str) -> Iterator[Path]:
+    """Where the demo puts its cluster. At the end nothing is there, and nobody."""
+    with short_folder() as short:
+        yield short
+        until(lambda: not users_of(short), 20, what="the demo's processes to end", every=0.05)
+        until(lambda: not list(short.glob("lmpool*")), 5, what=f"{short} to be empty")
+
+
+def demo(folder: Path, server_binary: str, *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "lmpool", "demo", "--cluster", *options],
+        env={
+            **clean_environment(),
+            "TMPDIR": str(folder),
+            "COLUMNS": "160",
+            "LMPOOL_TEST_SERVER": server_binary,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+
+
+def test_a_primary_is_killed_and_nothing_is_lost(folder: Path, server_binary: str) -> None:
+    with demo(folder, server_binary, "--prompts", "6000") as running:
+        output, errors = running.communicate(timeout=100)
+    assert running.returncode == 0, errors
+    assert errors == ""
+    assert "\x1b" not in output  # piped
+    before, after = output.split("Load: 6,000 prompts from 2 client processes at once")
+    nodes = re.findall(r"^  primary  pid (\d+) +([\d.:]+): slots .*, shards (.*)$", before, re.M)
+    assert [shards for _, _, shards in nodes] == ["0, 1", "2, 3", "4, 5"]
+    replicas = re.findall(r"^  replica  pid (\d+) +([\d.:]+)$", before, re.M)
+    assert len(replicas) == 3
+    (killed,) = re.findall(r"kill -9 of ([\d.:]+),", after)
+    assert killed == nodes[0][1]
+    now = re.findall(r"^  primary  pid (\d+) +([\d.:]+): slots .*, shards (.*)$", after, re.M)
+    # Its replica has its slots, and the shards in them.
+    assert now[0] == (*replicas[0], "0, 1")
+    assert now[1:] == nodes[1:]
+    numbers = {
+        words: float(number.replace(",", ""))
+        for number, words in re.findall(r"^ +([\d,.]+)  (\w+(?:,? \w+)*)", after, re.M)
+    }
+    assert next(numbers[words] for words in numbers if words.startswith("rows in")) == 6000
+    assert numbers["prompts lost"] == 0
+    outage = float(re.findall(r"had its place after ([\d.]+) s", after)[0])
+    # It was killed under load: somebody waited for what lay there.
+    assert outage - 1.0 < numbers["seconds, the longest call"] < 20
+    assert "rows are the same bytes in all 3 clients" in after
+
+
+@pytest.mark.parametrize("ending", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_demo_that_is_ended_leaves_nothing(folder: Path, server_binary: str, ending: str) -> None:
+    with demo(folder, server_binary, "--prompts", "200000") as running:
+        assert running.stdout is not None
+        shown = ""
+        while "kill -9" not in shown:
+            line = running.stdout.readline()
+            assert line, running.communicate()[1]
+            shown += line
+        pids = [int(pid) for pid in re.findall(r"pid (\d+)", shown)]
+        assert len(pids) == 8
+        pids += [child.pid for child in psutil.Process(running.pid).children(recursive=True)]
+        if ending == "SIGINT":
+            os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        else:
+            running.send_signal(signal.Signals[ending])
+        _, errors = running.communicate(timeout=30)
+        assert running.returncode == {"SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}[ending]
+        assert "Traceback" not in errors
+        wait_until_gone(pids)
+
+
+def test_it_goes_with_no_gateway(tmp_path: Path) -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "lmpool", "demo", "--cluster", "--gateway"],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert said.returncode == 2
+    assert "--gateway and --cluster: one of them at a time" in said.stderr
