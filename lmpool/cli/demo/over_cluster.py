@@ -177,7 +177,7 @@ class _Demo:
                 "the others waited less, or not at all",
             ),
         ):
-            self.say(f"  {number:>6}  {what:<26}[dim]{remark}[/]")
+            self.say(f"  {number:>6}  {what:<28}[dim]{remark}[/]")
         # Asked anew by a client that has none of them, after all that happened.
         with connect(
             self.cluster.url, self.cluster.pool, framework="numpy", cache_bytes=0
