@@ -36,9 +36,9 @@ def write_adapter(folder: Path, content: str = "one") -> str:
 
 def registered(client: redis.Redis, pool: str) -> dict[str, str]:
     """Name to fingerprint of the pool's adapters, as its clients read them."""
-    (shard,) = pool_shards(client, pool)
-    entries = client.hgetall(shard.adapters).items()
-    return {name.decode(): entry.decode().partition("\n")[0] for name, entry in entries}
+    first, *others = [client.hgetall(shard.adapters) for shard in pool_shards(client, pool)]
+    assert all(other == first for other in others)
+    return {name.decode(): entry.decode().partition("\n")[0] for name, entry in first.items()}
 
 
 def rows_of(reference: str | None, prompts: list[list[int]] = PROMPTS) -> np.ndarray:
