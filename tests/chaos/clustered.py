@@ -43,8 +43,8 @@ class ClusterPool(ChaosPool):
         slow = Faults(folder / "slow").settings(delay=DELAY)
         # A prompt may well be in the hands of several workers that are killed. What one of those
         # held is run one at a time: so few that this is no part of what is measured.
-        held = {**slow, "workers": 3, "batch_size": 4, "max_deliveries": 20, "result_ttl": 60}
-        load = {"callers": 6, "size": 8, "longest_stream": 4, "timeout": 120.0}
+        held = {**slow, "workers": 4, "batch_size": 3, "max_deliveries": 20, "result_ttl": 60}
+        load = {"callers": 8, "size": 8, "longest_stream": 4, "timeout": 120.0}
         super().__init__(folder, seed=seed, load=load, **{**held, **settings})
         self._options = cluster or {}
         self.away = 0.0
@@ -171,8 +171,13 @@ def kill_primary(pool: ClusterPool) -> None:
 def lose_writes(pool: ClusterPool) -> None:
     """Its replica has nothing of what it was told for 1.3 s."""
     node, slot = pool.victim()
+
+    def go_on() -> None:
+        time.sleep(1.3)
+        pool.kill_worker()
+
     with _comes_back(pool, node, slot):
-        pool.cluster.lose_writes(node, meanwhile=pool.kill_worker)
+        pool.cluster.lose_writes(node, go_on)
 
 
 def pause_primary(pool: ClusterPool) -> None:

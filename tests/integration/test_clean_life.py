@@ -275,6 +275,7 @@ def _lasting_keys(client: redis.Redis) -> set[str]:
 # --- workers that cannot serve -----------------------------------------------------------------
 
 
+@pytest.mark.one_shard
 def test_a_worker_whose_engine_breaks_gives_its_jobs_back(server_url, redis_client, pool_name):
     prompts = some_prompts(12, seed=4, vocab_size=255)
     prompts[1][0] = 255

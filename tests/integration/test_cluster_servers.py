@@ -128,7 +128,7 @@ def test_writes_are_lost_where_a_replica_fell_behind(cluster: Cluster) -> None:
     def write() -> None:
         former.command("SET", "{lost}after", 1)
 
-    cluster.lose_writes(former, 0.2, meanwhile=write)
+    cluster.lose_writes(former, write)
     cluster.wait_for_failover(slot, former)
     found = cluster.owner(slot).commands([("GET", "{lost}before"), ("GET", "{lost}after")])
     assert found == [b"1", None]

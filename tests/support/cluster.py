@@ -409,14 +409,10 @@ class Cluster:
     # ---- what befalls it
 
     def lose_writes(
-        self,
-        primary: ClusterNode,
-        seconds: float = 1.3,
-        *,
-        meanwhile: Callable[[], None] = lambda: None,
+        self, primary: ClusterNode, meanwhile: Callable[[], object] = lambda: time.sleep(1.3)
     ) -> None:
-        """Kill a primary whose replicas got nothing of what it was told for so long, and during
-        `meanwhile`. One of them takes its place."""
+        """Kill a primary whose replicas got nothing of what it was told during `meanwhile`. One of
+        them takes its place."""
         replicas = self.replicas(primary)
         assert replicas, f"{primary} has no replica"
         for replica in replicas:
@@ -424,7 +420,6 @@ class Cluster:
         # What a replica's socket holds would be read later: from here on nothing gets there.
         primary.command("CLIENT", "KILL", "TYPE", "replica")
         meanwhile()
-        time.sleep(seconds)
         primary.kill()
         for replica in replicas:
             replica.resume()
