@@ -14,7 +14,7 @@ from redis.asyncio.connection import Connection, ConnectionPool, DefaultParser, 
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 
 from lmpool.address import Cluster, Sentinels, is_cluster, is_sentinel, to_sentinels
-from lmpool.cluster import SlotErrors, SlotListener, slot_map
+from lmpool.cluster import SlotErrors, SlotListener, SlotLost, slot_map
 from lmpool.keys import PoolKeys
 
 ANSWER_WITHIN: Final = 5.0
@@ -49,20 +49,25 @@ def control_pool(url: str, keys: PoolKeys) -> ConnectionPool:
 
 
 class _Parser(SlotErrors, DefaultParser):  # type: ignore[misc, valid-type]
-    """redis-py's, to which refusals about slots are lost connections."""
+    """redis-py's, to which refusals about slots are lost connections, and so is that of a node
+    which is cut off from the others: another may serve by now."""
+
+    @classmethod
+    def parse_error(cls, response: str) -> Any:
+        if response.startswith(("CLUSTERDOWN", "MASTERDOWN")):
+            return SlotLost(response)
+        return super().parse_error(response)
 
 
 class _Owner(SlotListener):
     """A connection to the node that serves a slot when it is made."""
-
-    is_connected: bool
 
     def __init__(self, *, slot: int, **options: Any) -> None:
         self._slot = slot
         super().__init__(**options)
 
     async def connect(self) -> None:
-        if self.is_connected:
+        if self.is_connected:  # type: ignore[attr-defined]
             return
         # In a thread: the map may have to be asked for, of several nodes.
         self.host, self.port = await asyncio.to_thread(self._slots.owner, self._slot)

@@ -12,6 +12,7 @@ import msgpack
 import redis.exceptions
 from arq.connections import ArqRedis
 from arq.jobs import Job, ResultNotFound
+from redis.asyncio.client import Pipeline
 
 from lmpool.checks import quoted
 from lmpool.clock import to_ms
@@ -28,6 +29,19 @@ POLL: Final = 0.05
 """Seconds between two looks whether a worker has answered."""
 AGAIN: Final = 0.1
 """Seconds until a server that was lost is tried again."""
+
+
+class _OwnWords(Pipeline):
+    """A pipeline whose errors are the server's own words: redis-py puts the command before them."""
+
+    def annotate_exception(self, exception: Exception, number: int, command: object) -> None:
+        """Leave it as it is."""
+
+
+class _ControlRedis(ArqRedis):
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> _OwnWords:
+        given: Any = (self.connection_pool, self.response_callbacks, transaction, shard_hint)
+        return _OwnWords(*given)
 
 
 class ControlJobs:
@@ -49,7 +63,7 @@ class ControlJobs:
         self.function = function
         self._arguments = arguments
         self._deadline = deadline
-        self._server = ArqRedis(
+        self._server = _ControlRedis(
             control_pool(options.control, self._keys),
             job_serializer=msgpack.packb,
             job_deserializer=msgpack.unpackb,

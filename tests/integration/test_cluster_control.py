@@ -6,23 +6,28 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lmpool.errors import PoolTimeout, ServerUnreachable, UnknownAdapter
-from lmpool.keys import PoolKeys
+from lmpool.errors import JobFormatError, PoolTimeout, ServerUnreachable, UnknownAdapter
+from lmpool.keys import GROUP, PoolKeys
 from lmpool.producer import PooledLM
 from lmpool.producer.control import ask_workers
 from lmpool.producer.deadline import Deadline
+from lmpool.servers import Servers
 from lmpool.settings import ClientOptions
+from lmpool.wire import pack_job
+from lmpool.worker.dead_letters import DeadLetters
 from tests.integration.test_adapters import rows_of, write_adapter
 from tests.support.certificates import certificates
 from tests.support.clients import connected
 from tests.support.cluster import Cluster, ClusterNode, slot_of
 from tests.support.faults import Faults
+from tests.support.protocol import new_job, shard_of_pool
 from tests.support.redis_client import open_redis
 from tests.support.sentinels import sentinels
 from tests.support.server import RealServer
@@ -192,6 +197,31 @@ def test_a_job_that_runs_while_its_node_is_killed_is_answered(
     assert max(running.took, later.took) < 5 + NODE_TIMEOUT + 5
 
 
+def test_an_adapter_comes_while_a_node_of_its_registry_is_dead(
+    cluster: Cluster, pool_name: str, tmp_path: Path
+) -> None:
+    """It is written in every shard, and so on every node; the worker does it once more."""
+    adapters = tmp_path / "adapters"
+    style = write_adapter(adapters / "style")
+    with (
+        worker_process(cluster.url, pool_name, adapter_dirs=[str(adapters)]) as worker,
+        connected(cluster.url, pool_name) as lm,
+    ):
+        control = owner_of(cluster, pool_name)
+        for node in (control, next(n for n in cluster.primaries() if n is not control)):
+            (slot, *_) = cluster.slots(node)
+            node.kill()
+            lm.add_new_lora(style, "style", timeout=30)
+            lm.remove_lora("style", timeout=30)
+            lm.add_new_lora(style, "style", timeout=30)
+            cluster.wait_for_failover(slot, node)
+            rows = lm.batch_next_token_logprobs_sync(PROMPT, lora_name="style", timeout=20)
+            assert not np.array_equal(rows, rows_of(None, PROMPT))
+            node.start()
+            cluster.wait_until_ok()
+        assert worker.process.poll() is None, worker.log
+
+
 def test_a_job_that_runs_while_its_node_is_paused_is_answered(
     cluster: Cluster, pool_name: str, slow_worker: tuple[WorkerProcess, PooledLM]
 ) -> None:
@@ -347,15 +377,42 @@ def test_a_node_of_a_cluster_is_no_server_of_control_jobs(
         assert "is a node of a Redis Cluster: write redis+cluster://" in worker.log
 
 
+def waits(node: RealServer) -> int:
+    """How often a node was asked for a replica's sake."""
+    with node.client() as client:
+        return int(client.info("commandstats").get("cmdstat_wait", {}).get("calls", 0))
+
+
+def test_a_job_given_up_waits_for_a_replica_and_garbage_does_not(
+    cluster: Cluster, pool_name: str
+) -> None:
+    job, shard = new_job(1, 2), shard_of_pool(pool_name)
+    with (
+        RealServer() as alone,
+        closing(Servers.of_url(cluster.url)) as many,
+        closing(Servers.of_url(alone.url)) as one,
+    ):
+        for servers, node, expected in (
+            (one, alone, 0),
+            (many, cluster.owner(shard.slot), 1),
+        ):
+            server, letters = servers.for_shard(shard), DeadLetters(servers, "me")
+            server.xgroup_create(shard.stream().key, GROUP, id="0", mkstream=True)
+            entry = server.xadd(shard.stream().key, {"job": pack_job(job)})
+            before = waits(node)
+            letters.refuse(shard.stream(), entry, b"garbage", JobFormatError("garbage"))
+            assert waits(node) == before
+            letters.give_up(shard.stream(), entry, pack_job(job), job, 3, "worker")
+            assert waits(node) == before + expected
+            assert server.xlen(shard.dead) == 2
+
+
 def test_what_must_not_be_lost_waits_for_a_replica(
     cluster: Cluster, server_binary: str, pool_name: str, tmp_path: Path
 ) -> None:
     adapters = tmp_path / "adapters"
     style = write_adapter(adapters / "style")
-
-    def waits(node: RealServer) -> int:
-        with node.client() as client:
-            return int(client.info("commandstats").get("cmdstat_wait", {}).get("calls", 0))
+    nodes: list[RealServer]
 
     with RealServer() as server:
         for url, nodes in ((server.url, [server]), (cluster.url, cluster.primaries())):
