@@ -6,10 +6,14 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
+import redis.exceptions
+
 from lmpool.checks import is_text, quoted
+from lmpool.commands import Fields, Server
 from lmpool.errors import AdapterError, UnknownAdapter
 from lmpool.keys import ShardKeys
 from lmpool.servers import Servers
@@ -50,13 +54,28 @@ class KnownAdapters:
         return f"{name}@{fingerprint}"
 
 
-def read_registry(servers: Servers, shard: ShardKeys) -> dict[str, str]:
-    """The adapters that a pool has: name to fingerprint. What no worker wrote is passed over."""
+def read_registry(servers: Servers, shards: Sequence[ShardKeys]) -> dict[str, str]:
+    """The adapters that a pool has: name to fingerprint. What no worker wrote is passed over.
+
+    Each shard has them all. Raises redis-py's exceptions where none can be asked.
+    """
     registry = {}
-    for name, entry in servers.for_shard(shard).hgetall(shard.adapters).items():
+    for name, entry in _entries(servers, shards).items():
         with contextlib.suppress(UnicodeDecodeError):
             registry[name.decode()] = entry.partition(b"\n")[0].decode()
     return registry
+
+
+def _entries(servers: Servers, shards: Sequence[ShardKeys]) -> Fields:
+    for shard in shards:
+        found = servers.apart([shard], partial(_read, shard.adapters))
+        if found is not None:
+            return found
+    raise redis.exceptions.ConnectionError("all shards are away")
+
+
+def _read(registry: str, server: Server) -> Fields:
+    return server.hgetall(registry)
 
 
 def check_lora_name(name: object) -> str:

@@ -267,7 +267,7 @@ class BaseLM:
         result(self._client.follow(), deadline, self._client.no_answer)
 
     def _read_adapters(self, servers: Servers) -> dict[str, str]:
-        return read_registry(servers, self._client.shards[0])
+        return read_registry(servers, self._client.shards)
 
     # --- numbers -------------------------------------------------------------------------------
 

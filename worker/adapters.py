@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
+
+import redis.exceptions
 
 from lmpool.backends.engine import Engine
 from lmpool.commands import Server
@@ -147,9 +150,7 @@ class Adapters:
             self._loaded[reference] = self._loaded.pop(reference)
             return
         name, _, fingerprint = reference.rpartition("@")
-        shard = self._shards[0]
-        entry = self._servers.for_shard(shard).hget(shard.adapters, name)
-        found, _, path = (entry or b"").decode().partition("\n")
+        found, _, path = self._registered(name).decode().partition("\n")
         if not found or found != fingerprint:
             raise AdapterError(f"adapter {name!r} was removed or replaced")
         folder = adapter_folder(path, self._allowed)
@@ -160,6 +161,19 @@ class Adapters:
             )
         self._load(reference, folder, fingerprint, in_use)
         self._entries[name] = f"{fingerprint}\n{folder}"
+
+    def _registered(self, name: str) -> bytes:
+        """What the registry says of an adapter, which each shard has; b"" where it has nothing.
+
+        Raises redis-py's exceptions where no shard can be asked.
+        """
+        servers = self._servers
+        for shard in self._shards:
+            read = partial(_read, shard.adapters, name)
+            found = servers.apart([shard], read)
+            if found is not None:
+                return found
+        raise redis.exceptions.ConnectionError("all shards are away")
 
     def _load(
         self, reference: str, folder: Path, fingerprint: str, in_use: Collection[str]
@@ -192,3 +206,7 @@ class Adapters:
     def _unload(self, reference: str) -> None:
         self._engine.remove_adapter(reference)
         del self._loaded[reference]
+
+
+def _read(registry: str, name: str, server: Server) -> bytes:
+    return server.hget(registry, name) or b""

@@ -18,6 +18,7 @@ from lmpool.clock import ServerClock
 from lmpool.errors import EngineBroken, PromptFailed
 from lmpool.keys import COUNTERS_TTL_MS, GROUP
 from lmpool.scripts import script
+from lmpool.server import is_lost
 from lmpool.servers import Servers
 from lmpool.wants import Digest, Generation
 from lmpool.wire import Job
@@ -39,6 +40,8 @@ LONG_BACKLOG_MS: Final = 5_000
 """The same for the time since a job was sent: who leaves in order takes unread jobs along, and of
 whoever just died the server knows only after `REPLY_TTL`."""
 
+REGISTRY_PAUSE: Final = 0.05
+"""Seconds until a registry that was asked in vain is asked again."""
 _NO_OUTCOME: Final = "the engine gave no outcome for this prompt"
 
 T = TypeVar("T")
@@ -206,7 +209,14 @@ class EngineLoop:
                 if waiting or not self._adapters.has_room(job.adapter, in_use):
                     waiting.append(delivery)
                     continue
-                if text := self._why_not(job.adapter, unusable, in_use):
+                try:
+                    text = self._why_not(job.adapter, unusable, in_use)
+                except redis.exceptions.RedisError as error:
+                    logger.debug("waiting to know adapter %s: %s", job.adapter, error)
+                    time.sleep(REGISTRY_PAUSE)
+                    waiting.append(delivery)
+                    continue
+                if text:
                     refused.append(Done(delivery, None, "unknown_adapter", text))
                     continue
                 in_use.add(job.adapter)
@@ -249,6 +259,8 @@ class EngineLoop:
             except EngineBroken:
                 raise
             except Exception as error:  # a registry or a folder that holds nonsense
+                if isinstance(error, redis.exceptions.RedisError) and is_lost(error):
+                    raise  # the server was asked in vain: that says nothing of the adapter
                 unusable[adapter] = str(error) or type(error).__name__
         return unusable[adapter]
 

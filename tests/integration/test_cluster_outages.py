@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,11 +21,13 @@ from lmpool.errors import NoWorkers, ServerRefused, ServerUnreachable
 from lmpool.inspection import read_facts
 from lmpool.keys import ShardKeys
 from lmpool.slots import slot_of
+from lmpool.worker.adapters import adapter_fingerprint
+from tests.integration.test_adapters import write_adapter
 from tests.support.clients import connected
 from tests.support.cluster import Cluster, ClusterNode
 from tests.support.server import RealServer
 from tests.support.waiting import until
-from tests.support.workers import in_process_worker
+from tests.support.workers import in_process_worker, worker_process
 
 pytestmark = [pytest.mark.timeout(90)]
 
@@ -293,3 +296,32 @@ def test_rows_that_nobody_has_room_for_are_computed_again(
             assert_right(lm, prompts_of(lm, there, 3, 5000 * number))
         victim.start()
         waiting.result(60)
+
+
+def test_an_adapter_is_known_while_the_first_shard_is_away(
+    cluster: Cluster, pool_name: str, tmp_path: Path
+) -> None:
+    """A worker that has not loaded it finds it in the registry of another shard."""
+    path = write_adapter(tmp_path / "adapter")
+    settings = {"engine_opts": {"vocab_size": VOCAB}, "adapter_dirs": (str(tmp_path),)}
+    with ExitStack() as stack:
+        loaded = ExitStack()
+        loaded.enter_context(worker_process(cluster.url, pool_name, **settings))
+        lm = stack.enter_context(connected(cluster.url, pool_name, cache_bytes=0))
+        lm.sync.add_new_lora(path, "fr")
+        reference = f"fr@{adapter_fingerprint(Path(path))}"
+        (first, *_) = lm.shards
+        victim = cluster.owner(first.slot)
+        there = next(shard for shard in lm.shards if cluster.owner(shard.slot) is not victim)
+        prompts = [
+            prompt
+            for prompt in ([number % VOCAB, number // VOCAB] for number in range(200))
+            if lm.info.placement().of(np.array(prompt, "<u4").tobytes(), reference)[0]
+            == there.number
+        ]
+        stack.enter_context(worker_process(cluster.url, pool_name, **settings))
+        loaded.close()
+        victim.kill()
+        rows = lm.batch_next_token_logprobs_sync(prompts, lora_name="fr", timeout=30)
+        for prompt, row in zip(prompts, rows, strict=True):
+            np.testing.assert_allclose(row, mock_row(prompt, VOCAB, reference), atol=1e-5)
