@@ -1,0 +1,212 @@
+"""Lanes with homes: who meets whom, and what homes cost where they are of no use.
+
+Engines sleep, so that many workers fit on few cores; what a cache would keep is counted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+import lmpool
+from lmpool.affinity import own_lanes
+from tests.benchmarks.machine import Bystanders, facts
+from tests.benchmarks.measure import Measured, Report, Scale, alternate, ratio
+from tests.benchmarks.pool import check_rows, make_prompts
+from tests.support.clients import connected
+from tests.support.pools import read_batches
+from tests.support.server import RealServer
+from tests.support.workers import WorkerProcess
+
+NAME = "affinity"
+LINE = "lanes with homes: prompts that meet their home, work that is stolen, unequal workers"
+
+VOCAB_SIZE = 256
+LANES = 64
+PREFIX = 512
+SETTLED = 4.0
+"""Seconds after which all workers know each other: two beats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Workers with engines that sleep, each with a log."""
+
+    lm: lmpool.PooledLM
+    logs: dict[str, Path]
+    """By a worker's name in the pool."""
+
+    def names(self) -> list[str]:
+        """The workers, in the order in which they were started."""
+        return [*self.logs]
+
+    def jobs(self, since: float) -> dict[str, list[int]]:
+        """The tokens of each batch that each worker began since then, in their order."""
+        return {
+            name: [batch.tokens for batch in read_batches(log) if batch.start >= since]
+            for name, log in self.logs.items()
+        }
+
+    def prompts_each(self, since: float) -> list[int]:
+        """How many prompts each has had since then."""
+        return [
+            sum(batch.size for batch in read_batches(log) if batch.start >= since)
+            for log in self.logs.values()
+        ]
+
+
+@contextmanager
+def pool_of(
+    server: RealServer, name: str, delays: Sequence[float], lanes: int, batch_size: int
+) -> Iterator[Pool]:
+    """A pool of a worker for each delay, seconds that a batch of its takes."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        workers = []
+        for number, delay in enumerate(delays):
+            log = folder / f"{number}"
+            engine = {"vocab_size": VOCAB_SIZE, "delay": delay, "log": str(log)}
+            settings: dict[str, Any] = {"engine_opts": engine, "log_level": "warning"}
+            worker = WorkerProcess(server.url, name, lanes=lanes, batch_size=batch_size, **settings)
+            stack.callback(worker.close)
+            workers.append((worker, log))
+        logs = {worker.wait_until_alive(60)["id"]: log for worker, log in workers}
+        time.sleep(SETTLED)
+        yield Pool(stack.enter_context(connected(server.url, name, cache_bytes=0)), logs)
+
+
+def with_prefix(number: int, own: int, shared: int = PREFIX) -> list[int]:
+    """A prompt of a group: its first tokens are the group's, and its length tells which."""
+    head = np.random.default_rng(number).integers(0, VOCAB_SIZE, shared + number).tolist()
+    return [*head, own % VOCAB_SIZE, own // VOCAB_SIZE % VOCAB_SIZE]
+
+
+def met_home(server: RealServer, run: int, prompts: int) -> float:
+    """A prompt each 50 ms of 16 groups, four workers: the share that met its home."""
+    with pool_of(server, f"low-{run}", [0.005] * 4, LANES, 8) as pool:
+        names, place = pool.names(), pool.lm.info.placement()
+        homes = {lane: name for name in names for lane in own_lanes(name, names, 0, LANES)}
+        began, expected = time.monotonic(), Counter[tuple[str, int]]()
+        asked: list[threading.Thread] = []
+        for number in range(prompts):
+            prompt = with_prefix(number % 16, number)
+            lane = place.of(np.array(prompt, "<u4").tobytes(), None)[1]
+            expected[homes[lane], len(prompt)] += 1
+            asked.append(threading.Thread(target=pool.lm.next_token_logprobs_sync, args=(prompt,)))
+            asked[-1].start()
+            time.sleep(0.05)
+        for thread in asked:
+            thread.join()
+        met = Counter[tuple[str, int]](
+            (name, tokens) for name, found in pool.jobs(began).items() for tokens in found
+        )
+    return (met & expected).total() / prompts
+
+
+def computed(server: RealServer, run: int, prompts: int, lanes: int) -> float:
+    """64 groups, four workers that each keep a third of them: tokens computed, counted."""
+    with pool_of(server, f"kept-{lanes}-{run}", [0.01] * 4, lanes, 1) as pool:
+        order = np.random.default_rng(run).integers(0, 64, prompts)
+        began = time.monotonic()
+        for start in range(0, prompts, 16):  # a few at a time: a queue is no low load
+            some = order[start : start + 16]
+            pool.lm.batch_next_token_logprobs_sync(
+                [with_prefix(int(group), start + n) for n, group in enumerate(some)]
+            )
+        tokens = 0
+        for found in pool.jobs(began).values():
+            kept: OrderedDict[int, None] = OrderedDict()
+            for length in found:
+                tokens += 2 if length in kept else length
+                kept[length] = None
+                kept.move_to_end(length)
+                if len(kept) > 64 // 3:
+                    kept.popitem(last=False)
+    return float(tokens)
+
+
+def pace(pool: Pool, prompts: list[list[int]]) -> float:
+    """Rows a second of one call."""
+    began = time.perf_counter()
+    rows = pool.lm.batch_next_token_logprobs_sync(prompts)
+    took = time.perf_counter() - began
+    check_rows(rows, prompts, VOCAB_SIZE)
+    return len(prompts) / took
+
+
+def measure(scale: Scale) -> Report:
+    """Take all of it."""
+    few, many = scale.of(200, 40), scale.of(4_000, 400)
+    watch = Bystanders()
+    report = Report(NAME, f"mock engines that sleep, {LANES} lanes, prefixes of {PREFIX} tokens")
+    with RealServer() as server:
+        found = facts(server.url)
+        taken = alternate(
+            {
+                "met": lambda run: met_home(server, run, few),
+                "with homes": lambda run: computed(server, run, 4 * few, LANES),
+                "one lane": lambda run: computed(server, run, 4 * few, 1),
+            },
+            scale.runs,
+        )
+        paces: dict[str, list[float]] = {}
+        for lanes in (LANES, 1):
+            with pool_of(server, f"four-{lanes}", [0.02] * 4, lanes, 16) as pool:
+                for run in range(scale.runs):
+                    distinct = make_prompts(many, VOCAB_SIZE, run, lanes)
+                    paces.setdefault(f"distinct, {lanes}", []).append(pace(pool, distinct))
+                    salt = run * many
+                    one = [with_prefix(5, salt + n) for n in range(min(many, 2_000))]
+                    paces.setdefault(f"one prefix, {lanes}", []).append(pace(pool, one))
+        for workers in (1, 8):
+            with pool_of(server, f"of-{workers}", [0.1] * workers, LANES, 8) as pool:
+                for run in range(scale.runs):
+                    prompts = make_prompts(workers * scale.of(240, 80), VOCAB_SIZE, run, workers)
+                    paces.setdefault(f"{workers} workers", []).append(pace(pool, prompts))
+        shares = []
+        with pool_of(server, "unequal", [0.02, 0.04], LANES, 8) as pool:
+            for run in range(scale.runs):
+                began = time.monotonic()
+                pace(pool, make_prompts(scale.of(2_000, 400), VOCAB_SIZE, run, 77))
+                fast, slow = pool.prompts_each(began)
+                shares.append(fast / (fast + slow))
+    report.add(
+        "Homes",
+        Measured("low load: share that met its home", "", tuple(taken["met"]), at_least=0.95),
+        ratio(
+            "tokens computed, one lane / homes",
+            taken["one lane"],
+            taken["with homes"],
+            at_least=1.7,
+        ),
+    )
+    report.add(
+        "Pace",
+        ratio(
+            "prompts that share nothing, homes / one lane: rows/s",
+            paces[f"distinct, {LANES}"], paces["distinct, 1"], at_least=0.97,
+        ),
+        ratio(
+            "all prompts share one prefix, homes / one lane: rows/s",
+            paces[f"one prefix, {LANES}"], paces["one prefix, 1"], at_least=0.95,
+        ),
+        ratio("8 workers / 1: rows/s", paces["8 workers"], paces["1 workers"], at_least=7.2),
+        Measured("work of one of double speed beside another: share", "", tuple(shares)),
+    )  # fmt: skip
+    report.note(
+        f"met its home: {few} prompts of 16 groups, one each 50 ms, four workers; tokens computed: "
+        f"{4 * few} prompts of 64 groups, 16 at a time, four workers that would keep the last 21 "
+        "groups each, counted from the order in which each worker had them"
+    )
+    report.note("a share of 0.6 to 0.72 is fair for a worker of double speed")
+    report.facts = {**found, **watch.report()}
+    return report
