@@ -7,11 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from lmpool.model_info import MAX_SHARDS
 from lmpool.plan import measured
 from lmpool.plan.answers import PlannedWant, planned_wants
 from lmpool.plan.demand import MOST, Demand
 from lmpool.plan.traffic import Traffic, traffic
 from lmpool.result_memory import CACHED_BYTES, RESERVE, least_reserve, reserve
+
+LEAST_PRIMARIES: Final = 3
+"""A cluster has no fewer: with two there is no majority when one dies."""
 
 WAITING_SECONDS: Final = 5.0
 """So long a backlog is reckoned with: workers that start, a client that asks much at once."""
@@ -257,7 +261,12 @@ def _of_processors(sheet: _Sheet) -> None:
         "primaries", "primaries, of one core each", f"busy / {measured.BUSY:g}, rounded up",
         f"{n(sheet.server_cores)} / {measured.BUSY:g}", primaries,
     )  # fmt: skip
-    sheet.add("shards", "shards", "one a primary at least", n(primaries), primaries)
+    # As workers choose where nobody says: `usual_shards` of worker/membership.py.
+    shards = 1 if primaries == 1 else min(MAX_SHARDS, 2 * max(LEAST_PRIMARIES, primaries))
+    sheet.add(
+        "shards", "shards", "one of one server, two a primary of a cluster",
+        "1" if primaries == 1 else f"2 x {n(max(LEAST_PRIMARIES, primaries))}", shards,
+    )  # fmt: skip
 
 
 def _of_clients(sheet: _Sheet, demand: Demand, wants: Sequence[PlannedWant]) -> None:
@@ -337,9 +346,10 @@ def _warnings(demand: Demand, wants: Sequence[PlannedWant], lines: dict[str, Lin
     found = []
     smaller = "; ".join(_smaller(demand, wants))
     if lines["primaries"].value > 1:
+        primaries = max(LEAST_PRIMARIES, lines["primaries"].value)
         found.append(
-            f"it takes {lines['primaries'].value:,.0f} primaries, and this release serves a pool "
-            f"from one server (more come with a cluster): {smaller}; or several pools"
+            f"one server is not enough: take a Redis Cluster of {primaries:,.0f} primaries or more "
+            f"(redis+cluster://), or: {smaller}"
         )
     ttl = lines.get("memory_ttl")
     if ttl is not None and ttl.value < demand.ttl:

@@ -4,6 +4,7 @@ away, and that the doctor finds what is wrong."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+import redis
 
 import lmpool
 from lmpool import inspection
@@ -398,3 +400,42 @@ def test_a_url_of_the_other_kind_says_what_to_write(
             assert said.returncode == (1 if words == ["doctor"] else 2)
             text = " ".join((said.stdout + said.stderr).split())
             assert "is no node of a Redis Cluster: write redis://host:port/db" in text
+
+
+def test_the_configuration_of_a_node_is_taken_and_asks_for_nothing_more(
+    server_binary: str, pool_name: str
+) -> None:
+    text = (ROOT / "deploy" / "redis" / "cluster.conf").read_text("utf-8")
+    said = dict(line.split(" ", 1) for line in text.splitlines() if line and line[0] != "#")
+    for ours in ("include", "cluster-enabled", "masteruser", "masterauth"):
+        del said[ours]  # the users of these tests have another replica
+    options = {name.replace("-", "_"): value for name, value in said.items()}
+    node_timeout = int(options.pop("cluster_node_timeout")) / 1000
+    cluster = Cluster(3, 1, node_timeout=node_timeout, maxmemory=str(MEMORY), **options)
+    with cluster, worker_of(cluster, pool_name):
+        found = not_well(inspection.diagnose(cluster.url, pool_name))
+    assert list(found) == ["all 3 replicas: on the same host as its primary"]
+
+
+def test_replicas_log_in_as_the_user_that_is_theirs(server_binary: str, tmp_path: Path) -> None:
+    folder = ROOT / "deploy" / "redis"
+    said = (folder / "cluster-users.acl").read_text("utf-8")
+    login = re.search(r"^user (\S+) on >(\S+) ", said)
+    assert login is not None
+    users = tmp_path / "users.acl"
+    users.write_text((folder / "users.acl").read_text("utf-8") + said)
+    with (
+        RealServer(binary=server_binary, tcp=True, aclfile=str(users)) as primary,
+        RealServer(
+            binary=server_binary, tcp=True, masteruser=login[1], masterauth=login[2]
+        ) as replica,
+    ):
+        port = primary.url.rpartition(":")[2].partition("/")[0]
+        with redis.Redis.from_url(replica.url, protocol=2) as client:
+            client.execute_command("REPLICAOF", "127.0.0.1", port)
+
+            def follows() -> bool:
+                return client.info("replication")["master_link_status"] == "up"  # type: ignore[index]
+
+            until(follows, 20, what="the replica to be let in", every=0.05)
+            client.execute_command("REPLICAOF", "NO", "ONE")

@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from lmpool.address import Cluster
+from lmpool.cluster_diagnosis import SLOW_FAILOVER
 from lmpool.config_file import ConfigFile
 from lmpool.settings import (
     ClientOptions,
@@ -190,6 +192,28 @@ def test_passwords_are_made_for_every_user_and_read_by_their_owner_alone(tmp_pat
     assert (folder / "exporter-password").read_text("utf-8") == passwords["exporter"]
     for path in (folder, *folder.iterdir()):
         assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_urls_of_several_nodes_are_a_clusters(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    assert make_secrets(str(folder), "node-1,node-2:7000").returncode == 0
+    for name in ("producer", "worker", "exporter", "operator"):
+        url = (folder / f"{name}-url").read_text("utf-8")
+        assert check_url(url) == url
+        cluster = Cluster.parse(url)
+        assert cluster.hosts == (("node-1", 6379), ("node-2", 7000))
+        assert cluster.options["username"] == name
+        assert (folder / f"{name}.env").read_text("utf-8") == f"LMPOOL_URL={url}\n"
+
+
+def test_a_node_of_a_cluster_has_what_one_server_has_and_what_the_doctor_asks_for() -> None:
+    text = (DEPLOY / "redis" / "cluster.conf").read_text("utf-8")
+    found = dict(line.split(" ", 1) for line in text.splitlines() if line and line[0] != "#")
+    assert found["include"] == "/etc/lmpool/redis.conf"
+    assert found["cluster-require-full-coverage"] == "no"
+    assert 1000 <= int(found["cluster-node-timeout"]) <= 1000 * SLOW_FAILOVER
+    users = (DEPLOY / "redis" / "cluster-users.acl").read_text("utf-8")
+    assert users.startswith(f"user {found['masteruser']} on >{found['masterauth']} ")
 
 
 def test_passwords_that_are_there_are_kept(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from lmpool.cli import app
 from lmpool.errors import SettingsError
+from lmpool.model_info import MAX_SHARDS
 from lmpool.plan import Demand, Plan, PlannedModel, measured, plan, read_model
 from lmpool.plan.arithmetic import maxmemory_for, room_for
 from lmpool.plan.traffic import bulk
@@ -260,9 +261,10 @@ def test_more_than_one_primary_is_warned_of() -> None:
     assert of("top:20").warnings == ()
     found = of("row", prompt_rate=20_000)
     assert found["primaries"].value > 1
-    assert found["shards"].value == found["primaries"].value
+    # As many as workers choose on such a cluster.
+    assert found["shards"].value == min(MAX_SHARDS, 2 * max(3, found["primaries"].value))
     (warned, *_) = found.warnings
-    assert "this release serves a pool from one server" in warned
+    assert f"a Redis Cluster of {max(3, found['primaries'].value):,.0f} primaries" in warned
     for remedy in ("top:20", "f16", "--ttl"):
         assert remedy in warned
 
