@@ -140,6 +140,10 @@ class SlotMap:
             return False
         return True
 
+    def known_owner(self, slot: int) -> Address | None:
+        """The node that serves a slot, as far as is known: nobody is asked."""
+        return self._owners[slot]
+
     def serves(self, address: Address) -> bool:
         """Whether a node has slots, as far as is known."""
         return address in self._owners

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar, cast
 
 import redis.exceptions
 
-from lmpool.address import Address, Cluster
+from lmpool.address import Address, Cluster, in_url
 from lmpool.cluster import (
     BoundedClusterParser,
     ClusterParser,
@@ -166,6 +166,10 @@ class ClusterServers(Servers):
     def at(self, address: Address) -> Server:
         """A node, a replica for example."""
         return self._node(address)
+
+    def place(self, shard: ShardKeys) -> str:
+        found = self._slots.known_owner(shard.slot)
+        return "" if found is None else in_url(found)
 
     def settle(self, server: Server) -> None:
         if not server.wait(1, SETTLES_WITHIN_MS):

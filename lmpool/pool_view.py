@@ -167,7 +167,7 @@ class PoolViewer:
             info = _model_info(self._packed(until))
             shards = () if info is None else info.shard_keys(self._keys)
             # Where they lie now: of one that is lost the map may soon name another.
-            places = [_place(servers, shard) for shard in shards]
+            places = [servers.place(shard) for shard in shards]
             statistics = _NOTHING.copy()
             if shards:
                 statistics = pool_statistics(servers, shards, self._counters)
@@ -227,7 +227,7 @@ class PoolViewer:
         nodes: list[NodeView] = []
         now: float | None = None
         for server in servers.everywhere():
-            place = in_url(address_of(server))
+            place = in_url(address_of(server)) if servers.fails_apart else ""
             here = lies.pop(place, [])
             memory: dict[str, Any] | None = None
             # One that has just been waited for is not waited for again.
@@ -292,14 +292,6 @@ def _model_view(info: ModelInfo) -> ModelView:
         shards=info.shards,
         lanes=info.lanes,
     )
-
-
-def _place(servers: Servers, shard: ShardKeys) -> str:
-    """The address of the server that holds a shard; '' where nobody says."""
-    try:
-        return in_url(address_of(servers.for_shard(shard)))
-    except (RedisError, OSError):
-        return ""
 
 
 def _look_at(

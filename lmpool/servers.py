@@ -133,6 +133,11 @@ class Servers:
         Raises redis-py's exceptions where the server is lost.
         """
 
+    def place(self, shard: ShardKeys) -> str:
+        """Where a shard lies, as ``host:port``, as far as is known; '' for one server, which a URL
+        says."""
+        return ""
+
     def by_connection(self, shards: Sequence[ShardKeys]) -> list[tuple[Server, list[ShardKeys]]]:
         """The shards by the connection that they are reached by."""
         if len(shards) == 1:

@@ -106,7 +106,7 @@ def pool_statistics(
     began = time.monotonic()
     for shard in shards:
         found = None
-        if not lost or time.monotonic() - began < PATIENCE:
+        if not servers.fails_apart or time.monotonic() - began < PATIENCE:
             read = partial(_read, shard)
             found = servers.apart([shard], read, lambda _, error: lost.append(error))
         if found is None:
