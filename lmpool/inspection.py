@@ -43,7 +43,7 @@ from lmpool.liveness import signs_of_life
 from lmpool.model_info import ModelInfo
 from lmpool.producer import connect
 from lmpool.producer.statistics import WorkerStatistics
-from lmpool.server import NODE, get_string, greet, is_lost, understood
+from lmpool.server import get_string, greet, is_lost, refuse_node, understood
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
 from lmpool.slots import SLOTS
@@ -156,8 +156,7 @@ def read_facts(url: str | None = None, pool: str | None = None) -> Facts:
     with _connections(options.url) as servers, understood(options.url):
         servers.anywhere.ping()
         facts = _server_facts(servers.anywhere, options.url)
-        if facts.info.get("redis_mode") == "cluster" and not is_cluster(options.url):
-            raise ServerRefused(f"{mask_url(options.url)} is {NODE}")
+        refuse_node(facts.info, options.url)
         return _with_pool(servers, facts, options.pool)[0]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, cast
 
@@ -201,10 +201,16 @@ def greet(server: Server, url: str, clock: ServerClock | None = None) -> str:
             clock.set(*server.time())
     if not found:
         return "unknown"
-    mode = found.get("redis_mode") or found.get("server_mode")
+    refuse_node(found, url)
+    return check_version(found, url)
+
+
+def refuse_node(info: Mapping[str, Any], url: str) -> None:
+    """Raise `ServerRefused` where ``INFO server`` is of a node of a cluster that a URL of one
+    server names."""
+    mode = info.get("redis_mode") or info.get("server_mode")
     if mode == "cluster" and not is_cluster(url):
         raise ServerRefused(f"{mask_url(url)} is {NODE}")
-    return check_version(found, url)
 
 
 def _refuse_fakeredis(server: Server, url: str) -> None:
