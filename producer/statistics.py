@@ -160,13 +160,15 @@ def _answers(found: list[Any]) -> list[Any]:
 
 
 def _workers(servers: Servers, shards: Sequence[ShardKeys]) -> list[WorkerStatistics]:
-    """The living workers: each has a heartbeat in every shard, so that any that answers will do."""
+    """The living workers: each has a heartbeat in every shard, but for one that was away until a
+    moment ago."""
+    found: dict[str, WorkerStatistics] = {}
     for shard in shards:
-        beats = servers.apart([shard], partial(_beats, shard))
-        if beats is not None:
-            workers = [worker for beat in beats if (worker := _worker(beat)) is not None]
-            return sorted(workers, key=lambda worker: worker["id"])
-    return []
+        for beat in servers.apart([shard], partial(_beats, shard)) or ():
+            worker = _worker(beat)
+            if worker is not None:
+                found[worker["id"]] = worker
+    return [found[name] for name in sorted(found)]
 
 
 def _beats(shard: ShardKeys, server: Server) -> list[bytes | None]:
