@@ -374,17 +374,18 @@ class Intake:
     def _read_few(
         self, shards: Sequence[ShardKeys], rooms: Mapping[Priority, int]
     ) -> Iterator[_Found]:
-        """A job of each of as many of this worker's waiting lanes as there is room for."""
+        """Of this worker's waiting lanes as much as there is room for, the oldest first."""
         left = dict(rooms)
 
         def read(shard: ShardKeys, server: Server) -> _Found:
             own = {stream.key for stream in self._homes.read(shard)}
             waiting = self._thieves[shard.wake].waiting(server)
             counts: list[tuple[JobStream, int]] = []
-            for stream, _ in sorted(waiting, key=lambda found: -found[1].since):
-                if stream.key in own and left[stream.priority] > 0:
-                    left[stream.priority] -= 1
-                    counts.append((stream, 1))
+            for stream, lane in sorted(waiting, key=lambda found: -found[1].since):
+                count = min(left[stream.priority], lane.jobs)
+                if stream.key in own and count > 0:
+                    left[stream.priority] -= count
+                    counts.append((stream, count))
             return [*read_counts(server, self._consumer, counts)]
 
         for shard in shards:

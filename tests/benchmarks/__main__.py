@@ -19,7 +19,7 @@ from tests.benchmarks.tables import save, show, write_json
 NAMES = (
     "jobs", "rows", "answers", "full", "latency", "memory", "dedup", "hf", "hf_memory", "hf_start",
     "scores", "scores_memory", "masks", "streams", "observed", "cluster", "vllm", "vllm_scores",
-    "gateway", "awrs",
+    "gateway", "awrs", "affinity",
 )  # fmt: skip
 
 

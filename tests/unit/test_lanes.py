@@ -435,15 +435,21 @@ def test_no_more_is_claimed_than_fits_however_many_lanes_wait(
         seen |= {job.digest for job in worker.jobs()}
 
 
+@pytest.mark.parametrize("batch_size", [5, 32])  # fewer than own streams, and more
 def test_a_batch_fills_from_one_lane_as_from_many(
-    start: Callable[..., Worker], redis_client: redis.Redis, shard: ShardKeys
+    batch_size: int, start: Callable[..., Worker], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    worker = start("a", [], batch_size=32)
+    worker = start("a", [], batch_size=batch_size)
     worker.be_busy()
     time.sleep(0.1)
-    Caller(redis_client, shard).enqueue(*(new_job(n) for n in range(32)), lane=5)
+    caller = Caller(redis_client, shard)
+    caller.enqueue(*(new_job(n) for n in range(batch_size)), lane=5)
+    reads: list[int] = []
+    read = worker.batcher.add
+    worker.batcher.add = lambda jobs: (reads.append(len(jobs)), read(jobs))[1]  # type: ignore[method-assign,assignment,arg-type]
     worker.batcher.done()
-    until(lambda: len(worker.batcher) == 32, 1)
+    until(lambda: len(worker.batcher) == batch_size, 1)
+    assert reads == [batch_size]  # at once, not one by one
 
 
 def test_a_lane_that_the_index_lost_is_found_by_its_home(
