@@ -312,7 +312,7 @@ class _Asker:
 
     def __call__(self, address: Address, within: float) -> Any:
         (host, port), times = address, ("socket_timeout", "socket_connect_timeout")
-        options = self._options | dict.fromkeys(times, within)
+        options: dict[str, Any] = {**self._options, **dict.fromkeys(times, within)}
         connection = self._class(host=host, port=port, **options)
         try:
             connection.connect()

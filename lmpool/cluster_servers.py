@@ -320,7 +320,7 @@ class ClusterServers(Servers):
 
     def _pool(self, address: Address, blocks_for: float) -> OneConnectionPool:
         host, port = address
-        options = {**self._options, "socket_timeout": self._within + blocks_for}
+        options: dict[str, Any] = {**self._options, "socket_timeout": self._within + blocks_for}
         return OneConnectionPool(connection_class=self._class, host=host, port=port, **options)
 
     def _opened(self) -> Sequence[Server]:

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, Final, cast
 
 import redis
+import redis.exceptions
 from redis.exceptions import (
     AuthenticationError,
     NoPermissionError,
@@ -283,8 +284,11 @@ def _state(server: Server) -> str:
         said = _word(_asked(server, "CLUSTER", "INFO"))
     except ResponseError:
         return ""
-    pairs = dict(line.partition(":")[::2] for line in said.split())
-    return str(pairs.get("cluster_state", ""))
+    for line in said.split():
+        name, _, value = line.partition(":")
+        if name == "cluster_state":
+            return value
+    return ""
 
 
 def _asked(server: Server, *words: str) -> Any:

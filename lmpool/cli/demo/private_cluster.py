@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import redis
+import redis.exceptions
 
 from lmpool.address import in_url
 from lmpool.errors import LmpoolError
