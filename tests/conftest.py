@@ -96,9 +96,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             "any_server" in asks_for and item.get_closest_marker("server")
         ):
             item.add_marker(pytest.mark.cluster)
-        alone = item.get_closest_marker("one_server")
-        if alone is not None and _is_set("LMPOOL_TEST_CLUSTER"):
-            item.add_marker(pytest.mark.skip(f"of one server alone: {alone.args[0]}"))
 
 
 @pytest.fixture(scope="session")
