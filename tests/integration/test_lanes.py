@@ -90,7 +90,7 @@ def test_prompts_meet_their_home_while_there_is_little_to_do(
     server_url, redis_client, pool_name, tmp_path
 ):
     log = tmp_path / "log"
-    options = {"lanes": 32, "engine_opts": {"log": str(log)}}
+    options = {"lanes": 32, "shards": 1, "engine_opts": {"log": str(log)}}
     with (
         worker_processes(server_url, pool_name, 3, **options) as workers,
         connected(server_url, pool_name) as lm,
@@ -159,7 +159,7 @@ def test_lanes_of_a_dead_home_are_served_at_once_and_its_jobs_recovered(
     server_url, redis_client, pool_name
 ):
     # Its batch is never full: what it takes, it holds.
-    never = {"lanes": 16, "batch_size": 400, "timeout": 50}
+    never = {"lanes": 16, "shards": 1, "batch_size": 400, "timeout": 50}
     prompts = some_prompts(200, seed=3)
     with (
         connecting(server_url, pool_name) as lm,
@@ -176,7 +176,7 @@ def test_lanes_of_a_dead_home_are_served_at_once_and_its_jobs_recovered(
             )
 
         until(lambda: held() == 200, what="all jobs to be taken")
-        with worker_process(server_url, pool_name, lanes=16) as other:
+        with worker_process(server_url, pool_name, lanes=16, shards=1) as other:
             know_each_other(redis_client, shard, 2)
             holder.kill()
             # Half of the lanes are the dead one's until its heartbeat has ended.
@@ -199,7 +199,7 @@ def test_lanes_of_a_dead_home_are_served_at_once_and_its_jobs_recovered(
 
 
 def test_jobs_are_given_back_from_every_lane(server_url, redis_client, pool_name):
-    never = {"lanes": 16, "batch_size": 400, "timeout": 50}
+    never = {"lanes": 16, "shards": 1, "batch_size": 400, "timeout": 50}
     prompts = some_prompts(100, seed=4)
     with connecting(server_url, pool_name) as lm:
         with worker_process(server_url, pool_name, **never) as worker:
@@ -210,7 +210,7 @@ def test_jobs_are_given_back_from_every_lane(server_url, redis_client, pool_name
             worker.terminate()
             assert worker.wait() == 0
             assert "100 jobs given back" in worker.log
-        with worker_process(server_url, pool_name, lanes=16):
+        with worker_process(server_url, pool_name, lanes=16, shards=1):
             np.testing.assert_array_equal(asking.rows(), rows_of(prompts))
             lm.close()
             until_at_rest(redis_client, pool_name)
