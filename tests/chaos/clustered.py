@@ -253,7 +253,14 @@ def come_back_empty(pool: ClusterPool) -> None:
     pool.cluster.wait_until_ok()
 
 
+def kill_workers(pool: ClusterPool) -> None:
+    """Two of them, and nothing else."""
+    pool.kill_worker()
+    pool.kill_worker()
+
+
 CLUSTER_FAULTS = [
+    ClusterFault("SIGKILL of two workers", kill_workers),
     ClusterFault("SIGKILL of a primary", kill_primary),
     ClusterFault("SIGKILL of a primary whose replica fell behind", lose_writes),
     ClusterFault("SIGSTOP of a primary, which comes back as a replica", pause_primary),

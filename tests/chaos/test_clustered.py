@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 
@@ -64,22 +63,10 @@ def test_faults_of_a_cluster_drawn_one_after_another(
 ) -> None:
     with ClusterPool(tmp_path, seed=seed, cluster={"append_only": append_only}) as pool:
         ends = time.monotonic() + 450.0
-        over = threading.Event()
-
-        def kill() -> None:
-            while not over.wait(pool.random.uniform(4.0, 12.0)):
-                pool.kill_worker()
-
-        killer = threading.Thread(target=kill)
         with pool.load() as load:
             until(lambda: load.answered() > 100, 20, what="the load to begin")
-            killer.start()
-            try:
-                while time.monotonic() < ends:
-                    pool.befall(load, pool.random.choice(CLUSTER_FAULTS))
-            finally:
-                over.set()
-                killer.join()
+            while time.monotonic() < ends:
+                pool.befall(load, pool.random.choice(CLUSTER_FAULTS))
         pool.check_nothing_left()
         pool.check(load)
         assert load.outcomes.resubmitted > 0
