@@ -147,6 +147,10 @@ def embedded(
         max_prompt_tokens: longest prompt served; at most what the model takes
         shards: parts that the pool's keys are spread over; by default one, on a Redis Cluster two
             for each primary
+        lanes: lanes of each shard, in which prompts with a common prefix meet; each has a home
+            among the workers. 64 for several workers that keep states; 1 is none
+        block_tokens: tokens of a block; a lane follows from blocks
+        blocks: most blocks of a prompt that its lane follows from
         max_backlog: jobs that may wait in a shard, of each priority
         client_backlog: jobs of one client and priority that may wait: the others wait at the
             client

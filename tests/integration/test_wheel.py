@@ -29,6 +29,7 @@ NEED_EXTRAS = (
     "lmpool.testing.",
     "lmpool.monitoring.",
     "lmpool.exporter",
+    "lmpool.producer.control_jobs",
 )
 # These may need packages of extras, and say so by a ModuleNotFoundError that names one of them.
 FROM_EXTRAS = {
