@@ -16,10 +16,12 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+# Imported where it is used: settings and commands know of places, and start quickly.
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 TOKEN_BYTES: Final = 4
 BLOCK_TOKENS: Final = 16
@@ -39,7 +41,7 @@ LANES_PER_WORKER: Final = 16
 """So many lanes are in use for each worker, and up to twice as many: few enough to be read
 together, enough for shares that differ little."""
 
-Words = npt.NDArray[np.uint64]
+Words: TypeAlias = "npt.NDArray[np.uint64]"
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ def _table(buckets: int) -> array[int]:
 
     Jump consistent hashing (Lamping and Veach 2014), of all of them at once.
     """
+    import numpy as np
+
     key = _mixed(np.arange(PLACES, dtype=np.uint64))
     bucket, jump = np.zeros(PLACES, np.int64), np.zeros(PLACES, np.int64)
     while (left := np.flatnonzero(jump < buckets)).size:
@@ -112,6 +116,8 @@ def _table(buckets: int) -> array[int]:
 
 def _mixed(words: Words) -> Words:
     """Each word's hash: the finalizer of splitmix64."""
+    import numpy as np
+
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -124,6 +130,8 @@ def _word(name: str) -> int:
 
 def homes(workers: Sequence[str], shard: int, lanes: int) -> npt.NDArray[np.intp]:
     """The home of each lane of a shard: intp [lanes], places in `workers`; there must be one."""
+    import numpy as np
+
     names = np.array([_word(worker) for worker in workers], np.uint64)
     places = _mixed(np.arange(lanes, dtype=np.uint64) + np.uint64(shard << 16))
     best = np.zeros(lanes, np.uint64)
@@ -154,7 +162,7 @@ def own_lanes(worker: str, workers: Iterable[str], shard: int, lanes: int) -> tu
         return (0,)
     living = sorted({worker, *workers})
     mine = homes(living, shard, lanes) == living.index(worker)
-    return tuple(np.flatnonzero(mine).tolist())
+    return tuple(mine.nonzero()[0].tolist())
 
 
 def patience(tokens: float, seconds_per_token: float) -> float:
