@@ -30,6 +30,10 @@ ASK_WITHIN: Final = 1.0
 """Seconds for which a node is asked for the map, before another is."""
 REFRESH_EVERY: Final = 0.1
 """Seconds between two looks at the map, at least: of all threads of a process."""
+LARGE: Final = 64 << 10
+"""Bytes from which what is sent may take time of its own."""
+SLOWEST_LINK: Final = 500_000
+"""Bytes a second that a node must take of it, or else it is given up as silent."""
 SUSPECT_FOR: Final = 10.0
 """Seconds for which a node that did not answer is asked after all others."""
 
@@ -256,6 +260,9 @@ class SlotListener:
 
 
 class _OfNode(SlotListener):
+    socket_timeout: Any
+    _sock: Any
+
     def connect(self) -> None:
         try:
             super().connect()  # type: ignore[misc]
@@ -264,11 +271,25 @@ class _OfNode(SlotListener):
             raise
 
     def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        size = sum(map(len, command)) if isinstance(command, list) else len(command)
         try:
-            super().send_packed_command(command, check_health)  # type: ignore[misc]
+            if size > LARGE:
+                self._send_large(command, check_health, size)
+            else:
+                super().send_packed_command(command, check_health)  # type: ignore[misc]
         except Exception as error:
             self._hear(error)
             raise
+
+    def _send_large(self, command: Any, check_health: bool, size: int) -> None:
+        """The socket's timeout is that of all that is sent: over a slow link that takes longer."""
+        self.connect()
+        self._sock.settimeout(self.socket_timeout + size / SLOWEST_LINK)
+        try:
+            super().send_packed_command(command, check_health)  # type: ignore[misc]
+        finally:
+            if self._sock is not None:
+                self._sock.settimeout(self.socket_timeout)
 
     def read_response(self, *args: Any, **options: Any) -> Any:
         try:

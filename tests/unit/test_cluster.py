@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from typing import Any
@@ -373,3 +374,31 @@ def shards_at(*owners: Address) -> list[ShardKeys]:
     """A shard of each part of the slots."""
     found = PoolKeys("p").shards("01234567", len(owners))
     return list(found)
+
+
+@pytest.mark.parametrize("size", [10, 3_000_000])
+def test_what_is_large_may_take_its_time(size: int) -> None:
+    """A reader that takes a megabyte a second, where an answer is due in half a second."""
+    ours, theirs = socket.socketpair()
+    connection = NodeConnection(
+        slots=Heard(),  # type: ignore[arg-type]
+        note_silence=lambda address: None,
+        socket_timeout=0.5,
+    )
+    connection._sock = ours
+    ours.settimeout(0.5)
+    taken = bytearray()
+
+    def read_slowly() -> None:
+        while len(taken) < size:
+            taken.extend(theirs.recv(100_000))
+            time.sleep(0.1 if size > 1000 else 0)
+
+    reader = threading.Thread(target=read_slowly)
+    reader.start()
+    connection.send_packed_command([b"x" * size], check_health=False)
+    reader.join(10)
+    assert len(taken) == size
+    assert ours.gettimeout() == 0.5
+    ours.close()
+    theirs.close()
