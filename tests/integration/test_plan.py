@@ -72,6 +72,7 @@ def test_memory_and_bytes_are_as_reckoned(
         assert again[name] - before[name] == pytest.approx(twice[line].value, rel=0.15)
     assert sizes == {found["answer"].value}
     assert kept == found["results"].value
-    assert grown["used_memory"] == pytest.approx(found["results"].value, rel=0.25)
+    # Never more than reckoned; of what is small less, as many share the pages of the account.
+    assert 0.65 < grown["used_memory"] / found["results"].value < 1.05
     assert grown["total_net_input_bytes"] == pytest.approx(found["bytes_in"].value, rel=0.15)
     assert grown["total_net_output_bytes"] == pytest.approx(found["bytes_out"].value, rel=0.15)

@@ -461,11 +461,11 @@ def test_a_defect_of_ours_leaves_nobody_waiting_and_the_next_is_served(
 ) -> None:
     fetch, failures = collector._answers.fetch, [1]
 
-    def broken(*arguments: Any) -> None:
+    def broken(*arguments: Any) -> int:
         if failures:
             failures.pop()
             raise RuntimeError("a defect")
-        fetch(*arguments)
+        return fetch(*arguments)
 
     monkeypatch.setattr(collector._answers, "fetch", broken)
     jobs = jobs_of(some_prompts(2))
