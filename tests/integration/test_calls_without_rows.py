@@ -51,6 +51,7 @@ def test_a_cancelled_call_is_withdrawn_and_its_job_not_run(
 
         async def main() -> None:
             running = asyncio.create_task(lm.next_token_logprobs([1]))
+            assert await asyncio.to_thread(hold.begun.wait, 10)
             waiting = asyncio.create_task(lm.next_token_logprobs([2]))
             both = asyncio.gather(lm.next_token_logprobs([3]), lm.next_token_logprobs([3]))
             await asyncio.to_thread(until, lambda: lm.statistics()["queued"] == 3)

@@ -22,9 +22,12 @@ class Hold:
 
     def __init__(self) -> None:
         self._opened = threading.Event()
+        self.begun = threading.Event()
+        """A batch is held."""
         compute = MockEngine.compute
 
         def held(engine: MockEngine, requests: Sequence[Request]) -> Iterable[Outcome]:
+            self.begun.set()
             self._opened.wait(LONGEST)
             return compute(engine, requests)
 
