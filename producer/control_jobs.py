@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 from uuid import uuid4
 
 import msgpack
 import redis.exceptions
 from arq.connections import ArqRedis
-from arq.jobs import Job, ResultNotFound
+from arq.jobs import Job, ResultNotFound, SerializationError
 from redis.asyncio.client import Pipeline
 
 from lmpool.checks import quoted
@@ -27,6 +28,8 @@ T = TypeVar("T")
 
 POLL: Final = 0.05
 """Seconds between two looks whether a worker has answered."""
+EXPIRED: Final = "job expired"
+"""What arq says of a job that it cannot find."""
 AGAIN: Final = 0.1
 """Seconds until a server that was lost is tried again."""
 
@@ -82,24 +85,29 @@ class ControlJobs:
 
     async def _one(self, worker: str) -> dict[str, Any]:
         queue = self._keys.control_queue(worker)
-        job = Job(
-            self._keys.control_job(uuid4().hex),
-            self._server,
-            _queue_name=queue,
-            _deserializer=msgpack.unpackb,
-        )
+        job = self._new_job(queue)
         while True:
             try:
-                await self._patiently(lambda: self._enqueue(job, queue))
-                while not (found := await self._patiently(lambda: _look(job))):
+                await self._patiently(partial(self._enqueue, job, queue))
+                while not (found := await self._patiently(partial(_look, job))):
                     pass
             except ResultNotFound:
                 await asyncio.sleep(AGAIN)  # the server has forgotten the job
+                continue
+            except SerializationError as error:
+                if EXPIRED not in str(error):
+                    raise
+                # It was put again, and its first run ended as the worker began it once more.
+                job = self._new_job(queue)
                 continue
             (answer,) = found
             if not isinstance(answer, dict):
                 raise PoolError(f"worker {worker} answered {self.function} with {quoted(answer)}")
             return answer
+
+    def _new_job(self, queue: str) -> Job:
+        name = self._keys.control_job(uuid4().hex)
+        return Job(name, self._server, _queue_name=queue, _deserializer=msgpack.unpackb)
 
     async def _enqueue(self, job: Job, queue: str) -> None:
         """Put a job into a queue, unless it is there: for as long as its caller waits."""

@@ -397,6 +397,8 @@ def test_a_job_given_up_waits_for_a_replica_and_garbage_does_not(
             (one, alone, 0),
             (many, cluster.owner(shard.slot), 1),
         ):
+            # Slots may have moved since this process looked where they are.
+            until(lambda it=servers: it.apart([shard], lambda s: s.exists(shard.dead)) is not None)
             server, letters = servers.for_shard(shard), DeadLetters(servers, "me")
             server.xgroup_create(shard.stream().key, GROUP, id="0", mkstream=True)
             entry = server.xadd(shard.stream().key, {"job": pack_job(job)})
