@@ -58,7 +58,8 @@ FAILOVER_TIMEOUT: Final = 5.0
 TASK_PATIENCE: Final = 20.0
 """Seconds for which a task is tried again whose shard is away while others are served."""
 TASK_PAUSE: Final = 0.1
-_AWAY: Final = b""
+_AWAY: Final = b"away"
+"""Told apart by what it is, not by what it holds: an info that was damaged may be empty."""
 CLAIM_BYTES: Final = 1 << 20
 CHECK_MOST: Final = 500
 

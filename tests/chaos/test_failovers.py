@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.replicated import BACK_WITHIN, ReplicatedPool
+from tests.support.certificates import where_tls_is_spoken
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(150)]
@@ -56,14 +56,5 @@ def test_failovers_lose_nothing(
 @contextmanager
 def replicated_pool(*arguments: Any, **options: Any) -> Iterator[ReplicatedPool]:
     """One that is up, where the server speaks TLS."""
-    pool = ReplicatedPool(*arguments, **options)
-    try:
-        pool.__enter__()
-    except RuntimeError as error:
-        if re.search("Bad directive|TLS support", str(error)):
-            pytest.skip("this server speaks no TLS")
-        raise
-    try:
+    with where_tls_is_spoken(ReplicatedPool(*arguments, **options)) as pool:
         yield pool
-    finally:
-        pool.__exit__(None, None, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.support.certificates import certificates
+from tests.support.certificates import certificates, where_tls_is_spoken
 from tests.support.cluster import SLOTS, Cluster, slot_of
 from tests.support.processes import wait_until_gone
 from tests.support.redis_client import open_redis
@@ -167,13 +166,7 @@ def test_nodes_know_users_tls_and_names(server_binary: str, tmp_path: Path) -> N
         announce=lambda port: {"cluster_announce_hostname": "localhost"},
         cluster_preferred_endpoint_type="hostname",
     )
-    try:
-        cluster.__enter__()
-    except RuntimeError as error:
-        if re.search("Bad directive|TLS support", str(error)):
-            pytest.skip("this server speaks no TLS")
-        raise
-    try:
+    with where_tls_is_spoken(cluster):
         client = redis.Redis(
             port=cluster.nodes[0].cluster_port,
             ssl=True,
@@ -186,8 +179,6 @@ def test_nodes_know_users_tls_and_names(server_binary: str, tmp_path: Path) -> N
         named = {(primary[0], primary[1]) for _, _, primary, *_ in slots}
         assert named == {(b"localhost", node.cluster_port) for node in cluster.nodes[:3]}
         assert cluster.url.startswith("rediss+cluster://test:t@127.0.0.1:")
-    finally:
-        cluster.__exit__()
 
 
 def test_nodes_speak_ipv6(server_binary: str) -> None:

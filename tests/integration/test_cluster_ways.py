@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import pytest
 import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.errors import ServerRefused, ServerUnreachable
-from tests.support.certificates import certificates
+from tests.support.certificates import certificates, where_tls_is_spoken
 from tests.support.clients import connected
 from tests.support.cluster import Cluster
 from tests.support.workers import in_process_worker
@@ -22,21 +19,6 @@ from tests.support.workers import in_process_worker
 pytestmark = [pytest.mark.timeout(60)]
 
 VOCAB = 256
-
-
-@contextmanager
-def started(cluster: Cluster) -> Iterator[Cluster]:
-    """It, where the server speaks TLS."""
-    try:
-        cluster.__enter__()
-    except RuntimeError as error:
-        if re.search("Bad directive|TLS support", str(error)):
-            pytest.skip("this server speaks no TLS")
-        raise
-    try:
-        yield cluster
-    finally:
-        cluster.__exit__()
 
 
 def assert_serves(url: str, pool: str) -> None:
@@ -70,7 +52,7 @@ def options(tmp_path: Path, kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["tls", "ipv6", "names", "no endpoints", "users"])
 def test_a_pool_is_served(kind: str, server_binary: str, tmp_path: Path, pool_name: str) -> None:
-    with started(Cluster(3, **options(tmp_path, kind))) as cluster:
+    with where_tls_is_spoken(Cluster(3, **options(tmp_path, kind))) as cluster:
         url = cluster.url
         if kind == "users":
             url = cluster.url_of("someone", "it's%40secret")

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
+import pytest
 import trustme
+
+T = TypeVar("T")
+
+
+@contextmanager
+def where_tls_is_spoken(servers: AbstractContextManager[T]) -> Iterator[T]:
+    """Servers, started; the test is skipped where theirs speak no TLS."""
+    try:
+        started = servers.__enter__()
+    except RuntimeError as error:
+        if re.search("Bad directive|TLS support", str(error)):
+            pytest.skip("this server speaks no TLS")
+        raise
+    try:
+        yield started
+    finally:
+        servers.__exit__(None, None, None)
 
 
 def certificates(folder: Path) -> dict[str, str]:
