@@ -769,3 +769,13 @@ def test_calls_that_the_garbage_collector_ended_are_forgotten(
     assert not session.table.flights
     close(session)
     thread.end()
+
+
+def test_a_model_info_that_is_empty_is_there(
+    sender: Sender, session: Session, server: redis.Redis
+) -> None:
+    """It is damage, which a worker mends, and no server that is away."""
+    server.set(session.keys.info, b"")
+    found = sender._read_info()
+    assert found == b""
+    assert found is not sender_module._AWAY
