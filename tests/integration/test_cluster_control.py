@@ -23,8 +23,7 @@ from lmpool.settings import ClientOptions
 from lmpool.wire import pack_job
 from lmpool.worker.dead_letters import DeadLetters
 from tests.integration.test_adapters import rows_of, write_adapter
-from tests.integration.test_cluster_ways import started
-from tests.support.certificates import certificates
+from tests.support.certificates import certificates, where_tls_is_spoken
 from tests.support.clients import connected
 from tests.support.cluster import Cluster, ClusterNode, slot_of
 from tests.support.faults import Faults
@@ -114,7 +113,7 @@ def test_control_jobs_travel_through_a_cluster_with_tls_and_users(
     server_binary: str, pool_name: str, tmp_path: Path
 ) -> None:
     users = "user default off\nuser worker on >w ~* &* +@all\n"
-    with started(Cluster(3, 0, tls=certificates(tmp_path), users=users)) as secured:
+    with where_tls_is_spoken(Cluster(3, 0, tls=certificates(tmp_path), users=users)) as secured:
         use_everything(secured.url_of("worker", "w"), pool_name, tmp_path)
 
 
