@@ -392,21 +392,18 @@ class Sender:
             shard.lanes,
         ]
         pack = JobPacker(now_ms).pack
-        streams: list[str] = []
-        flights, by_lane = _by_lane(shard, flights)
-        for lane, mine in by_lane:
-            streams.append(shard.stream(priority, lane).key)
-            arguments.append(len(mine))
-            for flight in mine:
-                job, due = flight.job, flight.deadline
-                deadline = None if due is None else now_ms + int((due - now) * 1000)
-                arguments += (
-                    job.digest.hex(),
-                    "" if deadline is None else deadline,
-                    job.adapter or "",
-                    pack(job.want, job.adapter, job.digest, job.tokens, deadline, flight.trace),
-                )
-        claims, fresh = script("enqueue")(self._servers.for_shard(shard), streams, arguments)
+        for flight in flights:
+            job, due = flight.job, flight.deadline
+            deadline = None if due is None else now_ms + int((due - now) * 1000)
+            arguments += (
+                flight.lane,
+                job.digest.hex(),
+                "" if deadline is None else deadline,
+                job.adapter or "",
+                pack(job.want, job.adapter, job.digest, job.tokens, deadline, flight.trace),
+            )
+        first = shard.stream(priority).key
+        claims, fresh = script("enqueue")(self._servers.for_shard(shard), [first], arguments)
         session.made[shard.reply(session.id)] += fresh
         if session.table.streamed and any(flight.pieces for flight in flights):
             wake_collector(session, self._servers, [shard])  # to read their pieces, too
@@ -579,15 +576,3 @@ def _look_for(key: str, server: Server) -> int:
 
 def _delete(key: str, server: Server) -> int:
     return server.delete(key)
-
-
-def _by_lane(
-    shard: ShardKeys, flights: Sequence[Flight]
-) -> tuple[Sequence[Flight], list[tuple[int, Sequence[Flight]]]]:
-    """Flights of a shard lane by lane: in that order, and each lane's."""
-    if shard.lanes == 1:
-        return flights, [(0, flights)]
-    found: dict[int, list[Flight]] = {}
-    for flight in flights:
-        found.setdefault(flight.lane, []).append(flight)
-    return [flight for mine in found.values() for flight in mine], [*found.items()]

@@ -7,10 +7,10 @@
 -- The backlog's bound is the workers'; the client's holds where no worker has written one. It is that of
 -- all lanes together: one that has no more than its share of it is not full.
 -- A lane beyond those in use, as far as workers have said how many are, is one of these.
--- KEYS[1] and on: job streams of one priority. The other keys are derived from the shard's prefix: they share its
--- slot.
--- ARGV: prefix, client, reply TTL, flight TTL, backlog bound, group, promote, lanes, then for each
---       stream the number of its jobs, and per job: digest, deadline or '', adapter or '', job
+-- KEYS[1]: the job stream of lane 0 and one priority. The other keys are derived from it and from the shard's
+-- prefix: they share its slot.
+-- ARGV: prefix, client, reply TTL, flight TTL, backlog bound, group, promote, lanes, then per job, in the
+--       order in which they are to run: lane, digest, deadline or '', adapter or '', job
 local prefix, client = ARGV[1], ARGV[2]
 local reply_ttl, flight_ttl = ARGV[3], ARGV[4]
 local group, promote = ARGV[6], ARGV[7] == '1'
@@ -37,15 +37,15 @@ if lanes > 1 then
   local _, _, used = allowed()
   lanes = used and used >= 1 and math.min(lanes, used) or 1
 end
+local name = string.sub(KEYS[1], 1, -2)
 local all -- jobs in all lanes, once it is needed
-local function is_full(stream, backlog)
+local function is_full(backlog)
   if backlog == 0 then return false end
   local most = allowed()
   if backlog < most / lanes then return false end
   if lanes == 1 then return true end
   if not all then
     all = 0
-    local name = string.match(stream, '^(.*:)%d+$')
     for lane = 0, lanes - 1 do all = all + (given(redis.pcall('XLEN', name .. lane)) or 0) end
   end
   return all >= most
@@ -104,7 +104,7 @@ local function claim(jobs, backlog, i)
     return 'j'
   end
   if not backlog then return 'b' end
-  if is_full(jobs, backlog) then return 'f' end
+  if is_full(backlog) then return 'f' end
   local id = given(redis.pcall('XADD', jobs, '*', 'job', ARGV[i + 3]))
   if not id then return 'b' end
   redis.call('HSET', flight, 'job', id, 'stream', jobs, 'deadline', deadline, waiter, '')
@@ -112,33 +112,23 @@ local function claim(jobs, backlog, i)
   return 'q', id
 end
 
-local at = 9
-local backlogs, known = {}, {} -- of streams: several lanes may be one
-for _, key in ipairs(KEYS) do
-  local jobs = key
-  if tonumber(ARGV[8]) > 1 then
-    local name, lane = string.match(key, '^(.*:)(%d+)$')
-    jobs = name .. tonumber(lane) % lanes
+local streams, backlogs, first = {}, {}, {} -- by lane
+for i = 9, #ARGV, 5 do
+  local lane = lanes == 1 and 0 or math.floor(tonumber(ARGV[i])) % lanes
+  local jobs = streams[lane]
+  if not jobs then
+    jobs = lane == 0 and KEYS[1] or name .. lane
+    streams[lane] = jobs
+    backlogs[lane] = given(redis.pcall('XLEN', jobs))
   end
-  if not known[jobs] then
-    known[jobs] = true
-    backlogs[jobs] = given(redis.pcall('XLEN', jobs))
+  local answer, id = claim(jobs, backlogs[lane], i + 1)
+  if id then
+    backlogs[lane] = backlogs[lane] + 1
+    if all then all = all + 1 end
+    first[lane] = first[lane] or id
   end
-  local backlog = backlogs[jobs]
-  local first
-  local last = at + 4 * tonumber(ARGV[at])
-  for i = at + 1, last, 4 do
-    local answer, id = claim(jobs, backlog, i)
-    if id then
-      backlog = backlog + 1
-      if all then all = all + 1 end
-      first = first or id
-    end
-    answers[#answers + 1] = answer
-  end
-  backlogs[jobs] = backlog
-  if first then note_added(jobs, first) end
-  at = last + 1
+  answers[#answers + 1] = answer
 end
+for lane, id in pairs(first) do note_added(streams[lane], id) end
 if added then call_idle(prefix, '0') end
 return {table.concat(answers), fresh}

@@ -320,6 +320,7 @@ class Writer:
                 1,
                 value(rng),
                 rng.choice([1, value(rng)]),
+                rng.choice([0, value(rng)]),
             ]
             arguments += [job.digest.hex(), value(rng), "", b""]
         return [("EVALSHA", script(name).sha, 1, rng.choice(shard.streams).key, *arguments)]

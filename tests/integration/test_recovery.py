@@ -168,7 +168,7 @@ def test_a_job_that_its_worker_forgot_is_run(server_url, redis_client, pool_name
         name = worker.wait_until_alive()["id"]
         (shard,) = pool_shards(redis_client, pool_name)
         job = new_job(5, 6, fingerprint=lm.info.fingerprint)
-        enqueue = [shard.stream().key, shard.prefix, "someone", 60_000, 60_000, 10, GROUP, 1, 1, 1]
+        enqueue = [shard.stream().key, shard.prefix, "someone", 60_000, 60_000, 10, GROUP, 1, 1, 0]
         with redis_client.pipeline(transaction=True) as pipeline:  # before the worker can read it
             pipeline.eval(
                 script("enqueue").source, 1, *enqueue, job.digest.hex(), "", "", pack_job(job)

@@ -64,13 +64,13 @@ class Caller:
         lane: int = 0,
     ) -> tuple[str, bool]:
         """One answer for each job, and whether the reply stream was made anew."""
-        stream = self.shard.stream(priority, lane).key
+        first = self.shard.stream(priority).key
         arguments: list[Any] = [self.shard.prefix, self.id, reply_ttl, flight_ttl, bound, GROUP]
-        arguments += (int(priority == "interactive"), self.shard.lanes, len(jobs))
+        arguments += (int(priority == "interactive"), self.shard.lanes)
         for job in jobs:
             deadline = "" if job.deadline is None else job.deadline
-            arguments += (job.digest.hex(), deadline, job.adapter or "", pack_job(job))
-        answers, fresh = script("enqueue")(self.server, [stream], arguments)  # type: ignore[arg-type]
+            arguments += (lane, job.digest.hex(), deadline, job.adapter or "", pack_job(job))
+        answers, fresh = script("enqueue")(self.server, [first], arguments)  # type: ignore[arg-type]
         return answers.decode(), bool(fresh)
 
     def check(

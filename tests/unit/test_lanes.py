@@ -130,9 +130,10 @@ def test_jobs_of_many_lanes_are_claimed_completed_and_given_back_in_one_call(
     jobs = [new_job(n) for n in range(3)]
     streams = [shard.stream(lane=lane).key for lane in (5, 2, 7)]
     arguments: list[Any] = [shard.prefix, "client", 30_000, 60_000, 100, GROUP, 1, LANES]
-    for job in jobs:
-        arguments += (1, job.digest.hex(), "", "", b"job")
-    assert script("enqueue")(redis_client, streams, arguments) == [b"qqq", 1]  # type: ignore[arg-type]
+    for lane, job in zip((5, 2, 7), jobs, strict=True):
+        arguments += (lane, job.digest.hex(), "", "", b"job")
+    first = [shard.stream().key]
+    assert script("enqueue")(redis_client, first, arguments) == [b"qqq", 1]  # type: ignore[arg-type]
     for job, stream in zip(jobs, streams, strict=True):
         ((entry, _),) = redis_client.xrange(stream)  # type: ignore[misc]
         assert caller.flight(job)[b"stream"] == stream.encode()
