@@ -15,7 +15,15 @@ from lmpool.clock import to_ms
 from lmpool.commands import Fields, Server, Value
 from lmpool.errors import JobFormatError
 from lmpool.isolation import isolate
-from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream, Priority, ShardKeys, streams
+from lmpool.keys import (
+    COUNTERS_TTL_MS,
+    GROUP,
+    PRIORITIES,
+    JobStream,
+    Priority,
+    ShardKeys,
+    streams,
+)
 from lmpool.replies import REPLY_BYTES, ReplyTooLong
 from lmpool.scripts import script
 from lmpool.server import is_lost
@@ -402,19 +410,33 @@ class Intake:
     ) -> _Found:
         """What there is still room for: more of lanes that gave their share, and what others' lanes
         have that waits too long."""
-        found = self._read_rest(shard, rooms, taken, limit, server)
+        found = self._read_beside(shard, rooms, taken, server) if idle else []
+        found += self._read_rest(shard, rooms, [*taken, *found], limit, server)
         self._status.own_jobs += sum(len(entries) for _, entries in found)
-        left = _left(rooms, taken)
+        left = _left(rooms, [*taken, *found])
         thief = self._thieves[shard.wake]
         has_work = bool(taken or found)
-        for stream, entries in found:
-            left[stream.priority] -= len(entries)
         if thief.due_in(idle) == 0 and left["interactive"] > 0:
             found += thief.steal(server, left)
         batch = self._status.batch_seconds
         if thief.is_called and (has_work or found) and not 0 < batch < FOLLOW_MOST:
             thief.pass_on(server)  # else it is idle again before another one would look
         return found
+
+    def _read_beside(
+        self, shard: ShardKeys, rooms: Mapping[Priority, int], taken: _Found, server: Server
+    ) -> _Found:
+        """What came to other lanes together with what a blocked read brought: servers before 7.2
+        answer it of one stream. A job that came alone gets no company from a call of its own."""
+        brought = {stream: len(entries) for stream, entries in taken if stream.shard is shard}
+        left = _left(rooms, taken)
+        if len(brought) != 1 or sum(brought.values()) < 2:
+            return []
+        others = [stream for stream in self._own([shard], left) if stream not in brought]
+        if left["interactive"] <= 0 or len(others) < len(PRIORITIES):
+            return []
+        count = min(self._most, -(-2 * left["interactive"] // len(others)))
+        return self._by_stream(self._read_new(None, server, [s.key for s in others], count))
 
     def _read_rest(
         self,

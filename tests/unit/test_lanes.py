@@ -17,7 +17,7 @@ from lmpool.scripts import script
 from lmpool.server import open_server
 from lmpool.servers import Servers
 from lmpool.wants import Digester
-from lmpool.wire import Job
+from lmpool.wire import Job, pack_job
 from lmpool.worker import intake as intake_module
 from lmpool.worker.batching import Batcher
 from lmpool.worker.dead_letters import DeadLetters
@@ -451,6 +451,23 @@ def test_a_batch_fills_from_one_lane_as_from_many(
     worker.batcher.done()
     until(lambda: len(worker.batcher) == batch_size, 1)
     assert reads == [batch_size]  # at once, not one by one
+
+
+def test_jobs_of_a_call_that_wakes_a_worker_come_together_whatever_their_lanes(
+    start: Callable[..., Worker], redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    worker = start("a", [], batch_size=2 * LANES)
+    reads: list[int] = []
+    read = worker.batcher.add
+    worker.batcher.add = lambda jobs: (reads.append(len(jobs)), read(jobs))[1]  # type: ignore[method-assign,assignment,arg-type]
+    time.sleep(0.1)  # until it waits in a read
+    arguments: list[Any] = [shard.prefix, "client", 30_000, 60_000, 100, GROUP, 1, LANES]
+    for number in range(2 * LANES):
+        job = new_job(number)
+        arguments += (number % LANES, job.digest.hex(), "", "", pack_job(job))
+    script("enqueue")(redis_client, [shard.stream().key], arguments)  # type: ignore[arg-type]
+    until(lambda: sum(reads) == 2 * LANES, 2)
+    assert reads == [2 * LANES]
 
 
 def test_a_lane_that_the_index_lost_is_found_by_its_home(
