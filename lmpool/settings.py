@@ -315,11 +315,11 @@ class WorkerOptions(_Options):
         "Cluster two for each primary",
     )
     lanes: int = Field(
-        1,
+        64,
         ge=1,
         le=MAX_LANES,
         description="lanes of each shard, in which prompts with a common prefix meet; each has a "
-        "home among the workers. 64 for several workers that keep states; 1 is none",
+        "home among the workers; 1 is none, and any worker runs any prompt",
     )
     block_tokens: int = Field(
         BLOCK_TOKENS, ge=1, le=65_536, description="tokens of a block; a lane follows from blocks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -14,7 +14,6 @@ import redis.exceptions
 from lmpool.clock import to_ms
 from lmpool.commands import Fields, Server, Value
 from lmpool.errors import JobFormatError
-from lmpool.isolation import isolate
 from lmpool.keys import (
     COUNTERS_TTL_MS,
     GROUP,
@@ -33,6 +32,7 @@ from lmpool.wire import MAX_JOB_BYTES, Job, RefusedJob, unpack_job
 from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.by_stream import by_shard, counted, digest_and_entry, stream_of
 from lmpool.worker.dead_letters import DEAD_MOST, DeadLetters
+from lmpool.worker.holding import streams_held
 from lmpool.worker.homes import Homes
 from lmpool.worker.status import WorkerStatus
 from lmpool.worker.stealing import FOLLOW_MOST, Entry, Thief, read_counts
@@ -489,7 +489,7 @@ class Intake:
     def _read_again(self, server: Server, wanted: Sequence[JobStream], count: int) -> _Found:
         """What is ours of each stream, beyond the last entry that arrived."""
         found: _Found = []
-        for stream in wanted:
+        for stream in streams_held(server, wanted, self._consumer):
             last = self._last.get(stream.key, "0-0")
             arguments: list[Value] = [GROUP, self._consumer, last, count]
             entries = script("reread")(server, [stream.key], arguments)
@@ -574,82 +574,3 @@ def _create_in(shard: ShardKeys, consumer: str, server: Server) -> None:
             if isinstance(answer, Exception) and "BUSYGROUP" not in str(answer):
                 raise answer
     server.xgroup_createconsumer(shard.stream().key, GROUP, consumer)
-
-
-def release(
-    servers: Servers,
-    shards: Sequence[ShardKeys],
-    consumer: str,
-    known: Mapping[tuple[str, bytes], Job],
-    keep: Collection[tuple[str, bytes]] = (),
-) -> int:
-    """Give back at once what this consumer holds, except the entries to `keep`.
-
-    `known` are its jobs, by stream and entry as `keep`. Returns how many were given back.
-    """
-    released = 0
-    for shard in shards:
-        give_back = partial(_release_in, shard, consumer, known, keep)
-        released += servers.apart([shard], give_back) or 0
-    return released
-
-
-def _release_in(
-    shard: ShardKeys,
-    consumer: str,
-    known: Mapping[tuple[str, bytes], Job],
-    keep: Collection[tuple[str, bytes]],
-    server: Server,
-) -> int:
-    released = 0
-    for stream in shard.streams:
-        start = "-"
-        while True:
-            held = server.xpending_range(stream.key, GROUP, start, "+", 500, consumername=consumer)
-            jobs: list[tuple[str, bytes]] = []
-            for item in held:
-                entry = item["message_id"]
-                if (stream.key, entry) in keep:
-                    continue
-                job = known.get((stream.key, entry))
-                digest = _digest_of(server, stream, entry) if job is None else job.digest.hex()
-                jobs.append((digest, entry))
-            released += _give_back(server, stream, jobs)
-            if len(held) < 500:
-                break
-            start = f"({held[-1]['message_id'].decode()}"
-    return released
-
-
-def _give_back(server: Server, stream: JobStream, jobs: Sequence[tuple[str, bytes]]) -> int:
-    """Give back entries by their digests, or ''; one that cannot be stays. How many were."""
-    released = 0
-
-    def give_back(some: Sequence[tuple[str, bytes]]) -> None:
-        nonlocal released
-        shard = stream.shard
-        arguments: list[Value] = [shard.prefix, GROUP, shard.lanes, len(some)]
-        arguments += [value for job in some for value in job]
-        released += script("release")(server, [stream.key], arguments)
-
-    if jobs:
-        isolate(jobs, give_back, lambda job, error: logger.error("%s stays: %s", job[1], error))
-    return released
-
-
-def uncount(servers: Servers, delivery: Delivery, consumer: str) -> None:
-    """Let an entry that this consumer holds count as never delivered to it."""
-    server, key = servers.for_shard(delivery.stream.shard), delivery.stream.key
-    name = delivery.entry.decode()
-    held = server.xpending_range(key, GROUP, name, name, 1, consumername=consumer)
-    if held:
-        before = held[0]["times_delivered"] - 1
-        server.xclaim(key, GROUP, consumer, 0, [delivery.entry], retrycount=before, justid=True)
-
-
-def _digest_of(server: Server, stream: JobStream, entry: bytes) -> str:
-    found = server.xrange(stream.key, entry, entry)
-    try:
-        return unpack_job(found[0][1].get(b"job", b"")).digest.hex() if found else ""
-    except Exception:  # a JobFormatError, or of whatever somebody put there
-        return ""

@@ -34,8 +34,9 @@ from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.engine_thread import EngineLoop, spawn
 from lmpool.worker.heartbeat import ANSWER_WITHIN, Heartbeat
+from lmpool.worker.holding import release, uncount
 from lmpool.worker.homes import Homes
-from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups, release, uncount
+from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups
 from lmpool.worker.membership import (
     batch_budget,
     join,

@@ -148,7 +148,7 @@ def embedded(
         shards: parts that the pool's keys are spread over; by default one, on a Redis Cluster two
             for each primary
         lanes: lanes of each shard, in which prompts with a common prefix meet; each has a home
-            among the workers. 64 for several workers that keep states; 1 is none
+            among the workers; 1 is none, and any worker runs any prompt
         block_tokens: tokens of a block; a lane follows from blocks
         blocks: most blocks of a prompt that its lane follows from
         max_backlog: jobs that may wait in a shard, of each priority

@@ -249,8 +249,7 @@ def test_nothing_is_left_behind(server_binary, tmp_path):
         with worker_processes(server.url, "p", 2, **options):
             (shard,) = pool_shards(client, "p")
             fingerprint8 = shard.prefix.split(":")[2]
-            streams = {shard.stream().key, shard.stream("batch").key}
-            lasting = {"lmpool:p", f"lmpool:p:{fingerprint8}:vocabulary", *streams}
+            lasting = {"lmpool:p", f"lmpool:p:{fingerprint8}:vocabulary", *shard.groups}
             asyncio.run(use(server.url))
             until_at_rest(client, "p")
             assert _lasting_keys(client) == {*lasting, shard.adapters}

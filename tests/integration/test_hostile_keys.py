@@ -122,7 +122,7 @@ POISON: dict[str, dict[str, str]] = {
     "a deadline that is no number": {"deadline": "abc", "job": "1-1", "stream": "{jobs}"},
     "a deadline alone": {"deadline": ""},
     "no stream": {"deadline": "", "job": "1-1"},
-    "a stream of the producer's": {"deadline": "", "job": "1-1", "stream": "{prefix}:jobs:7"},
+    "a stream of the producer's": {"deadline": "", "job": "1-1", "stream": "{prefix}:jobs:4096"},
     "a reply stream": {"deadline": "", "job": "1-1", "stream": "{prefix}:reply:x"},
     "an id that is none": {"deadline": "", "job": "x", "stream": "{jobs}"},
     "a job that is not there": {"deadline": "", "job": "1-1", "stream": "{jobs}"},
@@ -138,7 +138,7 @@ def test_flights_that_no_client_wrote(
     served: ShardKeys,
     fingerprint: str,
 ) -> None:
-    for stream in (f"{served.prefix}:jobs:7", f"{served.prefix}:reply:x"):
+    for stream in (f"{served.prefix}:jobs:4096", f"{served.prefix}:reply:x"):
         redis_client.xadd(stream, {"job": "x"}, id="1-1")
     prompts = [[1, number] for number in range(len(POISON) + 2)]
     for prompt, poison in zip(prompts, POISON.values(), strict=False):
@@ -150,8 +150,8 @@ def test_flights_that_no_client_wrote(
         redis_client.hset(served.flight(poisoned.digest), mapping=fields)
     found = lm.batch_next_token_logprobs_sync(prompts, timeout=15, priority=priority)
     np.testing.assert_array_equal(found, [mock_row(prompt, 256) for prompt in prompts])
-    assert redis_client.xlen(f"{served.prefix}:jobs:7") == 1
-    redis_client.delete(f"{served.prefix}:jobs:7", f"{served.prefix}:reply:x")
+    assert redis_client.xlen(f"{served.prefix}:jobs:4096") == 1
+    redis_client.delete(f"{served.prefix}:jobs:4096", f"{served.prefix}:reply:x")
 
 
 def test_a_worker_deletes_nothing_elsewhere_for_a_flight(

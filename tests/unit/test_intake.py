@@ -19,7 +19,8 @@ from lmpool.wire import Job, pack_job
 from lmpool.worker import intake as intake_module
 from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.dead_letters import GARBAGE_BYTES, DeadLetters
-from lmpool.worker.intake import Intake, create_groups, release, uncount
+from lmpool.worker.holding import release, uncount
+from lmpool.worker.intake import Intake, create_groups
 from lmpool.worker.status import WorkerStatus
 from tests.support.protocol import (
     FINGERPRINT,

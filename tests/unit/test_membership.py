@@ -55,6 +55,7 @@ def test_model_info_is_the_engines_and_the_settings() -> None:
         eos_token_ids=(2, 3),
         pad_token_id=0,
         shards=3,
+        lanes=64,
         max_backlog=50,
         result_ttl_ms=1500,
         no_head="its engine gives none",

@@ -82,7 +82,9 @@ def new(
     workers: list[InProcessWorker] = []
 
     def new(url: str = fake_url, **settings: Any) -> InProcessWorker:
-        workers.append(InProcessWorker(url, pool_name, **{"shards": SHARDS, **settings}))
+        workers.append(
+            InProcessWorker(url, pool_name, **{"shards": SHARDS, "lanes": 1, **settings})
+        )
         return workers[-1]
 
     yield new

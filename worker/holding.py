@@ -1,0 +1,108 @@
+"""What a worker holds of the job streams: given back, and not counted as tried."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+
+from lmpool.commands import Server, Value
+from lmpool.isolation import isolate
+from lmpool.keys import GROUP, JobStream, ShardKeys
+from lmpool.scripts import script
+from lmpool.servers import Servers
+from lmpool.wire import Job, unpack_job
+from lmpool.worker.batching import Delivery
+
+logger = logging.getLogger(__name__)
+
+
+def release(
+    servers: Servers,
+    shards: Sequence[ShardKeys],
+    consumer: str,
+    known: Mapping[tuple[str, bytes], Job],
+    keep: Collection[tuple[str, bytes]] = (),
+) -> int:
+    """Give back at once what this consumer holds, except the entries to `keep`.
+
+    `known` are its jobs, by stream and entry as `keep`. Returns how many were given back.
+    """
+    released = 0
+    for shard in shards:
+        give_back = partial(_release_in, shard, consumer, known, keep)
+        released += servers.apart([shard], give_back) or 0
+    return released
+
+
+def _release_in(
+    shard: ShardKeys,
+    consumer: str,
+    known: Mapping[tuple[str, bytes], Job],
+    keep: Collection[tuple[str, bytes]],
+    server: Server,
+) -> int:
+    released = 0
+    for stream in streams_held(server, shard.streams, consumer):
+        start = "-"
+        while True:
+            held = server.xpending_range(stream.key, GROUP, start, "+", 500, consumername=consumer)
+            jobs: list[tuple[str, bytes]] = []
+            for item in held:
+                entry = item["message_id"]
+                if (stream.key, entry) in keep:
+                    continue
+                job = known.get((stream.key, entry))
+                digest = _digest_of(server, stream, entry) if job is None else job.digest.hex()
+                jobs.append((digest, entry))
+            released += _give_back(server, stream, jobs)
+            if len(held) < 500:
+                break
+            start = f"({held[-1]['message_id'].decode()}"
+    return released
+
+
+def _give_back(server: Server, stream: JobStream, jobs: Sequence[tuple[str, bytes]]) -> int:
+    """Give back entries by their digests, or ''; one that cannot be stays. How many were."""
+    released = 0
+
+    def give_back(some: Sequence[tuple[str, bytes]]) -> None:
+        nonlocal released
+        shard = stream.shard
+        arguments: list[Value] = [shard.prefix, GROUP, shard.lanes, len(some)]
+        arguments += [value for job in some for value in job]
+        released += script("release")(server, [stream.key], arguments)
+
+    if jobs:
+        isolate(jobs, give_back, lambda job, error: logger.error("%s stays: %s", job[1], error))
+    return released
+
+
+def streams_held(server: Server, wanted: Sequence[JobStream], consumer: str) -> list[JobStream]:
+    """Those of these streams of one shard of which this consumer holds entries."""
+    with server.pipeline(transaction=False) as pipeline:
+        for stream in wanted:
+            pipeline.xpending_range(stream.key, GROUP, "-", "+", 1, consumername=consumer)
+        answers = pipeline.execute(raise_on_error=False)  # it would word the errors anew
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return [stream for stream, held in zip(wanted, answers, strict=True) if held]
+
+
+def uncount(servers: Servers, delivery: Delivery, consumer: str) -> None:
+    """Let an entry that this consumer holds count as never delivered to it."""
+    server, key = servers.for_shard(delivery.stream.shard), delivery.stream.key
+    name = delivery.entry.decode()
+    held = server.xpending_range(key, GROUP, name, name, 1, consumername=consumer)
+    if held:
+        before = held[0]["times_delivered"] - 1
+        server.xclaim(key, GROUP, consumer, 0, [delivery.entry], retrycount=before, justid=True)
+
+
+def _digest_of(server: Server, stream: JobStream, entry: bytes) -> str:
+    found = server.xrange(stream.key, entry, entry)
+    try:
+        return unpack_job(found[0][1].get(b"job", b"")).digest.hex() if found else ""
+    except Exception:  # a JobFormatError, or of whatever somebody put there
+        return ""
