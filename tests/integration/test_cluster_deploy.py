@@ -53,7 +53,7 @@ def _port() -> int:
 def nodes(binary: str, count: int) -> Iterator[list[int]]:
     """So many nodes with the configuration and the users of `deploy/redis`; their ports."""
     with short_folder() as folder, ExitStack() as stack:
-        for name in ("redis.conf", "cluster.conf"):
+        for name in ("redis.conf", "cluster.conf", "replica.conf"):
             text = (DEPLOY / name).read_text("utf-8")
             (folder / name).write_text(text.replace("/etc/lmpool", str(folder)))
         users = [(DEPLOY / name).read_text("utf-8") for name in ("users.acl", "cluster-users.acl")]

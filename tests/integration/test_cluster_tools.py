@@ -407,8 +407,8 @@ def test_the_configuration_of_a_node_is_taken_and_asks_for_nothing_more(
 ) -> None:
     text = (ROOT / "deploy" / "redis" / "cluster.conf").read_text("utf-8")
     said = dict(line.split(" ", 1) for line in text.splitlines() if line and line[0] != "#")
-    for ours in ("include", "cluster-enabled", "masteruser", "masterauth"):
-        del said[ours]  # the users of these tests have another replica
+    for ours in ("include", "cluster-enabled"):
+        del said[ours]
     options = {name.replace("-", "_"): value for name, value in said.items()}
     node_timeout = int(options.pop("cluster_node_timeout")) / 1000
     cluster = Cluster(3, 1, node_timeout=node_timeout, maxmemory=str(MEMORY), **options)

@@ -143,6 +143,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
         },
         "podAnnotations": {"a": "b"},
     },
+    "cluster": {**SECRET, "server": {"cluster": {"enabled": True}}},
     "all": {
         **SECRET,
         "monitoring": {name: {"enabled": True} for name in ("podMonitor", "rules", "dashboard")},
@@ -169,6 +170,26 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "no streams": (
         {**SECRET, "autoscaling": {"enabled": True, "trigger": "stream"}},
         "autoscaling.stream.keys is empty",
+    ),
+    "a cluster of two": (
+        {**SECRET, "server": {"cluster": {"enabled": True, "primaries": 2}}},
+        "minimum",
+    ),
+    "a cluster elsewhere": (
+        {**SECRET, "server": {"enabled": False, "cluster": {"enabled": True}}},
+        "server.enabled is false",
+    ),
+    "streams of a cluster": (
+        {
+            **SECRET,
+            "server": {"cluster": {"enabled": True}},
+            "autoscaling": {
+                "enabled": True,
+                "trigger": "stream",
+                "stream": {"address": "server:6379", "keys": KEYS},
+            },
+        },
+        "use the trigger prometheus",
     ),
     "no address": ({**SECRET, "autoscaling": {"enabled": True}}, "serverAddress is empty"),
 }
@@ -205,9 +226,13 @@ def one(case: str, kind: str, ending: str = "") -> dict[str, Any]:
 
 
 def pods(case: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Their specifications by name, with the volumes that a StatefulSet claims for each."""
     for found in rendered(case):
         if found["kind"] in ("Deployment", "StatefulSet"):
-            yield found["metadata"]["name"], found["spec"]["template"]["spec"]
+            spec = dict(found["spec"]["template"]["spec"])
+            claims = found["spec"].get("volumeClaimTemplates", ())
+            spec["volumes"] = [*spec["volumes"], *(claim["metadata"] for claim in claims)]
+            yield found["metadata"]["name"], spec
 
 
 each_case = pytest.mark.parametrize("case", CASES)
@@ -266,7 +291,7 @@ def test_secrets_are_in_no_command_and_no_map(case: str) -> None:
     for name, pod in pods(case):
         for container in pod["containers"]:
             given = {each["name"]: each for each in container.get("env", ())}
-            if not name.endswith("-server"):
+            if not name.endswith(("-server", "-keeper")):
                 reference = given["LMPOOL_URL"]["valueFrom"]["secretKeyRef"]
                 assert reference["name"] == "lmpool-secret"
             words = json.dumps([container.get("command"), container.get("args")])
@@ -320,9 +345,31 @@ def test_each_pod_is_reached_at_its_port_alone(case: str) -> None:
             <= template["metadata"]["labels"].items()
         )
         (container,) = template["spec"]["containers"]
-        (rule,) = own["ingress"]
-        assert [each["name"] for each in container["ports"]] == [p["port"] for p in rule["ports"]]
-        assert ("from" in rule) == found["metadata"]["name"].endswith("-server")
+        let_in = [port["port"] for rule in own["ingress"] for port in rule["ports"]]
+        assert [each["name"] for each in container.get("ports", ())] == let_in
+        for rule in own["ingress"]:
+            assert ("from" in rule) == found["metadata"]["name"].endswith("-server")
+
+
+def test_nodes_of_a_cluster_are_reached_by_name_and_meet_each_other_alone() -> None:
+    nodes = one("cluster", "StatefulSet")
+    assert nodes["spec"]["replicas"] == 6
+    (named,) = (
+        each
+        for each in rendered("cluster")
+        if each["kind"] == "Service" and each["metadata"]["name"] == nodes["spec"]["serviceName"]
+    )
+    assert named["spec"]["clusterIP"] == "None"
+    assert named["spec"]["publishNotReadyAddresses"] is True
+    (container,) = nodes["spec"]["template"]["spec"]["containers"]
+    name = container["command"][container["command"].index("--cluster-announce-hostname") + 1]
+    assert name == f"$(POD).{named['metadata']['name']}.models.svc"
+    to_bus = one("cluster", "NetworkPolicy", "-server")["spec"]["ingress"][1]
+    (who,) = to_bus["from"]
+    labels = nodes["spec"]["template"]["metadata"]["labels"]
+    assert who["podSelector"]["matchLabels"].items() <= labels.items()
+    assert who["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "server"
+    assert one("cluster", "PodDisruptionBudget", "-server")["spec"]["maxUnavailable"] == 1
 
 
 def test_what_kubernetes_watches_is_what_prometheus_and_alerts_are_of() -> None:
@@ -336,7 +383,7 @@ def test_what_kubernetes_watches_is_what_prometheus_and_alerts_are_of() -> None:
             template = found["spec"]["template"]
             component = template["metadata"]["labels"]["app.kubernetes.io/component"]
             (container,) = template["spec"]["containers"]
-            named = {port["name"] for port in container["ports"]}
+            named = {port["name"] for port in container.get("ports", ())}
             assert (component in wanted["values"]) == bool(named & ports)
     dashboard = json.loads(one("all", "ConfigMap", "-dashboard")["data"]["lmpool.json"])
     assert dashboard["uid"] == "lmpool"

@@ -19,6 +19,7 @@ ALERTS: Final = DEPLOY / "prometheus" / "alerts.yml"
 ALERT_TESTS: Final = DEPLOY / "prometheus" / "alerts.test.yml"
 DASHBOARD: Final = DEPLOY / "grafana" / "dashboards" / "lmpool.json"
 COMPOSE: Final = DEPLOY / "compose" / "compose.yaml"
+CLUSTER: Final = DEPLOY / "compose" / "cluster.yaml"
 UNITS: Final = tuple(sorted((DEPLOY / "systemd").glob("*.service")))
 
 OF_TARGETS: Final = frozenset({"instance", "job", "namespace"})

@@ -26,7 +26,7 @@ from lmpool.settings import (
     settings_of,
 )
 from lmpool.worker.launcher import EXIT_REFUSED, MARGIN
-from tests.support.deploy import CHART, COMPOSE, DEPLOY, ROOT, UNITS, read_yaml
+from tests.support.deploy import CHART, CLUSTER, COMPOSE, DEPLOY, ROOT, UNITS, read_yaml
 
 DRAINS = WorkerOptions.model_fields["drain_timeout"].default + MARGIN
 """Seconds that a worker which is told to stop may take."""
@@ -58,7 +58,7 @@ def test_no_file_has_a_password() -> None:
 
 def test_every_link_leads_somewhere() -> None:
     links = [path for path in DEPLOY.rglob("*") if path.is_symlink()]
-    assert len(links) == 3
+    assert len(links) == 5
     for link in links:
         assert not os.readlink(link).startswith("/")
         assert link.is_file()
@@ -150,6 +150,35 @@ def test_the_server_of_compose_is_in_no_network_that_leads_outside() -> None:
     assert "ports" not in document["services"]["server"]
 
 
+def test_a_cluster_of_compose_has_the_nodes_that_its_keeper_forms() -> None:
+    base, document = read_yaml(COMPOSE), read_yaml(CLUSTER)
+    services = document["services"]
+    nodes = {name: it for name, it in services.items() if name.startswith("server")}
+    assert services["keeper"]["command"][3:] == [f"{name}:6379" for name in nodes]
+    kept = set()
+    for name, service in nodes.items():
+        merged = {**base["services"].get(name, {}), **service}
+        assert merged["image"] == base["services"]["server"]["image"]
+        assert merged["networks"] == ["pool"]
+        assert merged["read_only"]
+        assert merged["cap_drop"] == ["ALL"]
+        assert "ports" not in merged
+        words = merged["command"]
+        assert words[words.index("--cluster-announce-hostname") + 1] == name
+        folder = words[words.index("--dir") + 1]
+        (own,) = (v for v in merged["volumes"] if v.endswith(f":{folder}"))
+        kept.add(own.partition(":")[0])
+        for volume in merged["volumes"]:
+            source = volume.partition(":")[0]
+            assert source.startswith("./nodes/") or (COMPOSE.parent / source).is_file(), volume
+    assert kept == {f"./nodes/{number}" for number in range(1, 7)}
+    for name in ("worker", "gateway", "exporter"):
+        assert services[name]["depends_on"] == {"keeper": {"condition": "service_healthy"}}
+    made = set(document["secrets"]) | set(base["secrets"])
+    for service in nodes.values():
+        assert {secret["source"] for secret in service["secrets"]} <= made
+
+
 def test_prometheus_asks_the_services_of_compose() -> None:
     services = read_yaml(COMPOSE)["services"]
     config = read_yaml(DEPLOY / "prometheus" / "prometheus.yml")
@@ -194,26 +223,54 @@ def test_passwords_are_made_for_every_user_and_read_by_their_owner_alone(tmp_pat
         assert path.stat().st_mode & 0o077 == 0, path
 
 
-def test_urls_of_several_nodes_are_a_clusters(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "hosts"),
+    [
+        (["DIR", "node-1,node-2:7000"], (("node-1", 6379), ("node-2", 7000))),
+        (["--cluster", "DIR", "nodes.example"], (("nodes.example", 6379),)),
+    ],
+)
+def test_of_a_cluster_two_users_more_have_passwords(
+    arguments: list[str], hosts: tuple[tuple[str, int], ...], tmp_path: Path
+) -> None:
     folder = tmp_path / "secrets"
-    assert make_secrets(str(folder), "node-1,node-2:7000").returncode == 0
-    for name in ("producer", "worker", "exporter", "operator"):
+    given = [str(folder) if word == "DIR" else word for word in arguments]
+    assert make_secrets(*given).returncode == 0
+    users = (folder / "users.acl").read_text("utf-8")
+    assert "change-this" not in users
+    passwords = dict(re.findall(r"^user (\w+) on >([0-9a-f]{48}) ", users, re.MULTILINE))
+    asking = ["producer", "worker", "exporter", "operator"]
+    assert list(passwords) == [*asking, "replica", "administrator"]
+    assert len(set(passwords.values())) == 6
+    for name in asking:
         url = (folder / f"{name}-url").read_text("utf-8")
         assert check_url(url) == url
         cluster = Cluster.parse(url)
-        assert cluster.hosts == (("node-1", 6379), ("node-2", 7000))
+        assert cluster.hosts == hosts
         assert cluster.options["username"] == name
         assert (folder / f"{name}.env").read_text("utf-8") == f"LMPOOL_URL={url}\n"
+    replica = (folder / "replica.conf").read_text("utf-8")
+    assert replica.endswith(f"masteruser replica\nmasterauth {passwords['replica']}\n")
+    assert (folder / "administrator-password").read_text("utf-8") == passwords["administrator"]
+    auth = (folder / "administrator.env").read_text("utf-8")
+    assert auth == f"REDISCLI_AUTH={passwords['administrator']}\n"
+    for path in (folder, *folder.iterdir()):
+        assert path.stat().st_mode & 0o077 == 0, path
 
 
 def test_a_node_of_a_cluster_has_what_one_server_has_and_what_the_doctor_asks_for() -> None:
     text = (DEPLOY / "redis" / "cluster.conf").read_text("utf-8")
     found = dict(line.split(" ", 1) for line in text.splitlines() if line and line[0] != "#")
-    assert found["include"] == "/etc/lmpool/redis.conf"
+    assert re.findall(r"^include (.+)$", text, re.MULTILINE) == [
+        "/etc/lmpool/redis.conf",
+        "/etc/lmpool/replica.conf",
+    ]
     assert found["cluster-require-full-coverage"] == "no"
     assert 1000 <= int(found["cluster-node-timeout"]) <= 1000 * SLOW_FAILOVER
     users = (DEPLOY / "redis" / "cluster-users.acl").read_text("utf-8")
-    assert users.startswith(f"user {found['masteruser']} on >{found['masterauth']} ")
+    login = (DEPLOY / "redis" / "replica.conf").read_text("utf-8").splitlines()
+    said = dict(line.split(" ", 1) for line in login if line[0] != "#")
+    assert users.startswith(f"user {said['masteruser']} on >{said['masterauth']} ")
 
 
 def test_passwords_that_are_there_are_kept(tmp_path: Path) -> None:
@@ -227,15 +284,16 @@ def test_passwords_that_are_there_are_kept(tmp_path: Path) -> None:
 
 
 def test_the_chart_asks_for_keys_that_are_made(tmp_path: Path) -> None:
-    make_secrets(str(tmp_path / "secrets"))
+    make_secrets("--cluster", str(tmp_path / "secrets"), "server")
     made = {path.name for path in (tmp_path / "secrets").iterdir()}
     templates = "".join(path.read_text("utf-8") for path in (CHART / "templates").iterdir())
     asked = set(re.findall(r"\bkey: ([\w.-]+)(?![\w./-])", templates))
     asked |= set(re.findall(r'"lmpool\.url" \(list \S+ "([\w-]+)"\)', templates))
     assert {"worker-url", "producer-url", "exporter-url"} <= asked
-    assert asked - made == {"hf-token", "redis.conf"}
+    from_files = {"redis.conf", "cluster.conf", "keep-cluster"}
+    assert asked - made == {"hf-token"} | from_files
     values = (CHART / "values.yaml").read_text("utf-8")
-    assert all(f"#   {key} " in values for key in asked - {"redis.conf"})
+    assert all(f"#   {key} " in values for key in asked - from_files)
 
 
 # --- systemd -----------------------------------------------------------------------------------

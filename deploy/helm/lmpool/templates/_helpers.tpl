@@ -114,3 +114,12 @@ affinity:
 - name: LMPOOL_POOL
   value: {{ (index . 0).Values.pool | quote }}
 {{- end -}}
+
+{{/* Of a cluster: the service that gives each node a name, and how many nodes there are. */}}
+{{- define "lmpool.nodes" -}}
+{{- include "lmpool.fullname" . }}-nodes
+{{- end -}}
+
+{{- define "lmpool.nodeCount" -}}
+{{- mul .Values.server.cluster.primaries (add1 .Values.server.cluster.replicas) -}}
+{{- end -}}

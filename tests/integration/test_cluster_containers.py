@@ -1,0 +1,125 @@
+"""Clusters of the chart and of compose, as processes: what their containers run forms one, which
+serves a pool to the users that make-secrets made, and comes together again at other addresses."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmpool import inspection
+from lmpool.backends.mock import mock_row
+from tests.integration.test_deploy_tools import one, rendered
+from tests.support.clients import connected
+from tests.support.containers import Containers
+from tests.support.deploy import CLUSTER, COMPOSE, DEPLOY, read_yaml
+from tests.support.processes import short_folder
+from tests.support.waiting import until
+from tests.support.workers import in_process_worker
+
+pytestmark = [pytest.mark.timeout(120)]
+
+VOCAB = 256
+SERVICE = "one-lmpool-server"
+
+
+def make_secrets(folder: Path, host: str) -> dict[str, str]:
+    """The files of passwords of a cluster."""
+    script = DEPLOY / "compose" / "make-secrets"
+    subprocess.run([script, "--cluster", folder, host], check=True, capture_output=True, timeout=30)
+    return {path.name: path.read_text("utf-8") for path in folder.iterdir()}
+
+
+def of_the_chart(folder: Path, binary: str) -> tuple[Containers, dict[str, str]]:
+    """The chart's pods, and the Secret that they are given."""
+    secret = make_secrets(folder / "secrets", SERVICE)
+    pods = one("cluster", "StatefulSet")["spec"]
+    keeper = one("cluster", "Deployment", "-keeper")["spec"]["template"]["spec"]["containers"][0]
+    (server,) = pods["template"]["spec"]["containers"]
+    config: dict[str, Any] = one("cluster", "ConfigMap", "-server")["data"]
+    projected = next(v for v in pods["template"]["spec"]["volumes"] if v["name"] == "config")
+    sources = projected["projected"]["sources"]
+    given = {item["key"] for source in sources for it in source.values() for item in it["items"]}
+    files = {name: text for name, text in {**config, **secret}.items() if name in given}
+    nodes: dict[str, list[str]] = {}
+    for number in range(pods["replicas"]):
+        command = [word.replace("$(POD)", f"{SERVICE}-{number}") for word in server["command"]]
+        nodes[command[command.index("--cluster-announce-hostname") + 1]] = command
+    assert set(keeper["command"][3:]) == {f"{name}:6379" for name in nodes}
+    (auth,) = [each for each in keeper["env"] if each["name"] == "REDISCLI_AUTH"]
+    password = secret[auth["valueFrom"]["secretKeyRef"]["key"]]
+    files["keep-cluster"] = config["keep-cluster"]
+    made = Containers(folder, binary, nodes, keeper["command"], files, "/data", password)
+    # The service of that name leads to any of them.
+    first = next(iter(nodes))
+    urls = {name: url.replace(SERVICE, first) for name, url in secret.items() if "-url" in name}
+    return made, urls
+
+
+def of_compose(folder: Path, binary: str) -> tuple[Containers, dict[str, str]]:
+    """The services of compose with `cluster.yaml`, and their URLs."""
+    services = read_yaml(CLUSTER)["services"]
+    secret = make_secrets(folder / "secrets", "server,server-2,server-3")
+    nodes = {
+        name: [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", word) for word in service["command"]]
+        for name, service in services.items()
+        if name.startswith("server")
+    }
+    files = {name: secret[name] for name in ("users.acl", "replica.conf")}
+    for service in services.values():
+        for volume in service.get("volumes", ()):
+            source, target, *_ = volume.split(":")
+            if target.startswith("/etc/lmpool/"):
+                files[Path(target).name] = (COMPOSE.parent / source).read_text("utf-8")
+    password = secret["administrator.env"].strip().removeprefix("REDISCLI_AUTH=")
+    keeper = services["keeper"]["command"]
+    made = Containers(folder, binary, nodes, keeper, files, "/nodes", password)
+    return made, {name: url for name, url in secret.items() if "-url" in name}
+
+
+def assert_serves(containers: Containers, urls: dict[str, str], pool: str) -> None:
+    """As `worker` and `producer`, prompts of all shards; and `operator` finds nothing wrong."""
+    worker, producer, operator = (
+        containers.here(urls[f"{name}-url"]) for name in ("worker", "producer", "operator")
+    )
+    prompts = [[i % VOCAB, i // VOCAB] for i in range(600)]
+    with in_process_worker(worker, pool), connected(producer, pool, cache_bytes=0) as lm:
+        assert lm.info.shards == 6
+        rows = lm.batch_next_token_logprobs_sync(prompts, timeout=30)
+        for prompt, row in zip(prompts, rows, strict=True):
+            np.testing.assert_allclose(row, mock_row(prompt, VOCAB), atol=1e-5)
+
+        def complaints() -> list[str]:
+            found = inspection.diagnose(operator, pool)
+            texts = [each.what for each in found]
+            assert any("to 3 primaries" in text for text in texts), texts
+            return [each.what for each in found if each.level == "wrong" or "replica" in each.what]
+
+        until(
+            lambda: complaints() == ["each primary has a replica in sync"],
+            30,
+            what="the replicas to follow",
+            every=0.5,
+        )
+
+
+@pytest.mark.parametrize("of", [of_the_chart, of_compose], ids=["chart", "compose"])
+def test_containers_form_a_cluster_that_serves(of: Any, server_binary: str, pool_name: str) -> None:
+    if shutil.which("redis-cli") is None and shutil.which("valkey-cli") is None:
+        pytest.skip("there is no redis-cli")
+    if of is of_the_chart:
+        rendered("cluster")  # skips where there is no Helm
+    with short_folder() as folder:
+        containers, urls = of(folder, server_binary)
+        with containers:
+            assert_serves(containers, urls, pool_name)
+            before = containers.addresses
+            containers.move()
+            assert not set(before.values()) & set(containers.addresses.values())
+            assert_serves(containers, urls, pool_name)
+            assert containers.said.count("forming a cluster") == 1, containers.said
