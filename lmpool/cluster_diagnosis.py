@@ -19,6 +19,7 @@ from lmpool.diagnosis import (
     Finding,
     check_connection,
     check_eviction,
+    check_lanes,
     check_persistence,
     check_pool,
     check_server,
@@ -440,6 +441,7 @@ CHECKS: Final[tuple[Callable[[ClusterFacts], Iterator[Finding]], ...]] = (
 
 
 def examine_cluster(found: ClusterFacts) -> list[Finding]:
-    """Every check's findings: nodes, slots, replicas, settings, clocks, rows, shards, pool."""
+    """The findings of all checks: nodes, slots, replicas, settings, clocks, rows, shards, pool,
+    lanes."""
     findings = [finding for check in CHECKS for finding in check(found)]
-    return [*findings, *check_pool(found.pool)]
+    return [*findings, *check_pool(found.pool), *check_lanes(found.pool)]

@@ -13,7 +13,8 @@ from typing import Final, Literal
 
 __all__ = [
     "ANSWERS_METRIC", "BATCHES", "COMPUTED", "COUNTERS", "EVICTED", "EXPIRED", "FAILED", "LABELS",
-    "METRICS", "SECONDS", "SIZES", "Counter", "Gateway", "Metric", "Pool", "Worker", "answers",
+    "METRICS", "OWN", "SECONDS", "SIZES", "STOLEN", "TOKENS_ASKED", "TOKENS_COMPUTED", "Counter",
+    "Gateway", "Metric", "Pool", "Worker", "answers",
 ]  # fmt: skip
 
 LABELS: Final[tuple[str, str]] = ("pool", "model_name")
@@ -53,6 +54,23 @@ EVICTED: Final = Counter(
     "Results that were dropped before their time to live had passed, to make room for new ones.",
 )
 
+OWN: Final = Counter(
+    "own_jobs", "lmpool_jobs_own_total", "Jobs that workers took of their own lanes."
+)
+STOLEN: Final = Counter(
+    "stolen_jobs", "lmpool_jobs_stolen_total", "Jobs that workers took of others' lanes."
+)
+TOKENS_ASKED: Final = Counter(
+    "prompt_tokens",
+    "lmpool_prompt_tokens_total",
+    "Tokens of the prompts that engines were given which tell what they compute.",
+)
+TOKENS_COMPUTED: Final = Counter(
+    "computed_tokens",
+    "lmpool_computed_tokens_total",
+    "Tokens that these engines computed, and had not kept from prompts before.",
+)
+
 ANSWERS_METRIC: Final = "lmpool_answers_total"
 """What of `COMPUTED` was an answer to each want, which is one more label."""
 
@@ -62,7 +80,10 @@ def answers(kind: str) -> str:
     return f"answers_{kind}"
 
 
-COUNTERS: Final = (COMPUTED, BATCHES, FAILED, EXPIRED, EVICTED)
+COUNTERS: Final = (
+    *(COMPUTED, BATCHES, FAILED, EXPIRED, EVICTED),
+    *(OWN, STOLEN, TOKENS_ASKED, TOKENS_COMPUTED),
+)
 """All of them, in the order in which they are shown."""
 
 
@@ -100,6 +121,10 @@ class Pool:
     FAILED = _counter(FAILED.metric, FAILED.meaning)
     EXPIRED = _counter(EXPIRED.metric, EXPIRED.meaning)
     EVICTED = _counter(EVICTED.metric, EVICTED.meaning)
+    OWN = _counter(OWN.metric, OWN.meaning)
+    STOLEN = _counter(STOLEN.metric, STOLEN.meaning)
+    TOKENS_ASKED = _counter(TOKENS_ASKED.metric, TOKENS_ASKED.meaning)
+    TOKENS_COMPUTED = _counter(TOKENS_COMPUTED.metric, TOKENS_COMPUTED.meaning)
     ANSWERS = _counter(ANSWERS_METRIC, "Jobs computed, by what was wanted.", "want")
     BACKLOG = _gauge("lmpool_backlog_jobs", "Jobs that wait or run.", "priority")
     PENDING = _gauge("lmpool_pending_jobs", "Those of the backlog that a worker has.", "priority")
@@ -109,6 +134,13 @@ class Pool:
         "priority",
     )
     LANES = _gauge("lmpool_lanes", "Lanes of the pool, over all its shards.")
+    LANES_IN_USE = _gauge(
+        "lmpool_lanes_in_use", "Lanes that jobs are put into: those that the workers need."
+    )
+    LANES_WAITING = _gauge("lmpool_waiting_lanes", "Lanes with jobs that no worker has taken.")
+    LONGEST_LANE = _gauge(
+        "lmpool_longest_lane_jobs", "Jobs that no worker has taken, in the lane that has most."
+    )
     SHARDS = _gauge("lmpool_shards", "Shards of the pool.")
     SHARDS_AWAY = _gauge(
         "lmpool_shards_away", "Shards that do not answer: what else is told is of the others."
@@ -164,6 +196,9 @@ class Worker:
         "lmpool_worker_computed_tokens_total",
         "Those of them that were computed, and not kept from prompts before.",
     )
+    HOME_LANES = _gauge("lmpool_worker_home_lanes", "Lanes in use that it is the home of.")
+    OWN_JOBS = _counter("lmpool_worker_own_jobs_total", "Jobs that it took of its own lanes.")
+    STOLEN_JOBS = _counter("lmpool_worker_stolen_jobs_total", "Jobs that it took of others' lanes.")
     STATES = _gauge("lmpool_worker_kept_states", "KV states, of a token each, that are kept.")
     STATES_MOST = _gauge("lmpool_worker_kept_states_max", "How many there is room for.")
     STATES_EVICTED = _counter(

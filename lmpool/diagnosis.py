@@ -5,13 +5,15 @@ Each check is a function of the facts, so that it can be tried without a server.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from lmpool.affinity import LANES_PER_WORKER
 from lmpool.errors import LmpoolError
-from lmpool.model_info import ModelInfo
+from lmpool.model_info import MAX_LANES, ModelInfo
 from lmpool.server import check_version
 
 SLOW: Final = 0.005
@@ -22,6 +24,10 @@ OVERFULL: Final = 0.97
 """Of maxmemory: workers keep a sixteenth free at least, as far as it is theirs."""
 ROWS_ENOUGH: Final = 2_000
 CONNECTIONS_LEFT: Final = 50
+MANY_WAIT: Final = 32
+"""Waiting jobs from which it is told that most of them are in one lane."""
+MANY_TAKEN: Final = 200
+"""Jobs that a worker took, from which it is told that it stole most of them."""
 
 Level = Literal["ok", "note", "wrong"]
 
@@ -33,6 +39,19 @@ class Finding:
     level: Level
     what: str
     remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneFacts:
+    """How many lanes jobs are put into; of the lane that has most, what it is called and how many
+    of all waiting jobs are there; and how many jobs each living worker took of its own lanes and of
+    others'."""
+
+    in_use: int
+    longest: str = ""
+    there: int = 0
+    waiting: int = 0
+    taken: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +81,8 @@ class Facts:
     backlog: int = 0
     dead: int = 0
     """Jobs that were given up."""
+    lanes: LaneFacts | None = None
+    """None where they are not known."""
 
     def number(self, name: str) -> int:
         """A number of INFO, 0 where it is not there."""
@@ -262,17 +283,70 @@ def check_pool(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def check_lanes(facts: Facts) -> Iterator[Finding]:
+    """Are there enough lanes, do jobs spread over them, and do workers serve their own."""
+    model, lanes = facts.model, facts.lanes
+    alive = sum(facts.workers.values())
+    if model is None or lanes is None or not alive:
+        return
+    anew = "for all workers and start them anew, the first with LMPOOL_REPLACE=1"
+    if model.lanes == 1:
+        if alive > 1:
+            yield Finding(
+                "note",
+                f"a shard has one lane, which all {alive:,} workers read: prompts that begin alike "
+                "meet a worker that has kept their beginning by chance",
+                f"write LMPOOL_LANES=64 {anew}",
+            )
+        return
+    count = model.shards * model.lanes
+    shown = f"{lanes.in_use:,} of {count:,} lanes are in use"
+    each = max(1.0, LANES_PER_WORKER * alive / model.shards)
+    due = min(MAX_LANES, 1 << math.ceil(math.log2(each)))
+    if alive > 1 and lanes.in_use < LANES_PER_WORKER // 2 * alive and due > model.lanes:
+        yield Finding(
+            "note",
+            f"{shown}, {lanes.in_use / alive:.1f} for each of {alive:,} workers: some are the home "
+            "of far more than others",
+            f"write LMPOOL_LANES={due} {anew}",
+        )
+    elif alive > 1:
+        yield Finding("ok", f"{shown}, {lanes.in_use / alive:.1f} for each of {alive:,} workers")
+    else:
+        yield Finding("ok", f"{shown}: one worker needs no more")
+    if lanes.in_use > 1 and lanes.waiting >= MANY_WAIT and 2 * lanes.there > lanes.waiting:
+        known = model.blocks * model.block_tokens
+        yield Finding(
+            "note",
+            f"{lanes.there:,} of {lanes.waiting:,} waiting jobs are in one lane, {lanes.longest}: "
+            f"these prompts begin alike, as far as their first {known:,} tokens say",
+            "idle workers steal of it, and each computes the beginning for itself. Where prompts "
+            f"differ later, write LMPOOL_BLOCKS={4 * model.blocks} {anew}",
+        )
+    for worker, (own, stolen) in sorted(lanes.taken.items()):
+        if own + stolen >= MANY_TAKEN and stolen > own:
+            yield Finding(
+                "note",
+                f"{worker} stole {stolen:,} of the {own + stolen:,} jobs that it took: its own "
+                "lanes bring it less than it can do",
+                "lmpool top shows the longest lanes and each worker's pace: one lane that is far "
+                "longer than others wants a higher LMPOOL_BLOCKS; homes that are slower than this "
+                "one are no fault",
+            )
+
+
 CHECKS: Final[tuple[Callable[[Facts], Iterator[Finding]], ...]] = (
     check_server,
     check_eviction,
     check_persistence,
     check_connection,
     check_pool,
+    check_lanes,
 )
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """Every check's findings: server, eviction, persistence, connection, pool."""
+    """Every check's findings: server, eviction, persistence, connection, pool, lanes."""
     return [finding for check in CHECKS for finding in check(facts)]
 
 

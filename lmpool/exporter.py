@@ -142,6 +142,10 @@ def _shown(view: PoolView) -> Iterator[tuple[Metric, Shown]]:
     yield Pool.FAILED, found["failed"]
     yield Pool.EXPIRED, found["expired"]
     yield Pool.EVICTED, found["evicted"]
+    yield Pool.OWN, found["own_jobs"]
+    yield Pool.STOLEN, found["stolen_jobs"]
+    yield Pool.TOKENS_ASKED, found["prompt_tokens"]
+    yield Pool.TOKENS_COMPUTED, found["computed_tokens"]
     yield Pool.ANSWERS, dict(found["answers"])
     queues = view.queues
     yield Pool.BACKLOG, {name: queue["jobs"] for name, queue in queues.items()}
@@ -150,6 +154,10 @@ def _shown(view: PoolView) -> Iterator[tuple[Metric, Shown]]:
     yield Pool.SHARDS, 0 if view.model is None else view.model["shards"]
     yield Pool.SHARDS_AWAY, len(found["shards_away"])
     yield Pool.LANES, 0 if view.model is None else view.model["shards"] * view.model["lanes"]
+    lanes = found["lanes"]
+    yield Pool.LANES_IN_USE, lanes["in_use"]
+    yield Pool.LANES_WAITING, lanes["waiting_lanes"]
+    yield Pool.LONGEST_LANE, max((lane["waiting"] for lane in lanes["longest"]), default=0)
     yield Pool.WORKERS, len(view.workers)
     yield Pool.ROWS_PER_SECOND, sum(worker["rows_per_second"] for worker in view.workers)
     if view.dead_letters is not None:

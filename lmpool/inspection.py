@@ -37,13 +37,13 @@ from lmpool.cluster import node_address
 from lmpool.cluster_diagnosis import ClusterFacts, ClusterNode, examine_cluster
 from lmpool.cluster_servers import ClusterServers
 from lmpool.commands import Server
-from lmpool.diagnosis import Facts, Finding, examine
+from lmpool.diagnosis import Facts, Finding, LaneFacts, examine
 from lmpool.errors import LmpoolError, ServerRefused
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.liveness import signs_of_life
 from lmpool.model_info import ModelInfo
 from lmpool.producer import connect
-from lmpool.producer.statistics import WorkerStatistics
+from lmpool.producer.statistics import WorkerStatistics, pool_statistics
 from lmpool.server import get_string, greet, is_lost, refuse_node, understood
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
@@ -367,7 +367,27 @@ def _with_pool(servers: Servers, facts: Facts, pool: str) -> tuple[Facts, list[i
             pending[name] = pending.get(name, 0) + count
             workers[name] = workers.get(name, False) or alive
     facts = replace(facts, model=model, workers=workers, pending=pending)
+    there = [shard for shard in model.shard_keys(keys) if shard.number not in away]
+    facts = replace(facts, lanes=_lanes(servers, there))
     return replace(facts, backlog=backlog, dead=dead), away
+
+
+def _lanes(servers: Servers, shards: Sequence[ShardKeys]) -> LaneFacts | None:
+    """How the lanes of these shards are used; None where that cannot be read."""
+    try:
+        found = pool_statistics(servers, shards)
+    except (RedisError, OSError) as error:
+        if is_lost(error) and not servers.fails_apart:
+            raise
+        return None  # away since a moment ago, or not for this user
+    lanes = found["lanes"]
+    taken = {each["id"]: (each["own_jobs"], each["stolen_jobs"]) for each in found["workers"]}
+    if not lanes["longest"]:
+        return LaneFacts(lanes["in_use"], taken=taken)
+    first = lanes["longest"][0]
+    name = f"lane {first['lane']} of shard {first['shard']}"
+    home = f", whose home is {first['home']}" if first["home"] else ""
+    return LaneFacts(lanes["in_use"], name + home, first["waiting"], lanes["waiting_jobs"], taken)
 
 
 def _read_shard(shard: ShardKeys, server: Server) -> tuple[int, int, dict[str, int], list[bool]]:

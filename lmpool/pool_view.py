@@ -24,9 +24,15 @@ from redis.exceptions import NoPermissionError, RedisError, ResponseError
 from lmpool.address import address_of, in_url
 from lmpool.commands import Fields, Server
 from lmpool.errors import LmpoolError, ServerUnreachable
-from lmpool.keys import GROUP, PRIORITIES, PoolKeys, Priority, ShardKeys
+from lmpool.keys import PRIORITIES, PoolKeys, Priority, ShardKeys
 from lmpool.model_info import ModelInfo
-from lmpool.producer.statistics import PoolStatistics, WorkerStatistics, pool_statistics
+from lmpool.producer.statistics import (
+    LanesStatistics,
+    PoolStatistics,
+    WorkerStatistics,
+    pool_statistics,
+)
+from lmpool.queues import StreamQueue, read_queues
 from lmpool.server import ANSWER_TIMEOUT, get_string, greet, is_lost, understood
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
@@ -256,8 +262,13 @@ _NOTHING = PoolStatistics(
     failed=0,
     expired=0,
     evicted=0,
+    own_jobs=0,
+    stolen_jobs=0,
+    prompt_tokens=0,
+    computed_tokens=0,
     answers={},
     backlog=0,
+    lanes=LanesStatistics(lanes=0, in_use=0, waiting_jobs=0, waiting_lanes=0, longest=[]),
     held_bytes=0,
     oldest_seconds=None,
     workers=[],
@@ -338,18 +349,13 @@ def _memory(server: Server) -> dict[str, Any]:
 
 
 def _kept(shard: ShardKeys, server: Server) -> _Kept:
-    now = _time(server)
     with server.pipeline(transaction=False) as pipeline:
         pipeline.xlen(shard.dead)
         pipeline.hgetall(shard.adapters)
-        for stream in shard.streams:
-            pipeline.xlen(stream.key)
-            pipeline.xinfo_consumers(stream.key, GROUP)
-            pipeline.xrange(stream.key, "-", "+", 1)
-        dead, adapters, *found = pipeline.execute(raise_on_error=False)
+        dead, adapters = pipeline.execute(raise_on_error=False)
     parts: dict[Priority, list[QueueView]] = {name: [] for name in PRIORITIES}
-    for number, stream in enumerate(shard.streams):
-        parts[stream.priority].append(_queue_view(found[3 * number : 3 * number + 3], now))
+    for queue in read_queues(server, shard).streams:
+        parts[queue.stream.priority].append(_queue_view(queue))
     names = adapters if isinstance(adapters, dict) else {}
     return _Kept(
         {name: _queue(each) for name, each in parts.items()},
@@ -358,18 +364,8 @@ def _kept(shard: ShardKeys, server: Server) -> _Kept:
     )
 
 
-def _queue_view(answers: Sequence[Any], now: float) -> QueueView:
-    """One stream, by the answers to XLEN, XINFO CONSUMERS and XRANGE; errors are nothing."""
-    length, consumers, first = answers
-    queue = QueueView(jobs=0, pending=0, oldest_seconds=0.0)
-    if isinstance(length, int):
-        queue["jobs"] = length
-    if isinstance(consumers, list):
-        queue["pending"] = sum(int(consumer["pending"]) for consumer in consumers)
-    if isinstance(first, list) and first:
-        came = int(first[0][0].partition(b"-")[0]) / 1000
-        queue["oldest_seconds"] = max(now - came, 0.0)
-    return queue
+def _queue_view(queue: StreamQueue) -> QueueView:
+    return QueueView(jobs=queue.jobs, pending=queue.pending, oldest_seconds=queue.age)
 
 
 def _queue(parts: Sequence[QueueView]) -> QueueView:

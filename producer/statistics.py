@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, TypedDict
 import msgpack
 import redis.exceptions
 
+from lmpool.affinity import homes
 from lmpool.commands import Fields, Server
 from lmpool.counters import (
     ANSWERS_METRIC,
@@ -19,17 +20,23 @@ from lmpool.counters import (
     EVICTED,
     EXPIRED,
     FAILED,
+    OWN,
+    STOLEN,
+    TOKENS_ASKED,
+    TOKENS_COMPUTED,
     Counter,
     answers,
 )
-from lmpool.keys import ShardKeys
+from lmpool.keys import Priority, ShardKeys
 from lmpool.liveness import living
-from lmpool.server import is_lost
+from lmpool.queues import ShardQueues, StreamQueue, answers_of, read_queues
 from lmpool.servers import Servers
 from lmpool.wants import KINDS
 
 PATIENCE: Final = 4.0
 """Seconds of waiting for nodes that do not answer, after which shards are not asked any more."""
+LONGEST: Final = 5
+"""Lanes that are told by themselves."""
 
 
 class JobFailure(TypedDict):
@@ -43,7 +50,11 @@ class JobFailure(TypedDict):
 
 class WorkerStatistics(TypedDict):
     """One living worker. `execution` is how its engine computes prompts, where it says so;
-    `failures` are its latest, the last one last."""
+    `failures` are its latest, the last one last.
+
+    It is the home of so many `lanes` in use. Since it began it took `own_jobs` of its own lanes and
+    `stolen_jobs` of others' (`stolen_per_second` over the last ten seconds), and computed
+    `computed_tokens` of `prompt_tokens`, as far as its engine tells."""
 
     id: str
     host: str
@@ -51,24 +62,62 @@ class WorkerStatistics(TypedDict):
     engine: str
     gpu: str
     rows_per_second: float
+    lanes: int
+    own_jobs: int
+    stolen_jobs: int
+    stolen_per_second: float
+    prompt_tokens: int
+    computed_tokens: int
     execution: str | None
     failures: list[JobFailure]
 
 
+class LaneStatistics(TypedDict):
+    """The jobs of one priority in a lane: so many are `waiting` for a worker to take them, and the
+    oldest, waiting or running, came `oldest_seconds` ago. `home` is the id of the worker that reads
+    the lane first, '' where all do."""
+
+    shard: int
+    lane: int
+    priority: Priority
+    waiting: int
+    oldest_seconds: float
+    home: str
+
+
+class LanesStatistics(TypedDict):
+    """The `lanes` of all shards, how many of them are `in_use`, and the jobs in them that no worker
+    has taken: in all, in how many lanes, and in the `longest`, the longest first."""
+
+    lanes: int
+    in_use: int
+    waiting_jobs: int
+    waiting_lanes: int
+    longest: list[LaneStatistics]
+
+
 class PoolStatistics(TypedDict):
     """`computed`, `batches`, `failed`, `expired`, `evicted` since the pool began (see
-    `lmpool.counters`), and the `answers` among `computed` by the kind of want;
-    `backlog` now, and what it holds: `held_bytes` of the server's memory for results, the oldest of
-    which was stored `oldest_seconds` ago (None without one). `shards_away` are the numbers of those
-    that did not answer, on a Redis Cluster: the figures are of the others."""
+    `lmpool.counters`), and the `answers` among `computed` by the kind of want; as of the workers'
+    last heartbeats, `own_jobs` that they took of their own lanes and `stolen_jobs` of others', and
+    `computed_tokens` of `prompt_tokens`, of engines that tell.
+
+    `backlog` and `lanes` now, and what it holds: `held_bytes` of the server's memory for results,
+    the oldest of which was stored `oldest_seconds` ago (None without one). `shards_away` are the
+    numbers of those that did not answer, on a Redis Cluster: the figures are of the others."""
 
     computed: int
     batches: int
     failed: int
     expired: int
     evicted: int
+    own_jobs: int
+    stolen_jobs: int
+    prompt_tokens: int
+    computed_tokens: int
     answers: dict[str, int]
     backlog: int
+    lanes: LanesStatistics
     held_bytes: int
     oldest_seconds: float | None
     workers: list[WorkerStatistics]
@@ -79,7 +128,7 @@ class _OfShard(NamedTuple):
     """What one shard tells: its counters, jobs, bytes of results and the age of the oldest."""
 
     counters: Fields
-    backlog: int
+    queues: ShardQueues
     held: int
     ages: list[float]
 
@@ -98,8 +147,9 @@ def pool_statistics(
     counted = dict.fromkeys(COUNTERS, 0)
     kinds = {kind: Counter(answers(kind), ANSWERS_METRIC, "") for kind in KINDS if kind != "row"}
     counted |= dict.fromkeys(kinds.values(), 0)
-    backlog = held = 0
+    held = 0
     ages: list[float] = []
+    queues: list[ShardQueues] = []
     there: list[ShardKeys] = []
     lost: list[Exception] = []
     remembered = {} if remembered is None else remembered
@@ -115,22 +165,28 @@ def pool_statistics(
         there.append(shard)
         remembered[shard.prefix] = found.counters
         _add(counted, found.counters)
-        backlog += found.backlog
+        queues.append(found.queues)
         held += found.held
         ages += found.ages
     if not there:
         raise lost[-1] if lost else redis.exceptions.ConnectionError("no shard answers")
+    workers = _workers(servers, there)
     return PoolStatistics(
         computed=counted[COMPUTED],
         batches=counted[BATCHES],
         failed=counted[FAILED],
         expired=counted[EXPIRED],
         evicted=counted[EVICTED],
+        own_jobs=counted[OWN],
+        stolen_jobs=counted[STOLEN],
+        prompt_tokens=counted[TOKENS_ASKED],
+        computed_tokens=counted[TOKENS_COMPUTED],
         answers=_by_kind(counted[COMPUTED], {k: counted[c] for k, c in kinds.items()}),
-        backlog=backlog,
+        backlog=sum(queue.jobs for shard in queues for queue in shard.streams),
+        lanes=_lanes(shards, queues, [worker["id"] for worker in workers]),
         held_bytes=held,
         oldest_seconds=max(ages, default=None),
-        workers=_workers(servers, there),
+        workers=workers,
         shards_away=[shard.number for shard in shards if shard not in there],
     )
 
@@ -138,25 +194,45 @@ def pool_statistics(
 def _read(shard: ShardKeys, server: Server) -> _OfShard:
     with server.pipeline(transaction=False) as pipeline:
         pipeline.hgetall(shard.counters)
-        for stream in shard.streams:
-            pipeline.xlen(stream.key)
-        counters, *lengths = _answers(pipeline.execute(raise_on_error=False))
+        (counters,) = answers_of(pipeline)
     held, ages = _held(server, shard)
     return _OfShard(
         # A key that was damaged counts as empty: workers make it anew.
         counters if isinstance(counters, dict) else {},
-        sum(length for length in lengths if isinstance(length, int)),
+        read_queues(server, shard),
         held,
         ages,
     )
 
 
-def _answers(found: list[Any]) -> list[Any]:
-    """Answers of a pipeline. Raises the first that says that a node is away, or its slots are."""
-    for answer in found:
-        if isinstance(answer, Exception) and is_lost(answer):
-            raise answer
-    return found
+def _lanes(
+    shards: Sequence[ShardKeys], queues: Sequence[ShardQueues], workers: Sequence[str]
+) -> LanesStatistics:
+    """Of those shards that answered the queues, and where they belong."""
+    waiting = [(queue, of) for of in queues for queue in of.streams if queue.waiting]
+    waiting.sort(key=lambda each: (-each[0].waiting, -each[0].age))
+    return LanesStatistics(
+        lanes=sum(shard.lanes for shard in shards),
+        in_use=sum(of.lanes_in_use for of in queues),
+        waiting_jobs=sum(queue.waiting for queue, _ in waiting),
+        waiting_lanes=len({(q.stream.shard, q.stream.lane) for q, _ in waiting}),
+        longest=[_lane(queue, of.lanes_in_use, workers) for queue, of in waiting[:LONGEST]],
+    )
+
+
+def _lane(queue: StreamQueue, in_use: int, workers: Sequence[str]) -> LaneStatistics:
+    stream, shard = queue.stream, queue.stream.shard
+    home = ""
+    if workers and shard.lanes > 1 and stream.lane < in_use:
+        home = workers[int(homes(workers, shard.number, shard.lanes)[stream.lane])]
+    return LaneStatistics(
+        shard=shard.number,
+        lane=stream.lane,
+        priority=stream.priority,
+        waiting=queue.waiting,
+        oldest_seconds=queue.age,
+        home=home,
+    )
 
 
 def _workers(servers: Servers, shards: Sequence[ShardKeys]) -> list[WorkerStatistics]:
@@ -181,7 +257,7 @@ def _held(server: Server, shard: ShardKeys) -> tuple[int, list[float]]:
     with server.pipeline(transaction=False) as pipeline:
         pipeline.xinfo_stream(shard.account)
         pipeline.execute_command("TIME")
-        account, now = _answers(pipeline.execute(raise_on_error=False))
+        account, now = answers_of(pipeline)
     if not isinstance(account, dict) or not account["first-entry"]:
         return 0, []  # no account yet, or this user may not see it
     held = account["last-entry"][1].get(b"held", b"")
@@ -230,6 +306,12 @@ def _described(beat: dict[str, Any]) -> WorkerStatistics:
         engine=str(beat.get("engine", "")),
         gpu=str(beat.get("gpu", "")),
         rows_per_second=float(beat.get("rows_per_second", 0.0)),
+        lanes=int(beat.get("lanes", 0)),
+        own_jobs=int(beat.get("own_jobs", 0)),
+        stolen_jobs=int(beat.get("stolen_jobs", 0)),
+        stolen_per_second=float(beat.get("stolen_per_second", 0.0)),
+        prompt_tokens=int(beat.get("prompt_tokens", 0)),
+        computed_tokens=int(beat.get("computed_tokens", 0)),
         execution=None if beat.get("execution") is None else str(beat["execution"]),
         failures=[
             JobFailure(at=float(each["at"]), reason=str(each["reason"]), jobs=int(each["jobs"]))

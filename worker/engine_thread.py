@@ -293,9 +293,11 @@ class EngineLoop:
         self._begun = (0, 0)
         computed = self._engine.measures().computed_tokens
         # Where it cannot tell, none of them were kept.
-        new = tokens if computed is None else computed - self._computed
+        new = tokens if computed is None else max(0, computed - self._computed)
         self._computed = computed or 0
-        self._status.note_pace(prompts, tokens, max(0, new), took)
+        self._status.note_pace(prompts, tokens, new, took)
+        if computed is not None:
+            self._status.note_tokens(tokens, new)
 
     def _tell(self, parts: Sequence[Part]) -> None:
         """Tell what was drawn of continuations that go on; end those that others draw."""

@@ -24,6 +24,7 @@ from lmpool.worker.homes import Homes
 from lmpool.worker.membership import mark
 from lmpool.worker.mending import mend
 from lmpool.worker.status import WorkerStatus
+from lmpool.worker.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Heartbeat:
         self._info = info
         self._pool = [keys.info, keys.serving]
         self._serves: list[Value] = [info.pack(), mark(info), LIFE_MS]
+        self._tally = Tally(shards, status)
         self._joining = {shard.prefix for shard in shards}
         """Shards whose bounds this worker has yet to say."""
 
@@ -64,7 +66,7 @@ class Heartbeat:
 
         Returns the keys that were.
         """
-        value = self._status.heartbeat()
+        value = self._status.heartbeat(self._homes.lanes())
         for shard in self._shards:
             servers.apart([shard], partial(self._beat_in, shard, value))
         try:
@@ -98,6 +100,13 @@ class Heartbeat:
         on_damage: Callable[[list[str]], None] = lambda keys: None,
     ) -> None:
         """Renew until `ended` is set; `on_damage` is told which keys were made anew."""
+        try:
+            self._renew(ended, on_damage)
+        finally:
+            with suppress(redis.exceptions.RedisError, OSError):
+                self._tally.add(self._servers)
+
+    def _renew(self, ended: threading.Event, on_damage: Callable[[list[str]], None]) -> None:
         missed = False
         while not ended.wait(AGAIN if missed else EVERY):
             with suppress(redis.exceptions.RedisError, OSError):  # the Sentinels may be away
@@ -105,6 +114,7 @@ class Heartbeat:
             try:
                 with self._servers.in_step():
                     damaged = self.beat(self._servers)
+                    self._tally.add(self._servers)
                 missed = False
                 if damaged:
                     on_damage(damaged)

@@ -16,7 +16,8 @@ class Homes:
 
     def __init__(self, shards: Sequence[ShardKeys], consumer: str) -> None:
         self._consumer = consumer
-        self._own = {shard.prefix: shard.streams for shard in shards}
+        self._all = {shard.prefix: shard.streams for shard in shards}
+        self._own = dict(self._all)
         self._read = dict(self._own)
         self._used = {shard.prefix: shard.lanes for shard in shards}
         self.change: dict[str, bytes] = {}
@@ -51,5 +52,10 @@ class Homes:
         return len(self._read[shard.prefix]) < len(PRIORITIES) * self._used[shard.prefix]
 
     def lanes(self) -> int:
-        """How many lanes it is the home of."""
-        return sum(len(read) for read in self._read.values()) // len(PRIORITIES)
+        """How many lanes in use it is the home of; none of a shard with one lane, which all read,
+        and none before it knows the other workers."""
+        return sum(
+            len(self._read[prefix]) // len(PRIORITIES)
+            for prefix in list(self.change)
+            if len(self._all[prefix]) > len(PRIORITIES)
+        )

@@ -14,6 +14,7 @@ import msgpack
 
 from lmpool.affinity import LEAST_PATIENCE, patience
 from lmpool.clock import ServerClock
+from lmpool.counters import OWN, STOLEN, TOKENS_ASKED, TOKENS_COMPUTED, Counter
 from lmpool.keys import JobStream
 from lmpool.worker.batching import Delivery
 from lmpool.worker.metrics import Failure, WorkerMetrics
@@ -59,6 +60,10 @@ class WorkerStatus:
         self.own_jobs = 0
         """Jobs that it took of its own lanes, and `stolen_jobs` of others'."""
         self.stolen_jobs = 0
+        self.prompt_tokens = 0
+        """Of the prompts that an engine was given which tells what it computes, and
+        `computed_tokens` what it did."""
+        self.computed_tokens = 0
         self.visited: set[str] = set()
         """Streams of others' lanes that it has taken jobs of."""
         self.held: set[tuple[str, bytes]] = set()
@@ -67,6 +72,8 @@ class WorkerStatus:
         self._step = _Step(self)
         self._on_failure = on_failure
         self._recent: deque[tuple[float, int]] = deque()
+        self._taken: deque[tuple[float, int, int]] = deque()
+        """Own and stolen jobs as of the last heartbeats, and when that was."""
         self._failures: deque[dict[str, Any]] = deque(maxlen=FAILURES_MOST)
         self._lock = threading.Lock()
 
@@ -105,6 +112,20 @@ class WorkerStatus:
         a, b, c, d = (0.75 * old + now for old, now in zip(self._pace, new, strict=True))
         self._pace = (a, b, c, d)
 
+    def note_tokens(self, tokens: int, computed: int) -> None:
+        """Of prompts of so many tokens, so many were computed. Of the engine's thread."""
+        self.prompt_tokens += tokens
+        self.computed_tokens += computed
+
+    def counts(self) -> dict[Counter, int]:
+        """What the pool counts of its workers' lanes and prefixes, since this worker began."""
+        return {
+            OWN: self.own_jobs,
+            STOLEN: self.stolen_jobs,
+            TOKENS_ASKED: self.prompt_tokens,
+            TOKENS_COMPUTED: self.computed_tokens,
+        }
+
     def patience(self) -> float:
         """Seconds after which a waiting job is anyone's, as this worker estimates."""
         prompts, tokens, computed, took = self._pace
@@ -134,14 +155,29 @@ class WorkerStatus:
             at = self.clock.now_ms() / 1000
             self._failures.append({"at": at, "reason": reason, "jobs": jobs + 1})
 
-    def heartbeat(self) -> bytes:
-        """What the heartbeat key holds."""
-        beat = {**self.description, "rows_per_second": round(self.rows_per_second(), 1)}
+    def heartbeat(self, lanes: int = 0) -> bytes:
+        """What the heartbeat key holds of the home of so many lanes."""
+        beat = {
+            **self.description,
+            "rows_per_second": round(self.rows_per_second(), 1),
+            "lanes": lanes,
+            **{counter.field: count for counter, count in self.counts().items()},
+        }
         with self._lock:
+            beat["stolen_per_second"] = round(self._stolen_per_second(), 1)
             if self._failures:
                 beat["failures"] = list(self._failures)
         packed: bytes = msgpack.packb(beat)
         return packed
+
+    def _stolen_per_second(self) -> float:
+        """Since the first heartbeat of the last ten seconds."""
+        now = time.monotonic()
+        self._taken.append((now, self.own_jobs, self.stolen_jobs))
+        while now - self._taken[0][0] > RATE_WINDOW:
+            self._taken.popleft()
+        began, _, before = self._taken[0]
+        return (self.stolen_jobs - before) / (now - began) if now > began else 0.0
 
     def _forget(self, now: float) -> None:
         while self._recent and now - self._recent[0][0] > RATE_WINDOW:

@@ -12,8 +12,9 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
+from lmpool.cli.lanes import at_home, lane_lines, stolen, stolen_now
 from lmpool.cli.options import AsJson, Every, Pool, Url
-from lmpool.cli.terminal import escape, fits, json_text, lines, speaks_unicode, tables, titled
+from lmpool.cli.terminal import escape, fits, grid, json_text, lines, speaks_unicode, tables, titled
 
 if TYPE_CHECKING:
     from lmpool.producer import PooledLM
@@ -151,6 +152,11 @@ def _shown(
             f"[red]shards {numbers} of {lm.info.shards} do not answer[/]: the figures are of the "
             "others (lmpool doctor says which nodes)"
         )
+    if of_lanes := lane_lines(found, lm.info.shards):
+        named = grid()
+        for name, said in of_lanes.items():
+            named.add_row(name, said)
+        parts.append(named)
     if not found["workers"]:
         return Group(*parts, "[red]no worker is alive[/]: start one with lmpool worker")
     return Group(*parts, workers_table(found["workers"], console), *executions(found["workers"]))
@@ -202,9 +208,11 @@ def in_time(seconds: float | None) -> str:
 
 def workers_table(workers: list[WorkerStatistics], console: Console) -> RenderableType:
     """Who serves the pool: a row each, or some lines each where the terminal is narrow."""
-    table = Table()
+    table, homes = Table(), at_home(workers)
     for name in ("worker", "host", "pid", "engine", "gpu", "rows/s"):
         table.add_column(name, justify="right" if name in ("pid", "rows/s") else "left")
+    for name in ("lanes", "stolen") if homes else ():
+        table.add_column(name, justify="right")
     for worker in workers:
         table.add_row(
             escape(worker["id"]),
@@ -213,6 +221,7 @@ def workers_table(workers: list[WorkerStatistics], console: Console) -> Renderab
             escape(worker["engine"]),
             escape(worker["gpu"]) or "-",
             f"{worker['rows_per_second']:,.0f}",
+            *((f"{worker['lanes']:,}", stolen(worker) + stolen_now(worker)) if homes else ()),
         )
     if fits(table, console):
         return table
@@ -220,6 +229,11 @@ def workers_table(workers: list[WorkerStatistics], console: Console) -> Renderab
         f"[bold]{escape(worker['id'])}[/]\n"
         f"  {escape(worker['host'])}, pid {worker['pid']}, {escape(worker['engine'])}, "
         f"gpu {escape(worker['gpu']) or '-'}, {worker['rows_per_second']:,.0f} rows/s"
+        + (
+            f", home of {worker['lanes']:,} lanes, {stolen(worker)} stolen{stolen_now(worker)}"
+            if homes
+            else ""
+        )
         for worker in workers
     )
 

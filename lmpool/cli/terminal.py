@@ -80,6 +80,14 @@ def titled(title: str, table: Table) -> Group:
     return Group(f"[italic]{title}[/]", table)
 
 
+def grid(style: str = "") -> Table:
+    """Names, and beside them what may take several lines."""
+    lines = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    lines.add_column(style=style, no_wrap=True)
+    lines.add_column(overflow="fold")
+    return lines
+
+
 def shortened(text: str, width: int) -> str:
     """A text in so many columns: what is too long keeps its beginning and its end."""
     if cell_len(text) <= width:

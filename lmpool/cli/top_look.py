@@ -11,7 +11,10 @@ from lmpool.errors import LmpoolError
 if TYPE_CHECKING:
     from lmpool.pool_view import PoolView, PoolViewer
 
-COUNTED: Final = ("computed", "batches", "failed", "expired", "evicted")
+COUNTED: Final = (
+    *("computed", "batches", "failed", "expired", "evicted"),
+    *("own_jobs", "stolen_jobs", "prompt_tokens", "computed_tokens"),
+)
 
 
 @dataclass(frozen=True, slots=True)

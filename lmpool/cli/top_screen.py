@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 from rich.console import Console, Group, RenderableType
 from rich.styled import Styled
-from rich.table import Table
 
 from lmpool.cli.bars import bar
+from lmpool.cli.lanes import lane_lines
 from lmpool.cli.pool import executions, in_time, workers_table
-from lmpool.cli.terminal import escape, speaks_unicode
+from lmpool.cli.terminal import escape, grid, speaks_unicode
 
 if TYPE_CHECKING:
     from lmpool.cli.top_look import Look
@@ -42,7 +42,7 @@ def shown(look: Look, console: Console) -> RenderableType:
 
 
 def _body(view: PoolView, rates: dict[str, float] | None, console: Console) -> RenderableType:
-    lines = _grid("bold")
+    lines = grid("bold")
     if view.nodes_away:
         away = ", ".join(address or "the nodes of some slots" for address in view.nodes_away)
         lines.add_row("[red]away[/]", f"{escape(away)}: the figures are of the others")
@@ -65,6 +65,8 @@ def _body(view: PoolView, rates: dict[str, float] | None, console: Console) -> R
     lines.add_row("answers", _answers(view, rates))
     lines.add_row("batches", _batches(view, rates))
     lines.add_row("backlog", _backlog(view))
+    for name, said in lane_lines(did, model["shards"], _pace(rates, "stolen_jobs")).items():
+        lines.add_row(name, said)
     evicted = f"{did['evicted']:,} evicted" + _pace(rates, "evicted")
     lines.add_row(
         "results",
@@ -163,20 +165,12 @@ def _failures(view: PoolView) -> list[RenderableType]:
     if not found:
         return []
     found.sort(key=lambda each: each[0]["at"], reverse=True)
-    lines = _grid()
+    lines = grid()
     for failure, worker in found[:FAILURES_SHOWN]:
         jobs = f" ({failure['jobs']:,} jobs)" if failure["jobs"] > 1 else ""
         ago = in_time(max(0.0, view.read_at - failure["at"]))
         lines.add_row(f"{ago} ago", f"{escape(failure['reason'])}{jobs}, {escape(worker)}")
     return ["\n[bold]latest failures[/]", lines]
-
-
-def _grid(style: str = "") -> Table:
-    """Names, and beside them what may take several lines."""
-    lines = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-    lines.add_column(style=style, no_wrap=True)
-    lines.add_column(overflow="fold")
-    return lines
 
 
 def _clock(at: float) -> str:

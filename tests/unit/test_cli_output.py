@@ -22,7 +22,12 @@ from lmpool.cli.terminal import shortened
 from lmpool.cli.worker import read_options
 from lmpool.engine_check import Comparison
 from lmpool.errors import SettingsError
-from lmpool.producer.statistics import PoolStatistics, WorkerStatistics
+from lmpool.producer.statistics import (
+    LanesStatistics,
+    LaneStatistics,
+    PoolStatistics,
+    WorkerStatistics,
+)
 from lmpool.wants import TextScores
 from tests.support.screens import WIDTHS, screen, unbroken
 
@@ -35,6 +40,12 @@ WORKER = WorkerStatistics(
     engine="vllm",
     gpu="0",
     rows_per_second=12345.6,
+    lanes=24,
+    own_jobs=900_000,
+    stolen_jobs=100_000,
+    stolen_per_second=12.3,
+    prompt_tokens=4_000_000,
+    computed_tokens=1_000_000,
     execution="each distinct position once",
     failures=[],
 )
@@ -44,9 +55,29 @@ STATISTICS = PoolStatistics(
     failed=12,
     expired=3,
     evicted=7_654_321,
+    own_jobs=900_000,
+    stolen_jobs=100_000,
+    prompt_tokens=4_000_000,
+    computed_tokens=1_000_000,
     answers={"row": 12_000_000, "top": 345_678},
     backlog=99_999,
     held_bytes=6 << 30,
+    lanes=LanesStatistics(
+        lanes=64,
+        in_use=48,
+        waiting_jobs=470,
+        waiting_lanes=9,
+        longest=[
+            LaneStatistics(
+                shard=0,
+                lane=17,
+                priority="interactive",
+                waiting=460,
+                oldest_seconds=2.5,
+                home=WORKER["id"],
+            )
+        ],
+    ),
     oldest_seconds=567.8,
     workers=[WORKER],
 )
@@ -91,6 +122,18 @@ def test_statistics_are_never_cut(width: int) -> None:
         assert part in shown
     for part in (WORKER["id"], WORKER["host"], "123456", "vllm", "12,346"):
         assert part in shown
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_lanes_are_said_where_there_are_homes(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    other = WorkerStatistics({**WORKER, "id": "b", "own_jobs": 0, "stolen_jobs": 0})
+    text = unbroken(screen(workers_table([WORKER, other], console), width))
+    assert "10%" in text
+    assert "(12.3/s)" in text
+    assert "24" in text
+    # One alone is the home of all there is.
+    assert "stolen" not in unbroken(screen(workers_table([WORKER], console), width))
 
 
 def test_wide_terminals_have_tables() -> None:

@@ -16,7 +16,13 @@ from lmpool.cli.top_look import Look, rates
 from lmpool.cli.top_screen import shown
 from lmpool.errors import LmpoolError, ServerUnreachable
 from lmpool.pool_view import ModelView, PoolView, QueueView
-from lmpool.producer.statistics import JobFailure, PoolStatistics, WorkerStatistics
+from lmpool.producer.statistics import (
+    JobFailure,
+    LanesStatistics,
+    LaneStatistics,
+    PoolStatistics,
+    WorkerStatistics,
+)
 from tests.support.screens import WIDTHS, screen, unbroken
 
 POOL = "a-pool-" + "p" * 56 + "z"
@@ -32,6 +38,12 @@ def worker(number: int, *failures: JobFailure) -> WorkerStatistics:
         engine="vllm",
         gpu=str(number),
         rows_per_second=1000.0 + number,
+        lanes=16,
+        own_jobs=90,
+        stolen_jobs=10 * number,
+        stolen_per_second=float(number),
+        prompt_tokens=4_000,
+        computed_tokens=1_000,
         execution="each distinct position once",
         failures=list(failures),
     )
@@ -40,7 +52,18 @@ def worker(number: int, *failures: JobFailure) -> WorkerStatistics:
 def view(**fields: Any) -> PoolView:
     statistics = PoolStatistics(
         computed=12_345_678, batches=123_456, failed=12, expired=3, evicted=7_654_321,
+        own_jobs=900_000, stolen_jobs=100_000,
+        prompt_tokens=4_000_000, computed_tokens=1_000_000,
         answers={"row": 12_000_000, "top": 345_678}, backlog=1234, held_bytes=6 << 30,
+        lanes=LanesStatistics(
+            lanes=64, in_use=48, waiting_jobs=470, waiting_lanes=9,
+            longest=[
+                LaneStatistics(
+                    shard=0, lane=17, priority="interactive", waiting=460, oldest_seconds=2.5,
+                    home=worker(0)["id"],
+                )
+            ],
+        ),
         oldest_seconds=567.8,
         workers=[worker(n, JobFailure(at=990.0 + n, reason=f"why {n}", jobs=1)) for n in range(3)],
     )  # fmt: skip
@@ -92,6 +115,21 @@ def test_what_an_operator_asks_is_there() -> None:
     assert "7 GiB of 16 GiB" in text
     failures = [line for line in lines if "why" in line]
     assert [line.split()[0] for line in failures] == ["8.0", "9.0", "10.0"]
+
+
+def test_lanes_homes_steals_and_prefixes_are_there() -> None:
+    lines = drawn(Look(POOL, view(), {"computed": 1.0, "batches": 1.0, "stolen_jobs": 12.25}), 400)
+    text = "\n".join(" ".join(line.split()) for line in lines)
+    assert "lanes 48 of 64 in use, 10 % of 1,000,000 jobs stolen (12.2/s)" in text
+    assert f"longest lane 17: 460 wait, home {worker(0)['id']}" in text
+    assert "and 8 more lanes: 470 wait in all" in text
+    assert "prefixes 75 % of 4,000,000 prompt tokens kept, not computed" in text
+    (second,) = [line for line in lines if line.startswith("│ 1-w")]
+    assert [cell.strip() for cell in second.split("│")][-3:-1] == ["16", "10 % (1.0/s)"]
+    # One lane a shard is everybody's, and so is the table without it.
+    one = with_counts(lanes={**view().statistics["lanes"], "lanes": 1, "in_use": 1})
+    text = "\n".join(drawn(Look(POOL, one), 400))
+    assert "in use" not in text
 
 
 def test_the_pace_is_the_workers_own_word_before_there_are_two_looks() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lmpool.diagnosis import Facts, Finding, examine
+from lmpool.diagnosis import Facts, Finding, LaneFacts, examine
 from lmpool.model_info import ModelInfo
 
 MODEL = ModelInfo(
@@ -98,6 +99,75 @@ def test_what_is_not_well_is_found_with_a_remedy(
     matching = [finding for finding in found if said in finding.what]
     assert [finding.level for finding in matching] == [level], found
     assert matching[0].remedy or "msgpack" in said or "6.2.1" in said
+
+
+SEVERAL: dict[str, Any] = {
+    "model": replace(MODEL, lanes=64),
+    "workers": {f"w{n}": True for n in range(4)},
+    "lanes": LaneFacts(64),
+}
+
+
+def of_lanes(**changes: Any) -> list[Finding]:
+    """What it finds of lanes that are in order, but for the changes."""
+    found = examine(facts(**{**SEVERAL, **changes}))
+    return [each for each in found if "lane" in each.what or "stole" in each.what]
+
+
+def test_lanes_that_are_in_order_are_told_with_how_many_each_has() -> None:
+    (found,) = of_lanes()
+    assert (found.level, found.remedy) == ("ok", "")
+    assert found.what == "64 of 64 lanes are in use, 16.0 for each of 4 workers"
+    (alone,) = of_lanes(workers={"w": True}, lanes=LaneFacts(1))
+    assert alone.what == "1 of 64 lanes are in use: one worker needs no more"
+    # What is not known, or of nobody, is not told.
+    assert of_lanes(lanes=None) == of_lanes(workers={"w": False}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "remedy"),
+    [
+        ({"model": MODEL, "lanes": LaneFacts(1)}, "all 4 workers read", "LMPOOL_LANES=64 "),
+        (
+            {"workers": {f"w{n}": True for n in range(20)}},
+            "3.2 for each of 20 workers",
+            "LMPOOL_LANES=512 ",
+        ),
+        (
+            {"lanes": LaneFacts(64, "lane 3 of shard 0", 60, 100)},
+            "60 of 100 waiting jobs are in one lane, lane 3 of shard 0: these prompts begin alike",
+            "LMPOOL_BLOCKS=64 ",
+        ),
+        (
+            {"lanes": LaneFacts(64, taken={"a": (100, 101), "b": (500, 40)})},
+            "a stole 101 of the 201 jobs that it took",
+            "LMPOOL_BLOCKS",
+        ),
+    ],
+)
+def test_lanes_that_are_not_in_order_are_found_with_a_remedy(
+    changes: dict[str, Any], said: str, remedy: str
+) -> None:
+    (found,) = worst(of_lanes(**changes))
+    assert found.level == "note"
+    assert said in found.what
+    assert remedy in found.remedy
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lanes": LaneFacts(64, "lane 3 of shard 0", 20, 20)},
+        {"lanes": LaneFacts(64, "lane 3 of shard 0", 50, 100)},
+        {"lanes": LaneFacts(1, "lane 0 of shard 0", 500, 500), "workers": {"w": True}},
+        {"lanes": LaneFacts(64, taken={"a": (9, 100), "b": (500, 400)})},
+        {"model": MODEL, "lanes": LaneFacts(1), "workers": {"w": True}},
+        {"model": replace(MODEL, lanes=2, shards=64), "lanes": LaneFacts(128)},
+    ],
+    ids=["few wait", "half", "one worker", "few taken", "one lane for one", "many shards"],
+)
+def test_what_says_little_of_lanes_is_not_told(changes: dict[str, Any]) -> None:
+    assert worst(of_lanes(**changes)) == []
 
 
 def test_a_server_that_hides_its_configuration_is_examined_all_the_same() -> None:

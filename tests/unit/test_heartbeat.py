@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from lmpool.address import SENTINEL_TIMEOUT
-from lmpool.keys import GROUP, PoolKeys, ShardKeys
+from lmpool.keys import COUNTERS_TTL_MS, GROUP, PoolKeys, ShardKeys
 from lmpool.liveness import BEAT_MS, GAP_MS, LIFE_MS
 from lmpool.model_info import ModelInfo
 from lmpool.servers import Servers
@@ -21,6 +21,7 @@ from lmpool.worker.heartbeat import AGAIN, ANSWER_WITHIN, EVERY, Heartbeat
 from lmpool.worker.intake import create_groups
 from lmpool.worker.membership import mark
 from lmpool.worker.status import WorkerStatus
+from lmpool.worker.tally import Tally
 from tests.support.fake import FakeServer
 from tests.support.parts import SplitServers, Time, info_of
 from tests.support.protocol import be_steady
@@ -64,13 +65,48 @@ def consumers(server: Any, shard: ShardKeys) -> set[bytes]:
     return {c["name"] for c in server.xinfo_consumers(shard.stream().key, GROUP)}
 
 
+def test_what_it_counts_is_added_to_the_pools_counters_once(
+    servers: Servers, server: Any, keys: PoolKeys, shards: tuple[ShardKeys, ...]
+) -> None:
+    status = WorkerStatus({"id": "me"}, lambda: None)
+    tally = Tally(shards, status)
+    server.hset(shards[0].counters, "own_jobs", 100)  # others' work
+    tally.add(servers)
+    assert server.hgetall(shards[0].counters) == {b"own_jobs": b"100"}
+    status.own_jobs, status.stolen_jobs = 5, 2
+    status.note_tokens(30, 20)
+    for _ in range(2):
+        tally.add(servers)
+    status.own_jobs += 1
+    tally.add(servers)
+    expected = {"own_jobs": 106, "stolen_jobs": 2, "prompt_tokens": 30, "computed_tokens": 20}
+    found = {name.decode(): int(n) for name, n in server.hgetall(shards[0].counters).items()}
+    assert found == expected
+    assert not any(server.exists(shard.counters) for shard in shards[1:])
+    assert 0 < server.pttl(shards[0].counters) <= COUNTERS_TTL_MS
+
+
+def test_what_could_not_be_added_is_added_later(
+    servers: Servers, server: Any, shards: tuple[ShardKeys, ...]
+) -> None:
+    status = WorkerStatus({"id": "me"}, lambda: None)
+    tally = Tally(shards[:1], status)
+    server.set(shards[0].counters, "damaged")
+    status.own_jobs = 5
+    tally.add(servers)
+    server.delete(shards[0].counters)
+    tally.add(servers)
+    assert server.hgetall(shards[0].counters) == {b"own_jobs": b"5"}
+
+
 def test_a_beat_is_seen_in_every_shard_and_says_who_it_is(
     servers: Servers, server: redis.Redis, keys: PoolKeys, shards: tuple[ShardKeys, ...]
 ) -> None:
     new(servers, keys).beat(servers)  # there are no groups yet: no harm
     for shard in shards:
         value: Any = server.get(shard.alive("me"))
-        assert msgpack.unpackb(value) == {"id": "me", "pid": 7, "rows_per_second": 0.0}
+        told = msgpack.unpackb(value)
+        assert (told["id"], told["pid"], told["rows_per_second"]) == ("me", 7, 0.0)
         assert LIFE_MS - 1000 < server.pttl(shard.alive("me")) <= LIFE_MS  # type: ignore[operator]
     assert server.get(keys.info) == INFO.pack()
     assert server.get(keys.serving) == mark(INFO)

@@ -9,6 +9,7 @@ import msgpack
 import pytest
 import redis
 
+from lmpool.affinity import own_lanes
 from lmpool.counters import COUNTERS, answers
 from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.liveness import LIFE_MS
@@ -46,7 +47,8 @@ def test_every_counter_is_summed_over_the_lanes_and_others_are_left_out(server, 
             server.hset(shard.counters, counter.field, number * 10**power)
         server.hset(shard.counters, "of_a_later_release", 5)
     found = read(server, shards)
-    assert [found[counter.field] for counter in COUNTERS] == [3, 30, 300, 3000, 30000]
+    sums = {counter.field: 3 * 10**power for power, counter in enumerate(COUNTERS)}
+    assert {name: found[name] for name in sums} == sums
     assert found["answers"] == {"row": 3}
 
 
@@ -63,6 +65,34 @@ def test_the_backlog_is_of_both_priorities_and_all_shards(server, shards) -> Non
         server.xadd(shard.stream("batch").key, {"job": "b"})
         server.xadd(shard.stream("batch").key, {"job": "c"})
     assert read(server, shards)["backlog"] == 6
+
+
+def test_lanes_are_told_with_what_nobody_has_taken_and_their_homes(server, pool_name) -> None:
+    shards = PoolKeys(pool_name).shards("0" * 8, 2, 8)
+    for name in ("w-1", "w-2"):
+        Consumer(server, shards[0], name)
+        server.set(shards[0].alive(name), msgpack.packb({"id": name}), px=LIFE_MS)
+    server.hset(shards[0].bounds, "used", 4)
+    for lane, jobs, taken in ((0, 2, 2), (3, 5, 1), (6, 1, 0)):
+        of_lane = Consumer(server, shards[0], "w-1", lane=lane)
+        for number in range(jobs):
+            server.xadd(of_lane.stream, {"job": f"{lane}-{number}"})
+        if taken:
+            of_lane.read(taken)
+    server.xadd(shards[1].stream("batch", 7).key, {"job": "b"})  # and no group yet
+    found = read(server, shards)
+    lanes = found["lanes"]
+    assert found["backlog"] == 9
+    # What the second shard has in use nobody has said.
+    assert (lanes["lanes"], lanes["in_use"]) == (16, 5)
+    assert (lanes["waiting_jobs"], lanes["waiting_lanes"]) == (6, 3)
+    longest = [(e["shard"], e["lane"], e["priority"], e["waiting"]) for e in lanes["longest"]]
+    assert longest[0] == (0, 3, "interactive", 4)
+    assert sorted(longest[1:]) == [(0, 6, "interactive", 1), (1, 7, "batch", 1)]
+    home = {(lane["shard"], lane["lane"]): lane["home"] for lane in lanes["longest"]}
+    assert 3 in own_lanes(home[0, 3], ["w-1", "w-2"], 0, 8)
+    # What was left in lanes that are in use no more is anyone's.
+    assert home[0, 6] == home[1, 7] == ""
 
 
 def test_what_is_held_is_of_all_shards_and_its_age_that_of_the_oldest(server, shards) -> None:
@@ -86,6 +116,12 @@ def test_workers_with_a_heartbeat_are_listed_by_name(server, shards) -> None:
         "engine": "hf",
         "gpu": "0",
         "rows_per_second": 1.5,
+        "lanes": 16,
+        "own_jobs": 90,
+        "stolen_jobs": 10,
+        "stolen_per_second": 0.5,
+        "prompt_tokens": 400,
+        "computed_tokens": 100,
         "execution": "one prompt at a time: it bears no company",
         "failures": [{"at": 1.5, "reason": "too long", "jobs": 2}],
     }
@@ -97,7 +133,7 @@ def test_workers_with_a_heartbeat_are_listed_by_name(server, shards) -> None:
     first, second = read(server, shards)["workers"]
     assert first == beat
     assert second["id"] == "w-2"
-    assert second["rows_per_second"] == 0.0
+    assert second["rows_per_second"] == second["lanes"] == second["own_jobs"] == 0
     assert second["execution"] is None
     assert second["failures"] == []
 

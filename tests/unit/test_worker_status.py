@@ -5,6 +5,7 @@ import threading
 import msgpack
 import pytest
 
+from lmpool.keys import PoolKeys
 from lmpool.worker import status as status_module
 from lmpool.worker.status import FAILURES_MOST, RATE_WINDOW, REASON_CHARS, WorkerStatus
 
@@ -53,7 +54,37 @@ def test_how_long_a_batch_will_take_goes_by_the_last_ones() -> None:
 def test_the_heartbeat_says_who_it_is_and_how_fast(clock: Clock) -> None:
     status = new_status()
     status.end_batch(123, took=1.0)
-    assert msgpack.unpackb(status.heartbeat()) == {"id": "w", "pid": 1, "rows_per_second": 12.3}
+    assert msgpack.unpackb(status.heartbeat()) == {
+        "id": "w",
+        "pid": 1,
+        "rows_per_second": 12.3,
+        "lanes": 0,
+        **dict.fromkeys(("own_jobs", "stolen_jobs", "prompt_tokens", "computed_tokens"), 0),
+        "stolen_per_second": 0.0,
+    }
+
+
+def test_the_heartbeat_says_what_it_is_home_of_and_what_it_took(clock: Clock) -> None:
+    status = new_status()
+    stream = PoolKeys("p").shard("0" * 8, 0, lanes=2).stream()
+    status.heartbeat()
+    status.own_jobs += 6
+    status.stole([(stream, [b"1", b"2"])])
+    status.note_tokens(300, 40)
+    clock.now += 4
+    beat = msgpack.unpackb(status.heartbeat(lanes=16))
+    told = {
+        "lanes": 16,
+        "own_jobs": 6,
+        "stolen_jobs": 2,
+        "stolen_per_second": 0.5,
+        "prompt_tokens": 300,
+        "computed_tokens": 40,
+    }
+    assert {name: beat[name] for name in told} == told
+    clock.now += RATE_WINDOW
+    beat = msgpack.unpackb(status.heartbeat())
+    assert (beat["stolen_jobs"], beat["stolen_per_second"]) == (2, 0.0)
 
 
 def test_the_heartbeat_tells_the_latest_failures_and_those_alike_once() -> None:

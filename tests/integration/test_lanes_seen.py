@@ -1,0 +1,227 @@
+"""What operators see of lanes: homes, what was stolen, what waits where, which tokens were kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import lmpool
+from lmpool import inspection
+from lmpool.affinity import lanes_in_use, own_lanes
+from lmpool.cli import app
+from lmpool.exporter import Exporter
+from lmpool.producer.statistics import PoolStatistics
+from tests.support.clients import connected
+from tests.support.gate import Gate
+from tests.support.pools import some_prompts, worker_processes
+from tests.support.scrape import Scrape
+from tests.support.server import RealServer, free_port
+from tests.support.waiting import until
+from tests.support.workers import WorkerProcess, worker_process
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(120)]
+
+LANES = 64
+ONE_PREFIX = [7] * 300
+
+
+@pytest.fixture(scope="module")
+def server(server_binary: str) -> Iterator[RealServer]:
+    with RealServer(binary=server_binary) as server:
+        yield server
+
+
+@contextmanager
+def workers_with_ports(
+    url: str, pool: str, count: int, **settings: object
+) -> Iterator[list[tuple[WorkerProcess, int]]]:
+    with ExitStack() as stack:
+        found = []
+        for _ in range(count):
+            port = free_port()
+            worker = worker_process(url, pool, alive=False, metrics_port=port, **settings)
+            found.append((stack.enter_context(worker), port))
+        for worker, _ in found:
+            worker.wait_until_alive()
+        yield found
+
+
+def settled(lm: lmpool.PooledLM, workers: int, shards: int = 1) -> PoolStatistics:
+    """The pool's figures, once all workers know each other."""
+    in_use = shards * lanes_in_use(workers, LANES)
+
+    def look() -> PoolStatistics | None:
+        found = lm.pool_statistics_sync()
+        homes = [worker["lanes"] for worker in found["workers"]]
+        whole = found["lanes"]["in_use"] == sum(homes) == in_use
+        return found if len(homes) == workers and whole else None
+
+    return until(look, 20, what="all lanes to have a home", every=0.1)
+
+
+def counted(lm: lmpool.PooledLM, jobs: int) -> PoolStatistics:
+    """The pool's figures, once so many jobs are counted as taken."""
+
+    def look() -> PoolStatistics | None:
+        found = lm.pool_statistics_sync()
+        return found if found["own_jobs"] + found["stolen_jobs"] >= jobs else None
+
+    return until(look, 20, what=f"{jobs} jobs to be counted", every=0.1)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_homes_are_all_lanes_in_use_and_what_was_taken_is_what_was_asked(
+    server: RealServer, pool_name: str, shards: int
+) -> None:
+    prompts = some_prompts(300, seed=4)
+    with (
+        workers_with_ports(server.url, pool_name, 3, lanes=LANES, shards=shards) as workers,
+        connected(server.url, pool_name) as lm,
+        Exporter([(pool_name, server.url)]) as exporter,
+    ):
+        settled(lm, 3, shards)
+        lm.sync.batch_next_token_logprobs(prompts)
+        found = counted(lm, len(prompts))
+        assert found["own_jobs"] + found["stolen_jobs"] == len(prompts) == found["computed"]
+        assert found["lanes"]["lanes"] == LANES * shards
+        assert found["lanes"]["waiting_jobs"] == 0 == len(found["lanes"]["longest"])
+        # Each worker says its part of it, in its heartbeat and to who scrapes it.
+        for name in ("own_jobs", "stolen_jobs", "prompt_tokens", "computed_tokens"):
+            assert sum(worker[name] for worker in found["workers"]) == found[name]
+        names = [worker["id"] for worker in found["workers"]]
+        for _, port in workers:
+            scrape = Scrape(port)
+            (info,) = scrape.families["lmpool_worker_info"].samples
+            (mine,) = [w for w in found["workers"] if w["id"] == info.labels["worker"]]
+            lanes = [n for s in range(shards) for n in own_lanes(mine["id"], names, s, LANES)]
+            assert scrape.value("lmpool_worker_home_lanes") == mine["lanes"] == len(lanes)
+            assert scrape.value("lmpool_worker_own_jobs_total") == mine["own_jobs"]
+            assert scrape.value("lmpool_worker_stolen_jobs_total") == mine["stolen_jobs"]
+        shown = exporter.exposition().decode()
+        label = f'{{model_name="tiny",pool="{pool_name}"}}'
+        for metric, value in (
+            ("lmpool_lanes", LANES * shards),
+            ("lmpool_lanes_in_use", found["lanes"]["in_use"]),
+            ("lmpool_waiting_lanes", 0),
+            ("lmpool_longest_lane_jobs", 0),
+            ("lmpool_jobs_own_total", found["own_jobs"]),
+            ("lmpool_jobs_stolen_total", found["stolen_jobs"]),
+            ("lmpool_prompt_tokens_total", sum(map(len, prompts))),
+            ("lmpool_computed_tokens_total", sum(map(len, prompts))),
+        ):
+            assert f"{metric}{label} {float(value)}" in shown, metric
+    # What they counted last is told as they leave.
+    with connected(server.url, pool_name, workers_timeout=0.1) as lm:
+        left = lm.pool_statistics_sync()
+        assert left["workers"] == []
+        assert left["own_jobs"] + left["stolen_jobs"] == len(prompts)
+
+
+def test_what_is_counted_as_workers_leave_is_not_lost(server: RealServer, pool_name: str) -> None:
+    with (
+        worker_processes(server.url, pool_name, 2, lanes=LANES),
+        connected(server.url, pool_name) as lm,
+    ):
+        settled(lm, 2)
+        before = lm.pool_statistics_sync()
+        lm.sync.batch_next_token_logprobs(some_prompts(50, seed=5))
+        assert before["own_jobs"] + before["stolen_jobs"] == 0
+    with connected(server.url, pool_name, workers_timeout=0.1) as lm:
+        left = lm.pool_statistics_sync()
+        assert left["own_jobs"] + left["stolen_jobs"] == 50
+
+
+def test_who_has_no_work_of_its_own_is_seen_to_steal(server: RealServer, pool_name: str) -> None:
+    options = {"lanes": LANES, "batch_size": 4, "engine_opts": {"delay": 0.05}}
+    prompts = [[*ONE_PREFIX, number] for number in range(160)]
+    with (
+        worker_processes(server.url, pool_name, 2, **options),
+        connected(server.url, pool_name) as lm,
+    ):
+        names = [worker["id"] for worker in settled(lm, 2)["workers"]]
+        lm.sync.batch_next_token_logprobs(prompts)
+        found = counted(lm, len(prompts))
+        lane = lm.info.placement().of(bytes_of(prompts[0]), None)[1]
+        home = next(n for n in names if lane % 32 in own_lanes(n, names, 0, LANES))
+        by_home = {worker["id"] == home: worker for worker in found["workers"]}
+        assert by_home[True]["stolen_jobs"] == by_home[False]["own_jobs"] == 0
+        assert by_home[False]["stolen_jobs"] == found["stolen_jobs"] > 30
+        assert found["own_jobs"] == by_home[True]["own_jobs"] > 30
+        until(
+            lambda: any(w["stolen_per_second"] for w in lm.pool_statistics_sync()["workers"]),
+            what="the thief's pace",
+        )
+
+
+def bytes_of(prompt: list[int]) -> bytes:
+    return b"".join(token.to_bytes(4, "little") for token in prompt)
+
+
+def test_what_waits_is_told_by_lane_with_its_home(
+    server: RealServer, pool_name: str, tmp_path: Path
+) -> None:
+    gate = Gate(tmp_path)
+    settings = {"lanes": LANES, "batch_size": 1, **gate.settings()}
+    with (
+        ThreadPoolExecutor(1) as thread,
+        worker_processes(server.url, pool_name, 2, **settings),
+        connected(server.url, pool_name) as lm,
+    ):
+        names = [worker["id"] for worker in settled(lm, 2)["workers"]]
+        prompts = [[*ONE_PREFIX, number] for number in range(60)]
+        lane = lm.info.placement().of(bytes_of(prompts[0]), None)[1] % 32
+        asked = thread.submit(lm.sync.batch_next_token_logprobs, prompts)
+        try:
+            until(lambda: lm.pool_statistics_sync()["backlog"] == 60, what="all jobs to be there")
+            until(lambda: 0 < lm.pool_statistics_sync()["lanes"]["waiting_jobs"] < 60)
+            found = lm.pool_statistics_sync()["lanes"]
+            (longest,) = found["longest"]
+            assert (longest["shard"], longest["lane"]) == (0, lane)
+            assert longest["waiting"] == found["waiting_jobs"] > 40
+            assert found["waiting_lanes"] == 1
+            assert lane in own_lanes(longest["home"], names, 0, LANES)
+            assert 0 < longest["oldest_seconds"] < 60
+            where = ["--url", server.url, "--pool", pool_name]
+            shown = CliRunner().invoke(app, ["stats", *where], env={"COLUMNS": "80"}).stdout
+            assert f"32 of {LANES} in use" in shown
+            assert f"longest  lane {lane}: " in shown
+            assert f" wait, home {longest['home']}" in shown
+            told = json.loads(CliRunner().invoke(app, ["stats", "--json", *where]).stdout)
+            assert told["lanes"]["longest"][0]["home"] == longest["home"]
+            top = CliRunner().invoke(app, ["top", "--once", *where], env={"COLUMNS": "80"}).stdout
+            assert f"32 of {LANES} in use" in top
+            assert longest["home"] in top
+            findings = inspection.diagnose(server.url, pool_name)
+            (skew,) = [each for each in findings if "waiting jobs are in one lane" in each.what]
+            assert f"lane {lane}" in skew.what
+            assert "LMPOOL_BLOCKS" in skew.remedy
+        finally:
+            gate.open()
+        assert asked.result(60).shape == (60, 256)
+
+
+@pytest.mark.slow
+def test_tokens_that_were_kept_are_told(server: RealServer, pool_name: str) -> None:
+    shared = [list(range(n, n + 40)) for n in (1, 50)]
+    prompts = [[*shared[n % 2], 100 + n] for n in range(40)]
+    with (
+        worker_process(server.url, pool_name, engine="hf", lanes=LANES),
+        connected(server.url, pool_name) as lm,
+    ):
+        for prompt in shared:
+            lm.next_token_logprobs_sync(prompt)
+        lm.sync.batch_next_token_logprobs(prompts)
+        found = counted(lm, 42)
+        asked = sum(map(len, (*shared, *prompts)))
+        until(lambda: lm.pool_statistics_sync()["prompt_tokens"] == asked, 10)
+        assert lm.pool_statistics_sync()["computed_tokens"] < asked / 2
+        where = ["--url", server.url, "--pool", pool_name]
+        shown = CliRunner().invoke(app, ["stats", *where], env={"COLUMNS": "80"}).stdout
+        assert f" of {asked:,} prompt tokens kept, not computed" in shown
+        assert found["workers"][0]["lanes"] == 1
