@@ -74,6 +74,15 @@ export function clock(seconds) {
   return today ? time : `${at.toLocaleDateString("en-CA")} ${time}`;
 }
 
+// A list that is to be made anew, as what it says has changed.
+export function changed(id, value) {
+  const list = $(id);
+  const said = JSON.stringify(value);
+  if (list.said === said) return null;
+  list.said = said;
+  return list;
+}
+
 // A row of a table that is a card where there is no room.
 export function row(cells) {
   const made = make("tr");

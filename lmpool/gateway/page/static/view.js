@@ -1,6 +1,7 @@
 // What a view shows.
 
-import { $, bytes, clean, clock, count, make, pace, put, row, share, show, span } from "./dom.js";
+import { $, bytes, changed, clean, clock, count, make, pace, put, row, share, show, span } from "./dom.js";
+import { lanes, stolenBy } from "./lanes.js";
 
 const POINTS = 180;
 let history = [];
@@ -45,6 +46,7 @@ export function render(told) {
   put("alive", count(view.alive));
   put("alive-more", hosts(statistics.workers));
   workers(statistics.workers);
+  lanes(model, statistics);
   adapters(view.adapters);
   failures(told.failures);
 }
@@ -132,14 +134,6 @@ function spark() {
 
 // --- lists, each made anew only when what it says has changed ---
 
-function changed(id, value) {
-  const list = $(id);
-  const said = JSON.stringify(value);
-  if (list.said === said) return null;
-  list.said = said;
-  return list;
-}
-
 function workers(found) {
   show("workers-none", !found.length);
   const list = changed("workers-rows", found);
@@ -156,6 +150,8 @@ function workers(found) {
       ["GPU", make("bdi", "", clean(worker.gpu) || "none")],
       ["Engine", engine],
       ["Host", [make("bdi", "", clean(worker.host)), make("span", "sub", `process ${worker.pid}`)]],
+      ["Lanes", count(worker.lanes), "number"],
+      ["Stolen", stolenBy(worker), "number"],
       ["Answers/s", [pace(worker.rows_per_second), bar], "number"],
     ]);
   }));

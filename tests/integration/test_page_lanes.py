@@ -1,0 +1,100 @@
+"""The live page of a pool with lanes: who is home of what, what waits where, what was stolen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from lmpool.affinity import own_lanes
+from tests.support.browser import NARROW, chromium, tab
+from tests.support.clients import connected
+from tests.support.gate import Gate
+from tests.support.gateways import GatewayProcess
+from tests.support.pools import some_prompts, worker_processes
+from tests.support.server import RealServer
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.server, pytest.mark.timeout(120)]
+
+LANES = 64
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+def test_lanes_homes_and_steals_are_shown(
+    browser: Browser, server_binary: str, pool_name: str, tmp_path: Path
+) -> None:
+    gate = Gate(tmp_path)
+    settings = {"lanes": LANES, "batch_size": 2, **gate.settings()}
+    prompts = some_prompts(200, seed=6)
+    with (
+        RealServer(binary=server_binary) as server,
+        ThreadPoolExecutor(1) as thread,
+        worker_processes(server.url, pool_name, 2, **settings),
+        connected(server.url, pool_name) as lm,
+        GatewayProcess(server.url, pool_name) as gateway,
+    ):
+
+        def homes() -> dict[str, int]:
+            return {w["id"]: w["lanes"] for w in lm.pool_statistics_sync()["workers"]}
+
+        until(lambda: sum(homes().values()) == 32, 20, what="all lanes to have a home")
+        asked = thread.submit(lm.sync.batch_next_token_logprobs, prompts)
+        try:
+            until(lambda: lm.pool_statistics_sync()["backlog"] == 200, what="all jobs to be there")
+            found = lm.pool_statistics_sync()["lanes"]
+            with tab(browser, gateway.base_url) as page:
+                page.state("serving")
+                page.shows("#lanes-used", "32")
+                page.shows("#lanes-all", f"of {LANES}")
+                page.shows("#lanes-more", f"jobs wait in {found['waiting_lanes']}, ")
+                for name, lanes in homes().items():
+                    (mine,) = page["#workers-rows tr"].filter(has_text=name).all()
+                    expect(mine.locator("[data-label=Lanes]")).to_have_text(str(lanes))
+                rows = page["#lanes-rows tr"]
+                expect(rows).to_have_count(5)
+                for number in range(5):
+                    lane = int(rows.nth(number).locator("[data-label=Lane]").inner_text())
+                    home = rows.nth(number).locator("[data-label=Home]").inner_text()
+                    assert lane in own_lanes(home, homes(), 0, LANES)
+                first = rows.first.locator("[data-label=Waiting]")
+                expect(first).to_have_text(str(found["longest"][0]["waiting"]))
+                assert page.barriers() == []
+                assert page.overflow() <= 0
+            with tab(browser, gateway.base_url, viewport=NARROW) as page:
+                expect(page["#lanes-rows tr"]).to_have_count(5)
+                assert page.overflow() <= 0
+                gate.open()
+                assert asked.result(60).shape == (200, 256)
+                page.shows("#lanes-none", "Every job has a worker")
+                expect(page["#lanes-table"]).to_be_hidden()
+                page.shows("#stolen-more", "of 200 jobs that workers took")
+                told = lm.pool_statistics_sync()
+                part = 100 * told["stolen_jobs"] / 200
+                page.shows("#stolen", f"{part:.1f} %" if part else "0.0 %")
+                page.shows("#kept", "0.0 %")
+                page.shows("#kept-more", re.compile(r"of [\d,]+, not computed"))
+        finally:
+            gate.open()
+
+
+def test_one_lane_has_no_home(browser: Browser, server_binary: str, pool_name: str) -> None:
+    with (
+        RealServer(binary=server_binary) as server,
+        worker_processes(server.url, pool_name, 1, lanes=1),
+        GatewayProcess(server.url, pool_name) as gateway,
+        tab(browser, gateway.base_url) as page,
+    ):
+        page.state("serving")
+        page.shows("#lanes-more", "every worker reads all")
+        expect(page["#lanes"]).to_be_hidden()
+        expect(page["#to-lanes"]).to_be_hidden()
