@@ -18,7 +18,7 @@ from typing import Any, Final
 import redis.exceptions
 from redis.connection import Connection, SSLConnection
 
-from lmpool.address import Address, Cluster
+from lmpool.address import Address, Cluster, in_url
 from lmpool.replies import BoundedParser, Parser
 from lmpool.slots import SLOTS
 
@@ -268,6 +268,9 @@ class _OfNode(SlotListener):
             super().connect()  # type: ignore[misc]
         except Exception as error:
             self._hear(error)
+            if isinstance(error, redis.exceptions.TimeoutError):  # which does not say where
+                place = in_url((self.host, self.port))
+                raise redis.exceptions.TimeoutError(f"{place} does not answer: {error}") from None
             raise
 
     def send_packed_command(self, command: Any, check_health: bool = True) -> None:

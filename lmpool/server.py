@@ -125,6 +125,17 @@ def connection_options(name: str, blocks_for: float, answers_within: float) -> d
     }
 
 
+def remedy(url: str) -> str:
+    """What to look at where nobody answers: clients of a cluster go to what its nodes announce."""
+    if is_cluster(url):
+        return (
+            "Do its nodes run, and announce what is reached from here (cluster-announce-ip with "
+            "cluster-announce-port, or cluster-announce-hostname with "
+            "cluster-preferred-endpoint-type hostname)? `lmpool doctor` tries each address"
+        )
+    return "Is the server running, and is this its address?"
+
+
 @contextmanager
 def explained(url: str) -> Iterator[None]:
     """Turn redis-py's exceptions into ours, with the server named and its password not."""
@@ -139,9 +150,7 @@ def explained(url: str) -> Iterator[None]:
         raise ServerRefused(f"{shown} does not permit this user: {error}") from None
     except LOST as error:
         reason = str(error).strip().rstrip(".") or type(error).__name__
-        raise ServerUnreachable(
-            f"no answer from {shown}: {reason}. Is the server running, and is this its address?"
-        ) from None
+        raise ServerUnreachable(f"no answer from {shown}: {reason}. {remedy(url)}") from None
     except redis.exceptions.InvalidResponse as error:
         raise ServerUnreachable(
             f"no Redis-compatible server answers at {shown}: {error}. Is this its address?"

@@ -44,7 +44,15 @@ from lmpool.producer.session import (
 )
 from lmpool.producer.withdrawal import withdraw
 from lmpool.scripts import ScriptsMissing, script
-from lmpool.server import ANSWER_TIMEOUT, get_string, is_full, is_lost, senseless, understood
+from lmpool.server import (
+    ANSWER_TIMEOUT,
+    get_string,
+    is_full,
+    is_lost,
+    remedy,
+    senseless,
+    understood,
+)
 from lmpool.servers import Servers
 from lmpool.settings import mask_url
 from lmpool.wants import Digest
@@ -209,7 +217,10 @@ class Sender:
                 )
             else:
                 session.fail_everything(
-                    ServerUnreachable(f"no answer from {shown} for {now - since:.0f} s: {error}")
+                    ServerUnreachable(
+                        f"no answer from {shown} for {now - since:.0f} s: {error}. "
+                        + remedy(session.options.url)
+                    )
                 )
             return since
         if lost_since is None:
@@ -344,10 +355,11 @@ class Sender:
     def _give_up(self, number: int, seconds: float) -> None:
         """Nobody has answered for a shard for too long."""
         session = self._session
-        shown = mask_url(session.options.url)
+        shown, place = mask_url(session.options.url), self._servers.place(session.shards[number])
         error = ServerUnreachable(
-            f"no answer from {shown} for {seconds:.0f} s where shard {number} of pool "
-            f"{session.options.pool!r} lies; its other shards may be well"
+            f"no answer from {place or shown} for {seconds:.0f} s, where {shown} has shard "
+            f"{number} of pool {session.options.pool!r}; its other shards may be well. "
+            + remedy(session.options.url)
         )
         with session.lock:
             ended = [

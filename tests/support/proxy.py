@@ -13,9 +13,13 @@ CHUNK = 1 << 16
 
 
 class Proxy:
-    """Between clients and a server on a loopback port; one thread for each connection."""
+    """Between clients and a server on a loopback port; one thread for each connection.
 
-    def __init__(self, port: int) -> None:
+    The server may be at another `host` of this machine, and sees `source` as where all come from.
+    """
+
+    def __init__(self, port: int, *, host: str = "127.0.0.1", source: str = "") -> None:
+        self._host, self._source = host, (source, 0) if source else None
         self.target = port
         """Where connections lead that are made from now on."""
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -83,7 +87,9 @@ class Proxy:
 
     def _serve(self, client: socket.socket) -> None:
         try:
-            upstream = socket.create_connection(("127.0.0.1", self.target))
+            upstream = socket.create_connection(
+                (self._host, self.target), source_address=self._source
+            )
         except OSError:
             client.close()
             return
