@@ -72,6 +72,8 @@ class Batcher:
         """Batches in a row that left jobs of priority ``batch`` behind, and took none."""
         self._tokens = 0
         self._closed = False
+        self._waits = True
+        """Whether the next batch does, for its `timeout`."""
         self.busy = False
         """Whether a batch was taken and is not done."""
         self.busy_since = 0.0
@@ -93,9 +95,13 @@ class Batcher:
         """The same of jobs of priority ``batch``."""
         return max(0, min(self.room(), self.batch_size - len(self)))
 
-    def add(self, jobs: Iterable[Delivery]) -> None:
-        """Take jobs in. What is over the budget stays for the batch after."""
+    def add(self, jobs: Iterable[Delivery], waits: bool = True) -> None:
+        """Take jobs in. What is over the budget stays for the batch after.
+
+        Unless the batch `waits` it leaves as soon as the engine is free.
+        """
         with self.changed:
+            self._waits = self._waits and waits
             for job in jobs:
                 if job.is_batch_priority:
                     self._batch_priority.append(job)
@@ -132,6 +138,8 @@ class Batcher:
                 return 0.0
             if not len(self):
                 return None
+            if not self._waits:
+                return 0.0
             if len(self) >= self.batch_size or self._tokens >= self.max_batch_tokens:
                 return 0.0
             came = min(jobs[0].came for jobs in (self._interactive, self._batch_priority) if jobs)
@@ -176,6 +184,7 @@ class Batcher:
             elif batch and not self._alone_was_last:
                 self._passed_over += 1
             if batch:
+                self._waits = True
                 # In the same step: a reader must not take the worker for idle in between.
                 if not self.busy:
                     self.busy, self.busy_since = True, self._clock()

@@ -31,6 +31,7 @@ from lmpool.wants import Digester
 from lmpool.wire import MAX_JOB_BYTES, Job, RefusedJob, unpack_job
 from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.by_stream import by_shard, counted, digest_and_entry, stream_of
+from lmpool.worker.company import Company
 from lmpool.worker.dead_letters import DEAD_MOST, DeadLetters
 from lmpool.worker.holding import streams_held
 from lmpool.worker.homes import Homes
@@ -44,10 +45,6 @@ IDLE_BLOCK_MS: Final = 1000
 SHORT_WAIT: Final = 0.002
 CLAIMS_LOOK: Final = 0.01
 """Seconds between two looks at what reads have claimed, while the engine is at work."""
-LOOKS_IN_VAIN: Final = 4
-"""Batches in succession that got no company, after which it is looked for at few of them."""
-FEW_LOOKS: Final = 8
-"""At one in so many: a look costs as much as all else that a small batch takes."""
 GIVE_BACK_AFTER: Final = 0.5
 """Seconds, at least, that a batch may take longer than expected before jobs are given back."""
 
@@ -105,8 +102,7 @@ class Intake:
         """Whether it failed as the entries were too long to be read at once."""
         self._most = MANY
         """Entries that a read may bring: few after one that was too long, then more and more."""
-        self._alone = 0
-        """Batches in succession, with the one that waits, that left as they were first read."""
+        self._company = Company(batcher.timeout)
 
     def run(self) -> None:
         """Read until the worker stops."""
@@ -164,15 +160,19 @@ class Intake:
                 self._give_back_claims(begun)
             return
         block = None
+        if busy and self._ends_alone():
+            self._wait_while(busy, SHORT_WAIT)
+            return
         if not busy:
             due = self._batcher.due_in()
             if due is None:
                 block = IDLE_BLOCK_MS
             elif due >= SHORT_WAIT:
                 block = min(IDLE_BLOCK_MS, int(due * 1000))
-            elif self._is_likely_alone():
-                self._wait_while(busy, due + SHORT_WAIT)
-                return
+            elif due == 0.0:
+                self._wait_while(busy, SHORT_WAIT)  # until the engine takes it
+                if self._batcher.busy:
+                    return
             else:
                 # Too short to block for: one look for company shortly before the batch leaves.
                 self._wait_while(busy, due * 0.7)
@@ -184,18 +184,22 @@ class Intake:
         jobs, last = self._read(room, block)
         self._most = min(MANY, 2 * self._most)
         if jobs:
-            if not busy:
-                self._alone = 0 if len(self._batcher) else self._alone + 1
-            self._batcher.add(jobs)
+            waits = True
+            if busy:
+                self._company.came_late(jobs)
+            elif len(self._batcher):
+                self._company.came()
+            else:
+                waits = self._company.is_likely(jobs[0])
+            self._batcher.add(jobs, waits)
         self._last.update(last)
         if not self._unsure and block is None:
             self._wait_while(busy, self._poll_seconds())
 
-    def _is_likely_alone(self) -> bool:
-        """Whether the jobs that wait get no company, as those before them: then nobody looks."""
-        if self._unsure:
-            return False
-        return self._alone > LOOKS_IN_VAIN and self._alone % FEW_LOOKS != 0
+    def _ends_alone(self) -> bool:
+        """Whether the running batch is over sooner than a look for more is worth."""
+        fast = max(self._status.batch_seconds, self._batcher.running_for()) < SHORT_WAIT / 2
+        return fast and self._company.is_missing and not self._unsure
 
     def _sift(self) -> None:
         """Take off what came in a reply that was too long and can be no job, unread."""

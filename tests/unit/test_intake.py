@@ -16,6 +16,7 @@ from lmpool.server import open_server
 from lmpool.servers import Servers
 from lmpool.wants import Digester
 from lmpool.wire import Job, pack_job
+from lmpool.worker import company as company_module
 from lmpool.worker import intake as intake_module
 from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.dead_letters import GARBAGE_BYTES, DeadLetters
@@ -264,33 +265,44 @@ def test_an_idle_worker_blocks_and_a_busy_one_does_not(
     until(lambda: reader.blocks[-1] is not None)
 
 
-def test_who_gets_no_company_looks_for_it_at_few_batches(
+def test_a_batch_waits_for_company_where_those_before_it_had_some(
     start: Callable[..., Reader],
     redis_client: redis.Redis,
     shard: ShardKeys,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, number in (("SHORT_WAIT", 30), ("LOOKS_IN_VAIN", 1), ("FEW_LOOKS", 3)):
-        monkeypatch.setattr(intake_module, name, number)
-    caller, reader = Caller(redis_client, shard), start(timeout=0.6)
-    jobs = [new_job(number) for number in range(4)]
+    for name, number in (("LONE_MOST", 1), ("TRIES_AGAIN", 3)):
+        monkeypatch.setattr(company_module, name, number)
+    caller, reader = Caller(redis_client, shard), start(timeout=0.5)
+    reader.status.batch_seconds = 0.8  # it looks for more shortly before
+    jobs = iter([new_job(number) for number in range(20)])
 
-    def batch(first: Job | None, second: Job | None) -> list[Job]:
-        if first is not None:
-            caller.enqueue(first)
-        until(lambda: len(reader.batcher) == 1)
-        if second is not None:
-            caller.enqueue(second)
-        taken = [delivery.job for delivery in reader.batcher.wait()]
+    def batch(company: int = 0, late: int = 0) -> tuple[int, bool]:
+        """How many jobs a batch has that begins with one, and whether it waited."""
+        began = time.monotonic()
+        caller.enqueue(next(jobs))
+        until(lambda: len(reader.batcher) or reader.batcher.busy)
+        for _ in range(company):
+            caller.enqueue(next(jobs))
+        taken = reader.batcher.wait()
+        waited = time.monotonic() - began >= 0.45
+        for _ in range(late):
+            caller.enqueue(next(jobs))
+        if late:
+            until(lambda: len(reader.batcher) == late)
         reader.batcher.done()
-        return taken
+        time.sleep(0.3)  # a batch that follows sooner is company missed
+        return len(taken), waited
 
-    assert batch(jobs[0], None) == [jobs[0]]  # looked for in vain
-    assert batch(jobs[1], jobs[2]) == [jobs[1]]  # not looked for
-    assert batch(None, jobs[3]) == jobs[2:]  # looked for again, and found
-    caller.enqueue(new_job(4))
-    until(lambda: len(reader.batcher) == 1)
-    assert reader.take_some(8) == [new_job(4)]
+    assert batch() == (1, True)  # in vain
+    assert batch() == (1, False)
+    assert batch(company=1) == (2, True)  # one in three tries again: this one finds some
+    assert batch() == (1, True)
+    assert batch(late=1) == (1, False)  # what came so soon would have been company
+    assert [delivery.job for delivery in reader.batcher.wait()] == [new_job(6)]
+    reader.batcher.done()
+    time.sleep(0.3)
+    assert batch() == (1, True)
 
 
 def test_no_more_is_claimed_than_the_next_batch_takes(
