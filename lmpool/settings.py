@@ -299,7 +299,8 @@ class WorkerOptions(_Options):
         ge=0,
         le=60,
         allow_inf_nan=False,
-        description="seconds a batch waits to fill, from its first job",
+        description="seconds a batch waits to fill, from its first job; it leaves at once where "
+        "those before it waited in vain",
     )
     max_batch_tokens: int | None = Field(
         None, ge=1, description="most prompt tokens in a batch; at least the longest prompt"
