@@ -46,8 +46,9 @@ def of_one_server(wanted: str) -> None:
 
 def of_a_cluster(wanted: str) -> None:
     """Those of a cluster, whose engines hold every batch for a while."""
-    print("| fault | prompts | lost | wrong | no answer, s | wait, s | asked again | taken over |")
-    print("|---|---|---|---|---|---|---|---|")
+    columns = "prompts | lost | wrong | no answer, s | wait, s | asked again | taken over | stolen"
+    print(f"| fault | {columns} |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for number, fault in enumerate(CLUSTER_FAULTS):
         if wanted not in fault.name:
             continue
@@ -63,7 +64,7 @@ def of_a_cluster(wanted: str) -> None:
             print(
                 f"| {fault.name} | {found.asked:,} | {found.asked - found.right - found.wrong} | "
                 f"{found.wrong} | {gap:.1f} | {wait:.1f} | {found.resubmitted} | "
-                f"{pool.taken_over()} |",
+                f"{pool.taken_over()} | {pool.stolen} |",
                 flush=True,
             )
 

@@ -109,7 +109,7 @@ class ClusterPool(ChaosPool):
         longest = max(end - begin for begin, end, _ in found.calls)
         print(
             f"{found.asked} prompts, {found.resubmitted} asked again, {self.taken_over()} taken "
-            f"over, {self.kills} workers killed, longest call {longest:.1f} s"
+            f"over, {self.stolen} stolen, {self.kills} workers killed, longest call {longest:.1f} s"
         )
         assert found.wrong == 0, self.done
         assert found.failed == [], (sorted(set(found.failed)), self.done)
@@ -259,6 +259,11 @@ def kill_workers(pool: ClusterPool) -> None:
     pool.kill_worker()
 
 
+def change_lanes(pool: ClusterPool) -> None:
+    """All workers are started again, one by one, with another number."""
+    pool.change_lanes()
+
+
 CLUSTER_FAULTS = [
     ClusterFault("SIGKILL of two workers", kill_workers),
     ClusterFault("SIGKILL of a primary", kill_primary),
@@ -270,4 +275,5 @@ CLUSTER_FAULTS = [
     ClusterFault("a primary added, and removed again", grow_and_shrink),
     ClusterFault("SIGKILL of all nodes", restart),
     ClusterFault("SIGKILL of a primary, back at once", come_back_empty),
+    ClusterFault("LMPOOL_LANES changed, worker by worker", change_lanes),
 ]

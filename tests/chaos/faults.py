@@ -51,7 +51,8 @@ def kill_client(pool: ChaosPool) -> None:
     try:
         with pool.admin() as admin:
             (shard,) = pool_shards(admin, "chaos")
-            until(lambda: admin.xlen(shard.stream().key) > 1000, 20, what="its jobs to be queued")
+            streams = [stream.key for stream in shard.streams]
+            until(lambda: sum(map(admin.xlen, streams)) > 1000, 20, what="its jobs to be queued")
     finally:
         client.kill()
         client.wait(10)
@@ -97,7 +98,8 @@ def commands(pool: ChaosPool) -> None:
         client.script_flush()
         time.sleep(0.3)
         (shard,) = pool_shards(client, "chaos")
-        client.xgroup_destroy(shard.stream().key, GROUP)
+        for key in shard.groups:
+            client.xgroup_destroy(key, GROUP)
         time.sleep(0.3)
         client.client_kill_filter(_type="normal", skipme=True)
         time.sleep(0.3)
@@ -201,6 +203,10 @@ def become_replica(pool: ChaosPool) -> None:
         client.replicaof("NO", "ONE")
 
 
+def change_lanes(pool: ChaosPool) -> None:
+    pool.change_lanes()
+
+
 AOF = {"appendonly": "yes", "appendfsync": "everysec"}
 
 FAULTS = [
@@ -237,4 +243,5 @@ FAULTS = [
     Fault("memory full, allkeys-lru, for 5 s", evict),
     Fault("snapshots fail for 3 s (MISCONF)", broken_disk),
     Fault("the server a replica for 3 s (READONLY)", become_replica),
+    Fault("LMPOOL_LANES changed, worker by worker", change_lanes),
 ]

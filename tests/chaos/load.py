@@ -18,6 +18,27 @@ from lmpool.errors import LmpoolError
 from tests.support.streams import continuation
 
 VOCAB = 256
+PREFIXES = 12
+"""Beginnings that many prompts share, the first ones more often: lanes fill unevenly."""
+LONGEST_PREFIX = 64
+
+
+class Prompts:
+    """Prompts that begin alike, or not at all, of tokens from 16 on."""
+
+    def __init__(self, seed: int) -> None:
+        chosen = random.Random(f"{seed} prefixes")
+        self._prefixes = [_tokens(chosen, 0, LONGEST_PREFIX) for _ in range(PREFIXES)]
+        self._weights = [1 / (number + 1) for number in range(PREFIXES)]
+
+    def one(self, random: random.Random) -> list[int]:
+        """A prompt, with or without a beginning of others."""
+        (prefix,) = random.choices([[], *self._prefixes], [1.0, *self._weights])
+        return [*prefix, *_tokens(random, 2, 8)]
+
+
+def _tokens(random: random.Random, least: int, most: int) -> list[int]:
+    return [random.randrange(16, VOCAB) for _ in range(random.randint(least, most))]
 
 
 @dataclass
@@ -88,6 +109,7 @@ class Load:
         **options: Any,
     ) -> None:
         self.outcomes = Outcomes()
+        self._prompts = Prompts(seed)
         self._url, self._pool, self._size, self._timeout = url, pool, size, timeout
         self._options = options
         self._most = most
@@ -164,7 +186,7 @@ class Load:
             self._count_resubmitted(lm)
 
     def _read_one(self, lm: lmpool.PooledLM, random: random.Random) -> None:
-        prompt = [random.randrange(16, VOCAB) for _ in range(random.randint(2, 8))]
+        prompt = self._prompts.one(random)
         count, seed = random.randint(2, self._longest_stream), random.randrange(1 << 40)
         begin = self._begin()
         right, failed = False, []
@@ -189,10 +211,7 @@ class Load:
             self.outcomes.calls.append((begin, time.monotonic(), 0))
 
     def _ask(self, lm: lmpool.PooledLM, random: random.Random) -> None:
-        prompts = [
-            [random.randrange(16, VOCAB) for _ in range(random.randint(2, 8))]
-            for _ in range(self._size)
-        ]
+        prompts = [self._prompts.one(random) for _ in range(self._size)]
         begin = self._begin()
         try:
             rows = lm.batch_next_token_logprobs_sync(prompts, timeout=self._timeout)

@@ -21,6 +21,11 @@ from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import WorkerProcess
 
+LANES = 64
+"""Of each shard, at first."""
+OTHER_LANES = (1, 8, 16, 64, 200)
+"""What `change_lanes` chooses from."""
+
 
 class ChaosPool:
     """`workers` workers on a server of their own; callers reach it through `proxy`.
@@ -50,6 +55,7 @@ class ChaosPool:
         """Seconds after which nothing may be left."""
         self._seed = seed
         self._count = workers
+        self._steals = folder / "steals"
         self._load = load or {}
         self._clocks = clocks
         self._replicated = replicated
@@ -58,6 +64,7 @@ class ChaosPool:
         self._taken_over = 0
         self._settings = {
             "batch_size": 16,
+            "lanes": LANES,
             **Faults(folder).settings(delay=0.004, acts=acts or {}),
             **settings,
         }
@@ -116,10 +123,32 @@ class ChaosPool:
         with self.admin() as client:
             until_at_rest(client, "chaos", self.at_rest_in)
 
+    def change_lanes(self) -> None:
+        """Have all workers started again, one by one, with another number of lanes; in their midst
+        one of them is killed."""
+        lanes = self.random.choice([n for n in OTHER_LANES if n != self._settings["lanes"]])
+        self._settings = {**self._settings, "lanes": lanes, "replace": True}
+        victim = self.random.randrange(self._count)
+        for place, worker in enumerate(list(self.workers)):
+            if place == victim:
+                worker.kill()
+                self.kills += 1
+            else:
+                worker.terminate()
+            until(lambda: self.workers[place] is not worker, 60, what="a worker to be replaced")  # noqa: B023
+            self.workers[place].wait_until_alive(60)
+
+    @property
+    def stolen(self) -> int:
+        """Jobs that workers took of others' lanes."""
+        lines = self._steals.read_text().splitlines() if self._steals.exists() else []
+        return sum(map(int, lines))
+
     def _start(self) -> WorkerProcess:
         settings = dict(self._settings)
+        settings["engine_opts"] = {**settings["engine_opts"], "steals": str(self._steals)}
         if self._clocks:
-            settings["engine_opts"] = {**settings["engine_opts"], "clock": self._clocks}
+            settings["engine_opts"]["clock"] = self._clocks
             self._clocks = -self._clocks
         worker = WorkerProcess(self._workers_url, "chaos", **settings)
         worker.url = self._tests_url()

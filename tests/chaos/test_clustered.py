@@ -71,3 +71,4 @@ def test_faults_of_a_cluster_drawn_one_after_another(
         pool.check(load)
         assert load.outcomes.resubmitted > 0
         assert pool.taken_over() > 0
+        assert pool.stolen > 0

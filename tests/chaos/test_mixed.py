@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from tests.chaos.faults import FAULTS
 from tests.chaos.load import Outcomes
 from tests.chaos.pool import ChaosPool
 from tests.support.faults import Faults
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.server
 
@@ -51,6 +51,7 @@ def test_a_hundred_kills_in_twenty_thousand_prompts(server_binary: str, tmp_path
         pool.check_nothing_left()
         check(running.outcomes)
         assert pool.kills == 100
+        assert pool.stolen > 0
         print(
             f"{pool.kills} kills, {running.outcomes.asked} prompts, longest wait "
             f"{max(end - begin for begin, end, _ in running.outcomes.calls):.1f} s"
@@ -63,13 +64,38 @@ def test_a_hundred_kills_in_twenty_thousand_prompts(server_binary: str, tmp_path
 def test_faults_one_after_another_lose_nothing(
     seed: int, server_binary: str, tmp_path: Path
 ) -> None:
-    options = {"server": {"enable-debug-command": "yes"}, "load": {"timeout": 120.0}}
-    with ChaosPool(tmp_path, seed=seed, workers=3, max_deliveries=5, **options) as pool:
+    """Drawn from all; engines hold their jobs for a while, so that each fault finds some."""
+    slow = Faults(tmp_path / "slow").settings(delay=0.4)
+    options = {
+        **slow,
+        "server": {"enable-debug-command": "yes"},
+        "load": {"timeout": 120.0, "callers": 4, "longest_stream": 4},
+        "batch_size": 8,
+        "max_deliveries": 20,
+    }
+    done: list[str] = []
+    with ChaosPool(tmp_path, seed=seed, workers=4, **options) as pool:
+        ends = time.monotonic() + 240.0
         with pool.load() as running:
-            time.sleep(1)
-            for fault in random.Random(seed).sample([f for f in FAULTS if not f.alone], 8):
+            until(lambda: running.answered() > 100, 20, what="the load to begin")
+            while time.monotonic() < ends:
+                fault = pool.random.choice([f for f in FAULTS if not f.alone])
+                done.append(fault.name)
                 fault.act(pool)
-                time.sleep(pool.random.uniform(0, 2))
-            time.sleep(3)
+                over = time.monotonic()
+                # The next one would make those wait longer that wait for the end of this one.
+                until(
+                    lambda: running.waits_since() > over,  # noqa: B023
+                    fault.within + 5.0,
+                    what=f"all to be answered after {done}",
+                )
         pool.check_nothing_left()
-    check(running.outcomes)
+        print(
+            f"{len(done)} faults, {running.outcomes.asked} prompts, {running.outcomes.resubmitted} "
+            f"asked again, {pool.taken_over()} taken over, {pool.stolen} stolen, longest call "
+            f"{max(end - begin for begin, end, _ in running.outcomes.calls):.1f} s"
+        )
+        check(running.outcomes)
+        assert running.outcomes.resubmitted > 0
+        assert pool.taken_over() > 0
+        assert pool.stolen > 0

@@ -42,6 +42,18 @@ ACTS: dict[str, Callable[[], None]] = {
 }
 
 
+def _write_down_steals(file: Path) -> None:
+    stole = status.WorkerStatus.stole
+
+    def note(self: status.WorkerStatus, found: Any) -> None:
+        stole(self, found)
+        if count := sum(len(entries) for _, entries in found):
+            with file.open("a") as log:  # at once: the worker may be killed
+                log.write(f"{count}\n")
+
+    status.WorkerStatus.stole = note  # type: ignore[method-assign]
+
+
 class FaultyEngine(MockEngine):
     """As the mock engine.
 
@@ -50,7 +62,8 @@ class FaultyEngine(MockEngine):
     `once`.
     `unguarded` switches recovery and watchdog off. `memory` is how many prompts fit into its
     memory. `clock` is how many seconds the machine's clock is ahead. `prefix_delay` is how many
-    seconds a prefix takes.
+    seconds a prefix takes. `steals` is a file that gets a line with their number each time that the
+    worker takes jobs of others' lanes.
     """
 
     def __init__(
@@ -64,6 +77,7 @@ class FaultyEngine(MockEngine):
         unguarded: bool = False,
         clock: float = 0.0,
         prefix_delay: float = 0.0,
+        steals: str | None = None,
         **options: Any,
     ) -> None:
         if unguarded:
@@ -73,6 +87,8 @@ class FaultyEngine(MockEngine):
         if clock:
             right = time.time
             time.time = lambda: right() + clock
+        if steals:
+            _write_down_steals(Path(steals))
         super().__init__(model, **options)
         self._acts = {int(token): ACTS[act] for token, act in (acts or {}).items()}
         self._memory = memory

@@ -63,8 +63,13 @@ def pending(client: redis.Redis, shard: ShardKeys) -> dict[str, int]:
 def assert_at_rest(client: redis.Redis, pool: str) -> None:
     """Nothing waits, nothing is held, and no client has left anything."""
     for shard in pool_shards(client, pool):
-        assert client.xlen(shard.stream().key) == 0
-        assert not any(pending(client, shard).values())
+        with client.pipeline(transaction=False) as pipe:
+            for stream in shard.streams:
+                pipe.xlen(stream.key)
+            assert not any(pipe.execute())
+            for stream in shard.streams:
+                pipe.xpending(stream.key, GROUP)
+            assert not any(held["pending"] for held in pipe.execute())
         for kind in ("flight", "reply"):
             left = list(client.scan_iter(f"{shard.prefix}:{kind}:*", count=1000))
             assert not left, left
