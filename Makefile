@@ -39,10 +39,10 @@ test: $(READY) ## The tests
 	$(BIN)/python -m pytest $(TOGETHER) -m "$(ELSEWHERE)" $(IGNORE) $(ARGS)
 
 test-server: $(READY) ## The tests of a server again, on LMPOOL_TEST_SERVER=/usr/bin/redis-server
-	$(BIN)/python -m pytest $(TOGETHER) -m "server and $(ELSEWHERE)" $(IGNORE) $(ARGS)
+	$(BIN)/python -m pytest $(TOGETHER) -m "server and not one_server and $(ELSEWHERE)" $(IGNORE) $(ARGS)
 
 test-cluster: $(READY) ## The tests of a shared server again, on a cluster of three primaries and replicas
-	LMPOOL_TEST_CLUSTER=1 $(BIN)/python -m pytest $(TOGETHER) -m "cluster and $(ELSEWHERE)" tests/integration $(ARGS)
+	LMPOOL_TEST_CLUSTER=1 $(BIN)/python -m pytest $(TOGETHER) -m "cluster and not one_server and $(ELSEWHERE)" tests/integration $(ARGS)
 
 # An engine, or a library to be compatible with, whose packages would not live beside those of
 # .venv: its test modules are tests/engines/test_NAME.py and test_NAME_*.py, what it needs

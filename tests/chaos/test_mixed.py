@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_faults_one_after_another_lose_nothing(
 ) -> None:
     """Drawn from all; engines hold their jobs for a while, so that each fault finds some."""
     slow = Faults(tmp_path / "slow").settings(delay=0.4)
-    options = {
+    options: dict[str, Any] = {
         **slow,
         "server": {"enable-debug-command": "yes"},
         "load": {"timeout": 120.0, "callers": 4, "longest_stream": 4},

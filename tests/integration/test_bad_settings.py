@@ -154,6 +154,7 @@ BAD_SETTINGS = [
 ]
 
 
+@pytest.mark.one_server
 @pytest.mark.timeout(90)
 def test_workers_refuse_nonsense(server_url, pool_name, redis_client):
     for start in range(0, len(BAD_SETTINGS), 5):  # a few at a time: they share the cores

@@ -6,7 +6,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,14 @@ from tests.support.workers import (
     ARQ,
     WorkerProcess,
     clean_environment,
+    living_workers,
     settings_as_environment,
     worker_process,
 )
 
 pytestmark = pytest.mark.timeout(120)
 
-NODE_TIMEOUT = 2.0
+NODE_TIMEOUT = 1.0
 PROMPT = [[1, 2, 3]]
 
 
@@ -117,6 +119,7 @@ def test_control_jobs_travel_through_a_cluster_with_tls_and_users(
         use_everything(secured.url_of("worker", "w"), pool_name, tmp_path)
 
 
+@pytest.mark.one_server
 def test_control_jobs_may_have_a_server_of_their_own(
     cluster: Cluster, pool_name: str, tmp_path: Path
 ) -> None:
@@ -197,6 +200,7 @@ def test_a_job_that_runs_while_its_node_is_killed_is_answered(
     assert max(running.took, later.took) < 5 + NODE_TIMEOUT + 5
 
 
+@pytest.mark.one_server
 def test_an_adapter_comes_while_a_node_of_its_registry_is_dead(
     cluster: Cluster, pool_name: str, tmp_path: Path
 ) -> None:
@@ -259,6 +263,7 @@ def test_jobs_are_answered_while_their_slot_moves(
     assert time.monotonic() - began < 2
 
 
+@pytest.mark.one_server
 def test_a_caller_is_told_in_time_that_the_node_is_away(server_binary: str, pool_name: str) -> None:
     with (
         RealServer(tcp=True) as pool,
@@ -315,8 +320,8 @@ def tells_the_truth(
     with worker_process(url, pool, worker_name="here", **settings) as worker:
         until(lambda: status() == 0, 20)
         worker.kill()
-        worker.process.wait()
-        until(lambda: status() == 1, 15)
+        until(lambda: not living_workers(url, pool), 10, what="its sign of life to end")
+        until(lambda: status() == 1, 5)
     take_away()
     began = time.monotonic()
     found = check(url, pool, folder, **settings)
@@ -326,31 +331,33 @@ def tells_the_truth(
     assert time.monotonic() - began < 20
 
 
-def test_arqs_check_of_one_server(server_binary: str, pool_name: str, tmp_path: Path) -> None:
-    with RealServer(requirepass="s3cret@") as server:
-        url = f"unix://:s3cret%40@{server.socket}?db=1"
-        tells_the_truth(url, pool_name, tmp_path, server.kill)
+@pytest.mark.one_server
+def test_arqs_check(server_binary: str, pool_name: str, tmp_path: Path) -> None:
+    """Of one server, of Sentinels, of a cluster, and of a server of control jobs: side by side, as
+    it waits in each of them."""
+    with ExitStack() as stack:
+        one = stack.enter_context(RealServer(requirepass="s3cret@"))
+        primary = stack.enter_context(RealServer(tcp=True))
+        watched = stack.enter_context(sentinels(primary, replicas=0))
+        many = stack.enter_context(Cluster(3, 0, node_timeout=NODE_TIMEOUT))
+        pool = stack.enter_context(RealServer(tcp=True))
+        control = stack.enter_context(RealServer(tcp=True))
+        ways: list[tuple[str, Callable[[], None], dict[str, str]]] = [
+            (f"unix://:s3cret%40@{one.socket}?db=1", one.kill, {}),
+            (watched, primary.kill, {}),
+            (many.url, owner_of(many, pool_name).kill, {}),
+            (pool.url, control.kill, {"control_url": control.url}),
+        ]
+        with ThreadPoolExecutor(len(ways)) as together:
+            found = [
+                together.submit(tells_the_truth, url, pool_name, tmp_path, take_away, **settings)
+                for url, take_away, settings in ways
+            ]
+            for each in found:
+                each.result()
 
 
-def test_arqs_check_of_sentinels(server_binary: str, pool_name: str, tmp_path: Path) -> None:
-    with RealServer(tcp=True) as server, sentinels(server, replicas=0) as url:
-        tells_the_truth(url, pool_name, tmp_path, server.kill)
-
-
-def test_arqs_check_of_a_cluster(cluster: Cluster, pool_name: str, tmp_path: Path) -> None:
-    with Cluster(3, 0, node_timeout=NODE_TIMEOUT) as mortal:
-        node = owner_of(mortal, pool_name)
-        tells_the_truth(mortal.url, pool_name, tmp_path, node.kill)
-
-
-def test_arqs_check_of_a_server_of_control_jobs(
-    server_binary: str, pool_name: str, tmp_path: Path
-) -> None:
-    with RealServer(tcp=True) as pool, RealServer(tcp=True) as control:
-        settings = {"control_url": control.url}
-        tells_the_truth(pool.url, pool_name, tmp_path, control.kill, **settings)
-
-
+@pytest.mark.one_server
 def test_arqs_check_knows_a_worker_again_after_a_failover(
     cluster: Cluster, pool_name: str, tmp_path: Path
 ) -> None:
@@ -368,6 +375,7 @@ def test_arqs_check_knows_a_worker_again_after_a_failover(
 # ---- settings
 
 
+@pytest.mark.one_server
 def test_a_node_of_a_cluster_is_no_server_of_control_jobs(
     cluster: Cluster, server_url: str, pool_name: str
 ) -> None:
@@ -409,6 +417,7 @@ def test_a_job_given_up_waits_for_a_replica_and_garbage_does_not(
             assert server.xlen(shard.dead) == 2
 
 
+@pytest.mark.one_server
 def test_what_must_not_be_lost_waits_for_a_replica(
     cluster: Cluster, server_binary: str, pool_name: str, tmp_path: Path
 ) -> None:

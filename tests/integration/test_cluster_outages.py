@@ -34,11 +34,18 @@ pytestmark = [pytest.mark.timeout(90)]
 VOCAB = 1000
 
 
-@pytest.fixture
-def cluster(server_binary: str) -> Iterator[Cluster]:
-    """Three primaries without replicas, whose slots stay away with them."""
+@pytest.fixture(scope="module")
+def _cluster(server_binary: str) -> Iterator[Cluster]:
     with Cluster(3, 0, node_timeout=1.0, cluster_require_full_coverage="no") as cluster:
         yield cluster
+
+
+@pytest.fixture
+def cluster(_cluster: Cluster) -> Cluster:
+    """Three primaries without replicas, whose slots stay away with them. None may be paused at the
+    end of a test; one that was ended has forgotten everything."""
+    _cluster.mend()
+    return _cluster
 
 
 @pytest.fixture
@@ -81,6 +88,7 @@ def victim_of(cluster: Cluster, lm: lmpool.PooledLM) -> tuple[ClusterNode, Shard
     return victim, away, there
 
 
+@pytest.mark.one_server
 def test_a_cluster_has_two_shards_for_each_primary(cluster: Cluster, lm: lmpool.PooledLM) -> None:
     owners = [cluster.owner(shard.slot) for shard in lm.shards]
     assert [owners.count(node) for node in cluster.primaries()] == [2, 2, 2]
@@ -115,6 +123,7 @@ def test_other_shards_are_served_meanwhile(cluster: Cluster, lm: lmpool.PooledLM
     assert lm.statistics()["failed"] == 0
 
 
+@pytest.mark.one_server
 def test_who_waits_for_too_long_is_told_which_shard(cluster: Cluster, lm: lmpool.PooledLM) -> None:
     victim, away, there = victim_of(cluster, lm)
     victim.kill()
@@ -181,6 +190,7 @@ def test_a_cluster_url_of_a_plain_server_is_answered_with_what_to_write(
         read_facts(server.url.replace("redis://", "redis+cluster://"), "p")
 
 
+@pytest.mark.one_server
 def test_nobody_serves(cluster: Cluster, pool_name: str) -> None:
     with ExitStack() as stack:
         stack.enter_context(in_process_worker(cluster.url, pool_name))
@@ -207,6 +217,7 @@ def one_of_each(lm: lmpool.PooledLM, start: int) -> list[list[int]]:
     return [prompts_of(lm, shard, 1, start)[0] for shard in lm.shards]
 
 
+@pytest.mark.one_server
 @pytest.mark.usefixtures("long_reads")
 def test_what_comes_to_a_busy_workers_reads_is_run_by_an_idle_one(
     cluster: Cluster, pool_name: str
@@ -231,6 +242,7 @@ def test_what_comes_to_a_busy_workers_reads_is_run_by_an_idle_one(
             waiting.result(20)
 
 
+@pytest.mark.one_server
 @pytest.mark.usefixtures("long_reads")
 def test_a_worker_that_leaves_takes_no_jobs_along(
     cluster: Cluster, pool_name: str, caplog: pytest.LogCaptureFixture
@@ -259,6 +271,7 @@ def test_a_worker_that_leaves_takes_no_jobs_along(
             assert "took over" not in caplog.text
 
 
+@pytest.mark.one_server
 def test_a_worker_joins_while_a_part_is_away(cluster: Cluster, pool_name: str) -> None:
     opts = {"vocab_size": VOCAB}
     with ExitStack() as stack:
@@ -276,6 +289,7 @@ def test_a_worker_joins_while_a_part_is_away(cluster: Cluster, pool_name: str) -
             assert_right(lm, one_of_each(lm, 100))
 
 
+@pytest.mark.one_server
 def test_rows_that_nobody_has_room_for_are_computed_again(
     cluster: Cluster, pool_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +312,7 @@ def test_rows_that_nobody_has_room_for_are_computed_again(
         waiting.result(60)
 
 
+@pytest.mark.one_server
 def test_an_adapter_is_known_while_the_first_shard_is_away(
     cluster: Cluster, pool_name: str, tmp_path: Path
 ) -> None:

@@ -190,6 +190,7 @@ def test_nodes_speak_ipv6(server_binary: str) -> None:
         assert f"[::1]:{cluster.nodes[0].cluster_port}" in cluster.url
 
 
+@pytest.mark.one_server
 def test_nothing_stays_of_a_cluster_whose_process_is_killed(server_binary: str) -> None:
     program = (
         "from tests.support.cluster import Cluster\n"

@@ -56,11 +56,17 @@ def own_cluster(server_binary: str) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture
-def bare(server_binary: str) -> Iterator[Cluster]:
-    """Three primaries without replicas: what one holds is away with it."""
+@pytest.fixture(scope="module")
+def _bare(server_binary: str) -> Iterator[Cluster]:
     with Cluster(3, node_timeout=1.0, **QUIET) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def bare(_bare: Cluster) -> Cluster:
+    """Three primaries without replicas: what one holds is away with it."""
+    _bare.mend()
+    return _bare
 
 
 def worker_of(cluster: Cluster, pool: str) -> AbstractContextManager[InProcessWorker]:
@@ -95,6 +101,7 @@ def not_well(found: list[Finding]) -> dict[str, str]:
 # --- looking -----------------------------------------------------------------------------------
 
 
+@pytest.mark.one_server
 def test_every_figure_is_that_of_all_nodes(cluster: Cluster, pool_name: str) -> None:
     with (
         worker_of(cluster, pool_name) as one,
@@ -135,6 +142,7 @@ def test_every_figure_is_that_of_all_nodes(cluster: Cluster, pool_name: str) -> 
             assert len(mine) == 2
 
 
+@pytest.mark.one_server
 def test_a_backlog_is_that_of_all_shards(cluster: Cluster, pool_name: str) -> None:
     with worker_of(cluster, pool_name), connected(cluster.url, pool_name) as lm:
         shards = lm.shards
@@ -151,6 +159,7 @@ def test_a_backlog_is_that_of_all_shards(cluster: Cluster, pool_name: str) -> No
     assert json.loads(command(cluster.url, pool_name, "stats", "--json").stdout)["backlog"] == 18
 
 
+@pytest.mark.one_server
 def test_one_node_away_leaves_the_figures_of_the_others(bare: Cluster, pool_name: str) -> None:
     with (
         worker_of(bare, pool_name) as worker,
@@ -185,6 +194,7 @@ def test_one_node_away_leaves_the_figures_of_the_others(bare: Cluster, pool_name
         assert viewer.read().statistics["held_bytes"] == whole.statistics["held_bytes"]
 
 
+@pytest.mark.one_server
 def test_commands_say_which_node_is_away(bare: Cluster, pool_name: str) -> None:
     url = bare.url_of(seeds=3)
     with worker_of(bare, pool_name), connected(bare.url, pool_name) as lm:
@@ -211,6 +221,7 @@ def test_commands_say_which_node_is_away(bare: Cluster, pool_name: str) -> None:
         bare.wait_until_ok()
 
 
+@pytest.mark.one_server
 def test_a_cluster_that_is_away_is_an_error_and_found_again(bare: Cluster, pool_name: str) -> None:
     with (
         worker_of(bare, pool_name),
@@ -235,6 +246,7 @@ def _has_workers(viewer: PoolViewer) -> bool:
         return False
 
 
+@pytest.mark.one_server
 def test_commands_print_what_a_cluster_holds(cluster: Cluster, pool_name: str) -> None:
     with worker_of(cluster, pool_name) as worker, connected(cluster.url, pool_name) as lm:
         ask(lm, 50)
@@ -287,6 +299,7 @@ def test_the_doctor_says_what_a_fresh_cluster_lacks(server_binary: str, pool_nam
         assert sum(text in what for what in found) == 1, (text, found)
 
 
+@pytest.mark.one_server
 def test_the_doctor_finds_a_node_that_is_gone(own_cluster: Cluster, pool_name: str) -> None:
     with worker_of(own_cluster, pool_name):
         (first, *_) = own_cluster.primaries()
@@ -296,6 +309,7 @@ def test_the_doctor_finds_a_node_that_is_gone(own_cluster: Cluster, pool_name: s
         assert any(str(replica.cluster_port) in text for text in found), found
 
 
+@pytest.mark.one_server
 def test_the_doctor_finds_an_address_that_leads_nowhere(server_binary: str, pool_name: str) -> None:
     told: list[int] = []
 
@@ -314,11 +328,13 @@ def test_the_doctor_finds_an_address_that_leads_nowhere(server_binary: str, pool
     assert "cluster-announce-port" in away.remedy
 
 
+@pytest.mark.one_server
 def test_the_doctor_says_when_more_shards_are_due(own_cluster: Cluster, pool_name: str) -> None:
     with worker_of(own_cluster, pool_name), connected(own_cluster.url, pool_name) as lm:
         ask(lm, 10)
         added = [own_cluster.add_node(), own_cluster.add_node()]
-        own_cluster.rebalance([*own_cluster.primaries(), *added])
+        primaries = [*own_cluster.primaries(), *added]
+        own_cluster.rebalance(primaries, at_once=own_cluster.moves_at_once)
         found = inspection.diagnose(own_cluster.url, pool_name)
         (due,) = [finding for finding in found if "unevenly" in finding.what]
         assert due.level == "note"
@@ -384,6 +400,7 @@ def test_each_user_sees_what_it_may(server_binary: str, pool_name: str) -> None:
         assert "change-this" not in refused.what
 
 
+@pytest.mark.one_server
 def test_a_url_of_the_other_kind_says_what_to_write(
     cluster: Cluster, server_binary: str, pool_name: str
 ) -> None:

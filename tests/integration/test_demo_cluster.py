@@ -17,7 +17,7 @@ from tests.support.processes import short_folder, users_of, wait_until_gone
 from tests.support.waiting import until
 from tests.support.workers import clean_environment
 
-pytestmark = [pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.one_server]
 
 
 @pytest.fixture

@@ -95,6 +95,7 @@ def test_a_perplexity_is_that_of_the_rows(server_url: str, pool_name: str) -> No
     assert found == pytest.approx(np.exp(-np.mean(exact)), rel=1e-4)
 
 
+@pytest.mark.one_server
 def test_weighted_draws_follow_the_models_distribution(server_url: str, pool_name: str) -> None:
     example = imported("constrained")
     texts = [(1, 2), (1, 3), (2, 2, 2), (250,)]
@@ -133,6 +134,7 @@ def parts(folder: Path) -> dict[str, tuple[int, dict[str, np.ndarray]]]:
     return found
 
 
+@pytest.mark.one_server
 @pytest.mark.timeout(240)
 def test_distilled_parts_go_on_where_a_kill_has_left_them(
     server_url: str,

@@ -156,6 +156,7 @@ def files(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.one_server
 @pytest.mark.parametrize(
     ("quick", "slow", "gone"),
     [
@@ -210,6 +211,7 @@ def test_a_crowd_is_answered_in_bounded_memory_and_leaves_no_job(
         assert http.post("/v1/completions", json=body).status_code == 200
 
 
+@pytest.mark.one_server
 def test_a_shells_usual_bound_of_open_files_is_none_of_connections(
     server_url: str, pool_name: str
 ) -> None:

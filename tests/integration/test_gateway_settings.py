@@ -14,6 +14,7 @@ from tests.support.workers import clean_environment, worker_process
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
+@pytest.mark.one_server
 def test_a_gateway_is_what_its_variables_say(server_url: str, pool_name: str) -> None:
     """So are its workers, which have the same environment."""
     other = f"{pool_name}-b"
@@ -44,6 +45,7 @@ def test_a_gateway_is_what_its_variables_say(server_url: str, pool_name: str) ->
         assert status(prompt=[1] * 2048) == 413
 
 
+@pytest.mark.one_server
 def test_a_variable_that_cannot_be_used_ends_it_at_once(server_url: str) -> None:
     for name, value, said in (
         ("LMPOOL_GATEWAY_MAX_N", "0", "LMPOOL_GATEWAY_MAX_N='0': input should be greater"),

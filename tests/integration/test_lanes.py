@@ -216,6 +216,7 @@ def test_jobs_are_given_back_from_every_lane(server_url, redis_client, pool_name
             until_at_rest(redis_client, pool_name)
 
 
+@pytest.mark.one_server
 def test_workers_that_place_prompts_otherwise_are_refused(server_url, pool_name: str) -> None:
     with worker_process(server_url, pool_name, lanes=4):
         for name, value in (("lanes", 8), ("block_tokens", 99), ("blocks", 3)):

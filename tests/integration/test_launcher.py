@@ -53,12 +53,14 @@ def test_a_worker_that_dies_is_replaced(server_url: str, pool_name: str) -> None
         assert f"(pid {victim}) was ended by SIGKILL" in found.log
 
 
+@pytest.mark.one_server
 def test_each_gpu_has_a_worker(server_url: str, pool_name: str) -> None:
     # The mock engine needs no GPU: these are the workers' variables.
     with launcher(server_url, pool_name, "--gpus", "3,5+6") as found:
         assert sorted(found.wait_for_workers(2).values()) == ["3", "5,6"]
 
 
+@pytest.mark.one_server
 def test_settings_come_from_options_and_variables(server_url: str, pool_name: str) -> None:
     options = ["--engine-opts", '{"vocab_size": 300}', "--worker-name", "anna"]
     with launcher(server_url, pool_name, *options, LMPOOL_MAX_PROMPT_TOKENS="77") as found:
@@ -69,6 +71,7 @@ def test_settings_come_from_options_and_variables(server_url: str, pool_name: st
         assert "[worker 1]" not in found.log  # a single one has the terminal to itself
 
 
+@pytest.mark.one_server
 def test_a_worker_that_was_told_to_leave_stays_away(server_url: str, pool_name: str) -> None:
     with launcher(server_url, pool_name, "--workers", "2") as found:
         first, second = found.wait_for_workers(2)
@@ -79,6 +82,7 @@ def test_a_worker_that_was_told_to_leave_stays_away(server_url: str, pool_name: 
         assert found.wait() == 0
 
 
+@pytest.mark.one_server
 def test_refused_workers_end_it_with_the_reason(server_url: str, pool_name: str) -> None:
     with (
         worker_process(server_url, pool_name, engine_opts={"vocab_size": 300}),
@@ -98,6 +102,7 @@ def test_a_server_that_is_not_there_is_tried_again(pool_name: str, tmp_path: Pat
         assert "Traceback" not in found.log
 
 
+@pytest.mark.one_server
 @pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGHUP])
 def test_it_drains_on_other_signals_too(
     server_url: str, pool_name: str, told: signal.Signals
@@ -109,6 +114,7 @@ def test_it_drains_on_other_signals_too(
         wait_until_gone(pids, timeout=1)
 
 
+@pytest.mark.one_server
 def test_under_nohup_it_outlives_its_terminal(server_url: str, pool_name: str) -> None:
     with launcher(server_url, pool_name, nohup=True) as found:
         pids = found.wait_for_workers(1)
@@ -120,6 +126,7 @@ def test_under_nohup_it_outlives_its_terminal(server_url: str, pool_name: str) -
         assert "SIGTERM: the workers finish" in found.log
 
 
+@pytest.mark.one_server
 def test_a_second_signal_hastens(server_url: str, pool_name: str) -> None:
     slow = ["--engine-opts", '{"delay": 60}']
     with launcher(server_url, pool_name, *slow) as found:
@@ -135,6 +142,7 @@ def test_a_second_signal_hastens(server_url: str, pool_name: str) -> None:
         wait_until_gone(pids, timeout=1)
 
 
+@pytest.mark.one_server
 def test_a_frozen_worker_is_killed_in_the_end(server_url: str, pool_name: str) -> None:
     with launcher(server_url, pool_name, "--drain-timeout", "0.5") as found:
         pids = found.wait_for_workers(1)
@@ -144,6 +152,7 @@ def test_a_frozen_worker_is_killed_in_the_end(server_url: str, pool_name: str) -
         wait_until_gone(pids, timeout=1)
 
 
+@pytest.mark.one_server
 @LINUX
 def test_workers_do_not_outlive_a_killed_launcher(server_url: str, pool_name: str) -> None:
     with launcher(server_url, pool_name, "--workers", "2") as found:

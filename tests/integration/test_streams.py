@@ -341,7 +341,7 @@ def test_damaged_pieces_cost_no_token(server_url: str, pool_name: str, kind: str
     damage: dict[str, Callable[[redis.Redis, str], object]] = {
         "string": lambda client, key: client.set(key, "in the way"),
         "garbage": lambda client, key: client.xadd(key, {"piece": b"garbage"}, id="0-3000"),
-        "gap": lambda client, key: client.xadd(key, {"other": b""}, id="0-40"),
+        "gap": lambda client, key: client.xadd(key, {"other": b""}, id="0-75"),
         "gone": lambda client, key: client.delete(key),
     }
     with (

@@ -432,6 +432,15 @@ class Cluster:
             node.start()
         self.wait_until_ok()
 
+    def mend(self) -> None:
+        """Start what was ended, let go on what was paused, wait until the cluster serves."""
+        for node in self.nodes:
+            if node.is_paused:
+                node.resume()
+            elif not node.runs:
+                node.start()
+        self.wait_until_ok()
+
     # ---- moving slots
 
     @property
