@@ -74,6 +74,18 @@ class ClusterPool(ChaosPool):
         slot = self.random.choice(self.slots())
         return self.cluster.owner(slot), slot
 
+    def busiest(self) -> tuple[ClusterNode, int]:
+        """The primary of the shard that has the most jobs, and that shard's slot."""
+        with self.admin() as client:
+            jobs = {}
+            for shard in pool_shards(client, "chaos"):
+                with client.pipeline(transaction=False) as pipe:
+                    for stream in shard.streams:
+                        pipe.xlen(stream.key)
+                    jobs[slot_of(shard.prefix)] = sum(pipe.execute())
+        slot = max(jobs, key=lambda slot: jobs[slot])
+        return self.cluster.owner(slot), slot
+
     def befall(self, load: Load, fault: ClusterFault) -> tuple[float, float]:
         """A fault; return once calls are answered again, which must be soon enough.
 
@@ -170,7 +182,7 @@ def kill_primary(pool: ClusterPool) -> None:
 
 def lose_writes(pool: ClusterPool) -> None:
     """Its replica has nothing of what it was told for 1.3 s."""
-    node, slot = pool.victim()
+    node, slot = pool.busiest()  # prompts that begin alike lie together: others may have none
 
     def go_on() -> None:
         time.sleep(1.3)

@@ -33,7 +33,7 @@ class Prompts:
 
     def one(self, random: random.Random) -> list[int]:
         """A prompt, with or without a beginning of others."""
-        (prefix,) = random.choices([[], *self._prefixes], [1.0, *self._weights])
+        (prefix,) = random.choices([[], *self._prefixes], [2.0, *self._weights])
         return [*prefix, *_tokens(random, 2, 8)]
 
 
