@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 import pytest
@@ -82,7 +82,7 @@ def come_from(cluster: Cluster) -> set[str]:
     found = set()
     for node in cluster.running:
         with node.client() as client:
-            for each in client.client_list():
+            for each in cast(list[dict[str, str]], client.client_list()):
                 if each["name"].startswith("lmpool"):
                     found.add(each["addr"].rpartition(":")[0])
     return found
@@ -207,4 +207,5 @@ def test_one_address_leads_nowhere(server_binary: str, pool_name: str) -> None:
                     assert isinstance(answer, LmpoolError)
                     says_what_to_do(answer)
                 else:
-                    np.testing.assert_allclose(answer, mock_row(prompt, VOCAB), atol=1e-5)
+                    row = cast(np.ndarray, answer)
+                    np.testing.assert_allclose(row, mock_row(prompt, VOCAB), atol=1e-5)

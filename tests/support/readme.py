@@ -17,11 +17,12 @@ from lmpool.settings import (
     GatewaySettings,
     WorkerOptions,
 )
+from tests.support.scale import scale_table
 
 README = Path(__file__).parents[2] / "README.md"
-ENGINES, GATEWAY, OPERATING, SETTINGS = (
+ENGINES, GATEWAY, OPERATING, SCALE, SETTINGS = (
     README.parent / "docs" / f"{name}.md"
-    for name in ("engines", "gateway", "operating", "settings")
+    for name in ("engines", "gateway", "operating", "scale", "settings")
 )
 
 
@@ -93,5 +94,6 @@ if __name__ == "__main__":
         (SETTINGS, "settings", settings_table()),
         (GATEWAY, "settings", gateway_table()),
         (OPERATING, "metrics", metrics_table()),
+        (SCALE, "plan", scale_table()),
     ):
         page.write_text(with_section(page.read_text("utf-8"), name, table), "utf-8")

@@ -13,12 +13,14 @@ from tests.support.readme import (
     GATEWAY,
     OPERATING,
     README,
+    SCALE,
     SETTINGS,
     gateway_table,
     metrics_table,
     section,
     settings_table,
 )
+from tests.support.scale import scale_table
 
 TEXT = README.read_text("utf-8")
 BLOB = "https://github.com/lmpool/lmpool/blob/main/"
@@ -32,8 +34,9 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^()\s]+)\)")
         (SETTINGS, "settings", settings_table()),
         (GATEWAY, "settings", gateway_table()),
         (OPERATING, "metrics", metrics_table()),
+        (SCALE, "plan", scale_table()),
     ],
-    ids=["settings", "gateway", "metrics"],
+    ids=["settings", "gateway", "metrics", "scale"],
 )
 def test_tables_are_those_of_the_code(page: Path, name: str, table: str) -> None:
     assert section(page.read_text("utf-8"), name) == table, "python -m tests.support.readme"
