@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from lmpool.backends.batch import BatchEngine
 from lmpool.backends.engine import EngineInfo, Measures, Outcome, Request, Tokens
+from lmpool.backends.mock.kept import KeptBlocks
 from lmpool.errors import EngineBroken, SettingsError
 from lmpool.wants import Top, TopLogprobs
 
@@ -27,6 +28,7 @@ _TABLE_ENTRIES: Final = 1 << 20
 _TABLE_KEY: Final = 0x6C6D706F6F6C  # "lmpool"
 _LARGEST_VOCABULARY: Final = 1 << 24
 _LARGEST_TOKENIZER: Final = 1 << 20
+_MOST_KEPT: Final = 1 << 24
 
 
 def mock_row(
@@ -131,11 +133,13 @@ def _tops(k: int, vocab_size: int, places: Sequence[tuple[int, int]]) -> list[To
 class MockEngine(BatchEngine):
     """Returns `mock_row`, as slowly and as badly as it is told to.
 
-    `delay` is seconds a batch takes, `delay_per_token` seconds more for each token in it. A prompt
-    that contains `fail_token` makes its batch fail; one that contains `break_token` breaks the
-    engine. `log` names a file that gets one JSON line a batch: `size` (prompts), `tokens` (their
-    total), `start` and `end` (seconds of the monotonic clock), `time` (Unix time of the start) and
-    `pid`. `dtype` changes nothing. The last id is the end-of-sequence token, id 0 begins one.
+    `delay` is seconds a batch takes, `delay_per_token` seconds more for each token that it
+    computes: all of them, unless it `keeps` the states of so many, in blocks of 16, which are
+    nothing but counted. A prompt that contains `fail_token` makes its batch fail; one that contains
+    `break_token` breaks the engine. `log` names a file that gets one JSON line a batch: `size`
+    (prompts), `tokens` (their total), `start` and `end` (seconds of the monotonic clock), `time`
+    (Unix time of the start) and `pid`. `dtype` changes nothing. The last id is the end-of-sequence
+    token, id 0 begins one.
     """
 
     def __init__(
@@ -148,6 +152,7 @@ class MockEngine(BatchEngine):
         max_prompt_tokens: int = 4096,
         delay: float = 0.0,
         delay_per_token: float = 0.0,
+        keeps: int = 0,
         fail_token: int | None = None,
         break_token: int | None = None,
         log: str | os.PathLike[str] | None = None,
@@ -157,6 +162,7 @@ class MockEngine(BatchEngine):
         _check_count("max_prompt_tokens", max_prompt_tokens, 1, 1 << 30)
         _check_seconds("delay", delay)
         _check_seconds("delay_per_token", delay_per_token)
+        _check_count("keeps", keeps, 0, _MOST_KEPT)
         for name, token in (("fail_token", fail_token), ("break_token", break_token)):
             if token is not None:
                 _check_count(name, token, 0, vocab_size - 1)
@@ -167,6 +173,7 @@ class MockEngine(BatchEngine):
         self._log = None if log is None else _log_path(log)
         self._closed = False
         self._computed_tokens = 0
+        self._kept = KeptBlocks(keeps) if keeps else None
         self.info = EngineInfo(
             engine="mock",
             model=model,
@@ -182,16 +189,25 @@ class MockEngine(BatchEngine):
         )
 
     def measures(self) -> Measures:
-        """The tokens that it was given: it keeps nothing."""
-        return Measures(computed_tokens=self._computed_tokens)
+        """The tokens that it was given, but for those that it pretends to have kept."""
+        kept = self._kept
+        if kept is None:
+            return Measures(computed_tokens=self._computed_tokens)
+        return Measures(self._computed_tokens, kept.tokens, kept.room, kept.evicted_tokens)
+
+    def clear_cache(self) -> None:
+        """Keep nothing of what was kept."""
+        if self._kept is not None:
+            self._kept.clear()
 
     def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
         if self._closed:
             raise EngineBroken("the engine was closed")
         started, clock = time.monotonic(), time.time()
         tokens = sum(request.tokens.size for request in requests)
-        self._computed_tokens += tokens
-        seconds = self._delay + self._delay_per_token * tokens
+        computed = tokens if self._kept is None else self._keep(self._kept, requests)
+        self._computed_tokens += computed
+        seconds = self._delay + self._delay_per_token * computed
         if seconds > 0.0:
             time.sleep(seconds)
         try:
@@ -216,6 +232,10 @@ class MockEngine(BatchEngine):
             for number, answer in zip(places, answers, strict=True):
                 outcomes[number] = Outcome(requests[number].id, answer=answer)
         return outcomes
+
+    @staticmethod
+    def _keep(kept: KeptBlocks, requests: Sequence[Request]) -> int:
+        return sum(kept.compute(r.tokens.tobytes(), _adapter_key(r.adapter)) for r in requests)
 
     def _misbehave(self, requests: Sequence[Request]) -> None:
         if self._break_token is not None and _contains(requests, self._break_token):

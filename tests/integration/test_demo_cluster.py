@@ -72,6 +72,26 @@ def test_a_primary_is_killed_and_nothing_is_lost(folder: Path, server_binary: st
     # It was killed under load: somebody waited for what lay there.
     assert outage - 1.0 < numbers["seconds, the longest call"] < 20
     assert "rows are the same bytes in all 3 clients" in after
+    # Each lane in use has one home, and every job that was computed was taken by somebody.
+    (used, lanes) = re.findall(r"^Lanes: (\d+) of (\d+) in use$", before, re.M)[0]
+    assert (used, lanes) == ("192", "384")
+    homes = re.findall(r"^  worker   pid (\d+) +home of (\d+) lanes$", before, re.M)
+    assert len(homes) == 2
+    assert sum(int(count) for _, count in homes) == 192
+    assert min(int(count) for _, count in homes) > 50
+    ran = re.findall(r"^  worker   pid (\d+) +([\d,]+) of its lanes, ([\d,]+) stolen$", after, re.M)
+    assert [pid for pid, *_ in ran] == [pid for pid, _ in homes]
+    own, stolen = (sum(int(each[n].replace(",", "")) for each in ran) for n in (1, 2))
+    part = {
+        words: int(share) for share, words in re.findall(r"^ +<?(\d+) %  (\S.*?)  ", after, re.M)
+    }
+    computed = 6000 * (100 - part["not computed anew"]) / 100
+    assert own + stolen >= 0.95 * computed
+    assert own > stolen
+    assert abs(part["stolen"] - 100 * stolen / (own + stolen)) <= 1
+    # Each of two workers keeps more than its share of the beginnings, and less than all.
+    assert part["of prompt tokens kept"] > 60
+    assert max(map(len, output.splitlines())) <= 85
 
 
 @pytest.mark.parametrize("ending", ["SIGINT", "SIGTERM", "SIGKILL"])

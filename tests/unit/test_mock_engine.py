@@ -347,3 +347,56 @@ def test_the_likeliest_tokens_are_known_without_looking_at_the_row(vocab_size: i
         np.testing.assert_array_equal(found.token_ids, expected.token_ids)
         np.testing.assert_array_equal(found.logprobs, expected.logprobs)
         np.testing.assert_allclose(found.rest, expected.rest, atol=2e-6)
+
+
+# --- what it pretends to keep ---------------------------------------------------------------------
+
+
+def computed(engine: MockEngine, *prompts: Sequence[int]) -> int:
+    before = engine.measures().computed_tokens or 0
+    run(engine, numbered(prompts))
+    return (engine.measures().computed_tokens or 0) - before
+
+
+def test_blocks_that_prompts_begin_with_are_computed_once() -> None:
+    engine, beginning = MockEngine(keeps=1000), list(range(40))
+    assert computed(engine, [*beginning, 1]) == 41
+    # Two blocks of 16 are whole.
+    assert computed(engine, [*beginning, 2], [*beginning, 3]) == 2 * (41 - 32)
+    assert computed(engine, beginning[1:]) == 39
+    assert computed(engine, [*beginning, 1]) == 41 - 32
+    # One token at least is computed of what is kept whole.
+    assert [computed(engine, beginning[:32]) for _ in range(2)] == [1, 1]
+    engine.clear_cache()
+    assert computed(engine, beginning) == 40
+    assert computed(MockEngine(), beginning, beginning) == 80
+
+
+def test_an_adapters_states_are_its_own() -> None:
+    engine = MockEngine(keeps=1000)
+    engine.add_adapter("a", "")
+    prompt = list(range(32))
+    assert computed(engine, prompt) == 32
+    run(engine, [request_of(prompt, adapter="a")])
+    assert engine.measures().computed_tokens == 64
+
+
+def test_the_latest_used_stay_where_there_is_no_room() -> None:
+    engine = MockEngine(keeps=64)
+    prompts = [[n] * 32 for n in range(3)]
+    assert computed(engine, *prompts[:2]) == 64
+    assert computed(engine, prompts[0]) == 1
+    assert computed(engine, prompts[2]) == 32  # in the place of the second
+    found = engine.measures()
+    assert (found.kept_states, found.room, found.evicted_states) == (64, 64, 32)
+    assert computed(engine, prompts[0]) == 1
+    assert computed(engine, prompts[1]) == 32
+
+
+def test_computing_less_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    engine = MockEngine(keeps=1000, delay_per_token=0.5)
+    for _ in range(2):
+        run(engine, [request_of(range(40))])
+    assert slept == [20.0, 4.0]

@@ -40,17 +40,26 @@ def run_load(
         return [_result(client) for client in clients]
 
 
-def make_work(prompts: int, vocab_size: int, longest: int) -> list[Work]:
-    """What each client asks: rounds of prompts, of which many repeat.
+def make_work(
+    prompts: int, vocab_size: int, longest: int, beginnings: int = 0, beginning_tokens: int = 0
+) -> list[Work]:
+    """What each client asks: rounds of prompts, of which many repeat. Each begins as one of so many
+    `beginnings`, if there are any.
 
     Of a round's prompts, about four in ten are new and asked by all clients at once, three new and
     its own, two its own of earlier rounds, one another client's of earlier rounds.
     """
     chance = random.Random(5)
 
+    begin = [
+        [chance.randrange(vocab_size) for _ in range(beginning_tokens)] for _ in range(beginnings)
+    ]
+    rest = longest - (beginning_tokens if beginnings else 0)
+
     def new(count: int) -> list[list[int]]:
-        lengths = (chance.randint(min(4, longest), min(16, longest)) for _ in range(count))
-        return [[chance.randrange(vocab_size) for _ in range(n)] for n in lengths]
+        lengths = [chance.randint(min(4, rest), min(16, rest)) for _ in range(count)]
+        found = [[chance.randrange(vocab_size) for _ in range(n)] for n in lengths]
+        return [chance.choice(begin) + each for each in found] if begin else found
 
     each = prompts // CLIENTS
     works: list[Work] = [{"rounds": [], "check": []} for _ in range(CLIENTS)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from rich.console import Console
@@ -14,10 +14,13 @@ from lmpool.cli.bars import ascii_text
 from lmpool.cli.demo.client import Report, examine
 from lmpool.cli.demo.load import make_work, run_load
 from lmpool.cli.demo.private_cluster import PrivateCluster, Range
+from lmpool.cli.lanes import share
 from lmpool.cli.terminal import escape, lines, speaks_unicode
 from lmpool.errors import LmpoolError
+from lmpool.liveness import BEAT_MS
 from lmpool.pool_view import PoolViewer
 from lmpool.producer import NumpyRows, PooledLM, connect
+from lmpool.producer.statistics import PoolStatistics
 
 PRIMARIES: Final = 3
 READY_WITHIN: Final = 300.0
@@ -25,6 +28,14 @@ KILLED_AFTER: Final = 1.5
 """Seconds of load after which a primary is killed."""
 MOCK_BATCH: Final = 0.1
 """Seconds that a batch of the mock engine takes: an instant one leaves nothing in flight."""
+BEGINNINGS: Final = 64
+BEGINNING_TOKENS: Final = 64
+"""What prompts begin with: whole blocks, by which their lanes are chosen."""
+KEEPS: Final = BEGINNINGS * BEGINNING_TOKENS * 3 // 4
+"""Tokens whose states a worker of the mock engine keeps: more than its share of all beginnings, and
+less than all."""
+SETTLED_WITHIN: Final = 10.0
+"""Seconds for which workers are waited for to say what they are the home of, and what they did."""
 REPLACED_WITHIN: Final = 20.0
 """Seconds in which a replica must have taken its place."""
 CHECKED: Final = 400
@@ -42,7 +53,8 @@ def run_over_cluster(*, workers: int, engine: str, model: str, prompts: int) -> 
     # A SIGTERM then ends it as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started = time.perf_counter()
-    options = {"delay": MOCK_BATCH, "vocab_size": 2048} if engine == "mock" else {}
+    of_mock = {"delay": MOCK_BATCH, "vocab_size": 2048, "keeps": KEEPS}
+    options = of_mock if engine == "mock" else {}
     with PrivateCluster(PRIMARIES, "demo") as cluster:
         with console.status("starting a cluster and workers"):
             settings = {"engine": engine, "model": model, "engine_opts": options}
@@ -51,7 +63,9 @@ def run_over_cluster(*, workers: int, engine: str, model: str, prompts: int) -> 
         with lm:
             demo = _Demo(lm, cluster, console)
             demo.show_processes(time.perf_counter() - started)
+            demo.show_homes()
             demo.show_load(prompts)
+            demo.show_taken()
             demo.show_next()
 
 
@@ -90,8 +104,8 @@ class _Demo:
                 f"{escape(info.model)}: arq lmpool.worker.WorkerSettings"
             )
         self.say(
-            f"  The pool has {info.shards} shards: two a primary, so that their parts stay alike "
-            "when one more is added."
+            f"  The pool has {info.shards} shards, two a primary: "
+            "parts stay alike when one is added."
         )
 
     def show_nodes(self) -> None:
@@ -110,9 +124,54 @@ class _Demo:
             if replica is not None:
                 self.say(f"  replica  pid {replica.popen.pid:<8} {replica.address}")
 
+    def show_homes(self) -> None:
+        """How many lanes there are, and how many each worker is the home of."""
+        found = self.settled(
+            lambda _, now: sum(w["lanes"] for w in now["workers"]) == now["lanes"]["in_use"]
+        )
+        lanes = found["lanes"]
+        self.title(f"Lanes: {lanes['in_use']:,} of {lanes['lanes']:,} in use")
+        self.say("  prompts that begin alike meet in a lane, and each lane has a home")
+        for worker in found["workers"]:
+            self.say(f"  worker   pid {worker['pid']:<8} home of {worker['lanes']:,} lanes")
+
+    def show_taken(self) -> None:
+        """What each worker took, and of whom: as it says itself, which no primary takes with it."""
+        found = self.settled(lambda before, now: _taken(before) == _taken(now) > 0)
+        self.title("Lanes: who ran what")
+        for worker in found["workers"]:
+            own, others = worker["own_jobs"], worker["stolen_jobs"]
+            self.say(f"  worker   pid {worker['pid']:<8} {own:,} of its lanes, {others:,} stolen")
+        others = sum(worker["stolen_jobs"] for worker in found["workers"])
+        asked = sum(worker["prompt_tokens"] for worker in found["workers"])
+        computed = sum(worker["computed_tokens"] for worker in found["workers"])
+        kept = max(0.0, 1 - computed / max(1, asked))
+        self.show_numbers(
+            (share(others / max(1, _taken(found))), "stolen", "by a worker that had nothing to do"),
+            (share(kept), "of prompt tokens kept", "their worker had just computed them"),
+        )
+
+    def settled(self, reached: Callable[[PoolStatistics, PoolStatistics], bool]) -> PoolStatistics:
+        """The pool's figures once they are so, beside those of a beat before; or at last."""
+        until = time.monotonic() + SETTLED_WITHIN
+        found = self.lm.pool_statistics_sync()
+        while time.monotonic() < until:
+            time.sleep(BEAT_MS / 1000)
+            before, found = found, self.lm.pool_statistics_sync()
+            if reached(before, found):
+                break
+        return found
+
+    def show_numbers(self, *lines: tuple[str, str, str]) -> None:
+        """Numbers, each with what it is and a remark."""
+        for number, what, remark in lines:
+            self.say(f"  {number:>6}  {what:<28}[dim]{remark}[/]")
+
     def show_load(self, prompts: int) -> None:
         info = self.lm.info
-        works = make_work(prompts, info.vocab_size, info.max_prompt_tokens)
+        longest = info.max_prompt_tokens
+        begin = min(BEGINNING_TOKENS, longest // 2)
+        works = make_work(prompts, info.vocab_size, longest, BEGINNINGS, begin)
         asked = sum(len(prompts) for prompts in works[0]["rounds"]) * len(works)
         both = {tuple(prompt) for each in works[0]["rounds"] for prompt in each}
         both &= {tuple(prompt) for each in works[1]["rounds"] for prompt in each}
@@ -159,25 +218,30 @@ class _Demo:
         again = sum(report["statistics"]["resubmitted"] for report in reports)
         self.say(f"  its replica had its place after {self.replaced_after:.1f} s:")
         self.show_nodes()
-        for number, what, remark in (
+        stored = sum(
+            report["statistics"][name]
+            for report in reports
+            for name in ("local_hits", "cache_hits", "joined")
+        )
+        self.show_numbers(
             (
                 f"{rows:,}",
                 f"rows in {seconds:.1f} s",
                 f"{rows / seconds:,.0f} a second, the outage included",
             ),
+            (share(stored / asked), "not computed anew", "stored, or asked by another just then"),
             ("0", "prompts lost", "each was answered by one row"),
             (
                 f"{again:,}",
                 "asked again",
-                "what the primary took with it, by the clients themselves",
+                "lost with the primary; clients ask anew",
             ),
             (
                 f"{longest:.1f}",
                 "seconds, the longest call",
                 "the others waited less, or not at all",
             ),
-        ):
-            self.say(f"  {number:>6}  {what:<28}[dim]{remark}[/]")
+        )
         # Asked anew by a client that has none of them, after all that happened.
         with connect(
             self.cluster.url, self.cluster.pool, framework="numpy", cache_bytes=0
@@ -195,3 +259,8 @@ class _Demo:
         self.title("Next: a cluster of yours")
         for line in NEXT.splitlines():
             self.say(f"  {escape(line)}".rstrip())
+
+
+def _taken(found: PoolStatistics) -> int:
+    """Jobs that its living workers have taken."""
+    return sum(worker["own_jobs"] + worker["stolen_jobs"] for worker in found["workers"])
