@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from lmpool.affinity import LANES_PER_WORKER
+from lmpool.affinity import LANES_PER_WORKER, lanes_in_use
 from lmpool.errors import LmpoolError
 from lmpool.model_info import MAX_LANES, ModelInfo
 from lmpool.server import check_version
@@ -301,8 +301,7 @@ def check_lanes(facts: Facts) -> Iterator[Finding]:
         return
     count = model.shards * model.lanes
     shown = f"{lanes.in_use:,} of {count:,} lanes are in use"
-    each = max(1.0, LANES_PER_WORKER * alive / model.shards)
-    due = min(MAX_LANES, 1 << math.ceil(math.log2(each)))
+    due = lanes_in_use(max(2, math.ceil(alive / model.shards)), MAX_LANES)
     if alive > 1 and lanes.in_use < LANES_PER_WORKER // 2 * alive and due > model.lanes:
         yield Finding(
             "note",

@@ -108,6 +108,7 @@ def plan(
             gpu_memory=_bytes("gpu_memory", gpu_memory),
             cache_bytes=client.cache_bytes,
             max_backlog=worker.max_backlog,
+            lanes=worker.lanes,
         )
     )
     if as_json:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from lmpool.model_info import MAX_SHARDS
+from lmpool.affinity import LANES_PER_WORKER, lanes_in_use
+from lmpool.model_info import MAX_LANES, MAX_SHARDS
 from lmpool.plan import measured
 from lmpool.plan.answers import PlannedWant, planned_wants
 from lmpool.plan.demand import MOST, Demand
@@ -72,6 +73,7 @@ def plan(demand: Demand) -> Plan:
     _of_memory(sheet, demand, wants)
     _of_network(sheet, demand, wants)
     _of_processors(sheet)
+    _of_lanes(sheet, demand)
     _of_clients(sheet, demand, wants)
     _of_workers(sheet, demand)
     lines = {line.name: line for line in sheet.lines}
@@ -269,6 +271,23 @@ def _of_processors(sheet: _Sheet) -> None:
     )  # fmt: skip
 
 
+def _of_lanes(sheet: _Sheet, demand: Demand) -> None:
+    """Where prompts that begin alike meet: of one worker there is nothing to say."""
+    if demand.gpus == 1 or demand.lanes == 1:
+        return
+    sheet.section = "lanes"
+    used = lanes_in_use(demand.gpus, demand.lanes)
+    sheet.add(
+        "lanes_in_use", "in use",
+        f"shards x the least power of two that is {LANES_PER_WORKER} x GPUs, up to LMPOOL_LANES",
+        f"{n(sheet.shards)} x {n(used)}", sheet.shards * used,
+    )  # fmt: skip
+    sheet.add(
+        "home_lanes", "of these, home to each worker, about", "lanes in use / GPUs",
+        f"{n(sheet.lanes_in_use)} / {demand.gpus:,}", sheet.lanes_in_use / demand.gpus,
+    )  # fmt: skip
+
+
 def _of_clients(sheet: _Sheet, demand: Demand, wants: Sequence[PlannedWant]) -> None:
     sheet.section = "each client"
     each = sheet.asked / demand.clients
@@ -340,6 +359,11 @@ def _of_workers(sheet: _Sheet, demand: Demand) -> None:
         f"({n(demand.gpu_memory)} x {ENGINE_SHARE:g} - {n(weights)}) / {n(state)}",
         max(0, math.floor(free / state)),
     )  # fmt: skip
+    if "home_lanes" in sheet.values:
+        sheet.add(
+            "pool_states", "the same of all workers, as each beginning has one home", "that x GPUs",
+            f"{n(sheet.gpu_states)} x {gpus:,}", sheet.gpu_states * gpus,
+        )  # fmt: skip
 
 
 def _warnings(demand: Demand, wants: Sequence[PlannedWant], lines: dict[str, Line]) -> list[str]:
@@ -361,6 +385,14 @@ def _warnings(demand: Demand, wants: Sequence[PlannedWant], lines: dict[str, Lin
         found.append(
             f"a client is busy on {lines['client_cores'].value:.2g} cores, and one process has "
             "about one: spread what is asked over more clients (--clients)"
+        )
+    homes = lines.get("home_lanes")
+    if homes is not None and homes.value < LANES_PER_WORKER / 2:
+        a_shard = math.ceil(demand.gpus / lines["shards"].value)
+        due = lanes_in_use(max(2, a_shard), MAX_LANES)
+        found.append(
+            f"a worker is the home of {homes.value:.2g} lanes, and some of far more than others: "
+            f"set LMPOOL_LANES={due}"
         )
     states = lines.get("gpu_states")
     if states is not None and states.value < demand.prompt_tokens:

@@ -25,7 +25,7 @@ class Demand:
     `wants` such as ``row``, ``top:20`` or ``top:20=0.8``. `distinct` is the part of the prompts
     that nobody has asked within `ttl` seconds: the others are answered by what is stored.
     `encoding` of None is the model's smallest lossless one. `memory` is that of a server which is
-    there already, `gpu_memory` that of a GPU, in bytes.
+    there already, `gpu_memory` that of a GPU, in bytes. `lanes` are those of a shard.
     """
 
     model: PlannedModel
@@ -41,6 +41,7 @@ class Demand:
     gpu_memory: int | None = None
     cache_bytes: int = 256 << 20
     max_backlog: int = 100_000
+    lanes: int = 64
 
     def __post_init__(self) -> None:
         for name in ("prompt_rate", "ttl", "memory", "gpu_memory"):

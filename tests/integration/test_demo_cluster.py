@@ -103,7 +103,7 @@ def test_a_demo_that_is_ended_leaves_nothing(folder: Path, server_binary: str, e
             line = running.stdout.readline()
             assert line, running.communicate()[1]
             shown += line
-        pids = [int(pid) for pid in re.findall(r"pid (\d+)", shown)]
+        pids = [int(pid) for pid in dict.fromkeys(re.findall(r"pid (\d+)", shown))]
         assert len(pids) == 8
         pids += [child.pid for child in psutil.Process(running.pid).children(recursive=True)]
         if ending == "SIGINT":

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from lmpool.affinity import lanes_in_use
 from lmpool.cli import app
 from lmpool.errors import SettingsError
 from lmpool.model_info import MAX_SHARDS
@@ -415,3 +416,29 @@ def test_what_cannot_be_is_refused_with_a_remedy(words: tuple[str, ...], said: s
     (line,) = command(*words, status=2).splitlines()
     assert line.startswith("error: ")
     assert said in line
+
+
+# --- lanes ---------------------------------------------------------------------------------------
+
+
+def test_lanes_are_those_that_workers_would_use() -> None:
+    found = of("top:20", gpus=3)
+    assert found["lanes_in_use"].value == lanes_in_use(3, 64) == 64
+    assert found["home_lanes"].value == pytest.approx(64 / 3)
+    assert "lanes_in_use" not in of("top:20")
+    assert "lanes_in_use" not in of("top:20", gpus=3, lanes=1)
+
+
+def test_lanes_that_are_too_few_are_warned_of_with_how_many_are_enough() -> None:
+    (warning,) = [text for text in of("top:20", gpus=20).warnings if "LMPOOL_LANES" in text]
+    assert "3.2 lanes" in warning
+    due = int(warning.rpartition("=")[2])
+    assert due == lanes_in_use(20, 1024) >= 16 * 20
+    assert of("top:20", gpus=20, lanes=due).warnings == ()
+
+
+def test_what_is_kept_adds_up_where_each_beginning_has_one_home(tmp_path: Path) -> None:
+    llama = read_model(config(tmp_path, **LLAMA))
+    found = of("row", model=llama, gpus=4, gpu_memory=80 * GIB)
+    assert found["pool_states"].value == 4 * found["gpu_states"].value > 0
+    assert "pool_states" not in of("row", model=llama, gpus=4, gpu_memory=80 * GIB, lanes=1)
