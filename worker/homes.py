@@ -47,6 +47,10 @@ class Homes:
         """Those of the lanes that are in use. What is left in others is anyone's."""
         return self._read[shard.prefix]
 
+    def has_several(self, shard: ShardKeys) -> bool:
+        """Whether several lanes of a shard are in use: then clients tell which of them wait."""
+        return self._used[shard.prefix] > 1
+
     def has_others(self, shard: ShardKeys) -> bool:
         """Whether some lanes of a shard that are in use are others'."""
         return len(self._read[shard.prefix]) < len(PRIORITIES) * self._used[shard.prefix]

@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 
 import redis.exceptions
 
+from lmpool.affinity import Waiting
 from lmpool.clock import to_ms
 from lmpool.commands import Fields, Server, Value
 from lmpool.errors import JobFormatError
@@ -314,7 +315,8 @@ class Intake:
         taken: _Found = []
         limit = MANY
         own = self._own(sure, rooms)
-        too_many = bool(self._thieves) and len(own) > 2 * room  # for a job of each
+        # For a job of each; who waits is known where several lanes are in use.
+        too_many = len(own) > 2 * room and all(map(self._homes.has_several, sure))
         if too_many:
             for found in self._read_few(sure, rooms):
                 taken += found
@@ -386,22 +388,23 @@ class Intake:
     def _read_few(
         self, shards: Sequence[ShardKeys], rooms: Mapping[Priority, int]
     ) -> Iterator[_Found]:
-        """Of this worker's waiting lanes as much as there is room for, the oldest first."""
-        left = dict(rooms)
-
-        def read(shard: ShardKeys, server: Server) -> _Found:
-            own = {stream.key for stream in self._homes.read(shard)}
-            waiting = self._thieves[shard.wake].waiting(server)
-            counts: list[tuple[JobStream, int]] = []
-            for stream, lane in sorted(waiting, key=lambda found: -found[1].since):
-                count = min(left[stream.priority], lane.jobs)
-                if stream.key in own and count > 0:
-                    left[stream.priority] -= count
-                    counts.append((stream, count))
-            return [*read_counts(server, self._consumer, counts)]
-
+        """Of this worker's waiting lanes as much as there is room for, the oldest of all shards
+        first."""
+        apart, left = self._servers.apart, dict(rooms)
+        waiting: list[tuple[JobStream, Waiting]] = []
         for shard in shards:
-            yield self._servers.apart([shard], partial(read, shard), self._note_lost) or []
+            own = {stream.key for stream in self._homes.read(shard)}
+            found = apart([shard], self._thieves[shard.wake].waiting, self._note_lost) or []
+            waiting += [each for each in found if each[0].key in own]
+        counts: dict[ShardKeys, list[tuple[JobStream, int]]] = {}
+        for stream, lane in sorted(waiting, key=lambda each: -each[1].since):
+            count = min(left[stream.priority], lane.jobs)
+            if count > 0:
+                left[stream.priority] -= count
+                counts.setdefault(stream.shard, []).append((stream, count))
+        for shard, mine in counts.items():
+            read = partial(read_counts, consumer=self._consumer, counts=mine)
+            yield apart([shard], read, self._note_lost) or []
 
     def _read_more(
         self,

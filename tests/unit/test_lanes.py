@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -41,19 +41,22 @@ class Worker:
         workers: list[str],
         batch_size: int = 8,
         patience: float | None = None,
+        beside: Sequence[ShardKeys] = (),
     ) -> None:
+        shards = [shard, *beside]
         self.server: Any = open_server(url, blocks_for=1.0)
         self.servers = Servers(lambda: self.server)
         self.status = WorkerStatus({}, lambda: None)
         if patience is not None:
             self.status.patience = lambda: patience  # type: ignore[method-assign]
-        self.homes = Homes([shard], name)
-        self.homes.update(shard, b"-1", LANES, workers)
+        self.homes = Homes(shards, name)
+        for each in shards:
+            self.homes.update(each, b"-1", LANES, workers)
         self.batcher = Batcher(batch_size, 0.001, 100_000)
-        create_groups(self.servers, [shard], name)
+        create_groups(self.servers, shards, name)
         self.intake = Intake(
             self.servers,
-            [shard],
+            shards,
             name,
             self.batcher,
             self.status,
@@ -434,6 +437,25 @@ def test_no_more_is_claimed_than_fits_however_many_lanes_wait(
         )
         assert held - len(seen) <= 2 * max(2, 2 * batch_size)
         seen |= {job.digest for job in worker.jobs()}
+
+
+def test_the_oldest_of_all_shards_goes_first_where_few_fit(
+    start: Callable[..., Worker], redis_client: redis.Redis, shard: ShardKeys, pool_name: str
+) -> None:
+    other = shard_of_pool(pool_name, shard=1, lanes=LANES)
+    for each in (shard, other):
+        redis_client.hset(each.bounds, "used", LANES)
+        for key in each.groups:
+            redis_client.xgroup_create(key, GROUP, id="0", mkstream=True)
+    old, young = new_job(1), [new_job(2, n) for n in range(9)]
+    Caller(redis_client, other).enqueue(old, lane=3)
+    time.sleep(0.01)
+    Caller(redis_client, shard).enqueue(*young, lane=5)
+    worker = start("a", [], batch_size=1, beside=[other])
+    until(lambda: len(worker.batcher))
+    assert worker.jobs() == [old]
+    until(lambda: len(worker.batcher))
+    assert worker.jobs() == young[:1]
 
 
 @pytest.mark.parametrize("batch_size", [5, 32])  # fewer than own streams, and more
