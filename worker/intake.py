@@ -458,7 +458,7 @@ class Intake:
         if not full or left <= 0:
             return []
         share = -(-left // len(full))
-        return [*read_counts(server, self._consumer, [(stream, share) for stream in full])]
+        return read_counts(server, self._consumer, [(stream, share) for stream in full])
 
     def _reads_again(self, rooms: Mapping[Priority, int]) -> Iterator[_Found]:
         """What is ours beyond the last entry that arrived, of shards whose read failed."""

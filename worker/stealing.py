@@ -75,7 +75,7 @@ class Thief:
 
     def steal(
         self, server: Server, rooms: dict[Priority, int]
-    ) -> list[tuple[JobStream, list[Entry]]]:
+    ) -> list[tuple[JobStream, Sequence[Entry]]]:
         """Jobs of others' lanes, no more of each priority than there is room."""
         own = {stream.key for stream in self._homes.read(self.shard)}
         waiting = [
@@ -125,7 +125,7 @@ class Thief:
 
 def read_counts(
     server: Server, consumer: str, counts: Sequence[tuple[JobStream, int]]
-) -> list[tuple[JobStream, list[Entry]]]:
+) -> list[tuple[JobStream, Sequence[Entry]]]:
     """Read so many new entries of each stream, together."""
     if not counts:
         return []
