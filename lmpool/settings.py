@@ -81,6 +81,12 @@ def mask_url(url: str) -> str:
     return scheme + separator + rest
 
 
+def place_of(url: str) -> str:
+    """`url` without user, password and options: what others may see of it."""
+    scheme, separator, rest = mask_url(url).partition("://")
+    return scheme + separator + rest.rpartition("@")[2].partition("?")[0].rstrip("/")
+
+
 def check_url(url: str) -> str:
     """`url` itself, or `SettingsError` if it is no server's address."""
     shown = mask_url(url)

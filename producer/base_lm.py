@@ -259,8 +259,15 @@ class BaseLM:
     def _control(self, function: str, deadline: Deadline, *arguments: Argument) -> None:
         self._follow(deadline)
         found = run_blocking(self._run(self._read_statistics, deadline))
-        workers = [worker["id"] for worker in found["workers"]]
-        ask_workers(self._client.options, workers, function, *arguments, deadline=deadline)
+        workers = {worker["id"]: worker["control"] for worker in found["workers"]}
+        ask_workers(
+            self._client.options,
+            list(workers),
+            function,
+            *arguments,
+            deadline=deadline,
+            listening=workers,
+        )
 
     def _follow(self, deadline: Deadline) -> None:
         run_blocking(self._load_info(deadline))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from lmpool.checks import said
@@ -11,7 +12,7 @@ from lmpool.errors import AdapterError, LmpoolError, NoWorkers, PoolError, PoolT
 from lmpool.producer.blocking import in_thread, result
 from lmpool.producer.deadline import Deadline
 from lmpool.server import understood
-from lmpool.settings import ClientOptions, mask_url
+from lmpool.settings import ClientOptions, mask_url, place_of
 
 if TYPE_CHECKING:
     from lmpool.producer.control_jobs import ControlJobs
@@ -28,11 +29,13 @@ def ask_workers(
     function: str,
     *arguments: Argument,
     deadline: Deadline,
+    listening: Mapping[str, str | None] | None = None,
 ) -> dict[str, object]:
     """Run a control function on every worker; returns what each returned, by worker.
 
     The jobs go through the server of `control_url`, which is that of the pool where it is not set:
-    clients need the one that their workers have.
+    clients need the one that their workers have. `listening` is what workers say of theirs
+    (`WorkerStatistics`): that it is another one is told where nobody answers.
 
     Raises `NoWorkers` without workers, `AdapterError` or `PoolError` with every worker's error,
     `PoolTimeout` when one does not answer until the deadline: it drops what it has not begun.
@@ -54,13 +57,32 @@ def ask_workers(
         answers = result(asking, deadline, missing)
     except (PoolTimeout, TimeoutError):
         away = "" if jobs.lost is None else f": {mask_url(options.control)} is lost: {jobs.lost}"
-        raise deadline.error(missing, away) from None
+        raise deadline.error(missing, away or _elsewhere(options, listening or {})) from None
     errors = {worker: a["error"] for worker, a in answers.items() if "error" in a}
     if errors:
         text = "; ".join(f"{worker}: {error}" for worker, error in errors.items())
         kind = AdapterError if "lora" in function else PoolError
         raise kind(f"{function} failed on {len(errors)} of {len(workers)} workers: {text}")
     return {worker: answer.get("result") for worker, answer in answers.items()}
+
+
+def _elsewhere(options: ClientOptions, listening: Mapping[str, str | None]) -> str:
+    """That workers take control jobs from another server than these went to; '' where they do not.
+
+    It may go by another name for them: so it is no reason not to try.
+    """
+    own, mine = place_of(options.url), place_of(options.control)
+    others = {w: said or own for w, said in listening.items() if said is not None}
+    others = {worker: server for worker, server in others.items() if server != mine}
+    if not others:
+        return ""
+    text = (
+        f": {', '.join(others)} take control jobs from {', '.join(sorted(set(others.values())))}, "
+        f"and this client puts them into {mine}. "
+    )
+    if set(others.values()) == {own}:
+        return text + "Leave LMPOOL_CONTROL_URL (control_url) out, or set it for workers, too"
+    return text + "Set LMPOOL_CONTROL_URL (control_url) to that server's URL for this client, too"
 
 
 def _run(jobs: ControlJobs, url: str, workers: list[str]) -> dict[str, dict[str, Any]]:

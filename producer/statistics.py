@@ -50,7 +50,8 @@ class JobFailure(TypedDict):
 
 class WorkerStatistics(TypedDict):
     """One living worker. `execution` is how its engine computes prompts, where it says so;
-    `failures` are its latest, the last one last.
+    `control` the server that its control jobs come from, without user and password, '' for the
+    pool's own, None where it does not say; `failures` are its latest, the last one last.
 
     It is the home of so many `lanes` in use. Since it began it took `own_jobs` of its own lanes and
     `stolen_jobs` of others' (`stolen_per_second` over the last ten seconds), and computed
@@ -69,6 +70,7 @@ class WorkerStatistics(TypedDict):
     prompt_tokens: int
     computed_tokens: int
     execution: str | None
+    control: str | None
     failures: list[JobFailure]
 
 
@@ -313,6 +315,7 @@ def _described(beat: dict[str, Any]) -> WorkerStatistics:
         prompt_tokens=int(beat.get("prompt_tokens", 0)),
         computed_tokens=int(beat.get("computed_tokens", 0)),
         execution=None if beat.get("execution") is None else str(beat["execution"]),
+        control=None if beat.get("control") is None else str(beat["control"]),
         failures=[
             JobFailure(at=float(each["at"]), reason=str(each["reason"]), jobs=int(each["jobs"]))
             for each in beat.get("failures", ())

@@ -27,7 +27,7 @@ from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
 from lmpool.server import ANSWER_TIMEOUT, explained, greet
 from lmpool.servers import Servers
-from lmpool.settings import WorkerOptions, mask_url
+from lmpool.settings import WorkerOptions, mask_url, place_of
 from lmpool.wants import Digester
 from lmpool.worker.adapters import Adapters
 from lmpool.worker.batching import Batcher, Delivery
@@ -84,6 +84,7 @@ class Service:
                 "pid": os.getpid(),
                 "engine": options.engine,
                 "gpu": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+                "control": control_place(options),
             },
             on_failure,
         )
@@ -426,6 +427,12 @@ def warn_about(server: Server, url: str) -> None:
 def consumer_name(options: WorkerOptions) -> str:
     """A name no other worker has: it says where to look, and a restart gets another."""
     return f"{place_name(options)}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+def control_place(options: WorkerOptions) -> str:
+    """The server that its control jobs come from, as clients may see it; '' for the pool's own."""
+    found = place_of(options.control)
+    return "" if found == place_of(options.url) else found
 
 
 def place_name(options: WorkerOptions) -> str:

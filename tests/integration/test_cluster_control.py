@@ -132,6 +132,40 @@ def test_control_jobs_may_have_a_server_of_their_own(
         assert control_keys(cluster.url, f"{pool_name}-2")
 
 
+def test_a_client_of_another_server_of_control_jobs_is_told_which_to_set(
+    server_binary: str, pool_name: str
+) -> None:
+    with RealServer(tcp=True) as pool, RealServer(tcp=True, requirepass="s3cret") as control:
+        place = f"redis://127.0.0.1:{control.port}/0"
+        # Workers listen elsewhere, and the client does not know.
+        with (
+            worker_process(pool.url, pool_name, control_url=control.url) as worker,
+            connected(pool.url, pool_name) as lm,
+        ):
+            worker.wait_until_alive()
+            (said,) = lm.pool_statistics_sync()["workers"]
+            assert said["control"] == place
+            with pytest.raises(PoolTimeout) as caught:
+                lm.clear_kv_cache(timeout=2)
+            text = str(caught.value)
+            assert f"take control jobs from {place}, and this client puts them into" in text
+            assert "Set LMPOOL_CONTROL_URL" in text
+            assert "s3cret" not in text
+            with connected(pool.url, pool_name, control_url=control.url) as knowing:
+                knowing.clear_kv_cache(timeout=20)
+        # The other way round.
+        with (
+            worker_process(pool.url, pool_name) as worker,
+            connected(pool.url, pool_name, control_url=control.url) as lm,
+        ):
+            worker.wait_until_alive()
+            with pytest.raises(PoolTimeout, match="Leave LMPOOL_CONTROL_URL") as caught:
+                lm.clear_kv_cache(timeout=2)
+            assert "s3cret" not in str(caught.value)
+            with connected(pool.url, pool_name) as knowing:
+                knowing.clear_kv_cache(timeout=20)
+
+
 # ---- what befalls the node that they lie on
 
 

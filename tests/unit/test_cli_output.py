@@ -47,6 +47,7 @@ WORKER = WorkerStatistics(
     prompt_tokens=4_000_000,
     computed_tokens=1_000_000,
     execution="each distinct position once",
+    control="",
     failures=[],
 )
 STATISTICS = PoolStatistics(

@@ -45,6 +45,7 @@ def worker(number: int, *failures: JobFailure) -> WorkerStatistics:
         prompt_tokens=4_000,
         computed_tokens=1_000,
         execution="each distinct position once",
+        control="",
         failures=list(failures),
     )
 

@@ -595,5 +595,6 @@ def test_who_it_is_says_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     service = Service(WorkerOptions(engine="mock"), lambda: None)
     described = service.status.description
-    assert described.keys() == {"id", "host", "pid", "engine", "gpu"}
+    assert described.keys() == {"id", "host", "pid", "engine", "gpu", "control"}
+    assert described["control"] == ""
     assert (described["id"], described["gpu"]) == (service.consumer, "5")

@@ -14,6 +14,7 @@ from lmpool.settings import (
     WorkerOptions,
     check_url,
     mask_url,
+    place_of,
     refuse_unknown_variables,
 )
 
@@ -344,3 +345,18 @@ def test_options_of_a_url_that_cannot_be_used(url: str, reason: str) -> None:
 )
 def test_options_of_a_url_that_can(url: str) -> None:
     assert ClientOptions(url=url).url == url
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://u:p@host:1/2", "redis://host:1/2"),
+        ("redis://:p?a/b@host:1/0?protocol=2", "redis://host:1/0"),
+        ("redis://host:1/0?password=a@b", "redis://host:1/0"),
+        ("rediss+cluster://u:p@a:1,b:2/?ssl_ca_certs=/x", "rediss+cluster://a:1,b:2"),
+        ("unix://u:p%40@/run/redis?db=1", "unix:///run/redis"),
+        ("redis://host", "redis://host"),
+    ],
+)
+def test_the_place_of_a_url_has_no_secrets(url: str, shown: str) -> None:
+    assert place_of(url) == shown

@@ -123,6 +123,7 @@ def test_workers_with_a_heartbeat_are_listed_by_name(server, shards) -> None:
         "prompt_tokens": 400,
         "computed_tokens": 100,
         "execution": "one prompt at a time: it bears no company",
+        "control": "redis://other:6379/0",
         "failures": [{"at": 1.5, "reason": "too long", "jobs": 2}],
     }
     server.set(shards[0].alive("w-1"), msgpack.packb(beat))
@@ -134,7 +135,7 @@ def test_workers_with_a_heartbeat_are_listed_by_name(server, shards) -> None:
     assert first == beat
     assert second["id"] == "w-2"
     assert second["rows_per_second"] == second["lanes"] == second["own_jobs"] == 0
-    assert second["execution"] is None
+    assert second["execution"] is second["control"] is None  # it does not say
     assert second["failures"] == []
 
 
