@@ -32,7 +32,7 @@ from lmpool.producer.statistics import (
     WorkerStatistics,
     pool_statistics,
 )
-from lmpool.queues import StreamQueue, read_queues
+from lmpool.queues import ShardQueues, StreamQueue, answers_of
 from lmpool.server import ANSWER_TIMEOUT, get_string, greet, is_lost, understood
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
@@ -175,12 +175,13 @@ class PoolViewer:
             # Where they lie now: of one that is lost the map may soon name another.
             places = [servers.place(shard) for shard in shards]
             statistics = _NOTHING.copy()
+            queues: dict[int, ShardQueues] = {}
             if shards:
-                statistics = pool_statistics(servers, shards, self._counters)
+                statistics = pool_statistics(servers, shards, self._counters, queues)
             kept = [
-                None
-                if shard.number in statistics["shards_away"]
-                else servers.apart([shard], partial(_kept, shard))
+                servers.apart([shard], partial(_kept, shard, queues[shard.number]))
+                if shard.number in queues
+                else None
                 for shard in shards
             ]
             answered = [found for found in kept if found is not None]
@@ -348,13 +349,13 @@ def _memory(server: Server) -> dict[str, Any]:
         return {}
 
 
-def _kept(shard: ShardKeys, server: Server) -> _Kept:
+def _kept(shard: ShardKeys, queues: ShardQueues, server: Server) -> _Kept:
     with server.pipeline(transaction=False) as pipeline:
         pipeline.xlen(shard.dead)
         pipeline.hgetall(shard.adapters)
-        dead, adapters = pipeline.execute(raise_on_error=False)
+        dead, adapters = answers_of(pipeline)
     parts: dict[Priority, list[QueueView]] = {name: [] for name in PRIORITIES}
-    for queue in read_queues(server, shard).streams:
+    for queue in queues.streams:
         parts[queue.stream.priority].append(_queue_view(queue))
     names = adapters if isinstance(adapters, dict) else {}
     return _Kept(

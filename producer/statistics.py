@@ -139,8 +139,10 @@ def pool_statistics(
     servers: Servers,
     shards: Sequence[ShardKeys],
     remembered: MutableMapping[str, Fields] | None = None,
+    seen: MutableMapping[int, ShardQueues] | None = None,
 ) -> PoolStatistics:
-    """Read them: one request for each shard, and one for the workers.
+    """Read them: a few requests for each shard, and one for the workers. `seen` is given what each
+    shard that answers has in its streams, by its number.
 
     Counters of a shard that is away are those of `remembered`, which is kept up: what only grows
     must not shrink for whoever looks again and again. Raises redis-py's exceptions, where shards
@@ -168,6 +170,8 @@ def pool_statistics(
         remembered[shard.prefix] = found.counters
         _add(counted, found.counters)
         queues.append(found.queues)
+        if seen is not None:
+            seen[shard.number] = found.queues
         held += found.held
         ages += found.ages
     if not there:
