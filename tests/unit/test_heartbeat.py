@@ -18,6 +18,7 @@ from lmpool.liveness import BEAT_MS, GAP_MS, LIFE_MS
 from lmpool.model_info import ModelInfo
 from lmpool.servers import Servers
 from lmpool.worker.heartbeat import AGAIN, ANSWER_WITHIN, EVERY, Heartbeat
+from lmpool.worker.homes import Homes
 from lmpool.worker.intake import create_groups
 from lmpool.worker.membership import mark
 from lmpool.worker.status import WorkerStatus
@@ -63,6 +64,25 @@ def new(servers: Servers, keys: PoolKeys, info: ModelInfo = INFO) -> Heartbeat:
 
 def consumers(server: Any, shard: ShardKeys) -> set[bytes]:
     return {c["name"] for c in server.xinfo_consumers(shard.stream().key, GROUP)}
+
+
+def test_the_lanes_that_it_is_the_home_of_are_those_in_use() -> None:
+    keys = PoolKeys("homes")
+    shards = keys.shards("0" * 8, 2, 64)
+    homes = {name: Homes(shards, name) for name in ("a", "b")}
+    # Nobody is known to be the home of anything before the first beat was answered.
+    assert [mine.lanes() for mine in homes.values()] == [0, 0]
+    for mine in homes.values():
+        mine.update(shards[0], b"-1", 32, homes)
+    assert sum(mine.lanes() for mine in homes.values()) == 32
+    for mine in homes.values():
+        mine.update(shards[1], b"-1", 64, homes)
+    assert sum(mine.lanes() for mine in homes.values()) == 96
+    # One lane is read by all, and nobody's.
+    one = Homes(keys.shards("0" * 8, 2), "a")
+    for shard in keys.shards("0" * 8, 2):
+        one.update(shard, b"-1", 1, ["a", "b"])
+    assert one.lanes() == 0
 
 
 def test_what_it_counts_is_added_to_the_pools_counters_once(
