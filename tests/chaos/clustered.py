@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,8 @@ class ClusterPool(ChaosPool):
             if worker.process.poll() is None:
                 worker.process.send_signal(signal.SIGABRT)  # it writes down where its threads are
                 worker.process.wait(10)
-            lines.append(f"--- {worker.pid}: {worker.log[-10_000:]}")
+            with suppress(FileNotFoundError):  # another takes its place
+                lines.append(f"--- {worker.pid}: {worker.log[-10_000:]}")
         return "\n".join(lines)
 
 

@@ -181,6 +181,7 @@ def evict(pool: ChaosPool) -> None:
         client.config_set("maxmemory", used + (256 << 10))
         time.sleep(5.0)
         client.config_set("maxmemory", 0)
+        client.config_set("maxmemory-policy", "noeviction")
 
 
 def broken_disk(pool: ChaosPool) -> None:
@@ -194,6 +195,8 @@ def broken_disk(pool: ChaosPool) -> None:
         assert client.info("persistence")["rdb_last_bgsave_status"] == "err"
         client.config_set("stop-writes-on-bgsave-error", "no")
         client.config_set("save", "")  # or it would not end in order
+    (taken / "in-the-way").unlink()
+    taken.rmdir()
 
 
 def become_replica(pool: ChaosPool) -> None:

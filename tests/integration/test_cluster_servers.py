@@ -106,6 +106,7 @@ def test_a_replica_takes_the_place_of_a_primary_that_is_killed(cluster: Cluster)
     former.start()
     cluster.wait_until_ok()
     assert former in cluster.replicas(replica)
+    assert not list(former.folder.glob("*.rdb"))  # what it was sent, and would read as a primary
 
 
 def test_a_paused_primary_comes_back_as_a_replica(cluster: Cluster) -> None:

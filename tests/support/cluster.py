@@ -203,6 +203,7 @@ class Cluster:
             "cluster_enabled": "yes",
             "cluster_node_timeout": str(round(node_timeout * 1000)),
             "repl_diskless_sync_delay": "0",
+            "rdb_del_sync_files": "yes",  # or who was a replica would not come back empty
             **(tls or {}),
             **options,
         }
