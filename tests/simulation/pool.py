@@ -42,6 +42,8 @@ class Load:
     kept: int = 64
     """Prefixes that a worker keeps."""
     affinity: bool = True
+    deep: bool = False
+    """Whether each prompt has a lane of its own, as if it were told apart behind its prefix."""
     most_lanes: int = 1024
     speeds: Sequence[float] = ()
     seed: int = 0
@@ -120,7 +122,7 @@ class Pool:
             now, _, kind, what = heapq.heappop(self.events)
             started: list[tuple[int, float]] = []
             if kind == 0:  # a job came
-                lane = lanes[what]
+                lane = int(self.rng.integers(self.lanes)) if load.deep else lanes[what]
                 self.waiting.setdefault(lane, deque()).append((now, what))
                 home = int(self.home[lane])
                 if load.affinity and home in self.idle:

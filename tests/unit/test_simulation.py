@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lmpool.affinity import Placement
+from tests.simulation.depth import LONGEST, Making, placed, skew
 from tests.simulation.drawing import Panel, draw
 from tests.simulation.pool import BATCH, OWN, PREFIX, TOKEN_SECONDS, Load, Pool, moved
 
@@ -55,3 +57,26 @@ def test_curves_are_drawn() -> None:
     assert drawing.startswith("<svg ")
     assert drawing.count("<polyline") == 2
     assert ">title<" in drawing
+
+
+def test_a_template_before_all_prompts_makes_no_lane_of_them() -> None:
+    chats = Making(1).chats(LONGEST)
+    tokens, share = placed(chats, Placement(1, 1024))
+    assert tokens < 1.1
+    assert share < 0.1
+    # It is longer than four blocks.
+    tokens, share = placed(chats, Placement(1, 1024, blocks=4))
+    assert tokens > 2
+    assert share == 1.0
+
+
+def test_prompts_that_grow_are_computed_anew_a_few_times_and_not_at_every_block() -> None:
+    tokens, share = placed(Making(1).growing(), Placement(1, 1024))
+    assert tokens < 1.7
+    assert share < 0.1
+
+
+def test_lanes_for_what_follows_a_common_prefix_bring_no_more_rows() -> None:
+    thieves, deep = (skew(10, 2.0, deep=deep) for deep in (False, True))
+    assert thieves.ended < 1.04 * deep.ended
+    assert thieves.tokens_each < 1.1 * deep.tokens_each
