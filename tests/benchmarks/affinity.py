@@ -1,13 +1,13 @@
 """Lanes with homes: who meets whom, and what homes cost where they are of no use.
 
-Engines sleep, so that many workers fit on few cores; what a cache would keep is counted.
+Engines sleep, so that many workers fit on few cores; what caches save is counted.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,8 +19,10 @@ import numpy as np
 
 import lmpool
 from lmpool.affinity import own_lanes
+from tests.benchmarks.affinity_kept import CALLERS, SETTLED, Groups, computed, toy_llama
+from tests.benchmarks.affinity_kept import PREFIX as KEPT_PREFIX
 from tests.benchmarks.machine import Bystanders, facts
-from tests.benchmarks.measure import Measured, Report, Scale, alternate, ratio
+from tests.benchmarks.measure import Measured, Report, Scale, ratio
 from tests.benchmarks.pool import check_rows, make_prompts
 from tests.support.clients import connected
 from tests.support.pools import read_batches
@@ -33,8 +35,6 @@ LINE = "lanes with homes: prompts that meet their home, work that is stolen, une
 VOCAB_SIZE = 256
 LANES = 64
 PREFIX = 512
-SETTLED = 4.0
-"""Seconds after which all workers know each other: two beats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,12 @@ class Pool:
 
 @contextmanager
 def pool_of(
-    server: RealServer, name: str, delays: Sequence[float], lanes: int, batch_size: int
+    server: RealServer,
+    name: str,
+    delays: Sequence[float],
+    lanes: int,
+    batch_size: int,
+    settled: float,
 ) -> Iterator[Pool]:
     """A pool of a worker for each delay, seconds that a batch of its takes."""
     with ExitStack() as stack:
@@ -80,7 +85,7 @@ def pool_of(
             stack.callback(worker.close)
             workers.append((worker, log))
         logs = {worker.wait_until_alive(60)["id"]: log for worker, log in workers}
-        time.sleep(SETTLED)
+        time.sleep(settled)
         yield Pool(stack.enter_context(connected(server.url, name, cache_bytes=0)), logs)
 
 
@@ -90,9 +95,9 @@ def with_prefix(number: int, own: int, shared: int = PREFIX) -> list[int]:
     return [*head, own % VOCAB_SIZE, own // VOCAB_SIZE % VOCAB_SIZE]
 
 
-def met_home(server: RealServer, run: int, prompts: int) -> float:
+def met_home(server: RealServer, run: int, prompts: int, settled: float) -> float:
     """A prompt each 50 ms of 16 groups, four workers: the share that met its home."""
-    with pool_of(server, f"low-{run}", [0.005] * 4, LANES, 8) as pool:
+    with pool_of(server, f"low-{run}", [0.005] * 4, LANES, 8, settled) as pool:
         names, place = pool.names(), pool.lm.info.placement()
         homes = {lane: name for name in names for lane in own_lanes(name, names, 0, LANES)}
         began, expected = time.monotonic(), Counter[tuple[str, int]]()
@@ -112,28 +117,6 @@ def met_home(server: RealServer, run: int, prompts: int) -> float:
     return (met & expected).total() / prompts
 
 
-def computed(server: RealServer, run: int, prompts: int, lanes: int) -> float:
-    """64 groups, four workers that each keep a third of them: tokens computed, counted."""
-    with pool_of(server, f"kept-{lanes}-{run}", [0.01] * 4, lanes, 1) as pool:
-        order = np.random.default_rng(run).integers(0, 64, prompts)
-        began = time.monotonic()
-        for start in range(0, prompts, 16):  # a few at a time: a queue is no low load
-            some = order[start : start + 16]
-            pool.lm.batch_next_token_logprobs_sync(
-                [with_prefix(int(group), start + n) for n, group in enumerate(some)]
-            )
-        tokens = 0
-        for found in pool.jobs(began).values():
-            kept: OrderedDict[int, None] = OrderedDict()
-            for length in found:
-                tokens += 2 if length in kept else length
-                kept[length] = None
-                kept.move_to_end(length)
-                if len(kept) > 64 // 3:
-                    kept.popitem(last=False)
-    return float(tokens)
-
-
 def pace(pool: Pool, prompts: list[list[int]]) -> float:
     """Rows a second of one call."""
     began = time.perf_counter()
@@ -146,21 +129,20 @@ def pace(pool: Pool, prompts: list[list[int]]) -> float:
 def measure(scale: Scale) -> Report:
     """Take all of it."""
     few, many = scale.of(200, 40), scale.of(2_400, 240)
+    settled = 0.0 if scale.quick else SETTLED
     watch = Bystanders()
     report = Report(NAME, f"mock engines that sleep, {LANES} lanes, prefixes of {PREFIX} tokens")
     with RealServer() as server:
         found = facts(server.url)
-        taken = alternate(
-            {
-                "met": lambda run: met_home(server, run, few),
-                "with homes": lambda run: computed(server, run, 4 * few, LANES),
-                "one lane": lambda run: computed(server, run, 4 * few, 1),
-            },
-            scale.runs,
-        )
+        met = [met_home(server, run, few, settled) for run in range(scale.runs)]
+        groups = Groups.of(scale)
+        best = [groups.best(groups.prompts(run)) for run in range(scale.runs)]
+        with toy_llama() as folder:
+            homes = computed(server, folder, groups, LANES, scale.runs, settled)
+            anyone = computed(server, folder, groups, 1, scale.runs, settled)
         paces: dict[str, list[float]] = {}
         for lanes in (LANES, 1):
-            with pool_of(server, f"four-{lanes}", [0.1] * 4, lanes, 16) as pool:
+            with pool_of(server, f"four-{lanes}", [0.1] * 4, lanes, 16, settled) as pool:
                 for run in range(scale.runs):
                     distinct = make_prompts(many, VOCAB_SIZE, run, lanes)
                     paces.setdefault(f"distinct, {lanes}", []).append(pace(pool, distinct))
@@ -168,12 +150,12 @@ def measure(scale: Scale) -> Report:
                     one = [with_prefix(5, salt + n) for n in range(many)]
                     paces.setdefault(f"one prefix, {lanes}", []).append(pace(pool, one))
         for workers in (1, 8):
-            with pool_of(server, f"of-{workers}", [0.1] * workers, LANES, 8) as pool:
+            with pool_of(server, f"of-{workers}", [0.1] * workers, LANES, 8, settled) as pool:
                 for run in range(scale.runs):
                     prompts = make_prompts(workers * scale.of(240, 80), VOCAB_SIZE, run, workers)
                     paces.setdefault(f"{workers} workers", []).append(pace(pool, prompts))
         shares = []
-        with pool_of(server, "unequal", [0.02, 0.04], LANES, 8) as pool:
+        with pool_of(server, "unequal", [0.02, 0.04], LANES, 8, settled) as pool:
             for run in range(scale.runs):
                 began = time.monotonic()
                 pace(pool, make_prompts(scale.of(2_000, 400), VOCAB_SIZE, run, 77))
@@ -181,12 +163,18 @@ def measure(scale: Scale) -> Report:
                 shares.append(fast / (fast + slow))
     report.add(
         "Homes",
-        Measured("low load: share that met its home", "", tuple(taken["met"]), at_least=0.95),
+        Measured("low load: share that met its home", "", tuple(met), at_least=0.95),
         ratio(
-            "tokens computed, one lane / homes",
-            taken["one lane"],
-            taken["with homes"],
+            "tokens computed by hf workers, one lane / homes",
+            [tokens for tokens, _ in anyone],
+            [tokens for tokens, _ in homes],
             at_least=1.7,
+        ),
+        ratio(
+            "tokens computed, who knows the best assignment / homes",
+            best,
+            [tokens for tokens, _ in homes],
+            at_least=0.9,
         ),
     )
     report.add(
@@ -204,8 +192,11 @@ def measure(scale: Scale) -> Report:
     )  # fmt: skip
     report.note(
         f"met its home: {few} prompts of 16 groups, one each 50 ms, four workers; tokens computed: "
-        f"{4 * few} prompts of 64 groups, 16 at a time, four workers that would keep the last 21 "
-        "groups each, counted from the order in which each worker had them"
+        f"counted by {groups.workers} workers with the Hugging Face engine and a toy Llama, each "
+        f"of which keeps {groups.kept:,} positions, a third of {groups.count} prefixes of "
+        f"{KEPT_PREFIX} tokens; {groups.each} prompts of each in random order, from empty caches, "
+        f"{CALLERS} at a time; {sum(stolen for _, stolen in homes)} of "
+        f"{groups.count * groups.each * scale.runs} were stolen"
     )
     report.note("a share of 0.6 to 0.72 is fair for a worker of double speed")
     report.facts = {**found, **watch.report()}
