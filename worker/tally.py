@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import redis.exceptions
+
 from lmpool.commands import Server
 from lmpool.counters import Counter
 from lmpool.keys import COUNTERS_TTL_MS, ShardKeys
@@ -38,14 +40,15 @@ class Tally:
 
 
 def _add_in(shard: ShardKeys, new: Mapping[Counter, int], server: Server) -> bool:
-    """Whether all of it could be added: a hash that was damaged is made anew before long."""
+    """Whether it could be added: not while the memory is full, or the hash is damaged."""
     with server.pipeline(transaction=True) as pipeline:
         for counter, number in new.items():
             pipeline.hincrby(shard.counters, counter.field, number)
         pipeline.pexpire(shard.counters, COUNTERS_TTL_MS)
-        found = pipeline.execute(raise_on_error=False)
-    errors = [answer for answer in found if isinstance(answer, Exception)]
-    for error in errors:
-        if is_lost(error):
-            raise error
-    return not errors
+        try:
+            pipeline.execute()
+        except redis.exceptions.ResponseError as error:
+            if is_lost(error):
+                raise
+            return False
+    return True

@@ -16,7 +16,11 @@ from lmpool import inspection
 from lmpool.affinity import lanes_in_use, own_lanes
 from lmpool.cli import app
 from lmpool.exporter import Exporter
+from lmpool.keys import PoolKeys
 from lmpool.producer.statistics import PoolStatistics
+from lmpool.servers import Servers
+from lmpool.worker.status import WorkerStatus
+from lmpool.worker.tally import Tally
 from tests.support.clients import connected
 from tests.support.gate import Gate
 from tests.support.pools import some_prompts, worker_processes
@@ -135,6 +139,25 @@ def test_what_is_counted_as_workers_leave_is_not_lost(server: RealServer, pool_n
     with connected(server.url, pool_name, workers_timeout=0.1) as lm:
         left = lm.pool_statistics_sync()
         assert left["own_jobs"] + left["stolen_jobs"] == 50
+
+
+def test_a_full_server_counts_later_and_hears_every_beat(
+    server_binary: str, pool_name: str
+) -> None:
+    status = WorkerStatus({"id": "me"}, lambda: None)
+    shards = PoolKeys(pool_name).shards("0" * 8, 1, LANES)
+    with RealServer(binary=server_binary) as server, server.client() as client:
+        servers, tally = Servers.of_url(server.url), Tally(shards, status)
+        try:
+            status.own_jobs = 5
+            client.config_set("maxmemory", 1)
+            tally.add(servers)
+            assert not client.exists(shards[0].counters)
+            client.config_set("maxmemory", 0)
+            tally.add(servers)
+            assert client.hgetall(shards[0].counters) == {b"own_jobs": b"5"}
+        finally:
+            servers.close()
 
 
 def test_who_has_no_work_of_its_own_is_seen_to_steal(server: RealServer, pool_name: str) -> None:
