@@ -232,7 +232,8 @@ def test_job_streams_are_mended_while_callers_wait(
     ask(lm, [[1, 1]])
     for stream in served.streams:
         destroy(redis_client, stream.key, how)
-    assert lm.pool_statistics_sync()["backlog"] < 10  # which reads them as well
+    # Which reads them as well: there may be one such entry in each.
+    assert lm.pool_statistics_sync()["backlog"] < 10 + len(served.streams)
     ask(lm, some_prompts(20, seed=1))
     assert redis_client.type(served.stream().key) == b"stream"
     assert redis_client.xinfo_groups(served.stream().key)[0]["name"] == GROUP.encode()
