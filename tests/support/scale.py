@@ -79,6 +79,10 @@ def _lines(found: Plan) -> list[tuple[str, str]]:
             "connections of a worker; of a client",
             f"{primaries * of_worker:,.0f}; {primaries * of_client:,.0f}",
         ),
+        (
+            "lanes in use, by default; of these home to a worker",
+            f"{value['lanes_in_use']:,.0f}; {value['home_lanes']:.1f}",
+        ),
         ("heartbeats a second, at each primary", f"{GPUS * each / BEAT_MS * 1000:,.0f}"),
         ("a worker writes", _pace(value["computed"] / GPUS * value["answer"])),
         ("a client reads", _pace(value["client_bytes"])),
