@@ -23,7 +23,7 @@ from lmpool.cluster import (
 from lmpool.commands import Server
 from lmpool.connections import OneConnectionClient, OneConnectionPool
 from lmpool.keys import ShardKeys
-from lmpool.server import connection_options, is_lost
+from lmpool.server import connection_options, is_full, is_lost
 from lmpool.servers import Servers
 from lmpool.slots import slot_of
 
@@ -283,8 +283,9 @@ class ClusterServers(Servers):
         error: Exception,
         lost: Callable[[ShardKeys, Exception], None] | None,
     ) -> None:
-        """Leave a shard alone for a while. Raises `error` if it is not that it is away."""
-        if not is_lost(error) or self._is_cut:
+        """Leave a shard alone for a while. Raises `error` if it is not that it is away, or that its
+        node is full, which takes nothing then: others are served meanwhile."""
+        if not (is_lost(error) or is_full(error)) or self._is_cut:
             raise error
         times = self._lost.get(shard.prefix, (0, 0.0))[0]
         first, most = PAUSES

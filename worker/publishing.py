@@ -225,7 +225,7 @@ class Publisher:
                     while left:
                         shard, mine = left[0]
                         write = partial(self._write_all, shard, mine)
-                        if not self._servers.apart([shard], write):
+                        if not self._servers.apart([shard], write, self._say_full):
                             self._set_aside(shard, mine)
                         elif shard.number in self._away:
                             self._away.discard(shard.number)
@@ -257,12 +257,24 @@ class Publisher:
 
     def _write_all(self, shard: ShardKeys, chunk: Sequence[Done], server: Server) -> bool:
         """Write what is of one shard."""
-        isolate(chunk, partial(self._write_in, shard), self._leave_out)
+        write = partial(self._write_in, shard)
+        try:
+            isolate(chunk, write, self._leave_out)
+        except redis.exceptions.OutOfMemoryError:
+            # One server is written to again by who waits for it; a shard would be set aside.
+            if not (self._servers.fails_apart and self._relieve(shard, chunk)):
+                raise
+            isolate(chunk, write, self._leave_out)
         self._status.let_go(done.delivery for done in chunk)
         for done in chunk:
             if done.status != "ok":
                 self._status.note_failure(done.status, done.error or done.status)
         return True
+
+    def _say_full(self, shard: ShardKeys, error: Exception) -> None:
+        """A node is full, of what is not for workers to evict: its shard is as if it were away."""
+        if is_full(error) and shard.number not in self._away:
+            logger.warning("%s (shard %d): %s", FULL, shard.number, str(error)[:MAX_ERROR_CHARS])
 
     def _set_aside(self, shard: ShardKeys, chunk: Sequence[Done]) -> None:
         """A shard is away: its rows wait while others are written, as many as there is room for.

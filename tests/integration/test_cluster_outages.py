@@ -340,3 +340,55 @@ def test_an_adapter_is_known_while_the_first_shard_is_away(
         rows = lm.batch_next_token_logprobs_sync(prompts, lora_name="fr", timeout=30)
         for prompt, row in zip(prompts, rows, strict=True):
             np.testing.assert_allclose(row, mock_row(prompt, VOCAB, reference), atol=1e-5)
+
+
+# --- a node that is full --------------------------------------------------------------------------
+
+
+def test_a_node_that_is_full_holds_up_its_own_shards_alone(
+    cluster: Cluster, lm: lmpool.PooledLM
+) -> None:
+    """Of what is not for workers to evict."""
+    victim, away, there = victim_of(cluster, lm)
+    (before,) = victim.command("CONFIG", "GET", "maxmemory")[1::2]
+    with ThreadPoolExecutor() as pool:
+        assert_right(lm, prompts_of(lm, there, 5, 0))
+        victim.command("CONFIG", "SET", "maxmemory", "1mb")
+        waiting = pool.submit(assert_right, lm, prompts_of(lm, away, 20, 0))
+        longest, until_then = 0.0, time.monotonic() + 3
+        for number in range(10_000):
+            began = time.monotonic()
+            if began > until_then:
+                break
+            assert_right(lm, prompts_of(lm, there, 5, 10_000 + 100 * number))
+            longest = max(longest, time.monotonic() - began)
+        assert longest < 1.5
+        assert not waiting.done()
+        victim.command("CONFIG", "SET", "maxmemory", before)
+        waiting.result(30)
+        assert_right(lm, prompts_of(lm, away, 20, 60_000))
+    assert lm.statistics()["failed"] == 0
+    assert len(lm.pool_statistics_sync()["workers"]) == 2
+
+
+def test_rows_for_a_node_that_is_full_wait_for_it(
+    cluster: Cluster, pool_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    opts = {"vocab_size": VOCAB, "delay": 0.5}
+    with (
+        in_process_worker(cluster.url, pool_name, engine_opts=opts),
+        connected(cluster.url, pool_name, cache_bytes=0) as lm,
+        ThreadPoolExecutor() as pool,
+    ):
+        lm.next_token_logprobs_sync([1])
+        victim, away, there = victim_of(cluster, lm)
+        (before,) = victim.command("CONFIG", "GET", "maxmemory")[1::2]
+        waiting = pool.submit(assert_right, lm, prompts_of(lm, away, 10, 0))
+        time.sleep(0.3)  # the engine has them
+        victim.command("CONFIG", "SET", "maxmemory", "1mb")
+        for number in range(4):
+            assert_right(lm, prompts_of(lm, there, 3, 5000 * number), timeout=5)
+        assert "memory is full" in caplog.text
+        assert not waiting.done()
+        victim.command("CONFIG", "SET", "maxmemory", before)
+        waiting.result(30)
