@@ -54,7 +54,8 @@ class NextToken:
         return uniform(self.seed, self.step)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Nobody changes one; but there is one for each prompt, and one that is frozen takes longer to make.
+@dataclass(slots=True, eq=False)
 class Request:
     """One prompt and what is wanted of it.
 
@@ -85,7 +86,7 @@ class Part:
     drawn: Generation
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Outcome:
     """What became of one request: exactly one of a row, another answer, or an error.
 

@@ -26,7 +26,8 @@ MAX_JOB_BYTES: Final = 8 << 20
 # --- jobs --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+# Nobody changes one; but there is one for each prompt, and one that is frozen takes longer to make.
+@dataclass(slots=True, unsafe_hash=True)
 class Job:
     """One prompt and its want.
 
@@ -169,7 +170,7 @@ def _job(found: Mapping[str, Any], digest: Digest) -> Job:
 Status = Literal["ok", "failed", "expired", "refused", "unknown_adapter"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Notice:
     """What became of one digest: the result is there, or an error."""
 

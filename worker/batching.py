@@ -13,7 +13,8 @@ from lmpool.keys import JobStream
 from lmpool.wire import Job
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Nobody changes one; but there is one for each prompt, and one that is frozen takes longer to make.
+@dataclass(slots=True, eq=False)
 class Delivery:
     """A job this worker holds: its entry, the stream that it stands in, and when it came.
 

@@ -51,7 +51,8 @@ LEFT_OUT_MOST: Final = 32
 FULL: Final = "the server's memory is full: raise maxmemory or lower result_ttl"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Nobody changes one; but there is one for each prompt, and one that is frozen takes longer to make.
+@dataclass(slots=True, eq=False)
 class Done:
     """One job and what became of it: a row's bytes, or a status and an error's text.
 
