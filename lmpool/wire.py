@@ -70,14 +70,15 @@ class JobPacker:
         """One job."""
         head = self._heads.get((want, adapter))
         if head is None:
-            head = self._heads[want, adapter] = self._head(want, adapter)
+            head = self._heads[want, adapter] = self.head(want, adapter)
         due = b"\xc0" if deadline is None else _UINT64.pack(0xCF, deadline)
         rest = (digest, _DEADLINE, due, _TOKENS, _bin_header(len(tokens)), tokens)
         if trace is None:
             return b"".join((_SEVEN, head, *rest))
         return b"".join((_EIGHT, head, *rest, _TRACE, msgpack.packb(trace)))
 
-    def _head(self, want: Want, adapter: str | None) -> bytes:
+    def head(self, want: Want, adapter: str | None) -> bytes:
+        """What the fields of such jobs begin with, up to the digest itself."""
         common = {"v": JOB_VERSION, "want": want_to_wire(want), "adapter": adapter}
         packed = b"".join(map(msgpack.packb, (*_flat(common), "sent", self._sent)))
         return b"".join((packed, msgpack.packb("digest"), _bin_header(DIGEST_BYTES)))
@@ -87,6 +88,11 @@ _UINT64: Final = struct.Struct(">BQ")
 _DEADLINE: Final[bytes] = msgpack.packb("deadline")
 _TOKENS: Final[bytes] = msgpack.packb("tokens")
 _TRACE: Final[bytes] = msgpack.packb("trace")
+_NO_DEADLINE: Final = _DEADLINE + b"\xc0" + _TOKENS
+_SOME_DEADLINE: Final = _DEADLINE + b"\xcf"
+_DUE_BYTES: Final = len(_SOME_DEADLINE) + 8
+_BIN_WIDTH: Final = {b"\xc4": 1, b"\xc5": 2, b"\xc6": 4}
+"""Bytes of the length, by the head of what holds bytes."""
 _SEVEN, _EIGHT = b"\x87", b"\x88"
 """The heads of maps of so many fields."""
 TRACE_CHARS: Final = 55
@@ -109,6 +115,64 @@ def pack_job(job: Job) -> bytes:
     """A job as the msgpack map that the stream carries."""
     pack = JobPacker(job.sent).pack
     return pack(job.want, job.adapter, job.digest, job.tokens, job.deadline, job.trace)
+
+
+class JobReader:
+    """Reads what `JobPacker` wrote, as `unpack_job` does.
+
+    Jobs that were sent together begin alike, and those of one call and length differ in digest and
+    tokens alone: no more than what differs is read.
+    """
+
+    def __init__(self) -> None:
+        self._head = b""
+        """What stands before the digest of the last job; none is known at first."""
+        self._middle = b""
+        """What stands between its digest and its tokens."""
+        self._size = 0
+        self._last: Job | None = None
+
+    def read(self, data: bytes) -> Job:
+        """One job. Raises as `unpack_job`."""
+        last, head = self._last, self._head
+        if last is not None and data.startswith(head):
+            at = len(head)
+            middle = at + DIGEST_BYTES
+            if len(data) == self._size and data.startswith(self._middle, middle):
+                digest, tokens = Digest(data[at:middle]), data[middle + len(self._middle) :]
+                return Job(last.want, digest, tokens, last.adapter, last.deadline, last.sent)
+            job = _with_head(data, at, last)
+        else:
+            job = None
+        if job is None:
+            job = unpack_job(data)
+            head = _SEVEN + JobPacker(job.sent).head(job.want, job.adapter)
+            if not data.startswith(head):
+                return job
+        self._last, self._head, self._size = job, head, len(data)
+        self._middle = data[len(head) + DIGEST_BYTES : len(data) - len(job.tokens)]
+        return job
+
+
+def _with_head(data: bytes, at: int, other: Job) -> Job | None:
+    """The job of an entry that begins as that of another one, up to the digest at `at`; None where
+    the rest is not what is usual."""
+    if len(data) > MAX_JOB_BYTES:
+        return None
+    digest, at = Digest(data[at : at + DIGEST_BYTES]), at + DIGEST_BYTES
+    deadline = None
+    if data.startswith(_NO_DEADLINE, at):
+        at += len(_NO_DEADLINE)
+    elif data.startswith(_SOME_DEADLINE, at) and data.startswith(_TOKENS, at + _DUE_BYTES):
+        deadline = int.from_bytes(data[at + len(_SOME_DEADLINE) : at + _DUE_BYTES], "big")
+        at += _DUE_BYTES + len(_TOKENS)
+    else:
+        return None
+    start = at + 1 + _BIN_WIDTH.get(data[at : at + 1], 0)
+    tokens = data[start:]
+    if not tokens or len(tokens) % 4 or data[at:start] != _bin_header(len(tokens)):
+        return None
+    return Job(other.want, digest, tokens, other.adapter, deadline, other.sent)
 
 
 class RefusedJob(JobFormatError):

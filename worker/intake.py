@@ -29,7 +29,7 @@ from lmpool.scripts import script
 from lmpool.server import is_lost
 from lmpool.servers import Servers
 from lmpool.wants import Digester
-from lmpool.wire import MAX_JOB_BYTES, Job, RefusedJob, unpack_job
+from lmpool.wire import MAX_JOB_BYTES, Job, JobReader, RefusedJob, unpack_job
 from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.by_stream import by_shard, counted, digest_and_entry, stream_of
 from lmpool.worker.company import Company
@@ -104,6 +104,7 @@ class Intake:
         self._most = MANY
         """Entries that a read may bring: few after one that was too long, then more and more."""
         self._company = Company(batcher.timeout)
+        self._read_one = JobReader().read
 
     def run(self) -> None:
         """Read until the worker stops."""
@@ -513,7 +514,7 @@ class Intake:
                 continue
             data = fields.get(b"job", b"")
             try:
-                job = read_job(data, self._digester)
+                job = read_job(data, self._digester, self._read_one)
             except JobFormatError as error:
                 self._dead_letters.refuse(stream, entry, data, error)
             else:
@@ -544,10 +545,10 @@ def _ask_nothing(server: Server, shards: Sequence[ShardKeys]) -> None:
     """What is under way was asked before."""
 
 
-def read_job(data: bytes, digester: Digester) -> Job:
+def read_job(data: bytes, digester: Digester, unpack: Callable[[bytes], Job] = unpack_job) -> Job:
     """A job of this pool from an entry of its stream. Raises `JobFormatError`."""
     try:
-        job = unpack_job(data)
+        job = unpack(data)
         digest = digester.digest(job.want, job.tokens, job.adapter)
     except JobFormatError:
         raise

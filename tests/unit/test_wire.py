@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,17 @@ from hypothesis import strategies as st
 
 from lmpool.errors import JobFormatError
 from lmpool.wants import Digest, Generate, Row
-from lmpool.wire import Job, JobPacker, Notice, RefusedJob, pack_job, read_notices, unpack_job
+from lmpool.wire import (
+    MAX_JOB_BYTES,
+    Job,
+    JobPacker,
+    JobReader,
+    Notice,
+    RefusedJob,
+    pack_job,
+    read_notices,
+    unpack_job,
+)
 from tests.support.strategies import ADAPTERS, ANYTHING, JOBS, WANTS, token_bytes
 
 DIGEST = Digest(b"d" * 16)
@@ -70,6 +81,53 @@ def test_many_jobs_that_are_packed_together_are_packed_as_each_alone(
             packed = packer.pack(one.want, one.adapter, one.digest, one.tokens, one.deadline)
             assert packed == pack_job(one)
             assert unpack_job(packed) == one
+
+
+def outcome(read: Callable[[bytes], Job], data: bytes) -> Job | tuple[type, str]:
+    try:
+        return read(data)
+    except JobFormatError as error:
+        return type(error), str(error)
+
+
+@given(
+    jobs=st.lists(JOBS, min_size=1, max_size=4),
+    wants=st.lists(WANTS, min_size=1, max_size=2),
+    data=st.data(),
+)
+def test_jobs_that_are_read_one_after_another_are_read_as_each_alone(
+    jobs: list[Job], wants: list[Any], data: st.DataObject
+) -> None:
+    """Whatever stands between them: entries that were cut, lengthened, or have some byte changed."""
+    reader = JobReader()
+    for _ in range(data.draw(st.integers(1, 12))):
+        job = replace(
+            data.draw(st.sampled_from(jobs)),
+            want=data.draw(st.sampled_from(wants)),
+            adapter=data.draw(st.sampled_from([None, "a@1"])),
+            sent=data.draw(st.sampled_from([1, 2])),
+            deadline=data.draw(st.sampled_from([None, 5, 2**40])),
+            digest=data.draw(st.sampled_from([DIGEST, Digest(bytes(16))])),
+        )
+        packed = bytearray(pack_job(job))
+        match data.draw(st.sampled_from(["as it is", "as it is", "cut", "longer", "changed"])):
+            case "cut":
+                del packed[data.draw(st.integers(0, len(packed) - 1)) :]
+            case "longer":
+                packed += data.draw(st.binary(min_size=1, max_size=8))
+            case "changed":
+                place = data.draw(st.integers(0, len(packed) - 1))
+                packed[place] = data.draw(st.integers(0, 255))
+        entry = bytes(packed)
+        assert outcome(reader.read, entry) == outcome(unpack_job, entry)
+
+
+def test_a_job_longer_than_any_is_not_read_however_it_begins() -> None:
+    reader = JobReader()
+    job = Job(Row("bf16"), DIGEST, b"abcd", None, None, 7)
+    assert reader.read(pack_job(job)) == job
+    with pytest.raises(JobFormatError, match="at most"):
+        reader.read(pack_job(replace(job, tokens=b"abcd" * (MAX_JOB_BYTES // 4))))
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 16_383, 16_384, 16_385, 100_000])
