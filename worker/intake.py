@@ -200,6 +200,8 @@ class Intake:
 
     def _ends_alone(self) -> bool:
         """Whether the running batch is over sooner than a look for more is worth."""
+        if self._continuous:
+            return False  # it is at work for as long as anything is in flight
         fast = max(self._status.batch_seconds, self._batcher.running_for()) < SHORT_WAIT / 2
         return fast and self._company.is_missing and not self._unsure
 
@@ -441,8 +443,8 @@ class Intake:
         if len(brought) != 1 or sum(brought.values()) < 2:
             return []
         others = [stream for stream in self._own([shard], left) if stream not in brought]
-        if left["interactive"] <= 0 or len(others) < len(PRIORITIES):
-            return []
+        if not len(PRIORITIES) <= len(others) <= 2 * left["interactive"]:
+            return []  # one of each is more than there is room for
         count = min(self._most, -(-2 * left["interactive"] // len(others)))
         return self._by_stream(self._read_new(None, server, [s.key for s in others], count))
 
@@ -537,7 +539,7 @@ def _left(rooms: Mapping[Priority, int], taken: _Found) -> dict[Priority, int]:
     """The room that there is still."""
     left = dict(rooms)
     for stream, entries in taken:
-        left[stream.priority] -= len(entries)
+        left[stream.priority] = max(0, left[stream.priority] - len(entries))
     return left
 
 

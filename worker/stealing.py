@@ -95,16 +95,12 @@ class Thief:
 
     def waiting(self, server: Server) -> list[tuple[JobStream, Waiting]]:
         """All lanes that have jobs which nobody took, own ones too."""
-        return self._look(server, 0.0, "on")
+        _, found = self._ask(server, 0.0, "list", [])
+        return found
 
     def _look(self, server: Server, patience: float, does: str) -> list[tuple[JobStream, Waiting]]:
         """The lanes that are anyone's; what it does with the calls stands in `waiting.lua`."""
-        shard = self.shard
-        arguments: list[Value] = [
-            *(shard.prefix, GROUP, self._consumer, math.ceil(patience * 1000), does, shard.lanes),
-            *self._calls,
-        ]
-        soonest, *found = script("waiting")(server, [shard.waiting, shard.wake], arguments)
+        soonest, found = self._ask(server, patience, does, self._calls)
         self._looked = now = time.monotonic()
         if found or does == "pass" or (does == "end" and soonest < 0):
             self._calls.clear()
@@ -113,6 +109,18 @@ class Thief:
         if self._calls or (soonest >= 0 and does != "pass"):
             pause = min(FOLLOW_MOST, self._status.patience() * 2**self._vain)
             self._due = now + max(soonest / 1000, pause)
+        return found
+
+    def _ask(
+        self, server: Server, patience: float, does: str, calls: Sequence[bytes]
+    ) -> tuple[int, list[tuple[JobStream, Waiting]]]:
+        """Milliseconds until more lanes are anyone's, -1 if none waits, and those that are."""
+        shard = self.shard
+        arguments: list[Value] = [
+            *(shard.prefix, GROUP, self._consumer, math.ceil(patience * 1000), does, shard.lanes),
+            *calls,
+        ]
+        soonest, *found = script("waiting")(server, [shard.waiting, shard.wake], arguments)
         lanes = []
         for name, since, jobs in zip(found[::3], found[1::3], found[2::3], strict=True):
             priority: Priority = "batch" if name.startswith(b"b") else "interactive"
@@ -120,7 +128,7 @@ class Thief:
             if lane < shard.lanes:
                 stream = shard.stream(priority, lane)
                 lanes.append((stream, Waiting(lane, since / 1000, jobs)))
-        return lanes
+        return soonest, lanes
 
 
 def read_counts(

@@ -4,7 +4,8 @@
 -- KEYS[1] index of waiting lanes, KEYS[2] stream where idle workers are called.
 -- ARGV: prefix, group, consumer, ms after which waiting jobs are anyone's, what it does about the calls
 --       that it follows, lanes, then these calls. It does 'on': goes on following them, if it finds
---       nothing to take; 'end': ends them if nothing waits; 'pass': has another follow them
+--       nothing to take; 'end': ends them if nothing waits; 'pass': has another follow them; 'list': it only
+--       asks, of its own lanes
 -- Returns {ms until more lanes are anyone's, or -1 where none waits, then for each that is: its name, for
 -- how many ms its first job has waited, jobs that nobody has}.
 local index, wake, prefix, group, me = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]
@@ -42,9 +43,12 @@ for i = 1, #indexed, 2 do
   local since, jobs = tonumber(indexed[i + 1]), nil
   if not stream or #lane > 5 then
     since = nil
-  elseif now - since >= patience then
+  elseif now - since >= patience or since > now then
+    local said = since
     since, jobs = look_at(stream)
-    if since and now - since < patience then redis.call('ZADD', index, since, name) end
+    -- What is dated in the future waits since the first look: the clock was set back, or somebody wrote it.
+    if since and since > now then since = math.min(said, now) end
+    if since and (now - since < patience or said > now) then redis.call('ZADD', index, since, name) end
   end
   if not since then
     redis.call('ZREM', index, name)
@@ -59,7 +63,7 @@ for i = 1, #indexed, 2 do
 end
 
 -- Who takes jobs is idle no more, and so is who only passes the call on: then another is to look.
-if #ripe > 0 or does == 'pass' or (does == 'end' and soonest < 0) then
+if does ~= 'list' and (#ripe > 0 or does == 'pass' or (does == 'end' and soonest < 0)) then
   for i = 7, #ARGV do take_off(wake, group, ARGV[i]) end
   redis.pcall('XTRIM', wake, 'MINID', now - 1000) -- calls that a worker died with
   if #ripe > 0 or soonest >= 0 then call_idle(prefix, '1') end

@@ -305,6 +305,34 @@ def test_a_batch_waits_for_company_where_those_before_it_had_some(
     assert batch() == (1, True)
 
 
+def test_an_engine_that_is_always_at_work_is_given_more_whatever_came_before(
+    start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller, reader = Caller(redis_client, shard), start(continuous=True)
+    reader.status.batch_seconds = 0.0001  # a step of it
+    for number in range(8):
+        caller.enqueue(new_job(number))
+        assert reader.take_some(8) == [new_job(number)]
+        time.sleep(0.02)
+    caller.enqueue(new_job(8))
+    until(lambda: len(reader.batcher))
+    reader.batcher.take()  # which goes on for long, step by step
+    stepping = threading.Event()
+    stepper = threading.Thread(target=lambda: _step(reader, stepping))
+    stepper.start()
+    try:
+        caller.enqueue(new_job(9))
+        until(lambda: len(reader.batcher), 3)
+    finally:
+        stepping.set()
+        stepper.join()
+
+
+def _step(reader: Reader, ended: threading.Event) -> None:
+    while not ended.wait(0.0002):
+        reader.batcher.stepped()
+
+
 def test_no_more_is_claimed_than_the_next_batch_takes(
     start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:

@@ -24,7 +24,7 @@ from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.homes import Homes
 from lmpool.worker.intake import Intake, create_groups
 from lmpool.worker.status import WorkerStatus
-from tests.support.protocol import FINGERPRINT, Caller, Consumer, new_job, queued, shard_of_pool
+from tests.support.protocol import FINGERPRINT, Caller, Consumer, new_job, shard_of_pool
 from tests.support.waiting import until
 
 LANES = 8
@@ -243,6 +243,32 @@ def test_an_index_that_others_wrote_does_no_harm(
     assert not redis_client.exists(shard.waiting)
     Caller(redis_client, shard).enqueue(new_job(1), lane=3)
     assert redis_client.zrange(shard.waiting, 0, -1) == [b"3"]
+
+
+@pytest.mark.parametrize("said", ["9e15", "inf", "an hour"])
+def test_a_lane_that_is_dated_in_the_future_waits_since_it_is_looked_at(
+    said: str, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    Consumer(redis_client, shard, "home", lane=3)
+    job = {"job": pack_job(new_job(5))}
+    hour = round(1000 * (time.time() + 3600))
+    if said == "an hour":  # the server's clock was set back: its entries are dated so, too
+        redis_client.xadd(shard.stream(lane=3).key, job, id=f"{hour}-0")
+    else:
+        redis_client.xadd(shard.stream(lane=3).key, job)
+    redis_client.zadd(shard.waiting, {"3": hour if said == "an hour" else float(said)})
+    found = until(lambda: look(redis_client, shard, 100)[1:], 3)
+    assert (found[0], found[2]) == (b"3", 1)
+
+
+def test_who_only_lists_the_lanes_calls_nobody(redis_client: redis.Redis, shard: ShardKeys) -> None:
+    Consumer(redis_client, shard, "home", lane=3)
+    Caller(redis_client, shard).enqueue(new_job(1), lane=3)
+    called = redis_client.xrange(shard.wake)
+    assert len(called) == 1  # type: ignore[arg-type]
+    for _ in range(3):
+        assert look(redis_client, shard, 0, does="list")[1] == b"3"
+    assert redis_client.xrange(shard.wake) == called
 
 
 def test_calls_are_followed_passed_on_and_forgotten(
@@ -496,14 +522,5 @@ def test_a_lane_that_the_index_lost_is_found_by_its_home(
     start: Callable[..., Worker], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     worker = start("a", [])
-    redis_client.xadd(shard.stream(lane=4).key, {"job": queue_one(redis_client, shard)})
+    redis_client.xadd(shard.stream(lane=4).key, {"job": pack_job(new_job(5))})
     until(lambda: len(worker.batcher))
-
-
-def queue_one(client: redis.Redis, shard: ShardKeys) -> bytes:
-    """A job as it stands in a stream, which it is taken off."""
-    other = shard_of_pool("other-pool")
-    Caller(client, other).enqueue(new_job(5))
-    (found,) = queued(client, other)
-    client.delete(other.stream().key)
-    return found

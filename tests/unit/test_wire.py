@@ -98,7 +98,7 @@ def outcome(read: Callable[[bytes], Job], data: bytes) -> Job | tuple[type, str]
 def test_jobs_that_are_read_one_after_another_are_read_as_each_alone(
     jobs: list[Job], wants: list[Any], data: st.DataObject
 ) -> None:
-    """Whatever stands between them: entries that were cut, lengthened, or have some byte changed."""
+    """Whatever is between them: entries that were cut, lengthened, or have a byte changed."""
     reader = JobReader()
     for _ in range(data.draw(st.integers(1, 12))):
         job = replace(
