@@ -386,8 +386,7 @@ def check_shards(found: ClusterFacts) -> Iterator[Finding]:
     yield Finding(
         "note",
         f"{shown}: unevenly, and the pool is as slow as the busiest of them",
-        f"write LMPOOL_SHARDS={due} for all workers and start them anew, the first with "
-        "LMPOOL_REPLACE=1 (what is stored is then computed again)",
+        f"lmpool shards {due} (the pool is served meanwhile; what is stored is computed again)",
     )
 
 

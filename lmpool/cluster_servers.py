@@ -233,6 +233,14 @@ class ClusterServers(Servers):
         client = self._reads.get(shard.prefix)
         return client is not None and client.asked is not None
 
+    def forget(self, shards: Sequence[ShardKeys]) -> None:
+        for shard in shards:
+            client = self._reads.pop(shard.prefix, None)
+            if client is not None:
+                client.asked = None
+                client.connection_pool.disconnect()
+            self._lost.pop(shard.prefix, None)
+
     def _ready(self, awaited: dict[int, ShardKeys], seconds: float) -> list[ShardKeys]:
         poll = select.poll()
         for number in awaited:

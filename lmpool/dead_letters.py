@@ -53,12 +53,14 @@ class DeadLetter:
     """The entry, as it was sent."""
     job: Job | None
     """What it says; None for what is no job."""
+    given_up_ms: int = 0
+    """Of one that came from another shard, when it was given up; else its entry's id says so."""
 
     @property
     def given_up(self) -> datetime:
         """When, by the server's clock, in UTC."""
-        ms = min(int(self.entry.partition("-")[0]), _LATEST_MS)  # ids may be written by hand
-        return datetime.fromtimestamp(ms / 1000, UTC)
+        ms = self.given_up_ms or int(self.entry.partition("-")[0])
+        return datetime.fromtimestamp(min(ms, _LATEST_MS) / 1000, UTC)  # may be written by hand
 
 
 def read(lm: PooledLM, *, latest: int | None = None) -> list[DeadLetter]:
@@ -101,6 +103,7 @@ def drop(lm: PooledLM, letters: Iterable[DeadLetter]) -> int:
         return sum(
             servers.for_shard(shards[letter.shard]).xdel(shards[letter.shard].dead, letter.entry)
             for letter in letters
+            if letter.shard < len(shards)  # the pool may have moved: it has another name there
         )
 
 
@@ -132,15 +135,20 @@ def _letter(shard: ShardKeys, entry: Entry, prefix: str) -> DeadLetter:
     except JobFormatError:
         job = None
     texts = {name: value.decode("utf-8", "replace") for name, value in fields.items()}
-    deliveries = texts.get("deliveries", "")
     name = entry[0].decode()
     return DeadLetter(
         name=prefix + name,
         shard=shard.number,
         entry=name,
         reason=texts.get("reason", ""),
-        deliveries=int(deliveries) if deliveries.isdecimal() else 0,
+        deliveries=_whole(texts.get("deliveries", "")),
         worker=texts.get("worker", ""),
         data=data,
         job=job,
+        given_up_ms=_whole(texts.get("given_up_ms", "")),
     )
+
+
+def _whole(text: str) -> int:
+    """A number as the server's entries have it; 0 for what is none."""
+    return int(text) if text.isdecimal() and len(text) < 19 else 0

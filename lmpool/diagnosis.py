@@ -296,7 +296,7 @@ def check_lanes(facts: Facts) -> Iterator[Finding]:
                 "note",
                 f"a shard has one lane, which all {alive:,} workers read: prompts that begin alike "
                 "meet a worker that has kept their beginning by chance",
-                f"write LMPOOL_LANES=64 {anew}",
+                "lmpool shards --lanes 64 (the pool is served meanwhile)",
             )
         return
     count = model.shards * model.lanes
@@ -307,7 +307,7 @@ def check_lanes(facts: Facts) -> Iterator[Finding]:
             "note",
             f"{shown}, {lanes.in_use / alive:.1f} for each of {alive:,} workers: some are the home "
             "of far more than others",
-            f"write LMPOOL_LANES={due} {anew}",
+            f"lmpool shards --lanes {due} (the pool is served meanwhile)",
         )
     elif alive > 1:
         yield Finding("ok", f"{shown}, {lanes.in_use / alive:.1f} for each of {alive:,} workers")

@@ -127,6 +127,16 @@ class ShardKeys:
         return f"{self.prefix}:workers"
 
     @cached_property
+    def parted(self) -> str:
+        """Hash: counters of a shard that the pool has left, until another has them: `part.lua`."""
+        return f"{self.prefix}:parted"
+
+    @cached_property
+    def inherited(self) -> str:
+        """Set: what this shard took over of those that the pool has left; see ``inherit.lua``."""
+        return f"{self.prefix}:inherited"
+
+    @cached_property
     def groups(self) -> tuple[str, ...]:
         """The keys of all streams that workers read as a group."""
         return (*(stream.key for stream in self.streams), *self.calls)

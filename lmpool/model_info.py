@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Final, Literal
 
 import msgpack
 
@@ -22,6 +22,14 @@ MAX_LANES = 1024
 
 Encoding = Literal["f32", "bf16", "f16"]
 
+MAY_DIFFER: Final = frozenset(
+    {
+        *("model", "revision", "max_backlog", "client_backlog", "result_ttl_ms", "no_head"),
+        *("moves", "former"),
+    }
+)
+"""Fields in which the workers of one pool may differ; the latest to join decides."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -34,6 +42,8 @@ class ModelInfo:
     keys the workers serve, `shards` the slots of the pool, `lanes` the lanes of each;
     `block_tokens` and `blocks` say which part of a prompt decides on both (see `Placement`). `head`
     is how hidden states become rows; None where the pool gives none, and `no_head` says why.
+    `moves` is how often ``lmpool shards`` changed `shards` and `lanes`, and `former` how many
+    shards there were before the last time; 0 for none.
     """
 
     model: str
@@ -57,6 +67,8 @@ class ModelInfo:
     result_ttl_ms: int = 600_000
     head: HeadForm | None = None
     no_head: str = ""
+    moves: int = 0
+    former: int = 0
 
     @property
     def fingerprint8(self) -> str:
@@ -76,6 +88,23 @@ class ModelInfo:
         return (
             self.fingerprint == other.fingerprint
             and self.max_prompt_tokens == other.max_prompt_tokens
+        )
+
+    def mark(self) -> bytes:
+        """What a living worker says that it serves: equal for those that may share a pool."""
+        all_fields = asdict(self)
+        return fingerprint({n: v for n, v in all_fields.items() if n not in MAY_DIFFER}).encode()
+
+    def spread_as(self, other: ModelInfo) -> ModelInfo:
+        """The same served where `other` is: in its shards and lanes."""
+        return replace(
+            self,
+            shards=other.shards,
+            lanes=other.lanes,
+            block_tokens=other.block_tokens,
+            blocks=other.blocks,
+            moves=other.moves,
+            former=other.former,
         )
 
     def pack(self) -> bytes:
@@ -139,7 +168,11 @@ class ModelInfo:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise WireError(f"model info has {name}={value!r:.40}: a positive integer expected")
-        for name, most in (("shards", MAX_SHARDS), ("lanes", MAX_LANES)):
+        for name in ("moves", "former"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise WireError(f"model info has {name}={value!r:.40}: 0 or more expected")
+        for name, most in (("shards", MAX_SHARDS), ("lanes", MAX_LANES), ("former", MAX_SHARDS)):
             if getattr(self, name) > most:
                 raise WireError(
                     f"model info has {name}={getattr(self, name)}: at most {most} expected"

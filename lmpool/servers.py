@@ -193,6 +193,9 @@ class Servers:
         """Whether a blocking read of this shard has yet to be answered."""
         return False
 
+    def forget(self, shards: Sequence[ShardKeys]) -> None:
+        """End the blocking reads of shards that are read no more; for the thread that reads."""
+
     def in_step(self) -> AbstractContextManager[None]:
         """Take answers that make no sense for those of a connection that is out of step: end it.
 

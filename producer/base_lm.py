@@ -126,9 +126,13 @@ class BaseLM:
 
     @property
     def shards(self) -> tuple[ShardKeys, ...]:
-        """The keys of the pool's shards. Connects at the first call."""
-        self.info  # noqa: B018 - connects
-        return self._client.shards
+        """The keys of the pool's shards, which it may leave for others (``lmpool shards``).
+
+        Asks the server.
+        """
+        deadline = self._until(None)
+        run_blocking(self._load_info(deadline))
+        return run_blocking(self._run(self._client.shards_now, deadline))
 
     # --- vocabulary ----------------------------------------------------------------------------
 
@@ -274,7 +278,7 @@ class BaseLM:
         result(self._client.follow(), deadline, self._client.no_answer)
 
     def _read_adapters(self, servers: Servers) -> dict[str, str]:
-        return read_registry(servers, self._client.shards)
+        return read_registry(servers, self._client.shards_now(servers))
 
     # --- numbers -------------------------------------------------------------------------------
 
@@ -283,4 +287,4 @@ class BaseLM:
         return self._client.statistics
 
     def _read_statistics(self, servers: Servers) -> PoolStatistics:
-        return pool_statistics(servers, self._client.shards)
+        return pool_statistics(servers, self._client.shards_now(servers))

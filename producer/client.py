@@ -25,7 +25,7 @@ from lmpool.producer.cache import AnswerCache
 from lmpool.producer.collector import Collector
 from lmpool.producer.flights import Statistics
 from lmpool.producer.pending import PendingCall, wake
-from lmpool.producer.replacement import look_at, replaced
+from lmpool.producer.replacement import has_moved, look_at, replaced
 from lmpool.producer.sender import Sender
 from lmpool.producer.session import Session, closed
 from lmpool.rows import EncodedRow
@@ -126,6 +126,19 @@ class Client:
             return any_alive(servers.for_shard(shard), shard)
 
         return self.run(look)
+
+    def shards_now(self, servers: Servers) -> tuple[ShardKeys, ...]:
+        """The keys of the pool's shards as they are now, also for one who asks for nothing. On the
+        sender's thread."""
+        session = self._session
+        key = session.keys.info
+        if session.info is not None:
+            found: list[bytes | None] = []
+            alone = ShardKeys(key)  # it lies by itself, as if it were a shard
+            servers.apart([alone], lambda server: found.append(get_string(server, key)))
+            if found and found[0] is not None and has_moved(session, servers, found[0]):
+                look_at(session, servers, found[0])
+        return session.shards
 
     def follow(self) -> Future[None]:
         """Look whether the pool was replaced, and move to the new one if that is asked for."""

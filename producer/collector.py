@@ -61,6 +61,8 @@ class Collector:
         self._session = session
         url = session.options.url
         self._servers = session.owned(Servers.of_url(url, blocks_for=BLOCK, name="lmpool-client"))
+        self._shards: Sequence[ShardKeys] = ()
+        """Those that it read last."""
         self._answers = AnswerReader(session, self._servers)
         self._begun: Counter[str] = Counter()
         """How often each reply stream was made, as far as its beginnings were read."""
@@ -110,6 +112,9 @@ class Collector:
 
     def _collect_once(self) -> None:
         session = self._session
+        if self._shards is not session.shards:
+            self._servers.forget([s for s in self._shards if s not in session.shards])
+            self._shards = session.shards
         for reply, made in list(session.made.items()):
             if made > self._begun[reply]:
                 # A stream made anew, whose beginning was not read: its ids may be smaller. Reading
@@ -119,7 +124,7 @@ class Collector:
         block = min(TAKE_OFF_AFTER if self._taken else BLOCK, self._servers.longest_block)
         ask = partial(self._ask, to_ms(block))
         try:
-            for shards, found in self._servers.read(session.shards, ask, block, _left):
+            for shards, found in self._servers.read(self._shards, ask, block, _left):
                 self._take(shards, found)
         except redis.exceptions.ResponseError as error:
             if is_lost(error) or not any(self._streamed.values()):

@@ -10,10 +10,11 @@ from lmpool.clock import to_ms
 from lmpool.commands import Server
 from lmpool.errors import PoolMismatch, WireError
 from lmpool.keys import ShardKeys
+from lmpool.liveness import any_alive
 from lmpool.model_info import ModelInfo
 from lmpool.producer.pending import wake
 from lmpool.producer.session import REPLY_TTL, Session
-from lmpool.producer.withdrawal import withdraw
+from lmpool.producer.withdrawal import withdraw, withdraw_these
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions
 
@@ -39,6 +40,8 @@ def look_at(session: Session, servers: Servers, current: bytes) -> bool:
         return True
     if info.gives_the_same_as(known):
         left = session.shards
+        if info.shards != known.shards:
+            _withdraw_sent(session, servers)
         session.spread(info)
         logger.info("pool %s is now in %d shards", session.options.pool, info.shards)
         wake_collector(session, servers, left)
@@ -62,6 +65,30 @@ def is_known(session: Session, current: bytes) -> bool:
         and info.placement() == known.placement()
         and info.fingerprint == known.fingerprint
     )
+
+
+def has_moved(session: Session, servers: Servers, current: bytes) -> bool:
+    """Whether the pool serves the same elsewhere: workers are in all of its shards, of those that
+    answer. Some may be where it was, to finish what they had begun."""
+    try:
+        info, known = ModelInfo.unpack(current), session.info
+    except WireError:
+        return False
+    if known is None or not info.gives_the_same_as(known) or is_known(session, current):
+        return False
+    shards = info.shard_keys(session.keys)
+    return all(servers.apart([s], partial(any_alive, shard=s)) is not False for s in shards)
+
+
+def _withdraw_sent(session: Session, servers: Servers) -> None:
+    """Take off what was asked in shards that are left: it is asked for elsewhere."""
+    with session.lock:
+        sent = [
+            (flight.shard, digest)
+            for digest, flight in session.table.flights.items()
+            if flight.sent
+        ]
+    withdraw_these(session, servers, sent)
 
 
 def replaced(options: ClientOptions, known: ModelInfo, detail: str = "") -> PoolMismatch:

@@ -28,20 +28,28 @@ def withdraw(session: Session, servers: Servers) -> list[tuple[int, Digest]]:
     """
     with session.lock:
         withdrawn = session.table.take_withdrawn()
-    by_shard: dict[int, list[Digest]] = defaultdict(list)
-    for number, digest in withdrawn:
-        by_shard[number].append(digest)
-    away: list[tuple[int, Digest]] = []
     try:
-        for number, digests in by_shard.items():
-            shard = session.shards[number]
-            if not servers.apart([shard], partial(_withdraw_all, session, shard, digests)):
-                away += [(number, digest) for digest in digests]
+        return withdraw_these(session, servers, withdrawn)
     except Exception as error:
         if is_lost(error):  # what is refused now would be refused again, at once
             with session.lock:
                 session.table.withdrawn = withdrawn + session.table.withdrawn
         raise
+
+
+def withdraw_these(
+    session: Session, servers: Servers, withdrawn: Sequence[tuple[int, Digest]]
+) -> list[tuple[int, Digest]]:
+    """Withdraw these, by the number of their shard. Returns those whose shards are away while
+    others are served."""
+    by_shard: dict[int, list[Digest]] = defaultdict(list)
+    for number, digest in withdrawn:
+        by_shard[number].append(digest)
+    away: list[tuple[int, Digest]] = []
+    for number, digests in by_shard.items():
+        shard = session.shards[number]
+        if not servers.apart([shard], partial(_withdraw_all, session, shard, digests)):
+            away += [(number, digest) for digest in digests]
     return away
 
 

@@ -233,6 +233,19 @@ class Batcher:
             self.changed.notify_all()
         return left
 
+    def take_out(self, unwanted: Callable[[Delivery], bool]) -> list[Delivery]:
+        """The jobs that wait here and are `unwanted`, which wait here no longer."""
+        left: list[Delivery] = []
+        with self.changed:
+            for jobs in (self._alone, self._interactive, self._batch_priority):
+                kept = [job for job in jobs if not unwanted(job)]
+                left += [job for job in jobs if unwanted(job)]
+                jobs.clear()
+                jobs.extend(kept)
+            self._tokens = sum(job.size for job in self._interactive)
+            self.changed.notify_all()
+        return left
+
     def wake(self) -> None:
         """Let whoever waits look again."""
         with self.changed:

@@ -14,14 +14,14 @@ import redis.exceptions
 
 from lmpool.affinity import LANES_PER_WORKER
 from lmpool.commands import Server, Value
+from lmpool.errors import WireError
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.liveness import BEAT_MS, GAP_MS, LIFE_MS
 from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
-from lmpool.server import is_lost
+from lmpool.server import get_string, is_lost
 from lmpool.servers import Servers
 from lmpool.worker.homes import Homes
-from lmpool.worker.membership import mark
 from lmpool.worker.mending import mend
 from lmpool.worker.status import WorkerStatus
 from lmpool.worker.tally import Tally
@@ -48,6 +48,8 @@ class Heartbeat:
         keys: PoolKeys,
         info: ModelInfo,
         homes: Homes | None = None,
+        on_moved: Callable[[ModelInfo], None] = lambda info: None,
+        tally: Tally | None = None,
     ) -> None:
         self._servers = servers
         self._homes = Homes(shards, consumer) if homes is None else homes
@@ -56,27 +58,60 @@ class Heartbeat:
         self._status = status
         self._info = info
         self._pool = [keys.info, keys.serving]
-        self._serves: list[Value] = [info.pack(), mark(info), LIFE_MS]
-        self._tally = Tally(shards, status)
+        self._serves: list[Value] = [info.pack(), info.mark(), LIFE_MS]
+        self._on_moved = on_moved
+        self._is_leaving = False
+        self._tally = Tally(shards, status) if tally is None else tally
         self._joining = {shard.prefix for shard in shards}
         """Shards whose bounds this worker has yet to say."""
+
+    def stay_in(self, shards: Sequence[ShardKeys]) -> None:
+        """Beat in these shards alone, and say nothing of the pool any more: it has moved on."""
+        self._is_leaving = True
+        self._shards = shards
 
     def beat(self, servers: Servers) -> list[str]:
         """Renew once, publish the model info again where it was lost, and mend what was damaged.
 
-        Returns the keys that were.
+        Returns the keys that were. Whether the pool has moved to other shards or lanes is told to
+        `on_moved`, again and again.
         """
         value = self._status.heartbeat(self._homes.lanes())
         for shard in self._shards:
             servers.apart([shard], partial(self._beat_in, shard, value))
+        if self._is_leaving:
+            return []
         try:
-            script("serve")(servers.for_key(self._pool[0]), self._pool, self._serves)
+            server = servers.for_key(self._pool[0])
+            if not script("serve")(server, self._pool, self._serves):
+                self._compare(server)
         except (redis.exceptions.RedisError, OSError) as error:
             if not (servers.fails_apart and is_lost(error)):
                 raise
             logger.debug("what is served could not be said: %s", error)
         self._status.metrics.beat_at = time.monotonic()
         return mend(servers, self._shards, self._info, self._homes, self._joining)
+
+    def _compare(self, server: Server) -> None:
+        """See whether what the pool serves now is the same in other shards or lanes.
+
+        Of two such infos the one counts that was changed more often: a server that was restored may
+        hold an older one, and a worker that was frozen may bring it back.
+        """
+        held = get_string(server, self._pool[0])
+        try:
+            found = ModelInfo.unpack(held or b"")
+        except WireError:
+            return
+        there = self._info.spread_as(found)
+        if there.mark() != found.mark() or there.mark() == self._info.mark():
+            return  # another model's, or ours
+        if found.moves >= self._info.moves:
+            self._on_moved(there)
+            return
+        serving = get_string(server, self._pool[1]) or b""
+        mine, others = self._serves[0], self._serves[1:]
+        script("replace")(server, self._pool, [held or b"", mine, serving, *others])
 
     def _beat_in(self, shard: ShardKeys, value: bytes, server: Server) -> None:
         known = self._homes.change.get(shard.prefix, b"")
@@ -104,7 +139,11 @@ class Heartbeat:
             self._renew(ended, on_damage)
         finally:
             with suppress(redis.exceptions.RedisError, OSError):
-                self._tally.add(self._servers)
+                self._add_up()
+
+    def _add_up(self) -> None:
+        if not self._is_leaving:  # else another one does
+            self._tally.add(self._servers)
 
     def _renew(self, ended: threading.Event, on_damage: Callable[[list[str]], None]) -> None:
         missed = False
@@ -114,7 +153,7 @@ class Heartbeat:
             try:
                 with self._servers.in_step():
                     damaged = self.beat(self._servers)
-                    self._tally.add(self._servers)
+                    self._add_up()
                 missed = False
                 if damaged:
                     on_damage(damaged)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -78,6 +79,7 @@ class Intake:
         continuous: bool,
         restore: Callable[[Servers], None] = lambda servers: None,
         homes: Homes | None = None,
+        ended: threading.Event | None = None,
     ) -> None:
         self._servers = servers
         self._shards = shards
@@ -91,6 +93,7 @@ class Intake:
         self._consumer = consumer
         self._batcher = batcher
         self._status = status
+        self._ended = status.stopping if ended is None else ended
         self._digester = digester
         self._dead_letters = dead_letters
         self._continuous = continuous
@@ -107,7 +110,7 @@ class Intake:
         self._read_one = JobReader().read
 
     def run(self) -> None:
-        """Read until the worker stops."""
+        """Read until the worker stops, or has moved to other shards: until `ended` is set."""
         try:
             self._run()
         finally:
@@ -117,7 +120,7 @@ class Intake:
     def _run(self) -> None:
         failures = 0
         group_is_gone = False
-        while not self._status.stopping.is_set():
+        while not self._ended.is_set():
             try:
                 if group_is_gone:
                     with self._servers.in_step():
@@ -138,7 +141,7 @@ class Intake:
                         continue
                 if not is_lost(error) or failures in (1, 10):
                     logger.warning("jobs cannot be read: %s", error)
-                self._status.stopping.wait(min(2.0, 0.05 * 2 ** min(failures, 6)))
+                self._ended.wait(min(2.0, 0.05 * 2 ** min(failures, 6)))
 
     def _turn(self) -> None:
         room = self._batcher.room()
@@ -224,7 +227,7 @@ class Intake:
     def _wait_while(self, busy: bool, seconds: float) -> None:
         """Wait, unless the engine starts or ends meanwhile."""
         with self._batcher.changed:
-            if self._batcher.busy == busy and not self._status.stopping.is_set():
+            if self._batcher.busy == busy and not self._ended.is_set():
                 self._batcher.changed.wait(seconds)
 
     def _pause(self, room: int, busy: bool) -> float:
@@ -313,7 +316,7 @@ class Intake:
         sure = [shard for shard in self._shards if shard.prefix not in self._unsure]
         if not sure:
             if servers.fails_apart:
-                self._status.stopping.wait(SHORT_WAIT)
+                self._ended.wait(SHORT_WAIT)
             return
         taken: _Found = []
         limit = MANY

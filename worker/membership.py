@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Final
 
@@ -14,9 +14,9 @@ import redis.exceptions
 from lmpool.backends.engine import Engine, EngineInfo
 from lmpool.clock import to_ms
 from lmpool.errors import PoolMismatch, SettingsError, WireError
-from lmpool.keys import PoolKeys
+from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.liveness import signs_of_life
-from lmpool.model_info import MAX_SHARDS, ModelInfo, fingerprint
+from lmpool.model_info import MAX_SHARDS, MAY_DIFFER, ModelInfo, fingerprint
 from lmpool.scripts import script
 from lmpool.server import get_string, is_lost
 from lmpool.servers import Servers
@@ -27,10 +27,6 @@ logger = logging.getLogger(__name__)
 
 OLD_KEYS_MS: Final = 86_400_000
 """How long what another model, or another number of shards, left in the pool is kept."""
-_MAY_DIFFER = frozenset(
-    {"model", "revision", "max_backlog", "client_backlog", "result_ttl_ms", "no_head"}
-)
-"""Fields in which the workers of one pool may differ; the latest to join decides."""
 
 
 def model_info(engine: EngineInfo, options: WorkerOptions) -> ModelInfo:
@@ -75,15 +71,17 @@ def model_info(engine: EngineInfo, options: WorkerOptions) -> ModelInfo:
 
 
 def usual_shards(servers: Servers, keys: PoolKeys, mine: str) -> int:
-    """How many shards a pool has where nobody says: those that it is served in, if it is the model
-    of fingerprint `mine`, else two for each primary of a cluster, so that one more takes over few.
+    """How many shards a pool has where nobody says: those that it is served in, or that a command
+    gave it, if it is the model of fingerprint `mine`, else two for each primary of a cluster, so
+    that one more takes over few.
     """
     server = servers.for_key(keys.info)
     held = get_string(server, keys.info)
-    if held is not None and signs_of_life(server, [keys.serving])[0]:
+    if held is not None:
         with suppress(WireError):
             info = ModelInfo.unpack(held)
-            if info.fingerprint == mine:
+            lives = info.moves > 0 or signs_of_life(server, [keys.serving])[0]
+            if info.fingerprint == mine and lives:
                 return info.shards
     return min(MAX_SHARDS, 2 * len(servers.everywhere())) if servers.fails_apart else 1
 
@@ -101,22 +99,20 @@ def batch_budget(options: WorkerOptions, info: ModelInfo) -> int:
     return options.max_batch_tokens
 
 
-def mark(info: ModelInfo) -> bytes:
-    """What a living worker says that it serves: equal for those that may share a pool."""
-    must_agree = {name: value for name, value in asdict(info).items() if name not in _MAY_DIFFER}
-    return fingerprint(must_agree).encode()
-
-
-def join(servers: Servers, keys: PoolKeys, info: ModelInfo, replace: bool, life_ms: int) -> None:
+def join(
+    servers: Servers, keys: PoolKeys, info: ModelInfo, replace: bool, life_ms: int
+) -> ModelInfo:
     """Publish `info` as what the pool serves, and for `life_ms` that a worker lives who does.
 
-    Raises `PoolMismatch` while living workers serve something else, unless `replace`. Of two
-    workers that join at the same time the second sees the first.
+    Returns what was published: in the shards and lanes that ``lmpool shards`` gave the pool, if it
+    ever did. Raises `PoolMismatch` while living workers serve something else, unless `replace`. Of
+    two workers that join at the same time the second sees the first.
     """
-    packed, mine = info.pack(), mark(info)
     server = servers.for_key(keys.info)
     while True:
         held = get_string(server, keys.info) or b""
+        info = _where_it_is(held, info)
+        packed, mine = info.pack(), info.mark()
         serving = get_string(server, keys.serving) or b""
         others = serving not in (b"", mine) and signs_of_life(server, [keys.serving])[0]
         other = _check_same(keys, held, info, replace, others) if held else None
@@ -128,7 +124,36 @@ def join(servers: Servers, keys: PoolKeys, info: ModelInfo, replace: bool, life_
     for key in _kept_keys(keys, other) if other is not None else ():
         if key not in kept:  # another model's, or of shards that there are no more
             _try(servers, partial(_end_later, servers, key))
-    for key in kept:  # it may have been served, replaced, and now served again
+    keep(servers, keys, info)
+    return info
+
+
+def _where_it_is(held: bytes, info: ModelInfo) -> ModelInfo:
+    """`info` in the shards and lanes that a command gave the pool: the settings of a worker that
+    starts, maybe again, do not take that back."""
+    with suppress(WireError):
+        other = ModelInfo.unpack(held)
+        if other.fingerprint == info.fingerprint and other.moves > info.moves:
+            if (info.shards, info.lanes) != (other.shards, other.lanes):
+                logger.warning(
+                    "lmpool shards gave the pool %d shards of %d lanes: LMPOOL_SHARDS and "
+                    "LMPOOL_LANES of this worker, %d and %d, are not taken",
+                    *(other.shards, other.lanes, info.shards, info.lanes),
+                )
+            return replace(
+                info,
+                shards=other.shards,
+                lanes=other.lanes,
+                moves=other.moves,
+                former=other.former,
+            )
+    return info
+
+
+def keep(servers: Servers, keys: PoolKeys, info: ModelInfo) -> None:
+    """Have the keys of a pool stay that do not end by themselves: it may have been served,
+    replaced, and now served again."""
+    for key in _kept_keys(keys, info):
         _try(servers, partial(_keep, servers, key))
 
 
@@ -154,12 +179,13 @@ def _kept_keys(keys: PoolKeys, info: ModelInfo) -> Iterator[str]:
     """The keys of one model in a pool that do not end by themselves."""
     yield keys.vocabulary(info.fingerprint8)
     for shard in info.shard_keys(keys):
-        yield from (
-            *(stream.key for stream in shard.streams),
-            shard.dead,
-            shard.adapters,
-            shard.account,
-        )
+        yield from lasting_keys(shard)
+
+
+def lasting_keys(shard: ShardKeys) -> tuple[str, ...]:
+    """The keys of a shard that do not end by themselves, its streams of jobs first."""
+    streams = tuple(stream.key for stream in shard.streams)
+    return (*streams, shard.dead, shard.adapters, shard.account, *shard.calls, shard.waiting)
 
 
 def _check_same(
@@ -185,7 +211,7 @@ def _check_same(
     different = [
         f.name
         for f in fields(ModelInfo)
-        if f.name not in _MAY_DIFFER and getattr(other, f.name) != getattr(info, f.name)
+        if f.name not in MAY_DIFFER and getattr(other, f.name) != getattr(info, f.name)
     ]
     if not different:
         return other

@@ -63,7 +63,7 @@ class WorkerMonitor(Collector):
         yield give(Worker.COMPUTE, metrics.compute)
         yield give(Worker.PUBLISH, metrics.publish)
         yield give(Worker.TOKENS_ASKED, metrics.tokens_asked)
-        yield give(Worker.HOME_LANES, service.homes.lanes())
+        yield give(Worker.HOME_LANES, service.home_lanes())
         yield give(Worker.OWN_JOBS, status.own_jobs)
         yield give(Worker.STOLEN_JOBS, status.stolen_jobs)
         yield give(Worker.WAITING, service.waiting())

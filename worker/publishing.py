@@ -135,6 +135,17 @@ class Publisher:
         """Shards, by number, that were away when they were last written to."""
         self._left_out = 0
         """Jobs that the server refused in succession, none taken between them."""
+        self._left: frozenset[str] = frozenset()
+        """Shards, by prefix, that the worker has left for good."""
+
+    def move(self, shards: Sequence[ShardKeys]) -> None:
+        """The pool lies in these shards now: its bound is theirs. For any thread."""
+        self._store = self._store.moved(shards)
+        self._left -= {shard.prefix for shard in shards}
+
+    def leave(self, shards: Sequence[ShardKeys]) -> None:
+        """Wait no longer for these, if they are away: nobody reads there. For any thread."""
+        self._left |= {shard.prefix for shard in shards}
 
     def put(self, finished: Sequence[Finished]) -> None:
         """Hand over one batch; blocks while two are waiting to be written."""
@@ -285,6 +296,9 @@ class Publisher:
         for done in chunk:
             if done.delivery.settled is not None:
                 done.delivery.settled.set()  # the next that is to run alone does not wait for it
+        if shard.prefix in self._left:
+            self._status.let_go(done.delivery for done in chunk)
+            return
         size = _size(chunk)
         if self._aside and self._aside_bytes + size > ASIDE_BYTES:
             logger.warning("%d rows are let go, to be computed again", len(chunk))

@@ -52,6 +52,7 @@ class Recovery:
         dead_letters: DeadLetters,
         max_deliveries: int,
         homes: Homes | None = None,
+        ended: threading.Event | None = None,
     ) -> None:
         self._servers = servers
         self._shards = shards
@@ -59,14 +60,15 @@ class Recovery:
         self._consumer = consumer
         self._batcher = batcher
         self._status = status
+        self._ended = status.stopping if ended is None else ended
         self._digester = digester
         self._dead_letters = dead_letters
         self._max_deliveries = max_deliveries
 
     def run(self) -> None:
-        """Look, until the worker stops."""
+        """Look, until the worker stops or has moved to other shards: until `ended` is set."""
         failures = 0
-        while not self._status.stopping.wait(LOOK_EVERY * random.uniform(0.75, 1.25)):
+        while not self._ended.wait(LOOK_EVERY * random.uniform(0.75, 1.25)):
             error = self._look_everywhere()
             failures = 0 if error is None else failures + 1
             if failures in (1, 10):
@@ -111,7 +113,7 @@ class Recovery:
         keys = [stream.key for stream in streams]
         forgotten = self._forgotten(server, keys)
         calls = shard.calls
-        while not self._status.stopping.is_set():
+        while not self._ended.is_set():
             arguments: list[Value] = [shard.prefix, GROUP, self._consumer, LIFE_MS]
             for key in keys:
                 arguments += (len(forgotten[key]), *forgotten[key])
@@ -174,5 +176,5 @@ class Recovery:
         self._status.held.add(delivery.place)
         self._batcher.add_alone(delivery)
         while not settled.wait(0.25):
-            if self._status.stopping.is_set():
+            if self._ended.is_set():
                 return

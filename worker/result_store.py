@@ -49,6 +49,7 @@ class ResultStore:
     ) -> None:
         self._servers = servers
         self._shards = shards
+        self._whole = most
         self._most = None if most is None else max(1, most // max(1, len(shards)))
         self._stopping = stopping
         self._due = 0.0
@@ -60,6 +61,10 @@ class ResultStore:
         self._readers: dict[tuple[str, bytes], tuple[bytes, float]] = {}
         """Clients that were waited for, by shard's prefix and name: the first notice that they have
         not taken, since when."""
+
+    def moved(self, shards: Sequence[ShardKeys]) -> ResultStore:
+        """The same bound, of these shards."""
+        return ResultStore(self._servers, shards, self._whole, self._stopping)
 
     def look(self, *, shrink: bool = True) -> None:
         """See how much room the server has, and make some where others need it.

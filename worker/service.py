@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
@@ -21,36 +21,39 @@ from lmpool.clock import ServerClock
 from lmpool.commands import Server
 from lmpool.diagnosis import Facts, check_eviction, check_persistence
 from lmpool.errors import LmpoolError, SettingsError
-from lmpool.keys import GROUP, PoolKeys, ShardKeys
+from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.liveness import LIFE_MS, any_alive
 from lmpool.model_info import ModelInfo
-from lmpool.scripts import script
 from lmpool.server import ANSWER_TIMEOUT, explained, greet
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions, mask_url, place_of
 from lmpool.wants import Digester
 from lmpool.worker.adapters import Adapters
 from lmpool.worker.batching import Batcher, Delivery
+from lmpool.worker.carrying import carry_adapters, register_again, without
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.engine_thread import EngineLoop, spawn
-from lmpool.worker.heartbeat import ANSWER_WITHIN, Heartbeat
+from lmpool.worker.heartbeat import ANSWER_WITHIN
 from lmpool.worker.holding import release, uncount
-from lmpool.worker.homes import Homes
 from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups
 from lmpool.worker.membership import (
     batch_budget,
     join,
+    keep,
     model_info,
     publish_vocabulary,
     usual_shards,
 )
+from lmpool.worker.moving import Mover
 from lmpool.worker.patience import patiently
 from lmpool.worker.pieces import Tellings
 from lmpool.worker.progress import StartProgress
 from lmpool.worker.publishing import Publisher
 from lmpool.worker.recovery import Recovery
 from lmpool.worker.result_store import ResultStore
+from lmpool.worker.seat import Seat
 from lmpool.worker.status import WorkerStatus
+from lmpool.worker.tally import Tally
 from lmpool.worker.traces import BatchTraces
 from lmpool.worker.watchdog import Watchdog
 
@@ -60,6 +63,11 @@ T = TypeVar("T")
 
 HUNG_WAIT: Final = 2.0
 """Seconds for which a worker that failed waits for its threads."""
+READS_FOR: Final = 3.0
+"""Seconds for which a worker that moves waits for the last read where it was."""
+ADAPTERS_OF: Final = 60.0
+"""Seconds, up to a move, of whose changes to the registry a worker makes sure that they came along:
+others may have moved before it."""
 
 
 class Service:
@@ -94,10 +102,12 @@ class Service:
         self.engine: Engine | None = None
         self._threads: dict[str, threading.Thread] = {}
         self._opened: list[Servers] = []
-        self._heartbeat_ended = threading.Event()
+        self._control: Servers
         self._joining = threading.Lock()
-        self.shards: tuple[ShardKeys, ...] = ()
-        self.homes = Homes((), self.consumer)
+        self.seat: Seat | None = None
+        """Where it beats and reads, once it serves."""
+        self._tally = Tally((), self.status)
+        self._mover = Mover(self, self._open)
         self._batcher: Batcher | None = None
         self._publisher: Publisher | None = None
 
@@ -163,16 +173,12 @@ class Service:
         budget = batch_budget(options, info)
         self.status.description["engine"] = info.engine
         self.status.description["execution"] = engine.info.execution
-        self.shards = info.shard_keys(self.keys)
         beating = self._open(answers_within=ANSWER_WITHIN)
-        self.homes = Homes(self.shards, self.consumer)
-        heartbeat = Heartbeat(
-            beating, self.shards, self.consumer, self.status, self.keys, info, self.homes
-        )
-        self._patiently(lambda: self._enter_pool(control, info, engine, heartbeat))
+        seat = self._patiently(lambda: self._enter_pool(control, info, engine, beating))
+        self.seat, info = seat, seat.info
         self._batcher = Batcher(options.batch_size, options.timeout, budget)
-        self._publisher = self._publishing(info)
-        self.adapters = Adapters(engine, control, self.shards, options.adapter_dirs)
+        self._publisher = self._publishing(seat)
+        self.adapters = Adapters(engine, control, seat.shards, options.adapter_dirs)
         self.loop = EngineLoop(
             engine,
             self._batcher,
@@ -184,18 +190,16 @@ class Service:
             Tellings(control, info),
             BatchTraces(options.pool, info.model, info.engine),
         )
-        digester = Digester(info.fingerprint)
-        restore = self._restorer(control, heartbeat, info)
-        intake = self._intake(self._batcher, digester, engine, restore)
-        recovery = self._recovery(self._batcher, digester)
+        self._control = control
+        self._sit(seat)
         for name, target in (
-            ("heartbeat", lambda: self._beat(heartbeat)),
             ("publisher", self._publisher.run),
-            ("intake", intake.run),
-            ("recovery", recovery.run),
             ("watchdog", Watchdog(self.status, options.engine_timeout).run),
         ):
             self._threads[name] = spawn(name, target, self.status)
+        if info.moves and info.former:
+            former = self.keys.shards(info.fingerprint8, info.former)
+            self._mover.look_after(without(former, seat.shards))
         logger.info(
             "%s serves %s as pool %s on %s (%s): %s engine, %s, %d tokens, prompts up to %d, "
             "batches up to %d prompts or %d tokens",
@@ -204,6 +208,10 @@ class Service:
             *(options.batch_size, budget),
         )
         return self.loop
+
+    def home_lanes(self) -> int:
+        """Of how many lanes it is the home."""
+        return 0 if self.seat is None else self.seat.homes.lanes()
 
     def waiting(self) -> int:
         """Jobs that this worker has, and its engine has not."""
@@ -215,80 +223,156 @@ class Service:
             return patiently(step, self.status.stopping.wait)
 
     def _enter_pool(
-        self, control: Servers, info: ModelInfo, engine: Engine, heartbeat: Heartbeat
-    ) -> None:
+        self, control: Servers, info: ModelInfo, engine: Engine, beating: Servers
+    ) -> Seat:
         """Become one of the pool's workers; all that is left is to read jobs."""
-        join(control, self.keys, info, self.options.replace, LIFE_MS)
-        heartbeat.beat(control)  # before the consumer is there: nobody must take it for dead
+        info = join(control, self.keys, info, self.options.replace, LIFE_MS)
+        seat = self._new_seat(info, beating)
+        self.status.description["moves"] = info.moves
         try:
-            create_groups(control, self.shards, self.consumer)
+            self._appear(control, seat)
             publish_vocabulary(control, self.keys, info, engine)
         except BaseException:
-            self._end_membership(control)
+            self._end_membership(control, seat)
             raise
+        return seat
 
-    def _publishing(self, info: ModelInfo) -> Publisher:
-        servers = self._open()
+    def _new_seat(self, info: ModelInfo, beating: Servers) -> Seat:
+        who = self.keys, self.consumer, self.status
+        return Seat(info, *who, beating, self._mover.tell, self._tally)
+
+    def _appear(self, servers: Servers, seat: Seat) -> None:
+        """Be there for others, before anything is read."""
+        seat.heartbeat.beat(servers)  # before the consumer is there: nobody must take it for dead
+        create_groups(servers, seat.shards, self.consumer)
+
+    def _sit(self, seat: Seat) -> None:
+        """Beat and read there from now on."""
+        self._tally.move(seat.shards)
+        intake, recovery = self._intake(seat), self._recovery(seat)
+        heartbeat = seat.heartbeat
+        seat.spawn("heartbeat", lambda: heartbeat.run(seat.left, self._register_again))
+        seat.spawn("intake", intake.run)
+        seat.spawn("recovery", recovery.run)
+
+    def move(self, servers: Servers, info: ModelInfo) -> bool:
+        """Serve in the shards and lanes of `info`, where the pool is now: what the engine has is
+        finished and published where it came from. On the mover's thread. Whether it did.
+
+        Raises what joining raises, and then serves where it was.
+        """
+        with self._joining:
+            before, batcher, publisher = self.seat, self._batcher, self._publisher
+            adapters = self.adapters
+            if self.status.stopping.is_set() or batcher is None or publisher is None:
+                return False
+            assert before is not None
+            assert adapters is not None
+            beating = self._open(answers_within=ANSWER_WITHIN)
+            seat = self._new_seat(info, beating)
+            try:
+                self._patiently(lambda: self._appear_too(servers, before, seat))
+            except BaseException:
+                self.close_servers(beating)
+                raise
+            before.heartbeat.stay_in(without(before.shards, seat.shards))
+            before.ended.set()
+            batcher.wake()
+            for name in ("intake", "recovery"):
+                if not before.join(name, READS_FOR):
+                    logger.warning("the %s of before has yet to end", name)
+            self.seat = seat
+            self.status.description["moves"] = info.moves
+            publisher.move(seat.shards)
+            adapters.move(seat.shards)
+            self._sit(seat)
+        try:
+            seat.heartbeat.beat(servers)  # whoever told the pool to move sees it
+            register_again(servers, seat.shards, adapters.latest(ADAPTERS_OF))
+            self._give_back(servers, without(before.shards, seat.shards), batcher)
+        except (redis.exceptions.RedisError, OSError) as error:
+            logger.warning("jobs of before stay there, and are asked again: %s", error)
+        return True
+
+    def _appear_too(self, servers: Servers, before: Seat, seat: Seat) -> None:
+        """Be there beside the seat of before: clients that come find the adapters."""
+        info = seat.info
+        keep(servers, self.keys, info)
+        carry_adapters(servers, before.shards, seat.shards, info.moves)
+        self._appear(servers, seat)
+
+    def _give_back(self, servers: Servers, shards: Sequence[ShardKeys], batcher: Batcher) -> None:
+        """Let others run what came from these shards and was not begun."""
+        gone = {shard.prefix for shard in shards}
+        left = batcher.take_out(lambda delivery: delivery.stream.shard.prefix in gone)
+        self.status.let_go(left)
+        if shards:
+            known = {delivery.place: delivery.job for delivery in left}
+            release(servers, shards, self.consumer, known, frozenset(self.status.held))
+
+    def wait_no_longer(self, shards: Sequence[ShardKeys]) -> None:
+        """Let go of answers that could not be written in shards which the pool has left."""
+        if self._publisher is not None:
+            self._publisher.leave(shards)
+
+    def _publishing(self, seat: Seat) -> Publisher:
+        servers, info = self._open(), seat.info
         store = ResultStore(
-            servers, self.shards, self.options.result_bytes, self.status.stopping.is_set
+            servers, seat.shards, self.options.result_bytes, self.status.stopping.is_set
         )
         return Publisher(servers, info.vocab_size, info.result_ttl_ms, store, self.status)
 
-    def _intake(
-        self,
-        batcher: Batcher,
-        digester: Digester,
-        engine: Engine,
-        restore: Callable[[Servers], None],
-    ) -> Intake:
+    def _intake(self, seat: Seat) -> Intake:
         servers = self._open(blocks_for=IDLE_BLOCK_MS / 1000, bounded=True)
+        seat.opened.append(servers)
+        batcher, engine = self._batcher, self.engine
+        assert batcher is not None
+        assert engine is not None
         return self._new_intake(
             servers,
-            self.shards,
+            seat.shards,
             self.consumer,
             batcher,
             self.status,
-            digester,
+            Digester(seat.info.fingerprint),
             DeadLetters(servers, self.consumer, self.status.note_failure),
             engine.continuous,
-            restore,
-            self.homes,
+            self._restorer(seat, engine),
+            seat.homes,
+            seat.ended,
         )
 
-    def _recovery(self, batcher: Batcher, digester: Digester) -> Recovery:
+    def _recovery(self, seat: Seat) -> Recovery:
         servers = self._open()
+        seat.opened.append(servers)
+        assert self._batcher is not None
         return Recovery(
             servers,
-            self.shards,
+            seat.shards,
             self.consumer,
-            batcher,
+            self._batcher,
             self.status,
-            digester,
+            Digester(seat.info.fingerprint),
             DeadLetters(servers, self.consumer, self.status.note_failure),
             self.options.max_deliveries,
-            self.homes,
+            seat.homes,
+            seat.ended,
         )
 
-    def _restorer(
-        self, control: Servers, heartbeat: Heartbeat, info: ModelInfo
-    ) -> Callable[[Servers], None]:
+    def _restorer(self, seat: Seat, engine: Engine) -> Callable[[Servers], None]:
         """What is to be done for a server that has lost everything: clients that come now need
         heartbeat, vocabulary and adapters, too."""
-        engine, loop, adapters = self.engine, self.loop, self.adapters
-        assert engine is not None
+        loop, adapters, control = self.loop, self.adapters, self._control
         assert loop is not None
         assert adapters is not None
 
         def restore(servers: Servers) -> None:
-            heartbeat.beat(servers)
+            seat.heartbeat.beat(servers)
             # On the engine's thread, and so with its connections.
-            loop.call(lambda: publish_vocabulary(control, self.keys, info, engine))
+            loop.call(lambda: publish_vocabulary(control, self.keys, seat.info, engine))
             loop.call(adapters.restore)
 
         return restore
-
-    def _beat(self, heartbeat: Heartbeat) -> None:
-        heartbeat.run(self._heartbeat_ended, self._register_again)
 
     def _go_to(self, primary: Address) -> None:
         """Every thread's connections, to the primary that one of them found."""
@@ -299,9 +383,9 @@ class Service:
     def _register_again(self, damaged: list[str]) -> None:
         """Adapters, where their registry was damaged."""
         adapters = self.adapters
-        if adapters is None or self.loop is None:
+        if adapters is None or self.loop is None or self.seat is None:
             return
-        if any(shard.adapters in damaged for shard in self.shards):
+        if any(shard.adapters in damaged for shard in self.seat.shards):
             self.loop.call(adapters.restore)
 
     def stop(self) -> None:
@@ -309,12 +393,21 @@ class Service:
         self.status.stopping.set()
         with self._joining:  # either it has joined, or it never will
             serves = self.loop is not None
+        seats = self._seats()
+        for seat in seats:
+            seat.ended.set()
         if self._batcher is not None:
             self._batcher.wake()
         # An engine that is broken or hangs will not finish.
         limit = HUNG_WAIT if self.status.failure is not None else self.options.drain_timeout
+        self._mover.join(limit)
+        seats = self._seats()  # one that was being left may be gone
+        for name in ("intake", "recovery"):
+            for seat in seats:
+                if not seat.join(name, limit):
+                    logger.error("the %s is still busy after %g s: leaving without it", name, limit)
         # An engine that is being loaded has nothing to finish: the process ends without it.
-        for name in ("intake", "recovery", "watchdog", "engine") if serves else ():
+        for name in ("watchdog", "engine") if serves else ():
             thread = self._threads.pop(name, None)
             if thread is not None:
                 thread.join(limit)
@@ -325,18 +418,17 @@ class Service:
             thread = self._threads.pop("publisher", None)
             if thread is not None:
                 thread.join(limit)
-            self._leave()
+            self._leave(seats)
             self._publisher = None
-        self._end_heartbeat()
+        for seat in seats:
+            seat.end_heartbeat()
         self._close_servers()
 
-    def _end_heartbeat(self) -> None:
-        self._heartbeat_ended.set()
-        heartbeat = self._threads.pop("heartbeat", None)
-        if heartbeat is not None:
-            heartbeat.join(5)
+    def _seats(self) -> list[Seat]:
+        """Where it serves, and before that where it still has jobs."""
+        return [*self._mover.former, *(() if self.seat is None else (self.seat,))]
 
-    def _leave(self) -> None:
+    def _leave(self, seats: Sequence[Seat]) -> None:
         left = self._batcher.close() if self._batcher is not None else []
         known = {delivery.place: delivery.job for delivery in left}
         # What the engine could not finish is not given back as if it were new: others try it alone,
@@ -347,13 +439,16 @@ class Service:
         keep = {delivery.place for delivery in suspects}
         servers = self._open()
         try:
-            self._heartbeat_ended.set()
+            for seat in seats:
+                seat.left.set()
             for delivery in untried:
                 uncount_it = partial(self._uncount, servers, delivery)
                 servers.apart([delivery.stream.shard], uncount_it)
-            released = release(servers, self.shards, self.consumer, known, keep)
-            self._end_heartbeat()  # a beat on its way would bring the worker back
-            self._end_membership(servers)
+            released = 0
+            for seat in seats:
+                released += release(servers, seat.shards, self.consumer, known, keep)
+                seat.end_heartbeat()  # a beat on its way would bring the worker back
+                self._end_membership(servers, seat)
             logger.info(
                 "%s left the pool; %d jobs given back, %d left for others to try alone",
                 self.consumer,
@@ -363,20 +458,17 @@ class Service:
         except (redis.exceptions.RedisError, OSError) as error:
             logger.warning("left without a word to the server: %s", error)
 
-    def _end_membership(self, servers: Servers) -> None:
+    def _end_membership(self, servers: Servers, seat: Seat) -> None:
         """End the heartbeat, and with the last worker what the pool is known to serve."""
-        for shard in self.shards:
-            servers.apart([shard], partial(self._leave_shard, shard))
-        first = self.shards[0]
+        seat.leave(servers, seat.shards)
+        first = seat.shards[0]
+        if self.seat not in (None, seat):
+            return  # it is known by another seat
         if servers.apart([first], partial(any_alive, shard=first)) is False:
             servers.for_key(self.keys.serving).delete(self.keys.serving)
 
     def _uncount(self, servers: Servers, delivery: Delivery, server: Server) -> None:
         uncount(servers, delivery, self.consumer)
-
-    def _leave_shard(self, shard: ShardKeys, server: Server) -> None:
-        keys = [shard.alive(self.consumer), shard.workers, *shard.groups]
-        script("leave")(server, keys, [GROUP, self.consumer])
 
     def _open(
         self,
@@ -395,6 +487,13 @@ class Service:
         servers.on_move(self._go_to)
         self._opened.append(servers)
         return servers
+
+    def close_servers(self, *some: Servers) -> None:
+        """Close these connections, whose thread has ended or is this one."""
+        for servers in some:
+            servers.close()
+            if servers in self._opened:
+                self._opened.remove(servers)
 
     def _close_servers(self) -> None:
         for servers in self._opened:

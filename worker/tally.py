@@ -24,6 +24,10 @@ class Tally:
         self._status = status
         self._added: dict[Counter, int] = {}
 
+    def move(self, shards: Sequence[ShardKeys]) -> None:
+        """The pool lies in these shards now. For any thread."""
+        self._shards = shards
+
     def add(self, servers: Servers) -> None:
         """Add what is new since the last time, in the first shard that answers.
 

@@ -24,6 +24,7 @@ from lmpool.cli.page import page
 from lmpool.cli.plan import plan
 from lmpool.cli.pool import logprobs, ping, stats
 from lmpool.cli.score import score
+from lmpool.cli.shards import shards
 from lmpool.cli.terminal import FAILED, INTERRUPTED, print_error
 from lmpool.cli.top import top
 from lmpool.cli.worker import worker
@@ -83,8 +84,8 @@ def _options(
 
 
 for command in (
-    demo, worker, gateway, exporter, generate, logprobs, score, ping, stats, top, page, doctor,
-    bench, plan, config,
+    demo, worker, gateway, exporter, generate, logprobs, score, ping, stats, top, page, shards,
+    doctor, bench, plan, config,
 ):  # fmt: skip
     app.command()(command)
 app.command("gateway-key")(gateway_key)

@@ -12,8 +12,8 @@ from lmpool.model_info import ModelInfo
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
 from lmpool.worker.engine_thread import EngineLoop
-from lmpool.worker.heartbeat import Heartbeat
 from lmpool.worker.intake import Intake
+from lmpool.worker.seat import Seat
 from lmpool.worker.service import Service
 from lmpool.worker.stealing import Entry
 
@@ -55,7 +55,8 @@ class InProcessService(Service):
         return super()._join(engine, control, clock, version)
 
     def _enter_pool(
-        self, control: Servers, info: ModelInfo, engine: Engine, heartbeat: Heartbeat
-    ) -> None:
-        self.info = info
-        super()._enter_pool(control, info, engine, heartbeat)
+        self, control: Servers, info: ModelInfo, engine: Engine, beating: Servers
+    ) -> Seat:
+        seat = super()._enter_pool(control, info, engine, beating)
+        self.info = seat.info
+        return seat

@@ -147,9 +147,10 @@ def embedded(
         max_batch_tokens: most prompt tokens in a batch; at least the longest prompt
         max_prompt_tokens: longest prompt served; at most what the model takes
         shards: parts that the pool's keys are spread over; by default one, on a Redis Cluster two
-            for each primary
+            for each primary; `lmpool shards` changes it while the pool is served
         lanes: lanes of each shard, in which prompts with a common prefix meet; each has a home
-            among the workers; 1 is none, and any worker runs any prompt
+            among the workers; 1 is none, and any worker runs any prompt; `lmpool shards --lanes`
+            changes it
         block_tokens: tokens of a block; a lane follows from blocks
         blocks: most blocks of a prompt that its lane follows from
         max_backlog: jobs that may wait in a shard, of each priority

@@ -277,6 +277,11 @@ def change_lanes(pool: ClusterPool) -> None:
     pool.change_lanes()
 
 
+def change_shards(pool: ClusterPool) -> None:
+    """Their number, and that of lanes, while all workers stay."""
+    pool.change_shards()
+
+
 CLUSTER_FAULTS = [
     ClusterFault("SIGKILL of two workers", kill_workers),
     ClusterFault("SIGKILL of a primary", kill_primary),
@@ -289,4 +294,5 @@ CLUSTER_FAULTS = [
     ClusterFault("SIGKILL of all nodes", restart),
     ClusterFault("SIGKILL of a primary, back at once", come_back_empty),
     ClusterFault("LMPOOL_LANES changed, worker by worker", change_lanes),
+    ClusterFault("shards and lanes changed by a command", change_shards),
 ]

@@ -97,8 +97,7 @@ def commands(pool: ChaosPool) -> None:
     with pool.admin() as client:
         client.script_flush()
         time.sleep(0.3)
-        (shard,) = pool_shards(client, "chaos")
-        for key in shard.groups:
+        for key in (key for shard in pool_shards(client, "chaos") for key in shard.groups):
             client.xgroup_destroy(key, GROUP)
         time.sleep(0.3)
         client.client_kill_filter(_type="normal", skipme=True)
@@ -210,6 +209,10 @@ def change_lanes(pool: ChaosPool) -> None:
     pool.change_lanes()
 
 
+def change_shards(pool: ChaosPool) -> None:
+    pool.change_shards()
+
+
 AOF = {"appendonly": "yes", "appendfsync": "everysec"}
 
 FAULTS = [
@@ -247,4 +250,5 @@ FAULTS = [
     Fault("snapshots fail for 3 s (MISCONF)", broken_disk),
     Fault("the server a replica for 3 s (READONLY)", become_replica),
     Fault("LMPOOL_LANES changed, worker by worker", change_lanes),
+    Fault("shards and lanes changed by a command", change_shards),
 ]

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import redis
 
+from lmpool.shards import change, look
 from tests.chaos.load import Load, Outcomes
 from tests.support.faults import Faults
 from tests.support.pools import until_at_rest
@@ -25,6 +26,8 @@ LANES = 64
 """Of each shard, at first."""
 OTHER_LANES = (1, 8, 16, 64, 200)
 """What `change_lanes` chooses from."""
+OTHER_SHARDS = (1, 2, 4, 6, 9)
+"""What `change_shards` chooses from."""
 
 
 class ChaosPool:
@@ -137,6 +140,17 @@ class ChaosPool:
                 worker.terminate()
             until(lambda: self.workers[place] is not worker, 60, what="a worker to be replaced")  # noqa: B023
             self.workers[place].wait_until_alive(60)
+
+    def change_shards(self) -> None:
+        """``lmpool shards`` while the pool is served: first their number, then that of lanes. A
+        worker is killed in the midst of each."""
+        before = look(self._tests_url(), "chaos")
+        shards = self.random.choice([n for n in OTHER_SHARDS if n != len(before.shards)])
+        lanes = self.random.choice([n for n in OTHER_LANES if n != before.lanes])
+        for numbers in ((shards, None), (None, lanes)):
+            change(self._tests_url(), "chaos", *numbers, wait=0.0)
+            self.kill_worker()
+            until(lambda: not look(self._tests_url(), "chaos").behind, 30, what="all to move")
 
     @property
     def stolen(self) -> int:

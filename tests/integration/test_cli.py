@@ -65,6 +65,7 @@ def test_help_lists_the_commands() -> None:
         "score",
         "ping",
         "stats",
+        "shards",
         "doctor",
         "bench",
     ):

@@ -127,11 +127,15 @@ def test_lanes_that_are_in_order_are_told_with_how_many_each_has() -> None:
 @pytest.mark.parametrize(
     ("changes", "said", "remedy"),
     [
-        ({"model": MODEL, "lanes": LaneFacts(1)}, "all 4 workers read", "LMPOOL_LANES=64 "),
+        (
+            {"model": MODEL, "lanes": LaneFacts(1)},
+            "all 4 workers read",
+            "lmpool shards --lanes 64 ",
+        ),
         (
             {"workers": {f"w{n}": True for n in range(20)}},
             "3.2 for each of 20 workers",
-            "LMPOOL_LANES=512 ",
+            "lmpool shards --lanes 512 ",
         ),
         (
             {"lanes": LaneFacts(64, "lane 3 of shard 0", 60, 100)},

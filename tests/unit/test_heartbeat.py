@@ -20,7 +20,6 @@ from lmpool.servers import Servers
 from lmpool.worker.heartbeat import AGAIN, ANSWER_WITHIN, EVERY, Heartbeat
 from lmpool.worker.homes import Homes
 from lmpool.worker.intake import create_groups
-from lmpool.worker.membership import mark
 from lmpool.worker.status import WorkerStatus
 from lmpool.worker.tally import Tally
 from tests.support.fake import FakeServer
@@ -129,7 +128,7 @@ def test_a_beat_is_seen_in_every_shard_and_says_who_it_is(
         assert (told["id"], told["pid"], told["rows_per_second"]) == ("me", 7, 0.0)
         assert LIFE_MS - 1000 < server.pttl(shard.alive("me")) <= LIFE_MS  # type: ignore[operator]
     assert server.get(keys.info) == INFO.pack()
-    assert server.get(keys.serving) == mark(INFO)
+    assert server.get(keys.serving) == INFO.mark()
     assert LIFE_MS - 1000 < server.pttl(keys.serving) <= LIFE_MS  # type: ignore[operator]
 
 
@@ -169,14 +168,14 @@ def test_a_model_info_that_was_lost_is_published_again_and_anothers_is_left(
     server.set(keys.info, later.pack())
     heartbeat.beat(servers)
     assert server.get(keys.info) == later.pack()
-    assert server.get(keys.serving) == mark(INFO)
+    assert server.get(keys.serving) == INFO.mark()
     # The pool was taken over: nothing is said of what this one serves.
     other = replace(INFO, fingerprint="f" * 32)
     server.set(keys.info, other.pack())
-    server.set(keys.serving, mark(other))
+    server.set(keys.serving, other.mark())
     heartbeat.beat(servers)
     assert server.get(keys.info) == other.pack()
-    assert server.get(keys.serving) == mark(other)
+    assert server.get(keys.serving) == other.mark()
 
 
 def test_the_latest_to_join_bounds_the_backlog_and_no_beat_changes_that(

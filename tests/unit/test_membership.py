@@ -16,7 +16,7 @@ from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
 from lmpool.vocabulary import Vocabulary
 from lmpool.worker.intake import create_groups
-from lmpool.worker.membership import batch_budget, join, mark, model_info, publish_vocabulary
+from lmpool.worker.membership import batch_budget, join, model_info, publish_vocabulary
 
 ENGINE = EngineInfo(
     engine="hf",
@@ -114,7 +114,7 @@ def appear(server: redis.Redis, keys: PoolKeys, info: ModelInfo, consumer: str =
     shards = info.shard_keys(keys)
     create_groups(Servers(lambda: server), shards, consumer)  # type: ignore[arg-type,return-value]
     server.set(shards[0].alive(consumer), b"", px=LIFE_MS)
-    server.set(keys.serving, mark(info), px=LIFE_MS)
+    server.set(keys.serving, info.mark(), px=LIFE_MS)
 
 
 def test_the_first_worker_makes_the_pool(redis_client: redis.Redis, keys: PoolKeys) -> None:

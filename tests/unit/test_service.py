@@ -248,7 +248,8 @@ def test_a_server_that_goes_away_in_the_midst_of_joining_is_waited_for(
     worker = new()
     worker.start()
     _, shards = served(server, keys)
-    assert members(server, shards) == [{worker.id}] * SHARDS * len(PRIORITIES)
+    everywhere = [{worker.id}] * SHARDS * len(PRIORITIES)
+    until(lambda: members(server, shards) == everywhere, what="the first read of every stream")
     assert "waiting for the server, 60 s at most: Connection closed by server." in caplog.text
 
 
@@ -556,7 +557,7 @@ def test_a_heartbeat_that_is_on_its_way_does_not_bring_the_worker_back(
     worker.start()
     _, shards = served(server, keys)
     assert beating.wait(10)
-    thread = worker.service._threads["heartbeat"]
+    thread = worker.service.seat._threads["heartbeat"]
     join = thread.join
 
     def wait_for_it(timeout: float | None = None) -> None:

@@ -1,0 +1,178 @@
+"""Moving with a pool to other shards or lanes, while the engine goes on with what it has."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import redis.exceptions
+
+from lmpool.errors import LmpoolError, ServerUnreachable
+from lmpool.keys import ShardKeys
+from lmpool.model_info import ModelInfo
+from lmpool.server import is_lost
+from lmpool.servers import Servers
+from lmpool.worker.carrying import carry_over, without
+from lmpool.worker.engine_thread import spawn
+from lmpool.worker.seat import Seat
+
+if TYPE_CHECKING:
+    from lmpool.worker.service import Service
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY: Final = 0.1
+"""Seconds between two looks whether what was begun in the former shards is published."""
+PATIENCE: Final = 60.0
+"""Seconds for which answers wait that cannot be written in a shard of before, which is away."""
+CARRY_AFTER: Final = (0.0, 2.0, 5.0, 15.0, 30.0, 60.0)
+"""Seconds after which what former shards have is taken along: other workers may leave them later,
+or be away, and the last look empties what nobody serves."""
+
+
+@dataclass
+class _Left:
+    """Shards that the pool was in, and when they are looked at again."""
+
+    shards: Sequence[ShardKeys]
+    since: float = field(default_factory=time.monotonic)
+    looks: int = 0
+
+    def is_due(self) -> bool:
+        """Whether it is time for the next look."""
+        return time.monotonic() - self.since >= CARRY_AFTER[self.looks]
+
+
+class Mover:
+    """Takes a worker's seat elsewhere. A thread of its own, while there is something to do."""
+
+    def __init__(self, service: Service, open_one: Callable[[], Servers]) -> None:
+        self._service = service
+        self._open = open_one
+        self._lock = threading.Lock()
+        self._called = threading.Event()
+        self._wanted: ModelInfo | None = None
+        self._former: list[Seat] = []
+        self._left: list[_Left] = []
+        self._thread: threading.Thread | None = None
+
+    @property
+    def former(self) -> Sequence[Seat]:
+        """Seats that the worker still has jobs of, the oldest first."""
+        return list(self._former)
+
+    def tell(self, info: ModelInfo) -> None:
+        """The pool is served so now. For any thread; returns at once."""
+        with self._lock:
+            self._wanted = info
+            self._start()
+
+    def look_after(self, shards: Sequence[ShardKeys]) -> None:
+        """The pool was in these shards before: some of their workers may have died meanwhile."""
+        with self._lock:
+            self._left.append(_Left(shards))
+            self._start()
+
+    def _start(self) -> None:
+        self._called.set()
+        if self._thread is None and not self._service.status.stopping.is_set():
+            self._thread = spawn("mover", self._run, self._service.status)
+
+    def join(self, seconds: float) -> None:
+        """Wait until it has ended: the worker is told to stop."""
+        self._called.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(seconds)
+
+    def _run(self) -> None:
+        servers = self._open()
+        try:
+            while not self._service.status.stopping.is_set():
+                self._called.clear()
+                info, self._wanted = self._wanted, None
+                if info is not None:
+                    self._move(servers, info)
+                self._leave_former(servers)
+                self._carry(servers)
+                with self._lock:
+                    if self._wanted is None and not self._former and not self._left:
+                        self._thread = None
+                        return
+                self._called.wait(LOOK_EVERY)
+        finally:
+            self._service.close_servers(servers)
+
+    def _move(self, servers: Servers, info: ModelInfo) -> None:
+        service = self._service
+        before = service.seat
+        if before is None or info.mark() == before.info.mark():
+            return  # told again while it was moving
+        began = time.monotonic()
+        try:
+            if not service.move(servers, info):
+                return
+        except (ServerUnreachable, LmpoolError, redis.exceptions.RedisError, OSError) as error:
+            if not isinstance(error, LmpoolError) and not is_lost(error):
+                raise
+            logger.warning("moving to %d shards: trying again (%s)", info.shards, error)
+            return  # the next heartbeat tells it again
+        before.ended_at = time.monotonic()
+        self._former.append(before)
+        logger.info(
+            "%s moved from %d shards of %d lanes to %d of %d in %.1f s; %d jobs of before run",
+            *(service.consumer, before.info.shards, before.info.lanes),
+            *(info.shards, info.lanes, time.monotonic() - began, self._held(before)),
+        )
+
+    def _leave_former(self, servers: Servers) -> None:
+        """Leave those shards whose jobs are all published, or were let go."""
+        now = self._service.seat
+        assert now is not None
+        for seat in self.former:
+            gone = without(seat.shards, now.shards)
+            reads = not (seat.join("intake", 0) and seat.join("recovery", 0))
+            if reads or self._held(seat):
+                if time.monotonic() - seat.ended_at > PATIENCE:
+                    self._service.wait_no_longer(gone)
+                continue
+            try:
+                seat.end_heartbeat()  # a beat on its way would bring the worker back
+                seat.leave(servers, gone)
+            except (redis.exceptions.RedisError, OSError) as error:
+                logger.debug("a heartbeat ends by itself: %s", error)
+            self._service.close_servers(*seat.opened)
+            seat.opened.clear()
+            self._former.remove(seat)
+            if gone:
+                self._left.append(_Left(gone))
+
+    def _held(self, seat: Seat) -> int:
+        """How many jobs of a former seat this worker has: running, or to be written."""
+        now = self._service.seat
+        assert now is not None
+        prefixes = tuple(f"{shard.prefix}:" for shard in without(seat.shards, now.shards))
+        held = list(self._service.status.held)
+        return sum(key.startswith(prefixes) for key, _ in held) if prefixes else 0
+
+    def _carry(self, servers: Servers) -> None:
+        """Take along what former shards have, as often as is due."""
+        now = self._service.seat
+        assert now is not None
+        for left in self._left[:]:
+            left.shards = without(left.shards, now.shards)  # the pool may be back
+            if not left.is_due():
+                continue
+            left.looks += 1
+            last = left.looks == len(CARRY_AFTER)
+            try:
+                end = last or left.looks == 1
+                carry_over(servers, left.shards, now.shards, end=end, empty=last)
+            except (redis.exceptions.RedisError, OSError) as error:
+                logger.debug("what the former shards have could not be taken along: %s", error)
+            if last:
+                self._left.remove(left)
