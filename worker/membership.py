@@ -229,7 +229,15 @@ def _check_same(
 
 
 def publish_vocabulary(servers: Servers, keys: PoolKeys, info: ModelInfo, engine: Engine) -> None:
-    """Put tokenizer and byte vocabulary where clients find them, unless they are there."""
+    """Put tokenizer and byte vocabulary where clients find them, unless they are there.
+
+    Not while their node is away and others are served: it comes back with them, or without the
+    pool's streams, which are made anew, and then they are.
+    """
+    _try(servers, partial(_publish_vocabulary, servers, keys, info, engine))
+
+
+def _publish_vocabulary(servers: Servers, keys: PoolKeys, info: ModelInfo, engine: Engine) -> None:
     key = keys.vocabulary(info.fingerprint8)
     server = servers.for_key(key)
     if get_string(server, key) is not None:

@@ -19,7 +19,8 @@ from lmpool.backends.mock import mock_row
 from lmpool.cluster_servers import ClusterServers
 from lmpool.errors import NoWorkers, ServerRefused, ServerUnreachable
 from lmpool.inspection import read_facts
-from lmpool.keys import ShardKeys
+from lmpool.keys import PoolKeys, ShardKeys
+from lmpool.model_info import ModelInfo
 from lmpool.slots import slot_of
 from lmpool.worker.adapters import adapter_fingerprint
 from tests.integration.test_adapters import write_adapter
@@ -76,6 +77,11 @@ def assert_right(lm: lmpool.PooledLM, prompts: list[list[int]], timeout: float =
     rows = lm.batch_next_token_logprobs_sync(prompts, timeout=timeout)
     for prompt, row in zip(prompts, rows, strict=True):
         np.testing.assert_allclose(row, mock_row(prompt, VOCAB), atol=1e-5)
+
+
+def connected_info(url: str, pool: str) -> ModelInfo:
+    with connected(url, pool) as lm:
+        return lm.info
 
 
 def victim_of(cluster: Cluster, lm: lmpool.PooledLM) -> tuple[ClusterNode, ShardKeys, ShardKeys]:
@@ -273,20 +279,32 @@ def test_a_worker_that_leaves_takes_no_jobs_along(
 
 @pytest.mark.one_server
 def test_a_worker_joins_while_a_part_is_away(cluster: Cluster, pool_name: str) -> None:
+    """The part where the vocabulary is, and not the model info."""
     opts = {"vocab_size": VOCAB}
     with ExitStack() as stack:
         with in_process_worker(cluster.url, pool_name, engine_opts=opts):
-            lm = stack.enter_context(connected(cluster.url, pool_name, cache_bytes=0))
+            fingerprint8 = connected_info(cluster.url, pool_name).fingerprint8
+        names = (PoolKeys(f"{pool_name}-{number}") for number in range(99))
+        keys, victim = next(
+            (keys, owner)
+            for keys in names
+            if (owner := cluster.owner(slot_of(keys.vocabulary(fingerprint8))))
+            is not cluster.owner(slot_of(keys.info))
+        )
+        with in_process_worker(cluster.url, keys.pool, engine_opts=opts):
+            lm = stack.enter_context(connected(cluster.url, keys.pool, cache_bytes=0))
             lm.next_token_logprobs_sync([1])
-        victim, _, there = victim_of(cluster, lm)
+        there = next(s for s in lm.shards if cluster.owner(s.slot) is not victim)
         victim.kill()
         began = time.monotonic()
-        with in_process_worker(cluster.url, pool_name, engine_opts=opts):
+        with in_process_worker(cluster.url, keys.pool, engine_opts=opts):
             assert_right(lm, prompts_of(lm, there, 20, 0))
             assert time.monotonic() - began < 10
-            victim.start()
+            victim.start()  # without what it had
             cluster.wait_until_ok()
             assert_right(lm, one_of_each(lm, 100))
+            vocabulary = keys.vocabulary(fingerprint8)
+            until(lambda: victim.command("EXISTS", vocabulary), 15, what="the vocabulary")
 
 
 @pytest.mark.one_server
