@@ -41,6 +41,9 @@ LANES_PER_WORKER: Final = 16
 """So many lanes are in use for each worker, and up to twice as many: few enough to be read
 together, enough for shares that differ little."""
 
+LANES_MOST: Final = 1024
+"""Lanes that a pool has, in all, where nobody says how many."""
+
 Words: TypeAlias = "npt.NDArray[np.uint64]"
 
 
@@ -154,6 +157,12 @@ def lanes_in_use(workers: int, lanes: int) -> int:
     while workers > 1 and used < LANES_PER_WORKER * workers:
         used *= 2
     return min(used, lanes)
+
+
+def usual_lanes(shards: int) -> int:
+    """How many lanes each shard has where nobody says: enough for four workers a shard, and no more
+    than `LANES_MOST` in all."""
+    return max(1, min(4 * LANES_PER_WORKER, LANES_MOST // shards))
 
 
 def own_lanes(worker: str, workers: Iterable[str], shard: int, lanes: int) -> tuple[int, ...]:

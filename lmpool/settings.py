@@ -321,13 +321,13 @@ class WorkerOptions(_Options):
         description="parts that the pool's keys are spread over; by default one, on a Redis "
         "Cluster two for each primary; `lmpool shards` changes it while the pool is served",
     )
-    lanes: int = Field(
-        64,
+    lanes: int | None = Field(
+        None,
         ge=1,
         le=MAX_LANES,
         description="lanes of each shard, in which prompts with a common prefix meet; each has a "
-        "home among the workers; 1 is none, and any worker runs any prompt; `lmpool shards "
-        "--lanes` changes it",
+        "home among the workers; 1 is none, and any worker runs any prompt; by default 64, and at "
+        "most 1,024 in all shards; `lmpool shards --lanes` changes it",
     )
     block_tokens: int = Field(
         BLOCK_TOKENS, ge=1, le=65_536, description="tokens of a block; a lane follows from blocks"

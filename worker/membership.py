@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Final
 
 import redis.exceptions
 
+from lmpool.affinity import usual_lanes
 from lmpool.backends.engine import Engine, EngineInfo
 from lmpool.clock import to_ms
 from lmpool.errors import PoolMismatch, SettingsError, WireError
@@ -30,8 +31,8 @@ OLD_KEYS_MS: Final = 86_400_000
 
 
 def model_info(engine: EngineInfo, options: WorkerOptions) -> ModelInfo:
-    """What the pool serves with this engine and these settings; in one shard where they say nothing
-    of shards."""
+    """What the pool serves with this engine and these settings; in one shard, of the usual number
+    of lanes, where they say nothing of these."""
     longest = engine.max_prompt_tokens
     if options.max_prompt_tokens is not None:
         if options.max_prompt_tokens > longest:
@@ -59,7 +60,7 @@ def model_info(engine: EngineInfo, options: WorkerOptions) -> ModelInfo:
         eos_token_ids=tuple(engine.eos_token_ids),
         pad_token_id=engine.pad_token_id,
         shards=options.shards or 1,
-        lanes=options.lanes,
+        lanes=options.lanes or usual_lanes(options.shards or 1),
         block_tokens=options.block_tokens,
         blocks=options.blocks,
         max_backlog=options.max_backlog,
@@ -70,20 +71,31 @@ def model_info(engine: EngineInfo, options: WorkerOptions) -> ModelInfo:
     )
 
 
-def usual_shards(servers: Servers, keys: PoolKeys, mine: str) -> int:
-    """How many shards a pool has where nobody says: those that it is served in, or that a command
-    gave it, if it is the model of fingerprint `mine`, else two for each primary of a cluster, so
-    that one more takes over few.
+def usual_places(
+    servers: Servers, keys: PoolKeys, info: ModelInfo, options: WorkerOptions
+) -> ModelInfo:
+    """`info` with the shards and lanes that a pool has where the settings do not say.
+
+    Those that it is served in, or that a command gave it, if it is the same model; else two shards
+    for each primary of a cluster, so that one more takes over few, and the usual number of lanes.
     """
+    if options.shards is not None and options.lanes is not None:
+        return info
     server = servers.for_key(keys.info)
     held = get_string(server, keys.info)
     if held is not None:
         with suppress(WireError):
-            info = ModelInfo.unpack(held)
-            lives = info.moves > 0 or signs_of_life(server, [keys.serving])[0]
-            if info.fingerprint == mine and lives:
-                return info.shards
-    return min(MAX_SHARDS, 2 * len(servers.everywhere())) if servers.fails_apart else 1
+            other = ModelInfo.unpack(held)
+            lives = other.moves > 0 or signs_of_life(server, [keys.serving])[0]
+            if other.fingerprint == info.fingerprint and lives:
+                return replace(
+                    info,
+                    shards=options.shards or other.shards,
+                    lanes=options.lanes or other.lanes,
+                )
+    most = min(MAX_SHARDS, 2 * len(servers.everywhere())) if servers.fails_apart else 1
+    shards = options.shards or most
+    return replace(info, shards=shards, lanes=options.lanes or usual_lanes(shards))
 
 
 def batch_budget(options: WorkerOptions, info: ModelInfo) -> int:
@@ -120,10 +132,10 @@ def join(
             server, [keys.info, keys.serving], [held, packed, serving, mine, life_ms]
         ):
             break
-    kept = frozenset(_kept_keys(keys, info))
-    for key in _kept_keys(keys, other) if other is not None else ():
-        if key not in kept:  # another model's, or of shards that there are no more
-            _try(servers, partial(_end_later, servers, key))
+    kept = {key for some in _kept_keys(keys, info) for key in some}
+    for some in _kept_keys(keys, other) if other is not None else ():
+        # Another model's, or of shards that there are no more.
+        _try(servers, partial(_end_later, servers, [key for key in some if key not in kept]))
     keep(servers, keys, info)
     return info
 
@@ -153,16 +165,23 @@ def _where_it_is(held: bytes, info: ModelInfo) -> ModelInfo:
 def keep(servers: Servers, keys: PoolKeys, info: ModelInfo) -> None:
     """Have the keys of a pool stay that do not end by themselves: it may have been served,
     replaced, and now served again."""
-    for key in _kept_keys(keys, info):
-        _try(servers, partial(_keep, servers, key))
+    for some in _kept_keys(keys, info):
+        _try(servers, partial(_keep, servers, some))
 
 
-def _end_later(servers: Servers, key: str) -> None:
-    servers.for_key(key).pexpire(key, OLD_KEYS_MS)
+def _end_later(servers: Servers, some: Sequence[str]) -> None:
+    if some:
+        with servers.for_key(some[0]).pipeline(transaction=False) as pipeline:
+            for key in some:
+                pipeline.pexpire(key, OLD_KEYS_MS)
+            pipeline.execute()
 
 
-def _keep(servers: Servers, key: str) -> None:
-    servers.for_key(key).persist(key)
+def _keep(servers: Servers, some: Sequence[str]) -> None:
+    with servers.for_key(some[0]).pipeline(transaction=False) as pipeline:
+        for key in some:
+            pipeline.persist(key)
+        pipeline.execute()
 
 
 def _try(servers: Servers, do: Callable[[], None]) -> None:
@@ -175,11 +194,11 @@ def _try(servers: Servers, do: Callable[[], None]) -> None:
         logger.warning("joining while a part of the cluster is away: %s", error)
 
 
-def _kept_keys(keys: PoolKeys, info: ModelInfo) -> Iterator[str]:
-    """The keys of one model in a pool that do not end by themselves."""
-    yield keys.vocabulary(info.fingerprint8)
+def _kept_keys(keys: PoolKeys, info: ModelInfo) -> Iterator[Sequence[str]]:
+    """The keys of one model in a pool that do not end by themselves: those of one slot together."""
+    yield [keys.vocabulary(info.fingerprint8)]
     for shard in info.shard_keys(keys):
-        yield from lasting_keys(shard)
+        yield lasting_keys(shard)
 
 
 def lasting_keys(shard: ShardKeys) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -42,7 +41,7 @@ from lmpool.worker.membership import (
     keep,
     model_info,
     publish_vocabulary,
-    usual_shards,
+    usual_places,
 )
 from lmpool.worker.moving import Mover
 from lmpool.worker.patience import patiently
@@ -166,10 +165,7 @@ class Service:
     ) -> EngineLoop:
         options = self.options
         info = model_info(engine.info, options)
-        if options.shards is None:
-            mine = info.fingerprint
-            usual = self._patiently(lambda: usual_shards(control, self.keys, mine))
-            info = replace(info, shards=usual)
+        info = self._patiently(lambda: usual_places(control, self.keys, info, options))
         budget = batch_budget(options, info)
         self.status.description["engine"] = info.engine
         self.status.description["execution"] = engine.info.execution

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from lmpool.affinity import LANES_PER_WORKER, lanes_in_use
+from lmpool.affinity import LANES_PER_WORKER, lanes_in_use, usual_lanes
 from lmpool.model_info import MAX_LANES, MAX_SHARDS
 from lmpool.plan import measured
 from lmpool.plan.answers import PlannedWant, planned_wants
@@ -263,7 +263,7 @@ def _of_processors(sheet: _Sheet) -> None:
         "primaries", "primaries, of one core each", f"busy / {measured.BUSY:g}, rounded up",
         f"{n(sheet.server_cores)} / {measured.BUSY:g}", primaries,
     )  # fmt: skip
-    # As workers choose where nobody says: `usual_shards` of worker/membership.py.
+    # As workers choose where nobody says: `usual_places` of worker/membership.py.
     shards = 1 if primaries == 1 else min(MAX_SHARDS, 2 * max(LEAST_PRIMARIES, primaries))
     sheet.add(
         "shards", "shards", "one of one server, two a primary of a cluster",
@@ -273,10 +273,11 @@ def _of_processors(sheet: _Sheet) -> None:
 
 def _of_lanes(sheet: _Sheet, demand: Demand) -> None:
     """Where prompts that begin alike meet: of one worker there is nothing to say."""
-    if demand.gpus == 1 or demand.lanes == 1:
+    lanes = demand.lanes or usual_lanes(int(sheet.shards))
+    if demand.gpus == 1 or lanes == 1:
         return
     sheet.section = "lanes"
-    used = lanes_in_use(demand.gpus, demand.lanes)
+    used = lanes_in_use(demand.gpus, lanes)
     sheet.add(
         "lanes_in_use", "in use",
         f"shards x the least power of two that is {LANES_PER_WORKER} x GPUs, up to LMPOOL_LANES",

@@ -41,7 +41,7 @@ class Demand:
     gpu_memory: int | None = None
     cache_bytes: int = 256 << 20
     max_backlog: int = 100_000
-    lanes: int = 64
+    lanes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("prompt_rate", "ttl", "memory", "gpu_memory"):

@@ -149,8 +149,8 @@ def embedded(
         shards: parts that the pool's keys are spread over; by default one, on a Redis Cluster two
             for each primary; `lmpool shards` changes it while the pool is served
         lanes: lanes of each shard, in which prompts with a common prefix meet; each has a home
-            among the workers; 1 is none, and any worker runs any prompt; `lmpool shards --lanes`
-            changes it
+            among the workers; 1 is none, and any worker runs any prompt; by default 64, and at most
+            1,024 in all shards; `lmpool shards --lanes` changes it
         block_tokens: tokens of a block; a lane follows from blocks
         blocks: most blocks of a prompt that its lane follows from
         max_backlog: jobs that may wait in a shard, of each priority

@@ -17,6 +17,7 @@ from lmpool.affinity import (
     own_lanes,
     patience,
     steals,
+    usual_lanes,
 )
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40)
@@ -168,3 +169,10 @@ def test_no_more_is_taken_than_there_is_room(lanes: list[tuple[float, int]], roo
     assert all(1 <= count <= lane.jobs and lane.since >= 0.5 for lane, count in taken)
     ripe = [lane for lane in waiting if lane.since >= 0.5]
     assert bool(taken) == bool(ripe and room)
+
+
+@pytest.mark.parametrize(
+    ("shards", "lanes"), [(1, 64), (6, 64), (16, 64), (17, 60), (62, 16), (64, 16), (5000, 1)]
+)
+def test_lanes_where_nobody_says_how_many(shards: int, lanes: int) -> None:
+    assert usual_lanes(shards) == lanes

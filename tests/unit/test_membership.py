@@ -16,7 +16,13 @@ from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
 from lmpool.vocabulary import Vocabulary
 from lmpool.worker.intake import create_groups
-from lmpool.worker.membership import batch_budget, join, model_info, publish_vocabulary
+from lmpool.worker.membership import (
+    batch_budget,
+    join,
+    model_info,
+    publish_vocabulary,
+    usual_places,
+)
 
 ENGINE = EngineInfo(
     engine="hf",
@@ -290,3 +296,22 @@ def test_an_engine_without_a_tokenizer_publishes_nothing(
     info = model_info(engine.info, WorkerOptions())
     publish_vocabulary(Servers(lambda: redis_client), keys, info, engine)  # type: ignore[arg-type]
     assert not redis_client.exists(keys.vocabulary(info.fingerprint8))
+
+
+@pytest.mark.parametrize("given", [{}, {"shards": 3}, {"lanes": 5}, {"shards": 3, "lanes": 5}])
+def test_what_the_settings_do_not_say_is_as_the_pool_is_served(
+    redis_client: redis.Redis, keys: PoolKeys, given: dict[str, int]
+) -> None:
+    servers: Any = Servers(lambda: redis_client)  # type: ignore[arg-type,return-value]
+    settings = options(**given)
+    mine = model_info(ENGINE, settings)
+    fresh = usual_places(servers, keys, mine, settings)
+    assert (fresh.shards, fresh.lanes) == (given.get("shards", 1), given.get("lanes", 64))
+    there = replace(mine, shards=2, lanes=7)
+    join(servers, keys, there, False, 5000)
+    appear(redis_client, keys, there)
+    found = usual_places(servers, keys, mine, settings)
+    assert (found.shards, found.lanes) == (given.get("shards", 2), given.get("lanes", 7))
+    other = replace(mine, fingerprint="e" * 32)
+    found = usual_places(servers, keys, other, settings)
+    assert (found.shards, found.lanes) == (given.get("shards", 1), given.get("lanes", 64))
