@@ -17,7 +17,8 @@ from lmpool.worker.status import WorkerStatus
 
 class Tally:
     """Adds to the pool's counters beside the heartbeat, and not with each batch: nobody waits for
-    it. What a worker that is killed had counted since its last beat is not added."""
+    it. Nothing is added twice: what a worker that is killed had counted since its last beat is not
+    added, and neither is what may have been as the connection was lost."""
 
     def __init__(self, shards: Sequence[ShardKeys], status: WorkerStatus) -> None:
         self._shards = shards
@@ -29,30 +30,48 @@ class Tally:
         self._shards = shards
 
     def add(self, servers: Servers) -> None:
-        """Add what is new since the last time, in the first shard that answers.
+        """Add what is new since the last time, in the first shard that answers and takes it.
 
         Raises redis-py's exceptions where none does, and adds it the next time.
         """
         counts = self._status.counts()
-        new = {
-            counter: count - self._added.get(counter, 0)
-            for counter, count in counts.items()
-            if count != self._added.get(counter, 0)
-        }
-        if new and any(servers.apart([s], partial(_add_in, s, new)) for s in self._shards):
-            self._added = counts
+        for shard in self._shards:
+            new = {
+                counter: count - self._added.get(counter, 0)
+                for counter, count in counts.items()
+                if count != self._added.get(counter, 0)
+            }
+            if not new:
+                return
+            servers.apart([shard], partial(self._add_in, shard, new))
 
+    def _add_in(self, shard: ShardKeys, new: Mapping[Counter, int], server: Server) -> None:
+        """Note what was added: nothing while the memory is full, not the fields that are damaged.
 
-def _add_in(shard: ShardKeys, new: Mapping[Counter, int], server: Server) -> bool:
-    """Whether it could be added: not while the memory is full, or the hash is damaged."""
-    with server.pipeline(transaction=True) as pipeline:
-        for counter, number in new.items():
-            pipeline.hincrby(shard.counters, counter.field, number)
-        pipeline.pexpire(shard.counters, COUNTERS_TTL_MS)
-        try:
-            pipeline.execute()
-        except redis.exceptions.ResponseError as error:
-            if is_lost(error):
+        Raises redis-py's exceptions where the server is away.
+        """
+        server.ping()  # whoever is away now was given nothing
+        with server.pipeline(transaction=True) as pipeline:
+            for counter, number in new.items():
+                pipeline.hincrby(shard.counters, counter.field, number)
+            pipeline.pexpire(shard.counters, COUNTERS_TTL_MS)
+            try:
+                answers = pipeline.execute(raise_on_error=False)
+            except redis.exceptions.ResponseError as error:  # of all of them: none was run
+                if is_lost(error):
+                    raise
+                return
+            except Exception:  # it may have been added, or not
+                self._note(new)
                 raise
-            return False
-    return True
+        self._note(
+            {
+                counter: number
+                for (counter, number), answer in zip(new.items(), answers[: len(new)], strict=True)
+                if not isinstance(answer, Exception)
+            }
+        )
+
+    def _note(self, added: Mapping[Counter, int]) -> None:
+        for counter, number in added.items():
+            self._added[counter] = self._added.get(counter, 0) + number

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import redis.exceptions
 from typer.testing import CliRunner
 
 import lmpool
@@ -24,6 +25,7 @@ from lmpool.worker.tally import Tally
 from tests.support.clients import connected
 from tests.support.gate import Gate
 from tests.support.pools import some_prompts, worker_processes
+from tests.support.proxy import Proxy
 from tests.support.scrape import Scrape
 from tests.support.server import RealServer, free_port
 from tests.support.waiting import until
@@ -156,6 +158,72 @@ def test_a_full_server_counts_later_and_hears_every_beat(
             client.config_set("maxmemory", 0)
             tally.add(servers)
             assert client.hgetall(shards[0].counters) == {b"own_jobs": b"5"}
+        finally:
+            servers.close()
+
+
+def test_what_can_be_counted_only_in_part_is_counted_once(
+    server: RealServer, pool_name: str
+) -> None:
+    status = WorkerStatus({"id": "me"}, lambda: None)
+    shards = PoolKeys(pool_name).shards("0" * 8, 2, LANES)
+    servers, tally = Servers.of_url(server.url), Tally(shards, status)
+    try:
+        with server.client() as client:
+            client.hset(shards[0].counters, "stolen_jobs", "nonsense")
+            status.own_jobs, status.stolen_jobs = 5, 3
+            tally.add(servers)
+            tally.add(servers)
+            first, second = (client.hgetall(shard.counters) for shard in shards)
+            assert first == {b"own_jobs": b"5", b"stolen_jobs": b"nonsense"}
+            assert second == {b"stolen_jobs": b"3"}
+    finally:
+        servers.close()
+
+
+class DeafOnce(Proxy):
+    """Whoever sends EXEC is cut off as the reply comes, once."""
+
+    sent = replied = False
+
+    def passes(self, data: bytes) -> bool:
+        """Whether to pass it on."""
+        if self.sent and not self.replied:
+            self.replied = True
+            return False
+        self.sent |= b"EXEC\r\n" in data
+        return True
+
+
+def test_what_was_counted_is_not_counted_again_where_the_reply_is_lost(
+    server_binary: str, pool_name: str
+) -> None:
+    status = WorkerStatus({"id": "me"}, lambda: None)
+    shards = PoolKeys(pool_name).shards("0" * 8, 2, LANES)
+    with (
+        RealServer(tcp=True, binary=server_binary) as server,
+        DeafOnce(server.port) as proxy,
+        server.client() as client,
+    ):
+        servers, tally = Servers.of_url(proxy.url), Tally(shards, status)
+        try:
+            status.own_jobs = 5
+            with pytest.raises(redis.exceptions.ConnectionError):
+                tally.add(servers)
+            assert proxy.replied
+            status.own_jobs = 7
+            tally.add(servers)
+            assert client.hgetall(shards[0].counters) == {b"own_jobs": b"7"}
+            # Whoever is away is given nothing: that is counted later.
+            proxy.refuses = True
+            proxy.cut()
+            status.own_jobs = 9
+            with pytest.raises(redis.exceptions.ConnectionError):
+                tally.add(servers)
+            proxy.refuses = False
+            tally.add(servers)
+            assert client.hgetall(shards[0].counters) == {b"own_jobs": b"9"}
+            assert not client.exists(shards[1].counters)
         finally:
             servers.close()
 

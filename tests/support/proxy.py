@@ -55,6 +55,10 @@ class Proxy:
         """Let go what was held."""
         self._flows.set()
 
+    def passes(self, data: bytes) -> bool:
+        """Whether this goes on; if not, its connection ends."""
+        return True
+
     def __enter__(self) -> Self:
         self._spawn(self._accept)
         return self
@@ -106,7 +110,7 @@ class Proxy:
                         if self.delay:
                             time.sleep(self.delay)
                         self._flows.wait()
-                        if not data:
+                        if not data or not self.passes(data):
                             return
                         key.data.sendall(data)
         except OSError:
