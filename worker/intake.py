@@ -304,6 +304,7 @@ class Intake:
                 deliveries += self._parse(stream, entries, came)
                 if entries:
                     last[stream.key] = entries[-1][0].decode()
+                    self._status.visited.add(stream.key)
         # Not before all of them are parsed: of a read that fails they are read again.
         self._status.held.update(delivery.place for delivery in deliveries)
         return deliveries, last

@@ -101,7 +101,11 @@ class Recovery:
         return failures[0] if failures else None
 
     def _look(self, shard: ShardKeys) -> None:
-        """Run what a shard has to be taken over, one by one: a lane's home looks after it."""
+        """Run what a shard has to be taken over, one by one: a lane's home looks after it.
+
+        What this worker itself forgot may lie in lanes that were its own before, or where it was a
+        thief: the home of today sees that the owner lives.
+        """
         server = self._servers.for_shard(shard)
         owners: dict[str, int] = {}
         own = self._homes.own(shard)

@@ -65,7 +65,7 @@ class WorkerStatus:
         `computed_tokens` what it did."""
         self.computed_tokens = 0
         self.visited: set[str] = set()
-        """Streams of others' lanes that it has taken jobs of."""
+        """Streams that it has taken jobs of: own lanes, which may be others' later, and others'."""
         self.held: set[tuple[str, bytes]] = set()
         """Entries, by stream and id, that this worker took and has not acknowledged."""
         self.clock = ServerClock()
@@ -135,9 +135,7 @@ class WorkerStatus:
 
     def stole(self, found: Iterable[tuple[JobStream, Sequence[object]]]) -> None:
         """It took jobs of others' lanes."""
-        for stream, entries in found:
-            self.visited.add(stream.key)
-            self.stolen_jobs += len(entries)
+        self.stolen_jobs += sum(len(entries) for _, entries in found)
 
     def rows_per_second(self) -> float:
         """Rows a second over the last ten seconds."""

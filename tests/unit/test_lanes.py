@@ -387,6 +387,19 @@ def test_a_worker_reads_its_own_lanes_at_once(
     assert one.status.stolen_jobs == other.status.stolen_jobs == 0
 
 
+def test_where_a_worker_took_jobs_is_known_when_another_is_home(
+    start: Callable[..., Worker], redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    """What it forgot there is looked for by itself alone: see `Recovery`."""
+    worker = start("a", [])
+    lane = lane_of("b", ["a", "b"])
+    Caller(redis_client, shard).enqueue(new_job(1), lane=lane)
+    until(lambda: worker.jobs() == [new_job(1)])
+    worker.homes.update(shard, b"-2", LANES, ["b"])
+    assert shard.stream(lane=lane) not in worker.homes.own(shard)
+    assert worker.status.visited == {shard.stream(lane=lane).key}
+
+
 def test_what_waits_too_long_is_taken_by_who_is_idle(
     start: Callable[..., Worker], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
