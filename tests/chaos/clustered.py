@@ -15,6 +15,7 @@ from typing import Any
 
 import redis
 
+from lmpool.keys import GROUP
 from tests.chaos.load import Load
 from tests.chaos.pool import ChaosPool
 from tests.chaos.replicated import what_it_holds
@@ -23,6 +24,7 @@ from tests.support.faults import Faults
 from tests.support.pools import pool_shards
 from tests.support.redis_client import open_redis
 from tests.support.waiting import until
+from tests.support.workers import living_workers
 
 DELAY = 0.4
 """Seconds for which an engine holds its batch: where all is answered at once, nothing is lost."""
@@ -73,6 +75,27 @@ class ClusterPool(ChaosPool):
         """The primary of one of the pool's shards, and that shard's slot."""
         slot = self.random.choice(self.slots())
         return self.cluster.owner(slot), slot
+
+    def kill_worker(self) -> None:
+        """SIGKILL for one of them that holds jobs, if there is one: others lose nothing."""
+        pids = {worker["id"]: worker["pid"] for worker in living_workers(self._url, "chaos")}
+        held: set[int] = set()
+        with self.admin() as client:
+            for shard in pool_shards(client, "chaos"):
+                with client.pipeline(transaction=False) as pipe:
+                    for stream in shard.streams:
+                        pipe.xpending(stream.key, GROUP)
+                    found = pipe.execute(raise_on_error=False)
+                for summary in found:
+                    if isinstance(summary, dict):
+                        names = [each["name"].decode() for each in summary["consumers"]]
+                        held |= {pids[name] for name in names if name in pids}
+        busy = [w for w in self.workers if w.pid in held and w.process.poll() is None]
+        if not busy:
+            super().kill_worker()
+            return
+        self.random.choice(busy).kill()
+        self.kills += 1
 
     def busiest(self) -> tuple[ClusterNode, int]:
         """The primary of the shard that has the most jobs, and that shard's slot."""

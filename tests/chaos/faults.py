@@ -213,6 +213,8 @@ def change_shards(pool: ChaosPool) -> None:
     pool.change_shards()
 
 
+NO_STREAMS = {"streams": 0}
+"""A continuation may draw the token that its workers die of."""
 AOF = {"appendonly": "yes", "appendfsync": "everysec"}
 
 FAULTS = [
@@ -222,13 +224,13 @@ FAULTS = [
     Fault(
         "a prompt that segfaults its workers",
         fatal_prompt,
-        {"acts": {"7": "segfault"}, "max_deliveries": 2},
+        {"acts": {"7": "segfault"}, "max_deliveries": 2, "load": NO_STREAMS},
         alone=True,
     ),
     Fault(
         "a prompt that its engine hangs on",
         fatal_prompt,
-        {"acts": {"7": "hang"}, "max_deliveries": 2, "engine_timeout": 4},
+        {"acts": {"7": "hang"}, "max_deliveries": 2, "engine_timeout": 4, "load": NO_STREAMS},
         alone=True,
     ),
     Fault("SIGSTOP of a worker for 8 s", freeze),

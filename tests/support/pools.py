@@ -66,13 +66,14 @@ def assert_at_rest(client: redis.Redis, pool: str) -> None:
         with client.pipeline(transaction=False) as pipe:
             for stream in shard.streams:
                 pipe.xlen(stream.key)
-            assert not any(pipe.execute())
+            left = {s.key: n for s, n in zip(shard.streams, pipe.execute(), strict=True) if n}
+            assert not left, left
             for stream in shard.streams:
                 pipe.xpending(stream.key, GROUP)
             assert not any(held["pending"] for held in pipe.execute())
         for kind in ("flight", "reply"):
-            left = list(client.scan_iter(f"{shard.prefix}:{kind}:*", count=1000))
-            assert not left, left
+            keys = list(client.scan_iter(f"{shard.prefix}:{kind}:*", count=1000))
+            assert not keys, keys
 
 
 def until_at_rest(client: redis.Redis, pool: str, timeout: float = 10.0) -> None:
