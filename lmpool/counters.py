@@ -68,7 +68,7 @@ TOKENS_ASKED: Final = Counter(
 TOKENS_COMPUTED: Final = Counter(
     "computed_tokens",
     "lmpool_computed_tokens_total",
-    "Tokens that these engines computed, and had not kept from prompts before.",
+    "Tokens that these engines computed: of prompts, drawn ones and padding.",
 )
 
 ANSWERS_METRIC: Final = "lmpool_answers_total"
@@ -139,7 +139,8 @@ class Pool:
     )
     LANES_WAITING = _gauge("lmpool_waiting_lanes", "Lanes with jobs that no worker has taken.")
     LONGEST_LANE = _gauge(
-        "lmpool_longest_lane_jobs", "Jobs that no worker has taken, in the lane that has most."
+        "lmpool_longest_lane_jobs",
+        "Jobs of both priorities that no worker has taken, in the lane that has most.",
     )
     SHARDS = _gauge("lmpool_shards", "Shards of the pool.")
     SHARDS_AWAY = _gauge(
@@ -194,7 +195,7 @@ class Worker:
     )
     TOKENS_COMPUTED = _counter(
         "lmpool_worker_computed_tokens_total",
-        "Those of them that were computed, and not kept from prompts before.",
+        "Tokens that it computed: of prompts, drawn ones and padding.",
     )
     HOME_LANES = _gauge("lmpool_worker_home_lanes", "Lanes in use that it is the home of.")
     OWN_JOBS = _counter("lmpool_worker_own_jobs_total", "Jobs that it took of its own lanes.")

@@ -157,7 +157,7 @@ def _shown(view: PoolView) -> Iterator[tuple[Metric, Shown]]:
     lanes = found["lanes"]
     yield Pool.LANES_IN_USE, lanes["in_use"]
     yield Pool.LANES_WAITING, lanes["waiting_lanes"]
-    yield Pool.LONGEST_LANE, max((lane["waiting"] for lane in lanes["longest"]), default=0)
+    yield Pool.LONGEST_LANE, lanes["longest_jobs"]
     yield Pool.WORKERS, len(view.workers)
     yield Pool.ROWS_PER_SECOND, sum(worker["rows_per_second"] for worker in view.workers)
     if view.dead_letters is not None:

@@ -387,7 +387,8 @@ def _lanes(servers: Servers, shards: Sequence[ShardKeys]) -> LaneFacts | None:
     first = lanes["longest"][0]
     name = f"lane {first['lane']} of shard {first['shard']}"
     home = f", whose home is {first['home']}" if first["home"] else ""
-    return LaneFacts(lanes["in_use"], name + home, first["waiting"], lanes["waiting_jobs"], taken)
+    there, waiting = lanes["longest_jobs"], lanes["waiting_jobs"]
+    return LaneFacts(lanes["in_use"], name + home, there, waiting, taken)
 
 
 def _read_shard(shard: ShardKeys, server: Server) -> tuple[int, int, dict[str, int], list[bool]]:

@@ -269,7 +269,9 @@ _NOTHING = PoolStatistics(
     computed_tokens=0,
     answers={},
     backlog=0,
-    lanes=LanesStatistics(lanes=0, in_use=0, waiting_jobs=0, waiting_lanes=0, longest=[]),
+    lanes=LanesStatistics(
+        lanes=0, in_use=0, waiting_jobs=0, waiting_lanes=0, longest_jobs=0, longest=[]
+    ),
     held_bytes=0,
     oldest_seconds=None,
     workers=[],

@@ -23,6 +23,11 @@ class StreamQueue:
     age: float
 
     @property
+    def lane(self) -> tuple[ShardKeys, int]:
+        """Its shard and its lane's number: there is a stream for each priority."""
+        return self.stream.shard, self.stream.lane
+
+    @property
     def waiting(self) -> int:
         """Jobs that no worker has taken."""
         return max(0, self.jobs - self.pending)

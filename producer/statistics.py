@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter as Counts
 from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, TypedDict
@@ -54,8 +55,9 @@ class WorkerStatistics(TypedDict):
     pool's own, None where it does not say; `failures` are its latest, the last one last.
 
     It is the home of so many `lanes` in use. Since it began it took `own_jobs` of its own lanes and
-    `stolen_jobs` of others' (`stolen_per_second` over the last ten seconds), and computed
-    `computed_tokens` of `prompt_tokens`, as far as its engine tells."""
+    `stolen_jobs` of others' (`stolen_per_second` over the last ten seconds), and was given
+    `prompt_tokens`; the `computed_tokens` are those of prompts that were not kept, drawn ones, and
+    padding, as far as its engine tells."""
 
     id: str
     host: str
@@ -89,12 +91,14 @@ class LaneStatistics(TypedDict):
 
 class LanesStatistics(TypedDict):
     """The `lanes` of all shards, how many of them are `in_use`, and the jobs in them that no worker
-    has taken: in all, in how many lanes, and in the `longest`, the longest first."""
+    has taken: in all, in how many lanes, in the longest one (`longest_jobs`, of both priorities),
+    and in the `longest`, the longest lane first."""
 
     lanes: int
     in_use: int
     waiting_jobs: int
     waiting_lanes: int
+    longest_jobs: int
     longest: list[LaneStatistics]
 
 
@@ -102,7 +106,8 @@ class PoolStatistics(TypedDict):
     """`computed`, `batches`, `failed`, `expired`, `evicted` since the pool began (see
     `lmpool.counters`), and the `answers` among `computed` by the kind of want; as of the workers'
     last heartbeats, `own_jobs` that they took of their own lanes and `stolen_jobs` of others', and
-    `computed_tokens` of `prompt_tokens`, of engines that tell.
+    the `prompt_tokens` of engines that tell what they computed, with that: `computed_tokens`, drawn
+    ones and padding among them. What was kept is at least what they are fewer.
 
     `backlog` and `lanes` now, and what it holds: `held_bytes` of the server's memory for results,
     the oldest of which was stored `oldest_seconds` ago (None without one). `shards_away` are the
@@ -216,12 +221,16 @@ def _lanes(
 ) -> LanesStatistics:
     """Of those shards that answered the queues, and where they belong."""
     waiting = [(queue, of) for of in queues for queue in of.streams if queue.waiting]
-    waiting.sort(key=lambda each: (-each[0].waiting, -each[0].age))
+    in_lane = Counts[tuple[ShardKeys, int]]()
+    for queue, _ in waiting:
+        in_lane[queue.lane] += queue.waiting
+    waiting.sort(key=lambda each: (-in_lane[each[0].lane], -each[0].waiting, -each[0].age))
     return LanesStatistics(
         lanes=sum(shard.lanes for shard in shards),
         in_use=sum(of.lanes_in_use for of in queues),
         waiting_jobs=sum(queue.waiting for queue, _ in waiting),
-        waiting_lanes=len({(q.stream.shard, q.stream.lane) for q, _ in waiting}),
+        waiting_lanes=len(in_lane),
+        longest_jobs=max(in_lane.values(), default=0),
         longest=[_lane(queue, of.lanes_in_use, workers) for queue, of in waiting[:LONGEST]],
     )
 

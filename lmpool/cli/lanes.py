@@ -30,9 +30,7 @@ def lane_lines(found: PoolStatistics, shards: int, stolen_pace: str = "") -> dic
         if lanes["longest"]:
             said["longest"] = _longest(lanes, shards)
     if found["prompt_tokens"]:
-        said["prefixes"] = (
-            f"{share(kept(found))} of {found['prompt_tokens']:,} prompt tokens kept, not computed"
-        )
+        said["prefixes"] = _prefixes(found["prompt_tokens"], found["computed_tokens"])
     return said
 
 
@@ -41,9 +39,12 @@ def has_lanes(lanes: LanesStatistics, shards: int) -> bool:
     return lanes["lanes"] > shards
 
 
-def kept(found: PoolStatistics) -> float:
-    """The part of the prompts' tokens that was not computed. Continuations compute more."""
-    return max(0.0, 1 - found["computed_tokens"] / found["prompt_tokens"])
+def _prefixes(asked: int, computed: int) -> str:
+    """What part of the prompts' tokens was not computed, as far as that is known: what was drawn,
+    and padding, count as computed."""
+    if computed > asked:
+        return f"{computed:,} tokens computed, drawn ones among them, for {asked:,} of prompts"
+    return f"at least {share(1 - computed / asked)} of {asked:,} prompt tokens kept, not computed"
 
 
 def share(part: float) -> str:

@@ -93,13 +93,22 @@ def test_homes_are_all_lanes_in_use_and_what_was_taken_is_what_was_asked(
     ):
         settled(lm, 3, shards)
         lm.sync.batch_next_token_logprobs(prompts)
-        found = counted(lm, len(prompts))
+        counted(lm, len(prompts))
+        # Jobs are counted as they are taken, tokens after the step; beats come between them, and
+        # between what a worker says of itself and what the pool counts.
+        asked = sum(map(len, prompts))
+        told = ("own_jobs", "stolen_jobs", "prompt_tokens", "computed_tokens")
+
+        def whole() -> PoolStatistics | None:
+            found = lm.pool_statistics_sync()
+            sums = [sum(worker[name] for worker in found["workers"]) for name in told]
+            return found if sums == [found[name] for name in told] and asked == sums[3] else None
+
+        found = until(whole, 20, what="each worker's part to be told")
         assert found["own_jobs"] + found["stolen_jobs"] == len(prompts) == found["computed"]
         assert found["lanes"]["lanes"] == LANES * shards
         assert found["lanes"]["waiting_jobs"] == 0 == len(found["lanes"]["longest"])
         # Each worker says its part of it, in its heartbeat and to who scrapes it.
-        for name in ("own_jobs", "stolen_jobs", "prompt_tokens", "computed_tokens"):
-            assert sum(worker[name] for worker in found["workers"]) == found[name]
         names = [worker["id"] for worker in found["workers"]]
         for _, port in workers:
             scrape = Scrape(port)
@@ -295,6 +304,30 @@ def test_what_waits_is_told_by_lane_with_its_home(
         finally:
             gate.open()
         assert asked.result(60).shape == (60, 256)
+
+
+def test_what_is_drawn_is_not_taken_for_a_prompt(server: RealServer, pool_name: str) -> None:
+    prompts = [[*range(1, 101), 100 + number] for number in range(20)]
+    with (
+        worker_process(server.url, pool_name, engine_opts={"keeps": 10_000}),
+        connected(server.url, pool_name) as lm,
+        Exporter([(pool_name, server.url)]) as exporter,
+    ):
+        lm.sync.batch_generate(prompts, max_tokens=50)
+        asked = sum(map(len, prompts))
+        until(lambda: lm.pool_statistics_sync()["prompt_tokens"] == asked, 10)
+        where = ["--url", server.url, "--pool", pool_name]
+        shown = CliRunner().invoke(app, ["stats", *where], env={"COLUMNS": "200"}).stdout
+        computed = lm.pool_statistics_sync()["computed_tokens"]
+        assert computed > asked
+        assert f"{computed:,} tokens computed, drawn ones among them, for {asked:,} of" in shown
+        assert "prompt tokens kept" not in shown
+        (told,) = [
+            line
+            for line in exporter.exposition().decode().splitlines()
+            if line.startswith("# HELP lmpool_computed_tokens_total")
+        ]
+        assert "drawn" in told
 
 
 @pytest.mark.slow

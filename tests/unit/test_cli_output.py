@@ -68,6 +68,7 @@ STATISTICS = PoolStatistics(
         in_use=48,
         waiting_jobs=470,
         waiting_lanes=9,
+        longest_jobs=460,
         longest=[
             LaneStatistics(
                 shard=0,

@@ -57,7 +57,7 @@ def view(**fields: Any) -> PoolView:
         prompt_tokens=4_000_000, computed_tokens=1_000_000,
         answers={"row": 12_000_000, "top": 345_678}, backlog=1234, held_bytes=6 << 30,
         lanes=LanesStatistics(
-            lanes=64, in_use=48, waiting_jobs=470, waiting_lanes=9,
+            lanes=64, in_use=48, waiting_jobs=470, waiting_lanes=9, longest_jobs=460,
             longest=[
                 LaneStatistics(
                     shard=0, lane=17, priority="interactive", waiting=460, oldest_seconds=2.5,
@@ -124,7 +124,7 @@ def test_lanes_homes_steals_and_prefixes_are_there() -> None:
     assert "lanes 48 of 64 in use, 10 % of 1,000,000 jobs stolen (12.2/s)" in text
     assert f"longest lane 17: 460 wait, home {worker(0)['id']}" in text
     assert "and 8 more lanes: 470 wait in all" in text
-    assert "prefixes 75 % of 4,000,000 prompt tokens kept, not computed" in text
+    assert "prefixes at least 75 % of 4,000,000 prompt tokens kept, not computed" in text
     (second,) = [line for line in lines if line.startswith("│ 1-w")]
     assert [cell.strip() for cell in second.split("│")][-3:-1] == ["16", "10 % (1.0/s)"]
     # One lane a shard is everybody's, and so is the table without it.

@@ -43,6 +43,12 @@ def test_names_and_labels_that_are_not_there_are_found(expression: str, found: l
     assert problems(expression) == found
 
 
+def test_more_may_be_computed_than_prompts_have_and_no_less_than_nothing_is_kept() -> None:
+    shares = [text for _, text in expressions() if "computed_tokens" in text and "prompt_" in text]
+    assert shares
+    assert all(re.fullmatch(r"clamp_min\(1 - .*, 0\)", text) for text in shares)
+
+
 def test_the_backlog_is_what_scales_and_never_a_lag() -> None:
     queries = scaled_by()
     assert queries

@@ -95,6 +95,20 @@ def test_lanes_are_told_with_what_nobody_has_taken_and_their_homes(server, pool_
     assert home[0, 6] == home[1, 7] == ""
 
 
+def test_the_longest_lane_is_that_with_most_jobs_of_both_priorities(server, pool_name) -> None:
+    shards = PoolKeys(pool_name).shards("0" * 8, 2, 8)
+    for shard, lane, priority, jobs in (
+        *((0, 3, "interactive", 3), (0, 3, "batch", 3)),
+        *((1, 3, "batch", 5), (0, 5, "interactive", 4)),
+    ):
+        for number in range(jobs):
+            server.xadd(shards[shard].stream(priority, lane).key, {"job": str(number)})
+    lanes = read(server, shards)["lanes"]
+    assert (lanes["longest_jobs"], lanes["waiting_jobs"], lanes["waiting_lanes"]) == (6, 15, 3)
+    order = [(e["shard"], e["lane"], e["waiting"]) for e in lanes["longest"]]
+    assert order == [(0, 3, 3), (0, 3, 3), (1, 3, 5), (0, 5, 4)]
+
+
 def test_what_is_held_is_of_all_shards_and_its_age_that_of_the_oldest(server, shards) -> None:
     for age, held, shard in zip((9, 3), (100, 5), shards, strict=True):
         now = int(1000 * time.time())

@@ -12,8 +12,7 @@ export function lanes(model, statistics) {
   put("stolen", several && taken ? share(stolen / taken) : "–");
   put("stolen-more", several && taken ? `of ${count(taken)} jobs that workers took` : "none yet");
   const asked = statistics.prompt_tokens;
-  put("kept", asked ? share(Math.max(0, 1 - statistics.computed_tokens / asked)) : "–");
-  put("kept-more", asked ? `of ${count(asked)}, not computed` : "no engine tells of any");
+  kept(asked, statistics.computed_tokens);
   show("lanes", several);
   show("to-lanes", several);
   if (several) longest(found.longest, model.shards > 1);
@@ -26,10 +25,17 @@ export function stolenBy(worker) {
   return [taken ? share(worker.stolen_jobs / taken) : "–", now > 0 ? make("span", "sub", `${now.toFixed(1)}/s`) : ""];
 }
 
-function waiting({ waiting_jobs: jobs, waiting_lanes: in_, longest }) {
+// What was drawn, and padding, count as computed: more may have been kept.
+function kept(asked, computed) {
+  const known = asked > 0 && computed <= asked;
+  put("kept", known ? share(1 - computed / asked) : "–");
+  if (!asked) put("kept-more", "no engine tells of any");
+  else put("kept-more", known ? `at least, of ${count(asked)}` : `${count(computed)} computed for ${count(asked)}, with drawn ones`);
+}
+
+function waiting({ waiting_jobs: jobs, waiting_lanes: in_, longest_jobs: most }) {
   if (!jobs) return "nothing waits in them";
-  const most = longest.length ? `, ${share(longest[0].waiting / jobs)} in the longest` : "";
-  return `${count(jobs)} jobs wait in ${count(in_)}${most}`;
+  return `${count(jobs)} jobs wait in ${count(in_)}, ${share(most / jobs)} in the longest`;
 }
 
 function longest(found, shards) {
