@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +110,79 @@ def assert_serves(containers: Containers, urls: dict[str, str], pool: str) -> No
         )
 
 
+PROBE = ["sh", "/etc/lmpool/node-ready", "127.0.0.1:6379"]
+"""That of the chart's nodes."""
+CLI = shutil.which("redis-cli") or shutil.which("valkey-cli")
+ASK = ["sh", "-c", f"{CLI} --user administrator -h ${{0%:*}} -p ${{0#*:}} info", PROBE[-1]]
+
+
+@contextmanager
+def formed(binary: str) -> Iterator[tuple[Containers, Callable[[str], str]]]:
+    """A cluster of compose, all of whose nodes may be relied on; and what a node is, ``primary`` or
+    ``replica``, or why it may not."""
+    if CLI is None:
+        pytest.skip("there is no redis-cli")
+    with short_folder() as folder:
+        containers, _ = of_compose(folder, binary)
+
+        def role(name: str) -> str:
+            done = containers.probe(name, PROBE)
+            if done.returncode:
+                return done.stderr.partition(": ")[2].strip()
+            info = containers.probe(name, ASK).stdout
+            return {"master": "primary", "slave": "replica"}[re.findall(r"role:(\w+)", info)[0]]
+
+        with containers:
+            shutil.copy(DEPLOY / "redis" / "node-ready", folder / "etc")
+            all_well(containers, role)
+            try:
+                yield containers, role
+            except AssertionError as error:
+                raise AssertionError(f"{error}: {containers.said}") from None
+
+
+def all_well(containers: Containers, role: Callable[[str], str]) -> None:
+    """Wait for three primaries, each with its replica."""
+    wanted = ["primary"] * 3 + ["replica"] * 3
+    until(lambda: sorted(map(role, containers.addresses)) == wanted, 30, what="all to be ready")
+
+
+@pytest.mark.parametrize("which", ["replica", "primary"])
+def test_a_node_that_lost_its_disk_becomes_a_replica(which: str, server_binary: str) -> None:
+    with formed(server_binary) as (containers, role):
+        lost = next(name for name in containers.addresses if role(name) == which)
+        containers.end(lost)
+        until(lambda: not containers.formed.exists(), 20, what="the keeper to miss it")
+        containers.begin(lost, blank=True)
+        assert role(lost) not in ("primary", "replica")
+        until(containers.formed.exists, 40, what="it to be mended")
+        all_well(containers, role)
+        assert role(lost) == "replica"
+        assert "which has no slots, becomes a replica of" in containers.said
+        assert containers.said.count("forming a cluster") == 1
+
+
+def test_a_node_without_its_primary_is_relied_on_when_it_has_its_place(server_binary: str) -> None:
+    with formed(server_binary) as (containers, role):
+        lost = next(name for name in containers.addresses if role(name) == "primary")
+        seen: dict[str, list[str]] = {name: [] for name in containers.addresses if name != lost}
+        before = {name for name in seen if role(name) == "primary"}
+        containers.end(lost)
+
+        def replaced() -> bool:
+            for name, states in seen.items():
+                states.append(role(name))
+            return [states[-1] for states in seen.values()].count("primary") == 3
+
+        until(replaced, 30, what="another primary")
+        (heir,) = {name for name, states in seen.items() if states[-1] == "primary"} - before
+        assert "it has not copied its primary's rows yet" in seen[heir]
+        assert role(lost) == "it loads, does not answer, or refuses administrator"
+
+
 @pytest.mark.parametrize("of", [of_the_chart, of_compose], ids=["chart", "compose"])
 def test_containers_form_a_cluster_that_serves(of: Any, server_binary: str, pool_name: str) -> None:
-    if shutil.which("redis-cli") is None and shutil.which("valkey-cli") is None:
+    if CLI is None:
         pytest.skip("there is no redis-cli")
     if of is of_the_chart:
         rendered("cluster")  # skips where there is no Helm

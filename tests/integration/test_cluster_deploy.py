@@ -14,6 +14,7 @@ import pytest
 import redis
 
 from lmpool import inspection
+from tests.support.certificates import certificates
 from tests.support.processes import short_folder
 from tests.support.waiting import until
 
@@ -21,6 +22,35 @@ pytestmark = [pytest.mark.timeout(120)]
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "redis"
 ADMINISTRATOR = {**os.environ, "REDISCLI_AUTH": "change-this-administrator"}
+
+
+KEEPER = DEPLOY / "keep-cluster"
+
+
+def keep(*places: str, replicas: int = 1, **given: str) -> tuple[bool, str]:
+    """Whether keep-cluster ended well in half a minute, and what it said."""
+    if shutil.which("redis-cli") is None and shutil.which("valkey-cli") is None:
+        pytest.skip("there is no redis-cli")
+    try:
+        done = subprocess.run(
+            [KEEPER, str(replicas), *places],
+            env={**ADMINISTRATOR, **given},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=float(given.get("WITHIN", 40)),
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        return False, (error.stdout or b"").decode()
+    return done.returncode == 0, done.stdout
+
+
+def administrator(port: int, *words: str | int | bytes) -> str:
+    """Have a node do something, as `administrator`."""
+    url = f"redis://administrator:change-this-administrator@127.0.0.1:{port}/0"
+    with redis.Redis.from_url(url, protocol=2, decode_responses=True) as client:
+        return str(client.execute_command(*words))
 
 
 def redis_cli(*words: str) -> str:
@@ -50,8 +80,9 @@ def _port() -> int:
 
 
 @contextmanager
-def nodes(binary: str, count: int) -> Iterator[list[int]]:
-    """So many nodes with the configuration and the users of `deploy/redis`; their ports."""
+def nodes(binary: str, count: int, **tls: str) -> Iterator[list[int]]:
+    """So many nodes with the configuration and the users of `deploy/redis`; their ports. With
+    `tls`, a server's directives, they speak nothing else."""
     with short_folder() as folder, ExitStack() as stack:
         for name in ("redis.conf", "cluster.conf", "replica.conf"):
             text = (DEPLOY / name).read_text("utf-8")
@@ -63,8 +94,14 @@ def nodes(binary: str, count: int) -> Iterator[list[int]]:
             port = _port()
             own = folder / str(port)
             own.mkdir()
+            way = ["--port", str(port)]
+            if tls:
+                way = ["--port", "0", "--tls-port", str(port)]
+                way += ["--tls-cluster", "yes", "--tls-replication", "yes"]
+                for name, value in tls.items():
+                    way += ["--" + name.replace("_", "-"), value]
             process = subprocess.Popen(
-                [binary, str(folder / "cluster.conf"), "--port", str(port), "--dir", str(own)],
+                [binary, str(folder / "cluster.conf"), *way, "--dir", str(own)],
                 stdout=subprocess.DEVNULL,
             )
             stack.callback(process.wait)
@@ -111,3 +148,88 @@ def test_it_is_formed_and_grown(server_binary: str, pool_name: str) -> None:
         redis_cli("rebalance", first[0], "--cluster-use-empty-masters")
         texts = [each.what for each in inspection.diagnose(url, pool_name)]
         assert any("to 4 primaries" in text for text in texts), texts
+
+
+def _half_formed(ports: list[int]) -> None:
+    """What is left of a `--cluster create` that ended between two primaries' slots."""
+    administrator(ports[0], "CLUSTER", "ADDSLOTSRANGE", 0, 5460)
+    administrator(ports[1], "CLUSTER", "ADDSLOTSRANGE", 5461, 10922)
+
+
+def test_forming_that_ended_half_way_begins_again_where_there_is_no_key(
+    server_binary: str,
+) -> None:
+    with nodes(server_binary, 6) as ports:
+        places = [f"127.0.0.1:{port}" for port in ports]
+        _half_formed(ports)
+        well, said = keep(*places)
+        assert well, said
+        assert "10923 of 16384 slots have a node, and there is no key" in said
+        assert _all_know(ports)
+        roles = [administrator(port, "INFO", "replication") for port in ports]
+        assert sum("'role': 'slave'" in role for role in roles) == 3
+        assert sum("'connected_slaves': 1" in role for role in roles) == 3
+
+
+def test_half_a_cluster_with_keys_is_not_formed_and_said_with_a_remedy(
+    server_binary: str, tmp_path: Path
+) -> None:
+    with nodes(server_binary, 3) as ports:
+        places = [f"127.0.0.1:{port}" for port in ports]
+        _half_formed(ports)
+        formed = tmp_path / "formed"
+        formed.touch()
+
+        def has_key() -> bool:
+            # What DUMP says of "1", at a key of slot 5061 (of the first node).
+            value = b"\x00\xc0\x01\x0a\x00\x26\x78\xe7\xb6\xd1\x01\x11\xfc"
+            try:
+                administrator(ports[0], "RESTORE", "bar", 0, value, "REPLACE")
+            except redis.RedisError:
+                return False
+            return True
+
+        until(has_key, 10, what="a node to serve its slots", every=0.2)
+        well, said = keep(*places, replicas=0, WITHIN="4", FORMED=str(formed))
+        assert not well
+        assert "10923 of 16384 slots are served, not 10923-16383" in said
+        assert "--cluster fix" in said
+        assert not formed.exists()
+        assert administrator(ports[0], "DBSIZE") == "1"
+
+
+def test_a_primary_without_a_replica_is_said_with_a_remedy(
+    server_binary: str, tmp_path: Path
+) -> None:
+    with nodes(server_binary, 3) as ports:
+        places = [f"127.0.0.1:{port}" for port in ports]
+        redis_cli("create", *places)
+        until(lambda: _all_know(ports), 20, what="all nodes to know it", every=0.2)
+        formed = tmp_path / "formed"
+        formed.touch()
+        well, said = keep(*places, WITHIN="4", FORMED=str(formed))
+        assert not well
+        assert "has 0 of 1 replicas: start one more node, then" in said
+        assert "--cluster-slave --cluster-master-id" in said
+        assert not formed.exists()
+        assert keep(*places, replicas=0, FORMED=str(formed))[0]
+        assert formed.exists()
+
+
+def test_nodes_that_speak_tls_alone_form_a_cluster(server_binary: str, tmp_path: Path) -> None:
+    tls = certificates(tmp_path)
+    trusted = tls["tls_ca_cert_file"]
+    with ExitStack() as stack:
+        try:
+            ports = stack.enter_context(nodes(server_binary, 3, **tls))
+        except AssertionError:
+            pytest.skip("this server speaks no TLS")
+        places = [f"127.0.0.1:{port}" for port in ports]
+        well, said = keep(*places, replicas=0, WITHIN="4")
+        assert not well, said
+        well, said = keep(*places, replicas=0, REDISCLI_TLS=f"--tls --cacert {trusted}")
+        assert well, said
+        operator = "rediss+cluster://operator:change-this-operator@"
+        url = f"{operator}{places[0]},{places[1]}/?ssl_ca_certs={trusted}"
+        texts = [each.what for each in inspection.diagnose(url)]
+        assert any("to 3 primaries" in text for text in texts), texts

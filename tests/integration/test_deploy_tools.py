@@ -121,6 +121,22 @@ json.dump(found, sys.stdout)
 
 SECRET: Final = {"existingSecret": "lmpool-secret"}
 PROMETHEUS: Final = {"serverAddress": "http://prometheus.monitoring:9090"}
+PLACED: Final[dict[str, Any]] = {
+    "nodeSelector": {"disk": "none"},
+    "tolerations": [{"key": "pool", "operator": "Exists"}],
+    "affinity": {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [{"matchExpressions": [{"key": "a", "operator": "Exists"}]}]
+            }
+        },
+        "podAntiAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": [
+                {"topologyKey": "kubernetes.io/hostname", "labelSelector": {}}
+            ]
+        },
+    },
+}
 KEYS: Final = ["{lmpool:default:0123abcd:3:0}:jobs:0", "{lmpool:default:0123abcd:3:0}:batch:0"]
 CASES: Final[dict[str, dict[str, Any]]] = {
     "default": SECRET,
@@ -144,6 +160,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
         "podAnnotations": {"a": "b"},
     },
     "cluster": {**SECRET, "server": {"cluster": {"enabled": True}}},
+    "placed": {**SECRET, "server": {"cluster": {"enabled": True}, **PLACED}},
     "all": {
         **SECRET,
         "monitoring": {name: {"enabled": True} for name in ("podMonitor", "rules", "dashboard")},
@@ -155,6 +172,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     },
     "streams": {
         **SECRET,
+        "worker": {"env": {"LMPOOL_LANES": "1"}},
         "autoscaling": {
             "enabled": True,
             "trigger": "stream",
@@ -190,6 +208,17 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
             },
         },
         "use the trigger prometheus",
+    ),
+    "streams of many lanes": (
+        {
+            **SECRET,
+            "autoscaling": {
+                "enabled": True,
+                "trigger": "stream",
+                "stream": {"address": "server:6379", "keys": KEYS},
+            },
+        },
+        "this one has 64 in each shard",
     ),
     "no address": ({**SECRET, "autoscaling": {"enabled": True}}, "serverAddress is empty"),
 }
@@ -370,6 +399,48 @@ def test_nodes_of_a_cluster_are_reached_by_name_and_meet_each_other_alone() -> N
     assert who["podSelector"]["matchLabels"].items() <= labels.items()
     assert who["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "server"
     assert one("cluster", "PodDisruptionBudget", "-server")["spec"]["maxUnavailable"] == 1
+
+
+def test_a_node_is_ready_when_it_could_take_a_place_and_the_next_goes_later() -> None:
+    nodes = one("cluster", "StatefulSet")["spec"]
+    assert nodes["minReadySeconds"] >= 5
+    (container,) = nodes["template"]["spec"]["containers"]
+    assert container["readinessProbe"]["exec"]["command"][1] == "/etc/lmpool/node-ready"
+    (auth,) = [each for each in container["env"] if each["name"] == "REDISCLI_AUTH"]
+    assert auth["valueFrom"]["secretKeyRef"]["key"] == "administrator-password"
+    config = next(v for v in nodes["template"]["spec"]["volumes"] if v["name"] == "config")
+    items = [item["path"] for item in config["projected"]["sources"][0]["configMap"]["items"]]
+    assert "node-ready" in items
+    (alone,) = one("default", "StatefulSet")["spec"]["template"]["spec"]["containers"]
+    assert alone["readinessProbe"]["tcpSocket"] == {"port": "redis"}
+
+
+def test_the_keeper_goes_where_nodes_may_be_and_is_not_kept_apart_from_them() -> None:
+    found = dict(pods("placed"))
+    nodes, keeper = (found[f"one-lmpool-{name}"] for name in ("server", "keeper"))
+    for name in ("nodeSelector", "tolerations"):
+        assert nodes[name] == keeper[name] == PLACED[name]
+    assert nodes["affinity"] == PLACED["affinity"]
+    assert keeper["affinity"] == {"nodeAffinity": PLACED["affinity"]["nodeAffinity"]}
+
+
+def test_a_keeper_that_no_longer_looks_is_started_again(tmp_path: Path) -> None:
+    (container,) = dict(pods("cluster"))["one-lmpool-keeper"]["containers"]
+    looked = next(each["value"] for each in container["env"] if each["name"] == "LOOKED")
+    *shell, text = container["livenessProbe"]["exec"]["command"]
+    assert looked in text
+    file = tmp_path / "looked"
+
+    def lives() -> bool:
+        words = [*shell, text.replace(looked, str(file))]
+        return subprocess.run(words, capture_output=True, timeout=10).returncode == 0
+
+    assert not lives()
+    file.touch()
+    assert lives()
+    an_hour_ago = file.stat().st_mtime - 3600
+    os.utime(file, (an_hour_ago, an_hour_ago))
+    assert not lives()
 
 
 def test_what_kubernetes_watches_is_what_prometheus_and_alerts_are_of() -> None:

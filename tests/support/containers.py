@@ -45,6 +45,7 @@ class Containers:
         self._network = 1
         self._port = _port()
         self._running: list[subprocess.Popen[bytes]] = []
+        self._started: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
     def addresses(self) -> dict[str, str]:
@@ -83,6 +84,19 @@ class Containers:
         self._network += 1
         self._start()
 
+    def end(self, name: str) -> None:
+        """A node is gone, from one moment to the next."""
+        process = self._started.pop(name)
+        self._running.remove(process)
+        process.kill()
+        process.wait()
+
+    def begin(self, name: str, *, blank: bool) -> None:
+        """A node that ended starts again; `blank`, it has lost what it kept."""
+        if blank:
+            shutil.rmtree(self._folder / name)
+        self._start_node(name)
+
     @property
     def formed(self) -> Path:
         """What the keeper touches when all is well."""
@@ -95,15 +109,8 @@ class Containers:
 
     def _start(self) -> None:
         self.formed.unlink(missing_ok=True)
-        for name, command in self._nodes.items():
-            own = self._folder / name
-            own.mkdir(exist_ok=True)
-            address = self.addresses[name]
-            words = [{self._kept: str(own), "*": address}.get(w, self.here(w)) for w in command]
-            # A container's connections come from its own address.
-            own_way = ["--port", str(self._port), "--bind-source-addr", address]
-            self._run([self._binary, *words[1:], *own_way])
-            until(lambda at=address: self._listens(at), 20, what=f"{name} to listen", every=0.02)
+        for name in self._nodes:
+            self._start_node(name)
         found = shutil.which("redis-cli") or shutil.which("valkey-cli")
         assert found is not None
         self._run(
@@ -114,6 +121,24 @@ class Containers:
             until(self.formed.exists, 60, what="the cluster to be formed", every=0.1)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.said}") from None
+
+    def _start_node(self, name: str) -> None:
+        own = self._folder / name
+        own.mkdir(exist_ok=True)
+        address = self.addresses[name]
+        mine = {self._kept: str(own), "*": address}
+        words = [mine.get(word, self.here(word)) for word in self._nodes[name]]
+        # A container's connections come from its own address.
+        own_way = ["--port", str(self._port), "--bind-source-addr", address]
+        self._run([self._binary, *words[1:], *own_way])
+        self._started[name] = self._running[-1]
+        until(lambda: self._listens(address), 20, what=f"{name} to listen", every=0.02)
+
+    def probe(self, name: str, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """What a probe of this node's container, with the administrator's password, says."""
+        words = [self.here(word.replace("127.0.0.1", name)) for word in command]
+        env = {**os.environ, "REDISCLI_AUTH": self._password}
+        return subprocess.run(words, capture_output=True, text=True, timeout=20, env=env)
 
     def _run(self, command: Sequence[str], given: Mapping[str, str] | None = None) -> None:
         with (self._folder / "log").open("ab") as log:

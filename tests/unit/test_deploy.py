@@ -58,7 +58,7 @@ def test_no_file_has_a_password() -> None:
 
 def test_every_link_leads_somewhere() -> None:
     links = [path for path in DEPLOY.rglob("*") if path.is_symlink()]
-    assert len(links) == 5
+    assert len(links) == 6
     for link in links:
         assert not os.readlink(link).startswith("/")
         assert link.is_file()
@@ -290,7 +290,7 @@ def test_the_chart_asks_for_keys_that_are_made(tmp_path: Path) -> None:
     asked = set(re.findall(r"\bkey: ([\w.-]+)(?![\w./-])", templates))
     asked |= set(re.findall(r'"lmpool\.url" \(list \S+ "([\w-]+)"\)', templates))
     assert {"worker-url", "producer-url", "exporter-url"} <= asked
-    from_files = {"redis.conf", "cluster.conf", "keep-cluster"}
+    from_files = {"redis.conf", "cluster.conf", "keep-cluster", "node-ready"}
     assert asked - made == {"hf-token"} | from_files
     values = (CHART / "values.yaml").read_text("utf-8")
     assert all(f"#   {key} " in values for key in asked - from_files)
