@@ -26,6 +26,8 @@ ROWS_ENOUGH: Final = 2_000
 CONNECTIONS_LEFT: Final = 50
 MANY_WAIT: Final = 32
 """Waiting jobs from which it is told that most of them are in one lane."""
+MANY_TOKENS: Final = 10_000
+"""Tokens of prompts from which it is told that an engine keeps none of them."""
 MANY_TAKEN: Final = 200
 """Jobs that a worker took, from which it is told that it stole most of them."""
 
@@ -44,14 +46,17 @@ class Finding:
 @dataclass(frozen=True, slots=True)
 class LaneFacts:
     """How many lanes jobs are put into; of the lane that has most, what it is called and how many
-    of all waiting jobs are there; and how many jobs each living worker took of its own lanes and of
-    others'."""
+    of all waiting jobs are there; how many jobs each living worker took of its own lanes and of
+    others'; and of engines that tell it, the tokens of prompts that they were given, and those that
+    they computed."""
 
     in_use: int
     longest: str = ""
     there: int = 0
     waiting: int = 0
     taken: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,12 +297,7 @@ def check_lanes(facts: Facts) -> Iterator[Finding]:
     anew = "for all workers and start them anew, the first with LMPOOL_REPLACE=1"
     if model.lanes == 1:
         if alive > 1:
-            yield Finding(
-                "note",
-                f"a shard has one lane, which all {alive:,} workers read: prompts that begin alike "
-                "meet a worker that has kept their beginning by chance",
-                "lmpool shards --lanes 64 (the pool is served meanwhile)",
-            )
+            yield _one_lane(lanes, alive)
         return
     count = model.shards * model.lanes
     shown = f"{lanes.in_use:,} of {count:,} lanes are in use"
@@ -332,6 +332,21 @@ def check_lanes(facts: Facts) -> Iterator[Finding]:
                 "longer than others wants a higher LMPOOL_BLOCKS; homes that are slower than this "
                 "one are no fault",
             )
+
+
+def _one_lane(lanes: LaneFacts, alive: int) -> Finding:
+    """That several workers read one lane, which is right where their engines keep nothing."""
+    shown = f"a shard has one lane, which all {alive:,} workers read"
+    if lanes.prompt_tokens >= MANY_TOKENS and lanes.computed_tokens >= lanes.prompt_tokens:
+        given = f"{lanes.prompt_tokens:,} tokens of prompts"
+        return Finding("ok", f"{shown}: of {given} their engines kept none, so more bring nothing")
+    # Where engines have told nothing yet, it is for whoever reads this to know.
+    unless = "" if lanes.prompt_tokens else "; one is right for an engine that keeps no states"
+    return Finding(
+        "note",
+        f"{shown}: prompts that begin alike meet a worker that has kept their beginning by chance",
+        f"lmpool shards --lanes 64 (the pool is served meanwhile){unless}",
+    )
 
 
 CHECKS: Final[tuple[Callable[[Facts], Iterator[Finding]], ...]] = (

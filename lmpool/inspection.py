@@ -382,13 +382,15 @@ def _lanes(servers: Servers, shards: Sequence[ShardKeys]) -> LaneFacts | None:
         return None  # away since a moment ago, or not for this user
     lanes = found["lanes"]
     taken = {each["id"]: (each["own_jobs"], each["stolen_jobs"]) for each in found["workers"]}
+    asked, computed = found["prompt_tokens"], found["computed_tokens"]
+    facts = LaneFacts(lanes["in_use"], taken=taken, prompt_tokens=asked, computed_tokens=computed)
     if not lanes["longest"]:
-        return LaneFacts(lanes["in_use"], taken=taken)
+        return facts
     first = lanes["longest"][0]
     name = f"lane {first['lane']} of shard {first['shard']}"
     home = f", whose home is {first['home']}" if first["home"] else ""
     there, waiting = lanes["longest_jobs"], lanes["waiting_jobs"]
-    return LaneFacts(lanes["in_use"], name + home, there, waiting, taken)
+    return replace(facts, longest=name + home, there=there, waiting=waiting)
 
 
 def _read_shard(shard: ShardKeys, server: Server) -> tuple[int, int, dict[str, int], list[bool]]:

@@ -306,6 +306,24 @@ def test_what_waits_is_told_by_lane_with_its_home(
         assert asked.result(60).shape == (60, 256)
 
 
+@pytest.mark.parametrize(("keeps", "level"), [(0, "ok"), (20_000, "note")])
+def test_the_doctor_leaves_one_lane_to_engines_that_keep_nothing(
+    keeps: int, level: str, server: RealServer, pool_name: str
+) -> None:
+    with (
+        worker_processes(server.url, pool_name, 2, lanes=1, engine_opts={"keeps": keeps}),
+        connected(server.url, pool_name, cache_bytes=0) as lm,
+    ):
+        for number in range(2):
+            prompts = [[*ONE_PREFIX, number, other] for other in range(20)]
+            lm.batch_next_token_logprobs_sync(prompts)
+        until(lambda: lm.pool_statistics_sync()["prompt_tokens"] >= 40 * 302, 20, what="beats")
+        (found,) = [
+            each for each in inspection.diagnose(server.url, pool_name) if "one lane" in each.what
+        ]
+        assert (found.level, "--lanes 64" in found.remedy) == (level, level == "note"), found
+
+
 def test_what_is_drawn_is_not_taken_for_a_prompt(server: RealServer, pool_name: str) -> None:
     prompts = [[*range(1, 101), 100 + number] for number in range(20)]
     with (

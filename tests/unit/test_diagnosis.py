@@ -174,6 +174,23 @@ def test_what_says_little_of_lanes_is_not_told(changes: dict[str, Any]) -> None:
     assert worst(of_lanes(**changes)) == []
 
 
+def test_one_lane_is_right_for_engines_that_keep_nothing() -> None:
+    def found(asked: int, computed: int) -> Finding:
+        lanes = LaneFacts(1, prompt_tokens=asked, computed_tokens=computed)
+        (only,) = of_lanes(model=MODEL, lanes=lanes)
+        return only
+
+    nothing = found(20_000, 20_000)
+    assert (nothing.level, nothing.remedy) == ("ok", "")
+    assert "of 20,000 tokens of prompts their engines kept none" in nothing.what
+    for some in (found(20_000, 19_000), found(200, 200)):
+        assert some.level == "note"
+        assert "keeps no states" not in some.remedy
+    unknown = found(0, 0)
+    assert unknown.level == "note"
+    assert "one is right for an engine that keeps no states" in unknown.remedy
+
+
 def test_a_server_that_hides_its_configuration_is_examined_all_the_same() -> None:
     assert worst(examine(facts(config=None))) == []
 
