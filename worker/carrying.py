@@ -42,7 +42,7 @@ def carry_adapters(
         registry = servers.apart([shard], partial(_registry, shard))
         if registry is not None:
             break
-    if registry is None:
+    if not registry:
         return
     for heir in without(heirs, former):
         give = partial(_inherit, heir, moves=moves, registry=registry)

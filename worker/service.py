@@ -193,9 +193,8 @@ class Service:
             ("watchdog", Watchdog(self.status, options.engine_timeout).run),
         ):
             self._threads[name] = spawn(name, target, self.status)
-        if info.moves and info.former:
-            former = self.keys.shards(info.fingerprint8, info.former)
-            self._mover.look_after(without(former, seat.shards))
+        if left := without(self._former(info), seat.shards):
+            self._mover.look_after(left)
         logger.info(
             "%s serves %s as pool %s on %s (%s): %s engine, %s, %d tokens, prompts up to %d, "
             "batches up to %d prompts or %d tokens",
@@ -226,12 +225,20 @@ class Service:
         seat = self._new_seat(info, beating)
         self.status.description["moves"] = info.moves
         try:
+            # Whoever was told to move may have died before it could bring them.
+            carry_adapters(control, self._former(info), seat.shards, info.moves)
             self._appear(control, seat)
             publish_vocabulary(control, self.keys, info, engine)
         except BaseException:
             self._end_membership(control, seat)
             raise
         return seat
+
+    def _former(self, info: ModelInfo) -> Sequence[ShardKeys]:
+        """The shards that the pool was in before; none if it has never moved."""
+        if not (info.moves and info.former):
+            return ()
+        return self.keys.shards(info.fingerprint8, info.former)
 
     def _new_seat(self, info: ModelInfo, beating: Servers) -> Seat:
         who = self.keys, self.consumer, self.status
@@ -294,7 +301,8 @@ class Service:
         """Be there beside the seat of before: clients that come find the adapters."""
         info = seat.info
         keep(servers, self.keys, info)
-        carry_adapters(servers, before.shards, seat.shards, info.moves)
+        # Of where the pool was last: this worker may have missed a move.
+        carry_adapters(servers, self._former(info) or before.shards, seat.shards, info.moves)
         self._appear(servers, seat)
 
     def _give_back(self, servers: Servers, shards: Sequence[ShardKeys], batcher: Batcher) -> None:

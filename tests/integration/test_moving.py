@@ -313,18 +313,28 @@ def test_settings_of_workers_do_not_take_a_change_back(server_url, redis_client,
         assert len(look(server_url, pool_name).shards) == 2
 
 
-def test_what_died_in_the_midst_is_taken_along_by_the_next(server_url, redis_client, pool_name):
-    with worker_process(server_url, pool_name, shards=1, lanes=1) as worker:
-        with connected(server_url, pool_name) as lm:
+def test_what_died_in_the_midst_is_taken_along_by_the_next(
+    server_url, redis_client, pool_name, tmp_path
+):
+    one, options = write_adapter(tmp_path / "one"), {"adapter_dirs": [str(tmp_path)]}
+    with worker_process(server_url, pool_name, shards=1, lanes=1, **options) as worker:
+        with connected(server_url, pool_name, cache_bytes=0) as lm:
             lm.batch_next_token_logprobs_sync([[n] for n in range(30)])
+            lm.add_new_lora(one, "one")
+            adapted = lm.next_token_logprobs_sync([7], lora_name="one")
         (shard,) = pool_shards(redis_client, pool_name)
         redis_client.xadd(shard.dead, {"job": b"x", "reason": "so"})
         worker.pause()
         change(server_url, pool_name, 2, wait=0.0)
         worker.kill()
-        with worker_process(server_url, pool_name), connected(server_url, pool_name) as lm:
+        with (
+            worker_process(server_url, pool_name, **options),
+            connected(server_url, pool_name, cache_bytes=0) as lm,
+        ):
             assert len(lm.shards) == 2
-            until(lambda: lm.pool_statistics_sync()["computed"] == 30, what="the counters")
+            until(lambda: lm.pool_statistics_sync()["computed"] == 31, what="the counters")
+            found = lm.next_token_logprobs_sync([7], lora_name="one")
+            np.testing.assert_array_equal(found, adapted)
             until(lambda: len(dead_letters.read(lm)) == 1, what="the dead letter")
 
 
