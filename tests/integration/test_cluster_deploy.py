@@ -233,3 +233,17 @@ def test_nodes_that_speak_tls_alone_form_a_cluster(server_binary: str, tmp_path:
         url = f"{operator}{places[0]},{places[1]}/?ssl_ca_certs={trusted}"
         texts = [each.what for each in inspection.diagnose(url)]
         assert any("to 3 primaries" in text for text in texts), texts
+
+
+def test_nodes_that_forming_left_without_a_part_become_replicas(server_binary: str) -> None:
+    with nodes(server_binary, 5) as ports:
+        places = [f"127.0.0.1:{port}" for port in ports]
+        redis_cli("create", *places[:3])
+        until(lambda: _all_know(ports[:3]), 20, what="all nodes to know it", every=0.2)
+        well, said = keep(*places, WITHIN="15")
+        assert not well
+        assert said.count("which has no slots, becomes a replica of") == 2
+        # The third primary still lacks one, and there is no node left.
+        assert "has 0 of 1 replicas: start one more node" in said
+        roles = [administrator(port, "INFO", "replication") for port in ports]
+        assert ["'role': 'slave'" in role for role in roles] == [False] * 3 + [True] * 2
