@@ -5,32 +5,42 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
+
+from redis.exceptions import NoPermissionError, ResponseError
 
 from lmpool.commands import Pipeline, Server
 from lmpool.keys import GROUP, JobStream, ShardKeys
+from lmpool.replies import ReplyTooLong
 from lmpool.server import is_lost
+
+LONGEST: Final = 5
+"""Streams of a shard whose first job is read for its age, of those that no worker has a job of:
+jobs may be long, and lanes many."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamQueue:
-    """A stream that has jobs: how many, how many of these a worker has, and for how many seconds
-    the oldest has been there."""
+    """A stream that has jobs: how many, how many of these a worker has (those among them that were
+    withdrawn meanwhile), how many no worker has taken, and for how many seconds the oldest has been
+    there.
+
+    `waiting` is "at least so many" while workers have jobs that were withdrawn, where the server
+    cannot tell how many came after the last that was taken: that was deleted, or some after it.
+    `age` is 0 where no worker has a job of the stream and it is none of the `LONGEST`, or its first
+    job is too long to be read.
+    """
 
     stream: JobStream
     jobs: int
     pending: int
+    waiting: int
     age: float
 
     @property
     def lane(self) -> tuple[ShardKeys, int]:
         """Its shard and its lane's number: there is a stream for each priority."""
         return self.stream.shard, self.stream.lane
-
-    @property
-    def waiting(self) -> int:
-        """Jobs that no worker has taken."""
-        return max(0, self.jobs - self.pending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +71,69 @@ def read_queues(server: Server, shard: ShardKeys) -> ShardQueues:
     ]
     if not there:
         return ShardQueues(_in_use(shard, used), ())
-    with server.pipeline(transaction=False) as pipeline:
-        for stream, _ in there:
-            pipeline.xinfo_consumers(stream.key, GROUP)
-            pipeline.xrange(stream.key, "-", "+", 1)
-        found = answers_of(pipeline)
-    queues = [
-        StreamQueue(stream, length, _pending(consumers), _age(first, now))
-        for (stream, length), consumers, first in zip(there, found[::2], found[1::2], strict=True)
-    ]
+    groups = _groups(server, [stream for stream, _ in there])
+    unread = sorted(
+        (length, place) for place, (_, length) in enumerate(there) if groups[place].oldest is None
+    )
+    read = {place for _, place in unread[-LONGEST:]}
+    queues = []
+    for place, ((stream, length), group) in enumerate(zip(there, groups, strict=True)):
+        oldest = _first(server, stream) if place in read else group.oldest
+        age = 0.0 if oldest is None else max(0.0, now - oldest)
+        waiting = min(length, max(0, length - group.pending, group.behind))
+        queues.append(StreamQueue(stream, length, group.pending, waiting, age))
     return ShardQueues(_in_use(shard, used), tuple(queues))
+
+
+class _Group(NamedTuple):
+    """Of a stream's workers: how many jobs they have, how many came after the last of them (0 where
+    that is unknown), and when the first of them came, in seconds since 1970."""
+
+    pending: int = 0
+    behind: int = 0
+    oldest: float | None = None
+
+
+def _groups(server: Server, streams: Sequence[JobStream]) -> list[_Group]:
+    """What is known of jobs without reading any."""
+    with server.pipeline(transaction=False) as pipeline:
+        for stream in streams:
+            pipeline.xinfo_groups(stream.key)
+            pipeline.xpending(stream.key, GROUP)
+        found = answers_of(pipeline)
+    told = [_group(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
+    refused = [
+        place for place, answer in enumerate(found[::2]) if isinstance(answer, NoPermissionError)
+    ]
+    if refused:  # this user's rights are those of an earlier release
+        with server.pipeline(transaction=False) as pipeline:
+            for place in refused:
+                pipeline.xinfo_consumers(streams[place].key, GROUP)
+            for place, consumers in zip(refused, answers_of(pipeline), strict=True):
+                told[place] = told[place]._replace(pending=_pending(consumers))
+    return told
+
+
+def _group(groups: Sequence[Any] | Exception, pending: Any) -> _Group:
+    oldest = None
+    if not isinstance(pending, Exception) and pending["min"]:
+        oldest = _seconds(pending["min"])
+    if not isinstance(groups, Exception):
+        for group in groups:
+            if group["name"] == GROUP.encode():
+                return _Group(int(group["pending"]), int(group.get("lag") or 0), oldest)
+    return _Group(oldest=oldest)
+
+
+def _first(server: Server, stream: JobStream) -> float | None:
+    """When a stream's first job came, as far as it can be read."""
+    try:
+        found = server.xrange(stream.key, "-", "+", 1)
+    except (ReplyTooLong, ResponseError) as error:
+        if isinstance(error, ResponseError) and is_lost(error):
+            raise
+        return None
+    return _seconds(found[0][0]) if found else None
 
 
 def answers_of(pipeline: Pipeline) -> list[Any]:
@@ -94,7 +157,6 @@ def _pending(consumers: Sequence[Any] | Exception) -> int:
     return sum(int(consumer["pending"]) for consumer in consumers)
 
 
-def _age(first: Sequence[Any] | Exception, now: float) -> float:
-    if isinstance(first, Exception) or not first:
-        return 0.0
-    return max(0.0, now - int(first[0][0].partition(b"-")[0]) / 1000)
+def _seconds(entry: bytes) -> float:
+    """When an entry came, by its id."""
+    return int(entry.partition(b"-")[0]) / 1000

@@ -77,8 +77,9 @@ class WorkerStatistics(TypedDict):
 
 
 class LaneStatistics(TypedDict):
-    """The jobs of one priority in a lane: so many are `waiting` for a worker to take them, and the
-    oldest, waiting or running, came `oldest_seconds` ago. `home` is the id of the worker that reads
+    """The jobs of one priority in a lane: so many at least are `waiting` for a worker to take
+    them, and the oldest, waiting or running, came `oldest_seconds` ago, 0 where that is unknown
+    (see `lmpool.queues.StreamQueue`). `home` is the id of the worker that reads
     the lane first, '' where all do."""
 
     shard: int

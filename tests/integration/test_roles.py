@@ -155,6 +155,10 @@ def test_an_exporter_sees_a_pool_and_touches_nothing(
         operator.xadd(shard.dead, {"job": "x", "reason": "by hand"})
         operator.hset(shard.adapters, "a", "b")
         view = viewer.read()
+        # What waits, and since when, without reading it.
+        for client in (exporter, users["producer"]):
+            assert client.xinfo_groups(shard.stream().key)
+            assert client.xpending(shard.stream().key, GROUP)["pending"] == 0  # type: ignore[index]
         assert len(view.workers) == 1
         assert (view.statistics["computed"], view.dead_letters, view.adapters) == (1, 1, ["a"])
         assert view.statistics["held_bytes"] > 0

@@ -1,0 +1,114 @@
+"""What waits in lanes, and since when, without jobs being read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from lmpool.keys import GROUP, PoolKeys, ShardKeys
+from lmpool.producer.statistics import pool_statistics
+from lmpool.queues import read_queues
+from lmpool.replies import REPLY_BYTES
+from lmpool.servers import Servers
+from tests.support.protocol import Consumer
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def shard(pool_name: str) -> ShardKeys:
+    return PoolKeys(pool_name).shards("0" * 8, 1, 8)[0]
+
+
+@pytest.fixture
+def servers(server_url: str) -> Iterator[Servers]:
+    servers = Servers.of_url(server_url, bounded=True)
+    yield servers
+    servers.close()
+
+
+def calls(server: redis.Redis, command: str) -> int:
+    found: Any = server.info("commandstats")
+    found = found.get(f"cmdstat_{command}", {"calls": 0})
+    return int(found["calls"])
+
+
+def test_who_withdraws_what_a_worker_has_hides_nothing_that_waits(
+    redis_client: redis.Redis, servers: Servers, shard: ShardKeys
+) -> None:
+    worker = Consumer(redis_client, shard, "w-1")
+    for number in range(10):
+        redis_client.xadd(worker.stream, {"job": str(number)})
+    taken = worker.read(4)
+    redis_client.xdel(worker.stream, *taken[:3])
+    found = pool_statistics(servers, [shard])
+    assert found["backlog"] == 7
+    assert found["lanes"]["waiting_jobs"] == found["lanes"]["longest_jobs"] == 6
+    redis_client.xack(worker.stream, GROUP, *taken)
+    redis_client.xdel(worker.stream, taken[3])
+    assert pool_statistics(servers, [shard])["lanes"]["waiting_jobs"] == 6
+
+
+def test_ages_are_known_and_few_jobs_are_read_for_them(
+    redis_client: redis.Redis, servers: Servers, shard: ShardKeys
+) -> None:
+    began = int(1000 * time.time()) - 60_000
+    for lane in range(8):
+        worker = Consumer(redis_client, shard, "w-1", lane=lane)
+        for number in range(2 + lane):
+            redis_client.xadd(worker.stream, {"job": "a"}, id=f"{began - 1000 * lane}-{number + 1}")
+        if lane < 2:
+            worker.read(1)
+    before = calls(redis_client, "xrange")
+    found = read_queues(servers.for_shard(shard), shard).streams
+    assert calls(redis_client, "xrange") - before == 5
+    ages = {queue.stream.lane: queue.age for queue in found}
+    # One of those that no worker has a job of is shorter than the five that are looked at.
+    assert ages.pop(2) == 0
+    assert ages == {lane: pytest.approx(60 + lane, abs=0.9) for lane in (0, 1, 3, 4, 5, 6, 7)}
+
+
+def test_a_job_too_long_to_be_read_hides_no_other(
+    redis_client: redis.Redis, servers: Servers, shard: ShardKeys
+) -> None:
+    long, other = shard.stream("interactive", 3).key, shard.stream("interactive", 5).key
+    redis_client.xadd(long, {"job": b"x" * (REPLY_BYTES + (1 << 20))})
+    redis_client.xadd(other, {"job": "a"}, id=f"{int(1000 * time.time()) - 60_000}-1")
+    try:
+        found = pool_statistics(servers, [shard])
+        assert found["lanes"]["waiting_jobs"] == 2
+        ages = {lane["lane"]: lane["oldest_seconds"] for lane in found["lanes"]["longest"]}
+        assert ages == {3: 0.0, 5: pytest.approx(60, abs=5)}
+    finally:
+        redis_client.delete(long)
+
+
+def test_rights_of_an_earlier_release_tell_what_they_told(
+    redis_client: redis.Redis, server_url: str, shard: ShardKeys
+) -> None:
+    worker = Consumer(redis_client, shard, "w-1")
+    began = int(1000 * time.time()) - 60_000
+    for number in range(5):
+        redis_client.xadd(worker.stream, {"job": "a"}, id=f"{began}-{number + 1}")
+    worker.read(2)
+    rights = "+ping +time +hget +xlen +xrange +xinfo|stream +xinfo|consumers"
+    redis_client.execute_command(
+        "ACL", "SETUSER", "earlier", "on", ">word", "%R~*", "-@all", "+@connection", *rights.split()
+    )
+    own = redis_client.connection_pool.connection_kwargs
+    options: Any = {name: own[name] for name in ("host", "port", "path", "db") if name in own}
+    kind: Any = redis.UnixDomainSocketConnection if "path" in own else redis.Connection
+    options |= {"username": "earlier", "password": "word", "protocol": 2}
+    pool = redis.ConnectionPool(connection_class=kind, **options)
+    try:
+        client: Any = redis.Redis(connection_pool=pool)
+        (queue,) = read_queues(client, shard).streams
+        assert (queue.jobs, queue.pending, queue.waiting) == (5, 2, 3)
+        assert queue.age == pytest.approx(60, abs=5)
+        pool.disconnect()
+    finally:
+        redis_client.execute_command("ACL", "DELUSER", "earlier")
