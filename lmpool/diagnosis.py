@@ -47,8 +47,8 @@ class Finding:
 class LaneFacts:
     """How many lanes jobs are put into; of the lane that has most, what it is called and how many
     of all waiting jobs are there; how many jobs each living worker took of its own lanes and of
-    others'; and of engines that tell it, the tokens of prompts that they were given, and those that
-    they computed."""
+    others'; and of engines that tell it, the tokens of prompts that they were given, and all that
+    they computed, drawn ones and padding among them."""
 
     in_use: int
     longest: str = ""
@@ -337,11 +337,13 @@ def check_lanes(facts: Facts) -> Iterator[Finding]:
 def _one_lane(lanes: LaneFacts, alive: int) -> Finding:
     """That several workers read one lane, which is right where their engines keep nothing."""
     shown = f"a shard has one lane, which all {alive:,} workers read"
-    if lanes.prompt_tokens >= MANY_TOKENS and lanes.computed_tokens >= lanes.prompt_tokens:
+    # Where they computed more, drawn tokens or padding are among them: what was kept is unknown.
+    if lanes.prompt_tokens >= MANY_TOKENS and lanes.computed_tokens == lanes.prompt_tokens:
         given = f"{lanes.prompt_tokens:,} tokens of prompts"
         return Finding("ok", f"{shown}: of {given} their engines kept none, so more bring nothing")
-    # Where engines have told nothing yet, it is for whoever reads this to know.
-    unless = "" if lanes.prompt_tokens else "; one is right for an engine that keeps no states"
+    # Where engines have told nothing of it, it is for whoever reads this to know.
+    told = 0 < lanes.prompt_tokens >= lanes.computed_tokens
+    unless = "" if told else "; one is right for an engine that keeps no states"
     return Finding(
         "note",
         f"{shown}: prompts that begin alike meet a worker that has kept their beginning by chance",

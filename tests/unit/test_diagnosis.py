@@ -186,9 +186,10 @@ def test_one_lane_is_right_for_engines_that_keep_nothing() -> None:
     for some in (found(20_000, 19_000), found(200, 200)):
         assert some.level == "note"
         assert "keeps no states" not in some.remedy
-    unknown = found(0, 0)
-    assert unknown.level == "note"
-    assert "one is right for an engine that keeps no states" in unknown.remedy
+    # Nothing was told yet, or what was drawn is among what was computed.
+    for unknown in (found(0, 0), found(20_000, 30_000)):
+        assert unknown.level == "note"
+        assert "one is right for an engine that keeps no states" in unknown.remedy
 
 
 def test_a_server_that_hides_its_configuration_is_examined_all_the_same() -> None:
