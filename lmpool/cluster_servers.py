@@ -127,7 +127,16 @@ class ClusterServers(Servers):
     def anywhere(self) -> Server:
         """A node that answers."""
         nodes = self._slots.nodes()
-        return self._node(next((n for n in nodes if not self._is_silent(n)), nodes[0]))
+        for address in nodes:
+            server = self._node(address)
+            try:
+                if not self._is_silent(address):
+                    server.ping()
+                    return server
+            except (redis.exceptions.RedisError, OSError) as error:
+                if not is_lost(error):
+                    return server  # it answers: whoever asks more is told what it refuses
+        return self._node(nodes[0])
 
     def for_key(self, key: str) -> Server:
         return self._node(self._owner(slot_of(key)))

@@ -221,6 +221,19 @@ def test_commands_say_which_node_is_away(bare: Cluster, pool_name: str) -> None:
         bare.wait_until_ok()
 
 
+def test_who_connects_as_a_node_dies_is_served_by_the_others(bare: Cluster, pool_name: str) -> None:
+    """Whichever it is: nobody knows yet that it is away."""
+    with worker_of(bare, pool_name):
+        info = bare.owner(slot_of(PoolKeys(pool_name).info))
+        for lost in [node for node in bare.primaries() if node is not info]:
+            lost.kill()
+            with lmpool.connect(bare.url_of(seeds=3), pool_name, framework="numpy") as lm:
+                away = lm.pool_statistics_sync()["shards_away"]
+                assert away == [s.number for s in lm.shards if bare.owner(s.slot) is lost]
+            lost.start()
+            bare.wait_until_ok()
+
+
 @pytest.mark.one_server
 def test_a_cluster_that_is_away_is_an_error_and_found_again(bare: Cluster, pool_name: str) -> None:
     with (
