@@ -187,7 +187,7 @@ class Service:
             BatchTraces(options.pool, info.model, info.engine),
         )
         self._control = control
-        self._sit(seat)
+        self._sit(seat, engine)
         for name, target in (
             ("publisher", self._publisher.run),
             ("watchdog", Watchdog(self.status, options.engine_timeout).run),
@@ -249,10 +249,10 @@ class Service:
         seat.heartbeat.beat(servers)  # before the consumer is there: nobody must take it for dead
         create_groups(servers, seat.shards, self.consumer)
 
-    def _sit(self, seat: Seat) -> None:
+    def _sit(self, seat: Seat, engine: Engine) -> None:
         """Beat and read there from now on."""
         self._tally.move(seat.shards)
-        intake, recovery = self._intake(seat), self._recovery(seat)
+        intake, recovery = self._intake(seat, engine), self._recovery(seat)
         heartbeat = seat.heartbeat
         seat.spawn("heartbeat", lambda: heartbeat.run(seat.left, self._register_again))
         seat.spawn("intake", intake.run)
@@ -267,9 +267,14 @@ class Service:
         with self._joining:
             before, batcher, publisher = self.seat, self._batcher, self._publisher
             adapters = self.adapters
-            if self.status.stopping.is_set() or batcher is None or publisher is None:
+            # Its own thread closes it once the worker is told to stop: maybe meanwhile.
+            engine = self.engine
+            if self.status.stopping.is_set() or None in (batcher, publisher, engine):
                 return False
             assert before is not None
+            assert batcher is not None
+            assert publisher is not None
+            assert engine is not None
             assert adapters is not None
             beating = self._open(answers_within=ANSWER_WITHIN)
             seat = self._new_seat(info, beating)
@@ -288,7 +293,7 @@ class Service:
             self.status.description["moves"] = info.moves
             publisher.move(seat.shards)
             adapters.move(seat.shards)
-            self._sit(seat)
+            self._sit(seat, engine)
         try:
             seat.heartbeat.beat(servers)  # whoever told the pool to move sees it
             register_again(servers, seat.shards, adapters.latest(ADAPTERS_OF))
@@ -326,12 +331,11 @@ class Service:
         )
         return Publisher(servers, info.vocab_size, info.result_ttl_ms, store, self.status)
 
-    def _intake(self, seat: Seat) -> Intake:
+    def _intake(self, seat: Seat, engine: Engine) -> Intake:
         servers = self._open(blocks_for=IDLE_BLOCK_MS / 1000, bounded=True)
         seat.opened.append(servers)
-        batcher, engine = self._batcher, self.engine
+        batcher = self._batcher
         assert batcher is not None
-        assert engine is not None
         return self._new_intake(
             servers,
             seat.shards,

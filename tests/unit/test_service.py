@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,35 @@ def test_a_worker_that_fails_in_the_midst_of_joining_is_nobody(
     assert not any(server.exists(shard.alive(worker.id)) for shard in shards)
     assert not server.exists(keys.serving)
     assert engine.closed.is_set()
+
+
+def test_a_worker_that_is_stopped_while_it_moves_leaves_both_places(
+    new: Callable[..., InProcessWorker], server: redis.Redis, keys: PoolKeys
+) -> None:
+    worker = new()
+    worker.start()
+    service = worker.service
+    info, before = served(server, keys)
+    appear, sit, moving = service._appear_too, service._sit, threading.Event()
+
+    def appears(*arguments: Any) -> None:
+        appear(*arguments)
+        moving.set()
+        assert service.status.stopping.wait(10)
+
+    def sits(*arguments: Any) -> None:
+        until(lambda: service.engine is None, what="the engine to be closed")
+        sit(*arguments)
+
+    service._appear_too, service._sit = appears, sits  # type: ignore[method-assign]
+    there = replace(info, shards=SHARDS + 2, moves=1, former=SHARDS)
+    service._mover.tell(there)
+    assert moving.wait(10)
+    worker.stop()
+    assert service.status.failure is None
+    for shard in (*before, *there.shard_keys(keys)):
+        assert not server.exists(shard.alive(worker.id))
+    until(lambda: not lmpool_threads())
 
 
 def test_a_worker_that_is_stopped_while_it_loads_never_joins(
