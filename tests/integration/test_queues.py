@@ -53,6 +53,7 @@ def test_who_withdraws_what_a_worker_has_hides_nothing_that_waits(
     assert pool_statistics(servers, [shard])["lanes"]["waiting_jobs"] == 6
 
 
+@pytest.mark.one_server
 def test_ages_are_known_and_few_jobs_are_read_for_them(
     redis_client: redis.Redis, servers: Servers, shard: ShardKeys
 ) -> None:
@@ -87,6 +88,7 @@ def test_a_job_too_long_to_be_read_hides_no_other(
         redis_client.delete(long)
 
 
+@pytest.mark.one_server
 def test_rights_of_an_earlier_release_tell_what_they_told(
     redis_client: redis.Redis, server_url: str, shard: ShardKeys
 ) -> None:
