@@ -53,6 +53,10 @@ def test_lanes_homes_and_steals_are_shown(
         try:
             until(lambda: lm.pool_statistics_sync()["backlog"] == 200, what="all jobs to be there")
 
+            def taken() -> tuple[int, int]:
+                told = lm.pool_statistics_sync()
+                return told["own_jobs"], told["stolen_jobs"]
+
             def lanes() -> LanesStatistics:
                 """As it is now: what a batch holds up is given back."""
                 return lm.pool_statistics_sync()["lanes"]
@@ -84,10 +88,19 @@ def test_lanes_homes_and_steals_are_shown(
                 assert asked.result(60).shape == (200, 256)
                 page.shows("#lanes-none", "Every job has a worker")
                 expect(page["#lanes-table"]).to_be_hidden()
-                page.shows("#stolen-more", "of 200 jobs that workers took")
-                told = lm.pool_statistics_sync()
-                part = 100 * told["stolen_jobs"] / 200
-                page.shows("#stolen", f"{part:.1f} %" if part else "0.0 %")
+                # What was given back was taken again.
+
+                def shown() -> bool:
+                    own, stolen = taken()
+                    words = page["#stolen-more"].inner_text(), page["#stolen"].inner_text()
+                    said = f"of {own + stolen} jobs that workers took" in words[0]
+                    return (
+                        said
+                        and own + stolen >= 200
+                        and (f"{100 * stolen / (own + stolen):.1f} %" in words[1])
+                    )
+
+                until(shown, 20, what="what workers took to be shown")
                 page.shows("#kept", "0.0 %")
                 page.shows("#kept-more", re.compile(r"at least, of [\d,]+"))
         finally:
