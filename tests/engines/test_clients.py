@@ -94,10 +94,10 @@ def test_logprobs_and_echo_are_the_scores(
     assert found.choices[0].text == PROMPT + tiny_pool.decode(whole.token_ids)
     assert told.token_logprobs[0] is None
     expected = [*scores.logprobs.tolist(), *whole.logprobs.tolist()]
-    np.testing.assert_allclose(told.token_logprobs[1:], expected, atol=1e-5)
+    np.testing.assert_allclose(told.token_logprobs[1:], expected, atol=5e-5)
     best = [*scores.top_logprobs.logprobs[:, 0].tolist(), *whole.top_logprobs.logprobs[:, 0]]
     likeliest = [max(each.values()) for each in told.top_logprobs[1:]]
-    np.testing.assert_allclose(likeliest, best, atol=1e-5)
+    np.testing.assert_allclose(likeliest, best, atol=5e-5)
 
 
 def test_several_choices_of_several_prompts_are_prompt_major_and_repeat(
@@ -146,7 +146,7 @@ def test_a_stream_is_the_whole_and_its_usage_comes_last(
         if choice.logprobs is not None
         for value in choice.logprobs.token_logprobs
     ]
-    np.testing.assert_allclose(told, whole.logprobs, atol=1e-5)
+    np.testing.assert_allclose(told, whole.logprobs, atol=5e-5)
     assert parts[-1].choices[0].finish_reason == "length"
     assert not last.choices
     assert last.usage.completion_tokens == 8
@@ -198,7 +198,7 @@ def test_a_conversation(client: Any, model: str, tiny_pool: lmpool.EmbeddedLM) -
     assert choice.message.role == "assistant"
     assert found.usage.prompt_tokens == len(ids)
     told = choice.logprobs.content
-    np.testing.assert_allclose([each.logprob for each in told], whole.logprobs, atol=1e-5)
+    np.testing.assert_allclose([each.logprob for each in told], whole.logprobs, atol=5e-5)
     assert [len(each.top_logprobs) for each in told] == [3] * 8
     assert b"".join(bytes(each.bytes) for each in told).decode() == expected
     streamed = client.chat.completions.create(stream=True, **asked)

@@ -57,7 +57,7 @@ def test_a_conversation(
     assert found.stop_reason == "max_tokens"
     assert found.usage.total_tokens == len(ids) + 8
     content = found.choices[0].logprobs.content
-    np.testing.assert_allclose([each.logprob for each in content], whole.logprobs, atol=1e-5)
+    np.testing.assert_allclose([each.logprob for each in content], whole.logprobs, atol=5e-5)
 
 
 @pytest.mark.parametrize("provider", ["openai-api-completions/pool", "vllm-completions"])
@@ -74,7 +74,7 @@ def test_a_completion_with_the_prompts_log_probabilities(
         )  # fmt: skip
         assert found.completion == tiny_pool.decode(whole.token_ids)
         content = found.choices[0].prompt_logprobs.content
-        np.testing.assert_allclose([each.logprob for each in content], scores.logprobs, atol=1e-5)
+        np.testing.assert_allclose([each.logprob for each in content], scores.logprobs, atol=5e-5)
         assert [each.token for each in content] == [tiny_pool.str_vocab[t] for t in ids[1:]]
 
 

@@ -58,7 +58,7 @@ def test_completions_are_the_pools(client: Any, tiny_pool: lmpool.EmbeddedLM) ->
     ]
     assert alone["completion_ids"] == [each.token_ids.tolist() for each in expected]
     for mine, whole in zip(alone["logprobs"], expected, strict=True):
-        np.testing.assert_allclose([value for (value,) in mine], whole.logprobs, atol=1e-5)
+        np.testing.assert_allclose([value for (value,) in mine], whole.logprobs, atol=5e-5)
     assert client.generate(ids, max_tokens=2, logprobs=None)["logprobs"] is None
 
 
@@ -102,4 +102,4 @@ def test_a_trainers_losses_are_those_of_exact_rows(
     exact = losses(tmp_path / "exact", teacher=ExactTeacher(), **options)
     assert len(found) == len(exact) == 2
     assert min(exact) > 1e-4
-    np.testing.assert_allclose(found, exact, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(found, exact, atol=5e-5, rtol=0)

@@ -84,8 +84,8 @@ def test_an_answer_is_the_pools_continuation(pool: lmpool.EmbeddedLM) -> None:
     for at, each in enumerate(choice.logprobs.content):
         assert bytes(each.bytes) == bytes(vocabulary[whole.token_ids[at]])
         others = [o.logprob for o in each.top_logprobs]
-        np.testing.assert_allclose(each.logprob, whole.logprobs[at], atol=1e-5)
-        np.testing.assert_allclose(others, top.logprobs[at], atol=1e-5)
+        np.testing.assert_allclose(each.logprob, whole.logprobs[at], atol=5e-5)
+        np.testing.assert_allclose(others, top.logprobs[at], atol=5e-5)
         assert [bytes(o.bytes) for o in each.top_logprobs] == [
             bytes(vocabulary[token]) for token in top.token_ids[at]
         ]
@@ -114,7 +114,7 @@ def test_the_prompts_log_probabilities_are_its_scores(pool: lmpool.EmbeddedLM) -
     scores = pool.sync.score(ids, top_logprobs=4)
     found = asked(model_of(pool), max_tokens=1, prompt_logprobs=4)
     content = found.choices[0].prompt_logprobs.content
-    np.testing.assert_allclose([each.logprob for each in content], scores.logprobs, atol=1e-5)
+    np.testing.assert_allclose([each.logprob for each in content], scores.logprobs, atol=5e-5)
     assert [each.token for each in content] == [pool.str_vocab[token] for token in ids[1:]]
     top = scores.top_logprobs
     assert top is not None
@@ -125,7 +125,7 @@ def test_the_prompts_log_probabilities_are_its_scores(pool: lmpool.EmbeddedLM) -
             if token != ids[at + 1]
         ]
         told = [other.logprob for other in each.top_logprobs]
-        np.testing.assert_allclose(told, others, atol=1e-5)
+        np.testing.assert_allclose(told, others, atol=5e-5)
     alone = asked(model_of(pool), max_tokens=1, prompt_logprobs=1).choices[0].prompt_logprobs
     assert all(each.top_logprobs is None for each in alone.content)
 

@@ -95,7 +95,7 @@ def test_the_temperature_is_vllms_unless_it_is_to_be_applied(pool: lmpool.Embedd
     warm = PoolClient(pool, apply_temperature=True).get_sequence_logprobs(*asked)
     row = np.asarray(pool.sync.next_token_logprobs([1, 5]), np.float64) / 0.7
     expected = np.sort(row - np.logaddexp.reduce(row))[::-1][:5]
-    np.testing.assert_allclose(warm["logprobs"][0][0], expected, atol=1e-5)
+    np.testing.assert_allclose(warm["logprobs"][0][0], expected, atol=5e-5)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_trainers_losses_are_those_of_exact_rows(
     exact = losses(tmp_path / "exact", teacher=ExactTeacher(), **options)
     assert len(found) == len(exact) == 2
     assert all(math.isfinite(loss) and loss > 1e-4 for loss in exact)
-    np.testing.assert_allclose(found, exact, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(found, exact, atol=5e-5, rtol=0)
 
 
 def test_outside_the_with_trls_client_is_its_own(pool: lmpool.EmbeddedLM) -> None:

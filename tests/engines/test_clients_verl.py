@@ -45,7 +45,7 @@ def test_the_likeliest_of_every_position_and_a_last_row_of_zeros(
     assert (logprobs.shape, logprobs.dtype) == ((len(SEQUENCE), 5), torch.float32)
     best = np.argsort(-rows, axis=1, kind="stable")[:, :5]
     np.testing.assert_array_equal(ids[:-1].numpy(), best)
-    np.testing.assert_allclose(logprobs[:-1].numpy(), np.take_along_axis(rows, best, 1), atol=1e-5)
+    np.testing.assert_allclose(logprobs[:-1].numpy(), np.take_along_axis(rows, best, 1), atol=5e-5)
     assert not ids[-1].any()
     assert not logprobs[-1].any()
 
@@ -54,7 +54,7 @@ def test_without_topk_the_sequences_own_tokens(pool: lmpool.EmbeddedLM, rows: An
     ids, logprobs = asyncio.run(PoolTeacher(pool).compute_teacher_logprobs_single(SEQUENCE))
     assert ids.tolist() == [[token] for token in [*SEQUENCE[1:], 0]]
     own = rows[np.arange(len(SEQUENCE) - 1), SEQUENCE[1:]]
-    np.testing.assert_allclose(logprobs[:-1, 0].numpy(), own, atol=1e-5)
+    np.testing.assert_allclose(logprobs[:-1, 0].numpy(), own, atol=5e-5)
     assert logprobs[-1].tolist() == [0.0]
 
 
@@ -115,7 +115,7 @@ def test_each_token_given_those_before_it(pool: lmpool.EmbeddedLM, rows: Any) ->
     for prompt in (SEQUENCE, Input()):
         first, *rest = asyncio.run(sampler.compute_logprobs_async(prompt))
         assert first is None
-        np.testing.assert_allclose(rest, own, atol=1e-5)
+        np.testing.assert_allclose(rest, own, atol=5e-5)
         assert sampler.compute_logprobs(prompt).result() == [None, *rest]
     assert sampler.compute_logprobs([5]).result() == [None]
     with pytest.raises(PromptError):
@@ -131,7 +131,7 @@ def test_the_likeliest_of_each_position(pool: lmpool.EmbeddedLM, rows: Any) -> N
     np.testing.assert_allclose(
         [[value for _, value in each] for each in rest],
         np.take_along_axis(rows, best, 1),
-        atol=1e-5,
+        atol=5e-5,
     )
     assert sampler.get_base_model() == pool.info.model
     assert sampler.get_tokenizer().bos_token_id == 1

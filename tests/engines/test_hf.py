@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 from lmpool.backends.hf import HFEngine  # noqa: E402
 from lmpool.backends.hf.model import with_quantization  # noqa: E402
 from tests.support.engines import drawn, requests_of, rows_of  # noqa: E402
-from tests.support.hf_texts import reference_rows  # noqa: E402
+from tests.support.hf_texts import TOLERANCE, reference_rows  # noqa: E402
 from tests.support.models import LONGEST, VOCAB, save_model  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
@@ -55,7 +55,7 @@ def test_rows_equal_one_forward_pass_a_prompt(folder: str) -> None:
     rows = rows_of(engine, prompts)
     expected = reference_rows(folder, prompts)
     assert rows.dtype == np.float32
-    assert np.abs(rows - expected).max() < 1e-5
+    assert np.abs(rows - expected).max() < TOLERANCE
     assert np.abs(np.exp(rows.astype(np.float64)).sum(axis=1) - 1).max() < 1e-5
     assert engine.info.vocab_size == VOCAB
     assert engine.info.encoding == "f32"
@@ -71,7 +71,7 @@ def test_the_tiny_model() -> None:
         for n in (1, 2, 40, info.max_prompt_tokens, 3, 40)
     ]
     rows = rows_of(engine, prompts)
-    assert np.abs(rows - reference_rows(tiny.path(), prompts)).max() < 1e-5
+    assert np.abs(rows - reference_rows(tiny.path(), prompts)).max() < TOLERANCE
 
     vocabulary = engine.byte_vocabulary()
     assert vocabulary is not None
@@ -94,7 +94,7 @@ def test_clients_get_the_tokenizer_from_the_engine(tmp_path: Path) -> None:
 def test_small_forward_passes_give_the_same_rows(llama: str) -> None:
     prompts = prompts_of_all_lengths(LONGEST, seed=1)
     rows = rows_of(HFEngine(llama, forward_tokens=100), prompts)
-    assert np.abs(rows - reference_rows(llama, prompts)).max() < 1e-5
+    assert np.abs(rows - reference_rows(llama, prompts)).max() < TOLERANCE
 
 
 def test_the_head_sees_one_position_a_prompt(llama: str) -> None:
@@ -112,7 +112,7 @@ def test_a_model_without_an_output_embedding(llama: str, monkeypatch: pytest.Mon
     prompts = [[1], [2, 3, 4], [5] * 30]
     rows = rows_of(engine, prompts)
     assert engine._open().sharing.padded
-    assert np.abs(rows - reference_rows(llama, prompts)).max() < 1e-5
+    assert np.abs(rows - reference_rows(llama, prompts)).max() < TOLERANCE
 
 
 def test_rows_of_a_bfloat16_head_are_the_bits_of_its_logits(llama: str) -> None:
@@ -152,7 +152,7 @@ def test_a_bad_prompt_fails_alone(llama: str, bad: list[int], said: str) -> None
     assert isinstance(outcomes[1].error, PromptFailed)
     assert said in str(outcomes[1].error)
     rows = np.stack([outcomes[i].logprobs() for i in (0, 2, 3)])
-    assert np.abs(rows - reference_rows(llama, good)).max() < 1e-5
+    assert np.abs(rows - reference_rows(llama, good)).max() < TOLERANCE
 
 
 def test_a_row_that_is_not_a_number_fails_alone(llama: str) -> None:

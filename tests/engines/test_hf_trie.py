@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 from lmpool.backends.hf import HFEngine  # noqa: E402
 from lmpool.backends.hf.forward import Forward  # noqa: E402
 from tests.support.engines import drawn, requests_of, rows_of  # noqa: E402
-from tests.support.hf_texts import Texts  # noqa: E402
+from tests.support.hf_texts import TOLERANCE, Texts  # noqa: E402
 from tests.support.models import (  # noqa: E402
     LONGEST,
     SERVED,
@@ -271,7 +271,7 @@ def test_a_row_that_is_not_a_number_spoils_no_other(llama: str) -> None:
     bad = [[*prompts[0], spoiled], [spoiled], [*prompts[1], spoiled, 4]]
     outcomes = ask(engine, requests_of([*prompts, *bad]))
     for (i, n), outcome in zip(batch, outcomes, strict=False):
-        assert np.abs(outcome.logprobs() - texts.rows[i][n - 1].numpy()).max() < 1e-5
+        assert np.abs(outcome.logprobs() - texts.rows[i][n - 1].numpy()).max() < TOLERANCE
     assert all("logsumexp nan" in str(o.error) for o in outcomes[-3:])
     check(engine)
     texts.compare(engine, batch)
@@ -302,7 +302,7 @@ def test_a_failed_forward_pass_leaves_nothing_behind(llama: str) -> None:
         outcomes = ask(engine, requests_of([texts.sequences[i][:n] for i, n in batch]))
         for (i, n), outcome in zip(batch, outcomes, strict=True):
             if outcome.error is None:
-                assert np.abs(outcome.logprobs() - texts.rows[i][n - 1].numpy()).max() < 1e-5
+                assert np.abs(outcome.logprobs() - texts.rows[i][n - 1].numpy()).max() < TOLERANCE
         check(engine)
     hook.remove()
     for _ in range(10):

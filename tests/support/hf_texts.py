@@ -19,7 +19,9 @@ from lmpool.backends import Engine
 from tests.support.engines import rows_of
 from tests.support.models import VOCAB
 
-TOLERANCE = 1e-5
+TOLERANCE = 5e-5
+"""What two ways of adding up in float32 may differ by: half of what is promised. Which of them a
+processor takes is its own affair, and with some adapters they lie more than 1e-5 apart."""
 
 
 def save_adapter(
