@@ -23,6 +23,7 @@ from lmpool.diagnosis import (
     check_persistence,
     check_pool,
     check_server,
+    check_threads,
     in_bytes,
     row_bytes,
 )
@@ -105,12 +106,17 @@ class ClusterFacts:
         return [self.owners[shard.slot] for shard in shards]
 
 
+CHECKS_OF_A_NODE: Final = (
+    check_server, check_eviction, check_persistence, check_connection, check_threads,
+)  # fmt: skip
+
+
 def check_nodes(found: ClusterFacts) -> Iterator[Finding]:
     """Every check of a server, of each node that answers."""
     nodes = [node for node in found.nodes if node.facts is not None]
     # Of what is alike the first is shown.
     nodes.sort(key=lambda node: statistics.median(_facts(node).latencies), reverse=True)
-    for check in (check_server, check_eviction, check_persistence, check_connection):
+    for check in CHECKS_OF_A_NODE:
         groups: dict[tuple[str, str, str], tuple[Finding, list[str]]] = {}
         for node in nodes:
             # Rows are of all nodes together; that a node is a replica is what it is there for.

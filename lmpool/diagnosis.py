@@ -88,6 +88,8 @@ class Facts:
     """Jobs that were given up."""
     lanes: LaneFacts | None = None
     """None where they are not known."""
+    cores: int | None = None
+    """Of the server's machine; None where that is not this one."""
 
     def number(self, name: str) -> int:
         """A number of INFO, 0 where it is not there."""
@@ -242,6 +244,29 @@ def check_connection(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def check_threads(facts: Facts) -> Iterator[Finding]:
+    """I/O threads spin while the server has work: each needs a core that nobody else wants."""
+    written = (facts.config or {}).get("io-threads", "1")
+    threads = int(written) if written.isdecimal() else 1
+    if threads < 2:
+        return
+    if facts.cores is None:
+        yield Finding(
+            "note",
+            f"the server has {threads} I/O threads (io-threads), which spin while it has work",
+            "io-threads 1 in its configuration, and a restart, unless as many cores are its alone",
+        )
+    elif facts.cores <= threads:
+        yield Finding(
+            "wrong",
+            f"the server's {threads} I/O threads (io-threads) spin on all of the {facts.cores} "
+            "cores here: workers, clients and they stand in each other's way",
+            "io-threads 1 in its configuration, and a restart",
+        )
+    else:
+        yield Finding("ok", f"{threads} I/O threads leave {facts.cores - threads} cores to others")
+
+
 def check_pool(facts: Facts) -> Iterator[Finding]:
     """Is it served, by whom, is anything stuck."""
     if facts.model_error:
@@ -356,13 +381,14 @@ CHECKS: Final[tuple[Callable[[Facts], Iterator[Finding]], ...]] = (
     check_eviction,
     check_persistence,
     check_connection,
+    check_threads,
     check_pool,
     check_lanes,
 )
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """Every check's findings: server, eviction, persistence, connection, pool, lanes."""
+    """Every check's findings: server, eviction, persistence, connection, threads, pool, lanes."""
     return [finding for check in CHECKS for finding in check(facts)]
 
 

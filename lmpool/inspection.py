@@ -14,6 +14,7 @@ and ``LMPOOL_POOL``. They block, and leave no connection behind.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -330,7 +331,16 @@ def _server_facts(server: Server, url: str) -> Facts:
         offset = seconds + microseconds / 1e6 - (before + time.time()) / 2
     except ResponseError as error:
         refused.append(str(error))
-    return Facts(url, info, config, measure_latency(server), offset, refused)
+    cores = os.cpu_count() if _is_here(server, info) else None
+    return Facts(url, info, config, measure_latency(server), offset, refused, cores=cores)
+
+
+def _is_here(server: Server, info: Mapping[str, object]) -> bool:
+    """Whether a server is on this machine: a forwarded port leads elsewhere, mostly to another
+    kernel."""
+    host, here = address_of(server)[0], os.uname()
+    beside = host in ("", "localhost", "::1") or host.startswith("127.")
+    return beside and info.get("os") == f"{here.sysname} {here.release} {here.machine}"
 
 
 def _with_pool(servers: Servers, facts: Facts, pool: str) -> tuple[Facts, list[int]]:

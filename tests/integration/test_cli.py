@@ -234,6 +234,19 @@ def test_the_doctor_finds_what_is_wrong(pool_name: str, server_binary: str) -> N
     assert "2 wrong, 1 to note" in shown.stdout
 
 
+def test_the_doctor_counts_the_cores_of_a_server_beside_it(
+    pool_name: str, server_binary: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with (
+        RealServer(maxmemory="100mb", io_threads="2") as server,
+        in_process_worker(server.url, pool_name),
+    ):
+        shown = lmpool("doctor", "--url", server.url, "--pool", pool_name)
+    assert shown.exit_code == 1
+    assert "spin on all of the 2 cores here" in shown.stdout.replace("\n", " ")
+
+
 def test_the_doctor_examines_a_server_that_tells_little(pool_name: str, server_binary: str) -> None:
     with RealServer() as server, in_process_worker(server.url, pool_name):
         with server.client() as client:

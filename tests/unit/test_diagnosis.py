@@ -80,6 +80,8 @@ def test_nothing_is_wrong_with_a_healthy_pool() -> None:
             "note",
             "no password",
         ),
+        ({"config": {"save": "", "io-threads": "2"}}, "note", "2 I/O threads"),
+        ({"config": {"save": "", "io-threads": "2"}, "cores": 2}, "wrong", "all of the 2 cores"),
         ({"latencies": [0.007] * 3}, "note", "7.00 ms"),
         ({"latencies": [0.2] * 3}, "wrong", "200.00 ms"),
         ({"clock_offset": -4000.0}, "note", "4000 s apart"),
@@ -99,6 +101,12 @@ def test_what_is_not_well_is_found_with_a_remedy(
     matching = [finding for finding in found if said in finding.what]
     assert [finding.level for finding in matching] == [level], found
     assert matching[0].remedy or "msgpack" in said or "6.2.1" in said
+
+
+@pytest.mark.parametrize("threads", ["1", "2", "3"])
+def test_io_threads_that_leave_a_core_to_others_are_well(threads: str) -> None:
+    config = {"save": "", "io-threads": threads}
+    assert worst(examine(facts(config=config, cores=4))) == []
 
 
 SEVERAL: dict[str, Any] = {
