@@ -58,6 +58,7 @@ class WorkerArguments(TypedDict, total=False):
     drain_timeout: float | None
     metrics_port: int | None
     metrics_host: str | None
+    profile: str | None
     log_level: LogLevel | None
     log_format: LogFormat | None
 

@@ -380,6 +380,11 @@ class WorkerOptions(_Options):
     metrics_host: str = Field(
         "127.0.0.1", min_length=1, description="where they listen; 0.0.0.0: everywhere"
     )
+    profile: str | None = Field(
+        None,
+        min_length=1,
+        description="a folder, in which each worker leaves a sampling profile of its life (py-spy)",
+    )
     log_level: LogLevel = Field("info", description="how much a worker says")
     log_format: LogFormat = Field(
         "text", description="lines that a person can read, or JSON, an object a line"

@@ -23,6 +23,7 @@ from lmpool.control_connections import control_pool
 from lmpool.errors import LmpoolError, PoolMismatch, ServerRefused, ServerTooOld, SettingsError
 from lmpool.garbage import keep_what_is_there
 from lmpool.logs import logging_config
+from lmpool.profiling import profile
 from lmpool.server import greet
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
@@ -74,6 +75,9 @@ async def startup(ctx: dict[str, Any]) -> None:
             pass  # told to stop meanwhile: the loop is closed
 
     try:
+        if options.profile is not None:
+            begin = partial(profile, options.profile, options.worker_name)
+            ctx["end_profile"] = await asyncio.to_thread(begin)
         _be_seen()
         ctx["end_traces"] = set_up("lmpool-worker", service.consumer)
         # Not an executor: a thread of its own does not keep the process when it is told to stop.
@@ -114,6 +118,7 @@ async def shutdown(ctx: dict[str, Any]) -> None:
     service: Service = ctx["service"]
     await asyncio.to_thread(service.stop)
     await asyncio.to_thread(ctx.get("end_traces", int))
+    await asyncio.to_thread(ctx.get("end_profile", int))
     if service.status.failure is not None:
         raise SystemExit(EXIT_BROKEN)
 

@@ -168,6 +168,7 @@ def embedded(
         metrics_port: where /metrics, /health and /ready are; of several workers on a machine the
             next ones take the ports above
         metrics_host: where they listen; 0.0.0.0: everywhere
+        profile: a folder, in which each worker leaves a sampling profile of its life (py-spy)
         log_level: how much a worker says
         log_format: lines that a person can read, or JSON, an object a line
 
