@@ -46,6 +46,9 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
         self._framework: Framework[RowT_co] = framework(options.framework)
         self._caller = Caller(client)
         self._row = Row(None if options.encoding == "auto" else options.encoding)
+        usual = CallOptions.checked(options, None, None)
+        self._usual = usual if usual.deadline.at is None else None
+        """Those of a call that says nothing of its own, where they begin no time: one for all."""
 
     def _options(
         self,
@@ -54,6 +57,14 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
         progress: bool = False,
         errors: Errors = "raise",
     ) -> CallOptions:
+        said_nothing = timeout is None and priority is None and progress is False
+        if (
+            said_nothing
+            and self._usual is not None
+            and isinstance(errors, str)
+            and errors == "raise"
+        ):
+            return self._usual
         return CallOptions.checked(self.options, timeout, priority, progress, errors)
 
     def _checked(self, jobs: JobMaker, want: Want) -> Want:
@@ -69,6 +80,30 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
     async def _one(
         self, prompt: TokenIds, want: Want, lora_name: str | None, options: CallOptions
     ) -> Answer:
+        info = self._client.info
+        if info is not None and lora_name is None:
+            # The usual call: of many that wait at once each holds little, which the garbage
+            # collector goes through again and again.
+            model = self._models.of(info)
+            job = model.jobs.one(prompt, self._checked(model.jobs, want), None)
+            if type(want) is not Row:
+                self._reduce_rows(model, (job,))
+            found: Found | None = self._client.lookup(job)
+            try:
+                if found is None:
+                    (found,) = await self._caller.answers(info, (job,), options)
+                if isinstance(found, LmpoolError):
+                    raise found
+                return found
+            except PoolMismatch:
+                if self._client.info is info:
+                    raise
+                prompt = job.token_ids()  # as it was when it was asked
+        return await self._one_anew(prompt, want, lora_name, options)
+
+    async def _one_anew(
+        self, prompt: TokenIds, want: Want, lora_name: str | None, options: CallOptions
+    ) -> Answer:
         _, (answer,) = await self._answers(
             lambda jobs, adapter, before: [
                 jobs.one(
@@ -81,6 +116,12 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
         if isinstance(answer, LmpoolError):
             raise answer
         return answer
+
+    def _reduce_rows(self, model: ServedModel, jobs: Sequence[Job]) -> None:
+        """Answer what follows from rows of the local cache."""
+        if self._client.cache.rows:
+            row = self._row.checked(model.info)
+            self._client.reduce_rows(jobs, partial(model.jobs.row_digest, row))
 
     async def _several(
         self,
@@ -125,8 +166,7 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
             jobs = make(model.jobs, partial(adapter_of, model), jobs)
             if not jobs:
                 return info, found
-            row = self._row.checked(info)
-            self._client.reduce_rows(jobs, partial(model.jobs.row_digest, row))
+            self._reduce_rows(model, jobs)
             answer = self._client.lookup(jobs[0]) if len(jobs) == 1 else None
             if answer is not None:
                 return info, [answer]

@@ -31,6 +31,8 @@ class AnswerCache:
 
     def get(self, digest: Digest) -> Answer | None:
         """The answer, which becomes the most recently used, or None."""
+        if digest not in self._answers:  # most often: what was asked before is not asked again
+            return None
         with self._lock:
             answer = self._answers.get(digest)
             if answer is not None:

@@ -76,15 +76,22 @@ class Caller:
         )
         try:
             self._submit(call)
-            wait = _show_and_wait if options.progress else _wait
-            done = await wait(call, deadline.left())
+            left = deadline.left()
+            if options.progress:
+                await _show_and_wait(call, left)
+            elif is_blocking():
+                call.wait(left)
+            elif left is None:
+                await call.future
+            else:
+                await _wait(call, left)
         except GeneratorExit:  # the garbage collector's doing, in whichever thread
             self._client.abandon(call)
             raise
         except BaseException:
             self._client.forget(call)
             raise
-        if not done:
+        if not call.done:
             self._client.forget(call)
             if call.left:  # else the last answer came at the same moment
                 call.error = deadline.error(
@@ -122,24 +129,18 @@ class Caller:
                 raise
 
 
-async def _wait(call: PendingCall, timeout: float | None) -> bool:
-    """Wait until `call` is done; False when `timeout` seconds went by first."""
-    if is_blocking():
-        return call.wait(timeout)
-    if timeout is None or call.done:
-        await call.wait_async()
-        return True
+async def _wait(call: PendingCall, timeout: float) -> None:
+    """Wait until `call` is done, or `timeout` seconds went by."""
     # A timer costs less than asyncio.timeout, and nobody has to be cancelled.
     timer = asyncio.get_running_loop().call_later(timeout, call._wake)
     try:
-        await call.wait_async()
+        await call.future
     finally:
         timer.cancel()
-    return call.done
 
 
-async def _show_and_wait(call: PendingCall, timeout: float | None) -> bool:
-    """`_wait` with a progress bar."""
+async def _show_and_wait(call: PendingCall, timeout: float | None) -> None:
+    """Wait until `call` is done, or `timeout` seconds went by, with a progress bar."""
     end = None if timeout is None else time.monotonic() + timeout
     with _bar(len(call.jobs)) as update:
         while not call.done:
@@ -152,7 +153,6 @@ async def _show_and_wait(call: PendingCall, timeout: float | None) -> bool:
                 await asyncio.wait({call.future}, timeout=min(BAR_EVERY, left))
             update(len(call.jobs) - call.left)
         update(len(call.jobs) - call.left)
-    return call.done
 
 
 @contextmanager

@@ -204,8 +204,6 @@ class Client:
 
     def reduce_rows(self, jobs: Sequence[Job], row_digest: Callable[[Job], Digest]) -> None:
         """Answer by rows of the local cache what follows from them, into that cache."""
-        if not self.cache.rows:
-            return
         for job in jobs:
             if not isinstance(job.want, OfRow) or self.cache.peek(job.digest) is not None:
                 continue

@@ -46,31 +46,57 @@ class Flight:
     """A digest that somebody here waits for."""
 
     __slots__ = (
-        "counted", "deadline", "doubts", "job", "lane", "pieces", "priority", "sent", "shard",
-        "since", "trace", "tries", "waiters",
+        "call", "counted", "deadline", "doubts", "job", "lane", "others", "pieces", "place",
+        "priority", "sent", "shard", "since", "trace", "tries",
     )  # fmt: skip
 
     def __init__(
         self,
         job: Job,
+        call: PendingCall,
+        place: int,
         now: float,
-        priority: Priority = "interactive",
-        shard: int = 0,
-        lane: int = 0,
+        shard: int,
+        lane: int,
     ) -> None:
         self.job = job
+        self.call: PendingCall | None = call
+        """Who asked first, unless they wait no longer."""
+        self.place = place
+        """Which of that call's jobs it is."""
+        self.others: list[tuple[PendingCall, int]] | None = None
+        """Who joined, with places: mostly nobody."""
         self.shard = shard
         self.lane = lane
-        self.priority: Priority = priority  # "batch" only while all who wait agree
-        self.waiters: list[tuple[PendingCall, int]] = []
-        self.deadline: float | None = 0.0  # monotonic; None waits without end
+        self.priority: Priority = call.priority  # "batch" only while all who wait agree
+        self.deadline = call.deadline  # monotonic; None waits without end
         self.sent = False  # whether the server may know of it
         self.counted = False
         self.tries = 0
         self.doubts = 0  # notices that said what others may have made a worker say
         self.since = now
-        self.trace: str | None = None  # of the call that asked first
-        self.pieces = Pieces(job.want) if isinstance(job.want, Stream) else None
+        self.trace = call.trace  # of the call that asked first
+        self.pieces = Pieces(job.want) if type(job.want) is Stream else None
+
+    @property
+    def waiters(self) -> list[tuple[PendingCall, int]]:
+        """The calls that wait for it, each with its place."""
+        first = [] if self.call is None else [(self.call, self.place)]
+        return first + self.others if self.others else first
+
+    def join(self, call: PendingCall, place: int) -> None:
+        """Let one more call wait for it."""
+        if self.others is None:
+            self.others = []
+        self.others.append((call, place))
+
+    def leave(self, call: PendingCall) -> bool:
+        """`call` waits no longer; whether nobody does."""
+        if self.call is call:
+            self.call = None
+        if self.others:
+            self.others = [waiter for waiter in self.others if waiter[0] is not call]
+        return self.call is None and not self.others
 
     def extend(self, deadline: float | None) -> bool:
         """Wait at least until `deadline`; True when that is longer than before."""
@@ -97,22 +123,25 @@ class FlightTable:
     def add(self, call: PendingCall, now: float) -> None:
         """Let `call` wait for each of its jobs that has no answer yet."""
         deadline, priority = call.deadline, call.priority
-        flights, unsent, place_of = self.flights, self.unsent, self.placement.of
+        flights, placement = self.flights, self.placement
+        place_of, append = placement.of, self.unsent[priority].append
+        shard = lane = 0
         for place, job in enumerate(call.jobs):
             if call.answers[place] is not None:
                 continue
-            flight = flights.get(job.digest)
+            digest = job.digest
+            flight = flights.get(digest)
             if flight is None:
-                shard, lane = place_of(job.tokens, job.adapter)
-                flight = flights[job.digest] = Flight(job, now, priority, shard, lane)
-                flight.deadline = deadline
-                flight.trace = call.trace
+                if not placement.is_one:
+                    shard, lane = place_of(job.tokens, job.adapter)
+                flight = flights[digest] = Flight(job, call, place, now, shard, lane)
                 self._counts[priority] += 1
-                unsent[priority].append(flight)
+                append(flight)
                 if flight.pieces is not None:
-                    self.streamed[job.digest] = flight
+                    self.streamed[digest] = flight
             else:
                 self.statistics.joined += 1
+                flight.join(call, place)
                 # The server's deadline must follow the longest wait.
                 resend = flight.extend(deadline) and flight.sent
                 if flight.priority != priority == "interactive":
@@ -121,8 +150,7 @@ class FlightTable:
                     self._counts["batch"] -= 1
                     self._counts["interactive"] += 1
                 if resend:
-                    unsent[flight.priority].append(flight)
-            flight.waiters.append((call, place))
+                    self.unsent[flight.priority].append(flight)
             if flight.pieces is not None and isinstance(call, StreamCall):
                 call.pieces = flight.pieces
 
@@ -191,12 +219,11 @@ class FlightTable:
         flight = self._pop(digest)
         complete = []
         if flight is not None:
-            for call, place in flight.waiters:
-                if call.answers[place] is None:
-                    call.answers[place] = answer
-                    call.left -= 1
-                    if call.left == 0:
-                        complete.append(call)
+            if flight.call is not None and flight.call.take(flight.place, answer):
+                complete.append(flight.call)
+            for call, place in flight.others or ():
+                if call.take(place, answer):
+                    complete.append(call)
         return complete
 
     def fail(self, digest: Digest, error: LmpoolError) -> list[PendingCall]:
@@ -218,8 +245,7 @@ class FlightTable:
             return 0
         for digest in self._digests_of(call):
             flight = self.flights[digest]
-            flight.waiters = [waiter for waiter in flight.waiters if waiter[0] is not call]
-            if not flight.waiters:
+            if flight.leave(call):
                 self._pop(digest)
                 withdrawn += 1
                 if flight.sent:

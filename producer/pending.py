@@ -60,6 +60,14 @@ class PendingCall:
         """Whether every answer is there, or an error."""
         return self.left == 0 or self.error is not None
 
+    def take(self, place: int, answer: Answer) -> bool:
+        """A job's answer is there. Whether the call is done by that. Under the client's lock."""
+        if self.answers[place] is not None:
+            return False
+        self.answers[place] = answer
+        self.left -= 1
+        return self.left == 0
+
     def fail(self, place: int, error: LmpoolError) -> bool:
         """A job failed. Whether the call is done by that. Under the client's lock."""
         if self.done or self.answers[place] is not None:
@@ -92,12 +100,6 @@ class PendingCall:
         """Block until done; False when `timeout` seconds went by first."""
         assert self._asleep is not None
         return self.done or self._asleep.acquire(timeout=-1 if timeout is None else timeout)
-
-    async def wait_async(self) -> None:
-        """Wait in the loop until done."""
-        assert self._future is not None
-        if not self.done:
-            await self._future
 
     @property
     def future(self) -> asyncio.Future[None]:

@@ -48,6 +48,25 @@ def test_one_loop_after_another(lm: lmpool.PooledLM) -> None:
         asyncio.run(main(number))
 
 
+def test_a_single_call_that_waits_holds_few_objects(
+    any_server: str, start_pool: Callable[..., str]
+) -> None:
+    """The garbage collector goes through them again and again while thousands of calls wait."""
+    pool = start_pool(delay=0.2)
+    with connected(any_server, pool) as lm:
+
+        async def main() -> None:
+            calls = [asyncio.ensure_future(lm.next_token_logprobs(p)) for p in prompts_of(200)]
+            gc.collect()
+            before = len(gc.get_objects())
+            for _ in range(2):  # a turn in which they ask, one in which that was sent
+                await asyncio.sleep(0)
+            assert len(gc.get_objects()) - before < 12 * len(calls)
+            await asyncio.gather(*calls)
+
+        asyncio.run(main())
+
+
 def test_a_loop_that_ends_in_the_middle_hurts_nobody(
     any_server: str, start_pool: Callable[..., str]
 ) -> None:

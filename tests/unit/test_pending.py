@@ -57,13 +57,6 @@ def test_a_thread_waits_until_it_is_woken() -> None:
 def test_a_call_that_is_done_does_not_wait() -> None:
     assert fill(PendingCall(jobs(1), None).for_thread()).wait(0)
 
-    async def main() -> None:
-        await asyncio.wait_for(
-            fill(PendingCall(jobs(1), None).for_loop(asyncio.get_running_loop())).wait_async(), 1
-        )
-
-    asyncio.run(main())
-
 
 def test_calls_of_a_loop_are_woken_from_another_thread_in_one_crossing() -> None:
     crossings = 0
@@ -83,7 +76,7 @@ def test_calls_of_a_loop_are_woken_from_another_thread_in_one_crossing() -> None
         calls = [PendingCall(jobs(1), None).for_loop(loop) for _ in range(50)]
         thread = threading.Thread(target=lambda: wake([fill(call) for call in calls]))
         thread.start()
-        await asyncio.wait_for(asyncio.gather(*(call.wait_async() for call in calls)), 5)
+        await asyncio.wait_for(asyncio.gather(*(call.future for call in calls)), 5)
         assert crossings == 1
         threads.append(thread)
 
@@ -101,7 +94,7 @@ def test_calls_of_several_loops_and_threads_are_woken_together() -> None:
             call = PendingCall(jobs(1), None).for_loop(asyncio.get_running_loop())
             calls.append(call)
             ready.release()
-            await asyncio.wait_for(call.wait_async(), 5)
+            await asyncio.wait_for(call.future, 5)
             done.append("loop")
 
         asyncio.run(main())
@@ -151,7 +144,7 @@ def test_waking_twice_does_no_harm() -> None:
 def test_a_cancelled_wait_is_not_woken() -> None:
     async def main() -> None:
         call = PendingCall(jobs(1), None).for_loop(asyncio.get_running_loop())
-        waiting = asyncio.ensure_future(call.wait_async())
+        waiting = asyncio.ensure_future(call.future)
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
