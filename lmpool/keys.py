@@ -14,7 +14,7 @@ from typing import Final, Literal
 from lmpool.errors import SettingsError
 from lmpool.slots import slot_of, spread_tag
 
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 """Raised when what travels or a key's form changes: it is part of every key of a shard, so that
 workers and clients of different protocols never meet on one."""
 
@@ -158,7 +158,7 @@ class ShardKeys:
         return f"{self.prefix}:result:{digest.hex()}:pieces"
 
     def flight(self, digest: bytes) -> str:
-        """Hash: who waits for this digest, and its job's stream id."""
+        """String: this digest's job, where it waits and until when, and who waits for it."""
         return f"{self.prefix}:flight:{digest.hex()}"
 
     def reply(self, client: str) -> str:

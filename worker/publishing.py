@@ -27,7 +27,7 @@ from lmpool.server import is_full, is_lost
 from lmpool.servers import Servers
 from lmpool.wants import Row, Stream
 from lmpool.worker.batching import Delivery
-from lmpool.worker.by_stream import by_shard, counted
+from lmpool.worker.by_stream import by_shard
 from lmpool.worker.pieces import PieceWriter, Telling
 from lmpool.worker.result_store import LOOK_EVERY, ResultStore
 from lmpool.worker.status import WorkerStatus
@@ -348,18 +348,26 @@ class Publisher:
     def _write_in(self, shard: ShardKeys, chunk: Sequence[Done]) -> None:
         """One transaction: room, every row with its TTL, then the notices and acknowledgements."""
         failed = sum(done.status != "ok" for done in chunk)
+        streams: dict[str, tuple[list[Done], list[Done]]] = {}
+        for done in chunk:
+            stored, others = streams.setdefault(done.delivery.stream.key, ([], []))
+            (others if done.value is None else stored).append(done)
         values: list[tuple[str, bytes]] = []
         digests: list[str] = []
         kinds: dict[str, int] = {}
-        for done in chunk:
-            digest = done.delivery.job.digest
-            name = digest.hex()
-            if done.value is not None:
-                values.append((shard.result(digest), done.value))
-                digests.append(name)
-                kind = done.delivery.job.want.kind
-                kinds[kind] = kinds.get(kind, 0) + 1
-        streams, _, jobs = counted(chunk, _stream_of, _told)
+        jobs: list[Value] = []
+        for stored, others in streams.values():
+            jobs.append(len(stored))
+            for done in stored:
+                job = done.delivery.job
+                assert done.value is not None
+                values.append((shard.result(job.digest), done.value))
+                digests.append(job.digest.hex())
+                kinds[job.want.kind] = kinds.get(job.want.kind, 0) + 1
+                jobs.append(done.delivery.entry)
+            jobs.append(len(others))
+            for done in others:
+                jobs += _told(done)
         counters: list[Value] = []
         for field, by in (
             (COMPUTED.field, len(values)),
@@ -394,7 +402,7 @@ class Publisher:
 
 
 def _told(done: Done) -> tuple[Value, ...]:
-    """What `complete.lua` is told of a job."""
+    """What `complete.lua` is told of a job of which nothing is stored."""
     return done.delivery.job.digest.hex(), done.delivery.entry, done.status, done.error
 
 

@@ -1,8 +1,8 @@
 -- Before every script: what others may have written is read with care. A key of the wrong type, a
 -- field that is no number, a stream that takes no entry costs the one digest that it is about.
 
--- Fields that a flight has at most; one with more was not written by clients.
-local MOST_FIELDS = 20000
+-- Bytes that a flight has at most; a longer one was not written by clients.
+local MOST_FLIGHT_BYTES = 524288
 
 -- Bytes of the longest job (lmpool.wire.MAX_JOB_BYTES): longer entries are moved by nobody.
 local MAX_JOB_BYTES = 8388608
@@ -23,18 +23,42 @@ local function has_result(prefix, digest)
   return length ~= nil and length > 0
 end
 
--- Whether a stream is one of the shard's that workers read: a flight may name any key.
-local function is_job_stream(prefix, stream, lanes)
-  if not stream or string.sub(stream, 1, #prefix) ~= prefix then return false end
-  local rest = string.sub(stream, #prefix + 1)
-  local lane = string.match(rest, '^:jobs:(%d+)$') or string.match(rest, '^:batch:(%d+)$')
-  return lane ~= nil and #lane < 6 and (not lanes or tonumber(lane) < lanes)
+-- How many of these keys there are, whatever they hold.
+local function count_of(keys)
+  local count = 0
+  for k = 1, #keys, 1000 do
+    count = count + (given(redis.pcall('EXISTS', unpack(keys, k, math.min(k + 999, #keys)))) or 0)
+  end
+  return count
 end
 
--- How the index of waiting lanes calls a stream: by its lane, with 'b' before one of priority batch.
+-- What strings hold, in the order of their keys: false for what is none.
+local function values_of(keys)
+  local values = {}
+  for k = 1, #keys, 1000 do
+    local some = given(redis.pcall('MGET', unpack(keys, k, math.min(k + 999, #keys)))) or {}
+    for v = 1, math.min(1000, #keys - k + 1) do values[k + v - 1] = some[v] or false end
+  end
+  return values
+end
+
+-- Keys are deleted, whatever they hold.
+local function delete_all(keys)
+  for k = 1, #keys, 1000 do redis.call('DEL', unpack(keys, k, math.min(k + 999, #keys))) end
+end
+
+-- How flights and the index of waiting lanes call a stream: by its lane, with 'b' before one of
+-- priority batch.
 local function lane_of(stream)
   local kind, lane = string.match(stream, ':(%a+):(%d+)$')
   return kind == 'batch' and 'b' .. lane or lane
+end
+
+-- The stream that is called so, or nil where none that workers read can be: a flight may name any.
+local function stream_of(prefix, name, lanes)
+  local batch, lane = string.match(name, '^(b?)(%d+)$')
+  if not lane or #lane > 5 or (lanes and tonumber(lane) >= lanes) then return nil end
+  return prefix .. (batch == 'b' and ':batch:' or ':jobs:') .. lane
 end
 
 -- Jobs wait in a stream, since at least the time of that entry: its lane is in the index.
@@ -49,29 +73,31 @@ local function call_idle(prefix, at_once)
   if redis.pcall('XLEN', wake) == 0 then redis.pcall('XADD', wake, '*', 'at_once', at_once) end
 end
 
--- A flight's job, stream, deadline, and the clients that wait. One that is none is taken away:
--- whoever waits for it finds the result, or that nobody knows of it, and asks again.
-local function read_flight(flight)
-  local fields = given(redis.pcall('HGETALL', flight))
-  if not fields or #fields > 2 * MOST_FIELDS then
-    given(redis.pcall('DEL', flight))
-    fields = {}
+-- A flight is one string: the id of its job, how the job's stream is called, its deadline or nothing,
+-- and the clients that wait, with a blank before and behind each.
+local function flight_of(job, lane, deadline, waiting)
+  return job .. ' ' .. lane .. ' ' .. deadline .. waiting
+end
+
+-- These four of a flight that was read, or nothing of what no client wrote.
+local function parts_of(flight)
+  if flight and #flight <= MOST_FLIGHT_BYTES then
+    return string.match(flight, '^(%d+%-%d+) (b?%d+) (%d*)( .*)$')
   end
-  local job, stream, deadline
-  local waiting = {}
-  for f = 1, #fields, 2 do
-    local name = fields[f]
-    if string.sub(name, 1, 2) == 'c:' then
-      waiting[#waiting + 1] = string.sub(name, 3)
-    elseif name == 'job' then
-      job = fields[f + 1]
-    elseif name == 'stream' then
-      stream = fields[f + 1]
-    elseif name == 'deadline' then
-      deadline = tonumber(fields[f + 1])
-    end
-  end
-  return job, stream, deadline, waiting
+end
+
+-- These four of the flight that a key holds. What is none is taken away: whoever waits for it finds the
+-- result, or that nobody knows of it, and asks again.
+local function read_flight(key)
+  local flight = given(redis.pcall('GET', key))
+  local job, lane, deadline, waiting = parts_of(flight)
+  if not job and flight ~= false then given(redis.pcall('DEL', key)) end
+  return job, lane, deadline, waiting
+end
+
+-- Each client that waits.
+local function each_of(waiting)
+  return string.gmatch(waiting, '[^ ]+')
 end
 
 -- A notice to a client: its id. No stream is made for one that is gone, and none is owed to who broke

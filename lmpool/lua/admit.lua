@@ -6,6 +6,14 @@ local prefix, group = ARGV[1], ARGV[2]
 local now = now_ms()
 local answers = {}
 
+local replies = {} -- by client
+local function is_there(client)
+  if replies[client] == nil then
+    replies[client] = redis.call('EXISTS', prefix .. ':reply:' .. client) == 1
+  end
+  return replies[client]
+end
+
 local function judge(jobs, digest, id)
   local answer
   if has_result(prefix, digest) then
@@ -14,14 +22,12 @@ local function judge(jobs, digest, id)
     local flight = prefix .. ':flight:' .. digest
     local job, _, deadline, clients = read_flight(flight)
     local waiting = {}
-    for _, client in ipairs(clients) do
-      if redis.call('EXISTS', prefix .. ':reply:' .. client) == 1 then
-        waiting[#waiting + 1] = client
-      end
+    for client in each_of(job == id and clients or '') do
+      if is_there(client) then waiting[#waiting + 1] = client end
     end
-    if #waiting == 0 or (job and job ~= id) then
+    if #waiting == 0 then
       answer = 'w'
-    elseif deadline and deadline <= now then
+    elseif deadline ~= '' and tonumber(deadline) <= now then
       answer = 'e'
       for _, client in ipairs(waiting) do
         tell(prefix, client, 'digest', digest, 'status', 'expired', 'error', '')

@@ -12,7 +12,7 @@ if digest ~= '' then
   local job, _, _, waiting = read_flight(flight)
   -- What happened to an old delivery says nothing about the job that is queued now.
   if job == id then
-    for _, client in ipairs(waiting) do
+    for client in each_of(waiting) do
       tell(prefix, client, 'digest', digest, 'status', status, 'error', text)
     end
     redis.call('DEL', flight)

@@ -2,6 +2,7 @@
 --   h  the result is there    j  it is still being computed    u  nobody knows of it
 -- KEYS[1] a key of the shard. ARGV: prefix, client, reply TTL, flight TTL, digests
 local prefix, client = ARGV[1], ARGV[2]
+local waiter = ' ' .. client .. ' '
 local reply = prefix .. ':reply:' .. client
 local fresh = 0
 if not takes_entries(reply) then redis.call('DEL', reply) end
@@ -19,15 +20,17 @@ for i = 5, #ARGV do
   if has_result(prefix, ARGV[i]) then
     answer = 'h'
   else
-    local held = redis.pcall('HMGET', flight, 'job', 'stream', 'deadline')
-    local job, stream, due = held[1], held[2], held[3]
-    -- A flight whose job is gone from its stream will never land, nor one that no client wrote.
-    local entry = job and due and (due == '' or tonumber(due))
-        and is_job_stream(prefix, stream, lanes)
-        and given(redis.pcall('XRANGE', stream, job, job, 'COUNT', 1))
+    local job, lane, due, waiting = read_flight(flight)
+    local stream = job and stream_of(prefix, lane, lanes)
+    -- A flight whose job is gone from its stream will never land.
+    local entry = stream and given(redis.pcall('XRANGE', stream, job, job, 'COUNT', 1))
     if entry and #entry == 1 then
-      redis.call('HSET', flight, 'c:' .. client, '')
-      redis.call('PEXPIRE', flight, ARGV[4])
+      if string.find(waiting, waiter, 1, true) then
+        redis.call('PEXPIRE', flight, ARGV[4])
+      else
+        waiting = waiting .. client .. ' '
+        redis.call('SET', flight, flight_of(job, lane, due, waiting), 'PX', ARGV[4])
+      end
       answer = 'j'
     else
       redis.call('DEL', flight)

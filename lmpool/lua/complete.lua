@@ -3,11 +3,12 @@
 -- KEYS[1] account, the others job streams.
 -- ARGV: prefix, group, counter TTL, bytes stored, their life in ms, the digests stored as one text,
 --       number of counters, then counter name and increment for each,
---       then for each stream the number of its jobs, and per job: digest, stream id, status ('ok' or
---       an error's), error text
+--       then for each stream the number of its jobs whose answers are stored, which are the next ones of the
+--       digests, and their stream ids; and the number of its other jobs, and per job: digest, stream id,
+--       status ('ok' or an error's), error text
 -- Returns {jobs acknowledged, bytes that the account holds, or 0 where nothing was stored}.
 local account, prefix, group = KEYS[1], ARGV[1], ARGV[2]
-local stored = tonumber(ARGV[4])
+local stored, digests = tonumber(ARGV[4]), ARGV[6]
 local counters = prefix .. ':counters'
 local at = 8
 for _ = 1, math.min(tonumber(ARGV[7]), #ARGV) do -- whoever calls it: it comes to its end
@@ -16,49 +17,104 @@ for _ = 1, math.min(tonumber(ARGV[7]), #ARGV) do -- whoever calls it: it comes t
 end
 redis.pcall('PEXPIRE', counters, ARGV[3])
 
-local done = {}
+-- The digests that are ok, by the clients that wait for them, which are the same for most.
+local done, groups = {}, {}
 local acknowledged = 0
 
-local function end_job(jobs, digest, id, status, text)
-  local flight = prefix .. ':flight:' .. digest
-  local job, stream, _, waiting = read_flight(flight)
-  -- An error of an old delivery says nothing about the job that is queued now.
-  if job and (status == 'ok' or job == id) then
-    for _, client in ipairs(waiting) do
-      if status == 'ok' then
-        local list = done[client]
-        if list then list[#list + 1] = digest else done[client] = {digest} end
-      else
-        tell(prefix, client, 'digest', digest, 'status', status, 'error', text)
-      end
-    end
-    redis.call('DEL', flight)
-    if (job ~= id or stream ~= jobs) and is_job_stream(prefix, stream) then
-      take_off(stream, group, job)
-      acknowledged = acknowledged + 1
+local function note_done(waiting, digest)
+  local digests = done[waiting]
+  if digests then
+    digests[#digests + 1] = digest
+  else
+    done[waiting] = {digest}
+    groups[#groups + 1] = waiting
+  end
+end
+
+-- A flight ends whose job is perhaps another delivery than the one that was run, which is not to be run.
+local function drop_other(jobs, id, job, lane)
+  local stream = stream_of(prefix, lane)
+  if stream and (job ~= id or stream ~= jobs) then
+    take_off(stream, group, job)
+    acknowledged = acknowledged + 1
+  end
+end
+
+local from = 1 -- in the digests that are stored
+local function end_stored(jobs, first, last)
+  local names, flights = {}, {}
+  for n = 1, last - first + 1 do
+    names[n] = string.sub(digests, from, from + 31)
+    flights[n] = prefix .. ':flight:' .. names[n]
+    from = from + 32
+  end
+  local held, ended = values_of(flights), {}
+  for n, flight in ipairs(flights) do
+    local job, lane, _, waiting = parts_of(held[n])
+    if job and not ended[flight] then -- one may be delivered twice
+      ended[flight] = true
+      note_done(waiting, names[n])
+      drop_other(jobs, ARGV[first + n - 1], job, lane)
     end
   end
+  delete_all(flights)
+end
+
+local function end_other(jobs, digest, id, status, text)
+  local flight = prefix .. ':flight:' .. digest
+  local job, lane, _, waiting = read_flight(flight)
+  -- An error of an old delivery says nothing about the job that is queued now.
+  if not job or (status ~= 'ok' and job ~= id) then return end
+  if status == 'ok' then
+    note_done(waiting, digest)
+  else
+    for client in each_of(waiting) do
+      tell(prefix, client, 'digest', digest, 'status', status, 'error', text)
+    end
+  end
+  redis.call('DEL', flight)
+  drop_other(jobs, id, job, lane)
+end
+
+local function acknowledge(jobs, ids, first, last)
+  for i = first, last, 1000 do
+    local upto = math.min(i + 999, last)
+    redis.pcall('XACK', jobs, group, unpack(ids, i, upto))
+    redis.pcall('XDEL', jobs, unpack(ids, i, upto))
+  end
+  acknowledged = acknowledged + last - first + 1
 end
 
 for s = 2, #KEYS do
+  local jobs = KEYS[s]
+  local last = math.min(at + tonumber(ARGV[at]), #ARGV)
+  end_stored(jobs, at + 1, last)
+  acknowledge(jobs, ARGV, at + 1, last)
+  at = last + 1
+  last = at + 4 * tonumber(ARGV[at])
   local ids = {}
-  local last = at + 4 * tonumber(ARGV[at])
   for i = at + 1, last, 4 do
-    end_job(KEYS[s], ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3])
+    end_other(jobs, ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3])
     ids[#ids + 1] = ARGV[i + 1]
   end
-  for i = 1, #ids, 1000 do
-    local upto = math.min(i + 999, #ids)
-    redis.pcall('XACK', KEYS[s], group, unpack(ids, i, upto))
-    redis.pcall('XDEL', KEYS[s], unpack(ids, i, upto))
-  end
-  acknowledged = acknowledged + #ids
+  acknowledge(jobs, ids, 1, #ids)
   at = last + 1
 end
 
+local clients, notices = {}, {}
+for _, waiting in ipairs(groups) do
+  local text = table.concat(done[waiting])
+  for client in each_of(waiting) do
+    if not notices[client] then
+      notices[client] = {}
+      clients[#clients + 1] = client
+    end
+    table.insert(notices[client], text)
+  end
+end
 local told = {}
-for client, list in pairs(done) do
-  local id = tell(prefix, client, 'ok', table.concat(list))
+for _, client in ipairs(clients) do
+  local id = tell(prefix, client, 'ok', table.concat(notices[client]))
   if id then
     told[#told + 1] = client
     told[#told + 1] = id

@@ -14,7 +14,7 @@
 local prefix, client = ARGV[1], ARGV[2]
 local reply_ttl, flight_ttl = ARGV[3], ARGV[4]
 local group, promote = ARGV[6], ARGV[7] == '1'
-local waiter = 'c:' .. client
+local waiter = ' ' .. client .. ' '
 
 -- The reply stream is the client's sign of life: workers drop what only the dead wait for.
 local reply = prefix .. ':reply:' .. client
@@ -62,72 +62,86 @@ local function note_added(jobs, id)
   end
 end
 
-local function claim(jobs, backlog, i)
-  local digest, deadline, adapter = ARGV[i], ARGV[i + 1], ARGV[i + 2]
-  local flight = prefix .. ':flight:' .. digest
-  if adapter ~= '' then
+-- Whether that is the registered adapter of its name.
+local registered = {}
+local function is_registered(adapter)
+  if registered[adapter] == nil then
     local name, fingerprint = string.match(adapter, '^(.*)@([^@]*)$')
     local entry = name and given(redis.pcall('HGET', prefix .. ':adapters', name))
-    if not (entry and string.sub(entry, 1, #fingerprint + 1) == fingerprint .. '\n') then return 'a' end
+    registered[adapter] = entry and string.sub(entry, 1, #fingerprint + 1) == fingerprint .. '\n' or false
   end
-  if has_result(prefix, digest) then return 'h' end
-  local due = redis.pcall('HGET', flight, 'deadline')
-  local job, stream
-  if due then
-    local held = redis.pcall('HMGET', flight, 'job', 'stream')
-    job, stream = held[1], held[2]
+  return registered[adapter]
+end
+
+-- What is there of all of them, before the first is claimed.
+local results, flights = {}, {}
+for i = 10, #ARGV, 5 do
+  results[#results + 1] = prefix .. ':result:' .. ARGV[i]
+  flights[#flights + 1] = prefix .. ':flight:' .. ARGV[i]
+end
+local may_hit = count_of(results) > 0
+local held = values_of(flights)
+local written = {} -- since then, by key
+local function write(flight, ...)
+  local text = flight_of(...)
+  redis.call('SET', flight, text, 'PX', flight_ttl)
+  written[flight] = text
+end
+
+local function claim(n, jobs, name, backlog, i)
+  local deadline, adapter = ARGV[i + 1], ARGV[i + 2]
+  if adapter ~= '' and not is_registered(adapter) then return 'a' end
+  if may_hit and has_result(prefix, ARGV[i]) then return 'h' end
+  local flight = flights[n]
+  local job, lane, due, waiting = parts_of(written[flight] or held[n])
+  local stream
+  if job then
     local _, most_lanes = allowed()
-    if not (job and is_job_stream(prefix, stream, most_lanes) and (due == '' or tonumber(due))) then
-      redis.call('DEL', flight) -- no client wrote this: nobody would ever land in it
-      due = nil
-    end
+    stream = stream_of(prefix, lane, most_lanes) -- nobody would ever land in another one
   end
-  if due then
+  if stream then
     -- The job runs for whoever waits longest.
-    if due ~= '' and (deadline == '' or tonumber(deadline) > tonumber(due)) then
-      redis.call('HSET', flight, waiter, '', 'deadline', deadline)
-    else
-      redis.call('HSET', flight, waiter, '')
-    end
-    redis.call('PEXPIRE', flight, flight_ttl)
+    if due ~= '' and (deadline == '' or tonumber(deadline) > tonumber(due)) then due = deadline end
+    if not string.find(waiting, waiter, 1, true) then waiting = waiting .. client .. ' ' end
     if promote and stream ~= jobs then
       -- A group that is not there holds nothing: an error is as empty as an empty list.
       if #redis.pcall('XPENDING', stream, group, job, job, 1) == 0
           and redis.pcall('XDEL', stream, job) == 1 then
         local id = given(redis.pcall('XADD', jobs, '*', 'job', ARGV[i + 3]))
         if id then
-          redis.call('HSET', flight, 'job', id, 'stream', jobs)
+          job, lane = id, name
           note_added(jobs, id)
         end
       end
     end
+    write(flight, job, lane, due, waiting)
     return 'j'
   end
   if not backlog then return 'b' end
   if is_full(backlog) then return 'f' end
   local id = given(redis.pcall('XADD', jobs, '*', 'job', ARGV[i + 3]))
   if not id then return 'b' end
-  redis.call('HSET', flight, 'job', id, 'stream', jobs, 'deadline', deadline, waiter, '')
-  redis.call('PEXPIRE', flight, flight_ttl)
+  write(flight, id, name, deadline, waiter)
   return 'q', id
 end
 
-local streams, backlogs, first = {}, {}, {} -- by lane
-for i = 9, #ARGV, 5 do
+local streams, names, backlogs, first = {}, {}, {}, {} -- by lane
+for n = 1, #flights do
+  local i = 5 * n + 4
   local lane = lanes == 1 and 0 or math.floor(tonumber(ARGV[i])) % lanes
   local jobs = streams[lane]
   if not jobs then
     jobs = lane == 0 and KEYS[1] or name .. lane
-    streams[lane] = jobs
+    streams[lane], names[lane] = jobs, lane_of(jobs)
     backlogs[lane] = given(redis.pcall('XLEN', jobs))
   end
-  local answer, id = claim(jobs, backlogs[lane], i + 1)
+  local answer, id = claim(n, jobs, names[lane], backlogs[lane], i + 1)
   if id then
     backlogs[lane] = backlogs[lane] + 1
     if all then all = all + 1 end
     first[lane] = first[lane] or id
   end
-  answers[#answers + 1] = answer
+  answers[n] = answer
 end
 for lane, id in pairs(first) do note_added(streams[lane], id) end
 if added then call_idle(prefix, '0') end

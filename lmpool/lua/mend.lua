@@ -38,7 +38,7 @@ redis.pcall('PEXPIRE', bounds, ARGV[4])
 for _, stream in ipairs(sound) do
   redis.pcall('XTRIM', stream, 'MAXLEN', '~', 2 * held)
   -- The index of waiting lanes may have lost one.
-  if tonumber(lanes) > 1 and is_job_stream(prefix, stream) and redis.call('XLEN', stream) > 0 then
+  if tonumber(lanes) > 1 and lane_of(stream) and redis.call('XLEN', stream) > 0 then
     note_waiting(prefix, stream, string.format('%.0f', now_ms()))
   end
 end

@@ -65,7 +65,7 @@ for s = 2, #KEYS do
       if consumer[f] == 'pending' then pending = tonumber(consumer[f + 1]) end
     end
     if is_dead(name) then
-      if not is_job_stream(prefix, jobs) then pending = 0 end -- a call to look is nobody's loss
+      if not lane_of(jobs) then pending = 0 end -- a call to look is nobody's loss
       while pending > 0 do
         local held = redis.call('XPENDING', jobs, group, '-', '+', 1, name)[1]
         if not held then break end

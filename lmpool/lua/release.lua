@@ -14,8 +14,10 @@ local function give_back(jobs, digest, id)
     if new then
       take_off(jobs, group, id)
       local flight = prefix .. ':flight:' .. digest
-      if digest ~= '' and redis.pcall('HGET', flight, 'job') == id then
-        redis.call('HSET', flight, 'job', new)
+      local job, lane, deadline, waiting
+      if digest ~= '' then job, lane, deadline, waiting = read_flight(flight) end
+      if job == id then
+        redis.call('SET', flight, flight_of(new, lane, deadline, waiting), 'KEEPTTL')
       end
       released = released + 1
       if lanes > 1 then note_waiting(prefix, jobs, new) end

@@ -38,10 +38,9 @@ if not indexed or #indexed > 4 * lanes then
 end
 for i = 1, #indexed, 2 do
   local name = indexed[i]
-  local batch, lane = string.match(name, '^(b?)(%d+)$')
-  local stream = lane and prefix .. (batch == 'b' and ':batch:' or ':jobs:') .. lane
+  local stream = stream_of(prefix, name)
   local since, jobs = tonumber(indexed[i + 1]), nil
-  if not stream or #lane > 5 then
+  if not stream then
     since = nil
   elseif now - since >= patience or since > now then
     local said = since

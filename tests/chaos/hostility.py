@@ -258,30 +258,25 @@ class Writer:
         """A flight of any type and shape."""
         return in_its_place(rng, shard.flight(self._job(rng).digest))
 
-    def _flight_fields(self, rng: Random, shard: ShardKeys) -> list[Command]:
-        """Fields of a flight that scripts read."""
-        key = shard.flight(self._job(rng).digest)
-        chosen: dict[str, Any] = {
-            "deadline": rng.choice(["", "1", "abc", "nan", str(2**62), value(rng)]),
-            "job": rng.choice(["1-1", "x", "-", "+", LAST, value(rng)]),
-            "stream": rng.choice(
-                [
-                    shard.dead, shard.stream().key, shard.stream("batch").key, shard.counters,
-                    f"{shard.prefix}:jobs:7", shard.reply("villain-1"), "x", value(rng),
-                ]
+    def _flight_parts(self, rng: Random, shard: ShardKeys) -> list[Command]:
+        """A flight of parts that scripts read."""
+        parts = [
+            rng.choice(["1-1", "x", "-", "+", LAST, value(rng)]),
+            rng.choice(
+                ["0", "b0", "7", "99999", "-1", shard.dead, shard.counters, "x", value(rng)]
             ),
-            f"c:{rng.choice(['villain-1', 'nobody', '../x', 'x' * 300])}": value(rng),
-            "more": value(rng),
-        }  # fmt: skip
-        names = rng.sample(list(chosen), rng.randint(1, len(chosen)))
-        commands: list[Command] = [
-            ("HSET", key, *[part for name in names for part in (name, chosen[name])])
+            rng.choice(["", "1", "abc", "nan", str(2**62), value(rng)]),
+            rng.choice(["villain-1", "nobody", "../x", "x" * 300]),
+            rng.choice(["", value(rng)]),
         ]
-        return [("DEL", key), *commands] if rng.random() < 0.3 else commands
+        parts = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
+        if rng.random() < 0.2:
+            parts.pop(rng.randrange(len(parts)))
+        return [("SET", shard.flight(self._job(rng).digest), b" ".join(parts))]
 
     def _flight_gone(self, rng: Random, shard: ShardKeys) -> list[Command]:
         key = shard.flight(self._job(rng).digest)
-        return [rng.choice([("DEL", key), ("PEXPIRE", key, 1), ("HDEL", key, "job", "stream")])]
+        return [rng.choice([("DEL", key), ("PEXPIRE", key, 1), ("SET", key, "")])]
 
     def _refused_under_a_flight(self, rng: Random, shard: ShardKeys) -> list[Command]:
         """A job that is refused, as the one that a flight waits for."""
@@ -290,7 +285,7 @@ class Writer:
         stream, own = shard.stream().key, f"{int(time.time() * 1000) + 5}-{rng.randrange(1000)}"
         return [
             ("XADD", stream, own, "job", data),
-            ("HSET", shard.flight(job.digest), "job", own, "stream", stream, "deadline", ""),
+            ("SET", shard.flight(job.digest), f"{own} 0  "),
         ]
 
     def _result_gone(self, rng: Random, shard: ShardKeys) -> list[Command]:
@@ -302,7 +297,7 @@ class Writer:
         commands = in_its_place(rng, shard.reply(name))
         if rng.random() < 0.3:
             commands = [("XADD", shard.reply(name), LAST, "a", "b")]
-        return [*commands, ("HSET", shard.flight(self._job(rng).digest), f"c:{name}", "")]
+        return [*commands, ("SET", shard.flight(self._job(rng).digest), f"1-1 0  {name} ")]
 
     def _scripts(self, rng: Random, shard: ShardKeys) -> list[Command]:
         """The scripts themselves, with arguments of any kind."""
@@ -346,7 +341,7 @@ class Writer:
 
     _of_producers: Any = (
         (_entry, 20), (_flood, 1), (_last_entry, 0.15), (_elsewhere, 3), (_unqueue, 6),
-        (_flight, 16), (_flight_fields, 20), (_flight_gone, 8), (_refused_under_a_flight, 6),
+        (_flight, 16), (_flight_parts, 20), (_flight_gone, 8), (_refused_under_a_flight, 6),
         (_result_gone, 6), (_reply, 8), (_scripts, 6), (_forbidden, 8),
     )  # fmt: skip
 
@@ -396,7 +391,7 @@ class Writer:
     _of_workers: Any = (
         (_streams, 3), (_own_keys, 20), (_counters, 10), (_account, 10), (_results, 30),
         (_registry, 5), (_group, 2), (_everything, 0.5), (_info, 2),
-        (_flight, 10), (_flight_fields, 10), (_entry, 10),
+        (_flight, 10), (_flight_parts, 10), (_entry, 10),
     )  # fmt: skip
 
 

@@ -362,7 +362,7 @@ def what_it_holds(client: redis.Redis) -> list[str]:
             lines += [str(entry) for entry, _ in client.xrange(key, count=100)]
             lines += map(str, client.xpending_range(key, GROUP, "-", "+", 100))
         elif ":flight:" in name:
-            lines.append(f"{name}: {client.hgetall(key)}")
+            lines.append(f"{name}: {client.get(key)!r}")
         elif ":alive:" in name or name.endswith(":steady"):
             lines.append(f"{name}: {client.get(key)!r:.60}, ends in {client.pttl(key)} ms")
     return lines

@@ -22,6 +22,7 @@ from tests.support.protocol import (
     new_job,
     put_result,
     shard_of_pool,
+    write_flight,
 )
 
 JOBS = [new_job(i) for i in range(12)]
@@ -253,8 +254,9 @@ def test_more_clients_than_a_script_may_name_are_told_all_the_same(
     with redis_client.pipeline(transaction=False) as pipeline:
         for one in callers:
             pipeline.xadd(shard.reply(one.id), {"hello": "1"})
-        pipeline.hset(shard.flight(JOBS[0].digest), mapping={f"c:{c.id}": "" for c in callers})
         pipeline.execute()
+    ((entry, _),) = entries_of(redis_client, worker.stream)
+    write_flight(redis_client, shard, JOBS[0], entry.decode(), *(one.id for one in callers))
     store(worker, JOBS[0])
     assert all(len(one.notices()) == 1 for one in (callers[0], callers[4199]))
     assert evict(redis_client, shard, 0)[:2] == (100, 0)

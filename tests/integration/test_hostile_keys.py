@@ -24,7 +24,7 @@ from lmpool.servers import Servers
 from lmpool.wire import pack_job
 from tests.support.clients import connected
 from tests.support.pools import Asking, pool_shards, some_prompts
-from tests.support.protocol import Caller, Consumer, entries_of, new_job, told
+from tests.support.protocol import Caller, Consumer, entries_of, new_job, told, write_flight
 from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import worker_process
@@ -77,7 +77,7 @@ def ask(lm: lmpool.PooledLM, prompts: list[list[int]], timeout: float = 15.0) ->
 def test_flights_of_the_wrong_type_with_their_jobs(
     lm: lmpool.PooledLM, redis_client: redis.Redis, served: ShardKeys, fingerprint: str
 ) -> None:
-    kinds = [kind for kind in WRONG_TYPES if kind != "hash"]
+    kinds = list(WRONG_TYPES)
     jobs = [new_job(1, number, fingerprint=fingerprint) for number in range(len(kinds))]
     for kind, job in zip(kinds, jobs, strict=True):
         put(redis_client, served.flight(job.digest), kind)
@@ -118,15 +118,21 @@ def test_jobs_are_given_back_whatever_their_flights_are(
     assert worker.admit(*zip((A, B), worker.read(), strict=True)) == "wr"
 
 
-POISON: dict[str, dict[str, str]] = {
-    "a deadline that is no number": {"deadline": "abc", "job": "1-1", "stream": "{jobs}"},
-    "a deadline alone": {"deadline": ""},
-    "no stream": {"deadline": "", "job": "1-1"},
-    "a stream of the producer's": {"deadline": "", "job": "1-1", "stream": "{prefix}:jobs:4096"},
-    "a reply stream": {"deadline": "", "job": "1-1", "stream": "{prefix}:reply:x"},
-    "an id that is none": {"deadline": "", "job": "x", "stream": "{jobs}"},
-    "a job that is not there": {"deadline": "", "job": "1-1", "stream": "{jobs}"},
-    "an end in the past": {"deadline": "1", "job": "1-1", "stream": "{jobs}"},
+POISON = {
+    "a deadline that is no number": "1-1 0 abc x ",
+    "a deadline alone": "100",
+    "nothing": "",
+    "no stream": "1-1  100 x ",
+    "a stream of the producer's": "1-1 4096  x ",
+    "a stream of no lane": "1-1 b0000000000000000000000000000  x ",
+    "a reply stream": "1-1 {prefix}:reply:x  x ",
+    "an id that is none": "x 0  x ",
+    "an id that is too large": "99999999999999999999999-1 0  x ",
+    "a job that is not there": "1-1 0  x ",
+    "a job that is not there, of nobody": "1-1 0  ",
+    "an end in the past": "1-1 0 1 x ",
+    "no text": "\xff\0",
+    "more than anybody wrote": "1-1 0  " + 600_000 * "x ",
 }
 
 
@@ -142,12 +148,8 @@ def test_flights_that_no_client_wrote(
         redis_client.xadd(stream, {"job": "x"}, id="1-1")
     prompts = [[1, number] for number in range(len(POISON) + 2)]
     for prompt, poison in zip(prompts, POISON.values(), strict=False):
-        fields = {
-            field: value.format(prefix=served.prefix, jobs=served.stream().key)
-            for field, value in poison.items()
-        }
         poisoned = new_job(*prompt, fingerprint=fingerprint)
-        redis_client.hset(served.flight(poisoned.digest), mapping=fields)
+        redis_client.set(served.flight(poisoned.digest), poison.format(prefix=served.prefix))
     found = lm.batch_next_token_logprobs_sync(prompts, timeout=15, priority=priority)
     np.testing.assert_array_equal(found, [mock_row(prompt, 256) for prompt in prompts])
     assert redis_client.xlen(f"{served.prefix}:jobs:4096") == 1
@@ -157,15 +159,15 @@ def test_flights_that_no_client_wrote(
 def test_a_worker_deletes_nothing_elsewhere_for_a_flight(
     caller: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    buried = redis_client.xadd(shard.dead, {"job": "x"})
-    caller.enqueue(A, B)
-    for job in (A, B):
-        redis_client.hset(
-            shard.flight(job.digest), mapping={"stream": shard.dead, "job": buried, "deadline": ""}
-        )
-    (entry, _) = worker.read()
-    worker.complete([(A, entry, "ok", "")])
-    assert caller.withdraw(B) == 1
+    buried: Any = redis_client.xadd(shard.dead, {"job": "x"})
+    caller.enqueue(A, B, C)
+    for job in (A, B, C):
+        lane = f"0:{shard.dead}" if job is C else shard.dead
+        write_flight(redis_client, shard, job, buried.decode(), caller.id, lane=lane)
+    (first, second, _) = worker.read()
+    worker.complete([(A, first, "ok", ""), (B, second, "ok", "")], stored=(B,))
+    assert caller.withdraw(C) == 0
+    assert not any(redis_client.exists(shard.flight(job.digest)) for job in (A, B, C))
     assert [kept for kept, _ in entries_of(redis_client, shard.dead)] == [buried]
 
 
@@ -187,7 +189,8 @@ def test_a_reply_stream_that_cannot_be_written_harms_only_whose_it_is(
         redis_client.xadd(reply, {"x": "y"}, id=LAST)
     first, second, third = worker.read()
     worker.complete([(A, first, "failed", "why"), (B, second, "ok", "")])
-    redis_client.hset(shard.flight(C.digest), "deadline", "1")
+    waiting = (third.decode(), caller.id, other.id)
+    write_flight(redis_client, shard, C, *waiting, deadline="1")
     assert worker.admit((C, third)) == "e"
     assert [status for _, status, _ in told(other)] == ["failed", "ok", "expired"]
     assert not any(caller.flight(job) for job in (A, B, C))

@@ -42,14 +42,14 @@ def deeds(shard: ShardKeys) -> dict[str, list[Command]]:
         ],
         "read the job streams: everybody's prompts": [("XRANGE", JOBS, "-", "+")],
         "push jobs, join flights": [
-            ("XADD", JOBS, "*", "job", "x"), ("HSET", FLIGHT, "c:producer-1", ""),
+            ("XADD", JOBS, "*", "job", "x"), ("SET", FLIGHT, "1-1 0  producer-1 ", "PX", 1000),
         ],
         "run lmpool's scripts": [check],
         "run scripts of its own": [("EVAL", "return 1", 0), ("SCRIPT", "LOAD", "return 1")],
         "delete a row, a flight, a job, of others too": [
             ("DEL", RESULT), ("DEL", FLIGHT), ("XDEL", JOBS, "1-1"),
         ],
-        "write what is no flight in a flight's place": [("HSET", FLIGHT, "deadline", "abc")],
+        "write what is no flight in a flight's place": [("SET", FLIGHT, "abc")],
         "use up the ids of a job stream": [("XADD", shard.stream("batch").key, LAST, "job", "x")],
         "delete a job stream, or put something else in its place": [
             ("DEL", JOBS), ("SET", JOBS, "x"), ("RENAME", JOBS, JOBS), ("COPY", JOBS, JOBS + "0"),

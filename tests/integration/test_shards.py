@@ -30,6 +30,7 @@ from tests.support.pools import (
     until_at_rest,
     worker_processes,
 )
+from tests.support.protocol import read_flight, write_flight
 from tests.support.waiting import until
 from tests.support.workers import worker_process
 
@@ -174,7 +175,7 @@ def test_entries_of_two_shards_may_share_an_id(server_url, redis_client, pool_na
         for shard, job in zip(shards, jobs, strict=True):
             ((now, _),) = redis_client.xrange(shard.stream().key)
             assert now.decode() != entry
-            assert redis_client.hget(shard.flight(job.digest), "job") == now
+            assert read_flight(redis_client, shard, job)[b"job"] == now
 
 
 def one_job_of(info: ModelInfo, shard: int, *, sent: int | None = None) -> Job:
@@ -191,12 +192,10 @@ def one_job_of(info: ModelInfo, shard: int, *, sent: int | None = None) -> Job:
 
 def put(client: redis.Redis, shard: ShardKeys, job: Job, entry: str, *, waits: bool) -> None:
     """Queue a job as that entry, for a client that waits for it or has left."""
-    flight = shard.flight(job.digest)
     with client.pipeline(transaction=True) as pipeline:
         if waits:
             pipeline.xadd(shard.reply("somebody"), {"hello": "1"})
             pipeline.pexpire(shard.reply("somebody"), 60_000)
-            pipeline.hset(flight, mapping={"job": entry, "deadline": "", "c:somebody": ""})
-            pipeline.pexpire(flight, 60_000)
+            write_flight(pipeline, shard, job, entry, "somebody")
         pipeline.xadd(shard.stream().key, {"job": pack_job(job)}, id=entry)
         pipeline.execute()

@@ -10,7 +10,7 @@ import redis
 
 from lmpool.keys import ShardKeys
 from lmpool.scripts import script
-from lmpool.wire import pack_job
+from lmpool.wire import Job, pack_job
 from tests.support.protocol import (
     Caller,
     Consumer,
@@ -19,19 +19,26 @@ from tests.support.protocol import (
     put_result,
     queued,
     told,
+    write_flight,
 )
 
 A, B, C = new_job(1), new_job(2), new_job(3)
 
 
+@pytest.mark.parametrize("stored", [(), (A, B), (A, B, C)])
 def test_everybody_who_waits_is_told_once_with_all_that_is_theirs(
-    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+    stored: tuple[Job, ...],
+    caller: Caller,
+    other: Caller,
+    worker: Consumer,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
 ) -> None:
     caller.enqueue(A, B)
     other.enqueue(B, C)
     entries = worker.read()
     done = [(job, entry, "ok", "") for job, entry in zip((A, B, C), entries, strict=True)]
-    assert worker.complete(done, [("computed", 3), ("batches", 1)]) == 3
+    assert worker.complete(done, [("computed", 3), ("batches", 1)], stored) == 3
     assert told(caller) == [(A.digest.hex(), "ok", ""), (B.digest.hex(), "ok", "")]
     assert told(other) == [(B.digest.hex(), "ok", ""), (C.digest.hex(), "ok", "")]
     assert len(entries_of(redis_client, shard.reply("first"))) == 2  # hello, and one notice
@@ -40,6 +47,19 @@ def test_everybody_who_waits_is_told_once_with_all_that_is_theirs(
     assert queued(redis_client, shard) == []
     assert redis_client.hgetall(shard.counters) == {b"computed": b"3", b"batches": b"1"}
     assert redis_client.pttl(shard.counters) > 0  # type: ignore[operator]
+
+
+def test_what_was_delivered_twice_is_told_once(
+    caller: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller.enqueue(A, B)
+    redis_client.xadd(worker.stream, {"job": pack_job(A)})
+    first, second, third = worker.read()
+    done = [(A, first, "ok", ""), (B, second, "ok", ""), (A, third, "ok", "")]
+    assert worker.complete(done, stored=(A, B)) == 3
+    assert told(caller) == [(A.digest.hex(), "ok", ""), (B.digest.hex(), "ok", "")]
+    assert worker.held() == []
+    assert queued(redis_client, shard) == []
 
 
 def test_an_error_is_told_to_everybody_who_waits(
@@ -229,7 +249,7 @@ def test_an_old_delivery_given_back_does_not_take_the_flight(
 ) -> None:
     caller.enqueue(A)
     (entry,) = worker.read()
-    redis_client.hset(shard.flight(A.digest), "job", "9-9")
+    write_flight(redis_client, shard, A, "9-9", caller.id)
     assert worker.release((A, entry)) == 1
     assert caller.flight(A)[b"job"] == b"9-9"
 

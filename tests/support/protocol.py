@@ -45,6 +45,34 @@ def be_steady(server: redis.Redis, *shards: ShardKeys, for_ms: int = LIFE_MS) ->
         server.set(shard.steady, seconds * 1000 + micros // 1000 - for_ms)
 
 
+def write_flight(
+    server: redis.Redis,
+    shard: ShardKeys,
+    job: Job,
+    entry: str,
+    *clients: str,
+    lane: str = "0",
+    deadline: str = "",
+    life_ms: int = 60_000,
+) -> None:
+    """A flight as the scripts write it: of a job that stands in a lane as that entry."""
+    text = " ".join((entry, lane, deadline, *clients, ""))
+    server.set(shard.flight(job.digest), text, px=life_ms)
+
+
+def read_flight(server: redis.Redis, shard: ShardKeys, job: Job) -> dict[bytes, bytes]:
+    """The parts of a job's flight, those who wait as ``c:name``; nothing where there is none."""
+    found: Any = server.get(shard.flight(job.digest))
+    if found is None:
+        return {}
+    entry, name, deadline, *clients = found.split(b" ")
+    assert clients.pop() == b"", found
+    lane = int(name.removeprefix(b"b"))
+    stream = shard.stream("batch" if name.startswith(b"b") else "interactive", lane)
+    fields = {b"job": entry, b"stream": stream.key.encode(), b"deadline": deadline}
+    return fields | {b"c:" + client: b"" for client in clients}
+
+
 class Caller:
     """A client of one shard."""
 
@@ -109,9 +137,8 @@ class Caller:
         self.server.delete(self.shard.reply(self.id))
 
     def flight(self, job: Job) -> dict[bytes, bytes]:
-        """The flight's fields."""
-        found: Any = self.server.hgetall(self.shard.flight(job.digest))
-        return dict(found)
+        """The flight's parts, those who wait as ``c:name``; nothing where there is none."""
+        return read_flight(self.server, self.shard, job)
 
 
 class Consumer:
@@ -158,13 +185,18 @@ class Consumer:
         life_ms: int = 60_000,
     ) -> int:
         """Tell of jobs as (job, entry, status, error text), and enter what was stored."""
-        digests = "".join(job.digest.hex() for job in stored)
+        written = {job.digest for job in stored}
+        mine = [each for each in done if each[0].digest in written]
+        others = [each for each in done if each[0].digest not in written]
+        digests = [job.digest for job, *_ in mine]
+        digests += written.difference(digests)  # what is stored may be of jobs that are not done
         arguments: list[Any] = [self.shard.prefix, GROUP, COUNTERS_TTL]
-        arguments += (bytes_each * len(stored), life_ms, digests, len(counters))
+        arguments += (bytes_each * len(stored), life_ms, "".join(d.hex() for d in digests))
+        arguments.append(len(counters))
         for counter in counters:
             arguments += counter
-        arguments.append(len(done))
-        for job, entry, status, error in done:
+        arguments += (len(mine), *(entry for _, entry, _, _ in mine), len(others))
+        for job, entry, status, error in others:
             arguments += (job.digest.hex(), entry, status, error)
         keys = [self.shard.account, self.stream]
         acknowledged, held = script("complete")(self.server, keys, arguments)  # type: ignore[arg-type]

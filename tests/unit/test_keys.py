@@ -43,8 +43,8 @@ def every_key(shard: ShardKeys) -> list[str]:
 def test_names_are_those_of_the_design() -> None:
     keys = PoolKeys("llama")
     shard = keys.shard(FINGERPRINT8, 3)
-    assert PROTOCOL == 4
-    prefix = "{lmpool:llama:0123abcd:4:3}"
+    assert PROTOCOL == 5
+    prefix = "{lmpool:llama:0123abcd:5:3}"
     assert keys.info == "lmpool:llama"
     assert shard.prefix == prefix
     assert shard.stream().key == f"{prefix}:jobs:0"

@@ -156,7 +156,7 @@ def test_jobs_of_many_lanes_are_claimed_completed_and_given_back_in_one_call(
     assert not set(again) & set(entries)
     done: list[Any] = [shard.prefix, GROUP, 60_000, 0, 60_000, "", 0]
     for job, entry in zip(jobs, again, strict=True):
-        done += (1, job.digest.hex(), entry, "ok", "")
+        done += (0, 1, job.digest.hex(), entry, "ok", "")
     assert script("complete")(redis_client, [shard.account, *streams], done) == [3, 0]  # type: ignore[arg-type]
     assert {notice.digest for notice in caller.notices()} == {job.digest for job in jobs}
     assert not any(redis_client.xlen(stream) for stream in streams)

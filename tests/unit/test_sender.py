@@ -42,7 +42,7 @@ from tests.support.parts import (
     shard_of_job,
     some_prompts,
 )
-from tests.support.protocol import Consumer, queued
+from tests.support.protocol import Consumer, queued, read_flight
 from tests.support.waiting import until
 
 
@@ -122,7 +122,7 @@ def test_each_job_goes_to_its_shard_once(
     assert all(mine for mine in found)
     for job in jobs:
         shard = shard_of_job(session, job)
-        flight: Any = server.hgetall(shard.flight(job.digest))
+        flight = read_flight(server, shard, job)
         assert flight[b"stream"] == shard.stream().key.encode()
         assert flight[f"c:{session.id}".encode()] == b""
         assert flight[b"deadline"] == b""
@@ -148,8 +148,8 @@ def test_a_job_travels_with_its_want_adapter_and_time(
     assert before <= found.sent <= session.clock.now_ms()
     assert found.deadline is not None
     assert abs(found.deadline - found.sent - 5000) < 1000
-    flight = server.hget(shard_of_job(session, job).flight(job.digest), "deadline")
-    assert flight == str(found.deadline).encode()
+    flight = read_flight(server, shard_of_job(session, job), job)
+    assert flight[b"deadline"] == str(found.deadline).encode()
 
 
 def test_interactive_jobs_are_claimed_before_the_others_and_apart_from_them(
@@ -241,7 +241,7 @@ def test_what_another_client_asked_is_waited_for_with_it(
     assert statistics(session) == {"requests": 6, "joined": 4, "queued": 2}
     assert sum(len(mine) for mine in waiting(server, session, "interactive")) == 6
     for job in jobs[:4]:
-        fields: Any = server.hgetall(shard_of_job(session, job).flight(job.digest))
+        fields = read_flight(server, shard_of_job(session, job), job)
         assert {f"c:{session.id}".encode(), f"c:{other.id}".encode()} <= set(fields)
 
 
@@ -569,8 +569,7 @@ def test_what_the_server_lost_is_asked_again_whatever_was_lost(
         server.delete(shard_of_job(session, job).flight(job.digest))
     for job in job_lost:
         shard = shard_of_job(session, job)
-        entry: Any = server.hget(shard.flight(job.digest), "job")
-        server.xdel(shard.stream().key, entry)
+        server.xdel(shard.stream().key, read_flight(server, shard, job)[b"job"])
     for job in there:  # and the notice was lost
         server.set(shard_of_job(session, job).result(job.digest), row_of(job))
     for job in kept:
@@ -591,7 +590,7 @@ def test_what_the_server_lost_is_asked_again_whatever_was_lost(
     digests = {job.digest for mine in waiting(server, session, "interactive") for job in mine}
     assert digests >= {job.digest for job in (*flight_lost, *job_lost, *kept)}
     for job in (*flight_lost, *job_lost):
-        fields: Any = server.hgetall(shard_of_job(session, job).flight(job.digest))
+        fields = read_flight(server, shard_of_job(session, job), job)
         assert f"c:{session.id}".encode() in fields
     assert statistics(session)["queued"] == 9  # each once
 
