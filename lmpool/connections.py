@@ -6,11 +6,14 @@ each command in a retry, also where there is none: half of what a small command 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import redis
 import redis.client
 import redis.exceptions
+
+from lmpool.commands import Values
 
 
 class OneConnectionPool(redis.ConnectionPool):
@@ -53,11 +56,32 @@ class OneConnectionClient(redis.Redis):
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         """Send a command, read its reply. Raises redis-py's exceptions."""
+
+        def read(connection: Any) -> Any:
+            return self.parse_response(connection, args[0], **options)  # type: ignore[no-untyped-call]
+
+        return self._ask(args, read)
+
+    def values(self, keys: Sequence[str], sizes: Sequence[int]) -> Values:
+        """MGET of large values whose sizes are known, received into memory of their own.
+
+        Where one is of another size, or none, all are read in more steps. Raises redis-py's
+        exceptions.
+        """
+
+        def read(connection: Any) -> Any:
+            connection._parser.expect_values(sizes)
+            return connection.read_response()
+
+        found: Values = self._ask(("MGET", *keys), read)
+        return found
+
+    def _ask(self, command: Sequence[Any], read: Callable[[Any], Any]) -> Any:
         pool: Any = self.connection_pool
         connection = pool.get_connection()
         try:
-            connection.send_command(*args)
-            return self.parse_response(connection, args[0], **options)  # type: ignore[no-untyped-call]
+            connection.send_command(*command)
+            return read(connection)
         except redis.exceptions.ResponseError:
             raise  # which was the reply
         except BaseException:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import select
 import ssl
+from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 import redis.exceptions
 import redis.utils
 from redis._parsers import _HiredisParser
 from redis._parsers.hiredis import NOT_ENOUGH_DATA
+
+from lmpool.bulk import receive_values
 
 REPLY_BYTES: Final = 64 << 20
 _USUAL: Final = getattr(redis.utils, "SENTINEL", None)
@@ -29,11 +32,17 @@ class Parser(_HiredisParser):
 
     most: ClassVar[int | None] = None
     """Bytes that a reply may have; None is no bound."""
+    _sizes: Sequence[int] = ()
+
+    def expect_values(self, sizes: Sequence[int]) -> None:
+        """The next reply is, if all is well, an array of values of these sizes."""
+        self._sizes = sizes
 
     def on_connect(self, connection: Any, **options: Any) -> None:
         """A new connection."""
         super().on_connect(connection, **options)  # type: ignore[no-untyped-call]
         self._poll: Any = None
+        self._sizes = ()
         socket: Any = self._sock
         # TLS keeps what it decrypted to itself, and what comes may be its own.
         if hasattr(select, "poll") and not isinstance(socket, ssl.SSLSocket):
@@ -54,8 +63,11 @@ class Parser(_HiredisParser):
         """The next reply."""
         reader: Any = self._reader
         socket: Any = self._sock
+        sizes, self._sizes = self._sizes, ()
         if disable_decoding or reader is None or self._holds_some() or _says_more(options):
             return super().read_response(disable_decoding, **options)  # type: ignore[no-untyped-call]
+        if sizes and (values := receive_values(socket, sizes, reader.feed)) is not None:
+            return values
         response, came, receive = reader.gets(), 0, socket.recv_into
         while response is NOT_ENOUGH_DATA:
             count = receive(self._buffer)

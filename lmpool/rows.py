@@ -109,7 +109,7 @@ _DTYPES: Final[dict[Encoding, str]] = {"f32": "<f4", "bf16": "<u2", "f16": "<f2"
 _F32: Final = np.dtype("<f4")
 
 
-def unpack_row(data: bytes, size: int | None = None) -> EncodedRow:
+def unpack_row(data: bytes | memoryview, size: int | None = None) -> EncodedRow:
     """Read a row without copying its numbers; `size` is the vocabulary size it must have.
 
     Raises `RowFormatError` for another version, a cut or overlong row, or one of another size.
@@ -149,7 +149,7 @@ def unpack_row(data: bytes, size: int | None = None) -> EncodedRow:
 
 
 def _check_length(
-    data: bytes, start: int, entries: int, encoding: str, dtype: np.dtype[Any]
+    data: bytes | memoryview, start: int, entries: int, encoding: str, dtype: np.dtype[Any]
 ) -> None:
     if len(data) != start + entries * dtype.itemsize:
         raise RowFormatError(
@@ -158,9 +158,9 @@ def _check_length(
         )
 
 
-def _bin_header(data: bytes, at: int) -> tuple[int, int]:
+def _bin_header(data: bytes | memoryview, at: int) -> tuple[int, int]:
     """Where a msgpack bin at offset `at` starts, and its length."""
-    kind = data[at : at + 1]
+    kind = bytes(data[at : at + 1])
     width = {b"\xc4": 1, b"\xc5": 2, b"\xc6": 4}.get(kind)
     if width is None or len(data) < at + 1 + width:
         raise RowFormatError("a row without its numbers")

@@ -9,19 +9,23 @@ from typing import Final
 
 import redis.exceptions
 
+from lmpool.commands import Values
 from lmpool.errors import AnswerFormatError, LmpoolError, PromptFailed
 from lmpool.keys import ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.flights import Flight
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.session import Session
+from lmpool.rows import ROW_HEADER_BYTES
 from lmpool.servers import Servers
-from lmpool.wants import Answer, Digest, Want, decode_all
+from lmpool.wants import Answer, Digest, Row, Want, decode_all
 
 logger = logging.getLogger(__name__)
 
-FETCH_BYTES: Final = 8 << 20
+FETCH_BYTES: Final = 2 << 20
 """Answers read by one command."""
+LARGE: Final = 128 << 10
+"""Bytes from which a row is received into memory of its own: less is copied as quickly."""
 SMALLEST: Final = 1 << 10
 """Bytes that any answer counts as at least: a command reads some thousands of them."""
 MAX_TRIES: Final = 5
@@ -41,32 +45,49 @@ class AnswerReader:
         """
         read = 0
         start = f"{shard.prefix}:result:"
-        for part in self._parts(digests):
-            values = self._servers.for_shard(shard).mget([start + d.hex() for d in part])
+        for part, sizes in self._parts(digests):
+            server = self._servers.for_shard(shard)
+            keys = [start + digest.hex() for digest in part]
+            values = server.values(keys, sizes) if sizes else server.mget(keys)
             read += sum(len(value) for value in values if value is not None)
             spoiled = self._hand_out(part, values)
             if spoiled:
                 self._compute_again(shard, spoiled)
         return read
 
-    def _parts(self, digests: Sequence[Digest]) -> Iterator[list[Digest]]:
-        """Those that one command reads: few rows, or many small answers."""
+    def _parts(self, digests: Sequence[Digest]) -> Iterator[tuple[list[Digest], list[int]]]:
+        """Those that one command reads, few rows or many small answers; the sizes of large rows."""
         info, flights = self._session.info, self._session.table.flights
         assert info is not None
+        rows: list[Digest] = []
+        sizes: list[int] = []
         part: list[Digest] = []
         size = 0
         for digest in digests:
             flight = flights.get(digest)
+            takes = SMALLEST
+            if flight is not None:
+                want = flight.job.want
+                takes = max(takes, want.stored_bytes(info))
+                if takes >= LARGE and isinstance(want, Row):
+                    rows.append(digest)
+                    sizes.append(takes + ROW_HEADER_BYTES)
+                    if takes * len(rows) >= FETCH_BYTES:
+                        yield rows, sizes
+                        rows, sizes = [], []
+                    continue
             part.append(digest)
-            size += max(SMALLEST, 0 if flight is None else flight.job.want.stored_bytes(info))
+            size += takes
             if size >= FETCH_BYTES:
-                yield part
+                yield part, []
                 part, size = [], 0
+        if rows:
+            yield rows, sizes
         if part:
-            yield part
+            yield part, []
 
     def _hand_out(
-        self, digests: Sequence[Digest], values: Sequence[bytes | None]
+        self, digests: Sequence[Digest], values: Values
     ) -> dict[Digest, AnswerFormatError]:
         """Give answers to whoever waits. Returns what was refused, and why."""
         session = self._session
@@ -75,7 +96,7 @@ class AnswerReader:
         ended: list[PendingCall] = []
         spoiled: dict[Digest, AnswerFormatError] = {}
         with session.lock:
-            there: list[tuple[Want, Digest, bytes]] = []
+            there: list[tuple[Want, Digest, bytes | memoryview]] = []
             for digest, value in zip(digests, values, strict=True):
                 flight = table.flights.get(digest)
                 if flight is None:
@@ -126,7 +147,7 @@ class AnswerReader:
 
 
 def _decoded(
-    found: Iterable[tuple[Want, Digest, bytes]], info: ModelInfo
+    found: Iterable[tuple[Want, Digest, bytes | memoryview]], info: ModelInfo
 ) -> Iterator[tuple[Want, Digest, Answer | AnswerFormatError]]:
     """Stored answers to wants, those to one want together."""
     for _, group in groupby(found, key=lambda item: id(item[0])):

@@ -89,7 +89,7 @@ class Row(OfPrompt[EncodedRow]):
             raise PromptFailed(NOT_A_NUMBER)
         return pack_logprobs(row.view(np.float32), "f16" if self.encoding == "f16" else "f32")
 
-    def decode(self, data: bytes, info: ModelInfo) -> EncodedRow:
+    def decode(self, data: bytes | memoryview, info: ModelInfo) -> EncodedRow:
         """Read what `encode` wrote. Raises `RowFormatError`."""
         row = unpack_row(data, info.vocab_size)
         # As above. The first of bfloat16's bits is a logit, which its scale was taken from.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import redis
+import redis.exceptions
 
 from lmpool.backends.engine import Outcome
 from lmpool.errors import AnswerFormatError, PromptFailed
@@ -14,6 +16,7 @@ from lmpool.producer import answers as answers_module
 from lmpool.producer.answers import MAX_TRIES, AnswerReader
 from lmpool.producer.session import Session
 from lmpool.rows import pack_logprobs
+from lmpool.server import open_server
 from lmpool.servers import Servers
 from lmpool.wants import Generate, Generation
 from lmpool.wire import Job
@@ -126,6 +129,44 @@ def test_large_answers_are_read_a_few_at_a_time(
     assert sizes == [3, 3, 2]
     assert call.wait(0)
     assert all(is_row_of(job, answer) for job, answer in zip(jobs, call.answers, strict=True))
+
+
+def test_large_rows_are_received_into_memory_of_their_own(
+    session: Session, server: redis.Redis, fake_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The small answers beside them are not, and one that is gone or spoiled keeps none back."""
+    monkeypatch.setattr(answers_module, "SMALLEST", 1)
+    monkeypatch.setattr(answers_module, "LARGE", 4 * VOCAB)
+    monkeypatch.setattr(answers_module, "FETCH_BYTES", 3 * 4 * VOCAB)
+    session.join(info_of(1))
+    connection: Any = open_server(fake_url)
+    received: list[list[int]] = []
+    values = connection.values
+
+    def counted(keys: list[str], sizes: list[int]) -> object:
+        received.append([*sizes])
+        return values(keys, sizes)
+
+    monkeypatch.setattr(connection, "values", counted)
+    jobs = jobs_of(some_prompts(8))
+    want = Generate(3, (), 1.0, 7)
+    small = jobs_of([[1, 2]], want)
+    rows, gone, spoiled = ask(session, jobs[:6]), ask(session, jobs[6:7]), ask(session, jobs[7:])
+    written = ask(session, small)
+    put(server, session, jobs[:6])
+    shard = session.shards[0]
+    server.set(shard.result(jobs[7].digest), b"no row")
+    computed = Outcome(b"", answer=Generation(np.array([4, 5], np.int32), 0, "length"))
+    server.set(shard.result(small[0].digest), want.encode(computed, VOCAB))
+    fetch(AnswerReader(session, Servers(lambda: connection)), session, [*small, *jobs])
+    assert received == [[len(row_of(jobs[0]))] * n for n in (3, 3, 2)]
+    assert all(is_row_of(job, answer) for job, answer in zip(jobs[:6], rows.answers, strict=True))
+    assert isinstance(written.answers[0], Generation)
+    assert not gone.done
+    assert not spoiled.done
+    assert not server.exists(shard.result(jobs[7].digest))
+    assert session.table.statistics.resubmitted == 2
+    connection.connection_pool.disconnect()
 
 
 def test_a_row_larger_than_a_portion_is_read_alone(

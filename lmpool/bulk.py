@@ -1,0 +1,65 @@
+"""Large values received into the memory where they stay.
+
+A reader of replies gathers what comes, and copies a value out of it once it is whole; both copies
+take as long as the reading. Where the sizes of all values are known, so is where each byte of the
+reply belongs, and it is received there. A reply that is another is the usual reader's.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import redis.exceptions
+
+PIECES: Final = 16
+"""Pieces of memory that one read may fill: a socket holds a few values at most."""
+
+
+def receive_values(
+    socket: Any, sizes: Sequence[int], leave: Callable[[bytes], object]
+) -> list[memoryview] | None:
+    """Values of these sizes, as the array of them that is about to come: read-only memory.
+
+    None where the reply is another one: what has come of it was given to `leave`. Raises redis-py's
+    `ConnectionError` where the connection ends, and what the socket raises.
+    """
+    heads = [b"\r\n$%d\r\n" % size for size in sizes]
+    heads[0] = b"*%d%b" % (len(sizes), heads[0])
+    heads.append(b"\r\n")
+    expected = b"".join(heads)
+    came = memoryview(bytearray(len(expected)))
+    # Not bytearrays, which would be filled with zeros first.
+    values = [np.empty(size, np.uint8).data for size in sizes]
+    pieces: list[memoryview] = []
+    end = 0
+    for head, value in zip(heads, [*values, came[:0]], strict=True):
+        start, end = end, end + len(head)
+        pieces += (came[start:end], value)
+    del pieces[-1]
+    scatter: Any = getattr(socket, "recvmsg_into", None)
+    if isinstance(socket, ssl.SSLSocket):
+        scatter = None  # it gives what it decrypted in pieces of its own
+    left = pieces.copy()
+    at = total = known = checked = 0
+    while at < len(pieces):
+        there = left[at : at + PIECES]
+        count = socket.recv_into(there[0]) if scatter is None else scatter(there)[0]
+        if not count:
+            raise redis.exceptions.ConnectionError("Connection closed by server.")
+        total += count
+        while count:
+            size = len(left[at])
+            known += min(count, size) if at % 2 == 0 else 0
+            if count < size:
+                left[at] = left[at][count:]
+                break
+            count -= size
+            at += 1
+        if bytes(came[checked:known]) != expected[checked:known]:  # before more is waited for
+            leave(b"".join(pieces[: at + 1])[:total])
+            return None
+        checked = known
+    return [value.toreadonly() for value in values]

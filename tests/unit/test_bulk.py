@@ -1,0 +1,243 @@
+"""Large values received into memory of their own, from servers that are well and that are not."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import ssl
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import pytest
+import redis
+import redis.exceptions
+
+from lmpool.cluster import ClusterParser, NodeConnection, SlotMap, SlotMoved
+from lmpool.commands import Server
+from lmpool.connections import OneConnectionClient, OneConnectionPool
+from lmpool.server import is_lost, open_server
+from tests.support.certificates import certificates
+
+KEYS = ["a", "b", "c"]
+SIZES = [300, 1, 70_000]
+VALUES = [random.Random(size).randbytes(size) for size in SIZES]
+
+
+def bulk(value: bytes | None) -> bytes:
+    return b"$-1\r\n" if value is None else b"$%d\r\n%b\r\n" % (len(value), value)
+
+
+def array(*replies: bytes) -> bytes:
+    return b"*%d\r\n%b" % (len(replies), b"".join(replies))
+
+
+RIGHT = array(*map(bulk, VALUES))
+
+
+class Scripted:
+    """Answers MGET with these pieces, and all else as a server would; PING with +PONG."""
+
+    def __init__(
+        self, pieces: Sequence[bytes], then: str = "", tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._pieces, self._then, self._tls = pieces, then, tls
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        scheme = "redis" if tls is None else "rediss"
+        self.url = f"{scheme}://127.0.0.1:{self._listener.getsockname()[1]}/0"
+        self.opened = 0
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(10)
+
+    def _accept(self) -> None:
+        try:
+            while True:
+                connection, _ = self._listener.accept()
+                self.opened += 1
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+        except OSError:
+            return
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls is not None:
+            connection = self._tls.wrap_socket(connection, server_side=True)
+        with connection:
+            while asked := connection.recv(1 << 16):
+                if b"MGET" in asked:
+                    for piece in self._pieces:
+                        connection.sendall(piece)
+                    if self._then == "cut":
+                        return
+                else:
+                    # CLIENT SETNAME and the like, each an array.
+                    answer = b"+PONG\r\n" if b"PING" in asked else b"+OK\r\n"
+                    connection.sendall(answer * asked.count(b"\r\n*") + answer)
+
+
+def opened(url: str, **options: Any) -> Iterator[Server]:
+    server = open_server(url, **options)
+    yield server
+    server.close()
+    server.connection_pool.disconnect()
+
+
+def cut_at(reply: bytes, *places: int) -> list[bytes]:
+    ends = sorted({0, *places, len(reply)})
+    return [reply[a:b] for a, b in pairwise(ends)]
+
+
+HEADS = len(RIGHT) - sum(SIZES)
+PIECES = {
+    "at once": [RIGHT],
+    "byte by byte at first": [RIGHT[i : i + 1] for i in range(330)] + [RIGHT[330:]],
+    "byte by byte at last": [RIGHT[:-20], *(RIGHT[i : i + 1] for i in range(-20, -1)), b"\n"],
+    "in odd pieces": [RIGHT[i : i + 997] for i in range(0, len(RIGHT), 997)],
+    "cut before a head": cut_at(RIGHT, 10 + 300),
+}
+
+
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+def test_values_are_received_however_they_come(pieces: list[bytes]) -> None:
+    with Scripted(pieces) as scripted:
+        for server in opened(scripted.url):
+            for _ in range(2):
+                found = server.values(KEYS, SIZES)
+                assert [type(value) for value in found] == [memoryview] * 3  # none was copied
+                assert [*map(bytes, found)] == VALUES  # type: ignore[arg-type]
+                assert all(value.readonly for value in found)  # type: ignore[union-attr]
+            assert server.ping()
+        assert scripted.opened == 1
+
+
+OTHERS = {
+    "one is gone": array(bulk(VALUES[0]), bulk(None), bulk(VALUES[2])),
+    "all are gone": array(*[bulk(None)] * 3),
+    "the first is shorter": array(bulk(b"x"), *map(bulk, VALUES[1:])),
+    "the last is longer": array(*map(bulk, VALUES[:2]), bulk(bytes(70_001))),
+    "one is a number": array(bulk(VALUES[0]), b":7\r\n", bulk(VALUES[2])),
+    "fewer": array(bulk(VALUES[0])),
+    "more": array(*map(bulk, VALUES), bulk(b"d")),
+    "none": b"*-1\r\n",
+    "no array": bulk(VALUES[0]),
+}
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["at once", "in pieces"])
+@pytest.mark.parametrize("reply", OTHERS.values(), ids=OTHERS)
+def test_another_reply_is_read_as_ever(reply: bytes, whole: bool) -> None:
+    pieces = [reply] if whole else cut_at(reply, 1, 3, len(reply) // 2)
+    with Scripted(pieces) as scripted:
+        for server in opened(scripted.url):
+            assert server.values(KEYS, SIZES) == server.mget(KEYS)
+            assert server.ping()
+        assert scripted.opened == 1
+
+
+def test_a_refusal_is_raised() -> None:
+    with Scripted([b"-NOPERM this user", b" may not\r\n"]) as scripted:
+        for server in opened(scripted.url):
+            with pytest.raises(redis.exceptions.NoPermissionError, match="may not"):
+                server.values(KEYS, SIZES)
+            assert server.ping()
+        assert scripted.opened == 1
+
+
+def test_a_node_of_a_cluster_says_who_serves_the_slot() -> None:
+    with Scripted([b"-MOVED 7 ", b"127.0.0.1:1\r\n"]) as scripted:
+        slots = SlotMap([("127.0.0.1", 1)], lambda address, within: [])
+        address = urlsplit(scripted.url)
+        pool = OneConnectionPool(
+            connection_class=NodeConnection, host=address.hostname, port=address.port,
+            slots=slots, parser_class=ClusterParser, protocol=2,
+        )  # fmt: skip
+        node = OneConnectionClient(connection_pool=pool)
+        with pytest.raises(SlotMoved):
+            node.values(KEYS, SIZES)
+        assert slots.known_owner(7) == ("127.0.0.1", 1)
+        pool.disconnect()
+
+
+@pytest.mark.parametrize("end", [0, 1, 8, 200, 312, 400, len(RIGHT) - 2, len(RIGHT) - 1])
+@pytest.mark.parametrize("then", ["cut", "silent"])
+def test_a_reply_that_ends_early_is_a_lost_connection(end: int, then: str) -> None:
+    with Scripted([RIGHT[:end]], then) as scripted:
+        for server in opened(scripted.url, answers_within=0.2):
+            with pytest.raises(redis.exceptions.RedisError) as lost:
+                server.values(KEYS, SIZES)
+            assert is_lost(lost.value)
+            assert server.ping()
+        assert scripted.opened == 2  # nothing of the old one answers
+
+
+def test_a_value_that_is_longer_than_it_was_said_to_be_ends_the_connection() -> None:
+    lie = RIGHT.replace(VALUES[1], VALUES[1] + b"y", 1)
+    with Scripted([lie]) as scripted:
+        for server in opened(scripted.url):
+            with pytest.raises(redis.exceptions.RedisError) as lost:
+                server.values(KEYS, SIZES)
+            assert is_lost(lost.value)
+            assert server.ping()
+        assert scripted.opened == 2
+
+
+@pytest.mark.parametrize("more", [b":7\r\n", RIGHT])
+def test_what_nobody_asked_for_is_no_answer(more: bytes) -> None:
+    with Scripted([RIGHT + more]) as scripted:
+        for server in opened(scripted.url):
+            assert [*map(bytes, server.values(KEYS, SIZES))] == VALUES  # type: ignore[arg-type]
+            assert server.ping() is True
+        assert scripted.opened == 2
+
+
+def test_what_is_expected_of_one_connection_is_not_of_the_next() -> None:
+    """The reply was never read: the next command's is another."""
+    with Scripted([RIGHT]) as scripted:
+        for server in opened(scripted.url):
+            connection: Any = server.connection_pool.get_connection()
+            connection._parser.expect_values([5])
+            connection.disconnect()
+            assert server.ping()
+
+
+@pytest.mark.parametrize("end", [len(RIGHT), 30_000], ids=["whole", "cut"])
+def test_tls(end: int, tmp_path: Path) -> None:
+    """Whose sockets give records of 16 KiB, into one place at a time."""
+    made = certificates(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(made["tls_cert_file"], made["tls_key_file"])
+    whole = end == len(RIGHT)
+    with Scripted([RIGHT[:end]], "" if whole else "cut", context) as scripted:
+        for server in opened(f"{scripted.url}?ssl_ca_certs={made['tls_ca_cert_file']}"):
+            for _ in range(2):
+                if whole:
+                    assert [*map(bytes, server.values(KEYS, SIZES))] == VALUES  # type: ignore[arg-type]
+                else:
+                    with pytest.raises(redis.exceptions.ConnectionError):
+                        server.values(KEYS, SIZES)
+        assert scripted.opened == (1 if whole else 2)
+
+
+def test_a_real_servers_values(any_server: str, redis_client: redis.Redis, pool_name: str) -> None:
+    keys = [f"{{{pool_name}}}:{i}" for i in range(12)]
+    values = [os.urandom(1 << 18) for _ in keys]
+    for server in opened(any_server):
+        for key, value in zip(keys, values, strict=True):
+            redis_client.set(key, value)
+        found = server.values(keys, [1 << 18] * 12)
+        assert [*map(bytes, found)] == values  # type: ignore[arg-type]
+        redis_client.delete(keys[7])
+        assert server.values(keys, [1 << 18] * 12) == [*values[:7], None, *values[8:]]
+    redis_client.delete(*keys)
