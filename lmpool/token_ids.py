@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import marshal
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Final, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +88,42 @@ def packed(ids: Sequence[int], vocab_size: int, what: str = "") -> bytes:
     if sys.byteorder != "little":
         found.byteswap()
     return found.tobytes()
+
+
+_ITEM: Final = np.dtype([("kind", "u1"), ("value", "<u4")])
+"""Python's own form of a small integer, and of the beginning of a list or tuple."""
+_INTEGER: Final = ord("i")
+
+
+def packed_all(prompts: Sequence[TokenIds], vocab_size: int, max_tokens: int) -> list[bytes] | None:
+    """Prompts as `packed` gives each, if all are lists or tuples of 1 to `max_tokens` plain
+    integers in ``[0, vocab_size)``; None where one is another, or may not be: each is asked alone.
+
+    `marshal` writes them all, and they are looked at together. Every item, and the beginning of
+    every list, is a byte that says its kind and four of its value: the first that is another is
+    seen where it begins, whatever stands in it, as all before it are of one size.
+    """
+    if not prompts or not set(map(type, prompts)) <= {list, tuple}:
+        return None
+    lists: Any = prompts
+    sizes = np.array(list(map(len, lists)))
+    if sizes.min() < 1 or sizes.max() > max_tokens:
+        return None
+    try:
+        items = np.frombuffer(marshal.dumps(lists, 2), _ITEM)
+    except ValueError:  # an item without such a form, or of another size
+        return None
+    begins = np.cumsum(sizes + 1) - sizes
+    if items.size != 1 + len(prompts) + sizes.sum():
+        return None
+    is_integer = np.ones(items.size, bool)
+    is_integer[0] = is_integer[begins] = False
+    ids = items["value"][is_integer]
+    if (items["kind"][is_integer] != _INTEGER).any() or ids.max() >= vocab_size:
+        return None
+    data = ids.tobytes()
+    ends = (4 * np.cumsum(sizes)).tolist()
+    return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _as_array(token_ids: Any) -> npt.NDArray[Any] | None:

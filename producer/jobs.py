@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from lmpool.checks import as_integer, quoted
 from lmpool.errors import PromptError
 from lmpool.model_info import ModelInfo
 from lmpool.producer.asks import ASKS_MOST
 from lmpool.producer.prompts import prompt_bytes, several
-from lmpool.token_ids import TokenIds, listed
+from lmpool.token_ids import TokenIds, listed, packed_all
 from lmpool.wants import Digest, Digester, Row, Want
 from lmpool.wire import Job
+
+TOGETHER: Final = 32
+"""Prompts that take longer one by one than together."""
 
 
 class JobMaker:
@@ -47,12 +51,7 @@ class JobMaker:
 
         An error names the prompt by its place.
         """
-        packed = []
-        for number, prompt in enumerate(several(prompts)):
-            try:
-                packed.append(self._tokens(prompt, want))
-            except PromptError as error:
-                raise PromptError(f"prompt {number}: {error}").of(number) from None
+        packed = self._all_tokens(prompts, want)
         if want.repeats:
             digests = self._digester.digests(want, packed, adapter)
             return [
@@ -82,6 +81,25 @@ class JobMaker:
         parts = [tokens[: 4 * end] for end in ends]
         digests = self._digester.digests(want, parts, adapter)
         return [Job(want, d, part, adapter) for d, part in zip(digests, parts, strict=True)]
+
+    def _all_tokens(self, prompts: Sequence[TokenIds], want: Want) -> list[bytes]:
+        """Prompts of which this may be asked. Raises `PromptError`, which names the first that is
+        none."""
+        given = several(prompts)
+        if isinstance(given, (list, tuple)) and len(given) >= TOGETHER:
+            longest = want.longest_prompt(self._info.max_prompt_tokens)
+            together = packed_all(given, self._info.vocab_size, longest)
+            if together is not None:
+                lengths = {len(tokens) // 4 for tokens in together}
+                if not any(map(want.misfit_prompt, lengths)):
+                    return together
+        packed = []
+        for number, prompt in enumerate(given):
+            try:
+                packed.append(self._tokens(prompt, want))
+            except PromptError as error:
+                raise PromptError(f"prompt {number}: {error}").of(number) from None
+        return packed
 
     def _tokens(self, prompt: TokenIds, want: Want) -> bytes:
         """A prompt of which this may be asked. Raises `PromptError`."""

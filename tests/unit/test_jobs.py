@@ -9,8 +9,8 @@ import pytest
 
 from lmpool.errors import PromptError
 from lmpool.model_info import ModelInfo
-from lmpool.producer.jobs import JobMaker
-from lmpool.wants import Digester, Generate, Row, Want
+from lmpool.producer.jobs import TOGETHER, JobMaker
+from lmpool.wants import Digester, Generate, Row, Score, Want
 from lmpool.wire import Job, pack_job, unpack_job
 
 INFO = ModelInfo(
@@ -80,6 +80,25 @@ def test_many_prompts_are_many_jobs_in_their_order() -> None:
     assert [job.token_ids().tolist() for job in jobs] == prompts
     assert jobs == [MAKER.one(prompt, Row("f32"), "a@77") for prompt in prompts]
     assert MAKER.many([], Row("f32"), None) == []
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+def test_a_large_batch_is_asked_as_each_prompt_alone(kind: Any) -> None:
+    prompts = [kind([number % 300, *range(number % 7)]) for number in range(2 * TOGETHER)]
+    wants: list[Want] = [MAKER.check(Row()), MAKER.check(Score(1))]
+    for want in wants:
+        given = prompts if isinstance(want, Row) else [kind([1, *ids]) for ids in prompts]
+        alone = [MAKER.one(prompt, want, "a@77") for prompt in given]
+        assert MAKER.many(given, want, "a@77") == alone
+
+
+@pytest.mark.parametrize("bad", [[], [1] * 10, [300], [-1], [True], ["a"], "abc", None, [1]])
+def test_an_error_in_a_large_batch_names_the_prompt(bad: Any) -> None:
+    prompts = [[1, 2]] * 2 * TOGETHER
+    prompts[TOGETHER + 3] = bad
+    with pytest.raises(PromptError, match=f"^prompt {TOGETHER + 3}: ") as raised:
+        MAKER.many(prompts, MAKER.check(Score(1)), None)
+    assert raised.value.index == TOGETHER + 3
 
 
 def test_an_error_in_a_batch_names_the_prompt() -> None:

@@ -4,6 +4,7 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -247,3 +248,48 @@ def test_anything_is_packed_or_refused(token_ids: Any) -> None:
         assert str(refused)  # noqa: PT017
         return
     assert [int(token) for token in token_ids] == np.frombuffer(packed, "<u4").tolist()
+
+
+PLAIN = st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=LONGEST), min_size=1)
+STRANGE = st.one_of(
+    st.sampled_from(
+        [True, False, None, -1, VOCAB_SIZE, 2**31, 2**32 + 1, -(2**31), 2**70, 1.0, 1j]
+    ),
+    st.sampled_from(
+        [..., "a", b"abcd", b"abcdefgh", [], [1], (1,), {1: 2}, {1}, frozenset({1}), int]
+    ),
+    st.sampled_from([np.int64(1), np.uint8(1), np.array([1, 2], np.int32), IntEnum("Id", "A").A]),
+)
+
+
+@given(prompts=PLAIN, kind=st.sampled_from([list, tuple]))
+def test_plain_prompts_are_packed_together(prompts: list[list[int]], kind: type) -> None:
+    given = [kind(ids) for ids in prompts]
+    expected = [check(ids) for ids in prompts]
+    assert token_ids.packed_all(given, VOCAB_SIZE, LONGEST) == expected
+    assert token_ids.packed_all(tuple(given), VOCAB_SIZE, LONGEST) == expected
+
+
+@given(ids=st.lists(STRANGE, min_size=1), place=st.integers(0, 2), start=st.integers(0, 2))
+def test_ids_that_are_no_plain_ones_are_not_packed_together(
+    ids: list[Any], place: int, start: int
+) -> None:
+    prompts: list[Any] = [[1, 2], [3, 4], [5, 6]]
+    prompts[place][start:start] = ids
+    assert token_ids.packed_all(prompts, VOCAB_SIZE, 100) is None
+
+
+@given(strange=STRANGE, place=st.integers(0, 3))
+def test_prompts_that_are_no_plain_ones_are_not_packed_together(strange: Any, place: int) -> None:
+    prompts: list[Any] = [[1, 2], [3, 4], [5, 6]]
+    prompts.insert(place, strange)
+    together = token_ids.packed_all(prompts, VOCAB_SIZE, LONGEST)
+    if type(strange) in (list, tuple) and strange:
+        assert together == [check(ids) for ids in prompts]
+    else:
+        assert together is None
+
+
+@pytest.mark.parametrize("prompts", [[], [[]], [[1], []], [[1] * (LONGEST + 1)]])
+def test_prompts_that_may_not_be_are_not_packed_together(prompts: Any) -> None:
+    assert token_ids.packed_all(prompts, VOCAB_SIZE, LONGEST) is None
