@@ -54,6 +54,10 @@ class SlotLost(redis.exceptions.ConnectionError):
     """The node serves the slot no longer, and does not say who does."""
 
 
+REFUSALS: Final = (redis.exceptions.ResponseError, SlotMoved, SlotMigrating, SlotLost)
+"""What a node that is there answers instead of what was asked."""
+
+
 def slot_error(text: str) -> redis.exceptions.ConnectionError | None:
     """What a node's refusal says of a slot; None where it is about something else."""
     if text.startswith("MOVED "):

@@ -6,13 +6,15 @@ import logging
 import random
 import select
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar, cast
 
 import redis.exceptions
 
 from lmpool.address import Address, Cluster, in_url
 from lmpool.cluster import (
+    REFUSALS,
     BoundedClusterParser,
     ClusterParser,
     NodeConnection,
@@ -20,11 +22,11 @@ from lmpool.cluster import (
     TLSNodeConnection,
     slot_map,
 )
-from lmpool.commands import Server
-from lmpool.connections import OneConnectionClient, OneConnectionPool
+from lmpool.commands import Pipeline, Server
+from lmpool.connections import OneConnectionClient, OneConnectionPool, OwnWordsPipeline
 from lmpool.keys import ShardKeys
 from lmpool.server import connection_options, is_full, is_lost
-from lmpool.servers import Servers
+from lmpool.servers import Servers, accepted, gathered
 from lmpool.slots import slot_of
 
 logger = logging.getLogger(__name__)
@@ -236,6 +238,61 @@ class ClusterServers(Servers):
         for shard in shards:
             self._lost.pop(shard.prefix, None)
         return found
+
+    def together(
+        self,
+        asks: Mapping[ShardKeys, Callable[[Pipeline], object]],
+        lost: Callable[[ShardKeys, Exception], None] | None = None,
+    ) -> dict[ShardKeys, list[Any]]:
+        found: dict[ShardKeys, list[Any]] = {}
+        sent: list[tuple[OwnWordsPipeline, list[ShardKeys], list[slice]]] = []
+        try:
+            for server, some in self._there([*asks], lost):
+                pipeline, places = gathered(server, [asks[shard] for shard in some])
+                own = cast(OwnWordsPipeline, pipeline)
+                with self._losing(some, lost):
+                    own.send()
+                    sent.append((own, some, places))
+            while sent:
+                own, some, places = sent.pop(0)
+                answers: list[Any] = []
+                with self._losing(some, lost):
+                    answers = own.answers(REFUSALS)
+                for shard, place in zip(some, places if answers else (), strict=False):
+                    with self._losing([shard], lost):
+                        found[shard] = accepted(answers[place])
+                        self._lost.pop(shard.prefix, None)
+        finally:
+            for own, *_ in sent:
+                own.drop()
+        return found
+
+    def _there(
+        self,
+        shards: Sequence[ShardKeys],
+        lost: Callable[[ShardKeys, Exception], None] | None,
+    ) -> list[tuple[Server, list[ShardKeys]]]:
+        """Those that are not away, by the connection that they are reached by."""
+        found: dict[int, tuple[Server, list[ShardKeys]]] = {}
+        for shard in shards:
+            if not self.is_away(shard):
+                with self._losing([shard], lost):
+                    server = self.for_shard(shard)
+                    found.setdefault(id(server), (server, []))[1].append(shard)
+        return list(found.values())
+
+    @contextmanager
+    def _losing(
+        self,
+        shards: Sequence[ShardKeys],
+        lost: Callable[[ShardKeys, Exception], None] | None,
+    ) -> Iterator[None]:
+        """What goes wrong is noted of these shards."""
+        try:
+            yield
+        except (redis.exceptions.RedisError, OSError) as error:
+            for shard in shards:
+                self._note_lost(shard, error, lost)
 
     def under_way(self, shard: ShardKeys) -> bool:
         """Whether a blocking read of this shard has yet to be answered."""

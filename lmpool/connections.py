@@ -108,3 +108,40 @@ class OwnWordsPipeline(redis.client.Pipeline):
 
     def annotate_exception(self, exception: Exception, number: int, command: object) -> None:
         """Leave it as it is."""
+
+    def send(self) -> None:
+        """Send the commands, and leave what is answered for `answers`: meanwhile the connection
+        serves for nothing else. Raises redis-py's exceptions."""
+        connection = self.connection_pool.get_connection()
+        commands = [command for command, _ in self.command_stack]
+        try:
+            connection.send_packed_command(connection.pack_commands(commands))
+        except BaseException:
+            connection.disconnect()
+            raise
+
+    def answers(self, refusals: tuple[type[Exception], ...]) -> list[Any]:
+        """What is answered to what was sent, refusals of these kinds among it.
+
+        Raises redis-py's exceptions where anything else comes: then nothing more is read.
+        """
+        pool: Any = self.connection_pool
+        found: list[Any] = []
+        try:
+            for (name, *_), options in self.command_stack:
+                try:
+                    answer = pool._one.read_response(disconnect_on_error=False)
+                except refusals as error:
+                    found.append(error)
+                else:
+                    options.pop("keys", None)  # for redis-py's own cache
+                    read = self.response_callbacks.get(name)
+                    found.append(answer if read is None else read(answer, **options))
+        except BaseException:
+            self.drop()
+            raise
+        return found
+
+    def drop(self) -> None:
+        """Read no answers; their connection is of no further use."""
+        self.connection_pool.disconnect()

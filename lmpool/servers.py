@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any, ClassVar, Final, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, TypeVar
 import redis.exceptions
 
 from lmpool.address import Address, is_cluster
-from lmpool.commands import Server
+from lmpool.commands import Pipeline, Server
 from lmpool.errors import LmpoolError
 from lmpool.keys import ShardKeys
 from lmpool.primary_pool import PrimaryPool
@@ -25,6 +25,27 @@ T = TypeVar("T")
 
 NONSENSE_MOST: Final = 5
 """Answers in succession that may make no sense."""
+
+
+def gathered(
+    server: Server, asks: Sequence[Callable[[Pipeline], object]]
+) -> tuple[Pipeline, list[slice]]:
+    """The commands of all of them in one pipeline, and where the answers to each are."""
+    pipeline = server.pipeline(transaction=False)
+    places: list[slice] = []
+    for ask in asks:
+        began = len(pipeline)
+        ask(pipeline)
+        places.append(slice(began, len(pipeline)))
+    return pipeline, places
+
+
+def accepted(answers: list[Any]) -> list[Any]:
+    """The answers. Raises the first error that is not about a script which the server forgot."""
+    for answer in answers:
+        if isinstance(answer, Exception) and not isinstance(answer, redis.exceptions.NoScriptError):
+            raise answer
+    return answers
 
 
 class _Step:
@@ -180,6 +201,25 @@ class Servers:
         are not kept waiting. Raises redis-py's exceptions.
         """
         return do(self.for_shard(shards[0]))
+
+    def together(
+        self,
+        asks: Mapping[ShardKeys, Callable[[Pipeline], object]],
+        lost: Callable[[ShardKeys, Exception], None] | None = None,
+    ) -> dict[ShardKeys, list[Any]]:
+        """What is answered to the commands that each of `asks` puts into a pipeline, by shard: all
+        of them are waited for once, wherever the shards lie.
+
+        Of the servers' refusals a script's that is not known is among the answers. As with `apart`
+        the others are raised, or `lost` is told, and that shard's answers are left out.
+        """
+        found: dict[ShardKeys, list[Any]] = {}
+        for server, some in self.by_connection([*asks]):
+            pipeline, places = gathered(server, [asks[shard] for shard in some])
+            answers = pipeline.execute(raise_on_error=False)
+            for shard, place in zip(some, places, strict=True):
+                found[shard] = accepted(answers[place])
+        return found
 
     def may_return(self) -> bool:
         """Whether a server that is away was there, and others are that may take its place."""

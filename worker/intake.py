@@ -12,9 +12,8 @@ from typing import Final, TypeAlias
 
 import redis.exceptions
 
-from lmpool.affinity import Waiting
 from lmpool.clock import to_ms
-from lmpool.commands import Fields, Server, Value
+from lmpool.commands import Fields, Pipeline, Server, Value
 from lmpool.errors import JobFormatError
 from lmpool.keys import (
     COUNTERS_TTL_MS,
@@ -38,7 +37,7 @@ from lmpool.worker.dead_letters import DEAD_MOST, DeadLetters
 from lmpool.worker.holding import streams_held
 from lmpool.worker.homes import Homes
 from lmpool.worker.status import WorkerStatus
-from lmpool.worker.stealing import FOLLOW_MOST, Entry, Thief, read_counts
+from lmpool.worker.stealing import FOLLOW_MOST, Entry, Thief, look, read_counts, steal
 
 logger = logging.getLogger(__name__)
 
@@ -275,15 +274,13 @@ class Intake:
                     script("release")(server, keys, [shard.prefix, GROUP, shard.lanes, *jobs])
                 if entries:
                     self._last[stream.key] = entries[-1][0].decode()
-        for shard in begun:
-            thief = self._thieves.get(shard.wake)
-            if thief is not None and thief.is_called:
-                thief.pass_on(self._servers.for_shard(shard))
+        self._pass_on(
+            thief for thief in self._thieves.values() if thief.is_called and thief.shard in begun
+        )
 
     def _pass_on(self, called: Iterable[Thief]) -> None:
         """Others are to look for waiting lanes, while the engine is at work for longer."""
-        for thief in called:
-            self._servers.apart([thief.shard], thief.pass_on, self._note_lost)
+        look(self._servers, called, "pass", self._note_lost)
 
     def _poll_seconds(self) -> float:
         due = self._batcher.due_in()
@@ -325,9 +322,8 @@ class Intake:
         # For a job of each; who waits is known where several lanes are in use.
         too_many = len(own) > 2 * room and all(map(self._homes.has_several, sure))
         if too_many:
-            for found in self._read_few(sure, rooms):
-                taken += found
-                yield found
+            taken += self._read_few(sure, rooms)
+            yield [*taken]
         if not too_many or (block is not None and not taken):
             # COUNT holds for each stream: with several each gives its share.
             limit = min(self._most, -(-2 * room // max(1, len(own))))
@@ -339,15 +335,7 @@ class Intake:
                 taken += found
                 yield found
         self._status.own_jobs += sum(len(entries) for _, entries in taken)
-        for shard in sure:
-            idle = block is not None
-            if self._thieves:
-                more = partial(self._read_more, shard, rooms, taken, limit, idle)
-            elif idle and servers.fails_apart and _full(shard, taken, limit):
-                more = partial(self._read_rest, shard, rooms, taken, limit)
-            else:
-                continue
-            found = servers.apart([shard], more, self._note_lost) or []
+        for found in self._read_more(sure, rooms, taken, limit, idle=block is not None):
             taken += found
             yield found
 
@@ -377,11 +365,9 @@ class Intake:
         if begun:
             for _, raw in servers.read(begun, _ask_nothing, 0.0, self._note_lost):
                 yield self._by_stream(raw)
-        for some in servers.read_together([shard for shard in shards if shard not in begun]):
-            keys = [stream.key for stream in self._own(some, rooms)]
-            if keys:
-                read = partial(self._read_new, None, keys=keys, count=count)
-                yield self._by_stream(servers.apart(some, read, self._note_lost))
+        rest = servers.read_together([shard for shard in shards if shard not in begun])
+        keys = {some[0]: [stream.key for stream in self._own(some, rooms)] for some in rest}
+        yield self._read_new_of({shard: some for shard, some in keys.items() if some}, count)
 
     def _own(self, shards: Iterable[ShardKeys], rooms: Mapping[Priority, int]) -> list[JobStream]:
         """The streams of this worker's lanes that there is room for jobs of."""
@@ -392,80 +378,71 @@ class Intake:
             if rooms["batch"] or stream.priority == "interactive"
         ]
 
-    def _read_few(
-        self, shards: Sequence[ShardKeys], rooms: Mapping[Priority, int]
-    ) -> Iterator[_Found]:
+    def _read_few(self, shards: Sequence[ShardKeys], rooms: Mapping[Priority, int]) -> _Found:
         """Of this worker's waiting lanes as much as there is room for, the oldest of all shards
         first."""
-        apart, left = self._servers.apart, dict(rooms)
-        waiting: list[tuple[JobStream, Waiting]] = []
-        for shard in shards:
-            own = {stream.key for stream in self._homes.read(shard)}
-            found = apart([shard], self._thieves[shard.wake].waiting, self._note_lost) or []
-            waiting += [each for each in found if each[0].key in own]
-        counts: dict[ShardKeys, list[tuple[JobStream, int]]] = {}
+        left, own = dict(rooms), {stream.key for stream in self._own(shards, rooms)}
+        thieves = [self._thieves[shard.wake] for shard in shards]
+        waiting = look(self._servers, thieves, "list", self._note_lost)
+        counts: list[tuple[JobStream, int]] = []
         for stream, lane in sorted(waiting, key=lambda each: -each[1].since):
-            count = min(left[stream.priority], lane.jobs)
+            count = min(left[stream.priority], lane.jobs) if stream.key in own else 0
             if count > 0:
                 left[stream.priority] -= count
-                counts.setdefault(stream.shard, []).append((stream, count))
-        for shard, mine in counts.items():
-            read = partial(read_counts, consumer=self._consumer, counts=mine)
-            yield apart([shard], read, self._note_lost) or []
+                counts.append((stream, count))
+        return read_counts(self._servers, self._consumer, counts, self._note_lost)
 
     def _read_more(
         self,
-        shard: ShardKeys,
+        shards: Sequence[ShardKeys],
         rooms: Mapping[Priority, int],
         taken: _Found,
         limit: int,
         idle: bool,
-        server: Server,
-    ) -> _Found:
+    ) -> Iterator[_Found]:
         """What there is still room for: more of lanes that gave their share, and what others' lanes
-        have that waits too long."""
-        found = self._read_beside(shard, rooms, taken, server) if idle else []
-        found += self._read_rest(shard, rooms, [*taken, *found], limit, server)
+        have that waits too long. `taken` is what came until then, and each that is yielded."""
+        thieves = [self._thieves[shard.wake] for shard in shards if shard.wake in self._thieves]
+        if idle and thieves:
+            yield self._count_own(self._read_beside(shards, rooms, taken))
+        if thieves or (idle and self._servers.fails_apart):
+            yield self._count_own(self._read_rest(rooms, taken, limit))
+        due = [thief for thief in thieves if thief.due_in(idle) == 0]
+        if due and (left := _left(rooms, taken))["interactive"] > 0:
+            found = steal(self._servers, due, left, self._note_lost)
+            self._status.stole(found)
+            yield found
+        called = [thief for thief in thieves if thief.is_called]
+        if called and taken and not 0 < self._status.batch_seconds < FOLLOW_MOST:
+            self._pass_on(called)  # else it is idle again before another one would look
+
+    def _count_own(self, found: _Found) -> _Found:
         self._status.own_jobs += sum(len(entries) for _, entries in found)
-        left = _left(rooms, [*taken, *found])
-        thief = self._thieves[shard.wake]
-        has_work = bool(taken or found)
-        if thief.due_in(idle) == 0 and left["interactive"] > 0:
-            found += thief.steal(server, left)
-        batch = self._status.batch_seconds
-        if thief.is_called and (has_work or found) and not 0 < batch < FOLLOW_MOST:
-            thief.pass_on(server)  # else it is idle again before another one would look
         return found
 
     def _read_beside(
-        self, shard: ShardKeys, rooms: Mapping[Priority, int], taken: _Found, server: Server
+        self, shards: Sequence[ShardKeys], rooms: Mapping[Priority, int], taken: _Found
     ) -> _Found:
         """What came to other lanes together with what a blocked read brought: servers before 7.2
         answer it of one stream. A job that came alone gets no company from a call of its own."""
-        brought = {stream: len(entries) for stream, entries in taken if stream.shard is shard}
         left = _left(rooms, taken)
-        if len(brought) != 1 or sum(brought.values()) < 2:
-            return []
-        others = [stream for stream in self._own([shard], left) if stream not in brought]
-        if not len(PRIORITIES) <= len(others) <= 2 * left["interactive"]:
-            return []  # one of each is more than there is room for
-        count = min(self._most, -(-2 * left["interactive"] // len(others)))
-        return self._by_stream(self._read_new(None, server, [s.key for s in others], count))
+        room, beside = 2 * left["interactive"], dict[ShardKeys, list[str]]()
+        for shard in shards:
+            brought = {stream: len(entries) for stream, entries in taken if stream.shard is shard}
+            if len(brought) == 1 and sum(brought.values()) >= 2:
+                keys = [stream.key for stream in self._own([shard], left) if stream not in brought]
+                # One of each is no more than there is room for.
+                if len(PRIORITIES) <= len(keys) <= room - sum(map(len, beside.values())):
+                    beside[shard] = keys
+        count = min(self._most, -(-room // max(1, sum(map(len, beside.values())))))
+        return self._read_new_of(beside, count)
 
-    def _read_rest(
-        self,
-        shard: ShardKeys,
-        rooms: Mapping[Priority, int],
-        taken: _Found,
-        limit: int,
-        server: Server,
-    ) -> _Found:
-        """More of a shard's lanes that gave their share, as far as there is room."""
-        full, left = _full(shard, taken, limit), _left(rooms, taken)["interactive"]
-        if not full or left <= 0:
-            return []
-        share = -(-left // len(full))
-        return read_counts(server, self._consumer, [(stream, share) for stream in full])
+    def _read_rest(self, rooms: Mapping[Priority, int], taken: _Found, limit: int) -> _Found:
+        """More of lanes that gave their share, as far as there is room."""
+        left = _left(rooms, taken)["interactive"]
+        full = [stream for stream, entries in taken if len(entries) >= limit] if left > 0 else []
+        counts = [(stream, -(-left // len(full))) for stream in full]
+        return read_counts(self._servers, self._consumer, counts, self._note_lost)
 
     def _reads_again(self, rooms: Mapping[Priority, int]) -> Iterator[_Found]:
         """What is ours beyond the last entry that arrived, of shards whose read failed."""
@@ -500,6 +477,22 @@ class Intake:
         wanted = dict.fromkeys(keys, ">")
         return server.xreadgroup(GROUP, self._consumer, wanted, count=count, block=block)
 
+    def _read_new_of(self, keys: Mapping[ShardKeys, Sequence[str]], count: int) -> _Found:
+        """The same of several reads, each of keys that lie where that shard does."""
+
+        def ask(some: Sequence[str], pipeline: Pipeline) -> None:
+            pipeline.xreadgroup(GROUP, self._consumer, dict.fromkeys(some, ">"), count=count)
+
+        found: list[_Raw] = []
+        if len(keys) == 1:  # which costs less by itself
+            for shard, some in keys.items():
+                read = partial(self._read_new, None, keys=some, count=count)
+                found.append(self._servers.apart([shard], read, self._note_lost))
+        else:
+            asks = {shard: partial(ask, some) for shard, some in keys.items()}
+            found += [raw for (raw,) in self._servers.together(asks, self._note_lost).values()]
+        return [each for raw in found for each in self._by_stream(raw)]
+
     def _read_again(self, server: Server, wanted: Sequence[JobStream], count: int) -> _Found:
         """What is ours of each stream, beyond the last entry that arrived."""
         found: _Found = []
@@ -532,11 +525,6 @@ class Intake:
         """Or the stream itself, or what is in its place is none."""
         signs = ("NOGROUP", "WRONGTYPE", "UNBLOCKED")
         return isinstance(error, redis.exceptions.ResponseError) and str(error).startswith(signs)
-
-
-def _full(shard: ShardKeys, taken: _Found, limit: int) -> list[JobStream]:
-    """The streams of a shard that gave as much as they might."""
-    return [stream for stream, got in taken if len(got) >= limit and stream.shard is shard]
 
 
 def _left(rooms: Mapping[Priority, int], taken: _Found) -> dict[Priority, int]:

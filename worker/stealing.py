@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Literal, TypeAlias
+
+import redis.exceptions
 
 from lmpool.affinity import Waiting, steals
-from lmpool.commands import Fields, Server, Value
+from lmpool.commands import Fields, Pipeline, Server, Value
 from lmpool.keys import GROUP, JobStream, Priority, ShardKeys
 from lmpool.scripts import script
+from lmpool.servers import Servers
 from lmpool.worker.homes import Homes
 from lmpool.worker.status import WorkerStatus
 
@@ -27,10 +31,13 @@ READ_MOST: Final = 64
 """Lanes that are read together."""
 
 Entry = tuple[bytes, Fields | None]
+Lost: TypeAlias = Callable[[ShardKeys, Exception], None]
+Does: TypeAlias = Literal["on", "end", "pass", "list"]
+"""See `waiting.lua`."""
 
 
 class Thief:
-    """Looks at the waiting lanes of one shard. Owned by the intake's thread.
+    """What a worker knows of the waiting lanes of one shard. Owned by the intake's thread.
 
     An idle worker is called over a stream that all of them wait at: one of them gets the call,
     looks again when the lane is anyone's, and calls the next one when it leaves some.
@@ -38,8 +45,8 @@ class Thief:
 
     def __init__(self, shard: ShardKeys, homes: Homes, consumer: str, status: WorkerStatus) -> None:
         self.shard = shard
-        self._homes = homes
-        self._consumer = consumer
+        self.homes = homes
+        self.consumer = consumer
         self._status = status
         self._calls: list[bytes] = []
         """Those that this worker follows."""
@@ -65,42 +72,47 @@ class Thief:
 
     def due_in(self, idle: bool) -> float:
         """Seconds until the next look: 0 when it is due."""
-        idle = idle or not self._homes.has_others(self.shard)
+        idle = idle or not self.homes.has_others(self.shard)
         usual = self._looked + (IDLE_LOOK if idle else BUSY_LOOK)
         return max(0.0, min(self._due, usual) - time.monotonic())
 
-    def pass_on(self, server: Server) -> None:
-        """Let another follow the calls that came: this worker has jobs of its own."""
-        self._look(server, self._status.patience(), "pass")
+    @property
+    def seeks(self) -> Does:
+        """How it looks for something to take."""
+        return "end" if self._vain >= VAIN_MOST else "on"
 
-    def steal(
-        self, server: Server, rooms: dict[Priority, int]
-    ) -> list[tuple[JobStream, Sequence[Entry]]]:
-        """Jobs of others' lanes, no more of each priority than there is room."""
-        own = {stream.key for stream in self._homes.read(self.shard)}
-        waiting = [
-            (stream, lane)
-            for stream, lane in self._look(
-                server, self._status.patience(), "end" if self._vain >= VAIN_MOST else "on"
-            )
-            if stream.key not in own
-        ]
-        chosen: list[tuple[JobStream, int]] = []
-        for priority, room in rooms.items():
-            of_it = {lane: stream for stream, lane in waiting if stream.priority == priority}
-            chosen += [(of_it[lane], n) for lane, n in steals(of_it, room, 0.0)]
-        found = read_counts(server, self._consumer, chosen[:READ_MOST])
-        self._status.stole(found)
-        return found
+    @property
+    def keys(self) -> list[str]:
+        """What `waiting.lua` reads."""
+        return [self.shard.waiting, self.shard.wake]
 
-    def waiting(self, server: Server) -> list[tuple[JobStream, Waiting]]:
-        """All lanes that have jobs which nobody took, own ones too."""
-        _, found = self._ask(server, 0.0, "list", [])
-        return found
+    def arguments(self, does: Does) -> list[Value]:
+        """What `waiting.lua` is told."""
+        patience, calls = 0.0, self._calls
+        if does == "list":
+            calls = []
+        else:
+            patience = self._status.patience()
+        shard, ms = self.shard, math.ceil(patience * 1000)
+        return [shard.prefix, GROUP, self.consumer, ms, does, shard.lanes, *calls]
 
-    def _look(self, server: Server, patience: float, does: str) -> list[tuple[JobStream, Waiting]]:
-        """The lanes that are anyone's; what it does with the calls stands in `waiting.lua`."""
-        soonest, found = self._ask(server, patience, does, self._calls)
+    def told(self, does: Does, answer: Sequence[Any]) -> list[tuple[JobStream, Waiting]]:
+        """The lanes of an answer, and what follows from it for the calls."""
+        shard = self.shard
+        soonest, *found = answer
+        lanes = []
+        for name, since, jobs in zip(found[::3], found[1::3], found[2::3], strict=True):
+            priority: Priority = "batch" if name.startswith(b"b") else "interactive"
+            lane = int(name.lstrip(b"b"))
+            if lane < shard.lanes:
+                stream = shard.stream(priority, lane)
+                lanes.append((stream, Waiting(lane, since / 1000, jobs)))
+        if does != "list":
+            self._looked_for(does, soonest, bool(lanes))
+        return lanes
+
+    def _looked_for(self, does: Does, soonest: int, found: bool) -> None:
+        """`soonest` are the milliseconds until more lanes are anyone's, -1 if none waits."""
         self._looked = now = time.monotonic()
         if found or does == "pass" or (does == "end" and soonest < 0):
             self._calls.clear()
@@ -109,43 +121,66 @@ class Thief:
         if self._calls or (soonest >= 0 and does != "pass"):
             pause = min(FOLLOW_MOST, self._status.patience() * 2**self._vain)
             self._due = now + max(soonest / 1000, pause)
-        return found
 
-    def _ask(
-        self, server: Server, patience: float, does: str, calls: Sequence[bytes]
-    ) -> tuple[int, list[tuple[JobStream, Waiting]]]:
-        """Milliseconds until more lanes are anyone's, -1 if none waits, and those that are."""
-        shard = self.shard
-        arguments: list[Value] = [
-            *(shard.prefix, GROUP, self._consumer, math.ceil(patience * 1000), does, shard.lanes),
-            *calls,
-        ]
-        soonest, *found = script("waiting")(server, [shard.waiting, shard.wake], arguments)
-        lanes = []
-        for name, since, jobs in zip(found[::3], found[1::3], found[2::3], strict=True):
-            priority: Priority = "batch" if name.startswith(b"b") else "interactive"
-            lane = int(name.lstrip(b"b"))
-            if lane < shard.lanes:
-                stream = shard.stream(priority, lane)
-                lanes.append((stream, Waiting(lane, since / 1000, jobs)))
-        return soonest, lanes
+
+def look(
+    servers: Servers, thieves: Iterable[Thief], does: Does | None, lost: Lost
+) -> list[tuple[JobStream, Waiting]]:
+    """The lanes of all their shards that are anyone's, `seeks` where nothing is said; with ``list``
+    all lanes that have jobs which nobody took, own ones too."""
+    asked: dict[ShardKeys, tuple[Thief, Does]] = {
+        thief.shard: (thief, does or thief.seeks) for thief in thieves
+    }
+
+    def ask(thief: Thief, does: Does, pipeline: Pipeline) -> None:
+        keys, arguments = thief.keys, thief.arguments(does)
+        pipeline.evalsha(script("waiting").sha, len(keys), *keys, *arguments)
+
+    def ask_whole(thief: Thief, does: Does, server: Server) -> Any:
+        return script("waiting")(server, thief.keys, thief.arguments(does))
+
+    asks = {shard: partial(ask, *of) for shard, of in asked.items()}
+    found: list[tuple[JobStream, Waiting]] = []
+    for shard, (answer,) in servers.together(asks, lost).items():
+        if isinstance(answer, redis.exceptions.NoScriptError):
+            answer = servers.apart([shard], partial(ask_whole, *asked[shard]), lost)
+        if answer is not None:
+            thief, done = asked[shard]
+            found += thief.told(done, answer)
+    return found
+
+
+def steal(
+    servers: Servers, thieves: Sequence[Thief], rooms: Mapping[Priority, int], lost: Lost
+) -> list[tuple[JobStream, Sequence[Entry]]]:
+    """Jobs of others' lanes, no more of each priority than there is room."""
+    own = {stream.key for thief in thieves for stream in thief.homes.read(thief.shard)}
+    waiting = [each for each in look(servers, thieves, None, lost) if each[0].key not in own]
+    chosen: list[tuple[JobStream, int]] = []
+    for priority, room in rooms.items():
+        # Of two shards they may be alike.
+        of_it = {id(lane): stream for stream, lane in waiting if stream.priority == priority}
+        lanes = [lane for _, lane in waiting if id(lane) in of_it]
+        chosen += [(of_it[id(lane)], count) for lane, count in steals(lanes, room, 0.0)]
+    return read_counts(servers, thieves[0].consumer, chosen[: READ_MOST * len(thieves)], lost)
 
 
 def read_counts(
-    server: Server, consumer: str, counts: Sequence[tuple[JobStream, int]]
+    servers: Servers, consumer: str, counts: Iterable[tuple[JobStream, int]], lost: Lost
 ) -> list[tuple[JobStream, Sequence[Entry]]]:
     """Read so many new entries of each stream, together."""
-    if not counts:
-        return []
-    with server.pipeline(transaction=False) as pipeline:
-        for stream, count in counts:
+    wanted: dict[ShardKeys, list[tuple[JobStream, int]]] = {}
+    for stream, count in counts:
+        wanted.setdefault(stream.shard, []).append((stream, count))
+
+    def ask(some: Sequence[tuple[JobStream, int]], pipeline: Pipeline) -> None:
+        for stream, count in some:
             pipeline.xreadgroup(GROUP, consumer, {stream.key: ">"}, count=count)
-        answers = pipeline.execute(raise_on_error=False)  # it would word the errors anew
-    for answer in answers:
-        if isinstance(answer, Exception):
-            raise answer
+
+    asks = {shard: partial(ask, some) for shard, some in wanted.items()}
     return [
         (stream, answer[0][1])
-        for (stream, _), answer in zip(counts, answers, strict=True)
+        for shard, answers in servers.together(asks, lost).items()
+        for (stream, _), answer in zip(wanted[shard], answers, strict=True)
         if answer
     ]
