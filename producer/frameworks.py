@@ -11,6 +11,7 @@ import numpy.typing as npt
 from typing_extensions import TypeVar
 
 from lmpool.errors import SettingsError
+from lmpool.producer.blocks import Blocks
 from lmpool.rows import EncodedRow
 
 if TYPE_CHECKING:
@@ -50,13 +51,16 @@ class _Numpy:
 
     name: Literal["numpy", "torch"] = "numpy"
 
+    def __init__(self) -> None:
+        self._blocks = Blocks()
+
     def one(self, row: EncodedRow) -> NumpyRows:
         values = row.logprobs()
         values.flags.writeable = False
         return values
 
     def stack(self, rows: Sequence[EncodedRow], vocab_size: int) -> NumpyRows:
-        block = _block(rows, vocab_size)
+        block = _stacked(rows, self._blocks.empty(len(rows), vocab_size))
         block.flags.writeable = False
         return block
 
@@ -71,6 +75,9 @@ class _Torch:
 
     name: Literal["numpy", "torch"] = "torch"
 
+    def __init__(self) -> None:
+        self._blocks = Blocks()
+
     def one(self, row: EncodedRow) -> TorchRows:
         import torch
 
@@ -80,7 +87,7 @@ class _Torch:
     def stack(self, rows: Sequence[EncodedRow], vocab_size: int) -> TorchRows:
         import torch
 
-        return torch.from_numpy(_block(rows, vocab_size))
+        return torch.from_numpy(_stacked(rows, self._blocks.empty(len(rows), vocab_size)))
 
     def own(self, rows: TorchRows) -> TorchRows:
         return rows
@@ -100,8 +107,7 @@ def framework(name: str) -> Framework[Any]:
     return _Numpy()
 
 
-def _block(rows: Sequence[EncodedRow], vocab_size: int) -> NumpyRows:
-    block = np.empty((len(rows), vocab_size), np.float32)
+def _stacked(rows: Sequence[EncodedRow], block: NumpyRows) -> NumpyRows:
     for number, row in enumerate(rows):
         block[number] = row.logprobs()
     return block
