@@ -1,7 +1,7 @@
 """Memory for blocks of rows, of which a large one is used again once its caller has dropped it.
 
-What is as large is the system's as soon as it is free: its pages are filled with zeros anew for each
-call, which takes as long as the rows' copying.
+What is as large is the system's as soon as it is free: its pages are filled with zeros anew for
+each call, which takes as long as the rows' copying.
 """
 
 from __future__ import annotations
