@@ -17,6 +17,11 @@ INSTALL      := bin/python -m pip install --quiet --disable-pip-version-check
 REQUIREMENTS := tests/engines/requirements
 OTHERS       := $(patsubst $(REQUIREMENTS)/%.txt,%,$(wildcard $(REQUIREMENTS)/*.txt))
 ELSEWHERE    := not chaos and not genlm and not types and not bench and not mutants
+# What `make bench ARGS=gpu` needs where nothing is reached, for the Python of that machine.
+GPU_WHEELS   := build/gpu-wheels
+GPU_PYTHON   ?= 3.12
+# With those wheels the GPU is measured by the torch that $(PYTHON) has.
+BENCH        := $(if $(and $(filter gpu,$(ARGS)),$(wildcard $(GPU_WHEELS)/*.whl)),.venv-gpu,.venv)
 IGNORE       := $(foreach name,$(OTHERS),--ignore-glob='*/engines/test_$(name).py' --ignore-glob='*/engines/test_$(name)_*.py')
 
 # The tests start hundreds of processes, which would each compile all that they import.
@@ -24,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-server test-cluster chaos soak mutants families check format format-check lint \
-        types unit docs bench bench-check clean distclean
+        types unit docs bench bench-check gpu-wheels clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -95,8 +100,22 @@ unit: $(READY)
 docs: $(READY) ## The documentation as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
 
-bench: $(READY) ## The measurements
-	$(BIN)/python -m tests.benchmarks $(ARGS)
+bench: $(BENCH)/.installed ## The measurements
+	$(BENCH)/bin/python -m tests.benchmarks $(ARGS)
+
+gpu-wheels: $(READY) ## What bench ARGS=gpu needs on a machine that reaches nothing, in build/gpu-wheels
+	$(BIN)/python -m tests.benchmarks.gpu_wheels $(GPU_WHEELS) --python $(GPU_PYTHON)
+
+# Beside the packages of $(PYTHON), which may be those of an environment of its own: torch with CUDA,
+# transformers, vLLM. pip comes from there, too.
+.venv-gpu/.installed: pyproject.toml $(wildcard $(GPU_WHEELS)/*.whl)
+	rm -rf .venv-gpu
+	$(PYTHON) -m venv --system-site-packages --without-pip .venv-gpu
+	$(PYTHON) -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
+	    >"$$(.venv-gpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	PYTHONWARNINGS=ignore $(PYTHON) -m pip --python .venv-gpu/bin/python install --quiet \
+	    --disable-pip-version-check --no-index --find-links $(GPU_WHEELS) --editable '.[embedded,hf]' psutil
+	@touch $@
 
 # An environment's stamp is newer than what asks for its packages once they are all installed. torch
 # comes first and alone, so that pip takes the build which this machine's configuration provides.

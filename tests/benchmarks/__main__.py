@@ -8,18 +8,19 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-from tests.benchmarks.measure import Report, Scale, progress
+from lmpool.profiling import profile
+from tests.benchmarks.measure import NotHere, Report, Scale, progress
 from tests.benchmarks.pool import WrongRows
 from tests.benchmarks.tables import save, show, write_json
 
 NAMES = (
     "jobs", "rows", "answers", "full", "latency", "memory", "dedup", "hf", "hf_memory", "hf_start",
     "scores", "scores_memory", "masks", "streams", "observed", "cluster", "vllm", "vllm_scores",
-    "gateway", "awrs", "affinity",
+    "gateway", "awrs", "affinity", "gpu",
 )  # fmt: skip
 
 
@@ -45,6 +46,10 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="what there is, one line each")
     parser.add_argument("--runs", type=int, metavar="N", help="alternating runs (5; quick: 2)")
     parser.add_argument("--quick", action="store_true", help="everything small: no real figures")
+    parser.add_argument("--device", default="cuda", help="of gpu (cuda); cpu: its code, in small")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FOLDER", help="where a profile of all processes is put"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--save", action="store_true", help="write tests/benchmarks/results")
     found = parser.parse_args(given)
@@ -68,7 +73,10 @@ def main(given: Sequence[str] | None = None) -> int:
     for variable in [name for name in os.environ if name.startswith("LMPOOL_")]:
         if not variable.startswith("LMPOOL_TEST_"):
             del os.environ[variable]
-    scale = Scale(options.runs or (2 if options.quick else 5), options.quick)
+    scale = Scale(options.runs or (2 if options.quick else 5), options.quick, options.device)
+    end_profile: Callable[[], object] = int
+    if options.profile is not None:
+        end_profile = profile(options.profile, "bench", children=True)
     reports: list[Report] = []
     failed = []
     for name in names:
@@ -79,6 +87,13 @@ def main(given: Sequence[str] | None = None) -> int:
             continue
         try:
             report = load(name).measure(scale)
+        except NotHere as error:
+            if options.names:
+                progress(f"{name} cannot be taken: {error}")
+                failed.append(name)
+            else:
+                progress(f"{name} left out: {error}")
+            continue
         except Exception as error:  # the other benchmarks' figures are worth having
             if not isinstance(error, WrongRows):
                 traceback.print_exc()
@@ -89,6 +104,7 @@ def main(given: Sequence[str] | None = None) -> int:
         show(report)
         if options.save:
             progress(f"  saved: {save(report, options.quick).name}")
+    end_profile()
     if options.json is not None:
         write_json(reports, options.json)
     return 1 if failed else 0

@@ -12,12 +12,18 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class NotHere(Exception):
+    """A benchmark cannot be taken on this machine."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scale:
     """How much to measure: alternating runs of each side, small ones with `quick`."""
 
     runs: int
     quick: bool = False
+    device: str = "cuda"
+    """Of what is measured on a GPU alone."""
 
     def of(self, full: int, quick: int) -> int:
         """A size: the full one, or the quick one."""

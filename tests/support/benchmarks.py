@@ -11,13 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def quick_figures(name: str, folder: Path) -> None:
+def quick_figures(name: str, folder: Path, *options: str) -> None:
     """Take one benchmark's figures in small: it must find its rows right and have figures."""
     written = folder / "figures.json"
     done = subprocess.run(
         [
             *(sys.executable, "-m", "tests.benchmarks", name),
-            *("--quick", "--runs", "1", "--json", str(written)),
+            *("--quick", "--runs", "1", "--json", str(written), *options),
         ],
         cwd=ROOT,
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
