@@ -108,7 +108,8 @@ class ShardKeys:
 
     @cached_property
     def bounds(self) -> str:
-        """Hash of what workers allow: the jobs that may wait in a stream, and the lanes."""
+        """Hash of what workers allow: the jobs that may wait in a stream, and the lanes; and which
+        layout of the pool the shard was last part of."""
         return f"{self.prefix}:bounds"
 
     @cached_property
@@ -135,6 +136,11 @@ class ShardKeys:
     def inherited(self) -> str:
         """Set: what this shard took over of those that the pool has left; see ``inherit.lua``."""
         return f"{self.prefix}:inherited"
+
+    @cached_property
+    def brought(self) -> str:
+        """Hash: the registry of adapters as it last was where the pool lay before: `enter.lua`."""
+        return f"{self.prefix}:brought"
 
     @cached_property
     def groups(self) -> tuple[str, ...]:

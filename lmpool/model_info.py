@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import msgpack
 
@@ -19,16 +20,27 @@ INFO_VERSION = 2
 MAX_INFO_BYTES = 1 << 16
 MAX_SHARDS = 64
 MAX_LANES = 1024
+LAYOUTS_MOST: Final = 8
+"""Former layouts that are known of a pool."""
 
 Encoding = Literal["f32", "bf16", "f16"]
 
 MAY_DIFFER: Final = frozenset(
     {
         *("model", "revision", "max_backlog", "client_backlog", "result_ttl_ms", "no_head"),
-        *("moves", "former"),
+        *("layout", "layouts"),
     }
 )
 """Fields in which the workers of one pool may differ; the latest to join decides."""
+
+
+class Layout(NamedTuple):
+    """How a pool lay: `name` tells it from all others, also of as many shards and lanes; '' where
+    no command had changed it. `lanes` are those of each shard."""
+
+    name: str
+    shards: int
+    lanes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +54,8 @@ class ModelInfo:
     keys the workers serve, `shards` the slots of the pool, `lanes` the lanes of each;
     `block_tokens` and `blocks` say which part of a prompt decides on both (see `Placement`). `head`
     is how hidden states become rows; None where the pool gives none, and `no_head` says why.
-    `moves` is how often ``lmpool shards`` changed `shards` and `lanes`, and `former` how many
-    shards there were before the last time; 0 for none.
+    `layout` is the name of how ``lmpool shards`` laid the pool, '' where it never did, and
+    `layouts` are those before, the latest last.
     """
 
     model: str
@@ -67,8 +79,8 @@ class ModelInfo:
     result_ttl_ms: int = 600_000
     head: HeadForm | None = None
     no_head: str = ""
-    moves: int = 0
-    former: int = 0
+    layout: str = ""
+    layouts: tuple[Layout, ...] = ()
 
     @property
     def fingerprint8(self) -> str:
@@ -91,21 +103,48 @@ class ModelInfo:
         )
 
     def mark(self) -> bytes:
-        """What a living worker says that it serves: equal for those that may share a pool."""
-        all_fields = asdict(self)
-        return fingerprint({n: v for n, v in all_fields.items() if n not in MAY_DIFFER}).encode()
+        """What a living worker says that it serves: equal for those that may share a pool, and are
+        where it lies."""
+        marked = {n: v for n, v in asdict(self).items() if n not in MAY_DIFFER}
+        if self.layout:  # else it is as that of releases which know of no layouts
+            marked["layout"] = self.layout
+        return fingerprint(marked).encode()
 
-    def spread_as(self, other: ModelInfo) -> ModelInfo:
-        """The same served where `other` is: in its shards and lanes."""
+    def moved_to(self, shards: int, lanes: int) -> ModelInfo:
+        """The same in another layout, which has a name that no other has."""
+        layouts = (*self.layouts, Layout(self.layout, self.shards, self.lanes))[-LAYOUTS_MOST:]
+        name = secrets.token_hex(8)
+        return replace(self, shards=shards, lanes=lanes, layout=name, layouts=layouts)
+
+    def laid_as(self, other: ModelInfo) -> ModelInfo:
+        """The same in the layout of `other`."""
         return replace(
             self,
             shards=other.shards,
             lanes=other.lanes,
-            block_tokens=other.block_tokens,
-            blocks=other.blocks,
-            moves=other.moves,
-            former=other.former,
+            layout=other.layout,
+            layouts=other.layouts,
         )
+
+    def follows(self, other: ModelInfo) -> bool:
+        """Whether the pool has left the layout of `other` on its way to this one."""
+        return any(layout.name == other.layout for layout in self.layouts)
+
+    def left_shards(self, keys: PoolKeys) -> tuple[ShardKeys, ...]:
+        """What the pool left: shards that it has no more, and those that had more lanes, with as
+        many as they ever had."""
+        found: dict[str, ShardKeys] = {}
+        for layout in self.layouts:
+            if layout.shards == self.shards and layout.lanes <= self.lanes:
+                continue
+            for shard in keys.shards(self.fingerprint8, layout.shards, layout.lanes):
+                if shard.lanes > getattr(found.get(shard.prefix), "lanes", 0):
+                    found[shard.prefix] = shard
+        return tuple(found.values())
+
+    def in_words(self) -> str:
+        """How the pool lies, as people are told."""
+        return in_words(self.shards, self.lanes)
 
     def pack(self) -> bytes:
         """As the msgpack map stored under ``lmpool:<pool>``."""
@@ -145,6 +184,8 @@ class ModelInfo:
         try:
             for name in known.keys() & {"eos_token_ids", "protocols"}:
                 known[name] = tuple(known[name])
+            if "layouts" in known:
+                known["layouts"] = tuple(Layout(*found) for found in known["layouts"])
             if known.get("head") is not None:
                 known["head"] = HeadForm.of(known["head"])
             info = cls(**known)
@@ -168,15 +209,13 @@ class ModelInfo:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise WireError(f"model info has {name}={value!r:.40}: a positive integer expected")
-        for name in ("moves", "former"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise WireError(f"model info has {name}={value!r:.40}: 0 or more expected")
-        for name, most in (("shards", MAX_SHARDS), ("lanes", MAX_LANES), ("former", MAX_SHARDS)):
+        for name, most in (("shards", MAX_SHARDS), ("lanes", MAX_LANES)):
             if getattr(self, name) > most:
                 raise WireError(
                     f"model info has {name}={getattr(self, name)}: at most {most} expected"
                 )
+        if len(self.layouts) > LAYOUTS_MOST or not all(map(_is_sound, self.layouts)):
+            raise WireError(f"model info has layouts={self.layouts!r:.80}: former ones expected")
         for name in ("eos_token_ids", "protocols"):
             if not all(type(number) is int for number in getattr(self, name)):
                 raise WireError(
@@ -189,7 +228,7 @@ class ModelInfo:
                 f"lmpool speaks {PROTOCOL}: upgrade "
                 + ("this lmpool" if newer else "the lmpool of the pool's workers")
             )
-        for name in ("model", "fingerprint", "dtype", "engine", "encoding", "no_head"):
+        for name in ("model", "fingerprint", "dtype", "engine", "encoding", "no_head", "layout"):
             if not isinstance(getattr(self, name), str):
                 raise WireError(
                     f"model info has {name}={getattr(self, name)!r:.40}: a string expected"
@@ -199,6 +238,24 @@ class ModelInfo:
                 f"model info has fingerprint={self.fingerprint!r:.40}, "
                 f"encoding={self.encoding!r:.40}"
             )
+
+
+def in_words(shards: int, lanes: int) -> str:
+    """So many shards, of so many lanes each, as people are told."""
+    return (
+        f"{shards} {'shard' if shards == 1 else 'shards'} of "
+        f"{lanes} {'lane' if lanes == 1 else 'lanes'}"
+    )
+
+
+def _is_sound(layout: Layout) -> bool:
+    """Whether that is one which a pool may have had."""
+    return (
+        isinstance(layout.name, str)
+        and all(type(number) is int for number in layout[1:])
+        and 1 <= layout.shards <= MAX_SHARDS
+        and 1 <= layout.lanes <= MAX_LANES
+    )
 
 
 def fingerprint(identity: Mapping[str, object]) -> str:

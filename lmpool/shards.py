@@ -7,9 +7,9 @@ engine as it is; clients follow once workers are there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -62,13 +62,18 @@ class PoolShards:
     model: str
     lanes: int
     """Of each shard."""
-    moves: int
-    """How often ``lmpool shards`` has changed the pool."""
+    layout: str
+    """The name of how it lies, '' where ``lmpool shards`` has never changed that."""
     shards: tuple[ShardView, ...]
     workers: tuple[str, ...]
     """Those that are alive and serve it so."""
     behind: tuple[str, ...]
     """Those that are alive and have yet to move."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether workers serve it so, and none has yet to move."""
+        return bool(self.workers) and not self.behind
 
 
 def look(url: str, pool: str) -> PoolShards:
@@ -101,28 +106,24 @@ def change(
             raise SettingsError(f"{name}={given!r}: write a whole number from 1 to {most}")
     keys = PoolKeys(pool)
     with _servers(url) as servers, explained(url):
-        packed, held = _read(servers, keys, url)
-        info = replace(
-            held,
-            shards=held.shards if shards is None else shards,
-            lanes=held.lanes if lanes is None else lanes,
-        )
-        if info != held:
-            if not signs_of_life(servers.for_key(keys.serving), [keys.serving])[0]:
-                raise NoWorkers(
-                    f"pool {pool!r} has no worker alive that could move: start one with lmpool "
-                    "worker, then write lmpool shards again"
-                )
-            info = replace(info, moves=held.moves + 1, former=held.shards)
+        packed, info = _read(servers, keys, url)
+        if not signs_of_life(servers.for_key(keys.serving), [keys.serving])[0]:
+            raise NoWorkers(
+                f"pool {pool!r} has no worker alive that could move: start one with lmpool worker, "
+                "then write lmpool shards again"
+            )
+        wanted = (shards or info.shards, lanes or info.lanes)
+        if wanted != (info.shards, info.lanes):
+            info = info.moved_to(*wanted)
             _write(servers, keys, packed, info, url)
         until = time.monotonic() + wait
         while True:
-            found = _look(servers, keys, info, held.shard_keys(keys))
+            found = _look(servers, keys, info)
             now = _read(servers, keys, url)[1]
-            if now.moves > info.moves:
+            if now.follows(info):
                 raise _changed(keys, now)
             watch(found)
-            if not found.behind or time.monotonic() >= until:
+            if found.is_done or time.monotonic() >= until:
                 return found
             time.sleep(LOOK_EVERY)
 
@@ -164,20 +165,20 @@ def _write(servers: Servers, keys: PoolKeys, held: bytes, info: ModelInfo, url: 
 
 def _changed(keys: PoolKeys, now: ModelInfo) -> PoolMismatch:
     return PoolMismatch(
-        f"pool {keys.pool!r} was changed by another at the same moment and has {now.shards} shards "
-        f"of {now.lanes} lanes now: write the command again if that is not what you want"
+        f"pool {keys.pool!r} was changed by another at the same moment and has "
+        f"{now.in_words()} now: write the command again if that is not what you want"
     )
 
 
-def _look(
-    servers: Servers, keys: PoolKeys, info: ModelInfo, former: Sequence[ShardKeys] = ()
-) -> PoolShards:
+def _look(servers: Servers, keys: PoolKeys, info: ModelInfo) -> PoolShards:
     shards = info.shard_keys(keys)
-    beats: dict[str, int] = {}
-    if info.former and not former:
-        former = keys.shards(info.fingerprint8, info.former)
-    for name, moves in [*_living(servers, former).items(), *_living(servers, shards).items()]:
-        beats[name] = max(moves, beats.get(name, 0))
+    there: set[str] = set()
+    alive: set[str] = set()
+    for shard in (*shards, *info.left_shards(keys)):
+        for name, layout in servers.apart([shard], partial(_beats, shard)) or ():
+            alive.add(name)
+            if layout == info.layout:
+                there.add(name)
     views = []
     for shard in shards:
         found = servers.apart([shard], partial(_of_shard, shard))
@@ -188,10 +189,10 @@ def _look(
         keys.pool,
         info.model,
         info.lanes,
-        info.moves,
+        info.layout,
         tuple(views),
-        tuple(sorted(name for name, moves in beats.items() if moves >= info.moves)),
-        tuple(sorted(name for name, moves in beats.items() if moves < info.moves)),
+        tuple(sorted(there)),
+        tuple(sorted(alive - there)),
     )
 
 
@@ -206,26 +207,17 @@ def _of_shard(shard: ShardKeys, server: Server) -> tuple[int, int]:
     return jobs, min(shard.lanes, int(used) if used.isdigit() else 1)
 
 
-def _living(servers: Servers, shards: Sequence[ShardKeys]) -> dict[str, int]:
-    """The workers that beat in any of these shards, and how many changes of the pool each has
-    followed."""
-    found: dict[str, int] = {}
-    for shard in shards:
-        for name, moves in servers.apart([shard], partial(_beats, shard)) or ():
-            found[name] = max(moves, found.get(name, 0))
-    return found
-
-
-def _beats(shard: ShardKeys, server: Server) -> list[tuple[str, int]]:
+def _beats(shard: ShardKeys, server: Server) -> list[tuple[str, str]]:
+    """The workers that beat in a shard, and the layout that each of them serves."""
     names = living(server, shard)
     packed = server.mget([shard.alive(name) for name in names]) if names else []
     beats = zip(names, packed, strict=True)
-    return [(name, _moves(beat)) for name, beat in beats if beat is not None]
+    return [(name, _layout(beat)) for name, beat in beats if beat is not None]
 
 
-def _moves(beat: bytes) -> int:
+def _layout(beat: bytes) -> str:
     try:
-        said: Any = msgpack.unpackb(beat).get("moves", 0)
+        said: Any = msgpack.unpackb(beat).get("layout", "")
     except (ValueError, TypeError, AttributeError, msgpack.UnpackException):
-        return 0
-    return said if type(said) is int else 0
+        return ""
+    return said if isinstance(said, str) else ""

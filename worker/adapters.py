@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -90,8 +89,6 @@ class Adapters:
         self._loaded: dict[str, None] = {}
         self._entries: dict[str, str] = {}
         """What is registered under the pool, as far as this worker has seen."""
-        self._latest: dict[str, tuple[float, str | None]] = {}
-        """When this worker registered or removed an adapter: its entry, or None."""
 
     @property
     def loaded(self) -> int:
@@ -109,20 +106,12 @@ class Adapters:
         fingerprint = adapter_fingerprint(folder)
         self._load(f"{name}@{fingerprint}", folder, fingerprint, in_use)
         entry = self._entries[name] = f"{fingerprint}\n{folder}"
-        self._latest[name] = time.monotonic(), entry
         self._everywhere(lambda server, shard: server.hset(shard.adapters, name, entry))
         return fingerprint
 
     def move(self, shards: Sequence[ShardKeys]) -> None:
         """The pool lies in these shards now. For any thread."""
         self._shards = shards
-
-    def latest(self, seconds: float) -> dict[str, str | None]:
-        """What this worker did to the registry within so many seconds: an adapter's entry, or None
-        of one that was removed. For any thread."""
-        since = time.monotonic() - seconds
-        latest = list(self._latest.items())
-        return {name: entry for name, (when, entry) in latest if when >= since}
 
     def restore(self) -> None:
         """Register again what a server that lost everything has forgotten."""
@@ -137,7 +126,6 @@ class Adapters:
     def remove(self, name: str) -> None:
         """Unregister and unload an adapter."""
         self._entries.pop(name, None)
-        self._latest[name] = time.monotonic(), None
         self._everywhere(lambda server, shard: server.hdel(shard.adapters, name))
         for reference in [r for r in self._loaded if r.rpartition("@")[0] == name]:
             self._unload(reference)

@@ -7,21 +7,23 @@ aside in the old shard stays there until the new one has it, so that a worker ma
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from lmpool.commands import Entry, Fields, Server, Value
-from lmpool.keys import COUNTERS_TTL_MS, ShardKeys
+from lmpool.keys import COUNTERS_TTL_MS, PoolKeys, ShardKeys
+from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
 from lmpool.servers import Servers
 from lmpool.worker.dead_letters import DEAD_MOST
 from lmpool.worker.membership import OLD_KEYS_MS, lasting_keys
+from lmpool.worker.result_store import ResultStore
 
 AT_ONCE: Final = 100
 """Dead letters that travel together."""
-REMEMBERED_MS: Final = 3_600_000
-"""How long it is known what was taken over. Whoever brings it again does so within seconds."""
+REMEMBERED_MS: Final = OLD_KEYS_MS
+"""How long it is known what was taken over: as long as there may be something to bring."""
 
 
 def without(shards: Sequence[ShardKeys], others: Sequence[ShardKeys]) -> list[ShardKeys]:
@@ -30,82 +32,153 @@ def without(shards: Sequence[ShardKeys], others: Sequence[ShardKeys]) -> list[Sh
     return [shard for shard in shards if shard.prefix not in known]
 
 
-def carry_adapters(
-    servers: Servers, former: Sequence[ShardKeys], heirs: Sequence[ShardKeys], moves: int
+# --- adapters ----------------------------------------------------------------------------------
+
+
+def enter(
+    servers: Servers, keys: PoolKeys, info: ModelInfo, before: Sequence[ShardKeys] = ()
 ) -> None:
-    """Give each heir the registry, the first time that it is brought in this move of the pool.
+    """Give the shards of `info` the registry of adapters, as it is where the pool lay before, and
+    what was changed there since it was last brought. Of one without a layout that is `before`.
 
     Raises redis-py's exceptions, where shards fail apart only what is no loss.
     """
-    registry = None
-    for shard in former:
-        registry = servers.apart([shard], partial(_registry, shard))
-        if registry is not None:
-            break
-    if not registry:
+    heirs = info.shard_keys(keys)
+    source = _source(servers, keys, info) if info.layout else _registry(servers, before, [""])
+    if source is None:
         return
-    for heir in without(heirs, former):
-        give = partial(_inherit, heir, moves=moves, registry=registry)
-        if servers.apart([heir], give) is not None:
+    came = {shard.prefix for shard in source.shards}
+    for heir in heirs if source.shards else ():
+        registry = None if heir.prefix in came else source.registry
+        if servers.apart([heir], partial(_enter, heir, info.layout, registry)):
             servers.settle(servers.for_shard(heir))
 
 
-def register_again(
-    servers: Servers, heirs: Sequence[ShardKeys], latest: Mapping[str, str | None]
-) -> None:
-    """Have the heirs' registries as this worker left it where it was: None for what is removed."""
+class _Source(NamedTuple):
+    shards: Sequence[ShardKeys]
+    registry: Fields
+    """That each of them has."""
 
-    def write(shard: ShardKeys, server: Server) -> None:
-        for name, entry in latest.items():
-            if entry is None:
-                server.hdel(shard.adapters, name)
-            else:
-                server.hset(shard.adapters, name, entry)
 
-    for heir in heirs if latest else ():
-        servers.apart([heir], partial(write, heir))
+def _source(servers: Servers, keys: PoolKeys, info: ModelInfo) -> _Source | None:
+    """Where the pool was last, as far as any worker came there; where it is if it never was
+    elsewhere. None where nobody can say."""
+    for layout in reversed(info.layouts):
+        shards = keys.shards(info.fingerprint8, layout.shards)
+        names = [layout.name]
+        if layout.shards == info.shards:
+            names.append(info.layout)  # of whoever came back first
+        found = _registry(servers, shards, names)
+        if found is None or found.shards:
+            return found
+    return _Source(info.shard_keys(keys), {})
+
+
+def _registry(
+    servers: Servers, shards: Sequence[ShardKeys], layouts: Collection[str]
+) -> _Source | None:
+    """These shards and their registry; no shards where the pool did not lie there under one of
+    these names. None where all of them are away."""
+    for shard in shards:
+        found = servers.apart([shard], partial(_look, shard))
+        if found is not None:
+            name, registry = found
+            was_there = (name or b"").decode("utf-8", "replace") in layouts
+            return _Source(shards, registry) if was_there else _Source((), {})
+    return None
+
+
+def _look(shard: ShardKeys, server: Server) -> tuple[bytes | None, Fields]:
+    return server.hget(shard.bounds, "layout"), server.hgetall(shard.adapters)
+
+
+def _enter(
+    heir: ShardKeys, layout: str, registry: Mapping[bytes, bytes] | None, server: Server
+) -> bool:
+    arguments: list[Value] = [layout, int(registry is not None), OLD_KEYS_MS, COUNTERS_TTL_MS]
+    for pair in (registry or {}).items():
+        arguments += pair
+    return bool(script("enter")(server, [heir.adapters, heir.brought, heir.bounds], arguments))
+
+
+# --- counters and dead letters -----------------------------------------------------------------
+
+
+class _Parted(NamedTuple):
+    """What a shard that the pool has left says of itself."""
+
+    is_served: bool
+    heir: ShardKeys
+    name: bytes
+    """Of the counters that were set aside; b"" for none."""
+    counted: Fields
 
 
 def carry_over(
     servers: Servers,
-    former: Sequence[ShardKeys],
+    shard: ShardKeys,
+    info: ModelInfo,
     heirs: Sequence[ShardKeys],
     *,
-    end: bool = False,
     empty: bool = False,
-) -> None:
-    """Give the heirs the counters and dead letters of shards that the pool has left. With `end`
-    have the keys end of those that nobody serves, with `empty` their jobs at once.
+) -> bool:
+    """Give the heirs the counters and dead letters of a shard that the pool has left. Once nobody
+    is served there have its keys end, free its results, and with `empty` drop its jobs.
 
-    What is away is left for the next time. Raises redis-py's exceptions as `Servers.apart` does.
+    False where one of them is away, for the next time. Raises redis-py's exceptions as
+    `Servers.apart` does.
     """
-    for shard in without(former, heirs):
-        heir = heirs[shard.number % len(heirs)]
-        counted = servers.apart([shard], partial(_part, shard, b"", end, empty)) or {}
-        name = counted.pop(b"", b"")
-        start = "-"
-        while True:
-            letters = servers.apart([shard], partial(_letters, shard, start)) or []
-            if not (name or letters):
-                break
-            give = partial(_inherit, heir, whose=shard, name=name, counted=counted, letters=letters)
-            if servers.apart([heir], give) is None:
-                return
-            servers.settle(servers.for_shard(heir))
-            if name:
-                servers.apart([shard], partial(_part, shard, name, False, False))
-            if letters:
-                drop = partial(_drop, shard, [entry for entry, _ in letters])
-                if servers.apart([shard], drop) is None:
-                    return
-            name, counted = b"", {}
-            if len(letters) < AT_ONCE:
-                break
-            start = f"({letters[-1][0].decode()}"
+    left = [layout.name for layout in info.layouts] if info.layout else [""]
+    heir = heirs[shard.number % len(heirs)]
+    found = servers.apart([shard], partial(_part, shard, heir, left, b"", True, empty))
+    if found is None:
+        return False
+    if not found:
+        return True  # the pool is back
+    (parted,) = found
+    if not parted.is_served:
+        store = ResultStore(servers, [shard], None)
+        if servers.apart([shard], partial(_free, shard, store)) is None:
+            return False
+    heir, name, counted, start = parted.heir, parted.name, parted.counted, "-"
+    while True:
+        letters = servers.apart([shard], partial(_letters, shard, start))
+        if letters is None:
+            return False
+        if not (name or letters):
+            return True
+        give = partial(_inherit, heir, whose=shard, name=name, counted=counted, letters=letters)
+        if servers.apart([heir], give) is None:
+            return False
+        servers.settle(servers.for_shard(heir))
+        if name:
+            counted_it = partial(_part, shard, heir, left, name, False, False)
+            if servers.apart([shard], counted_it) is None:
+                return False
+        if letters:
+            drop = partial(_drop, shard, [entry for entry, _ in letters])
+            if servers.apart([shard], drop) is None:
+                return False
+        name, counted = b"", {}
+        if len(letters) < AT_ONCE:
+            return True
+        start = f"({letters[-1][0].decode()}"
 
 
-def _registry(shard: ShardKeys, server: Server) -> Fields:
-    return server.hgetall(shard.adapters)
+def end_lanes(servers: Servers, wide: ShardKeys, now: ShardKeys, *, empty: bool = False) -> bool:
+    """Have the streams end that a shard has no more, and with `empty` their jobs. False where it is
+    away."""
+    keys = [key for key in lasting_keys(wide) if key not in lasting_keys(now)]
+
+    def narrow(server: Server) -> Any:
+        return script("narrow")(server, [now.bounds, *keys], [OLD_KEYS_MS, int(empty)])
+
+    return servers.apart([now], narrow) is not None
+
+
+def _free(shard: ShardKeys, store: ResultStore, server: Server) -> bool:
+    store.free(shard)
+    return True
 
 
 def _letters(shard: ShardKeys, start: str, server: Server) -> list[Entry]:
@@ -116,42 +189,55 @@ def _drop(shard: ShardKeys, entries: Sequence[bytes], server: Server) -> int:
     return server.xdel(shard.dead, *entries)
 
 
-def _part(shard: ShardKeys, counted: bytes, end: bool, empty: bool, server: Server) -> Fields:
-    """Set the counters of a shard aside that are not yet, and forget those `counted` elsewhere."""
+def _part(
+    shard: ShardKeys,
+    heir: ShardKeys,
+    left: Sequence[str],
+    counted: bytes,
+    end: bool,
+    empty: bool,
+    server: Server,
+) -> list[_Parted]:
+    """Set the counters of a shard aside that are not yet, and forget those `counted` elsewhere.
+    Nothing of a shard that the pool has not left."""
     lasting = lasting_keys(shard) if end else ()
-    keys = [shard.parted, shard.counters, shard.workers, *lasting]
+    keys = [shard.parted, shard.counters, shard.workers, shard.bounds, *lasting]
     emptied = len(shard.streams) if empty else 0
-    found = script("part")(server, keys, [counted, secrets.token_hex(8), OLD_KEYS_MS, emptied])
-    return dict(zip(found[::2], found[1::2], strict=True))
+    arguments: list[Value] = [
+        counted,
+        secrets.token_hex(8),
+        OLD_KEYS_MS,
+        emptied,
+        heir.prefix,
+        *left,
+    ]
+    found = script("part")(server, keys, arguments)
+    if not found:
+        return []
+    served, prefix, *values = found
+    fields = dict(zip(values[::2], values[1::2], strict=True))
+    name = fields.pop(b"", b"")
+    return [_Parted(bool(served), ShardKeys(prefix.decode()), name, fields)]
 
 
 def _inherit(
     heir: ShardKeys,
     server: Server,
     *,
-    moves: int = -1,
-    registry: Mapping[bytes, bytes] | None = None,
-    whose: ShardKeys | None = None,
-    name: bytes = b"",
-    counted: Mapping[bytes, bytes] | None = None,
-    letters: Sequence[Entry] = (),
+    whose: ShardKeys,
+    name: bytes,
+    counted: Mapping[bytes, bytes],
+    letters: Sequence[Entry],
 ) -> bool:
-    arguments: list[Value] = [REMEMBERED_MS, COUNTERS_TTL_MS, DEAD_MOST, moves]
-    arguments += _listed(registry or {})
-    arguments += (name, *_listed(counted or {}))
+    arguments: list[Value] = [REMEMBERED_MS, COUNTERS_TTL_MS, DEAD_MOST, name, *_listed(counted)]
     for entry, fields in letters:
-        assert whose is not None
         given_up = entry.partition(b"-")[0]  # its id there; where it comes to lie it gets another
         known = {b"given_up_ms": given_up, **fields}
         arguments += (f"{whose.prefix}/{entry.decode()}", *_listed(known))
-    script("inherit")(server, _keys(heir), arguments)
+    script("inherit")(server, [heir.inherited, heir.counters, heir.dead], arguments)
     return True
 
 
 def _listed(found: Mapping[bytes, bytes]) -> list[Value]:
     """How many there are, then each name with what it has."""
     return [len(found), *(value for pair in found.items() for value in pair)]
-
-
-def _keys(heir: ShardKeys) -> list[str]:
-    return [heir.inherited, heir.counters, heir.dead, heir.adapters, heir.bounds]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -60,15 +61,9 @@ class Heartbeat:
         self._pool = [keys.info, keys.serving]
         self._serves: list[Value] = [info.pack(), info.mark(), LIFE_MS]
         self._on_moved = on_moved
-        self._is_leaving = False
         self._tally = Tally(shards, status) if tally is None else tally
         self._joining = {shard.prefix for shard in shards}
         """Shards whose bounds this worker has yet to say."""
-
-    def stay_in(self, shards: Sequence[ShardKeys]) -> None:
-        """Beat in these shards alone, and say nothing of the pool any more: it has moved on."""
-        self._is_leaving = True
-        self._shards = shards
 
     def beat(self, servers: Servers) -> list[str]:
         """Renew once, publish the model info again where it was lost, and mend what was damaged.
@@ -79,8 +74,6 @@ class Heartbeat:
         value = self._status.heartbeat(self._homes.lanes())
         for shard in self._shards:
             servers.apart([shard], partial(self._beat_in, shard, value))
-        if self._is_leaving:
-            return []
         try:
             server = servers.for_key(self._pool[0])
             if not script("serve")(server, self._pool, self._serves):
@@ -93,20 +86,23 @@ class Heartbeat:
         return mend(servers, self._shards, self._info, self._homes, self._joining)
 
     def _compare(self, server: Server) -> None:
-        """See whether what the pool serves now is the same in other shards or lanes.
+        """See whether what the pool serves now is the same in another layout.
 
-        Of two such infos the one counts that was changed more often: a server that was restored may
-        hold an older one, and a worker that was frozen may bring it back.
+        Where ours follows that one, it is ours that counts: a server that was restored, or a worker
+        of an older release, may have brought back what was.
         """
         held = get_string(server, self._pool[0])
         try:
             found = ModelInfo.unpack(held or b"")
         except WireError:
             return
-        there = self._info.spread_as(found)
+        # Who joined may have brought another placement, too.
+        there = replace(
+            self._info.laid_as(found), block_tokens=found.block_tokens, blocks=found.blocks
+        )
         if there.mark() != found.mark() or there.mark() == self._info.mark():
             return  # another model's, or ours
-        if found.moves >= self._info.moves:
+        if found.follows(self._info) or not self._info.follows(found):
             self._on_moved(there)
             return
         serving = get_string(server, self._pool[1]) or b""
@@ -139,11 +135,7 @@ class Heartbeat:
             self._renew(ended, on_damage)
         finally:
             with suppress(redis.exceptions.RedisError, OSError):
-                self._add_up()
-
-    def _add_up(self) -> None:
-        if not self._is_leaving:  # else another one does
-            self._tally.add(self._servers)
+                self._tally.add(self._servers)
 
     def _renew(self, ended: threading.Event, on_damage: Callable[[list[str]], None]) -> None:
         missed = False
@@ -153,7 +145,7 @@ class Heartbeat:
             try:
                 with self._servers.in_step():
                     damaged = self.beat(self._servers)
-                    self._add_up()
+                    self._tally.add(self._servers)
                 missed = False
                 if damaged:
                     on_damage(damaged)

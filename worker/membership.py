@@ -86,7 +86,7 @@ def usual_places(
     if held is not None:
         with suppress(WireError):
             other = ModelInfo.unpack(held)
-            lives = other.moves > 0 or signs_of_life(server, [keys.serving])[0]
+            lives = other.layout != "" or signs_of_life(server, [keys.serving])[0]
             if other.fingerprint == info.fingerprint and lives:
                 return replace(
                     info,
@@ -141,25 +141,30 @@ def join(
 
 
 def _where_it_is(held: bytes, info: ModelInfo) -> ModelInfo:
-    """`info` in the shards and lanes that a command gave the pool: the settings of a worker that
-    starts, maybe again, do not take that back."""
+    """`info` in the layout that a command gave the pool: the settings of a worker that starts,
+    maybe again, do not take that back. Where its prompts belong within that they do say."""
     with suppress(WireError):
         other = ModelInfo.unpack(held)
-        if other.fingerprint == info.fingerprint and other.moves > info.moves:
-            if (info.shards, info.lanes) != (other.shards, other.lanes):
-                logger.warning(
-                    "lmpool shards gave the pool %d shards of %d lanes: LMPOOL_SHARDS and "
-                    "LMPOOL_LANES of this worker, %d and %d, are not taken",
-                    *(other.shards, other.lanes, info.shards, info.lanes),
-                )
-            return replace(
-                info,
-                shards=other.shards,
-                lanes=other.lanes,
-                moves=other.moves,
-                former=other.former,
-            )
+        if other.layout and other.fingerprint == info.fingerprint:
+            return info.laid_as(other)
     return info
+
+
+def say_what_is_not_taken(options: WorkerOptions, info: ModelInfo) -> None:
+    """Settings that a command overrides: `info` is what was published."""
+    differ = [
+        f"{variable}={given}"
+        for variable, given, taken in (
+            ("LMPOOL_SHARDS", options.shards, info.shards),
+            ("LMPOOL_LANES", options.lanes, info.lanes),
+        )
+        if given not in (None, taken)
+    ]
+    if differ:
+        logger.warning(
+            "lmpool shards gave the pool %s: not taken of this worker: %s",
+            *(info.in_words(), ", ".join(differ)),
+        )
 
 
 def keep(servers: Servers, keys: PoolKeys, info: ModelInfo) -> None:

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import redis.exceptions
@@ -16,8 +15,9 @@ from lmpool.keys import ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.server import is_lost
 from lmpool.servers import Servers
-from lmpool.worker.carrying import carry_over, without
+from lmpool.worker.carrying import carry_over, end_lanes, enter, without
 from lmpool.worker.engine_thread import spawn
+from lmpool.worker.membership import OLD_KEYS_MS
 from lmpool.worker.seat import Seat
 
 if TYPE_CHECKING:
@@ -30,21 +30,39 @@ LOOK_EVERY: Final = 0.1
 PATIENCE: Final = 60.0
 """Seconds for which answers wait that cannot be written in a shard of before, which is away."""
 CARRY_AFTER: Final = (0.0, 2.0, 5.0, 15.0, 30.0, 60.0)
-"""Seconds after which what former shards have is taken along: other workers may leave them later,
-or be away, and the last look empties what nobody serves."""
+"""Seconds after which what the pool left is taken along: other workers may leave it later, and the
+last look empties what nobody serves."""
+AWAY_PAUSE: Final = 5.0
+"""Seconds until a shard that was away is looked at again, for as long as its keys live."""
 
 
-@dataclass
 class _Left:
-    """Shards that the pool was in, and when they are looked at again."""
+    """A shard that the pool has left, or that has fewer lanes now, and when it is looked at."""
 
-    shards: Sequence[ShardKeys]
-    since: float = field(default_factory=time.monotonic)
-    looks: int = 0
+    def __init__(self, shard: ShardKeys) -> None:
+        self.shard = shard
+        self.due = self._since = time.monotonic()
+        self._until = self._since + OLD_KEYS_MS / 1000
+        self._looks = 0
 
-    def is_due(self) -> bool:
-        """Whether it is time for the next look."""
-        return time.monotonic() - self.since >= CARRY_AFTER[self.looks]
+    @property
+    def is_last(self) -> bool:
+        """Whether the next look is the last."""
+        return self._looks == len(CARRY_AFTER) - 1
+
+    def looked(self, found: bool) -> bool:
+        """It was looked at, and found or away. Whether it is to be looked at again."""
+        now = time.monotonic()
+        if not found:
+            self.due = now + AWAY_PAUSE
+            return now < self._until
+        if not self._looks:
+            self._since = now  # it may have been away until then
+        self._looks += 1
+        if self._looks == len(CARRY_AFTER):
+            return False
+        self.due = self._since + CARRY_AFTER[self._looks]
+        return True
 
 
 class Mover:
@@ -57,7 +75,8 @@ class Mover:
         self._called = threading.Event()
         self._wanted: ModelInfo | None = None
         self._former: list[Seat] = []
-        self._left: list[_Left] = []
+        self._left: dict[str, _Left] = {}
+        """By the shards' prefixes."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -72,10 +91,12 @@ class Mover:
             self._start()
 
     def look_after(self, shards: Sequence[ShardKeys]) -> None:
-        """The pool was in these shards before: some of their workers may have died meanwhile."""
-        with self._lock:
-            self._left.append(_Left(shards))
-            self._start()
+        """The pool was in these shards, or lanes of them, before: some of their workers may have
+        died meanwhile. Before it begins, or on its own thread."""
+        self._left.update({shard.prefix: _Left(shard) for shard in shards})
+        if self._left:
+            with self._lock:
+                self._start()
 
     def _start(self) -> None:
         self._called.set()
@@ -123,11 +144,19 @@ class Mover:
             return  # the next heartbeat tells it again
         before.ended_at = time.monotonic()
         self._former.append(before)
+        self.look_after(self._left_by(before))
         logger.info(
-            "%s moved from %d shards of %d lanes to %d of %d in %.1f s; %d jobs of before run",
-            *(service.consumer, before.info.shards, before.info.lanes),
-            *(info.shards, info.lanes, time.monotonic() - began, self._held(before)),
+            "%s moved from %s to %s in %.1f s; %d jobs of before run",
+            *(service.consumer, before.info.in_words(), info.in_words()),
+            *(time.monotonic() - began, self._held(before)),
         )
+
+    def _left_by(self, seat: Seat) -> Sequence[ShardKeys]:
+        """What the pool left, as far as is known now that a seat has ended."""
+        now = self._service.seat
+        assert now is not None
+        gone = without(seat.shards, now.shards)
+        return [*gone, *now.info.left_shards(self._service.keys)]
 
     def _leave_former(self, servers: Servers) -> None:
         """Leave those shards whose jobs are all published, or were let go."""
@@ -141,15 +170,13 @@ class Mover:
                     self._service.wait_no_longer(gone)
                 continue
             try:
-                seat.end_heartbeat()  # a beat on its way would bring the worker back
-                seat.leave(servers, gone)
+                seat.leave(servers, gone)  # its consumers, which held jobs before
             except (redis.exceptions.RedisError, OSError) as error:
-                logger.debug("a heartbeat ends by itself: %s", error)
+                logger.debug("they end with their streams: %s", error)
             self._service.close_servers(*seat.opened)
             seat.opened.clear()
             self._former.remove(seat)
-            if gone:
-                self._left.append(_Left(gone))
+            self.look_after(self._left_by(seat))  # it counted until now
 
     def _held(self, seat: Seat) -> int:
         """How many jobs of a former seat this worker has: running, or to be written."""
@@ -160,19 +187,25 @@ class Mover:
         return sum(key.startswith(prefixes) for key, _ in held) if prefixes else 0
 
     def _carry(self, servers: Servers) -> None:
-        """Take along what former shards have, as often as is due."""
+        """Take along what the pool left, as often as is due."""
         now = self._service.seat
         assert now is not None
-        for left in self._left[:]:
-            left.shards = without(left.shards, now.shards)  # the pool may be back
-            if not left.is_due():
-                continue
-            left.looks += 1
-            last = left.looks == len(CARRY_AFTER)
+        due = [left for left in self._left.values() if left.due <= time.monotonic()]
+        if not due:
+            return
+        own = {shard.prefix: shard for shard in now.shards}
+        try:
+            enter(servers, self._service.keys, now.info)
+        except (redis.exceptions.RedisError, OSError) as error:
+            logger.debug("adapters could not be taken along: %s", error)
+        for left in due:
+            shard, last, found = left.shard, left.is_last, False
             try:
-                end = last or left.looks == 1
-                carry_over(servers, left.shards, now.shards, end=end, empty=last)
+                if shard.prefix in own:  # or the pool is back
+                    found = end_lanes(servers, shard, own[shard.prefix], empty=last)
+                else:
+                    found = carry_over(servers, shard, now.info, now.shards, empty=last)
             except (redis.exceptions.RedisError, OSError) as error:
-                logger.debug("what the former shards have could not be taken along: %s", error)
-            if last:
-                self._left.remove(left)
+                logger.debug("what was left could not be taken along: %s", error)
+            if not left.looked(found):
+                del self._left[shard.prefix]

@@ -150,6 +150,11 @@ class ResultStore:
         bound = min(held - size, self._bounds.get(shard.prefix, held) - size)
         return self._evict(shard, max(0, min(bound, held - held // 16))) < held
 
+    def free(self, shard: ShardKeys) -> None:
+        """Unlink what a shard holds that nobody serves any more, but for what somebody is about to
+        read. Raises redis-py's exceptions."""
+        self._evict(shard, 0)
+
     def _target(self, shard: ShardKeys, size: int) -> int | None:
         bound = self._bounds.get(shard.prefix)
         return None if bound is None else max(0, bound - size)

@@ -29,7 +29,7 @@ from lmpool.settings import WorkerOptions, mask_url, place_of
 from lmpool.wants import Digester
 from lmpool.worker.adapters import Adapters
 from lmpool.worker.batching import Batcher, Delivery
-from lmpool.worker.carrying import carry_adapters, register_again, without
+from lmpool.worker.carrying import enter, without
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.engine_thread import EngineLoop, spawn
 from lmpool.worker.heartbeat import ANSWER_WITHIN
@@ -41,6 +41,7 @@ from lmpool.worker.membership import (
     keep,
     model_info,
     publish_vocabulary,
+    say_what_is_not_taken,
     usual_places,
 )
 from lmpool.worker.moving import Mover
@@ -64,9 +65,6 @@ HUNG_WAIT: Final = 2.0
 """Seconds for which a worker that failed waits for its threads."""
 READS_FOR: Final = 3.0
 """Seconds for which a worker that moves waits for the last read where it was."""
-ADAPTERS_OF: Final = 60.0
-"""Seconds, up to a move, of whose changes to the registry a worker makes sure that they came along:
-others may have moved before it."""
 
 
 class Service:
@@ -187,14 +185,13 @@ class Service:
             BatchTraces(options.pool, info.model, info.engine),
         )
         self._control = control
+        self._mover.look_after(info.left_shards(self.keys))
         self._sit(seat, engine)
         for name, target in (
             ("publisher", self._publisher.run),
             ("watchdog", Watchdog(self.status, options.engine_timeout).run),
         ):
             self._threads[name] = spawn(name, target, self.status)
-        if left := without(self._former(info), seat.shards):
-            self._mover.look_after(left)
         logger.info(
             "%s serves %s as pool %s on %s (%s): %s engine, %s, %d tokens, prompts up to %d, "
             "batches up to %d prompts or %d tokens",
@@ -223,22 +220,16 @@ class Service:
         """Become one of the pool's workers; all that is left is to read jobs."""
         info = join(control, self.keys, info, self.options.replace, LIFE_MS)
         seat = self._new_seat(info, beating)
-        self.status.description["moves"] = info.moves
+        say_what_is_not_taken(self.options, info)
+        self.status.description["layout"] = info.layout
         try:
-            # Whoever was told to move may have died before it could bring them.
-            carry_adapters(control, self._former(info), seat.shards, info.moves)
+            enter(control, self.keys, info)  # whoever was told to move may have died before
             self._appear(control, seat)
             publish_vocabulary(control, self.keys, info, engine)
         except BaseException:
             self._end_membership(control, seat)
             raise
         return seat
-
-    def _former(self, info: ModelInfo) -> Sequence[ShardKeys]:
-        """The shards that the pool was in before; none if it has never moved."""
-        if not (info.moves and info.former):
-            return ()
-        return self.keys.shards(info.fingerprint8, info.former)
 
     def _new_seat(self, info: ModelInfo, beating: Servers) -> Seat:
         who = self.keys, self.consumer, self.status
@@ -283,32 +274,34 @@ class Service:
             except BaseException:
                 self.close_servers(beating)
                 raise
-            before.heartbeat.stay_in(without(before.shards, seat.shards))
             before.ended.set()
             batcher.wake()
             for name in ("intake", "recovery"):
                 if not before.join(name, READS_FOR):
                     logger.warning("the %s of before has yet to end", name)
+            before.left.set()
             self.seat = seat
-            self.status.description["moves"] = info.moves
+            self.status.description["layout"] = info.layout
             publisher.move(seat.shards)
             adapters.move(seat.shards)
             self._sit(seat, engine)
         try:
             seat.heartbeat.beat(servers)  # whoever told the pool to move sees it
-            register_again(servers, seat.shards, adapters.latest(ADAPTERS_OF))
-            self._give_back(servers, without(before.shards, seat.shards), batcher)
+            enter(servers, self.keys, info, before.shards)  # what was registered meanwhile
+            gone = without(before.shards, seat.shards)
+            self._give_back(servers, gone, batcher)
+            before.end_heartbeat()
+            # Whoever waits there, of whatever release, sees that nobody serves it, and follows.
+            before.leave(servers, gone)
         except (redis.exceptions.RedisError, OSError) as error:
             logger.warning("jobs of before stay there, and are asked again: %s", error)
         return True
 
     def _appear_too(self, servers: Servers, before: Seat, seat: Seat) -> None:
         """Be there beside the seat of before: clients that come find the adapters."""
-        info = seat.info
-        keep(servers, self.keys, info)
-        # Of where the pool was last: this worker may have missed a move.
-        carry_adapters(servers, self._former(info) or before.shards, seat.shards, info.moves)
+        enter(servers, self.keys, seat.info, before.shards)
         self._appear(servers, seat)
+        keep(servers, self.keys, seat.info)  # of shards that serve somebody no key ends
 
     def _give_back(self, servers: Servers, shards: Sequence[ShardKeys], batcher: Batcher) -> None:
         """Let others run what came from these shards and was not begun."""

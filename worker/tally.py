@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -24,6 +25,7 @@ class Tally:
         self._shards = shards
         self._status = status
         self._added: dict[Counter, int] = {}
+        self._adding = threading.Lock()
 
     def move(self, shards: Sequence[ShardKeys]) -> None:
         """The pool lies in these shards now. For any thread."""
@@ -32,8 +34,13 @@ class Tally:
     def add(self, servers: Servers) -> None:
         """Add what is new since the last time, in the first shard that answers and takes it.
 
-        Raises redis-py's exceptions where none does, and adds it the next time.
+        Raises redis-py's exceptions where none does, and adds it the next time. For any thread: of
+        a worker that moves, two heartbeats may be on their way.
         """
+        with self._adding:
+            self._add(servers)
+
+    def _add(self, servers: Servers) -> None:
         counts = self._status.counts()
         for shard in self._shards:
             new = {

@@ -58,14 +58,16 @@ def shards(
                 f"[red]{escape(name)} has not moved yet[/]: it is busy or frozen, and moves as "
                 "soon as it can, or runs an older lmpool: start it anew"
             )
-    raise typer.Exit(1 if found.behind else 0)
+    raise typer.Exit(0 if found.is_done else 1)
 
 
 def _in_words(found: PoolShards) -> str:
+    from lmpool.model_info import in_words
+
     moved, all_of_them = len(found.workers), len(found.workers) + len(found.behind)
     return (
-        f"pool {escape(found.pool)}: {len(found.shards)} shards of {found.lanes} lanes; "
-        f"{moved} of {all_of_them} workers serve it so"
+        f"pool {escape(found.pool)}: {in_words(len(found.shards), found.lanes)}; {moved} of "
+        f"{all_of_them} {'worker serves' if all_of_them == 1 else 'workers serve'} it so"
     )
 
 

@@ -38,7 +38,7 @@ if not indexed or #indexed > 4 * lanes then
 end
 for i = 1, #indexed, 2 do
   local name = indexed[i]
-  local stream = stream_of(prefix, name)
+  local stream = stream_of(prefix, name, lanes) -- it may have had more
   local since, jobs = tonumber(indexed[i + 1]), nil
   if not stream then
     since = nil

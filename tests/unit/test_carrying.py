@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ import redis
 
 from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.liveness import LIFE_MS
+from lmpool.model_info import ModelInfo
 from lmpool.servers import Servers
 from lmpool.worker import carrying
-from lmpool.worker.adapters import Adapters
-from lmpool.worker.carrying import carry_adapters, carry_over, register_again, without
+from lmpool.worker.carrying import carry_over, end_lanes, enter, without
 from lmpool.worker.membership import OLD_KEYS_MS
+from tests.support.parts import info_of
 
 
 @pytest.fixture
@@ -30,11 +32,19 @@ def servers(server: Any) -> Servers:
 
 
 @pytest.fixture
-def shards(pool_name: str) -> Callable[[int], tuple[ShardKeys, ...]]:
-    return lambda count: PoolKeys(pool_name).shards("01234567", count)
+def keys(pool_name: str) -> PoolKeys:
+    return PoolKeys(pool_name)
 
 
-def fill(server: Any, shards: tuple[ShardKeys, ...]) -> None:
+def layouts(*counts: int) -> list[ModelInfo]:
+    """A pool that lay in so many shards, one after another."""
+    found = [info_of(counts[0])]
+    for count in counts[1:]:
+        found.append(found[-1].moved_to(count, 1))
+    return found
+
+
+def fill(server: Any, shards: Sequence[ShardKeys]) -> None:
     """Counters, and two dead letters in each."""
     for shard in shards:
         server.hset(shard.counters, mapping={"computed": 10 + shard.number, "failed": 1})
@@ -43,7 +53,7 @@ def fill(server: Any, shards: tuple[ShardKeys, ...]) -> None:
             server.xadd(shard.dead, fields, id=f"{1000 * number}-{shard.number}")
 
 
-def totals(server: Any, shards: tuple[ShardKeys, ...]) -> dict[str, int]:
+def totals(server: Any, shards: Sequence[ShardKeys]) -> dict[str, int]:
     found: dict[str, int] = {}
     for shard in shards:
         for name, count in server.hgetall(shard.counters).items():
@@ -51,7 +61,7 @@ def totals(server: Any, shards: tuple[ShardKeys, ...]) -> dict[str, int]:
     return found
 
 
-def reasons(server: Any, shards: tuple[ShardKeys, ...]) -> list[tuple[str, int]]:
+def reasons(server: Any, shards: Sequence[ShardKeys]) -> list[tuple[str, int]]:
     """Why, and when by what the entry says."""
     return sorted(
         (fields[b"reason"].decode(), int(fields[b"given_up_ms"]))
@@ -60,15 +70,22 @@ def reasons(server: Any, shards: tuple[ShardKeys, ...]) -> list[tuple[str, int]]
     )
 
 
+def bring(servers: Servers, keys: PoolKeys, info: ModelInfo, **how: bool) -> bool:
+    """Carry over all that was left, as a worker does that serves `info`."""
+    heirs, left = info.shard_keys(keys), info.left_shards(keys)
+    found = [carry_over(servers, shard, info, heirs, **how) for shard in left]
+    return all(found)
+
+
+# --- counters and dead letters -----------------------------------------------------------------
+
+
 @pytest.mark.parametrize("step", ["_drop", "_part", "_inherit"])
 def test_who_dies_in_the_midst_is_made_good_by_the_next(
-    step: str,
-    server: Any,
-    servers: Servers,
-    shards: Callable[[int], tuple[ShardKeys, ...]],
-    monkeypatch: pytest.MonkeyPatch,
+    step: str, server: Any, servers: Servers, keys: PoolKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    former, heirs = shards(3), shards(2)
+    before, now = layouts(3, 2)
+    former, heirs = before.shard_keys(keys), now.shard_keys(keys)
     fill(server, former)
     server.hset(heirs[0].counters, "computed", 100)
     told = getattr(carrying, step)
@@ -85,9 +102,9 @@ def test_who_dies_in_the_midst_is_made_good_by_the_next(
     with monkeypatch.context() as patch:
         patch.setattr(carrying, step, dies)
         with pytest.raises(redis.exceptions.ConnectionError):
-            carry_over(servers, former, heirs)
+            bring(servers, keys, now)
     for _ in range(2):
-        carry_over(servers, former, heirs)
+        assert bring(servers, keys, now)
         assert totals(server, heirs) == {"computed": 100 + 10 + 11 + 12, "failed": 3}
         wanted = sorted((f"{n} {each}", 1000 * each) for n in range(3) for each in (1, 2))
         assert reasons(server, heirs) == wanted
@@ -96,81 +113,196 @@ def test_who_dies_in_the_midst_is_made_good_by_the_next(
 
 
 def test_many_who_bring_the_same_at_once_count_it_once(
-    fake_url: str, server: Any, shards: Callable[[int], tuple[ShardKeys, ...]]
+    fake_url: str, server: Any, keys: PoolKeys
 ) -> None:
-    former, heirs = shards(1), shards(4)
-    fill(server, former)
+    before, now = layouts(1, 4)
+    fill(server, before.shard_keys(keys))
     at_once = threading.Barrier(4)
 
-    def bring() -> None:
+    def bring_often() -> None:
         with redis.Redis.from_url(fake_url, protocol=2) as client:
             at_once.wait(10)
             for _ in range(5):
-                carry_over(Servers(lambda: client), former, heirs)  # type: ignore[arg-type,return-value]
+                bring(Servers(lambda: client), keys, now)  # type: ignore[arg-type,return-value]
 
-    threads = [threading.Thread(target=bring) for _ in range(4)]
+    threads = [threading.Thread(target=bring_often) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert totals(server, heirs) == {"computed": 10, "failed": 1}
-    assert reasons(server, heirs) == [("0 1", 1000), ("0 2", 2000)]
+    assert totals(server, now.shard_keys(keys)) == {"computed": 10, "failed": 1}
+    assert reasons(server, now.shard_keys(keys)) == [("0 1", 1000), ("0 2", 2000)]
+
+
+def test_workers_of_two_layouts_bring_it_to_the_same_heir(
+    server: Any, servers: Servers, keys: PoolKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = layouts(1, 2, 3)
+    fill(server, first.shard_keys(keys))
+
+    def drop_nothing(*_: Any) -> int:
+        return 0
+
+    with monkeypatch.context() as patch:  # who comes next finds all that there was
+        patch.setattr(carrying, "_drop", drop_nothing)
+        bring(servers, keys, second)
+        bring(servers, keys, third)
+    for shard in second.shard_keys(keys):
+        server.hset(shard.bounds, "layout", second.layout)
+    bring(servers, keys, third)
+    bring(servers, keys, third)
+    assert totals(server, third.shard_keys(keys)) == {"computed": 10, "failed": 1}
+    assert reasons(server, third.shard_keys(keys)) == [("0 1", 1000), ("0 2", 2000)]
 
 
 def test_keys_end_once_nobody_lives_there_and_jobs_at_the_last(
-    server: Any, servers: Servers, shards: Callable[[int], tuple[ShardKeys, ...]]
+    server: Any, servers: Servers, keys: PoolKeys
 ) -> None:
-    (shard,), heirs = shards(1), shards(2)
-    jobs = shard.stream().key
+    before, now = layouts(1, 2)
+    (shard,) = before.shard_keys(keys)
+    jobs, held, digest = shard.stream().key, 1000, bytes(16)
     server.xadd(jobs, {"job": "x"})
-    now = int(server.time()[0]) * 1000
-    server.zadd(shard.workers, {"": -3, "somebody": now + LIFE_MS})
-    carry_over(servers, [shard], heirs, end=True, empty=True)
+    entry = {"held": held, "bytes": held, "life": 600_000, "digests": digest.hex()}
+    server.xadd(shard.account, entry)
+    server.set(shard.result(digest), "row")
+    millis = int(server.time()[0]) * 1000
+    server.zadd(shard.workers, {"": -3, "somebody": millis + LIFE_MS})
+    bring(servers, keys, now, empty=True)
     assert (server.pttl(jobs), server.xlen(jobs)) == (-1, 1)
-    server.zadd(shard.workers, {"somebody": now - 1000})
-    carry_over(servers, [shard], heirs, end=True)
+    assert server.exists(shard.result(digest))
+    server.zadd(shard.workers, {"somebody": millis - 1000})
+    bring(servers, keys, now)
     assert 0 < server.pttl(jobs) <= OLD_KEYS_MS
     assert server.xlen(jobs) == 1
-    carry_over(servers, [shard], heirs, end=True, empty=True)
+    assert not server.exists(shard.result(digest), shard.account)  # nobody will read it
+    server.pexpire(jobs, 1000)
+    bring(servers, keys, now, empty=True)
     assert server.xlen(jobs) == 0
+    assert server.pttl(jobs) <= 1000  # who looks again prolongs nothing
     assert server.zscore(shard.workers, "") == -3
 
 
-def test_the_registry_is_taken_over_by_who_is_first_in_each_move(
-    server: Any, servers: Servers, shards: Callable[[int], tuple[ShardKeys, ...]]
+def test_who_has_yet_to_see_that_the_pool_is_back_touches_nothing(
+    server: Any, servers: Servers, keys: PoolKeys
 ) -> None:
-    former, heirs = shards(1), shards(2)
+    first, second, third = layouts(1, 2, 1)
+    (shard,) = first.shard_keys(keys)
+    fill(server, [shard])
+    server.xadd(shard.stream().key, {"job": "x"})
+    enter(servers, keys, third)
+    bring(servers, keys, second, empty=True)  # it is behind
+    assert totals(server, [shard]) == {"computed": 10, "failed": 1}
+    assert (server.pttl(shard.stream().key), server.xlen(shard.stream().key)) == (-1, 1)
 
-    def known() -> list[set[bytes]]:
-        return [set(server.hkeys(heir.adapters)) for heir in heirs]
 
-    server.hset(former[0].adapters, "one", "1")
+def test_lanes_that_a_shard_has_no_more_end(server: Any, servers: Servers, keys: PoolKeys) -> None:
+    before = replace(info_of(1), lanes=4)
+    for lanes in (2, 1):
+        now = before.moved_to(1, lanes)
+        (wide,), (shard,) = now.left_shards(keys), now.shard_keys(keys)
+        for stream in wide.streams:
+            server.xadd(stream.key, {"job": "x"})
+            server.persist(stream.key)
+        server.xadd(wide.wake, {"at_once": "1"})
+        ended = [s.key for s in wide.streams if s.lane >= lanes] + [wide.wake] * (lanes == 1)
+        kept = {*(s.key for s in wide.streams), wide.wake} - set(ended)
+
+        def state(some: Any) -> set[tuple[bool, bool]]:
+            return {(server.pttl(key) > 0, server.xlen(key) > 0) for key in some}
+
+        server.hset(shard.bounds, "lanes", 4)  # no worker is there yet
+        end_lanes(servers, wide, shard, empty=True)
+        assert state([*ended, *kept]) == {(False, True)}
+        server.hset(shard.bounds, "lanes", lanes)
+        end_lanes(servers, wide, shard)
+        assert (state(ended), state(kept)) == ({(True, True)}, {(False, True)})
+        end_lanes(servers, wide, shard, empty=True)
+        assert (state(ended), state(kept)) == ({(True, False)}, {(False, True)})
+
+
+# --- adapters ----------------------------------------------------------------------------------
+
+
+def known(server: Any, keys: PoolKeys, info: ModelInfo) -> list[dict[bytes, bytes]]:
+    return [server.hgetall(shard.adapters) for shard in info.shard_keys(keys)]
+
+
+def test_the_registry_comes_along_once_and_then_what_was_changed_there(
+    server: Any, servers: Servers, keys: PoolKeys
+) -> None:
+    before, now = layouts(1, 2)
+    (former,), heirs = before.shard_keys(keys), now.shard_keys(keys)
+    server.hset(former.adapters, mapping={"one": "1", "two": "1"})
     server.hset(heirs[0].adapters, "of another time", "0")
-    carry_adapters(servers, former, heirs, 3)
-    assert known() == [{b"one"}] * 2
-    # Who comes later was asleep: what became of the registry meanwhile stands.
-    server.hdel(heirs[0].adapters, "one")
-    carry_adapters(servers, former, heirs, 3)
-    assert known() == [set(), {b"one"}]
-    carry_adapters(servers, former, heirs, 4)
-    assert known() == [{b"one"}] * 2
-    # But what it did itself a moment ago is done there, too.
-    register_again(servers, heirs, {"one": None, "two": "2"})
-    assert known() == [{b"two"}] * 2
+    enter(servers, keys, now)
+    assert known(server, keys, now) == [{b"one": b"1", b"two": b"1"}] * 2
+    # What was done here meanwhile stands, whoever comes later with what was there.
+    for heir in heirs:
+        server.hdel(heir.adapters, "one")
+        server.hset(heir.adapters, "two", "2")
+    enter(servers, keys, now)
+    assert known(server, keys, now) == [{b"two": b"2"}] * 2
+    # What was done there by who had yet to move is done here, too.
+    server.hset(former.adapters, "three", "1")
+    enter(servers, keys, now)
+    assert known(server, keys, now) == [{b"two": b"2", b"three": b"1"}] * 2
+    server.hdel(former.adapters, "three")
+    enter(servers, keys, now)
+    assert known(server, keys, now) == [{b"two": b"2"}] * 2
 
 
-def test_adapters_know_what_was_done_to_them_lately(
-    server: Any, servers: Servers, shards: Callable[[int], tuple[ShardKeys, ...]]
+def test_a_pool_that_begins_anew_does_not_take_an_older_registry_for_its_own(
+    server: Any, servers: Servers, keys: PoolKeys
 ) -> None:
-    adapters = Adapters(None, servers, shards(1), [])  # type: ignore[arg-type]
-    adapters.remove("one")
-    assert adapters.latest(60.0) == {"one": None}
-    assert adapters.latest(0.0) == {}
+    before, now = layouts(1, 2)
+    (former,) = before.shard_keys(keys)
+    server.hset(former.adapters, "one", "1")
+    enter(servers, keys, now)
+    server.hdel(former.adapters, "one")
+    server.hdel(former.bounds, "layout")
+    for registered in ({"two": "2"}, {}):  # the model info was lost with all workers
+        before, now = layouts(1, 2)
+        server.delete(former.adapters)
+        if registered:
+            server.hset(former.adapters, mapping=registered)
+        enter(servers, keys, now)
+        expected = {name.encode(): entry.encode() for name, entry in registered.items()}
+        assert known(server, keys, now) == [expected] * 2
 
 
-def test_shards_of_the_same_keys_are_the_same(
-    shards: Callable[[int], tuple[ShardKeys, ...]], pool_name: str
+def test_it_comes_from_where_the_pool_was_and_not_from_where_nobody_came(
+    server: Any, servers: Servers, keys: PoolKeys
 ) -> None:
-    with_lanes = PoolKeys(pool_name).shards("01234567", 2, 64)
-    assert without(shards(2), with_lanes) == []
-    assert without(shards(3), with_lanes) == list(shards(3))
+    first, second, third = layouts(1, 2, 1)
+    (shard,) = first.shard_keys(keys)
+    server.hset(shard.adapters, "one", "1")
+    server.hset(second.shard_keys(keys)[0].adapters, "of another time", "0")
+    enter(servers, keys, third)  # nobody saw the second
+    assert known(server, keys, third) == [{b"one": b"1"}]
+    fourth = third.moved_to(3, 1)
+    enter(servers, keys, fourth)
+    assert known(server, keys, fourth) == [{b"one": b"1"}] * 3
+    # One that was there, and back: what was changed there counts.
+    fifth = fourth.moved_to(1, 1)
+    for heir in fourth.shard_keys(keys):
+        server.hset(heir.adapters, "one", "2")
+    enter(servers, keys, fifth)
+    assert known(server, keys, fifth) == [{b"one": b"2"}]
+
+
+def test_a_pool_whose_shards_no_command_changed_brings_it_where_there_is_none(
+    server: Any, servers: Servers, keys: PoolKeys
+) -> None:
+    before, now = info_of(1), info_of(2)  # LMPOOL_REPLACE=1, LMPOOL_SHARDS=2
+    (former,), heirs = before.shard_keys(keys), now.shard_keys(keys)
+    server.hset(former.adapters, "one", "1")
+    server.hset(heirs[0].adapters, "two", "2")
+    enter(servers, keys, now, [former])
+    assert known(server, keys, now) == [{b"two": b"2"}, {b"one": b"1"}]
+
+
+def test_shards_of_the_same_keys_are_the_same(keys: PoolKeys) -> None:
+    with_lanes = keys.shards("01234567", 2, 64)
+    assert without(keys.shards("01234567", 2), with_lanes) == []
+    three = keys.shards("01234567", 3)
+    assert without(three, with_lanes) == list(three)

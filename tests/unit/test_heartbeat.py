@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -103,6 +104,29 @@ def test_what_it_counts_is_added_to_the_pools_counters_once(
     assert found == expected
     assert not any(server.exists(shard.counters) for shard in shards[1:])
     assert 0 < server.pttl(shards[0].counters) <= COUNTERS_TTL_MS
+
+
+def test_two_heartbeats_of_one_worker_add_nothing_twice(
+    server: Any, shards: tuple[ShardKeys, ...]
+) -> None:
+    """As one that moves has for a moment."""
+    status = WorkerStatus({"id": "me"}, lambda: None)
+    tally, adds = Tally(shards[:1], status), threading.Barrier(2)
+
+    class Slow(Servers):
+        def apart(self, shards: Any, do: Any, lost: Any = None) -> Any:
+            with suppress(threading.BrokenBarrierError):
+                adds.wait(0.5)  # until both are here, if they may
+            return super().apart(shards, do, lost)
+
+    status.own_jobs = 5
+    servers: Any = Slow(lambda: server)
+    threads = [threading.Thread(target=tally.add, args=(servers,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert server.hgetall(shards[0].counters) == {b"own_jobs": b"5"}
 
 
 def test_what_could_not_be_added_is_added_later(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lmpool.errors import WireError
 from lmpool.keys import PROTOCOL, PoolKeys
-from lmpool.model_info import ModelInfo, fingerprint
+from lmpool.model_info import LAYOUTS_MOST, Layout, ModelInfo, fingerprint
 
 INFO = ModelInfo(
     model="tiny",
@@ -26,6 +26,7 @@ INFO = ModelInfo(
 )
 
 POSITIVE = st.integers(1, 2**40)
+LAYOUTS = st.builds(Layout, st.text(max_size=16), st.integers(1, 64), st.integers(1, 1024))
 
 
 @st.composite
@@ -48,6 +49,8 @@ def infos(draw: st.DrawFn) -> ModelInfo:
         max_backlog=draw(POSITIVE),
         client_backlog=draw(POSITIVE),
         result_ttl_ms=draw(POSITIVE),
+        layout=draw(st.text(max_size=16)),
+        layouts=tuple(draw(st.lists(LAYOUTS, max_size=LAYOUTS_MOST))),
     )
 
 
@@ -85,6 +88,41 @@ def test_the_shards_of_a_pool_have_its_lanes() -> None:
     for number, shard in enumerate(shards):
         assert shard.prefix.startswith(f"{{lmpool:p:01234567:{PROTOCOL}:{number}.")
     assert [len(shard.streams) for shard in shards] == [6, 6]
+
+
+def test_layouts_are_told_apart_by_their_names() -> None:
+    first = replace(INFO, shards=1, lanes=2)
+    second = first.moved_to(2, 2)
+    third = second.moved_to(1, 2)
+    assert (third.shards, third.lanes) == (1, 2)
+    assert len({info.mark() for info in (first, second, third)}) == 3
+    assert third.layouts == (Layout("", 1, 2), Layout(second.layout, 2, 2))
+    assert third.follows(first)
+    assert third.follows(second)
+    assert not second.follows(third)
+    assert not second.follows(first.moved_to(2, 2))
+    assert first.laid_as(third) == third
+    # A worker of a release that knows of none says what it serves as one that was never moved.
+    assert replace(first, layouts=third.layouts).mark() == first.mark()
+
+
+def test_what_a_pool_left_are_shards_and_lanes_that_it_has_no_more() -> None:
+    keys = PoolKeys("p")
+    found = replace(INFO, shards=1, lanes=64)
+    for shards, lanes in ((3, 8), (1, 2), (3, 4), (1, 16)):
+        found = found.moved_to(shards, lanes)
+    left = {(shard.prefix, shard.lanes) for shard in found.left_shards(keys)}
+    (own,), gone = found.shard_keys(keys), keys.shards(found.fingerprint8, 3)
+    assert left == {(own.prefix, 64), *((shard.prefix, 8) for shard in gone)}
+    for _ in range(2 * LAYOUTS_MOST):
+        found = found.moved_to(1, 16)
+    assert len(found.layouts) == LAYOUTS_MOST
+    assert found.left_shards(keys) == ()
+
+
+def test_how_it_lies_in_words() -> None:
+    assert replace(INFO, shards=1, lanes=1).in_words() == "1 shard of 1 lane"
+    assert replace(INFO, shards=3, lanes=64).in_words() == "3 shards of 64 lanes"
 
 
 def test_a_pool_in_several_protocols_serves_who_speaks_one_of_them() -> None:
@@ -125,6 +163,15 @@ def test_a_pool_in_several_protocols_serves_who_speaks_one_of_them() -> None:
         (packed(client_backlog=-1), "client_backlog=-1"),
         (packed(max_backlog=0), "max_backlog=0"),
         (packed(result_ttl_ms=0), "result_ttl_ms=0"),
+        (packed(layout=3), "layout=3: a string"),
+        (packed(layouts=3), "incomplete"),
+        (packed(layouts=[["", 1]]), "incomplete"),
+        (packed(layouts=[["", 0, 1]]), "layouts=.*former ones expected"),
+        (packed(layouts=[["", 65, 1]]), "layouts=.*former ones expected"),
+        (packed(layouts=[["", 1, 1025]]), "layouts=.*former ones expected"),
+        (packed(layouts=[["", 1, True]]), "layouts=.*former ones expected"),
+        (packed(layouts=[[0, 1, 1]]), "layouts=.*former ones expected"),
+        (packed(layouts=[["", 1, 1]] * 9), "layouts=.*former ones expected"),
         (packed(model=None), "model=None: a string"),
         (packed(engine=3), "engine=3"),
         (packed(fingerprint="abc"), "fingerprint='abc'"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -337,7 +336,7 @@ def test_a_worker_that_is_stopped_while_it_moves_leaves_both_places(
         sit(*arguments)
 
     service._appear_too, service._sit = appears, sits  # type: ignore[method-assign]
-    there = replace(info, shards=SHARDS + 2, moves=1, former=SHARDS)
+    there = info.moved_to(SHARDS + 2, info.lanes)
     service._mover.tell(there)
     assert moving.wait(10)
     worker.stop()

@@ -1,0 +1,50 @@
+-- A pool comes into a shard: the registry of adapters comes along, once for each layout, and later what
+-- workers that came after changed where it was. What was changed here meanwhile stands.
+-- KEYS[1] registry, KEYS[2] what was brought last, KEYS[3] bounds.
+-- ARGV: name of the layout, or '' of one without: then it is brought where there is none,
+--       '1' if a registry is brought, '0' if the one that is here is right, how long what was brought is
+--       known, life of the bounds, then name and entry of each adapter
+-- Returns 1 if anything was changed.
+local registry, brought, bounds, layout = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
+local function entries_of(values, from)
+  local found = {}
+  for i = from, #values, 2 do found[values[i]] = values[i + 1] end
+  return found
+end
+local function held_in(key) return entries_of(given(redis.pcall('HGETALL', key)) or {}, 1) end
+
+local now, before = entries_of(ARGV, 5), nil
+if layout == '' then
+  if redis.call('EXISTS', registry) == 1 then return 0 end
+  before = {}
+elseif given(redis.pcall('HGET', bounds, 'layout')) ~= layout then
+  -- What is here may be of a time when the pool was here before.
+  if ARGV[2] == '1' then
+    redis.call('DEL', registry)
+    before = {}
+  else
+    now = held_in(registry)
+    before = now
+  end
+  redis.pcall('HDEL', bounds, 'heir')
+  redis.pcall('HSET', bounds, 'layout', layout)
+  redis.pcall('PEXPIRE', bounds, ARGV[4])
+elseif ARGV[2] == '1' and redis.call('EXISTS', brought) == 1 then
+  before = held_in(brought)
+  before[''] = nil
+else
+  return 0
+end
+
+local changed = 0
+for name, entry in pairs(now) do
+  if before[name] ~= entry then changed = changed + redis.call('HSET', registry, name, entry) + 1 end
+end
+for name in pairs(before) do
+  if not now[name] then changed = changed + redis.call('HDEL', registry, name) end
+end
+redis.call('DEL', brought)
+redis.call('HSET', brought, '', '') -- also where there are none
+for name, entry in pairs(now) do redis.call('HSET', brought, name, entry) end
+redis.call('PEXPIRE', brought, ARGV[3])
+return changed > 0 and 1 or 0
