@@ -202,6 +202,7 @@ class EngineLoop:
             held = self._held.get(job.digest)
             if held is not None:
                 held.append(delivery)  # a second delivery of what is being computed
+                self._tellings.follow(delivery)
                 self._metrics.hit("flight")
                 continue
             if job.adapter is not None:

@@ -86,6 +86,13 @@ class Tellings:
             told.update(self._told(tellings))
         return {digest: parts for digest, parts in told.items() if parts}
 
+    def follow(self, delivery: Delivery) -> None:
+        """What runs was delivered again: whoever reads it may have moved to another shard, where
+        the next piece has all before it told over."""
+        telling = self._running.get(delivery.job.digest)
+        if telling is not None:
+            telling.shard = delivery.stream.shard
+
     def of(self, parts: Iterable[Part]) -> list[tuple[Telling, Part]]:
         """What an engine drew, and whose it is."""
         return [(telling, part) for part in parts if (telling := self._running.get(part.id))]

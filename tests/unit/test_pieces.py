@@ -11,7 +11,7 @@ import redis
 
 from lmpool.backends.engine import Outcome, Part
 from lmpool.errors import AnswerFormatError
-from lmpool.keys import ShardKeys
+from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.pieces import PIECE, piece_id, read_piece
 from lmpool.producer.pieces import Pieces
 from lmpool.servers import Servers
@@ -134,6 +134,20 @@ def test_what_the_server_lost_is_told_again(
     server.set(key, "in the way")
     worker.tell(7, TOKENS[7:8])
     assert stored(server, shard, worker.job.digest) == TOKENS[:8]
+
+
+def test_a_reader_that_moved_is_told_all_where_it_is(
+    server: redis.Redis, shard: ShardKeys, workers: list[Worker]
+) -> None:
+    worker, _ = workers
+    there = info_of(2).shard_keys(PoolKeys("elsewhere"))[1]
+    worker.begin()
+    worker.tell(0, TOKENS[:2])
+    worker.tell(2, TOKENS[2:3])
+    worker.tellings.follow(Delivery(worker.job, b"1-0", there.stream(), 0.0))
+    worker.tell(3, TOKENS[3:4])
+    assert stored(server, there, worker.job.digest) == TOKENS[:4]
+    assert stored(server, shard, worker.job.digest) == TOKENS[:3]
 
 
 def test_pieces_cannot_be_told_and_are_with_the_next(
