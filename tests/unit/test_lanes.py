@@ -229,6 +229,17 @@ def test_what_was_read_leaves_the_index_when_it_is_looked_at(
     assert soonest > 0
 
 
+def test_lanes_that_a_shard_has_no_more_wait_for_nobody(
+    redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller = Caller(redis_client, shard)
+    Consumer(redis_client, shard, "home", lane=6)
+    caller.enqueue(new_job(1), lane=6)
+    redis_client.delete(shard.wake)
+    assert look(redis_client, ShardKeys(shard.prefix, 0, 4), 0) == [-1]
+    assert not redis_client.exists(shard.waiting, shard.wake)
+
+
 @pytest.mark.parametrize("what", ["type", "names", "flood"])
 def test_an_index_that_others_wrote_does_no_harm(
     what: str, redis_client: redis.Redis, shard: ShardKeys
