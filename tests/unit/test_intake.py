@@ -133,6 +133,23 @@ def test_jobs_come_in_order(
     assert len(Consumer(redis_client, shard, "reader").held()) == 20
 
 
+def test_what_is_done_by_the_time_that_it_is_looked_at_is_followed_by_a_read_that_waits(
+    start: Callable[..., Reader],
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intake_module, "SHORT_WAIT", 5.0)
+    reader = start(timeout=0.0)
+    for number in range(5):
+        Caller(redis_client, shard).enqueue(new_job(number))
+        with reader.batcher.changed:  # in one step, as seen by the intake
+            assert reader.batcher.wait()
+            reader.batcher.done()
+    assert reader.blocks
+    assert None not in reader.blocks
+
+
 def test_jobs_that_were_there_before_the_first_worker_are_read(
     start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
