@@ -37,7 +37,8 @@ ROW_HEADER_BYTES: Final = 24
 aligned to their size, and a row can be used in place."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Nobody changes one; but there is one for each row, and one that is frozen takes longer to make.
+@dataclass(slots=True, eq=False)
 class EncodedRow:
     """A decoded header and the numbers behind it, not copied: ``float32(data) - scale``."""
 
@@ -115,8 +116,8 @@ def unpack_row(data: bytes | memoryview, size: int | None = None) -> EncodedRow:
     Raises `RowFormatError` for another version, a cut or overlong row, or one of another size.
     """
     # Nearly every row has the header we write: one comparison instead of eight steps.
-    if size is not None and data[:ROW_HEADER_BYTES] == _f32_header(size):
-        _check_length(data, ROW_HEADER_BYTES, size, "f32", _F32)
+    whole = size is not None and len(data) == ROW_HEADER_BYTES + 4 * size
+    if size is not None and whole and data[:ROW_HEADER_BYTES] == _f32_header(size):
         return EncodedRow("f32", size, 0.0, np.frombuffer(data, _F32, size, ROW_HEADER_BYTES))
     unpacker = msgpack.Unpacker(max_buffer_size=_MAX_HEADER, ext_hook=refuse_extension)
     unpacker.feed(data[:_MAX_HEADER])

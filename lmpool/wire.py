@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Literal
 
 import msgpack
@@ -79,9 +80,14 @@ class JobPacker:
 
     def head(self, want: Want, adapter: str | None) -> bytes:
         """What the fields of such jobs begin with, up to the digest itself."""
-        common = {"v": JOB_VERSION, "want": want_to_wire(want), "adapter": adapter}
-        packed = b"".join(map(msgpack.packb, (*_flat(common), "sent", self._sent)))
-        return b"".join((packed, msgpack.packb("digest"), _bin_header(DIGEST_BYTES)))
+        return b"".join((_common(want, adapter), msgpack.packb(self._sent), _DIGEST))
+
+
+@lru_cache(maxsize=64)
+def _common(want: Want, adapter: str | None) -> bytes:
+    """What the fields of all such jobs begin with, whenever they are sent."""
+    common = {"v": JOB_VERSION, "want": want_to_wire(want), "adapter": adapter}
+    return b"".join(map(msgpack.packb, (*_flat(common), "sent")))
 
 
 _UINT64: Final = struct.Struct(">BQ")
@@ -109,6 +115,9 @@ def _bin_header(length: int) -> bytes:
     if length < 1 << 16:
         return b"\xc5" + length.to_bytes(2, "big")
     return b"\xc6" + length.to_bytes(4, "big")
+
+
+_DIGEST: Final[bytes] = msgpack.packb("digest") + _bin_header(DIGEST_BYTES)
 
 
 def pack_job(job: Job) -> bytes:
@@ -249,14 +258,18 @@ def read_notices(fields: Mapping[bytes, bytes]) -> list[Notice]:
     ``ok`` holds any number of digests, 32 hex digits each; an error comes alone, as ``digest``,
     ``status`` and ``error``.
     """
-    done = fields.get(b"ok")
-    if done is not None:
-        return [Notice(digest, "ok") for digest in _digests(done)]
+    if b"ok" in fields:
+        return [Notice(digest, "ok") for digest in read_done(fields)]
     digests, status = _digests(fields.get(b"digest", b"")), fields.get(b"status", b"")
     if len(digests) != 1 or not status:
         return []
     error = fields.get(b"error", b"").decode("utf-8", "replace")
     return [Notice(digests[0], status.decode("utf-8", "replace"), error)]
+
+
+def read_done(fields: Mapping[bytes, bytes]) -> list[Digest]:
+    """Those of an entry's notices that say that a result is there: nearly all that there are."""
+    return _digests(fields.get(b"ok", b""))
 
 
 def _digests(text: bytes) -> list[Digest]:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import redis.exceptions
 
 from lmpool.commands import Values
 from lmpool.errors import AnswerFormatError, LmpoolError, PromptFailed
 from lmpool.keys import ShardKeys
-from lmpool.model_info import ModelInfo
 from lmpool.producer.flights import Flight
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.session import Session
 from lmpool.rows import ROW_HEADER_BYTES
 from lmpool.servers import Servers
-from lmpool.wants import Answer, Digest, Row, Want, decode_all
+from lmpool.wants import Digest, Row, Want, decode_all
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +61,14 @@ class AnswerReader:
         sizes: list[int] = []
         part: list[Digest] = []
         size = 0
+        last: Want | None = None
+        takes = SMALLEST
         for digest in digests:
             flight = flights.get(digest)
-            takes = SMALLEST
             if flight is not None:
                 want = flight.job.want
-                takes = max(takes, want.stored_bytes(info))
+                if want is not last:  # which many have in common
+                    last, takes = want, max(SMALLEST, want.stored_bytes(info))
                 if takes >= LARGE and isinstance(want, Row):
                     rows.append(digest)
                     sizes.append(takes + ROW_HEADER_BYTES)
@@ -96,26 +96,33 @@ class AnswerReader:
         ended: list[PendingCall] = []
         spoiled: dict[Digest, AnswerFormatError] = {}
         with session.lock:
-            there: list[tuple[Want, Digest, bytes | memoryview]] = []
+            there: dict[int, tuple[Want, list[Digest], list[Any]]] = {}
+            """What is stored, bytes or a large row's memory, by the want that it answers."""
             for digest, value in zip(digests, values, strict=True):
                 flight = table.flights.get(digest)
                 if flight is None:
                     continue
                 if value is not None:
-                    there.append((flight.job.want, digest, value))
+                    want = flight.job.want
+                    group = there.get(id(want))
+                    if group is None:
+                        group = there[id(want)] = want, [], []
+                    group[1].append(digest)
+                    group[2].append(value)
                     continue
                 flight.tries += 1
                 if flight.tries <= MAX_TRIES:
                     table.resend(flight)
                 else:
                     ended += session.fail(flight, _vanished(flight))
-            for want, digest, answer in _decoded(there, info):
-                if isinstance(answer, AnswerFormatError):
-                    spoiled[digest] = answer
-                    continue
-                if want.cached:
-                    session.cache.put(digest, answer)
-                ended += table.land(digest, answer)
+            for want, some, stored in there.values():
+                for digest, answer in zip(some, decode_all(want, stored, info), strict=True):
+                    if isinstance(answer, AnswerFormatError):
+                        spoiled[digest] = answer
+                        continue
+                    if want.cached:
+                        session.cache.put(digest, answer)
+                    ended += table.land(digest, answer)
             if table.has_unsent():
                 session.work.notify()
         wake(ended)
@@ -144,16 +151,6 @@ class AnswerReader:
                     ended += session.fail(flight, error)
             session.work.notify()
         wake(ended)
-
-
-def _decoded(
-    found: Iterable[tuple[Want, Digest, bytes | memoryview]], info: ModelInfo
-) -> Iterator[tuple[Want, Digest, Answer | AnswerFormatError]]:
-    """Stored answers to wants, those to one want together."""
-    for _, group in groupby(found, key=lambda item: id(item[0])):
-        want, digests, stored = zip(*group, strict=True)
-        for digest, answer in zip(digests, decode_all(want[0], stored, info), strict=True):
-            yield want[0], digest, answer
 
 
 def _vanished(flight: Flight) -> LmpoolError:

@@ -32,7 +32,7 @@ from lmpool.producer.session import Session
 from lmpool.server import is_lost, senseless
 from lmpool.servers import Servers
 from lmpool.wants import Digest
-from lmpool.wire import Notice, read_notices
+from lmpool.wire import Notice, read_done, read_notices
 
 logger = logging.getLogger(__name__)
 
@@ -162,14 +162,18 @@ class Collector:
                 told.append((streamed[reply], entries))
                 continue
             shard = replies[reply]
-            notices: list[Notice] = []
+            errors: list[Notice] = []
+            digests: list[Digest] = []
             for entry_id, fields in entries:
-                notices += read_notices(fields)
+                if b"ok" in fields:
+                    digests += read_done(fields)
+                else:
+                    errors += read_notices(fields)
                 session.last_ids[reply] = entry_id.decode()
                 if b"hello" in fields:  # maybe before the sender knows that it made the stream
                     self._begun[reply] = max(self._begun[reply] + 1, session.made[reply])
-            self._take_errors(shard, [notice for notice in notices if notice.status != "ok"])
-            done.append((shard, [n.digest for n in notices if n.status == "ok"]))
+            self._take_errors(shard, errors)
+            done.append((shard, digests))
         if told:
             self._take_pieces(told)
         for shard, digests in done:

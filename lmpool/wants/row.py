@@ -93,7 +93,8 @@ class Row(OfPrompt[EncodedRow]):
         """Read what `encode` wrote. Raises `RowFormatError`."""
         row = unpack_row(data, info.vocab_size)
         # As above. The first of bfloat16's bits is a logit, which its scale was taken from.
-        if row.scale != row.scale or (row.encoding != "bf16" and row.data[0] != row.data[0]):
+        first = row.scale if row.encoding == "bf16" else row.data.item(0)
+        if first != first or row.scale != row.scale:
             raise RowFormatError("a row of NaN")
         return row
 

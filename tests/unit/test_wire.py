@@ -21,6 +21,7 @@ from lmpool.wire import (
     Notice,
     RefusedJob,
     pack_job,
+    read_done,
     read_notices,
     unpack_job,
 )
@@ -279,6 +280,8 @@ A, B = Digest(b"\xaa" * 16), Digest(b"\xbb" * 16)
 
 def test_notices() -> None:
     assert read_notices({b"ok": FIRST + SECOND}) == [Notice(A, "ok"), Notice(B, "ok")]
+    assert read_done({b"ok": FIRST + SECOND}) == [A, B]
+    assert read_done({b"digest": FIRST, b"status": b"failed"}) == []
     assert read_notices({b"digest": FIRST, b"status": b"failed", b"error": "zu groß".encode()}) == [
         Notice(A, "failed", "zu groß")
     ]
