@@ -137,6 +137,7 @@ class Pool:
     LANES_IN_USE = _gauge(
         "lmpool_lanes_in_use", "Lanes that jobs are put into: those that the workers need."
     )
+    WAITING = _gauge("lmpool_waiting_jobs", "Jobs that no worker has taken, over all lanes.")
     LANES_WAITING = _gauge("lmpool_waiting_lanes", "Lanes with jobs that no worker has taken.")
     LONGEST_LANE = _gauge(
         "lmpool_longest_lane_jobs",

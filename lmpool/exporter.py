@@ -156,6 +156,7 @@ def _shown(view: PoolView) -> Iterator[tuple[Metric, Shown]]:
     yield Pool.LANES, 0 if view.model is None else view.model["shards"] * view.model["lanes"]
     lanes = found["lanes"]
     yield Pool.LANES_IN_USE, lanes["in_use"]
+    yield Pool.WAITING, lanes["waiting_jobs"]
     yield Pool.LANES_WAITING, lanes["waiting_lanes"]
     yield Pool.LONGEST_LANE, lanes["longest_jobs"]
     yield Pool.WORKERS, len(view.workers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +11,15 @@ from typing import Any, Final, NamedTuple
 from redis.exceptions import NoPermissionError, ResponseError
 
 from lmpool.commands import Pipeline, Server
-from lmpool.keys import GROUP, JobStream, ShardKeys
+from lmpool.keys import GROUP, PRIORITIES, JobStream, ShardKeys
 from lmpool.replies import ReplyTooLong
 from lmpool.server import is_lost
 
 LONGEST: Final = 5
-"""Streams of a shard whose first job is read for its age, of those that no worker has a job of:
-jobs may be long, and lanes many."""
+"""Streams of a shard whose first job is always read for its age, of those that no worker has a job
+of: jobs may be long, and lanes many."""
+LOOKS: Final = 16
+"""Other ones of each priority that are read, at most, to find the oldest job of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,9 @@ class StreamQueue:
 
     `waiting` is "at least so many" while workers have jobs that were withdrawn, where the server
     cannot tell how many came after the last that was taken: that was deleted, or some after it.
-    `age` is 0 where no worker has a job of the stream and it is none of the `LONGEST`, or its first
-    job is too long to be read.
+    `age` is 0 where no worker has a job of the stream, and it is neither one of the `LONGEST` nor
+    among those that were last read from before the oldest job came that was found (`LOOKS` of them
+    at most), or its first job is too long to be read.
     """
 
     stream: JobStream
@@ -72,14 +76,10 @@ def read_queues(server: Server, shard: ShardKeys) -> ShardQueues:
     if not there:
         return ShardQueues(_in_use(shard, used), ())
     groups = _groups(server, [stream for stream, _ in there])
-    unread = sorted(
-        (length, place) for place, (_, length) in enumerate(there) if groups[place].oldest is None
-    )
-    read = {place for _, place in unread[-LONGEST:]}
+    began = _beginnings(server, [(*each, group) for each, group in zip(there, groups, strict=True)])
     queues = []
-    for place, ((stream, length), group) in enumerate(zip(there, groups, strict=True)):
-        oldest = _first(server, stream) if place in read else group.oldest
-        age = 0.0 if oldest is None else max(0.0, now - oldest)
+    for (stream, length), group in zip(there, groups, strict=True):
+        age = max(0.0, now - began.get(stream, now))
         waiting = min(length, max(0, length - group.pending, group.behind))
         queues.append(StreamQueue(stream, length, group.pending, waiting, age))
     return ShardQueues(_in_use(shard, used), tuple(queues))
@@ -87,11 +87,34 @@ def read_queues(server: Server, shard: ShardKeys) -> ShardQueues:
 
 class _Group(NamedTuple):
     """Of a stream's workers: how many jobs they have, how many came after the last of them (0 where
-    that is unknown), and when the first of them came, in seconds since 1970."""
+    that is unknown), and when the first of them came, in seconds since 1970; and before when all
+    came that was read."""
 
     pending: int = 0
     behind: int = 0
     oldest: float | None = None
+    read_until: float = 0.0
+
+
+def _beginnings(
+    server: Server, there: Sequence[tuple[JobStream, int, _Group]]
+) -> dict[JobStream, float]:
+    """When the first job of each stream came, of those of which that is known or worth a look: how
+    many jobs each has is given."""
+    began = {stream: group.oldest for stream, _, group in there if group.oldest is not None}
+    unread = [each for each in there if each[0] not in began]
+    unread.sort(key=lambda each: -each[1])
+    for stream, *_ in unread[:LONGEST]:
+        _look_at(server, stream, began)
+    for priority in PRIORITIES:
+        others = [each for each in unread[LONGEST:] if each[0].priority == priority]
+        others.sort(key=lambda each: each[2].read_until)
+        for stream, _, group in others[:LOOKS]:
+            known = [at for of, at in began.items() if of.priority == priority]
+            if group.read_until >= min(known, default=math.inf):
+                break  # what waits there came after that
+            _look_at(server, stream, began)
+    return began
 
 
 def _groups(server: Server, streams: Sequence[JobStream]) -> list[_Group]:
@@ -121,19 +144,21 @@ def _group(groups: Sequence[Any] | Exception, pending: Any) -> _Group:
     if not isinstance(groups, Exception):
         for group in groups:
             if group["name"] == GROUP.encode():
-                return _Group(int(group["pending"]), int(group.get("lag") or 0), oldest)
+                behind, last = int(group.get("lag") or 0), _seconds(group["last-delivered-id"])
+                return _Group(int(group["pending"]), behind, oldest, last)
     return _Group(oldest=oldest)
 
 
-def _first(server: Server, stream: JobStream) -> float | None:
-    """When a stream's first job came, as far as it can be read."""
+def _look_at(server: Server, stream: JobStream, began: dict[JobStream, float]) -> None:
+    """Note when a stream's first job came, as far as it can be read."""
     try:
         found = server.xrange(stream.key, "-", "+", 1)
     except (ReplyTooLong, ResponseError) as error:
         if isinstance(error, ResponseError) and is_lost(error):
             raise
-        return None
-    return _seconds(found[0][0]) if found else None
+        return
+    if found:
+        began[stream] = _seconds(found[0][0])
 
 
 def answers_of(pipeline: Pipeline) -> list[Any]:

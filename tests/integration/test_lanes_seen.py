@@ -123,6 +123,7 @@ def test_homes_are_all_lanes_in_use_and_what_was_taken_is_what_was_asked(
         for metric, value in (
             ("lmpool_lanes", LANES * shards),
             ("lmpool_lanes_in_use", found["lanes"]["in_use"]),
+            ("lmpool_waiting_jobs", 0),
             ("lmpool_waiting_lanes", 0),
             ("lmpool_longest_lane_jobs", 0),
             ("lmpool_jobs_own_total", found["own_jobs"]),

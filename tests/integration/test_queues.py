@@ -11,7 +11,7 @@ import redis
 
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.producer.statistics import pool_statistics
-from lmpool.queues import read_queues
+from lmpool.queues import LONGEST, LOOKS, read_queues
 from lmpool.replies import REPLY_BYTES
 from lmpool.servers import Servers
 from tests.support.protocol import Consumer
@@ -54,23 +54,59 @@ def test_who_withdraws_what_a_worker_has_hides_nothing_that_waits(
 
 
 @pytest.mark.one_server
-def test_ages_are_known_and_few_jobs_are_read_for_them(
-    redis_client: redis.Redis, servers: Servers, shard: ShardKeys
+@pytest.mark.parametrize("fresh", [0, 2, 30])
+def test_the_oldest_job_is_found_in_a_short_lane_and_few_are_read_for_it(
+    fresh: int, redis_client: redis.Redis, servers: Servers, pool_name: str
 ) -> None:
-    began = int(1000 * time.time()) - 60_000
-    for lane in range(8):
+    """`fresh` lanes have jobs since a second ago and are as long as the one whose job is old; in
+    others, longer ones, workers read a second ago."""
+    shard = PoolKeys(pool_name).shards("0" * 8, 1, 64)[0]
+    now = int(1000 * time.time())
+    for lane in range(20 + fresh):
         worker = Consumer(redis_client, shard, "w-1", lane=lane)
-        for number in range(2 + lane):
-            redis_client.xadd(worker.stream, {"job": "a"}, id=f"{began - 1000 * lane}-{number + 1}")
-        if lane < 2:
-            worker.read(1)
+        for number in range(2):
+            redis_client.xadd(worker.stream, {"job": "a"}, id=f"{now - 2000 - lane}-{number + 1}")
+        taken = worker.read()
+        redis_client.xack(worker.stream, GROUP, *taken)
+        redis_client.xdel(worker.stream, *taken)
+        for number in range(9 if lane < 20 else 1):
+            redis_client.xadd(worker.stream, {"job": "a"}, id=f"{now - 1000}-{number + 1}")
+    for priority, age in (("interactive", 600), ("batch", 60)):
+        key = shard.stream(priority, 63).key  # type: ignore[arg-type]
+        redis_client.xgroup_create(key, GROUP, id="0", mkstream=True)
+        redis_client.xadd(key, {"job": "a"}, id=f"{now - 1000 * age}-1")
     before = calls(redis_client, "xrange")
     found = read_queues(servers.for_shard(shard), shard).streams
-    assert calls(redis_client, "xrange") - before == 5
-    ages = {queue.stream.lane: queue.age for queue in found}
-    # One of those that no worker has a job of is shorter than the five that are looked at.
-    assert ages.pop(2) == 0
-    assert ages == {lane: pytest.approx(60 + lane, abs=0.9) for lane in (0, 1, 3, 4, 5, 6, 7)}
+    assert calls(redis_client, "xrange") - before == 5 + 2
+    for priority, age in (("interactive", 600), ("batch", 60)):
+        ages = [queue.age for queue in found if queue.stream.priority == priority]
+        assert max(ages) == pytest.approx(age, abs=5)
+
+
+@pytest.mark.one_server
+def test_few_jobs_are_read_though_nobody_has_read_any(
+    redis_client: redis.Redis, servers: Servers, pool_name: str
+) -> None:
+    shard = PoolKeys(pool_name).shards("0" * 8, 1, 64)[0]
+    began = int(1000 * time.time()) - 60_000
+    for stream in shard.streams:
+        redis_client.xgroup_create(stream.key, GROUP, id="0", mkstream=True)
+        redis_client.xadd(stream.key, {"job": "a"}, id=f"{began}-1")
+    before = calls(redis_client, "xrange")
+    found = read_queues(servers.for_shard(shard), shard).streams
+    assert calls(redis_client, "xrange") - before == LONGEST + 2 * LOOKS
+    assert sum(queue.age > 0 for queue in found) == LONGEST + 2 * LOOKS
+    assert max(queue.age for queue in found) == pytest.approx(60, abs=5)
+
+
+def test_the_age_of_a_job_that_a_worker_has_is_that_of_its_entry(
+    redis_client: redis.Redis, servers: Servers, shard: ShardKeys
+) -> None:
+    worker = Consumer(redis_client, shard, "w-1", lane=3)
+    redis_client.xadd(worker.stream, {"job": "a"}, id=f"{int(1000 * time.time()) - 60_000}-1")
+    worker.read(1)
+    (queue,) = read_queues(servers.for_shard(shard), shard).streams
+    assert queue.age == pytest.approx(60, abs=5)
 
 
 def test_a_job_too_long_to_be_read_hides_no_other(
