@@ -17,12 +17,13 @@ from lmpool.settings import (
     GatewaySettings,
     WorkerOptions,
 )
+from tests.support.performance import measures_table
 from tests.support.scale import scale_table
 
 README = Path(__file__).parents[2] / "README.md"
-ENGINES, GATEWAY, OPERATING, SCALE, SETTINGS = (
+ENGINES, GATEWAY, OPERATING, PERFORMANCE, SCALE, SETTINGS = (
     README.parent / "docs" / f"{name}.md"
-    for name in ("engines", "gateway", "operating", "scale", "settings")
+    for name in ("engines", "gateway", "operating", "performance", "scale", "settings")
 )
 
 
@@ -94,6 +95,7 @@ if __name__ == "__main__":
         (SETTINGS, "settings", settings_table()),
         (GATEWAY, "settings", gateway_table()),
         (OPERATING, "metrics", metrics_table()),
+        (PERFORMANCE, "measures", measures_table()),
         (SCALE, "plan", scale_table()),
     ):
         page.write_text(with_section(page.read_text("utf-8"), name, table), "utf-8")

@@ -9,9 +9,11 @@ import pytest
 
 from lmpool.cli import app
 from tests.support.markdown import ROOT, anchors
+from tests.support.performance import measures_table
 from tests.support.readme import (
     GATEWAY,
     OPERATING,
+    PERFORMANCE,
     README,
     SCALE,
     SETTINGS,
@@ -34,9 +36,10 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^()\s]+)\)")
         (SETTINGS, "settings", settings_table()),
         (GATEWAY, "settings", gateway_table()),
         (OPERATING, "metrics", metrics_table()),
+        (PERFORMANCE, "measures", measures_table()),
         (SCALE, "plan", scale_table()),
     ],
-    ids=["settings", "gateway", "metrics", "scale"],
+    ids=["settings", "gateway", "metrics", "performance", "scale"],
 )
 def test_tables_are_those_of_the_code(page: Path, name: str, table: str) -> None:
     assert section(page.read_text("utf-8"), name) == table, "python -m tests.support.readme"

@@ -1,0 +1,110 @@
+"""The table of docs/performance.md: what was measured, of the saved reports of the benchmarks."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+from tests.benchmarks.measure import number
+from tests.benchmarks.tables import RESULTS
+
+_THREE: Final = ("client", "worker", "server")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A measure: in which report, under which heading, the sum of which figures, run by run."""
+
+    what: str
+    report: str
+    heading: str
+    figures: tuple[str, ...]
+
+    def cells(self) -> tuple[str, ...]:
+        """The median, the least and the most, when it was taken, and where all of it stands."""
+        report = saved(self.report)
+        figures = report["figures"][self.heading]
+        # A name may be there once more, in another unit: its pace comes first.
+        chosen = [next(f for f in figures if f["what"] == what) for what in self.figures]
+        values = [sum(run) for run in zip(*(each["values"] for each in chosen), strict=True)]
+        return (
+            self.what,
+            f"{number(statistics.median(values))} {chosen[0]['unit']}",
+            f"{number(min(values))} to {number(max(values))}",
+            report["facts"]["date"],
+            f"[{self.report}](../tests/benchmarks/results/{self.report}.md)",
+        )
+
+
+BATCHES: Final = "pool, batch calls, default settings"
+GATHERED: Final = "pool, gathered calls, batch_size=512"
+PARTICLES: Final = "Particles: 32 of one 256-token prompt, 32 steps"
+LINES: Final = (
+    Line("batch calls, rows of 1 KiB", "jobs", "Pace", (BATCHES,)),
+    Line("the same against arq", "jobs", "Ratios", (f"{BATCHES} / the faster arq",)),
+    Line(
+        "the same, processor time of client, worker and server",
+        "jobs",
+        "Processor time",
+        tuple(f"{BATCHES}: {side}" for side in _THREE),
+    ),
+    Line("10,000 gathered single calls", "jobs", "Pace", (GATHERED,)),
+    Line(
+        "the same, the client's processor time", "jobs", "Processor time", (f"{GATHERED}: client",)
+    ),
+    Line("one prompt, blocking", "latency", "Time", ("pool, blocking call: median",)),
+    Line("one prompt, awaited", "latency", "Time", ("pool, awaited: median",)),
+    Line("one prompt, awaited: p99", "latency", "Time", ("pool, awaited: p99",)),
+    Line("rows of 256 KiB, batch calls", "rows", "Pace", ("pool, batch calls",)),
+    Line(
+        "the same against what the server can do",
+        "rows",
+        "Ratios",
+        ("pool, batch calls / the bound",),
+    ),
+    Line("rows of 128,256 tokens", "answers", "Pace", ("rows",)),
+    Line("their likeliest 20", "answers", "Pace", ("top 20",)),
+    Line("`hf`, 32 particles: the engine alone", "hf", PARTICLES, ("engine",)),
+    Line("the same: a pool of one worker", "hf", PARTICLES, ("pool",)),
+    Line("the same: by hand in transformers", "hf", PARTICLES, ("by hand",)),
+    Line(
+        "`hf`, one prompt after another: a pool",
+        "hf",
+        "64 prompts of 32 tokens, one after another",
+        ("pool",),
+    ),
+    Line("`vllm`: rows captured / nothing captured", "vllm", "Capture against", ("no capture",)),
+    Line("`vllm`: rows captured / `logprobs=-1`", "vllm", "Capture against", ("logprobs=-1",)),
+    Line(
+        "metrics on / off, processor time of batch calls",
+        "observed",
+        "Ratios",
+        ("batch calls: metrics / neither",),
+    ),
+    Line(
+        "three primaries / one server, the servers' processor time",
+        "cluster",
+        "Ratios",
+        ("three primaries, a shard each / one server, one shard: server",),
+    ),
+    Line("the client's memory", "memory", "Growth", ("client",)),
+    Line("the worker's memory", "memory", "Growth", ("worker",)),
+)
+
+
+@cache
+def saved(name: str) -> dict[str, Any]:
+    """A saved report."""
+    (report,) = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+    found: dict[str, Any] = report
+    return found
+
+
+def measures_table() -> str:
+    """Every measure of the table."""
+    rows = [("what", "median", "of all runs", "taken", "all of it"), ("---",) * 5]
+    rows += [line.cells() for line in LINES]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
