@@ -1,4 +1,4 @@
-"""Large values received into the memory where they stay.
+"""Large values received into the memory where they stay, and sent from where they are.
 
 A reader of replies gathers what comes, and copies a value out of it once it is whole; both copies
 take as long as the reading. Where the sizes of all values are known, so is where each byte of the
@@ -8,14 +8,14 @@ reply belongs, and it is received there. A reply that is another is the usual re
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 import redis.exceptions
 
 PIECES: Final = 16
-"""Pieces of memory that one read may fill: a socket holds a few values at most."""
+"""Pieces of memory that one read may fill or one write send: a socket holds a few values."""
 
 
 def receive_values(
@@ -39,9 +39,7 @@ def receive_values(
         start, end = end, end + len(head)
         pieces += (came[start:end], value)
     del pieces[-1]
-    scatter: Any = getattr(socket, "recvmsg_into", None)
-    if isinstance(socket, ssl.SSLSocket):
-        scatter = None  # it gives what it decrypted in pieces of its own
+    scatter = _of_several(socket, "recvmsg_into")
     left = pieces.copy()
     at = total = known = checked = 0
     while at < len(pieces):
@@ -63,3 +61,39 @@ def receive_values(
             return None
         checked = known
     return [value.toreadonly() for value in values]
+
+
+class Gathered:
+    """A command in pieces which leave in few writes: for redis-py's ``send_packed_command``.
+
+    That sends what this yields, each by itself; what is sent here, while it asks for more, ends in
+    its errors all the same.
+    """
+
+    def __init__(self, connection: Any, pieces: Sequence[bytes | memoryview]) -> None:
+        self._connection = connection
+        self._pieces = pieces
+
+    def __len__(self) -> int:
+        """How many bytes are to be sent."""
+        return sum(map(len, self._pieces))
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        gather = _of_several(self._connection._sock, "sendmsg")
+        if gather is None:
+            yield from self._pieces
+            return
+        left, at = [memoryview(piece) for piece in self._pieces], 0
+        while at < len(left):
+            count = gather(left[at : at + PIECES])
+            while at < len(left) and count >= len(left[at]):
+                count -= len(left[at])
+                at += 1
+            if count:
+                left[at] = left[at][count:]
+
+
+def _of_several(socket: Any, name: str) -> Any:
+    """A socket's method that takes several pieces of memory, if it has one."""
+    # TLS has each piece by itself.
+    return None if isinstance(socket, ssl.SSLSocket) else getattr(socket, name, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import msgpack
 import numpy as np
@@ -17,7 +17,9 @@ import numpy.typing as npt
 from lmpool.errors import RowFormatError
 from lmpool.model_info import Encoding
 
-__all__ = ["EncodedRow", "bf16_to_f32", "pack_logprobs", "pack_values", "unpack_row"]
+__all__ = [
+    "EncodedRow", "PackedRow", "bf16_to_f32", "pack_logprobs", "pack_values", "unpack_row",
+]  # fmt: skip
 
 ROW_VERSION: Final = 1
 
@@ -32,6 +34,8 @@ def refuse_extension(code: int, _data: bytes) -> Any:
     raise ValueError(f"extension type {code}")
 
 
+LARGE: Final = 16 << 10
+"""Bytes from which a value is sent from where it is, instead of being copied beside others."""
 ROW_HEADER_BYTES: Final = 24
 """Length of the header we write. Its msgpack forms are chosen so that the numbers after it are
 aligned to their size, and a row can be used in place."""
@@ -84,17 +88,38 @@ def _f32_header(size: int) -> bytes:
     return _HEADERS["f32"] + _NUMBERS.pack(0xCE, size, 0xCA, 0.0, 0xC6, 4 * size)
 
 
-def pack_values(encoding: Encoding, values: npt.NDArray[Any], scale: float = 0.0) -> bytes:
+class PackedRow(NamedTuple):
+    """A row as it is stored, in two pieces: its numbers stay where they are.
+
+    `numbers` are bytes, of memory that nobody writes again.
+    """
+
+    header: bytes
+    numbers: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return len(self.header) + len(self.numbers)
+
+    def joined(self) -> bytes:
+        """Both in one piece, which holds on to no array."""
+        return b"".join(self)
+
+
+def pack_values(encoding: Encoding, values: npt.NDArray[Any], scale: float = 0.0) -> PackedRow:
     """A row of raw numbers: `values` is [size], of the encoding's dtype, C-contiguous."""
     header = _HEADERS[encoding] + _NUMBERS.pack(0xCE, values.size, 0xCA, scale, 0xC6, values.nbytes)
-    return b"".join((header, values.data))
+    return PackedRow(header, values.data.cast("B"))
 
 
-def pack_logprobs(row: npt.NDArray[np.float32], encoding: Literal["f32", "f16"] = "f32") -> bytes:
+def pack_logprobs(
+    row: npt.NDArray[np.float32], encoding: Literal["f32", "f16"] = "f32"
+) -> PackedRow:
     """Log-probabilities, float32 [vocab_size], as a row. ``f16`` loses precision."""
     if encoding == "f32":
         values = np.ascontiguousarray(row, dtype="<f4")
-        return b"".join((_f32_header(values.size), values.data))
+        return PackedRow(_f32_header(values.size), values.data.cast("B"))
     with np.errstate(over="ignore"):  # what is below its range is impossible anyway: -inf
         narrow = np.ascontiguousarray(row, dtype="<f2")
     # Rounding moves the sum: the scale puts the row back on exp sums to 1.

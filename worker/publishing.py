@@ -22,6 +22,7 @@ from lmpool.isolation import isolate
 from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream, ShardKeys
 from lmpool.logs import about
 from lmpool.result_memory import footprint
+from lmpool.rows import LARGE, PackedRow
 from lmpool.scripts import script
 from lmpool.server import is_full, is_lost
 from lmpool.servers import Servers
@@ -60,7 +61,7 @@ class Done:
     """
 
     delivery: Delivery
-    value: bytes | None
+    value: bytes | PackedRow | None
     status: Literal["ok", "failed", "unknown_adapter"] = "ok"
     error: str = ""
 
@@ -87,7 +88,10 @@ def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
         text = str(outcome.error)[:MAX_ERROR_CHARS]
         return Done(delivery, None, "failed", text or type(outcome.error).__name__)
     try:
-        return Done(delivery, delivery.job.want.encode(outcome, vocab_size))
+        want = delivery.job.want
+        if isinstance(want, Row) and vocab_size >= LARGE:
+            return Done(delivery, want.packed(outcome, vocab_size))
+        return Done(delivery, want.encode(outcome, vocab_size))
     except PromptFailed as error:
         return Done(delivery, None, "failed", str(error)[:MAX_ERROR_CHARS])
     except Exception as error:
@@ -219,7 +223,7 @@ class Publisher:
             else:
                 done = encode(*item, self._vocab_size)
             chunk.append(done)
-            size += len(done.value or b"")
+            size += _length(done)
             if size >= CHUNK_BYTES or len(chunk) >= CHUNK_MOST:
                 yield chunk
                 chunk, size = [], 0
@@ -307,6 +311,9 @@ class Publisher:
         if shard.number not in self._away:
             self._away.add(shard.number)
             logger.warning("shard %d is away: rows wait for it", shard.number)
+        for done in chunk:
+            if isinstance(done.value, PackedRow):  # which holds on to its whole batch
+                done.value = done.value.joined()
         self._aside.append(chunk)
         self._aside_bytes += size
 
@@ -352,7 +359,7 @@ class Publisher:
         for done in chunk:
             stored, others = streams.setdefault(done.delivery.stream.key, ([], []))
             (others if done.value is None else stored).append(done)
-        values: list[tuple[str, bytes]] = []
+        values: list[tuple[str, bytes | PackedRow]] = []
         digests: list[str] = []
         kinds: dict[str, int] = {}
         jobs: list[Value] = []
@@ -408,4 +415,12 @@ def _told(done: Done) -> tuple[Value, ...]:
 
 def _size(chunk: Sequence[Done]) -> int:
     """The memory that what is stored of a chunk takes."""
-    return sum(footprint(len(done.value)) for done in chunk if done.value is not None)
+    return sum(footprint(_length(done)) for done in chunk if done.value is not None)
+
+
+def _length(done: Done) -> int:
+    """Bytes of what is stored of a job."""
+    value = done.value
+    if value is None:
+        return 0
+    return value.nbytes if isinstance(value, PackedRow) else len(value)

@@ -1,23 +1,22 @@
 """Rows and the script that announces them, as one MULTI written by hand.
 
 redis-py's pipeline spends five times as long on a small row as the server does, and joins a large
-one into its command. Here a command is formatted once, and large values go to the socket as they
-are.
+one into its command. Here a command is formatted once, and large values go to the socket from where
+they are, together with what is around them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import redis.exceptions
 
+from lmpool.bulk import Gathered
 from lmpool.commands import Server, Value
+from lmpool.rows import LARGE, PackedRow
 from lmpool.scripts import Script
-
-LARGE: Final = 16 << 10
-"""Bytes from which a value is sent by itself instead of being copied beside others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +30,7 @@ class Call:
 
 def set_and_call(
     server: Server,
-    rows: Sequence[tuple[str, bytes]],
+    rows: Sequence[tuple[str, bytes | PackedRow]],
     ttl_ms: int,
     call: Call,
     before: Call | None = None,
@@ -45,7 +44,8 @@ def set_and_call(
     pool = server.connection_pool
     connection = pool.get_connection()
     try:
-        connection.send_packed_command(_packed(connection, rows, ttl_ms, call, before))
+        pieces = _packed(connection, rows, ttl_ms, call, before)
+        connection.send_packed_command(Gathered(connection, pieces))
         refused: list[Exception] = []
         answers: list[Any] = []
         for _ in range(len(rows) + len(calls) + 2):
@@ -82,37 +82,42 @@ def _made_up_for(server: Server, call: Call, outcome: Any) -> Any:
     return outcome
 
 
-def _replace_what_is_none(server: Server, key: str, value: bytes, ttl_ms: int) -> None:
+def _replace_what_is_none(server: Server, key: str, value: bytes | PackedRow, ttl_ms: int) -> None:
     """A result that was there already stays; nothing, or a key of another type, is none."""
     try:
         there = server.strlen(key) > 0
     except redis.exceptions.ResponseError:
         there = False
     if not there:
-        server.set(key, value, px=ttl_ms)
+        server.set(key, value.joined() if isinstance(value, PackedRow) else value, px=ttl_ms)
 
 
 def _packed(
     connection: Any,
-    rows: Sequence[tuple[str, bytes]],
+    rows: Sequence[tuple[str, bytes | PackedRow]],
     ttl_ms: int,
     call: Call,
     before: Call | None,
-) -> list[bytes]:
+) -> list[bytes | memoryview]:
     ttl = str(ttl_ms).encode()
     tail = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n$2\r\nNX\r\n" % (len(ttl), ttl)
-    pieces: list[bytes] = []
-    small = [b"*1\r\n$5\r\nMULTI\r\n"]
+    pieces: list[bytes | memoryview] = []
+    small: list[bytes | memoryview] = [b"*1\r\n$5\r\nMULTI\r\n"]
     if before is not None:
         small += _evalsha(connection, before)
     for name, value in rows:
         key = name.encode()
-        small.append(b"*6\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, len(value)))
-        if len(value) >= LARGE:
-            pieces += (b"".join(small), value)
+        header, numbers = value if isinstance(value, PackedRow) else (b"", value)
+        size = len(header) + len(numbers)
+        small += (
+            b"*6\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, size),
+            header,
+        )
+        if size >= LARGE:
+            pieces += (b"".join(small), numbers)
             small = [tail]
         else:
-            small += (value, tail)
+            small += (numbers, tail)
     small += _evalsha(connection, call)
     small.append(b"*1\r\n$4\r\nEXEC\r\n")
     pieces.append(b"".join(small))

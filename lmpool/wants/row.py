@@ -15,6 +15,7 @@ from lmpool.model_info import Encoding, ModelInfo
 from lmpool.rows import (
     ENTRY_BYTES,
     EncodedRow,
+    PackedRow,
     bf16_to_f32,
     pack_logprobs,
     pack_values,
@@ -69,6 +70,10 @@ class Row(OfPrompt[EncodedRow]):
 
     def encode(self, computed: Computed, vocab_size: int) -> bytes:
         """What is stored of the row. Raises `PromptFailed` for what no client could use."""
+        return self.packed(computed, vocab_size).joined()
+
+    def packed(self, computed: Computed, vocab_size: int) -> PackedRow:
+        """The same, its numbers where they are as far as they can be stored as they are."""
         row = computed.row
         if row is None:
             raise PromptFailed("the engine gave no row for this prompt")

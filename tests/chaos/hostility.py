@@ -372,7 +372,7 @@ class Writer:
         """What is no row."""
         key = shard.result(self._job(rng).digest)
         if rng.random() < 0.3:
-            return [("SET", key, pack_logprobs(np.full(VOCAB, np.nan, "f4")))]
+            return [("SET", key, pack_logprobs(np.full(VOCAB, np.nan, "f4")).joined())]
         # Nothing is left of a row: another number in its midst would make it a wrong one.
         return [("DEL", key), *in_its_place(rng, key)]
 

@@ -89,7 +89,7 @@ def test_a_job_is_read_or_refused(data: bytes) -> None:
     assert len(job.tokens) % 4 == 0 < len(job.tokens)
 
 
-ROW = pack_logprobs(mock_row([1], 256))
+ROW = pack_logprobs(mock_row([1], 256)).joined()
 
 
 @settings(max_examples=200)

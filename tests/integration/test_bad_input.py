@@ -308,7 +308,7 @@ def test_garbage_in_the_job_stream(server_url, redis_client, pool_name, tmp_path
 
 def test_garbage_in_the_result_cache(shared, caplog):
     url, pool = shared
-    row = pack_logprobs(mock_row([1], 256))
+    row = pack_logprobs(mock_row([1], 256)).joined()
     planted = [
         (
             row.replace(b"\xcc\x01", b"\xcc\x02", 1),
@@ -319,7 +319,10 @@ def test_garbage_in_the_result_cache(shared, caplog):
         (row[:10], "not a row"),
         (b"", ""),  # nothing is there: the worker writes its row
         (pickle.dumps([0.0] * 256), "a row of|not a row"),
-        (pack_logprobs(mock_row([1], 128)), "a row of 128 entries where 256 were expected"),
+        (
+            pack_logprobs(mock_row([1], 128)).joined(),
+            "a row of 128 entries where 256 were expected",
+        ),
     ]
     with connected(url, pool) as lm, redis.Redis.from_url(url, protocol=2) as client:
         (shard,) = pool_shards(client, pool)

@@ -369,7 +369,7 @@ def test_a_row_of_nan_is_computed_again(
     lm: lmpool.PooledLM, redis_client: redis.Redis, served: ShardKeys, fingerprint: str
 ) -> None:
     key = served.result(new_job(1, 2, fingerprint=fingerprint).digest)
-    redis_client.set(key, pack_logprobs(np.full(256, np.nan, "f4")))
+    redis_client.set(key, pack_logprobs(np.full(256, np.nan, "f4")).joined())
     ask(lm, [[1, 2], [3, 4]])
 
 

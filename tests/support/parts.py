@@ -120,7 +120,7 @@ def row_of(job: Job) -> bytes:
     """A row that is this job's alone, as a worker stores it."""
     seed = int.from_bytes(job.digest[:8], "big")
     values = np.random.default_rng(seed).normal(size=VOCAB)
-    return pack_logprobs((values - np.log(np.exp(values).sum())).astype(np.float32))
+    return pack_logprobs((values - np.log(np.exp(values).sum())).astype(np.float32)).joined()
 
 
 def is_row_of(job: Job, answer: Any) -> bool:

@@ -204,7 +204,7 @@ def test_a_result_that_is_gone_is_asked_for_again_but_not_for_ever(
     [
         b"",
         b"garbage",
-        pack_logprobs(np.zeros(VOCAB - 1, np.float32)),
+        pack_logprobs(np.zeros(VOCAB - 1, np.float32)).joined(),
         Generate(1, (), 1.0, 1).encode(
             Outcome(b"", answer=Generation(np.zeros(2, np.int32), 0, "length")), VOCAB
         ),

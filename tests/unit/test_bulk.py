@@ -16,7 +16,9 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 import redis.exceptions
+from redis.connection import Connection
 
+from lmpool.bulk import Gathered
 from lmpool.cluster import ClusterParser, NodeConnection, SlotMap, SlotMoved
 from lmpool.commands import Server
 from lmpool.connections import OneConnectionClient, OneConnectionPool
@@ -241,3 +243,90 @@ def test_a_real_servers_values(any_server: str, redis_client: redis.Redis, pool_
         redis_client.delete(keys[7])
         assert server.values(keys, [1 << 18] * 12) == [*values[:7], None, *values[8:]]
     redis_client.delete(*keys)
+
+
+# --- sending -----------------------------------------------------------------------------------
+
+
+class Ends:
+    """A connection to nobody but the test, as redis-py has one, and what came at its other end."""
+
+    def __init__(self) -> None:
+        near, self._far = socket.socketpair()
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 10_000)
+        near.settimeout(0.5)
+        self.connection: Any = Connection()
+        self.connection._sock = near
+        self.came = bytearray()
+
+    def read(self, most: int) -> Self:
+        """Read so much of what comes, slowly."""
+
+        def read() -> None:
+            while len(self.came) < most:
+                self.came += self._far.recv(random.Random(len(self.came)).randrange(1, 9000))
+
+        self.thread = threading.Thread(target=read, daemon=True)
+        self.thread.start()
+        return self
+
+    def close(self) -> None:
+        self.connection.disconnect()
+        self._far.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    found = Ends()
+    yield found
+    found.close()
+
+
+PARTS = [random.Random(n).randbytes(n) for n in (0, 10, 70_000, 1, 1, 0, 30_000, *range(60))]
+
+
+def test_pieces_leave_together_and_in_their_order(ends: Ends) -> None:
+    whole = b"".join(PARTS)
+    gathered = Gathered(ends.connection, [*map(memoryview, PARTS)])
+    assert len(gathered) == len(whole)
+    ends.read(len(whole))
+    ends.connection.send_packed_command(gathered)
+    ends.thread.join(10)
+    assert bytes(ends.came) == whole
+
+
+def test_who_takes_nothing_any_more_is_given_up(ends: Ends) -> None:
+    ends.read(20_000)
+    with pytest.raises(redis.exceptions.TimeoutError):
+        ends.connection.send_packed_command(Gathered(ends.connection, PARTS * 10))
+    assert ends.connection._sock is None
+
+
+def test_who_is_gone_is_a_lost_connection(ends: Ends) -> None:
+    ends._far.close()
+    with pytest.raises(redis.exceptions.ConnectionError):
+        ends.connection.send_packed_command(Gathered(ends.connection, PARTS))
+    assert ends.connection._sock is None
+
+
+def test_tls_is_sent_piece_by_piece(tmp_path: Path) -> None:
+    """Whose sockets have no ``sendmsg`` that works."""
+    made = certificates(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(made["tls_cert_file"], made["tls_key_file"])
+    ends, whole = Ends(), b"".join(PARTS)
+    wrapped: list[ssl.SSLSocket] = []
+    far = threading.Thread(
+        target=lambda: wrapped.append(context.wrap_socket(ends._far, server_side=True))
+    )
+    far.start()
+    trusting = ssl.create_default_context(cafile=made["tls_ca_cert_file"])
+    near: Any = ends.connection._sock
+    ends.connection._sock = trusting.wrap_socket(near, server_hostname="localhost")
+    far.join(10)
+    ends._far = wrapped[0]
+    ends.read(len(whole))
+    ends.connection.send_packed_command(Gathered(ends.connection, PARTS))
+    ends.thread.join(10)
+    assert bytes(ends.came) == whole
+    ends.close()

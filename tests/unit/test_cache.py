@@ -16,7 +16,7 @@ D = {name: Digest(name.encode() * 16) for name in "abcde"}
 
 
 def row(entries: int, value: float = 0.0) -> EncodedRow:
-    return unpack_row(pack_logprobs(np.full(entries, value, np.float32)))
+    return unpack_row(pack_logprobs(np.full(entries, value, np.float32)).joined())
 
 
 def cost(entries: int) -> int:

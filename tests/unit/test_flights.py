@@ -19,7 +19,7 @@ from lmpool.wire import Job
 
 
 def row(value: float = 0.0) -> EncodedRow:
-    return unpack_row(pack_logprobs(np.full(2, value, np.float32)))
+    return unpack_row(pack_logprobs(np.full(2, value, np.float32)).joined())
 
 
 def job(name: str) -> Job:

@@ -12,7 +12,7 @@ from lmpool.rows import pack_logprobs, unpack_row
 from lmpool.wants import Digest, Row
 from lmpool.wire import Job
 
-ROW = unpack_row(pack_logprobs(np.zeros(3, np.float32)))
+ROW = unpack_row(pack_logprobs(np.zeros(3, np.float32)).joined())
 
 
 def jobs(count: int) -> list[Job]:

@@ -14,7 +14,7 @@ import redis
 from lmpool.backends.engine import Outcome
 from lmpool.errors import EngineBroken, PromptFailed, ServerRefused
 from lmpool.keys import ShardKeys
-from lmpool.rows import bf16_to_f32, unpack_row
+from lmpool.rows import LARGE, PackedRow, bf16_to_f32, unpack_row
 from lmpool.server import open_server
 from lmpool.servers import Servers
 from lmpool.wants import Generate, Generation
@@ -32,8 +32,8 @@ from tests.support.waiting import until
 VOCAB = 16
 
 
-def log_softmax(seed: int = 0) -> npt.NDArray[np.float32]:
-    values = np.random.default_rng(seed).normal(size=VOCAB)
+def log_softmax(seed: int = 0, size: int = VOCAB) -> npt.NDArray[np.float32]:
+    values = np.random.default_rng(seed).normal(size=size)
     result: npt.NDArray[np.float32] = (values - np.log(np.exp(values).sum())).astype(np.float32)
     return result
 
@@ -65,6 +65,30 @@ def test_f32_rows_are_stored_as_they_are() -> None:
     found = unpack_row(done.value, VOCAB)
     assert found.encoding == "f32"
     assert found.logprobs().tobytes() == row.tobytes()
+
+
+def test_a_large_rows_numbers_stay_where_they_are() -> None:
+    job = new_job(1)
+    block = np.stack([log_softmax(i, LARGE) for i in range(2)])
+    done = encode(delivery(job), Outcome(job.digest, block[1]), LARGE)
+    assert isinstance(done.value, PackedRow)
+    assert np.shares_memory(np.frombuffer(done.value.numbers, np.float32), block[1])
+    assert unpack_row(done.value.joined(), LARGE).logprobs().tobytes() == block[1].tobytes()
+
+
+def test_what_is_set_aside_holds_on_to_no_batch(
+    start: Callable[..., Writer], fake_url: str
+) -> None:
+    """A shard may be away for long, and others' batches go on."""
+    writer, shard = start(fake_url), shard_of_pool("p")
+    job, row = new_job(1), log_softmax(size=LARGE)
+    done = encode(delivery(job), Outcome(job.digest, row), LARGE)
+    assert isinstance(done.value, PackedRow)
+    whole = done.value.joined()
+    writer.finish()
+    writer.publisher._set_aside(shard, [done])
+    assert done.value == whole
+    assert writer.publisher._aside_bytes > len(whole)
 
 
 def test_a_view_of_a_batchs_block_is_stored_as_its_own_row() -> None:

@@ -40,7 +40,7 @@ def log_softmax(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 
 @given(row=F32_ROWS)
 def test_f32_rows_round_trip_exactly_and_without_a_copy(row: npt.NDArray[np.float32]) -> None:
-    data = pack_logprobs(row)
+    data = pack_logprobs(row).joined()
     found = unpack_row(data, row.size)
     values = found.logprobs()
     assert values.dtype == np.float32
@@ -53,7 +53,7 @@ def test_f32_rows_round_trip_exactly_and_without_a_copy(row: npt.NDArray[np.floa
 def test_bf16_rows_are_the_logits_less_their_logsumexp(
     bits: npt.NDArray[np.uint16], scale: float
 ) -> None:
-    row = unpack_row(pack_values("bf16", bits, scale), bits.size)
+    row = unpack_row(pack_values("bf16", bits, scale).joined(), bits.size)
     assert row.data.tobytes() == bits.tobytes()
     with np.errstate(all="ignore"):
         expected = (bits.astype(np.uint32) << 16).view(np.float32) - np.float32(scale)
@@ -70,7 +70,7 @@ def test_bf16_is_what_torch_means_by_it() -> None:
     assert np.array_equal(bf16_to_f32(bits), expected, equal_nan=True)
     logits = torch.randn(1000, generator=torch.Generator().manual_seed(1)).bfloat16()
     scale = float(torch.logsumexp(logits.float(), 0))
-    data = pack_values("bf16", logits.view(torch.int16).numpy().view(np.uint16), scale)
+    data = pack_values("bf16", logits.view(torch.int16).numpy().view(np.uint16), scale).joined()
     assert torch.allclose(
         torch.from_numpy(unpack_row(data).logprobs()),
         torch.log_softmax(logits.float(), 0),
@@ -81,7 +81,7 @@ def test_bf16_is_what_torch_means_by_it() -> None:
 @given(values=hnp.arrays(np.float32, st.integers(1, 300), elements=st.floats(-60, 60, width=32)))
 def test_f16_rows_are_near_and_normalized(values: npt.NDArray[np.float32]) -> None:
     row = log_softmax(values)
-    found = unpack_row(pack_logprobs(row, "f16"), row.size).logprobs()
+    found = unpack_row(pack_logprobs(row, "f16").joined(), row.size).logprobs()
     assert found.dtype == np.float32
     assert np.allclose(found, row, rtol=2e-3, atol=2e-3)
     assert abs(np.exp(found.astype(np.float64)).sum() - 1) < 1e-5
@@ -89,16 +89,16 @@ def test_f16_rows_are_near_and_normalized(values: npt.NDArray[np.float32]) -> No
 
 def test_f16_rows_may_hold_impossible_tokens() -> None:
     row = np.array([0.0, -np.inf, -1e9], np.float32)
-    found = unpack_row(pack_logprobs(row, "f16")).logprobs()
+    found = unpack_row(pack_logprobs(row, "f16").joined()).logprobs()
     assert found.tolist() == [0.0, -np.inf, -np.inf]
 
 
 def written(encoding: str, size: int = 7) -> bytes:
     if encoding == "f32":
-        return pack_logprobs(log_softmax(np.arange(size)))
+        return pack_logprobs(log_softmax(np.arange(size))).joined()
     if encoding == "f16":
-        return pack_logprobs(log_softmax(np.arange(size)), "f16")
-    return pack_values("bf16", np.arange(16000, 16000 + size).astype(np.uint16), 2.5)
+        return pack_logprobs(log_softmax(np.arange(size)), "f16").joined()
+    return pack_values("bf16", np.arange(16000, 16000 + size).astype(np.uint16), 2.5).joined()
 
 
 ENCODINGS = ["f32", "f16", "bf16"]

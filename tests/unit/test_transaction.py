@@ -9,9 +9,10 @@ import redis
 
 from lmpool.commands import Server
 from lmpool.keys import PoolKeys
+from lmpool.rows import LARGE, PackedRow
 from lmpool.scripts import script
 from lmpool.server import open_server
-from lmpool.worker.transaction import LARGE, Call, set_and_call
+from lmpool.worker.transaction import Call, set_and_call
 from tests.support.server import RealServer
 
 
@@ -23,14 +24,18 @@ def server(any_server: str) -> Iterator[Server]:
     server.connection_pool.disconnect()
 
 
-def rows(pool_name: str) -> list[tuple[str, bytes]]:
+def rows(pool_name: str) -> list[tuple[str, bytes | PackedRow]]:
     """Small and large, in turn, with everything in them that could be taken for protocol."""
     awkward = b"\r\n$3\r\n*1\r\n\x00"
     sizes = (0, 1, 100, LARGE - 1, LARGE, 5 * LARGE)
-    return [
-        (f"{{{pool_name}}}:row:{i}", (awkward * (n // len(awkward) + 1))[:n])
-        for i, n in enumerate(sizes)
-    ]
+    values: list[bytes | PackedRow] = [(awkward * (n // len(awkward) + 1))[:n] for n in sizes]
+    pieces = [(b"", b""), (b"*2\r\n", b"$"), (awkward, awkward * LARGE)]
+    values[2:2] = [PackedRow(header, memoryview(numbers)) for header, numbers in pieces]
+    return [(f"{{{pool_name}}}:row:{i}", value) for i, value in enumerate(values)]
+
+
+def stored(value: bytes | PackedRow) -> bytes:
+    return value.joined() if isinstance(value, PackedRow) else value
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["script known", "script forgotten"])
@@ -45,7 +50,7 @@ def test_rows_and_script_are_done(
     for _ in range(2):  # the connection is fit for the next one
         set_and_call(server, rows(pool_name), 60_000, Call(replace, [key], ["", "v"]))
     for name, value in rows(pool_name):
-        assert redis_client.get(name) == value
+        assert redis_client.get(name) == stored(value)
         assert 0 < redis_client.pttl(name) <= 60_000
     assert redis_client.get(key) == b"v"
     assert server.ping()
@@ -110,14 +115,15 @@ def test_what_is_there_already_stays_unless_it_is_no_value(
 ) -> None:
     found = rows(pool_name)
     redis_client.set(found[0][0], b"first", px=5000)
-    redis_client.set(found[2][0], b"")
-    redis_client.hset(found[5][0], "no", "value")
+    redis_client.set(found[5][0], b"")
+    for number in (4, 8):
+        redis_client.hset(found[number][0], "no", "value")
     replace, key = script("replace"), PoolKeys(pool_name).info
     set_and_call(server, found, 60_000, Call(replace, [key], ["", "v"]))
     assert redis_client.get(found[0][0]) == b"first"
     assert 0 < redis_client.pttl(found[0][0]) <= 5000  # type: ignore[operator]
     for name, value in found[1:]:
-        assert redis_client.get(name) == value
+        assert redis_client.get(name) == stored(value)
         assert 5000 < redis_client.pttl(name) <= 60_000  # type: ignore[operator]
     redis_client.delete(key, *(name for name, _ in found))
 
@@ -134,5 +140,5 @@ def test_what_makes_room_is_called_before(
     assert set_and_call(server, rows(pool_name), 60_000, second, first) == (1, 1)
     assert redis_client.get(key) == b"two"
     for name, value in rows(pool_name):
-        assert redis_client.get(name) == value
+        assert redis_client.get(name) == stored(value)
     redis_client.delete(key, *(name for name, _ in rows(pool_name)))

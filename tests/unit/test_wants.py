@@ -614,7 +614,7 @@ def test_a_stored_continuation_stays_readable() -> None:
         msgpack.packb([1, STORED + b"\0\0" * 2]),  # longer than what was asked for
         msgpack.packb([1, STORED[:4] + b"\xff\xff" * 2]),  # a token that there is not
         b"\x91" * 10_000,
-        pack_logprobs(np.zeros(3, np.float32)),
+        pack_logprobs(np.zeros(3, np.float32)).joined(),
     ],
     ids=range(20),
 )
