@@ -44,11 +44,11 @@ def enter(
     Raises redis-py's exceptions, where shards fail apart only what is no loss.
     """
     heirs = info.shard_keys(keys)
-    source = _source(servers, keys, info) if info.layout else _registry(servers, before, [""])
+    source = _source(servers, keys, info) if info.layout else _registry(servers, before or heirs)
     if source is None:
         return
     came = {shard.prefix for shard in source.shards}
-    for heir in heirs if source.shards else ():
+    for heir in heirs:
         registry = None if heir.prefix in came else source.registry
         if servers.apart([heir], partial(_enter, heir, info.layout, registry)):
             servers.settle(servers.for_shard(heir))
@@ -75,15 +75,15 @@ def _source(servers: Servers, keys: PoolKeys, info: ModelInfo) -> _Source | None
 
 
 def _registry(
-    servers: Servers, shards: Sequence[ShardKeys], layouts: Collection[str]
+    servers: Servers, shards: Sequence[ShardKeys], layouts: Collection[str] = ()
 ) -> _Source | None:
     """These shards and their registry; no shards where the pool did not lie there under one of
-    these names. None where all of them are away."""
+    these names, if it is to. None where all of them are away."""
     for shard in shards:
         found = servers.apart([shard], partial(_look, shard))
         if found is not None:
             name, registry = found
-            was_there = (name or b"").decode("utf-8", "replace") in layouts
+            was_there = not layouts or (name or b"").decode("utf-8", "replace") in layouts
             return _Source(shards, registry) if was_there else _Source((), {})
     return None
 
@@ -98,7 +98,8 @@ def _enter(
     arguments: list[Value] = [layout, int(registry is not None), OLD_KEYS_MS, COUNTERS_TTL_MS]
     for pair in (registry or {}).items():
         arguments += pair
-    return bool(script("enter")(server, [heir.adapters, heir.brought, heir.bounds], arguments))
+    keys = [heir.adapters, heir.brought, heir.bounds, heir.workers]
+    return bool(script("enter")(server, keys, arguments))
 
 
 # --- counters and dead letters -----------------------------------------------------------------

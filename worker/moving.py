@@ -124,9 +124,16 @@ class Mover:
                     if self._wanted is None and not self._former and not self._left:
                         self._thread = None
                         return
-                self._called.wait(LOOK_EVERY)
+                self._called.wait(self._pause())
         finally:
             self._service.close_servers(servers)
+
+    def _pause(self) -> float:
+        """Seconds until there is something to do, unless it is called."""
+        if self._former or not self._left:
+            return LOOK_EVERY
+        due = min(left.due for left in self._left.values())
+        return max(LOOK_EVERY, due - time.monotonic())
 
     def _move(self, servers: Servers, info: ModelInfo) -> None:
         service = self._service

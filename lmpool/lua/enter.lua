@@ -1,7 +1,8 @@
 -- A pool comes into a shard: the registry of adapters comes along, once for each layout, and later what
 -- workers that came after changed where it was. What was changed here meanwhile stands.
--- KEYS[1] registry, KEYS[2] what was brought last, KEYS[3] bounds.
--- ARGV: name of the layout, or '' of one without: then it is brought where there is none,
+-- KEYS[1] registry, KEYS[2] what was brought last, KEYS[3] bounds, KEYS[4] the shard's workers.
+-- ARGV: name of the layout, or '' of one without: then it is brought where there is none, and of what
+--       was here before, with nobody left of it, the name is forgotten,
 --       '1' if a registry is brought, '0' if the one that is here is right, how long what was brought is
 --       known, life of the bounds, then name and entry of each adapter
 -- Returns 1 if anything was changed.
@@ -15,7 +16,10 @@ local function held_in(key) return entries_of(given(redis.pcall('HGETALL', key))
 
 local now, before = entries_of(ARGV, 5), nil
 if layout == '' then
-  if redis.call('EXISTS', registry) == 1 then return 0 end
+  if (given(redis.pcall('ZCOUNT', KEYS[4], now_ms(), '+inf')) or 0) == 0 then
+    redis.pcall('HDEL', bounds, 'layout', 'heir')
+  end
+  if ARGV[2] == '0' or redis.call('EXISTS', registry) == 1 then return 0 end
   before = {}
 elseif given(redis.pcall('HGET', bounds, 'layout')) ~= layout then
   -- What is here may be of a time when the pool was here before.

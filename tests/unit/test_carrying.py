@@ -254,20 +254,40 @@ def test_the_registry_comes_along_once_and_then_what_was_changed_there(
 def test_a_pool_that_begins_anew_does_not_take_an_older_registry_for_its_own(
     server: Any, servers: Servers, keys: PoolKeys
 ) -> None:
-    before, now = layouts(1, 2)
-    (former,) = before.shard_keys(keys)
-    server.hset(former.adapters, "one", "1")
-    enter(servers, keys, now)
-    server.hdel(former.adapters, "one")
-    server.hdel(former.bounds, "layout")
-    for registered in ({"two": "2"}, {}):  # the model info was lost with all workers
+    """As the model info was lost with all workers."""
+    wide, narrow = layouts(2, 1)
+    for heir in wide.shard_keys(keys):
+        server.hset(heir.adapters, "of another time", "0")
+    enter(servers, keys, narrow)
+    (former,) = narrow.shard_keys(keys)
+    fill(server, [former])
+    for registered in ({"one": "1"}, {"two": "2"}, {}):
         before, now = layouts(1, 2)
         server.delete(former.adapters)
         if registered:
             server.hset(former.adapters, mapping=registered)
+        enter(servers, keys, before)
+        assert known(server, keys, before) == [server.hgetall(former.adapters)]
         enter(servers, keys, now)
         expected = {name.encode(): entry.encode() for name, entry in registered.items()}
         assert known(server, keys, now) == [expected] * 2
+        bring(servers, keys, now)
+    assert totals(server, now.shard_keys(keys)) == {"computed": 10, "failed": 1}
+
+
+def test_who_joins_as_the_layout_was_left_out_does_not_forget_it(
+    server: Any, servers: Servers, keys: PoolKeys
+) -> None:
+    """An older release said what is served, and others of its workers live."""
+    wide, narrow = layouts(2, 1)
+    server.hset(wide.shard_keys(keys)[0].adapters, "one", "1")
+    enter(servers, keys, narrow)
+    (shard,) = narrow.shard_keys(keys)
+    server.hset(shard.adapters, "two", "2")
+    server.zadd(shard.workers, {"somebody": 1000 * int(server.time()[0]) + LIFE_MS})
+    enter(servers, keys, layouts(1)[0])
+    enter(servers, keys, narrow)
+    assert known(server, keys, narrow) == [{b"one": b"1", b"two": b"2"}]
 
 
 def test_it_comes_from_where_the_pool_was_and_not_from_where_nobody_came(

@@ -202,6 +202,33 @@ def test_a_model_info_that_was_lost_is_published_again_and_anothers_is_left(
     assert server.get(keys.serving) == other.mark()
 
 
+def test_of_two_layouts_the_later_is_served_whoever_says_the_other(
+    servers: Servers, server: redis.Redis, keys: PoolKeys
+) -> None:
+    def beat(mine: ModelInfo, there: ModelInfo) -> tuple[list[ModelInfo], ModelInfo]:
+        """Where one that serves `mine` moves, and what the pool serves then."""
+        server.set(keys.info, there.pack())
+        server.set(keys.serving, there.mark())
+        told: list[ModelInfo] = []
+        status = WorkerStatus({}, lambda: None)
+        shards = mine.shard_keys(keys)
+        Heartbeat(servers, shards, "me", status, keys, mine, on_moved=told.append).beat(servers)
+        held: Any = server.get(keys.info)
+        return told, ModelInfo.unpack(held)
+
+    second = INFO.moved_to(2, 4)
+    third = second.moved_to(INFO.shards, INFO.lanes)
+    for mine, there in ((INFO, second), (INFO, third), (second, third)):
+        assert beat(mine, there) == ([there], there)
+        assert beat(there, mine) == ([], there)
+    # Asked for as somebody had left the layout out.
+    asked = replace(third, layout="", layouts=()).moved_to(5, 1)
+    assert beat(third, asked) == ([asked], asked)
+    # Who joined may say of prompts, too, where they belong.
+    other = replace(third, blocks=third.blocks + 1)
+    assert beat(third, other) == ([other], other)
+
+
 def test_the_latest_to_join_bounds_the_backlog_and_no_beat_changes_that(
     servers: Servers, server: redis.Redis, keys: PoolKeys, shards: tuple[ShardKeys, ...]
 ) -> None:

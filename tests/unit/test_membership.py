@@ -315,3 +315,20 @@ def test_what_the_settings_do_not_say_is_as_the_pool_is_served(
     other = replace(mine, fingerprint="e" * 32)
     found = usual_places(servers, keys, other, settings)
     assert (found.shards, found.lanes) == (given.get("shards", 1), given.get("lanes", 64))
+
+
+def test_of_a_pool_that_was_moved_blocks_stay_settings(
+    redis_client: redis.Redis, keys: PoolKeys
+) -> None:
+    servers: Any = Servers(lambda: redis_client)  # type: ignore[arg-type,return-value]
+    there = INFO.moved_to(3, 7)
+    join(servers, keys, there, False, 5000)
+    appear(redis_client, keys, there)
+    mine = replace(INFO, shards=2, blocks=INFO.blocks + 1)
+    with pytest.raises(PoolMismatch, match="blocks"):
+        join(servers, keys, mine, False, 5000)
+    for told in (True, False):
+        found = join(servers, keys, mine, told, 5000)
+        assert found == replace(there, blocks=mine.blocks)
+        assert served(redis_client, keys) == found
+        redis_client.delete(keys.serving)
