@@ -16,6 +16,7 @@ Every function blocks, and takes a connected `PooledLM`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ class DeadLetter:
     """What it says; None for what is no job."""
     given_up_ms: int = 0
     """Of one that came from another shard, when it was given up; else its entry's id says so."""
+    stream: str = ""
+    """The key of the stream where it was found."""
 
     @property
     def given_up(self) -> datetime:
@@ -97,14 +100,26 @@ def retry(lm: PooledLM, letter: DeadLetter, *, timeout: float | None = None) -> 
 
 
 def drop(lm: PooledLM, letters: Iterable[DeadLetter]) -> int:
-    """Forget them. Returns how many there were still."""
-    shards = lm.shards
+    """Forget them, also where they came along with a pool that has moved. Returns how many there
+    were still."""
+    shards, letters = {shard.dead: shard for shard in lm.shards}, list(letters)
+    there = [letter for letter in letters if letter.stream in shards]
+    moved = Counter(map(_content, (letter for letter in letters if letter.stream not in shards)))
+    for letter in read(lm) if moved else ():  # under another name
+        if moved[_content(letter)]:
+            moved[_content(letter)] -= 1
+            there.append(letter)
     with _servers(lm) as servers:
         return sum(
-            servers.for_shard(shards[letter.shard]).xdel(shards[letter.shard].dead, letter.entry)
-            for letter in letters
-            if letter.shard < len(shards)  # the pool may have moved: it has another name there
+            servers.for_shard(shards[letter.stream]).xdel(letter.stream, letter.entry)
+            for letter in there
         )
+
+
+def _content(letter: DeadLetter) -> tuple[object, ...]:
+    """What is the same of a letter wherever it lies."""
+    given_up_by = letter.reason, letter.deliveries, letter.worker
+    return letter.given_up, letter.data, *given_up_by
 
 
 @contextmanager
@@ -146,6 +161,7 @@ def _letter(shard: ShardKeys, entry: Entry, prefix: str) -> DeadLetter:
         data=data,
         job=job,
         given_up_ms=_whole(texts.get("given_up_ms", "")),
+        stream=shard.dead,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
+from lmpool.keys import ShardKeys
 from lmpool.producer.flights import Flight
 from lmpool.wants import Digest
 
@@ -26,31 +27,32 @@ class Outage:
 
 
 class Outages:
-    """Those of one client, by the shards' numbers. Owned by the sender's thread."""
+    """Those of one client, by shard: after a move its number is another's. Owned by the sender's
+    thread."""
 
     def __init__(self) -> None:
-        self._away: dict[int, Outage] = {}
+        self._away: dict[ShardKeys, Outage] = {}
         self._next = 0.0
 
     def __bool__(self) -> bool:
         return bool(self._away)
 
-    def of(self, number: int) -> Outage:
+    def of(self, shard: ShardKeys) -> Outage:
         """The outage of a shard, which begins now if there is none."""
-        found = self._away.get(number)
+        found = self._away.get(shard)
         if found is None:
-            found = self._away[number] = Outage()
+            found = self._away[shard] = Outage()
         return found
 
     def due_in(self) -> float | None:
         """Seconds until it is time to look; None while nothing is away."""
         return max(0.0, self._next - time.monotonic()) if self._away else None
 
-    def looked(self) -> list[tuple[int, Outage]]:
+    def looked(self) -> list[tuple[ShardKeys, Outage]]:
         """All of them, which are looked at now."""
         self._next = time.monotonic() + LOOK_EVERY
         return list(self._away.items())
 
-    def end(self, number: int) -> Outage | None:
+    def end(self, shard: ShardKeys) -> Outage | None:
         """A shard is back, or nobody waits for it any longer."""
-        return self._away.pop(number, None)
+        return self._away.pop(shard, None)

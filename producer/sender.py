@@ -249,7 +249,7 @@ class Sender:
     def _serve(self) -> None:
         session = self._session
         for number, digest in withdraw(session, self._servers):
-            self._outages.of(number).withdrawn.append((number, digest))
+            self._outages.of(session.shards[number]).withdrawn.append((number, digest))
         if self._outages.due_in() == 0.0:
             self._look_after_outages()
         if session.table.has_unsent():
@@ -309,7 +309,7 @@ class Sender:
                 session.table.put_back(flights)
             raise
         for flight in away:
-            self._outages.of(flight.shard).claims.append(flight)
+            self._outages.of(session.shards[flight.shard]).claims.append(flight)
         return True
 
     def _apart(
@@ -329,14 +329,14 @@ class Sender:
     def _look_after_outages(self) -> None:
         """See whether shards that were away are back: all that waited for them goes on at once."""
         session = self._session
-        for number, outage in self._outages.looked():
-            if number >= len(session.shards):  # the pool is another now
-                self._outages.end(number)
+        for shard, outage in self._outages.looked():
+            if shard not in session.shards:  # the pool lies elsewhere now
+                self._outages.end(shard)
                 continue
-            shard = session.shards[number]
+            number = shard.number
             found = self._servers.apart([shard], partial(_look_for, shard.steady))
             if found is not None and self._check_all(shard, self._claimed(number, outage)):
-                self._outages.end(number)
+                self._outages.end(shard)
                 with session.lock:
                     session.table.put_back(outage.claims)
                     session.table.withdrawn += outage.withdrawn
@@ -498,7 +498,7 @@ class Sender:
             flights = session.table.overdue(now, every, 10 * CHECK_MOST)
         for shard, mine in self._by_shard(flights):
             if not self._check_all(shard, mine):
-                self._outages.of(shard.number)
+                self._outages.of(shard)
         if session.table.flights:
             if now - self._looked > 4 * every:
                 self._alone_since = None  # nobody waited meanwhile, or nobody could look

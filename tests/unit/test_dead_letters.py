@@ -12,7 +12,7 @@ import redis
 from lmpool import PooledLM, dead_letters
 from lmpool.backends.mock import mock_row
 from lmpool.errors import PromptError, PromptFailed
-from lmpool.keys import ShardKeys
+from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.wire import pack_job
 from tests.support.clients import connected
 from tests.support.pools import pool_shards
@@ -130,3 +130,29 @@ def test_many_are_read_page_by_page(lm: PooledLM, server: redis.Redis, shard: Sh
     letters = dead_letters.read(lm)
     assert len({letter.name for letter in letters}) == 1001
     assert dead_letters.drop(lm, letters) == 1001
+
+
+def test_what_came_along_with_a_pool_is_dropped_where_it_is(
+    lm: PooledLM, server: redis.Redis, shard: ShardKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bury(server, shard, lm, 5)
+    (letter,) = dead_letters.read(lm)
+    heirs = PoolKeys(lm.pool).shards(lm.info.fingerprint8, 3)
+
+    def come_along(*_: object, **__: object) -> str:
+        """As the pool moves while a job is asked for again."""
+        ((entry, fields),) = server.xrange(shard.dead)
+        given_up = entry.partition(b"-")[0]
+        other = {**fields, b"reason": b"of the same name"}
+        server.xadd(heirs[shard.number].dead, other, id=entry)
+        for reason in (b"of another time", fields[b"reason"]):
+            there = {**fields, b"given_up_ms": given_up, b"reason": reason}
+            server.xadd(heirs[1].dead, there)
+        server.delete(shard.dead)
+        monkeypatch.setattr(type(lm), "shards", heirs)
+        return "the answer"
+
+    monkeypatch.setattr(lm, "ask_again", come_along)
+    assert dead_letters.retry(lm, letter) == "the answer"
+    kept = {letter.reason for letter in dead_letters.read(lm)}
+    assert kept == {"of the same name", "of another time"}

@@ -262,6 +262,25 @@ def test_shards_on_several_servers_are_claimed_where_they_lie(
             assert not elsewhere.exists(shard.stream().key)
 
 
+def test_what_was_away_before_a_move_says_nothing_of_shards_of_the_same_numbers(
+    session: Session, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert session.info is not None
+    jobs = jobs_of(some_prompts(9))
+    call = ask(session, jobs)
+    monkeypatch.setattr(sender._servers, "apart", lambda *_: None)  # all of them are away
+    sender._serve()
+    session.spread(session.info.moved_to(2, 1))
+    waited = session.options.reconnect_timeout + 1
+    for _, outage in sender._outages.looked():
+        outage.since -= waited
+    for _ in range(2):
+        sender._serve()
+        sender._look_after_outages()
+    assert call.error is None
+    assert {shard for shard, _ in sender._outages.looked()} == set(session.shards)
+
+
 @pytest.mark.parametrize("kind", ["hash", "list", "nothing"])
 def test_a_damaged_or_missing_model_info_holds_no_claim_up(
     session: Session, sender: Sender, server: redis.Redis, kind: str
