@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -12,7 +12,7 @@ _UNDERFLOWS: Final = 1e-30
 """Below it float32 sums lose their terms."""
 _BLOCK: Final = 64
 """Places of which first the greatest alone is looked at."""
-_CACHED_BYTES: Final = 2 << 20
+_CACHED_BYTES: Final = 1 << 19
 """Of logits in float32 that a CPU goes over several times while they are in its cache."""
 
 
@@ -47,70 +47,75 @@ def score_logits(
     size, vocab = len(targets), logits.shape[1]
     step = len(logits)  # no more at a time than there are, however many ask for one
     if logits.device.type == "cpu":
-        step = min(step, max(1, _CACHED_BYTES // (4 * vocab)))
-    scratch = logits.new_empty((min(step, size), vocab), dtype=torch.float32)
-    parts = []
+        cached = 2 * _CACHED_BYTES if top else _CACHED_BYTES  # to select takes many small steps
+        step = min(step, max(1, cached // (4 * vocab)))
+    temperature = scale(temperature)
+    given = logits.gather(1, targets[:, None]) if rows is None else logits[rows, targets][:, None]
+    given = given.float()
+    ranks, largest, mass = logits.new_empty((3, size, 1), dtype=torch.float32)
+    found: list[list[torch.Tensor]] = [[], [], [], []]
+    block = logits.new_empty((min(step, size), vocab), dtype=torch.float32)
     for at in range(0, size, step):
-        some = slice(at, at + step)
-        few = logits[some] if rows is None else logits.index_select(0, rows[some])
-        ids = None if token_ids is None else token_ids[some]
-        parts.append(_few(few.float(), targets[some], ids, top, scale(temperature), scratch))
-    joined: list[Any] = [
-        None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)
-    ]
-    return Reduced(*joined)
-
-
-def _few(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    token_ids: torch.Tensor | None,
-    top: int,
-    temperature: float,
-    scratch: torch.Tensor,
-) -> Reduced:
-    """The scores of as many rows as `scratch` has at most."""
-    given = logits.gather(1, targets[:, None])
-    scratch = torch.ge(logits, given, out=scratch[: len(logits)])
-    ranks = scratch.sum(1).to(torch.int32)  # counts are exact in float32 below 2**24
-    largest = logits.amax(1, True)
-    torch.sub(logits, largest, out=scratch)
-    if temperature != 1.0:
-        scratch.div_(temperature)
-    ids = None if token_ids is None else scratch.gather(1, token_ids)
-    best = likeliest(logits, top) if top else None
-    likely = None if best is None else scratch.gather(1, best)
-    chosen = scratch.gather(1, targets[:, None])
-    log_mass = scratch.exp_().sum(1, keepdim=True).log_()
-    rest = None
-    if best is not None:
-        others = scratch.scatter_(1, best, 0.0).sum(1, keepdim=True)
-        few = others[:, 0] < _UNDERFLOWS
-        rest = (others.log_() - log_mass)[:, 0]
-        if bool(few.any()):
-            least = _rest(logits[few], best[few], largest[few], temperature)
-            rest[few] = (least - log_mass[few])[:, 0]
+        some = slice(at, min(at + step, size))
+        few = (logits[some] if rows is None else logits.index_select(0, rows[some])).float()
+        scratch = torch.ge(few, given[some], out=block[: len(few)])
+        torch.sum(scratch, 1, True, out=ranks[some])
+        torch.amax(few, 1, True, out=largest[some])
+        _beside(few, largest[some], temperature, out=scratch)
+        if token_ids is not None:
+            found[0].append(scratch.gather(1, token_ids[some]))
+        best = likeliest(few, top) if top else None
+        if best is not None:
+            found[1].append(best)
+            found[2].append(scratch.gather(1, best))
+        torch.sum(scratch.exp_(), 1, True, out=mass[some])
+        if best is not None:
+            rest = scratch.scatter_(1, best, 0.0).sum(1, True)
+            found[3].append(_others(rest, few, best, largest[some], temperature))
+    log_mass = mass.log_()
+    ids, best, likely, others = (torch.cat(parts) if parts else None for parts in found)
     return Reduced(
-        (chosen - log_mass)[:, 0],
-        ranks,
+        (_beside(given, largest, temperature) - log_mass)[:, 0],
+        ranks[:, 0].to(torch.int32),  # counts are exact in float32 below 2**24
         None if ids is None else ids - log_mass,
         None if best is None else best.to(torch.int32),
         None if likely is None else likely - log_mass,
-        rest,
+        None if others is None else (others - log_mass)[:, 0],
         (largest + log_mass)[:, 0],
     )
 
 
-def _rest(
-    logits: torch.Tensor, best: torch.Tensor, largest: torch.Tensor, temperature: float
+def _beside(
+    logits: torch.Tensor,
+    largest: torch.Tensor,
+    temperature: float,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The log of the mass of all but `best` of each row [rows, 1], beside `largest` as 1: summed
-    beside the largest of those left, where they are too small to be summed beside that."""
-    others = logits.scatter(1, best, -torch.inf)
-    top = others.amax(1, True)
-    mass = others.sub_(top).div_(temperature).exp_().sum(1, keepdim=True).log_()
-    mass += (top - largest) / temperature
-    return torch.where(top.isfinite(), mass, -torch.inf)
+    """Logits beside the `largest` of their row [rows, 1] as 0, at this temperature."""
+    beside = torch.sub(logits, largest, out=out)
+    return beside if temperature == 1.0 else beside.div_(temperature)
+
+
+def _others(
+    mass: torch.Tensor,
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    largest: torch.Tensor,
+    temperature: float,
+) -> torch.Tensor:
+    """The log of the mass [rows, 1] of all but `best` of each row, beside `largest` as 1.
+
+    Where it is too small to be summed beside that, it is summed beside the largest of those left.
+    """
+    few = mass[:, 0] < _UNDERFLOWS
+    log_mass = mass.log_()
+    if bool(few.any()):
+        others = logits[few].scatter_(1, best[few], -torch.inf)
+        top = others.amax(1, True)
+        least = _beside(others, top, temperature, out=others).exp_().sum(1, keepdim=True).log_()
+        least += (top - largest[few]) / temperature
+        log_mass[few] = torch.where(top.isfinite(), least, -torch.inf)
+    return log_mass
 
 
 def likeliest(values: torch.Tensor, k: int) -> torch.Tensor:
