@@ -22,9 +22,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from lmpool.backends.trie_runs import Lease, Run, Slots, Tokens, TrieStatistics
+from lmpool.backends.trie_runs import TOKEN_BYTES, Lease, Run, Slots, Tokens, TrieStatistics
 
-_NO_TOKENS: Tokens = np.empty(0, np.uint32)
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 
 
@@ -69,7 +68,7 @@ class TokenTrie:
             run.pins -= 1
             if not there:
                 return None
-            run = self._append(run, tokens[depth:])
+            run = self._append(run, tokens[depth:].tobytes(), missing)
         self._found += found
         self._added += missing
         run.pins += 1
@@ -90,8 +89,8 @@ class TokenTrie:
         """All that these leases hold is computed."""
         for lease in leases:
             run: Run | None = lease.run
-            while run is not None and run.computed < run.tokens.size:
-                run.computed = run.tokens.size
+            while run is not None and run.computed < run.size:
+                run.computed = run.size
                 run = run.parent
 
     def discard(self, leases: Iterable[Lease]) -> None:
@@ -100,7 +99,7 @@ class TokenTrie:
             run = lease.run
             while run.parent is not None:
                 parent = run.parent
-                if not run.children and run.computed < run.tokens.size:
+                if not run.children and run.computed < run.size:
                     self._cut(run, run.computed)
                 run = parent
 
@@ -168,7 +167,7 @@ class TokenTrie:
             slots=self._slots,
             runs=self._runs,
             held=self.held,
-            pinned=sum(run.tokens.size for run in pinned),
+            pinned=sum(run.size for run in pinned),
             found=self._found,
             added=self._added,
             evicted=self._evicted,
@@ -184,11 +183,11 @@ class TokenTrie:
             runs += 1
             parent = run.parent
             assert parent is not None
-            assert run.tokens.size == run.slots.size > 0, "a run is empty or lacks slots"
-            assert parent.children.get(int(run.tokens[0])) is run, "a run is not its parent's"
+            assert run.size == run.slots.size > 0, "a run is empty or lacks slots"
+            assert parent.children.get(run.raw[:TOKEN_BYTES]) is run, "a run is not its parent's"
             assert run.start == parent.end, "a run begins elsewhere than its parent ends"
-            assert 0 <= run.computed <= run.tokens.size, "more is computed than there is"
-            if parent.computed < parent.tokens.size:
+            assert 0 <= run.computed <= run.size, "more is computed than there is"
+            if parent.computed < parent.size:
                 assert run.computed == 0, "a run is computed and its parent is not"
             assert run.pins >= 0, "a run was released more often than leased"
             assert run.used <= parent.used or parent.parent is None, "a run outlives its parent"
@@ -203,36 +202,32 @@ class TokenTrie:
         """The run in which these tokens end or leave the trie, and the depth where they do."""
         run = self._roots.get(root)
         if run is None:
-            run = self._roots[root] = Run(None, 0, _NO_TOKENS, _NO_SLOTS)
-        depth, length = 0, tokens.size
+            run = self._roots[root] = Run(None, 0, b"", _NO_SLOTS)
+        raw, at = tokens.tobytes(), 0
         tick = self._tick = self._tick + 1
-        while depth < length:
-            below = run.children.get(int(tokens[depth]))
+        while at < len(raw):
+            below = run.children.get(raw[at : at + TOKEN_BYTES])
             if below is None:
                 break
             run = below
             run.used = tick
-            known = run.tokens
-            common = min(known.size, length - depth)
-            if common > 1:
-                differs = known[:common] != tokens[depth : depth + common]
-                first = int(differs.argmax())
-                if differs[first]:
-                    depth += first
-                    break
-            depth += common
-        return run, depth
+            known = run.raw
+            if not raw.startswith(known, at):
+                at += _common(known, raw[at : at + len(known)])
+                break
+            at += len(known)
+        return run, at // TOKEN_BYTES
 
-    def _append(self, run: Run, tokens: Tokens) -> Run:
-        """Continue a run that ends where `tokens` begin; there must be room."""
-        slots = self._take(tokens.size)
+    def _append(self, run: Run, raw: bytes, count: int) -> Run:
+        """Continue a run by the bytes of `count` tokens; there must be room."""
+        slots = self._take(count)
         if not run.children and not run.pins and run.parent is not None:
-            run.tokens = np.concatenate((run.tokens, tokens))
+            run.raw += raw
             run.slots = np.concatenate((run.slots, slots))
             return run
-        added = Run(run, run.end, tokens.astype(np.uint32), slots)
+        added = Run(run, run.end, raw, slots)
         added.used = self._tick
-        run.children[int(tokens[0])] = added
+        run.children[raw[:TOKEN_BYTES]] = added
         self._runs += 1
         self._enqueue(added)
         return added
@@ -244,15 +239,16 @@ class TokenTrie:
         """
         parent, cut = run.parent, depth - run.start
         assert parent is not None
+        above, below = run.raw[: cut * TOKEN_BYTES], run.raw[cut * TOKEN_BYTES :]
         # Copies, or the parts would keep the whole alive.
-        upper = Run(parent, run.start, run.tokens[:cut].copy(), run.slots[:cut].copy())
+        upper = Run(parent, run.start, above, run.slots[:cut].copy())
         upper.used = run.used
         upper.computed = min(run.computed, cut)
-        parent.children[int(upper.tokens[0])] = upper
-        run.tokens, run.slots = run.tokens[cut:].copy(), run.slots[cut:].copy()
+        parent.children[above[:TOKEN_BYTES]] = upper
+        run.raw, run.slots = below, run.slots[cut:].copy()
         run.start, run.parent = depth, upper
         run.computed = max(0, run.computed - cut)
-        upper.children[int(run.tokens[0])] = run
+        upper.children[below[:TOKEN_BYTES]] = run
         self._runs += 1
         return upper
 
@@ -272,8 +268,8 @@ class TokenTrie:
                 self._enqueue(run)
             else:
                 short = wanted - self._free_count
-                kept = max(0, run.tokens.size - short)
-                self._evicted += run.tokens.size - kept
+                kept = max(0, run.size - short)
+                self._evicted += run.size - kept
                 self._cut(run, kept)
                 if kept:
                     self._enqueue(run)
@@ -287,10 +283,10 @@ class TokenTrie:
         parent = run.parent
         assert parent is not None
         if kept:
-            run.tokens, run.slots = run.tokens[:kept].copy(), run.slots[:kept].copy()
+            run.raw, run.slots = run.raw[: kept * TOKEN_BYTES], run.slots[:kept].copy()
             run.computed = min(run.computed, kept)
             return
-        del parent.children[int(run.tokens[0])]
+        del parent.children[run.raw[:TOKEN_BYTES]]
         run.parent = None
         self._runs -= 1
         if not parent.children and parent.parent is not None:
@@ -324,3 +320,11 @@ class TokenTrie:
         while below:
             yield from below
             below = [child for run in below for child in run.children.values()]
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """Of how many bytes the tokens are with which two begin alike."""
+    size = min(len(one), len(other))
+    differs = np.frombuffer(one[:size], np.uint32) != np.frombuffer(other[:size], np.uint32)
+    first = int(differs.argmax())
+    return first * TOKEN_BYTES if differs[first] else size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -10,33 +11,46 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.uint32]
 Slots = npt.NDArray[np.int64]
 
+TOKEN_BYTES: Final = 4
+
 
 class Run:
     """Tokens that follow one another without a branch, from depth `start` on.
 
-    `tokens` is uint32 [length], `slots` int64 [length]; the first `computed` of them are computed.
-    `parent` is None at the root, and after the run was evicted.
+    `raw` are the tokens' bytes, which are compared at once where arrays are compared one by one;
+    `slots` is int64 [length]; the first `computed` of them are computed. The runs below it go by
+    the bytes of their first token. `parent` is None at the root, and after the run was evicted.
     """
 
     __slots__ = (
-        "children", "computed", "parent", "pins", "queued", "slots", "start", "tokens", "used",
+        "children", "computed", "parent", "pins", "queued", "raw", "slots", "start", "used",
     )  # fmt: skip
 
-    def __init__(self, parent: Run | None, start: int, tokens: Tokens, slots: Slots) -> None:
+    def __init__(self, parent: Run | None, start: int, raw: bytes, slots: Slots) -> None:
         self.parent = parent
         self.start = start
-        self.tokens = tokens
+        self.raw = raw
         self.slots = slots
         self.computed = 0
-        self.children: dict[int, Run] = {}
+        self.children: dict[bytes, Run] = {}
         self.pins = 0
         self.used = 0
         self.queued = False
 
     @property
+    def tokens(self) -> Tokens:
+        """Its tokens, uint32 [length]."""
+        return np.frombuffer(self.raw, np.uint32)
+
+    @property
+    def size(self) -> int:
+        """How many tokens it has."""
+        return len(self.raw) // TOKEN_BYTES
+
+    @property
     def end(self) -> int:
         """The depth after its last token."""
-        return self.start + self.tokens.size
+        return self.start + self.size
 
 
 @dataclass(slots=True, eq=False)

@@ -336,10 +336,18 @@ class PackedForward:
 
         Where layers differ in what they see, a mask for each kind of layer.
         """
-        queries = self._place(part.queries)[:, :, None]
-        columns = self._place(part.columns)[:, None, :]
-        ends = self._place(layout.ends[part.columns])[:, None, :]
-        unrelated = (columns > queries) | (queries >= ends)
+        # A CPU compares numbers into numbers many times faster than into bools; float32 tells more
+        # positions apart than there are slots.
+        queries = self._place(part.queries).float()[:, :, None]
+        columns = self._place(part.columns).float()[:, None, :]
+        ends = self._place(layout.ends[part.columns]).float()[:, None, :]
+        shape = (*part.queries.shape, part.columns.shape[1])
+        unrelated = torch.empty(shape, dtype=self._dtype, device=self._device)
+        ended = torch.empty_like(unrelated)
+        torch.gt(columns, queries, out=unrelated)
+        torch.ge(queries, ends, out=ended)
+        torch.maximum(unrelated, ended, out=unrelated)
+        del ended  # the mask that is made takes as much
 
         def mask(reach: Reach) -> torch.Tensor:
             hidden = unrelated
@@ -347,11 +355,11 @@ class PackedForward:
                 at = self._place(layout.depths[part.queries])[:, :, None]
                 seen = self._place(layout.depths[part.columns])[:, None, :]
                 if reach.window is not None:
-                    hidden = hidden | (at - seen >= reach.window)
+                    hidden = torch.maximum(hidden, (at - seen >= reach.window).to(hidden))
                 if reach.chunk is not None:
-                    hidden = hidden | (at // reach.chunk != seen // reach.chunk)
-            made = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
-            return made.masked_fill_(hidden, torch.finfo(self._dtype).min)[:, None]
+                    apart = at // reach.chunk != seen // reach.chunk
+                    hidden = torch.maximum(hidden, apart.to(hidden))
+            return (hidden * torch.finfo(self._dtype).min)[:, None]
 
         if isinstance(self.reach, Reach):
             return mask(self.reach)

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from lmpool.backends.trie_runs import Lease, Run
+from lmpool.backends.trie_runs import TOKEN_BYTES, Lease, Run
 
 Indices = npt.NDArray[np.int64]
 
@@ -107,51 +107,54 @@ def lay_out(leases: Sequence[Lease], counts: Sequence[int] | None = None) -> Lay
     order: list[Run] = []
     numbers: dict[Run | None, int] = {}
     parents: list[int] = []
+    sizes: list[int] = []
+    places: dict[Run, int] = {}
+    total = 0
     waiting = below[None]
     while waiting:
         run = waiting.pop()
         numbers[run] = len(order)
         order.append(run)
         parents.append(numbers.get(run.parent, -1))
+        sizes.append(lengths[run])
+        places[run] = total
+        total += sizes[-1]
         waiting.extend(below.get(run, ()))
 
-    sizes = np.array([lengths[run] for run in order], dtype=np.int64)
-    stops = sizes.cumsum()
-    begins = stops - sizes
-    ends = stops.tolist()
+    begins = list(places.values())
+    stops = [begin + size for begin, size in zip(begins, sizes, strict=True)]
+    ends = stops.copy()
     for number in range(len(order) - 1, 0, -1):
         parent = parents[number]
         if parent >= 0 and ends[number] > ends[parent]:
             ends[parent] = ends[number]
-    total = int(stops[-1])
-    tokens = np.empty(total + 1, np.int64)
+    # One repeat for the five that differ from run to run only; the last run is the blank position.
+    above = [-1 if parent < 0 else stops[parent] - 1 for parent in parents]
+    shifts = [run.start - begin for run, begin in places.items()]
+    computed = [run.computed + begin for run, begin in places.items()]
+    each = np.array(
+        [[*ends, -1], [*begins, total], [*above, -1], [*shifts, -total], [*computed, total + 1]]
+    )
+    spread = np.repeat(each, [*sizes, 1], axis=1)
+    raw = [run.raw[: size * TOKEN_BYTES] for run, size in zip(order, sizes, strict=True)]
     slots = np.empty(total + 1, np.int64)
-    np.concatenate([run.tokens[: lengths[run]] for run in order], out=tokens[:-1])
-    np.concatenate([run.slots[: lengths[run]] for run in order], out=slots[:-1])
+    np.concatenate(
+        [run.slots[:size] for run, size in zip(order, sizes, strict=True)], out=slots[:-1]
+    )
     slots += RESERVED_SLOTS
-    tokens[-1], slots[-1] = 0, BLANK
-
-    # One repeat for the five that differ from run to run only.
-    above = np.array(parents, dtype=np.int64)
-    above = np.where(above < 0, -1, stops[above] - 1)
-    starts = np.array([run.start for run in order], dtype=np.int64)
-    computed = np.array([run.computed for run in order], dtype=np.int64)
-    each = np.stack([np.array(ends, np.int64), begins, above, starts - begins, begins + computed])
-    spread = np.repeat(each, sizes, axis=1)
+    slots[-1] = BLANK
     at = np.arange(total + 1)
-    fresh = np.zeros(total + 1, dtype=np.bool_)
-    fresh[:-1] = at[:-1] >= spread[4]
-    places = {run: int(begins[number]) for run, number in numbers.items() if run is not None}
+    fresh = at >= spread[4]
     last, outputs, prompts = _outputs(leases, counts, places)
     wanted = fresh.copy()
     wanted[outputs] = True
     return Layout(
-        tokens=tokens,
+        tokens=np.frombuffer(b"".join([*raw, bytes(TOKEN_BYTES)]), np.uint32).astype(np.int64),
         slots=slots,
-        depths=np.append(at[:-1] + spread[3], 0),
-        ends=np.append(spread[0], -1),
-        begins=np.append(spread[1], total),
-        above=np.append(spread[2], -1),
+        depths=at + spread[3],
+        ends=spread[0],
+        begins=spread[1],
+        above=spread[2],
         fresh=fresh,
         queries=np.flatnonzero(wanted),
         last=last,
@@ -257,10 +260,11 @@ def _width(layout: Layout, queries: Indices, first: int, bounds: Bounds) -> int:
     widths = [width for width in widths if width <= bounds.widest]
     if bounds.width is not None:
         widths = [min(bounds.width, count)]
+    ancestors = _ancestors(layout, queries)
     best, least = 0, np.inf
     for width in widths:
         rows = -(-count // width)
-        columns = _row_length(layout, queries, width)
+        columns = _row_length(queries, ancestors, width)
         pairs, gathered = rows * width * columns, rows * columns
         if (pairs <= bounds.pairs and gathered <= bounds.columns) or count == 1:
             cost = pairs + _GATHER_COST * gathered + _POSITION_COST * rows * width
@@ -269,18 +273,22 @@ def _width(layout: Layout, queries: Indices, first: int, bounds: Bounds) -> int:
     return best
 
 
-def _columns(layout: Layout, queries: Indices, width: int) -> Indices:
-    """How many positions each row of `width` queries sees."""
-    first = queries[::width]
-    final = np.append(queries[width - 1 : -1 : width], queries[-1])[: first.size]
-    columns: Indices = layout.depths[first] + 1 + final - first
-    return columns
+def _row_length(queries: Indices, ancestors: Indices, width: int) -> int:
+    """How many columns each row of `width` queries is given.
 
-
-def _row_length(layout: Layout, queries: Indices, width: int) -> int:
-    """How many columns each row is given."""
-    most = int(_columns(layout, queries, width).max())
+    `ancestors` are how many a row sees besides what lies between its first query and its last, less
+    the number of the first.
+    """
+    rest = (queries.size - 1) // width * width  # where the last row begins
+    most = int(ancestors[rest] + queries[-1])
+    if rest:
+        most = max(most, int((ancestors[:rest:width] + queries[width - 1 : rest : width]).max()))
     return most if most == width else -(-most // _ALIGNMENT) * _ALIGNMENT
+
+
+def _ancestors(layout: Layout, queries: Indices) -> Indices:
+    found: Indices = layout.depths[queries] + 1 - queries
+    return found
 
 
 def _pass(layout: Layout, queries: Indices, width: int, outputs: Indices, given: slice) -> Pass:
@@ -289,7 +297,7 @@ def _pass(layout: Layout, queries: Indices, width: int, outputs: Indices, given:
     filled[: queries.size] = queries
     placed = filled.reshape(rows, width)
     blank = layout.slots.size - 1
-    columns = np.full((rows, _row_length(layout, queries, width)), blank)
+    columns = np.full((rows, _row_length(queries, _ancestors(layout, queries), width)), blank)
     for row, first, final in zip(
         columns, placed[:, 0].tolist(), placed[:, -1].tolist(), strict=True
     ):
