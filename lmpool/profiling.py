@@ -59,7 +59,10 @@ def profile(folder: str | Path, name: str, *, children: bool = False) -> Callabl
         process = subprocess.Popen(
             [
                 *(command, "record", "--pid", str(os.getpid()), "--format", "speedscope"),
-                *("--output", str(file), *(["--subprocesses"] if children else [])),
+                # Without stopping the process at each look: one that is killed meanwhile might be
+                # kept as a zombie by py-spy, and its launcher would wait for good.
+                *("--nonblocking", *(["--subprocesses"] if children else [])),
+                *("--output", str(file)),
             ],
             stdin=subprocess.DEVNULL,
             stdout=saying,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -105,6 +106,26 @@ def test_wheels_are_all_that_a_machine_with_torch_lacks() -> None:
     assert not {"torch", "transformers", "lmpool"} & names
     project = tomllib.loads((gpu_wheels.ROOT / "pyproject.toml").read_text())["project"]
     assert set(project["dependencies"]) <= set(gpu_wheels.requirements())
+
+
+@pytest.mark.parametrize(
+    ("wheels", "names", "environment"),
+    [(True, "gpu --save", ".venv-gpu"), (False, "gpu", ".venv"), (True, "jobs", ".venv")],
+)
+def test_with_those_wheels_the_gpu_is_measured_beside_the_torch_that_is_there(
+    wheels: bool, names: str, environment: str, tmp_path: Path
+) -> None:
+    if wheels:
+        (tmp_path / "redis-5.3.1-py3-none-any.whl").touch()
+    done = subprocess.run(
+        ["make", "--dry-run", "bench", f"ARGS={names}", f"GPU_WHEELS={tmp_path}"],
+        cwd=gpu_wheels.ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == f"{environment}/bin/python -m tests.benchmarks {names}"
+    assert ("--no-index" in done.stdout) is (environment == ".venv-gpu")
 
 
 @pytest.mark.parametrize(("bytes_each", "status"), [(30_000_000, 0), (30_000_001, 1)])
