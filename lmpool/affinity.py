@@ -5,12 +5,15 @@ Pure functions, used by clients, by workers and by the simulation of thousands o
 
 A prompt belongs to a lane by its adapter and its first blocks of tokens. A lane has a home among
 the living workers: the one whose hash with the lane is the highest (rendezvous hashing, Thaler and
-Ravishankar 1998), so that a worker that joins or leaves moves its own share of lanes and no other.
+Ravishankar 1998) of those that are not full (a bound on loads: Mirrokni, Thorup and Zadimoghaddam
+2018). So a worker that joins or leaves moves little more than its own share of lanes, and none is
+the home of far more prefixes than the others, which it could not keep.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import zlib
 from array import array
 from collections.abc import Iterable, Sequence
@@ -41,8 +44,15 @@ LANES_PER_WORKER: Final = 16
 """So many lanes are in use for each worker, and up to twice as many: few enough to be read
 together, enough for shares that differ little."""
 
+HOME_MOST: Final = 17 / 16
+"""A worker is the home of so many times the mean of lanes, rounded up, and of no more: prompts are
+spread over the lanes by chance as it is. Less would move more lanes when workers come and go."""
+
 LANES_MOST: Final = 1024
 """Lanes that a pool has, in all, where nobody says how many."""
+
+ASKED_TOGETHER: Final = 1 << 15
+"""Hashes of lanes with workers that are looked at together."""
 
 Words: TypeAlias = "npt.NDArray[np.uint64]"
 
@@ -132,19 +142,50 @@ def _word(name: str) -> int:
 
 
 def homes(workers: Sequence[str], shard: int, lanes: int) -> npt.NDArray[np.intp]:
-    """The home of each lane of a shard: intp [lanes], places in `workers`; there must be one."""
+    """The home of each lane of a shard: intp [lanes], places in `workers`; there must be one.
+
+    Those in use by so many workers are shared out by themselves, up to `most_homes` to each; so are
+    the others, in which something may have been left.
+    """
     import numpy as np
 
     names = np.array([_word(worker) for worker in workers], np.uint64)
     places = _mixed(np.arange(lanes, dtype=np.uint64) + np.uint64(shard << 16))
-    best = np.zeros(lanes, np.uint64)
-    found = np.zeros(lanes, np.intp)
-    for number, name in enumerate(names):
-        score = _mixed(places ^ name)
-        higher = score > best
-        best[higher] = score[higher]
-        found[higher] = number
-    return found
+    used = lanes_in_use(len(workers), lanes)
+    return np.concatenate([_shared_out(places[:used], names), _shared_out(places[used:], names)])
+
+
+def most_homes(workers: int, lanes: int) -> int:
+    """How many of so many lanes one of so many workers is the home of, at most."""
+    return math.ceil(HOME_MOST * lanes / workers)
+
+
+def _shared_out(places: Words, names: Words) -> npt.NDArray[np.intp]:
+    """A worker for each lane, and none for more than it may have: intp [lanes].
+
+    The stable marriage of both by the hash that they have in common (Gale and Shapley 1962): a lane
+    asks the worker with the highest hash that has not turned it away, and a worker that is asked by
+    too many turns away those with the lowest. The order of either does not matter.
+    """
+    import numpy as np
+
+    most = most_homes(names.size, places.size)
+    home = np.zeros(places.size, np.intp)
+    score = np.zeros(places.size, np.uint64)
+    bound = np.zeros(names.size, np.uint64)
+    left = np.arange(places.size)
+    while left.size:
+        # A few lanes with all workers at a time: what fits into a processor's cache.
+        for some in np.array_split(left, -(-left.size * names.size // ASKED_TOGETHER)):
+            scores = _mixed(places[some, None] ^ names)
+            scores[scores <= bound] = 0
+            home[some] = scores.argmax(1)
+            score[some] = scores.max(1)
+        order = np.lexsort((~score, home))
+        nth = np.arange(order.size) - np.searchsorted(home[order], home[order])
+        last, left = order[nth == most - 1], order[nth >= most]
+        bound[home[last]] = score[last]
+    return home
 
 
 def lanes_in_use(workers: int, lanes: int) -> int:

@@ -19,8 +19,9 @@ import numpy as np
 
 import lmpool
 from lmpool.affinity import own_lanes
-from tests.benchmarks.affinity_kept import CALLERS, SETTLED, Groups, computed, toy_llama
+from tests.benchmarks.affinity_kept import CALLERS, SETTLED, TOY, Groups, computed
 from tests.benchmarks.affinity_kept import PREFIX as KEPT_PREFIX
+from tests.benchmarks.hf_workloads import random_llama
 from tests.benchmarks.machine import Bystanders, facts
 from tests.benchmarks.measure import Measured, Report, Scale, ratio
 from tests.benchmarks.pool import check_rows, make_prompts
@@ -137,7 +138,7 @@ def measure(scale: Scale) -> Report:
         met = [met_home(server, run, few, settled) for run in range(scale.runs)]
         groups = Groups.of(scale)
         best = [groups.best(groups.prompts(run)) for run in range(scale.runs)]
-        with toy_llama() as folder:
+        with random_llama(**TOY) as folder:
             homes = computed(server, folder, groups, LANES, scale.runs, settled)
             anyone = computed(server, folder, groups, 1, scale.runs, settled)
         paces: dict[str, list[float]] = {}

@@ -6,20 +6,16 @@ Nothing is timed: a model of toy size will do, on as few cores as there are.
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 import lmpool
-from lmpool.backends import tiny
 from lmpool.backends.trie import TokenTrie
 from tests.benchmarks.measure import Scale, progress
 from tests.support.clients import connected
@@ -28,8 +24,17 @@ from tests.support.waiting import until
 from tests.support.workers import WorkerProcess
 
 VOCAB_SIZE = 512
-LONGEST = 1024
 LAYERS, HEADS, HEAD_SIZE = 2, 2, 16
+TOY = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 2 * HEADS * HEAD_SIZE,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2 * HEADS,
+    "num_key_value_heads": HEADS,
+    "max_position_embeddings": 1024,
+}
+"""The shape of the Llama that is asked."""
 SLOT_BYTES = LAYERS * 2 * HEADS * HEAD_SIZE * 4
 """Keys and values of a position, in float32."""
 PREFIX, OWN = 512, 8
@@ -78,30 +83,6 @@ class Groups:
             trie.commit([lease])
             trie.release([lease])
         return sum(trie.added for trie in tries)
-
-
-@contextmanager
-def toy_llama() -> Iterator[str]:
-    """A folder with a Llama of random weights."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=2 * HEADS * HEAD_SIZE,
-        intermediate_size=128,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2 * HEADS,
-        num_key_value_heads=HEADS,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    with TemporaryDirectory(prefix="lmpool-llama-") as folder:
-        LlamaForCausalLM(config).save_pretrained(folder)
-        for file in Path(tiny.path()).glob("*token*"):
-            shutil.copy(file, folder)
-        yield folder
 
 
 def computed(

@@ -16,7 +16,16 @@ from lmpool.backends import tiny
 from tests.benchmarks.measure import Scale
 
 VOCAB_SIZE = 16_000
-LONGEST = 4_096
+LLAMA = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4_096,
+}
+"""The random Llama's shape, as its configuration has it."""
 
 Tokens = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
@@ -85,21 +94,15 @@ def _particles(
 
 
 @contextmanager
-def random_llama() -> Iterator[str]:
-    """A folder with a Llama of random weights, and a tokenizer for those who want one."""
+def random_llama(**shape: int) -> Iterator[str]:
+    """A folder with a Llama of random weights, and a tokenizer for those who want one.
+
+    `shape` is what is to be otherwise than in `LLAMA`.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=False,
-    )
+    config = LlamaConfig(**(LLAMA | shape), tie_word_embeddings=False)
     torch.manual_seed(0)
     with TemporaryDirectory(prefix="lmpool-llama-") as folder:
         LlamaForCausalLM(config).save_pretrained(folder)

@@ -6,11 +6,11 @@ import multiprocessing
 import os
 from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
 
+from tests.benchmarks.hf_workloads import LLAMA, random_llama
 from tests.benchmarks.machine import Bystanders, facts, resident_bytes
 from tests.benchmarks.measure import Measured, Report, Scale
 
@@ -21,8 +21,10 @@ VOCAB_SIZE: Final = 128_256
 MOST: Final = 256.0
 """MiB above the model and the text's keys and values."""
 WANTS: Final = {"scores": 0, "with the likeliest 20 of each position": 20}
-LAYERS, HEADS, HEAD_SIZE = 4, 2, 32
-POSITION_BYTES: Final = 2 * 4 * LAYERS * HEADS * HEAD_SIZE
+HEAD_SIZE: Final = LLAMA["hidden_size"] // LLAMA["num_attention_heads"]
+POSITION_BYTES: Final = (
+    2 * 4 * LLAMA["num_hidden_layers"] * LLAMA["num_key_value_heads"] * HEAD_SIZE
+)
 """Of the keys and values of one position."""
 KEPT: Final = {"trunk in pieces": None, "nothing kept": 0}
 """`kv_cache_bytes`: where nothing is kept, a text is one forward pass."""
@@ -34,8 +36,7 @@ def measure(scale: Scale) -> Report:
     vocab_size = scale.of(VOCAB_SIZE, 4_000)
     report = Report(NAME, f"{positions:,} positions at V={vocab_size:,}, float32, 1 thread")
     context = multiprocessing.get_context("spawn")
-    with TemporaryDirectory(prefix="lmpool-llama-") as folder:
-        _save(folder, vocab_size, positions)
+    with random_llama(vocab_size=vocab_size, max_position_embeddings=positions) as folder:
         for name, kept in list(KEPT.items())[: scale.of(2, 1)]:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(folder, kept, positions, theirs))
@@ -51,19 +52,6 @@ def measure(scale: Scale) -> Report:
     report.note("peak resident memory above that of the loaded model, less the keys and values")
     report.facts = {**facts(None, ("torch", "transformers")), **watch.report()}
     return report
-
-
-def _save(folder: str, vocab_size: int, positions: int) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=6 * HEAD_SIZE, intermediate_size=512,
-        num_hidden_layers=LAYERS, num_attention_heads=6, num_key_value_heads=HEADS,
-        max_position_embeddings=positions,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(Path(folder))
 
 
 def _serve(folder: str, kept: int | None, positions: int, pipe: Connection[Any, Any]) -> None:

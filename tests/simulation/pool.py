@@ -25,6 +25,9 @@ TOKEN_SECONDS: Final = 50e-6
 PREFIX, OWN = 512, 8
 """Tokens that the prompts of a group share, and those that each has of its own."""
 
+CHANGES: Final = 8
+"""Workers that join or die, one at a time, of which the mean is told."""
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -201,11 +204,16 @@ def job_seconds() -> float:
 
 
 def moved(workers: int, lanes: int, *, join: bool) -> float:
-    """The share of lanes that get another home when a worker joins or dies."""
-    names = [f"host-{n // 8}-gpu{n % 8}" for n in range(workers + 1)]
-    fewer, more = names[:-1], names
-    before = [fewer[n] for n in homes(fewer, 0, lanes)]
-    after = [more[n] for n in homes(more, 0, lanes)]
-    if not join:
-        before, after = after, before
-    return sum(a != b for a, b in zip(before, after, strict=True)) / lanes
+    """The share of lanes that get another home when a worker joins or dies: the mean of several."""
+    names = [f"host-{n // 8}-gpu{n % 8}" for n in range(workers + CHANGES)]
+    living, others = names[:workers], names[workers:]
+    if join:
+        changed = [[*living, other] for other in others]
+    else:
+        changed = [living[:n] + living[n + 1 :] for n in range(0, workers, -(-workers // CHANGES))]
+    before = [living[n] for n in homes(living, 0, lanes)]
+    shares = []
+    for those in changed:
+        after = [those[n] for n in homes(those, 0, lanes)]
+        shares.append(sum(a != b for a, b in zip(before, after, strict=True)) / lanes)
+    return sum(shares) / len(shares)
