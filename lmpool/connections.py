@@ -112,7 +112,8 @@ class OwnWordsPipeline(redis.client.Pipeline):
     def send(self) -> None:
         """Send the commands, and leave what is answered for `answers`: meanwhile the connection
         serves for nothing else. Raises redis-py's exceptions."""
-        connection = self.connection_pool.get_connection()
+        pool: Any = self.connection_pool
+        connection = pool.get_connection()
         commands = [command for command, _ in self.command_stack]
         try:
             connection.send_packed_command(connection.pack_commands(commands))
