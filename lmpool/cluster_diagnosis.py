@@ -378,9 +378,12 @@ def check_shards(found: ClusterFacts) -> Iterator[Finding]:
     primaries = [node.address for node in found.primaries]
     count = found.pool.model.shards
     each = Counter(found.shards())
-    shown = f"the pool's {count} shards lie " + ", ".join(
-        f"{each[address]} on {address}" for address in primaries
-    )
+    if count == 1:
+        shown = f"the pool's only shard lies on {found.shards()[0] or 'no primary'}"
+    else:
+        shown = f"the pool's {count} shards lie " + ", ".join(
+            f"{each[address]} on {address}" for address in primaries
+        )
     if _worst(found, count) <= UNEVEN:
         yield Finding("ok", shown)
         return
