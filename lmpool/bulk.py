@@ -8,12 +8,15 @@ reply belongs, and it is received there. A reply that is another is the usual re
 from __future__ import annotations
 
 import ssl
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 import redis.exceptions
 
+PORTION: Final = 256 << 10
+"""Bytes that are taken within a socket's limit in time, or else nobody is there."""
 PIECES: Final = 16
 """Pieces of memory that one read may fill or one write send: a socket holds a few values."""
 
@@ -84,13 +87,21 @@ class Gathered:
             yield from self._pieces
             return
         left, at = [memoryview(piece) for piece in self._pieces], 0
+        # A write returns as soon as one byte has left: the socket's limit alone would have no end.
+        limit: float | None = self._connection._sock.gettimeout()
+        end, due = time.monotonic(), 0
         while at < len(left):
+            if limit is not None and due <= 0:
+                end, due = time.monotonic() + limit, PORTION
             count = gather(left[at : at + PIECES])
+            due -= count
             while at < len(left) and count >= len(left[at]):
                 count -= len(left[at])
                 at += 1
             if count:
                 left[at] = left[at][count:]
+            if limit is not None and at < len(left) and due > 0 and time.monotonic() > end:
+                raise TimeoutError("too few bytes were taken in time")
 
 
 def _of_several(socket: Any, name: str) -> Any:

@@ -70,10 +70,15 @@ def profile(folder: str | Path, name: str, *, children: bool = False) -> Callabl
             # It outlives this one, to write what it saw, and whatever ends this one's group.
             start_new_session=True,
         )
+        late = time.monotonic() + WRITTEN_IN
         while _BEGUN not in _said(saying):
+            if time.monotonic() > late:
+                process.kill()
+                process.wait()
             if process.poll() is not None:
                 text = " ".join(_said(saying).split())
                 file.unlink()
+                _let_look(ctypes.c_ulong(0))
                 raise SettingsError(
                     f"{what}: py-spy may not look at this process ({text}); a container needs the "
                     "capability SYS_PTRACE, macOS a root user"

@@ -93,24 +93,39 @@ def packed(ids: Sequence[int], vocab_size: int, what: str = "") -> bytes:
 _ITEM: Final = np.dtype([("kind", "u1"), ("value", "<u4")])
 """Python's own form of a small integer, and of the beginning of a list or tuple."""
 _INTEGER: Final = ord("i")
+_RUN: Final = 1 << 18
+"""Tokens of prompts that are looked at together, or those of one prompt more."""
 
 
 def packed_all(prompts: Sequence[TokenIds], vocab_size: int, max_tokens: int) -> list[bytes] | None:
     """Prompts as `packed` gives each, if all are lists or tuples of 1 to `max_tokens` plain
     integers in ``[0, vocab_size)``; None where one is another, or may not be: each is asked alone.
 
-    `marshal` writes them all, and they are looked at together. Every item, and the beginning of
-    every list, is a byte that says its kind and four of its value: the first that is another is
+    `marshal` writes many at a time, and these are looked at together. Every item, and the beginning
+    of every list, is a byte that says its kind and four of its value: the first that is another is
     seen where it begins, whatever stands in it, as all before it are of one size.
     """
     if not prompts or not set(map(type, prompts)) <= {list, tuple}:
         return None
-    lists: Any = prompts
+    lists: Any = prompts if type(prompts) in (list, tuple) else list(prompts)
     sizes = np.array(list(map(len, lists)))
     if sizes.min() < 1 or sizes.max() > max_tokens:
         return None
+    packed: list[bytes] = []
+    # What is looked at together takes several times its room, and no other thread runs while it is
+    # written.
+    runs = np.flatnonzero(np.diff(np.cumsum(sizes) // _RUN, prepend=-1)).tolist()
+    for start, end in zip(runs, [*runs[1:], len(prompts)], strict=True):
+        found = _packed_run(lists[start:end], sizes[start:end], vocab_size)
+        if found is None:
+            return None
+        packed += found
+    return packed
+
+
+def _packed_run(prompts: Any, sizes: npt.NDArray[np.int64], vocab_size: int) -> list[bytes] | None:
     try:
-        items = np.frombuffer(marshal.dumps(lists, 2), _ITEM)
+        items = np.frombuffer(marshal.dumps(prompts, 2), _ITEM)
     except ValueError:  # an item without such a form, or of another size
         return None
     begins = np.cumsum(sizes + 1) - sizes

@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final, Literal
 
 import msgpack
@@ -83,11 +82,22 @@ class JobPacker:
         return b"".join((_common(want, adapter), msgpack.packb(self._sent), _DIGEST))
 
 
-@lru_cache(maxsize=64)
+_COMMON_MOST: Final = 64
+_COMMON_BYTES: Final = 4096
+_commons: dict[tuple[Want, str | None], bytes] = {}
+
+
 def _common(want: Want, adapter: str | None) -> bytes:
     """What the fields of all such jobs begin with, whenever they are sent."""
-    common = {"v": JOB_VERSION, "want": want_to_wire(want), "adapter": adapter}
-    return b"".join(map(msgpack.packb, (*_flat(common), "sent")))
+    found = _commons.get((want, adapter))
+    if found is None:
+        common = {"v": JOB_VERSION, "want": want_to_wire(want), "adapter": adapter}
+        found = b"".join(map(msgpack.packb, (*_flat(common), "sent")))
+        if len(found) <= _COMMON_BYTES:  # a want may hold a list for each position
+            if len(_commons) >= _COMMON_MOST:
+                _commons.clear()
+            _commons[want, adapter] = found
+    return found
 
 
 _UINT64: Final = struct.Struct(">BQ")

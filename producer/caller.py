@@ -91,13 +91,11 @@ class Caller:
         except BaseException:
             self._client.forget(call)
             raise
-        if not call.done:
-            self._client.forget(call)
-            if call.left:  # else the last answer came at the same moment
-                call.error = deadline.error(
-                    f"{call.left} of {len(call.jobs)} answers were not there",
-                    f"; they were withdrawn (pool {self._client.options.pool!r})",
-                )
+        if not call.done and self._client.forget(call):  # else it ended at the same moment
+            call.error = deadline.error(
+                f"{call.left} of {len(call.jobs)} answers were not there",
+                f"; they were withdrawn (pool {self._client.options.pool!r})",
+            )
         return answers_of(call)
 
     def _submit(self, call: PendingCall) -> None:

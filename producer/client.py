@@ -213,13 +213,17 @@ class Client:
                 with suppress(PromptFailed):  # which a worker can say as well
                     self.cache.put(job.digest, job.want.reduce(row.logprobs()))
 
-    def forget(self, call: PendingCall) -> None:
-        """`call` waits no longer: jobs that nobody else wants are withdrawn."""
+    def forget(self, call: PendingCall) -> bool:
+        """`call` waits no longer: jobs that nobody else wants are withdrawn.
+
+        Returns whether it did wait.
+        """
         session = self._session
         with session.work:
-            session.forget(call)
+            waited = session.forget(call)
             if session.table.withdrawn:
                 session.work.notify()
+        return waited
 
     def let_go(self, call: PendingCall) -> None:
         """`forget`, at once unless somebody holds the lock, who may be this very thread: for what

@@ -121,11 +121,16 @@ class Session:
                     ended += self.table.land(flight.job.digest, answer)
         return ended
 
-    def forget(self, call: PendingCall) -> None:
-        """`call` waits no longer: what nobody else wants is withdrawn. Under the lock."""
-        if not call.done:
-            call.error = LmpoolError("withdrawn")
-            self.table.forget(call)
+    def forget(self, call: PendingCall) -> bool:
+        """`call` waits no longer: what nobody else wants is withdrawn. Under the lock.
+
+        Returns whether it did wait.
+        """
+        if call.done:
+            return False
+        call.error = LmpoolError("withdrawn")
+        self.table.forget(call)
+        return True
 
     def fail_all(self, error: LmpoolError) -> list[PendingCall]:
         """Nothing that is waited for will come: the calls that this ends. Under the lock."""

@@ -175,7 +175,7 @@ class Intake:
                 block = min(IDLE_BLOCK_MS, int(due * 1000))
             elif due == 0.0:
                 self._wait_while(busy, SHORT_WAIT)  # until the engine takes it
-                if self._batcher.busy or not len(self._batcher):
+                if self._batcher.busy or self._batcher.due_in() != 0.0:
                     return  # it may be done by now
             else:
                 # Too short to block for: one look for company shortly before the batch leaves.

@@ -2,7 +2,7 @@
 -- field that is no number, a stream that takes no entry costs the one digest that it is about.
 
 -- Bytes that a flight has at most; a longer one was not written by clients.
-local MOST_FLIGHT_BYTES = 524288
+local MOST_FLIGHT_BYTES = 131072
 
 -- Bytes of the longest job (lmpool.wire.MAX_JOB_BYTES): longer entries are moved by nobody.
 local MAX_JOB_BYTES = 8388608
@@ -95,9 +95,15 @@ local function read_flight(key)
   return job, lane, deadline, waiting
 end
 
--- Each client that waits.
+-- Each client that waits, once: whoever wrote a flight may have named one many times.
 local function each_of(waiting)
-  return string.gmatch(waiting, '[^ ]+')
+  local names, seen = string.gmatch(waiting, '[^ ]+'), {}
+  return function()
+    local name
+    repeat name = names() until not name or not seen[name]
+    if name then seen[name] = true end
+    return name
+  end
 end
 
 -- A notice to a client: its id. No stream is made for one that is gone, and none is owed to who broke

@@ -12,7 +12,7 @@ local function is_new(name)
 end
 
 local count = ARGV[4] ~= '' and is_new(ARGV[4])
-local last = 5 + 2 * tonumber(ARGV[5])
+local last = math.min(5 + 2 * tonumber(ARGV[5]), #ARGV) -- whoever calls it: it comes to its end
 if count then
   for i = 6, last, 2 do redis.pcall('HINCRBY', counters, ARGV[i], ARGV[i + 1]) end
   redis.pcall('PEXPIRE', counters, ARGV[2])

@@ -36,7 +36,7 @@ end
 
 local at = 5
 for s = 2, #KEYS do
-  local last = at + tonumber(ARGV[at])
+  local last = math.min(at + tonumber(ARGV[at]), #ARGV) -- whoever calls it: it comes to its end
   for i = at + 1, last do
     local held = given(redis.pcall('XPENDING', KEYS[s], group, ARGV[i], ARGV[i], 1, me))
     held = held and held[1]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from lmpool.isolation import isolate
 from lmpool.keys import GROUP, ShardKeys
 from lmpool.producer.statistics import pool_statistics
 from lmpool.rows import pack_logprobs
+from lmpool.scripts import SHARED, script
 from lmpool.servers import Servers
 from lmpool.wire import pack_job
 from tests.support.clients import connected
@@ -31,6 +34,9 @@ from tests.support.workers import worker_process
 
 pytestmark = pytest.mark.timeout(60)
 
+SCRIPTS = [
+    each.name.removesuffix(".lua") for each in resources.files("lmpool").joinpath("lua").iterdir()
+]
 LAST = "18446744073709551615-18446744073709551615"
 A, B, C = new_job(1), new_job(2), new_job(3)
 
@@ -433,3 +439,44 @@ def test_isolation_finds_who_is_to_blame() -> None:
     with pytest.raises(redis.exceptions.ResponseError):
         isolate(range(100), refuse, lambda one, error: blamed.append(one))
     assert len(blamed) == 4  # then it is not they
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("name", sorted(set(SCRIPTS) - {SHARED}))
+def test_every_script_comes_to_its_end_whatever_it_is_given(
+    name: str, redis_client: redis.Redis, server_url: str, shard: ShardKeys
+) -> None:
+    """Whoever may run scripts may give them any numbers: a count of what does not follow."""
+    large, streams = 10**15, [stream.key for stream in shard.streams]
+    redis_client.xadd(streams[0], {"job": b"x"})
+    given = [[shard.prefix, *[large] * 12], [shard.prefix, GROUP, *[large] * 11]]
+    for place in range(1, 12):
+        given.append([shard.prefix, *["1"] * 11])
+        given[-1][place] = large
+    # A server that is busy with a script answers nobody.
+    with redis.Redis.from_url(server_url, socket_timeout=10, retry=None) as caller:
+        for arguments in given:
+            for keys in (streams[:1], streams[:2]):
+                with suppress(redis.exceptions.ResponseError):
+                    script(name)(caller, keys, arguments)  # type: ignore[arg-type]
+                assert caller.ping()
+
+
+def test_who_is_named_many_times_in_a_flight_is_told_once(
+    caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller.enqueue(A, B, C)
+    entries = worker.read()
+    for job, entry in zip((A, B, C), entries, strict=True):
+        names = [other.id, caller.id] * 500
+        write_flight(redis_client, shard, job, entry.decode(), *names)
+    assert worker.admit((C, entries[2])) == "r"
+    before = redis_client.xlen(shard.reply(caller.id))
+    worker.complete(
+        [(A, entries[0], "ok", ""), (B, entries[1], "ok", ""), (C, entries[2], "failed", "no")],
+        stored=(A, B),
+    )
+    assert redis_client.xlen(shard.reply(caller.id)) == before + 2
+    assert sorted(told(caller)) == sorted(
+        [(A.digest.hex(), "ok", ""), (B.digest.hex(), "ok", ""), (C.digest.hex(), "failed", "no")]
+    )

@@ -330,3 +330,20 @@ def test_tls_is_sent_piece_by_piece(tmp_path: Path) -> None:
     ends.thread.join(10)
     assert bytes(ends.came) == whole
     ends.close()
+
+
+def test_who_takes_a_trickle_is_given_up(ends: Ends) -> None:
+    """A write of several pieces is over as soon as one byte has left."""
+    stop = threading.Event()
+
+    def trickle() -> None:
+        while not stop.wait(0.05):
+            ends.came += ends._far.recv(2_000)
+
+    thread = threading.Thread(target=trickle, daemon=True)
+    thread.start()
+    with pytest.raises(redis.exceptions.TimeoutError):
+        ends.connection.send_packed_command(Gathered(ends.connection, PARTS * 3))
+    stop.set()
+    thread.join(10)
+    assert ends.connection._sock is None

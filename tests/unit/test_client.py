@@ -13,7 +13,7 @@ import pytest
 import redis
 
 import lmpool
-from lmpool.errors import LmpoolError, NoWorkers
+from lmpool.errors import LmpoolError, NoWorkers, PromptFailed
 from lmpool.producer import client as client_module
 from lmpool.producer import withdrawal as withdrawal_module
 from lmpool.producer.cache import AnswerCache
@@ -102,6 +102,26 @@ def test_a_refused_withdrawal_is_not_tried_again_and_again(
 def _swallow(lm: lmpool.PooledLM, prompt: list[int]) -> None:
     with pytest.raises(LmpoolError):
         lm.next_token_logprobs_sync(prompt, timeout=20)
+
+
+def test_an_answer_that_comes_as_the_time_is_over_is_not_called_late(
+    any_server: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What failed says why, and not that nothing came."""
+    with (
+        in_process_worker(any_server, pool_name, engine_opts={"fail_token": 7}),
+        connected(any_server, pool_name) as lm,
+    ):
+        forget = lm._client.forget
+
+        def forget_late(call: PendingCall) -> bool:
+            until(lambda: call.done)
+            return forget(call)
+
+        monkeypatch.setattr(lm._client, "forget", forget_late)
+        monkeypatch.setattr(PendingCall, "wait", lambda call, seconds: None)
+        with pytest.raises(PromptFailed):
+            lm.batch_next_token_logprobs_sync([[7, 1], [7, 2]], timeout=20)
 
 
 def test_a_clock_that_is_wrong_by_hours_is_set_right(

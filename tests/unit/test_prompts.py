@@ -270,6 +270,14 @@ def test_plain_prompts_are_packed_together(prompts: list[list[int]], kind: type)
     assert token_ids.packed_all(tuple(given), VOCAB_SIZE, LONGEST) == expected
 
 
+@given(prompts=PLAIN, run=st.integers(1, 20))
+def test_many_prompts_are_packed_in_runs(prompts: list[list[int]], run: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_ids, "_RUN", run)
+        assert token_ids.packed_all(prompts, VOCAB_SIZE, LONGEST) == [*map(check, prompts)]
+        assert token_ids.packed_all([*prompts, [True]], VOCAB_SIZE, LONGEST) is None
+
+
 @given(ids=st.lists(STRANGE, min_size=1), place=st.integers(0, 2), start=st.integers(0, 2))
 def test_ids_that_are_no_plain_ones_are_not_packed_together(
     ids: list[Any], place: int, start: int

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lmpool import wire
 from lmpool.errors import JobFormatError
-from lmpool.wants import Digest, Generate, Row
+from lmpool.wants import Digest, Generate, Row, Tokens, Want
 from lmpool.wire import (
     MAX_JOB_BYTES,
     Job,
@@ -35,6 +36,18 @@ DIGEST = Digest(b"d" * 16)
 @given(job=JOBS)
 def test_jobs_round_trip(job: Job) -> None:
     assert unpack_job(pack_job(job)) == job
+
+
+def test_what_large_wants_begin_with_is_not_kept() -> None:
+    def pack(want: Want) -> None:
+        JobPacker(0).head(want, None)
+
+    wire._commons.clear()
+    pack(Tokens(tuple(range(4096))))
+    assert wire._commons == {}
+    for number in range(3 * wire._COMMON_MOST):
+        pack(Tokens((number,)))
+        assert 0 < len(wire._commons) <= wire._COMMON_MOST
 
 
 def test_a_job_is_a_msgpack_map_of_the_design() -> None:
