@@ -7,9 +7,11 @@ aside in the old shard stays there until the new one has it, so that a worker ma
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
+
+import redis.exceptions
 
 from lmpool.commands import Entry, Fields, Server, Value
 from lmpool.keys import COUNTERS_TTL_MS, PoolKeys, ShardKeys
@@ -19,6 +21,8 @@ from lmpool.servers import Servers
 from lmpool.worker.dead_letters import DEAD_MOST
 from lmpool.worker.membership import OLD_KEYS_MS, lasting_keys
 from lmpool.worker.result_store import ResultStore
+
+T = TypeVar("T")
 
 AT_ONCE: Final = 100
 """Dead letters that travel together."""
@@ -56,8 +60,8 @@ def enter(
 
 class _Source(NamedTuple):
     shards: Sequence[ShardKeys]
-    registry: Fields
-    """That each of them has."""
+    registry: Fields | None
+    """That each of them has; None where nobody can say."""
 
 
 def _source(servers: Servers, keys: PoolKeys, info: ModelInfo) -> _Source | None:
@@ -71,7 +75,7 @@ def _source(servers: Servers, keys: PoolKeys, info: ModelInfo) -> _Source | None
         found = _registry(servers, shards, names)
         if found is None or found.shards:
             return found
-    return _Source(info.shard_keys(keys), {})
+    return _Source(info.shard_keys(keys), None)
 
 
 def _registry(
@@ -79,17 +83,40 @@ def _registry(
 ) -> _Source | None:
     """These shards and their registry; no shards where the pool did not lie there under one of
     these names, if it is to. None where all of them are away."""
+    best: _Source | None = None
     for shard in shards:
         found = servers.apart([shard], partial(_look, shard))
-        if found is not None:
-            name, registry = found
-            was_there = not layouts or (name or b"").decode("utf-8", "replace") in layouts
-            return _Source(shards, registry) if was_there else _Source((), {})
-    return None
+        if found is None:
+            continue
+        name, registry = found
+        was_there = not layouts or name in layouts
+        if was_there and registry is not None:
+            return _Source(shards, registry)
+        if was_there or best is None:
+            best = _Source(shards if was_there else (), None)
+    return best
 
 
-def _look(shard: ShardKeys, server: Server) -> tuple[bytes | None, Fields]:
-    return server.hget(shard.bounds, "layout"), server.hgetall(shard.adapters)
+def _look(shard: ShardKeys, server: Server) -> tuple[str | None, Fields | None]:
+    """The name of the layout in which the pool is there, None where nothing shows that it was, and
+    the registry, None where something else has damaged it."""
+    registry = _unless_damaged(lambda: server.hgetall(shard.adapters))
+    name = _unless_damaged(lambda: server.hget(shard.bounds, "layout"))
+    if name is None:
+        # Bounds that have ended may have been written again, but not by a worker that serves.
+        served = _unless_damaged(lambda: server.hget(shard.bounds, "backlog"))
+        return ("" if served or registry else None), registry
+    return name.decode("utf-8", "replace"), registry
+
+
+def _unless_damaged(read: Callable[[], T]) -> T | None:
+    """What it reads; None where the key has another type."""
+    try:
+        return read()
+    except redis.exceptions.ResponseError as error:
+        if not str(error).startswith("WRONGTYPE"):
+            raise
+        return None
 
 
 def _enter(

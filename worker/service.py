@@ -362,7 +362,7 @@ class Service:
 
     def _restorer(self, seat: Seat, engine: Engine) -> Callable[[Servers], None]:
         """What is to be done for a server that has lost everything: clients that come now need
-        heartbeat, vocabulary and adapters, too."""
+        heartbeat, vocabulary and adapters, too, and workers that come the name of the layout."""
         loop, adapters, control = self.loop, self.adapters, self._control
         assert loop is not None
         assert adapters is not None
@@ -371,6 +371,7 @@ class Service:
             seat.heartbeat.beat(servers)
             # On the engine's thread, and so with its connections.
             loop.call(lambda: publish_vocabulary(control, self.keys, seat.info, engine))
+            loop.call(lambda: enter(control, self.keys, seat.info))
             loop.call(adapters.restore)
 
         return restore
@@ -382,11 +383,13 @@ class Service:
             servers.go_to(primary)
 
     def _register_again(self, damaged: list[str]) -> None:
-        """Adapters, where their registry was damaged."""
-        adapters = self.adapters
-        if adapters is None or self.loop is None or self.seat is None:
+        """Adapters and the layout's name, where the registry or the bounds were damaged."""
+        adapters, seat = self.adapters, self.seat
+        if adapters is None or self.loop is None or seat is None:
             return
-        if any(shard.adapters in damaged for shard in self.seat.shards):
+        if any(shard.bounds in damaged for shard in seat.shards):
+            self.loop.call(lambda: enter(self._control, self.keys, seat.info))
+        if any(shard.adapters in damaged for shard in seat.shards):
             self.loop.call(adapters.restore)
 
     def stop(self) -> None:

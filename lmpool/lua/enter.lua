@@ -4,7 +4,7 @@
 -- ARGV: name of the layout, or '' of one without: then it is brought where there is none, and of what
 --       was here before, with nobody left of it, the name is forgotten,
 --       '1' if a registry is brought, '0' if the one that is here is right, how long what was brought is
---       known, life of the bounds, then name and entry of each adapter
+--       known once the pool has come, life of the bounds, then name and entry of each adapter
 -- Returns 1 if anything was changed.
 local registry, brought, bounds, layout = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
 local function entries_of(values, from)
@@ -12,30 +12,36 @@ local function entries_of(values, from)
   for i = from, #values, 2 do found[values[i]] = values[i + 1] end
   return found
 end
+for _, key in ipairs({registry, brought, bounds}) do -- of another type: it is damaged
+  if not given(redis.pcall('HLEN', key)) then redis.call('DEL', key) end
+end
 local function held_in(key) return entries_of(given(redis.pcall('HGETALL', key)) or {}, 1) end
 
-local now, before = entries_of(ARGV, 5), nil
+local now, before, known_for = entries_of(ARGV, 5), nil, ARGV[3]
+local is_served = (given(redis.pcall('ZCOUNT', KEYS[4], now_ms(), '+inf')) or 0) > 0
+local name = redis.call('HGET', bounds, 'layout')
 if layout == '' then
-  if (given(redis.pcall('ZCOUNT', KEYS[4], now_ms(), '+inf')) or 0) == 0 then
-    redis.pcall('HDEL', bounds, 'layout', 'heir')
-  end
+  if not is_served then redis.call('HDEL', bounds, 'layout', 'heir') end
   if ARGV[2] == '0' or redis.call('EXISTS', registry) == 1 then return 0 end
   before = {}
-elseif given(redis.pcall('HGET', bounds, 'layout')) ~= layout then
-  -- What is here may be of a time when the pool was here before.
-  if ARGV[2] == '1' then
-    redis.call('DEL', registry)
-    before = {}
-  else
+elseif name ~= layout then
+  if ARGV[2] == '0' then
     now = held_in(registry)
     before = now
+  elseif not name and is_served and redis.call('EXISTS', registry) == 1 then
+    before = now -- only the name was lost
+  else
+    redis.call('DEL', registry) -- of a time when the pool was here before
+    before = {}
   end
-  redis.pcall('HDEL', bounds, 'heir')
-  redis.pcall('HSET', bounds, 'layout', layout)
-  redis.pcall('PEXPIRE', bounds, ARGV[4])
+  redis.call('HDEL', bounds, 'heir')
+  redis.call('HSET', bounds, 'layout', layout)
+  redis.call('PEXPIRE', bounds, ARGV[4])
 elseif ARGV[2] == '1' and redis.call('EXISTS', brought) == 1 then
   before = held_in(brought)
   before[''] = nil
+  -- Who comes later does not prolong it: where it came from ends.
+  known_for = redis.call('PTTL', brought)
 else
   return 0
 end
@@ -50,5 +56,5 @@ end
 redis.call('DEL', brought)
 redis.call('HSET', brought, '', '') -- also where there are none
 for name, entry in pairs(now) do redis.call('HSET', brought, name, entry) end
-redis.call('PEXPIRE', brought, ARGV[3])
+redis.call('PEXPIRE', brought, known_for)
 return changed > 0 and 1 or 0

@@ -14,7 +14,7 @@ local layout, was_left = given(redis.pcall('HGET', bounds, 'layout')) or '', fal
 for i = 6, #ARGV do was_left = was_left or ARGV[i] == layout end
 if not was_left then return {} end
 redis.pcall('HSETNX', bounds, 'heir', ARGV[5])
-redis.pcall('PEXPIRE', bounds, life)
+redis.pcall('PEXPIRE', bounds, life, 'LT') -- not after the registry
 if ARGV[1] ~= '' and given(redis.pcall('HGET', parted, '')) == ARGV[1] then redis.call('DEL', parted) end
 if redis.call('EXISTS', parted) == 0 and (given(redis.pcall('HLEN', counters)) or 0) > 0 then
   redis.call('RENAME', counters, parted)

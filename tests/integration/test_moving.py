@@ -367,6 +367,35 @@ def test_a_server_that_was_restored_does_not_bring_the_old_back(
         assert worker.service.status.failure is None
 
 
+@pytest.mark.parametrize("lost", ["everything", "bounds"])
+def test_who_comes_after_a_loss_takes_no_adapter_away(
+    lost, any_server, redis_client, pool_name, tmp_path
+):
+    options = {"adapter_dirs": [str(tmp_path)], "shards": 1, "lanes": 1}
+    path = write_adapter(tmp_path / "one")
+    with in_process_worker(any_server, pool_name, **options) as worker:
+        moved(change(any_server, pool_name, 2), 2, 1, 1)
+        worker.service.loop.call(lambda: worker.service.adapters.add("one", path)).result(20)
+        shards = pool_shards(redis_client, pool_name)
+        if lost == "everything":
+            redis_client.delete(*redis_client.keys(f"*{pool_name}*"))
+        else:
+            for shard in shards:
+                redis_client.set(shard.bounds, "damaged")
+
+        def is_back() -> bool:
+            return all(
+                redis_client.type(shard.bounds) == b"hash"
+                and redis_client.hget(shard.bounds, "layout")
+                and redis_client.hexists(shard.adapters, "one")
+                for shard in shards
+            )
+
+        until(is_back, 20, what="the layout's name and the adapters")
+        with in_process_worker(any_server, pool_name, **options):
+            assert registered(redis_client, pool_name).keys() == {"one"}
+
+
 def test_a_worker_of_an_older_release_takes_no_change_back(any_server, redis_client, pool_name):
     """It knows of no layouts: what it publishes, and says that it serves, has none."""
     keys = PoolKeys(pool_name)

@@ -261,6 +261,7 @@ def test_a_pool_that_begins_anew_does_not_take_an_older_registry_for_its_own(
     enter(servers, keys, narrow)
     (former,) = narrow.shard_keys(keys)
     fill(server, [former])
+    server.hset(former.bounds, "backlog", 1000)  # somebody serves there
     for registered in ({"one": "1"}, {"two": "2"}, {}):
         before, now = layouts(1, 2)
         server.delete(former.adapters)
@@ -319,6 +320,88 @@ def test_a_pool_whose_shards_no_command_changed_brings_it_where_there_is_none(
     server.hset(heirs[0].adapters, "two", "2")
     enter(servers, keys, now, [former])
     assert known(server, keys, now) == [{b"two": b"2"}, {b"one": b"1"}]
+
+
+def somebody_lives(server: Any, shards: Sequence[ShardKeys]) -> None:
+    for shard in shards:
+        server.zadd(shard.workers, {"somebody": 1000 * int(server.time()[0]) + LIFE_MS})
+        server.hset(shard.bounds, "backlog", 1000)
+
+
+def test_where_the_name_alone_was_lost_the_registry_stays(
+    server: Any, servers: Servers, keys: PoolKeys
+) -> None:
+    before, now = layouts(1, 2)
+    (former,), heirs = before.shard_keys(keys), now.shard_keys(keys)
+    somebody_lives(server, [former])
+    server.hset(former.adapters, "one", "1")
+    enter(servers, keys, now)
+    for heir in heirs:
+        server.hset(heir.adapters, "two", "2")
+        server.delete(heir.bounds)
+    somebody_lives(server, heirs)
+    for _ in range(2):
+        enter(servers, keys, now)
+        assert known(server, keys, now) == [{b"one": b"1", b"two": b"2"}] * 2
+    assert {server.hget(heir.bounds, "layout") for heir in heirs} == {now.layout.encode()}
+    server.hset(former.adapters, "three", "3")
+    enter(servers, keys, now)
+    assert known(server, keys, now) == [{b"one": b"1", b"two": b"2", b"three": b"3"}] * 2
+
+
+@pytest.mark.parametrize("lays", [1, 3])
+def test_where_the_former_shards_are_no_more_nothing_comes_from_them(
+    lays: int, server: Any, servers: Servers, keys: PoolKeys
+) -> None:
+    """A day after a move, or as a server lost everything."""
+    *_, before, now = layouts(*range(1, lays + 1), 2)
+    former = before.shard_keys(keys)
+    somebody_lives(server, former)
+    for shard in former:
+        server.hset(shard.adapters, "one", "1")
+    enter(servers, keys, before)
+    enter(servers, keys, now)
+    for shard in former:
+        server.delete(shard.workers)
+    bring(servers, keys, now)
+    ends = [server.pttl(key) for s in former for key in (s.bounds, s.adapters)]
+    assert all(0 < end <= OLD_KEYS_MS for end in ends)
+    # Who comes later prolongs nothing.
+    (heir, *_) = now.shard_keys(keys)
+    keys_that_end = [heir.brought, former[0].bounds, former[0].adapters]
+    for key in keys_that_end:
+        server.pexpire(key, 600_000)
+    enter(servers, keys, now)
+    bring(servers, keys, now)
+    assert all(0 < server.pttl(key) <= 600_000 for key in keys_that_end)
+    for shard in former:
+        server.delete(shard.bounds, shard.adapters)
+    for _ in range(2):
+        enter(servers, keys, now)
+        assert known(server, keys, now) == [{b"one": b"1"}] * 2
+        bring(servers, keys, now)  # it notes an heir
+
+
+@pytest.mark.parametrize("lays", [1, 2])
+@pytest.mark.parametrize("where", ["former", "now"])
+@pytest.mark.parametrize("what", ["adapters", "bounds", "brought"])
+def test_damage_keeps_nobody_from_coming(
+    what: str, where: str, lays: int, server: Any, servers: Servers, keys: PoolKeys
+) -> None:
+    before = layouts(1)[0]
+    now = before.moved_to(2, 1) if lays == 2 else before
+    former, heirs = before.shard_keys(keys), now.shard_keys(keys)
+    somebody_lives(server, former)
+    server.hset(former[0].adapters, "one", "1")
+    enter(servers, keys, now)
+    for shard in former if where == "former" else heirs:
+        server.delete(getattr(shard, what))
+        server.set(getattr(shard, what), "x")
+    enter(servers, keys, now)
+    damaged = what == "adapters" and (lays == 1 or where == "now")
+    assert known(server, keys, now) == [{} if damaged else {b"one": b"1"}] * now.shards
+    for heir in heirs if lays == 2 else ():
+        assert server.hget(heir.bounds, "layout") == now.layout.encode()
 
 
 def test_shards_of_the_same_keys_are_the_same(keys: PoolKeys) -> None:
