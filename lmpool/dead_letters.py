@@ -102,18 +102,24 @@ def retry(lm: PooledLM, letter: DeadLetter, *, timeout: float | None = None) -> 
 def drop(lm: PooledLM, letters: Iterable[DeadLetter]) -> int:
     """Forget them, also where they came along with a pool that has moved. Returns how many there
     were still."""
-    shards, letters = {shard.dead: shard for shard in lm.shards}, list(letters)
-    there = [letter for letter in letters if letter.stream in shards]
-    moved = Counter(map(_content, (letter for letter in letters if letter.stream not in shards)))
-    for letter in read(lm) if moved else ():  # under another name
-        if moved[_content(letter)]:
-            moved[_content(letter)] -= 1
-            there.append(letter)
+    shards = {shard.dead: shard for shard in lm.shards}
     with _servers(lm) as servers:
-        return sum(
-            servers.for_shard(shards[letter.stream]).xdel(letter.stream, letter.entry)
-            for letter in there
-        )
+
+        def is_dropped(letter: DeadLetter) -> bool:
+            shard = shards.get(letter.stream)
+            if shard is None:
+                return False
+            return bool(servers.for_shard(shard).xdel(letter.stream, letter.entry))
+
+        given = list(letters)
+        others = [letter for letter in given if not is_dropped(letter)]
+        count = len(given) - len(others)
+        moved = Counter(map(_content, others))
+        for letter in read(lm) if moved else ():  # under another name
+            if moved[_content(letter)]:
+                moved[_content(letter)] -= 1
+                count += is_dropped(letter)
+    return count
 
 
 def _content(letter: DeadLetter) -> tuple[object, ...]:

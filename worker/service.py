@@ -225,6 +225,7 @@ class Service:
         try:
             enter(control, self.keys, info)  # whoever was told to move may have died before
             self._appear(control, seat)
+            keep(control, self.keys, info)  # others may have had them end until then
             publish_vocabulary(control, self.keys, info, engine)
         except BaseException:
             self._end_membership(control, seat)

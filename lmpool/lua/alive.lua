@@ -1,7 +1,8 @@
 -- A worker's sign of life. Its consumer is made again if others removed it as a dead one's.
 -- KEYS[1] job stream, KEYS[2] heartbeat, KEYS[3] since when the shard has had beats without a gap,
--- KEYS[4] the shard's workers: each until when it lives, in ms, and under '' how often one of them came
---       or went, below zero.
+-- KEYS[4] the shard's workers: each until when it lives, in ms, and under '' the number of the last time
+--       that one of them came or went, below zero. It begins with the clock: none comes again once all of
+--       this was lost.
 -- KEYS[5] bounds.
 -- ARGV: group, consumer, what the heartbeat holds, its life, the longest gap between two beats, the
 --       change of workers that is known, lanes, lanes for each worker
@@ -20,6 +21,7 @@ local workers = KEYS[4]
 local function change()
   local ended = redis.call('ZREMRANGEBYSCORE', workers, 0, now)
   local joined = redis.call('ZADD', workers, string.format('%.0f', now + ARGV[4]), ARGV[2])
+  redis.call('ZADD', workers, 'NX', string.format('%.0f', -now), '')
   if ended + joined > 0 then redis.call('ZINCRBY', workers, -1, '') end
   redis.call('PEXPIRE', workers, 2 * ARGV[4])
   return redis.call('ZSCORE', workers, '')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,3 +157,18 @@ def test_what_came_along_with_a_pool_is_dropped_where_it_is(
     assert dead_letters.retry(lm, letter) == "the answer"
     kept = {letter.reason for letter in dead_letters.read(lm)}
     assert kept == {"of the same name", "of another time"}
+
+
+def test_what_went_and_came_back_has_another_name_and_is_dropped(
+    lm: PooledLM, server: Any, shard: ShardKeys
+) -> None:
+    bury(server, shard, lm, 5)
+    (letter,) = dead_letters.read(lm)
+    ((entry, fields),) = server.xrange(shard.dead)
+    server.xdel(shard.dead, entry)
+    given_up = entry.partition(b"-")[0]
+    for reason in (b"another", fields[b"reason"]):
+        server.xadd(shard.dead, {**fields, b"given_up_ms": given_up, b"reason": reason})
+    assert dead_letters.drop(lm, [letter]) == 1
+    assert [kept.reason for kept in dead_letters.read(lm)] == ["another"]
+    assert dead_letters.drop(lm, [letter]) == 0

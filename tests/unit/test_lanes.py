@@ -347,6 +347,25 @@ def test_a_shard_knows_its_workers(redis_client: redis.Redis, shard: ShardKeys) 
         beat(f"w{n}")
 
 
+def test_no_change_of_workers_is_taken_for_one_before_all_was_lost(
+    redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    def beat(name: str, known: bytes = b"") -> list[bytes]:
+        keys = [shard.stream().key, shard.alive(name), shard.steady, shard.workers, shard.bounds]
+        arguments = [GROUP, name, "beat", LIFE_MS, LIFE_MS, known, 1000, LANES_PER_WORKER]
+        found: Any = script("alive")(redis_client, keys, arguments)  # type: ignore[arg-type]
+        return [found[0], *sorted(found[2:])]
+
+    beat("a")
+    known, *workers = beat("b")
+    assert workers == [b"a", b"b"]
+    server_ms = time.time_ns() // 1_000_000
+    redis_client.delete(shard.workers)
+    until(lambda: time.time_ns() // 1_000_000 > server_ms + 100, what="the clock to go on")
+    beat("c")  # in place of b
+    assert beat("a", known)[1:] == [b"a", b"c"]
+
+
 def test_lanes_that_are_not_in_use_are_others(redis_client: redis.Redis, shard: ShardKeys) -> None:
     caller = Caller(redis_client, shard)
     redis_client.hset(shard.bounds, "used", 4)

@@ -22,6 +22,7 @@ from lmpool.wire import pack_job
 from lmpool.worker import intake as intake_module
 from lmpool.worker import patience
 from lmpool.worker import service as service_module
+from lmpool.worker.carrying import enter
 from lmpool.worker.heartbeat import ANSWER_WITHIN, Heartbeat
 from lmpool.worker.recovery import Recovery
 from lmpool.worker.service import Service, consumer_name
@@ -294,6 +295,30 @@ def test_a_worker_that_may_not_join_closes_its_engine_and_is_nobody(
     assert engine.closed.is_set()
     assert members(server, shards) == [{first.id}] * SHARDS * len(PRIORITIES)
     assert not any(server.exists(shard.alive(other.id)) for shard in shards)
+
+
+def test_what_others_had_end_while_it_joins_stays(
+    new: Callable[..., InProcessWorker],
+    engine: GatedEngine,
+    server: Any,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They had yet to see that the pool is back in its shards."""
+
+    def end_first(servers: Servers, keys: PoolKeys, info: ModelInfo) -> None:
+        for shard in info.shard_keys(keys):
+            server.hset(shard.adapters, "one", "1")
+            server.pexpire(shard.adapters, 600_000)
+        enter(servers, keys, info)
+
+    monkeypatch.setattr(service_module, "enter", end_first)
+    worker = new()
+    worker.start()
+    _, shards = served(server, keys)
+    assert {server.pttl(shard.adapters) for shard in shards} == {-1}
+    engine.gate.set()
+    worker.stop()
 
 
 def test_a_worker_that_fails_in_the_midst_of_joining_is_nobody(
