@@ -12,8 +12,12 @@ local function entries_of(values, from)
   for i = from, #values, 2 do found[values[i]] = values[i + 1] end
   return found
 end
-for _, key in ipairs({registry, brought, bounds}) do -- of another type: it is damaged
-  if not given(redis.pcall('HLEN', key)) then redis.call('DEL', key) end
+local was_damaged = {}
+for _, key in ipairs({registry, brought, bounds}) do -- of another type
+  if not given(redis.pcall('HLEN', key)) then
+    redis.call('DEL', key)
+    was_damaged[key] = true
+  end
 end
 local function held_in(key) return entries_of(given(redis.pcall('HGETALL', key)) or {}, 1) end
 
@@ -28,8 +32,14 @@ elseif name ~= layout then
   if ARGV[2] == '0' then
     now = held_in(registry)
     before = now
-  elseif not name and is_served and redis.call('EXISTS', registry) == 1 then
-    before = now -- only the name was lost
+  elseif not name and is_served and not was_damaged[registry]
+      and redis.call('EXISTS', registry, brought) > 0 then
+    before = now -- only the name was lost: no adapters are a registry, too
+    if redis.call('EXISTS', brought) == 1 then
+      before = held_in(brought)
+      before[''] = nil
+      known_for = redis.call('PTTL', brought)
+    end
   else
     redis.call('DEL', registry) -- of a time when the pool was here before
     before = {}

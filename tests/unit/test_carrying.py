@@ -349,6 +349,26 @@ def test_where_the_name_alone_was_lost_the_registry_stays(
     assert known(server, keys, now) == [{b"one": b"1", b"two": b"2", b"three": b"3"}] * 2
 
 
+def test_where_the_name_alone_was_lost_what_was_removed_does_not_come_back(
+    server: Any, servers: Servers, keys: PoolKeys
+) -> None:
+    before, now = layouts(1, 2)
+    (former,), heirs = before.shard_keys(keys), now.shard_keys(keys)
+    somebody_lives(server, [former])
+    server.hset(former.adapters, "one", "1")
+    enter(servers, keys, now)
+    for heir in heirs:
+        server.hdel(heir.adapters, "one")  # it was the last
+        server.delete(heir.bounds)
+    somebody_lives(server, heirs)
+    for _ in range(2):
+        enter(servers, keys, now)
+        assert known(server, keys, now) == [{}, {}]
+    server.hset(former.adapters, "two", "2")
+    enter(servers, keys, now)
+    assert known(server, keys, now) == [{b"two": b"2"}] * 2
+
+
 @pytest.mark.parametrize("lays", [1, 3])
 def test_where_the_former_shards_are_no_more_nothing_comes_from_them(
     lays: int, server: Any, servers: Servers, keys: PoolKeys
