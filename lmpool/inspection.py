@@ -34,7 +34,7 @@ from redis.exceptions import (
 )
 
 from lmpool.address import Address, address_of, in_url, is_cluster
-from lmpool.cluster import node_address
+from lmpool.cluster import SlotMoved, node_address
 from lmpool.cluster_diagnosis import ClusterFacts, ClusterNode, examine_cluster
 from lmpool.cluster_servers import ClusterServers
 from lmpool.commands import Server
@@ -349,7 +349,10 @@ def _with_pool(servers: Servers, facts: Facts, pool: str) -> tuple[Facts, list[i
     facts = replace(facts, pool=pool)
     keys = PoolKeys(pool)
     try:
-        packed = get_string(servers.for_key(keys.info), keys.info)
+        try:
+            packed = get_string(servers.for_key(keys.info), keys.info)
+        except SlotMoved:  # the next one is asked of who serves it now
+            packed = get_string(servers.for_key(keys.info), keys.info)
     except (RedisError, OSError) as error:
         if not servers.fails_apart or not is_lost(error):
             raise
@@ -366,7 +369,10 @@ def _with_pool(servers: Servers, facts: Facts, pool: str) -> tuple[Facts, list[i
     backlog = dead = 0
     away: list[int] = []
     for shard in model.shard_keys(keys):
-        found = servers.apart([shard], partial(_read_shard, shard))
+        read = partial(_read_shard, shard)
+        found = servers.apart([shard], read)
+        if found is None:  # what has moved is asked for again at once, what is away is not
+            found = servers.apart([shard], read)
         if found is None:
             away.append(shard.number)
             continue

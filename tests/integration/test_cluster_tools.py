@@ -17,6 +17,7 @@ import redis
 
 import lmpool
 from lmpool import inspection
+from lmpool.cluster import slot_map
 from lmpool.diagnosis import Finding
 from lmpool.errors import ServerUnreachable
 from lmpool.exporter import ANSWERS_WITHIN
@@ -357,6 +358,17 @@ def test_the_doctor_says_when_more_shards_are_due(own_cluster: Cluster, pool_nam
     each = [own_cluster.owner(shard.slot) for shard in shards]
     most = max(each.count(node) for node in own_cluster.primaries())
     assert most * 5 / number <= 1.34
+
+
+def test_what_has_just_moved_is_not_away_to_the_doctor(cluster: Cluster, pool_name: str) -> None:
+    with in_process_worker(cluster.url, pool_name), connected(cluster.url, pool_name) as lm:
+        ask(lm, 10)
+        known = slot_map(cluster.url)
+        for slot in {slot_of(PoolKeys(pool_name).info), *(shard.slot for shard in lm.shards)}:
+            owner = known.owner(slot)
+            known.move(slot, next(other for other in known.nodes() if other != owner))
+        found = not_well(inspection.diagnose(cluster.url, pool_name))
+        assert not any("away" in text or "do not answer" in text for text in found), found
 
 
 def test_the_doctor_finds_a_shard_on_its_way(cluster: Cluster, pool_name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tomllib
@@ -117,9 +118,11 @@ def test_with_those_wheels_the_gpu_is_measured_beside_the_torch_that_is_there(
 ) -> None:
     if wheels:
         (tmp_path / "redis-5.3.1-py3-none-any.whl").touch()
+    outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}  # where make runs the tests
     done = subprocess.run(
         ["make", "--dry-run", "bench", f"ARGS={names}", f"GPU_WHEELS={tmp_path}"],
         cwd=gpu_wheels.ROOT,
+        env={name: value for name, value in os.environ.items() if name not in outer},
         capture_output=True,
         text=True,
         check=True,
