@@ -27,7 +27,15 @@ from lmpool.servers import Servers
 from lmpool.wire import pack_job
 from tests.support.clients import connected
 from tests.support.pools import Asking, pool_shards, some_prompts
-from tests.support.protocol import Caller, Consumer, entries_of, new_job, told, write_flight
+from tests.support.protocol import (
+    Caller,
+    Consumer,
+    entries_of,
+    new_job,
+    shard_of_pool,
+    told,
+    write_flight,
+)
 from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import worker_process
@@ -442,19 +450,21 @@ def test_isolation_finds_who_is_to_blame() -> None:
 
 
 @pytest.mark.server
+@pytest.mark.one_server
 @pytest.mark.parametrize("name", sorted(set(SCRIPTS) - {SHARED}))
 def test_every_script_comes_to_its_end_whatever_it_is_given(
-    name: str, redis_client: redis.Redis, server_url: str, shard: ShardKeys
+    name: str, server_url: str, pool_name: str
 ) -> None:
     """Whoever may run scripts may give them any numbers: a count of what does not follow."""
+    shard = shard_of_pool(pool_name)
     large, streams = 10**15, [stream.key for stream in shard.streams]
-    redis_client.xadd(streams[0], {"job": b"x"})
     given = [[shard.prefix, *[large] * 12], [shard.prefix, GROUP, *[large] * 11]]
     for place in range(1, 12):
         given.append([shard.prefix, *["1"] * 11])
         given[-1][place] = large
     # A server that is busy with a script answers nobody.
     with redis.Redis.from_url(server_url, socket_timeout=10, retry=None) as caller:
+        caller.xadd(streams[0], {"job": b"x"})
         for arguments in given:
             for keys in (streams[:1], streams[:2]):
                 with suppress(redis.exceptions.ResponseError):
