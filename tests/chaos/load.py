@@ -116,6 +116,7 @@ class Load:
         self._longest_stream = longest_stream
         self._waiting: dict[int, float] = {}
         """When the call began that a thread waits for."""
+        self._connected = 0
         self._enough = threading.Event()
         self._lock = threading.Lock()
         self._threads = [
@@ -128,8 +129,12 @@ class Load:
         ]
 
     def __enter__(self) -> Self:
-        for thread in self._threads + self._readers:
+        threads = self._threads + self._readers
+        for thread in threads:
             thread.start()
+        # Whoever connects as a fault begins is told at once that nobody is there.
+        while self._connected < len(threads) and all(thread.is_alive() for thread in threads):
+            time.sleep(0.01)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -162,6 +167,8 @@ class Load:
     def _run(self, random: random.Random) -> None:
         options = {"framework": "numpy", "cache_bytes": 0, "workers_timeout": 60, **self._options}
         with lmpool.connect(self._url, self._pool, **options) as lm:
+            with self._lock:
+                self._connected += 1
             while self._may_ask():
                 self._ask(lm, random)
             self._count_resubmitted(lm)
@@ -181,6 +188,8 @@ class Load:
     def _read(self, random: random.Random) -> None:
         options = {"framework": "numpy", "cache_bytes": 0, "workers_timeout": 60, **self._options}
         with lmpool.connect(self._url, self._pool, **options) as lm:
+            with self._lock:
+                self._connected += 1
             while not self._enough.is_set():
                 self._read_one(lm, random)
             self._count_resubmitted(lm)

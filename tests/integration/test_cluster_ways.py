@@ -28,7 +28,8 @@ def assert_serves(url: str, pool: str) -> None:
         rows = lm.batch_next_token_logprobs_sync(prompts)
         for prompt, row in zip(prompts, rows, strict=True):
             np.testing.assert_allclose(row, mock_row(prompt, VOCAB), atol=1e-5)
-        piece_tokens = [t for p in lm.sync.stream([1, 2], max_tokens=5) for t in p.token_ids]
+        pieces = list(lm.sync.stream([1, 2], max_tokens=5, eos_token_ids=[]))
+        piece_tokens = [token for piece in pieces for token in piece.token_ids]
         assert len(piece_tokens) == 5
         assert lm.pool_statistics_sync()["computed"] == 601
 
