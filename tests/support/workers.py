@@ -86,6 +86,7 @@ class WorkerProcess:
         self.folder = tempfile.TemporaryDirectory(prefix="lmpool-worker-")
         self.log_file = Path(self.folder.name) / "log"
         settings = {**DEFAULTS, **settings, "url": url, "pool": pool}
+        self._says_that_it_serves = settings.get("log_level", "info") in ("debug", "info")
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 ARQ,
@@ -112,7 +113,7 @@ class WorkerProcess:
         return self.log_file.read_text("utf-8", "replace")
 
     def wait_until_alive(self, timeout: float = 30.0) -> WorkerStatistics:
-        """What the pool says of it, as soon as the pool knows it."""
+        """What the pool says of it, as soon as the pool knows it and it reads jobs."""
 
         def found() -> WorkerStatistics | None:
             status = self.process.poll()
@@ -120,7 +121,12 @@ class WorkerProcess:
             workers = living_workers(self.url, self.pool)
             return next((worker for worker in workers if worker["pid"] == self.pid), None)
 
-        return until(found, timeout, what="the worker to be alive", every=0.05)  # type: ignore[return-value]
+        known = until(found, timeout, what="the worker to be alive", every=0.05)
+        assert known is not None
+        if self._says_that_it_serves:
+            # It is known before it has joined: a server that is taken away in between is waited for.
+            until(lambda: " serves " in self.log, timeout, what="the worker to serve")
+        return known
 
     def terminate(self) -> None:
         """Ask it to end, as an operator does."""
