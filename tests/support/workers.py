@@ -124,7 +124,7 @@ class WorkerProcess:
         known = until(found, timeout, what="the worker to be alive", every=0.05)
         assert known is not None
         if self._says_that_it_serves:
-            # It is known before it has joined: a server that is taken away in between is waited for.
+            # It is known before it has joined: where a server goes in between, it waits in silence.
             until(lambda: " serves " in self.log, timeout, what="the worker to serve")
         return known
 
