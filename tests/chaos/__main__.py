@@ -57,7 +57,7 @@ def of_a_cluster(wanted: str) -> None:
             ClusterPool(Path(folder), seed=number) as pool,
         ):
             with pool.load() as load:
-                until(lambda load=load: load.answered() > 100, 20)  # type: ignore[misc]
+                until(lambda load=load: load.answered() > 100)  # type: ignore[misc]
                 with contextlib.redirect_stdout(sys.stderr):
                     gap, wait = pool.befall(load, fault)
             found = load.outcomes

@@ -172,7 +172,7 @@ class ClusterPool(ChaosPool):
         for worker in list(self.workers):
             if worker.process.poll() is None:
                 worker.process.send_signal(signal.SIGABRT)  # it writes down where its threads are
-                worker.process.wait(10)
+                worker.process.wait(60)
             with suppress(FileNotFoundError):  # another takes its place
                 lines.append(f"--- {worker.pid}: {worker.log[-10_000:]}")
         return "\n".join(lines)

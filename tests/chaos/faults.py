@@ -52,10 +52,10 @@ def kill_client(pool: ChaosPool) -> None:
         with pool.admin() as admin:
             (shard,) = pool_shards(admin, "chaos")
             streams = [stream.key for stream in shard.streams]
-            until(lambda: sum(map(admin.xlen, streams)) > 1000, 20, what="its jobs to be queued")
+            until(lambda: sum(map(admin.xlen, streams)) > 1000, what="its jobs to be queued")
     finally:
         client.kill()
-        client.wait(10)
+        client.wait(60)
     pool.at_rest_in = 60.0  # it counts as living for 30 s
 
 
@@ -90,7 +90,7 @@ def fail_over(pool: ChaosPool) -> None:
         with pool.admin() as client:
             return client.info("replication")["role"] == "master"
 
-    until(is_primary, 30, what="the sentinels to make the replica the primary")
+    until(is_primary, what="the sentinels to make the replica the primary")
 
 
 def commands(pool: ChaosPool) -> None:

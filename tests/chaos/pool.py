@@ -150,7 +150,7 @@ class ChaosPool:
         for numbers in ((shards, None), (None, lanes)):
             change(self._tests_url(), "chaos", *numbers, wait=0.0)
             self.kill_worker()
-            until(lambda: not look(self._tests_url(), "chaos").behind, 30, what="all to move")
+            until(lambda: not look(self._tests_url(), "chaos").behind, what="all to move")
 
     @property
     def stolen(self) -> int:
@@ -190,7 +190,7 @@ class ChaosPool:
                 worker.terminate()
         for worker in self.workers:
             try:
-                worker.wait(20)
+                worker.wait(60)
             finally:
                 worker.close()
 
@@ -211,7 +211,7 @@ def run_fault(pool: ChaosPool, fault: Any, *, before: float = 1.5, after: float 
             calls = load.outcomes.calls
             return sum(begin > over for begin, _, _ in calls) > 20
 
-        until(goes_on, 25.0, what="the load to go on after the fault")
+        until(goes_on, what="the load to go on after the fault")
         time.sleep(after)
     pool.check_nothing_left()
     return Result(load.outcomes, began, over)

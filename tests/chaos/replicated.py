@@ -116,7 +116,7 @@ class ReplicatedPool:
             stack.callback(self._stop_sentinels)
             for port in self._ports:
                 self._start_sentinel(port)
-            until(self._knows_each_other, 20, what="the Sentinels to find each other", every=0.1)
+            until(self._knows_each_other, what="the Sentinels to find each other", every=0.1)
             stack.callback(self._stop_workers)
             self.workers = [self._start_worker() for _ in range(2)]
             for worker in self.workers:
@@ -203,7 +203,7 @@ class ReplicatedPool:
                 client.sentinel_failover("main")
             except redis.exceptions.ResponseError:
                 return  # one goes on, or there is no replica that is fit
-            until(is_over, 30, what="the failover to be over", every=0.1)
+            until(is_over, what="the failover to be over", every=0.1)
 
     def restart(self) -> None:
         """In order: it saves what it is told to save."""
@@ -220,7 +220,7 @@ class ReplicatedPool:
             port = self.random.choice(self._ports)
             place = self._ports.index(port)
             self._sentinels[place].kill()
-            self._sentinels[place].wait(10)
+            self._sentinels[place].wait(60)
             self._start_sentinel(port, place)
         elif which == 2:
             with (
@@ -265,7 +265,7 @@ class ReplicatedPool:
                 lines.append(f"--- {thread.name}\n{stack}")
         for worker in self.workers:
             worker.process.send_signal(signal.SIGABRT)  # it writes down where its threads are
-            worker.process.wait(10)
+            worker.process.wait(60)
             lines.append(f"--- {worker.pid}: {worker.log[-20_000:]}")
         return "\n".join(lines)
 
@@ -319,7 +319,7 @@ class ReplicatedPool:
     def _stop_sentinels(self) -> None:
         for process in self._sentinels:
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
     def _start_worker(self) -> WorkerProcess:
         worker = WorkerProcess(self.url("worker"), "chaos", **self._settings)

@@ -17,7 +17,7 @@ from tests.chaos.clustered import (
 )
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.server]
 
 LONG = [pytest.mark.chaos, pytest.mark.timeout(700)]
 SHORT = [fault for fault in CLUSTER_FAULTS if fault.act in (lose_writes, move_slots, pause_primary)]
@@ -26,7 +26,7 @@ SHORT = [fault for fault in CLUSTER_FAULTS if fault.act in (lose_writes, move_sl
 def test_a_cluster_loses_nothing(server_binary: str, tmp_path: Path) -> None:
     with ClusterPool(tmp_path, seed=1) as pool:
         with pool.load() as load:
-            until(lambda: load.answered() > 100, 20, what="the load to begin")
+            until(lambda: load.answered() > 100, what="the load to begin")
             for fault in SHORT:
                 pool.befall(load, fault)
         pool.check_nothing_left()
@@ -43,7 +43,7 @@ def test_a_fault_of_a_cluster_loses_nothing(
 ) -> None:
     with ClusterPool(tmp_path, seed=2, cluster={"append_only": append_only}) as pool:
         with pool.load() as load:
-            until(lambda: load.answered() > 100, 20, what="the load to begin")
+            until(lambda: load.answered() > 100, what="the load to begin")
             pool.befall(load, fault)
             time.sleep(2.0)
         pool.check_nothing_left()
@@ -64,7 +64,7 @@ def test_faults_of_a_cluster_drawn_one_after_another(
     with ClusterPool(tmp_path, seed=seed, cluster={"append_only": append_only}) as pool:
         ends = time.monotonic() + 450.0
         with pool.load() as load:
-            until(lambda: load.answered() > 100, 20, what="the load to begin")
+            until(lambda: load.answered() > 100, what="the load to begin")
             while time.monotonic() < ends:
                 pool.befall(load, pool.random.choice(CLUSTER_FAULTS))
         pool.check_nothing_left()

@@ -14,7 +14,7 @@ from tests.chaos.replicated import BACK_WITHIN, ReplicatedPool
 from tests.support.certificates import where_tls_is_spoken
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.server]
 
 EVERY = 20.0
 """Seconds from one fault to the next."""
@@ -38,7 +38,7 @@ def test_failovers_lose_nothing(
     with replicated_pool(tmp_path, server_binary, seed=seed, append_only=append_only) as pool:
         ends = time.monotonic() + seconds
         with pool.load() as load:
-            until(lambda: load.answered() > 100, 20, what="the load to begin")
+            until(lambda: load.answered() > 100, what="the load to begin")
             while time.monotonic() < ends:
                 next_one = time.monotonic() + every
                 pool.befall(load)

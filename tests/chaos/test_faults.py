@@ -9,7 +9,7 @@ import pytest
 from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.pool import ChaosPool, run_fault
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.server]
+pytestmark = [pytest.mark.server]
 
 
 @pytest.mark.parametrize(

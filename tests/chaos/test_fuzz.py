@@ -68,7 +68,7 @@ def test_fuzzed_entries_of_the_job_stream_stop_nobody(
                     pipeline.xadd(shard.stream().key, {field: mutated(rng, rng.choice(SEEDS))})
                 pipeline.execute()
             prompt = [3, start % 256, start >> 8 & 255]
-            row = lm.next_token_logprobs_sync(prompt, timeout=30)
+            row = lm.next_token_logprobs_sync(prompt, timeout=60)
             np.testing.assert_array_equal(row, mock_row(prompt, 256))
         until(lambda: client.xlen(shard.stream().key) == 0, 60, what="the stream to be empty")
         assert client.xlen(shard.dead) >= 9_000 or client.xlen(shard.dead) == count

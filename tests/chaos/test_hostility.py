@@ -18,7 +18,7 @@ from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import WorkerProcess
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.server]
 
 TIMEOUT = 30.0
 
@@ -76,7 +76,7 @@ class Pool:
                     return None
                 return ModelInfo.unpack(packed) if packed else None
 
-        found: ModelInfo = until(read, 10, what="the model info")  # type: ignore[assignment]
+        found: ModelInfo = until(read, what="the model info")  # type: ignore[assignment]
         return found
 
     def check(self) -> None:

@@ -98,7 +98,7 @@ def is_served(url: str, pool: str) -> bool:
     """Whether rows come, and the right ones."""
     prompts = [[9, number] for number in range(40)]
     with lmpool.connect(url, pool, framework="numpy", cache_bytes=0, workers_timeout=20) as lm:
-        rows = lm.batch_next_token_logprobs_sync(prompts, timeout=20)
+        rows = lm.batch_next_token_logprobs_sync(prompts, timeout=60)
     expected = [mock_row(prompt, 256) for prompt in prompts]
     return bool(np.array_equal(rows, expected))
 
@@ -107,10 +107,7 @@ def is_served(url: str, pool: str) -> bool:
     ("seed", "seconds"),
     [
         (1, 4.0),
-        *(
-            pytest.param(seed, 60.0, marks=[pytest.mark.chaos, pytest.mark.timeout(240)])
-            for seed in range(2, 7)
-        ),
+        *(pytest.param(seed, 60.0, marks=[pytest.mark.chaos]) for seed in range(2, 7)),
     ],
 )
 def test_a_server_that_lies_to_clients(
@@ -136,10 +133,7 @@ def test_a_server_that_lies_to_clients(
     ("seed", "seconds"),
     [
         (1, 4.0),
-        *(
-            pytest.param(seed, 60.0, marks=[pytest.mark.chaos, pytest.mark.timeout(240)])
-            for seed in range(2, 7)
-        ),
+        *(pytest.param(seed, 60.0, marks=[pytest.mark.chaos]) for seed in range(2, 7)),
     ],
 )
 def test_a_server_that_lies_to_a_worker(

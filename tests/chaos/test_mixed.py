@@ -78,7 +78,7 @@ def test_faults_one_after_another_lose_nothing(
     with ChaosPool(tmp_path, seed=seed, workers=4, **options) as pool:
         ends = time.monotonic() + 240.0
         with pool.load() as running:
-            until(lambda: running.answered() > 100, 20, what="the load to begin")
+            until(lambda: running.answered() > 100, what="the load to begin")
             while time.monotonic() < ends:
                 fault = pool.random.choice([f for f in FAULTS if not f.alone])
                 done.append(fault.name)

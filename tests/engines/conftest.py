@@ -62,7 +62,7 @@ def tiny_gateway(
 def serves(gateway: GatewayProcess) -> bool:
     """Whether it knows its pool's model."""
     try:
-        with urllib.request.urlopen(f"{gateway.base_url}/v1/models", timeout=10) as found:
+        with urllib.request.urlopen(f"{gateway.base_url}/v1/models", timeout=60) as found:
             return bool(json.load(found)["data"])
     except OSError:
         return False

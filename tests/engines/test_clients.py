@@ -29,7 +29,6 @@ from lmpool.gateway.keys import line  # noqa: E402
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # of the clients and what they bring
 ]
 

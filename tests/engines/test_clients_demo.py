@@ -18,7 +18,7 @@ from tests.support.workers import clean_environment
 
 pytest.importorskip("openai")
 
-pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 LAST = "All that it can is at"
 
@@ -47,7 +47,7 @@ def shown() -> Iterator[str]:
                 demo.wait()
                 raise
         assert demo.returncode == 0, log.read_text()
-        until(lambda: not users_of(folder), 20, what="the demo's processes to end", every=0.05)
+        until(lambda: not users_of(folder), what="the demo's processes to end", every=0.05)
         assert not list(folder.glob("lmpool*"))
 
 

@@ -19,7 +19,6 @@ from inspect_ai.model import ChatMessageUser, GenerateConfig, get_model  # noqa:
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.timeout(200),
     pytest.mark.filterwarnings("ignore"),  # of the clients and what they bring
 ]
 

@@ -22,7 +22,6 @@ from lmpool.backends import tiny  # noqa: E402
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # of the harness and its data sets
 ]
 

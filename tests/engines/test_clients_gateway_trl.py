@@ -22,7 +22,6 @@ from tests.support.distillation import ExactTeacher, losses
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # of TRL and what it brings
 ]
 

@@ -32,7 +32,6 @@ from inspect_ai.util import JSONSchema  # noqa: E402
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore"),  # of inspect_ai and what it brings
 ]
 

@@ -33,7 +33,6 @@ from lmpool.integrations.lm_eval import LmpoolLM, register  # noqa: E402
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # of the harness and its data sets
 ]
 

@@ -25,7 +25,6 @@ from tests.support.distillation import ExactTeacher, losses  # noqa: E402
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # of TRL and what it brings
 ]
 

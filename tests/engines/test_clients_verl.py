@@ -17,7 +17,7 @@ pytest.importorskip("trl")  # in whose environment this runs
 from lmpool.integrations.tinker import PoolSampler  # noqa: E402
 from lmpool.integrations.verl import PoolTeacher  # noqa: E402
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.server]
 
 SEQUENCE = [1, 261, 318, 81, 277, 273, 379, 2]
 

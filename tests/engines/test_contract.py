@@ -8,13 +8,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 from lmpool.backends.contract import Adapter, EngineContract
 from lmpool.backends.mock import mock_row
 from tests.support.fed_engine import FedEngine
-
-pytestmark = pytest.mark.timeout(300)  # a part of the hf engine computes for half a minute
 
 VOCAB = 2000
 

@@ -18,8 +18,6 @@ from tests.engines.test_contract import VOCAB
 from tests.engines.test_contract import TestMock as Mock
 from tests.support.hidden_engine import F32, HiddenEngine
 
-pytestmark = pytest.mark.timeout(300)
-
 PARTS = ["continuations", "adapters"]
 
 

@@ -22,7 +22,6 @@ from lmpool.backends import tiny  # noqa: E402
 pytestmark = [
     pytest.mark.genlm,
     pytest.mark.server,
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:Sparse:UserWarning"),  # genlm-bytes' own
 ]
 

@@ -25,7 +25,7 @@ from genlm.control.sampler import token as peer  # noqa: E402
 from lmpool.integrations.genlm import AWRS, PromptedLLM, awrs, next_tokens  # noqa: E402
 from lmpool.integrations.genlm.next_tokens import NextTokens, Source  # noqa: E402
 
-pytestmark = [pytest.mark.genlm, pytest.mark.server, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.genlm, pytest.mark.server]
 
 SIZE = 24
 ENDING = [b"\x02"]

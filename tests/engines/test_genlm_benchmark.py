@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.genlm,
     pytest.mark.server,
     pytest.mark.slow,
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),
 ]
 

@@ -22,7 +22,7 @@ from genlm.control.potential.built_in.llm import TokenMappings  # noqa: E402
 
 from lmpool.integrations.genlm import AWRS, PromptedLLM  # noqa: E402
 
-pytestmark = [pytest.mark.genlm, pytest.mark.server, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.genlm, pytest.mark.server]
 
 PROMPT = "The function returns"
 TEXTS = (" some value of it", " None.", " x")

@@ -24,8 +24,6 @@ from tests.support.engines import drawn, requests_of, rows_of  # noqa: E402
 from tests.support.hf_texts import TOLERANCE, reference_rows  # noqa: E402
 from tests.support.models import LONGEST, VOCAB, save_model  # noqa: E402
 
-pytestmark = pytest.mark.timeout(120)
-
 MODELS = ("gemma2", "gpt2", "llama", "mamba", "windowed qwen2")
 
 

@@ -31,8 +31,6 @@ from tests.support.engines import drawn  # noqa: E402
 from tests.support.hf_texts import TOLERANCE, reference_rows, save_adapter  # noqa: E402
 from tests.support.models import VOCAB, save_model  # noqa: E402
 
-pytestmark = pytest.mark.timeout(120)
-
 TARGETS = {
     "llama": ["q_proj", "v_proj", "down_proj"],
     "gpt2": ["c_attn"],  # one transposed matrix for all projections
@@ -297,7 +295,6 @@ BACKTRACKING = r"^(([a-z_.0-9])+)+!"
 """A pattern that `re` would try for ages on the name of a module."""
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "config",
     [
@@ -371,7 +368,6 @@ def keep_prefixes(lm: lmpool.PooledLM, count: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.server
-@pytest.mark.timeout(300)
 def test_a_pool_of_two_workers(server_url: str, pool_name: str, tmp_path: Path) -> None:
     """Adapters loaded on every worker, replaced, refused, removed, and known to who joins later;
     continuations in company equal to those alone; prefixes kept.

@@ -31,8 +31,6 @@ from tests.support.models import (  # noqa: E402
     save_model,
 )
 
-pytestmark = pytest.mark.timeout(120)
-
 TOLERANCE = 1e-4
 """Nats."""
 TOGETHER = "each distinct position once"

@@ -23,8 +23,6 @@ from tests.support.engines import requests_of, rows_of  # noqa: E402
 from tests.support.models import VOCAB, save_model  # noqa: E402
 from tests.support.states import PROMPTS, check_states, state_in, states_of  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)
-
 F32 = npt.NDArray[np.float32]
 
 # By name: its configuration, and the scale, the cap and the bias that are found.

@@ -58,7 +58,6 @@ def check(engine: HFEngine, bound: int | None = None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("positions", "forward_tokens", "batches"),
     [(40, 7, 100), (90, 16, 150), (400, 1_024, 200), (20_000, 50, 200)],
@@ -82,7 +81,6 @@ def test_a_soak_of_small_batches(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
 def test_a_soak_of_other_models(name: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path, name)

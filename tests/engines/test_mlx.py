@@ -31,7 +31,7 @@ from tests.support.hf_texts import (  # noqa: E402
 )
 from tests.support.models import LONGEST, VOCAB, save_model, without_prefix  # noqa: E402
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engine]
 
 
 MODELS: dict[str, dict[str, Any]] = {

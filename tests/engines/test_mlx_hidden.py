@@ -22,7 +22,7 @@ from tests.support.engines import requests_of  # noqa: E402
 from tests.support.models import LONGEST, VOCAB, save_model, without_prefix  # noqa: E402
 from tests.support.states import PROMPTS, check_states, states_of  # noqa: E402
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engine]
 
 F32 = npt.NDArray[np.float32]
 

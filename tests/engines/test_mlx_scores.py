@@ -27,7 +27,7 @@ from tests.support.hf_texts import right_logits  # noqa: E402
 from tests.support.models import LONGEST, VOCAB, save_model, without_prefix  # noqa: E402
 from tests.support.scores import random_score, score_all  # noqa: E402
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engine]
 
 Ids = npt.NDArray[np.uint32]
 WITHIN = 5e-4

@@ -30,7 +30,7 @@ from tests.support.next_tokens import (  # noqa: E402
 )
 from tests.support.small_answers import compare, random_wants  # noqa: E402
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engine]
 
 Rows = npt.NDArray[np.float32]
 SIZES = (7, 300, 5000)

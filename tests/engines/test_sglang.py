@@ -37,7 +37,7 @@ from tests.support.hf_texts import (  # noqa: E402
 from tests.support.models import LONGEST, VOCAB, save_model  # noqa: E402
 from tests.support.sglang_engine import SMALL, WARNINGS, OneAtATime  # noqa: E402
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(180), *WARNINGS]
+pytestmark = [pytest.mark.engine, *WARNINGS]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -22,7 +22,7 @@ from tests.support.models import save_model
 from tests.support.sglang_engine import SMALL, WARNINGS
 from tests.support.states import check_states, states_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(180), *WARNINGS]
+pytestmark = [pytest.mark.engine, *WARNINGS]
 
 F32 = npt.NDArray[np.float32]
 

@@ -8,7 +8,7 @@ from tests.support.engines import check_engines
 
 pytest.importorskip("sglang")
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engine]
 
 
 @pytest.mark.usefixtures("server_binary")

@@ -22,7 +22,7 @@ from tests.support.engines import drawn, requests_of  # noqa: E402
 from tests.support.hf_texts import logits_by, reference_model, save_adapter  # noqa: E402
 from tests.support.scores import check_scores, random_score, score_all  # noqa: E402
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240), *WARNINGS]
+pytestmark = [pytest.mark.engine, *WARNINGS]
 
 VOCAB = 2000
 NAN = 13

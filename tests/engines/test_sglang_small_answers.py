@@ -21,7 +21,7 @@ from lmpool.wants import Draw, Generate, Generation, OfRow, Row, Tokens, Top  # 
 from tests.support.next_tokens import check_generations  # noqa: E402
 from tests.support.small_answers import judge, random_wants  # noqa: E402
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240), *WARNINGS]
+pytestmark = [pytest.mark.engine, *WARNINGS]
 
 VOCAB = 2000
 NAN = 13

@@ -29,7 +29,6 @@ need_vllm()
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore"),  # vLLM's own, many
 ]
 

@@ -59,7 +59,6 @@ from lmpool.tensor_files import ModelTensors  # noqa: E402
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore"),
 ]
 

@@ -38,7 +38,6 @@ from lmpool.backends.vllm.head import ModelHead  # noqa: E402
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore"),
 ]
 

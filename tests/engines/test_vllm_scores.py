@@ -46,7 +46,6 @@ from lmpool.backends.vllm.scorer import SCORE, TARGETS, WANT, Scorer  # noqa: E4
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore"),
 ]
 

@@ -22,8 +22,6 @@ from tests.support.pools import assert_at_rest, pool_shards, some_prompts, worke
 from tests.support.waiting import until
 from tests.support.workers import worker_process
 
-pytestmark = pytest.mark.timeout(60)
-
 PROMPTS = some_prompts(24, seed=1)
 
 

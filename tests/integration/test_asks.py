@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +25,7 @@ from lmpool.errors import (
 from lmpool.producer.asks import Ask
 from lmpool.wants import Draw, Generate, Row, Tokens, Top, TopLogprobs
 from tests.support.clients import connected
+from tests.support.hold import Hold
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker
 
@@ -197,21 +197,22 @@ def test_errors_stand_where_the_answers_would(lm: lmpool.PooledLM) -> None:
 
 def test_what_takes_too_long_is_an_error_in_its_place(any_server: str, pool_name: str) -> None:
     with (
-        in_process_worker(any_server, pool_name, batch_size=1, **SLOW),
+        in_process_worker(any_server, pool_name, batch_size=1),
         connected(any_server, pool_name) as lm,
+        Hold() as hold,
     ):
-        began = time.monotonic()
+        hold.open()
+        lm.sync.ask([1], Top(1))  # and keep it
+        hold.close()
         found = lm.sync.ask_many([([n], Top(1)) for n in range(1, 6)], errors="return", timeout=0.5)
-        assert time.monotonic() - began < 1.5
-        late = [each for each in found if isinstance(each, PoolTimeout)]
-        assert 3 <= len(late) < 5
+        assert [type(each) for each in found] == [TopLogprobs] + 4 * [PoolTimeout]
         with pytest.raises(PoolTimeout):
             list(lm.sync.ask_iter([([n], Top(1)) for n in range(10, 16)], timeout=0.5))
         later = dict(
             lm.sync.ask_iter([([n], Top(1)) for n in range(20, 26)], timeout=0.5, errors="return")
         )
         assert sorted(later) == list(range(6))
-        assert any(isinstance(each, PoolTimeout) for each in later.values())
+        assert all(isinstance(each, PoolTimeout) for each in later.values())
 
 
 # --- without end -------------------------------------------------------------------------------
@@ -262,21 +263,17 @@ def test_they_are_awaited_too(lm: lmpool.PooledLM, ordered: bool, in_flight: int
 
 def test_answers_come_while_further_asks_are_slow_to_come(lm: lmpool.PooledLM) -> None:
     answered = threading.Event()
-    held = []
 
     def slow() -> Iterator[tuple[list[int], Top]]:
-        yield [1], Top(1)
-        yield [2], Top(1)
-        held.append(answered.wait(0.3))
-        yield [3], Top(1)
-        held.append(answered.wait(20))
-        yield [4], Top(1)
+        for number in range(200):
+            if number > 1 and answered.wait(0.3):
+                return
+            yield [number], Top(1)
 
     found = lm.sync.ask_iter(slow())
-    assert next(found)[0] in (0, 1)
+    next(found)
     answered.set()
-    assert len(list(found)) == 3
-    assert held[-1]
+    assert len(list(found)) < 199
 
 
 def test_an_error_ends_the_loop_or_stands_in_its_place(lm: lmpool.PooledLM) -> None:
@@ -323,7 +320,7 @@ def test_a_loop_that_the_garbage_collector_finds_waits_for_no_lock(lm: lmpool.Po
     with session.lock:  # of which the collector knows nothing
         ended = threading.Thread(target=asks.close, daemon=True)  # type: ignore[attr-defined]
         ended.start()
-        ended.join(10)
+        ended.join(60)
         assert not ended.is_alive()
     until(lambda: not session.table.flights)
 

@@ -34,8 +34,6 @@ from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import worker_process
 
-pytestmark = pytest.mark.timeout(60)
-
 BAD_PROMPTS = [
     # prompt, and what the message must say: the value and where, or what to write instead
     ([], "empty prompt: at least one token id is needed"),

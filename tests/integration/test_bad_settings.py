@@ -21,8 +21,6 @@ from tests.support.clients import connected
 from tests.support.server import RealServer, free_port
 from tests.support.workers import WorkerProcess, worker_process
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_wrong_address():
     port = free_port()
@@ -155,7 +153,6 @@ BAD_SETTINGS = [
 
 
 @pytest.mark.one_server
-@pytest.mark.timeout(90)
 def test_workers_refuse_nonsense(server_url, pool_name, redis_client):
     for start in range(0, len(BAD_SETTINGS), 5):  # a few at a time: they share the cores
         cases = BAD_SETTINGS[start : start + 5]

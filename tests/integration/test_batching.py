@@ -20,8 +20,6 @@ from tests.support.pools import Asking, pending, pool_shards, read_batches, some
 from tests.support.waiting import until
 from tests.support.workers import worker_process
 
-pytestmark = pytest.mark.timeout(60)
-
 LONG = 30.0
 """Seconds that no test waits for: what would wait for them comes far too late."""
 
@@ -186,7 +184,7 @@ def test_idle_workers_find_work_and_a_busy_one_hoards_nothing(
                 gate.open(pid=two.pid)
                 for start in range(0, 40, 10):  # more than once: while the other may be reading
                     mine = others[start : start + 10]
-                    found = impatient.batch_next_token_logprobs_sync(mine, timeout=20)
+                    found = impatient.batch_next_token_logprobs_sync(mine, timeout=60)
                     np.testing.assert_array_equal(found, rows_of(mine))
                     assert sorted(held(redis_client, pool_name).values()) == [0, 1]
                 assert [pid for pid, _ in gate.batches()].count(one.pid) == 1
@@ -218,7 +216,6 @@ def test_jobs_behind_a_batch_that_takes_longer_than_expected_run_elsewhere(
                 gate.open(pid=two.pid)
                 until(
                     lambda: queued(redis_client, pool_name) == 1,
-                    20,
                     what="one of two jobs to be done elsewhere",
                 )
                 assert [pid for pid, _ in gate.batches()].count(one.pid) == len(others) + 1

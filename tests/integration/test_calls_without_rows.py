@@ -239,7 +239,7 @@ def test_closing_ends_every_wait(
         lm.close()
         for wait in waits:
             with pytest.raises(ClientClosed):
-                wait.result(20)
+                wait.result(60)
     for _ in range(2):
         with pytest.raises(ClientClosed):
             lm.next_token_logprobs_sync([1])

@@ -103,7 +103,7 @@ def test_it_shows_each_token_as_it_is_drawn_and_ends_at_once(
             assert process.stdout.read(3)
             assert process.poll() is None
             os.kill(process.pid, signal.SIGINT)
-            assert process.wait(10) == 130
+            assert process.wait(60) == 130
             engine = worker.service.engine
             assert engine is not None
             until(lambda: not engine.in_flight(), what="the engine to be idle")

@@ -24,8 +24,6 @@ from tests.support.processes import short_folder
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker
 
-pytestmark = [pytest.mark.timeout(120)]
-
 VOCAB = 256
 SERVICE = "one-lmpool-server"
 
@@ -33,7 +31,7 @@ SERVICE = "one-lmpool-server"
 def make_secrets(folder: Path, host: str) -> dict[str, str]:
     """The files of passwords of a cluster."""
     script = DEPLOY / "compose" / "make-secrets"
-    subprocess.run([script, "--cluster", folder, host], check=True, capture_output=True, timeout=30)
+    subprocess.run([script, "--cluster", folder, host], check=True, capture_output=True, timeout=60)
     return {path.name: path.read_text("utf-8") for path in folder.iterdir()}
 
 
@@ -92,7 +90,7 @@ def assert_serves(containers: Containers, urls: dict[str, str], pool: str) -> No
     prompts = [[i % VOCAB, i // VOCAB] for i in range(600)]
     with in_process_worker(worker, pool), connected(producer, pool, cache_bytes=0) as lm:
         assert lm.info.shards == 6
-        rows = lm.batch_next_token_logprobs_sync(prompts, timeout=30)
+        rows = lm.batch_next_token_logprobs_sync(prompts, timeout=60)
         for prompt, row in zip(prompts, rows, strict=True):
             np.testing.assert_allclose(row, mock_row(prompt, VOCAB), atol=1e-5)
 
@@ -104,7 +102,6 @@ def assert_serves(containers: Containers, urls: dict[str, str], pool: str) -> No
 
         until(
             lambda: complaints() == ["each primary has a replica in sync"],
-            30,
             what="the replicas to follow",
             every=0.5,
         )
@@ -144,7 +141,7 @@ def formed(binary: str) -> Iterator[tuple[Containers, Callable[[str], str]]]:
 def all_well(containers: Containers, role: Callable[[str], str]) -> None:
     """Wait for three primaries, each with its replica."""
     wanted = ["primary"] * 3 + ["replica"] * 3
-    until(lambda: sorted(map(role, containers.addresses)) == wanted, 30, what="all to be ready")
+    until(lambda: sorted(map(role, containers.addresses)) == wanted, what="all to be ready")
 
 
 @pytest.mark.parametrize("which", ["replica", "primary"])
@@ -152,10 +149,10 @@ def test_a_node_that_lost_its_disk_becomes_a_replica(which: str, server_binary: 
     with formed(server_binary) as (containers, role):
         lost = next(name for name in containers.addresses if role(name) == which)
         containers.end(lost)
-        until(lambda: not containers.formed.exists(), 20, what="the keeper to miss it")
+        until(lambda: not containers.formed.exists(), what="the keeper to miss it")
         containers.begin(lost, blank=True)
         assert role(lost) not in ("primary", "replica")
-        until(containers.formed.exists, 40, what="it to be mended")
+        until(containers.formed.exists, what="it to be mended")
         all_well(containers, role)
         assert role(lost) == "replica"
         assert "which has no slots, becomes a replica of" in containers.said
@@ -174,7 +171,7 @@ def test_a_node_without_its_primary_is_relied_on_when_it_has_its_place(server_bi
                 states.append(role(name))
             return [states[-1] for states in seen.values()].count("primary") == 3
 
-        until(replaced, 30, what="another primary")
+        until(replaced, what="another primary")
         (heir,) = {name for name, states in seen.items() if states[-1] == "primary"} - before
         assert "it has not copied its primary's rows yet" in seen[heir]
         assert role(lost) == "it loads, does not answer, or refuses administrator"

@@ -27,8 +27,6 @@ from tests.support.proxy import Proxy
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker, worker_process
 
-pytestmark = [pytest.mark.timeout(90)]
-
 VOCAB: Final = 256
 INSIDE: Final = "127.0.0.2"
 """Where nodes listen. Nothing that clients are given or told names it."""
@@ -100,7 +98,7 @@ def test_a_pool_is_served_behind_a_nat(
         rows = lm.batch_next_token_logprobs_sync(PROMPTS)
         for prompt, row in zip(PROMPTS, rows, strict=True):
             np.testing.assert_allclose(row, mock_row(prompt, VOCAB), atol=1e-5)
-        lm.clear_kv_cache(timeout=20)  # a control job
+        lm.clear_kv_cache(timeout=60)  # a control job
         assert come_from(cluster) == {FORWARDED}
         found = inspection.diagnose(url, pool_name)
         assert not [each.what for each in found if each.level == "wrong"]
@@ -109,7 +107,7 @@ def test_a_pool_is_served_behind_a_nat(
         owner = cluster.owner(shard.slot)
         target = next(node for node in cluster.primaries() if node is not owner)
         cluster.move_slot(shard.slot, target)
-        assert lm.batch_next_token_logprobs_sync(PROMPTS, timeout=30).shape == (600, VOCAB)
+        assert lm.batch_next_token_logprobs_sync(PROMPTS, timeout=60).shape == (600, VOCAB)
         assert come_from(cluster) == {FORWARDED}
 
 
@@ -121,7 +119,7 @@ def test_a_failover_behind_a_nat(server_binary: str, pool_name: str) -> None:
     ):
         node = cluster.owner(lm.shards[0].slot)
         node.kill()
-        rows = lm.batch_next_token_logprobs_sync(PROMPTS, timeout=30)
+        rows = lm.batch_next_token_logprobs_sync(PROMPTS, timeout=60)
         np.testing.assert_allclose(rows[0], mock_row(PROMPTS[0], VOCAB), atol=1e-5)
         cluster.wait_for_failover(lm.shards[0].slot, node)
         assert come_from(cluster) == {FORWARDED}
@@ -165,7 +163,7 @@ def test_all_addresses_lead_nowhere(server_binary: str, pool_name: str) -> None:
             pass
         says_what_to_do(caught.value)
         with worker_process(cluster.url, pool_name, alive=False) as worker:
-            until(lambda: "127.0.0.1:1" in worker.log, 20, what="the worker to say why")
+            until(lambda: "127.0.0.1:1" in worker.log, what="the worker to say why")
         said = CliRunner().invoke(app, ["doctor", "--url", cluster.url, "--pool", pool_name])
         assert said.exit_code == 1
         assert "127.0.0.1:1" in said.output

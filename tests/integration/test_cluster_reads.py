@@ -25,8 +25,6 @@ from tests.support.cluster import Cluster
 from tests.support.protocol import FINGERPRINT, Caller, new_job
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.timeout(60)]
-
 LANES = 64
 ROOM = 32
 WORKERS = ["a", "b"]

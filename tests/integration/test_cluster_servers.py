@@ -16,8 +16,6 @@ from tests.support.processes import wait_until_gone
 from tests.support.redis_client import open_redis
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.timeout(60)]
-
 
 @pytest.fixture(scope="module")
 def cluster(server_binary: str) -> Iterator[Cluster]:

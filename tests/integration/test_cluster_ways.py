@@ -16,8 +16,6 @@ from tests.support.clients import connected
 from tests.support.cluster import Cluster
 from tests.support.workers import in_process_worker
 
-pytestmark = [pytest.mark.timeout(60)]
-
 VOCAB = 256
 
 
@@ -76,7 +74,6 @@ def test_a_refused_password_is_said_and_not_shown(server_binary: str) -> None:
         assert "wrong" not in str(caught.value)
 
 
-@pytest.mark.timeout(10)
 def test_no_node_there_is_said(pool_name: str) -> None:
     with (
         pytest.raises(ServerUnreachable, match=r"redis\+cluster://127.0.0.1:1,127.0.0.1:2"),

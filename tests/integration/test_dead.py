@@ -18,8 +18,6 @@ from tests.support.protocol import new_job
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Commands:
     def __init__(self, url: str, pool: str) -> None:

@@ -8,15 +8,12 @@ from contextlib import ExitStack
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 import lmpool
 from lmpool.backends.mock import mock_row
 from tests.support.clients import connected
 from tests.support.pools import in_processes, some_prompts, until_at_rest, worker_processes
 from tests.support.workers import worker_process
-
-pytestmark = pytest.mark.timeout(60)
 
 PROMPTS = 500
 GROUPS = 10

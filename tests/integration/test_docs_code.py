@@ -19,7 +19,7 @@ from tests.support.run_blocks import EXAMPLE_GATEWAYS, EXAMPLE_POOL
 from tests.support.waiting import until
 from tests.support.workers import clean_environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 RUN = {d: [block for block in blocks(d) if block.runs] for d in DOCUMENTS}
 WITH_CODE = [d for d, found in RUN.items() if any(not block.has_tests for block in found)]
@@ -48,7 +48,7 @@ def gateway(tiny: lmpool.EmbeddedLM) -> Iterator[str]:
 
 def _ready(address: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{address}/ready", timeout=10):
+        with urllib.request.urlopen(f"{address}/ready", timeout=60):
             return True
     except OSError:
         return False

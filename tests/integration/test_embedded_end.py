@@ -30,7 +30,7 @@ def test_an_exception_ends_it(pool_folder: Path) -> None:
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    wait_until_gone(pids, timeout=1)
+    wait_until_gone(pids, timeout=10)
 
 
 def test_nobody_holding_it_ends_it(pool_folder: Path) -> None:
@@ -39,7 +39,7 @@ def test_nobody_holding_it_ends_it(pool_folder: Path) -> None:
     pids = processes(lm)
     del lm
     gc.collect()
-    wait_until_gone(pids, timeout=1)
+    wait_until_gone(pids, timeout=10)
 
 
 def test_a_killed_worker_is_replaced_under_load(pool_folder: Path) -> None:
@@ -71,14 +71,14 @@ def test_a_killed_worker_is_replaced_under_load(pool_folder: Path) -> None:
                 now = {worker["pid"] for worker in lm.pool_statistics_sync()["workers"]}
                 return now if len(now - workers) == 1 and killed not in now else None
 
-            now = until(replaced, 30, what="another worker", every=0.05)
+            now = until(replaced, what="another worker", every=0.05)
             assert now is not None
             assert len(now) == 2
             assert "was ended by SIGKILL" in lm.worker_log.read_text()
         finally:
             stop.set()
-            loader.join(10)
-    wait_until_gone(before | now, timeout=1)
+            loader.join(60)
+    wait_until_gone(before | now, timeout=10)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="children outlive it elsewhere")
@@ -96,5 +96,5 @@ def test_a_frozen_worker_does_not_stop_the_end(pool_folder: Path) -> None:
     os.kill(worker["pid"], signal.SIGSTOP)
     started = time.monotonic()
     lm.close()
-    assert time.monotonic() - started < 10
-    wait_until_gone(pids, timeout=1)
+    assert time.monotonic() - started < 60
+    wait_until_gone(pids, timeout=10)

@@ -70,7 +70,7 @@ class Program:
         """As a terminal does."""
         os.killpg(self.process.pid, number)
 
-    def end(self, timeout: float = 30.0) -> tuple[int, str]:
+    def end(self, timeout: float = 60.0) -> tuple[int, str]:
         """Its exit status and what it wrote to stderr."""
         _, errors = self.process.communicate(timeout=timeout)
         return self.process.returncode, errors
@@ -119,7 +119,7 @@ def test_nothing_is_left_after_a_signal(pool_folder: Path, ending: str, when: st
     with Program(pool_folder, body + "    " + WAIT, wait=not starting) as program:
         if starting:
             # From the first folder on something could be left.
-            until(lambda: list(pool_folder.glob("*/events")), 30, what="a pool that starts")
+            until(lambda: list(pool_folder.glob("*/events")), what="a pool that starts")
         else:
             assert program.read() == "busy"
         program.signal_group(signal.Signals[ending])

@@ -45,7 +45,7 @@ def small_folder(folder: Path, program: str, *arguments: str) -> subprocess.Comp
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=150,
     )
 
 

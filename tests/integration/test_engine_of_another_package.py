@@ -13,7 +13,7 @@ import pytest
 from tests.support.readme import ENGINES, section
 from tests.support.workers import clean_environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow]
 
 EXAMINE = (
     # Named, as it is where lmpool was installed before it had the entry point.

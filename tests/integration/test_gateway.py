@@ -21,7 +21,7 @@ from lmpool.producer import EmbeddedLM, NumpyRows
 from tests.support.gateways import GATEWAY, GatewayProcess
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 JSON = {"content-type": "application/json"}
 TEXT = "Return the number of items in the list"

@@ -18,7 +18,7 @@ from tests.support.gateways import GatewayProcess
 from tests.support.hf_texts import save_adapter
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 TEXT = "Return the number of items in the list"
 MESSAGES = [{"role": "user", "content": "Return what?"}]
@@ -171,8 +171,8 @@ def test_one_that_is_added_is_found_and_one_that_is_removed_is_not(
 
     assert (status("later"), status("tiny:later")) == (404, 404)
     lm.add_new_lora(str(folder / "later"), "later")
-    until(lambda: status("later") == status("tiny:later") == 200, 20, what="it to be there")
+    until(lambda: status("later") == status("tiny:later") == 200, what="it to be there")
     assert listed() == ["tiny", "tiny:later", "tiny:style"]
     lm.remove_lora("later")
-    until(lambda: status("later") == status("tiny:later") == 404, 20, what="it to be gone")
-    until(lambda: listed() == ["tiny", "tiny:style"], 20, what="it to be listed no more")
+    until(lambda: status("later") == status("tiny:later") == 404, what="it to be gone")
+    until(lambda: listed() == ["tiny", "tiny:style"], what="it to be listed no more")

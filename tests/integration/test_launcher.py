@@ -37,7 +37,7 @@ def test_workers_serve_and_leave_in_order(server_url: str, pool_name: str) -> No
             assert statistics["computed"] / statistics["batches"] <= 5
         found.send(signal.SIGTERM)
         assert found.wait() == 0
-        wait_until_gone(pids, timeout=1)  # it has waited for them
+        wait_until_gone(pids, timeout=10)  # it has waited for them
         assert not living_workers(server_url, pool_name)
         assert "[worker 1] " in found.log
         assert "[worker 2] " in found.log
@@ -76,7 +76,7 @@ def test_a_worker_that_was_told_to_leave_stays_away(server_url: str, pool_name: 
     with launcher(server_url, pool_name, "--workers", "2") as found:
         first, second = found.wait_for_workers(2)
         os.kill(first, signal.SIGTERM)
-        until(lambda: "was told to leave" in found.log, 20, what="it to be noticed")
+        until(lambda: "was told to leave" in found.log, what="it to be noticed")
         assert runs(second)
         os.kill(second, signal.SIGTERM)
         assert found.wait() == 0
@@ -96,7 +96,7 @@ def test_refused_workers_end_it_with_the_reason(server_url: str, pool_name: str)
 
 def test_a_server_that_is_not_there_is_tried_again(pool_name: str, tmp_path: Path) -> None:
     with launcher(f"unix://{tmp_path}/nobody", pool_name) as found:
-        until(lambda: "waiting for the server, 60 s" in found.log, 30, what="it to be tried")
+        until(lambda: "waiting for the server, 60 s" in found.log, what="it to be tried")
         found.send(signal.SIGTERM)
         assert found.wait() == 0
         assert "Traceback" not in found.log
@@ -111,7 +111,7 @@ def test_it_drains_on_other_signals_too(
         pids = found.wait_for_workers(1)
         found.send(told)
         assert found.wait() == 0
-        wait_until_gone(pids, timeout=1)
+        wait_until_gone(pids, timeout=10)
 
 
 @pytest.mark.one_server
@@ -121,14 +121,14 @@ def test_under_nohup_it_outlives_its_terminal(server_url: str, pool_name: str) -
         found.send(signal.SIGHUP)
         found.send(signal.SIGTERM)
         assert found.wait() == 0
-        wait_until_gone(pids, timeout=1)
+        wait_until_gone(pids, timeout=10)
         assert "SIGHUP" not in found.log
         assert "SIGTERM: the workers finish" in found.log
 
 
 @pytest.mark.one_server
 def test_a_second_signal_hastens(server_url: str, pool_name: str) -> None:
-    slow = ["--engine-opts", '{"delay": 60}']
+    slow = ["--engine-opts", '{"delay": 200}']
     with launcher(server_url, pool_name, *slow) as found:
         pids = found.wait_for_workers(1)
         with connected(server_url, pool_name) as lm, pytest.raises(TimeoutError):
@@ -138,8 +138,8 @@ def test_a_second_signal_hastens(server_url: str, pool_name: str) -> None:
         until(lambda: "a second signal" in found.log, what="the first to be understood")
         found.send(signal.SIGINT)
         assert found.wait() == 1
-        assert time.monotonic() - started < 10
-        wait_until_gone(pids, timeout=1)
+        assert time.monotonic() - started < 100
+        wait_until_gone(pids, timeout=10)
 
 
 @pytest.mark.one_server
@@ -149,7 +149,7 @@ def test_a_frozen_worker_is_killed_in_the_end(server_url: str, pool_name: str) -
         os.kill(next(iter(pids)), signal.SIGSTOP)
         found.send(signal.SIGTERM)
         assert found.wait() == 1
-        wait_until_gone(pids, timeout=1)
+        wait_until_gone(pids, timeout=10)
 
 
 @pytest.mark.one_server
@@ -257,8 +257,8 @@ def test_what_a_worker_leaves_behind_is_killed(tmp_path: Path) -> None:
     started = time.monotonic()
     status, _ = run_launcher(LEAVES_A_CHILD, tmp_path, count=2)
     assert status == 0
-    assert time.monotonic() - started < 10  # though the child holds the worker's stdout
-    wait_until_gone([int((tmp_path / "child").read_text())], timeout=5)
+    assert time.monotonic() - started < 100  # though the child holds the worker's stdout
+    wait_until_gone([int((tmp_path / "child").read_text())], timeout=10)
 
 
 def test_lines_are_told_apart_and_kept_whole(

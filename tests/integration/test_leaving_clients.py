@@ -30,9 +30,6 @@ from tests.support.workers import (
     worker_process,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
-
 LEAVING_PROCESS = """
 import sys, threading, time
 import lmpool
@@ -68,13 +65,13 @@ class LeavingProcess:
 
     def end(self) -> None:
         """It comes to the end of its program."""
-        self._process.communicate("\n", timeout=20)
+        self._process.communicate("\n", timeout=60)
         assert self._process.returncode == 0
 
     def kill(self) -> None:
         """It is killed."""
         self._process.kill()
-        self._process.communicate(timeout=20)
+        self._process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +155,7 @@ def start_to_leave(
 
     thread = threading.Thread(target=lambda: asyncio.run(ask()), daemon=True)
     thread.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
 
     def leave() -> None:
         if way == "close":
@@ -167,7 +164,7 @@ def start_to_leave(
             task.get_loop().call_soon_threadsafe(task.cancel)
         elif way == "reset":
             leaving.reset_async_queries()
-        thread.join(20)
+        thread.join(60)
         error = {"close": ClientClosed, "cancel": asyncio.CancelledError, "timeout": PoolTimeout}
         assert [type(failure) for failure in failures] == [error.get(way, LmpoolError)]
         if way in ("cancel", "timeout"):

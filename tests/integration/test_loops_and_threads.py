@@ -114,12 +114,12 @@ def test_a_forked_child_goes_on_with_the_same_client(lm: lmpool.PooledLM) -> Non
         try:
             good = np.array_equal(lm.next_token_logprobs_sync([1]), mock_row([1], VOCAB))
             good &= np.array_equal(
-                lm.batch_next_token_logprobs_sync([[2, number], [3]], timeout=20),
+                lm.batch_next_token_logprobs_sync([[2, number], [3]], timeout=60),
                 rows_of([[2, number], [3]]),
             )
 
             async def main() -> Any:
-                return await lm.next_token_logprobs([4, number], timeout=20)
+                return await lm.next_token_logprobs([4, number], timeout=60)
 
             good &= np.array_equal(asyncio.run(main()), mock_row([4, number], VOCAB))
             lm.close()
@@ -137,7 +137,7 @@ def test_a_forked_child_goes_on_with_the_same_client(lm: lmpool.PooledLM) -> Non
             ended.append(status)
             return found == pid
 
-        until(has_ended, 20, what="the child to end")
+        until(has_ended, what="the child to end")
         assert os.waitstatus_to_exitcode(ended[-1]) == 0
     assert np.array_equal(lm.next_token_logprobs_sync([6]), mock_row([6], VOCAB))
 

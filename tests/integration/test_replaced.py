@@ -26,8 +26,6 @@ from tests.support.pools import pool_shards, until_at_rest
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker, worker_process
 
-pytestmark = pytest.mark.timeout(60)
-
 NEW: dict[str, Any] = {
     "model": "new", "shards": 2, "max_prompt_tokens": 8, "engine_opts": {"vocab_size": 300},
 }  # fmt: skip
@@ -40,7 +38,7 @@ def connected_after_a_worker(url: str, pool: str) -> Iterator[tuple[PooledLM, An
         with in_process_worker(url, pool, shards=3):
             client = connected(url, pool, when_replaced="follow", workers_timeout=60)
             lm = stack.enter_context(client)
-            row = lm.next_token_logprobs_sync([7], timeout=20)
+            row = lm.next_token_logprobs_sync([7], timeout=60)
         yield lm, row
 
 
@@ -100,15 +98,15 @@ def test_what_the_caller_changes_meanwhile_is_not_asked(any_server, pool_name):
             calls = [
                 asyncio.ensure_future(call)
                 for call in (
-                    lm.next_token_logprobs(prompt, timeout=30),
-                    lm.batch_next_token_logprobs([prompt, text], timeout=30),
+                    lm.next_token_logprobs(prompt, timeout=60),
+                    lm.batch_next_token_logprobs([prompt, text], timeout=60),
                     lm.ask_many([(prompt, Tokens([1])), ([300], Row()), (text, Row())],
-                                errors="return", timeout=30),
-                    lm.batch_sample([prompt], 1, [], 0.0, timeout=30),
-                    lm.logprobs_at(text, positions, timeout=30),
+                                errors="return", timeout=60),
+                    lm.batch_sample([prompt], 1, [], 0.0, timeout=60),
+                    lm.logprobs_at(text, positions, timeout=60),
                 )
             ]  # fmt: skip
-            stream = lm.stream(prompt, 1, temperature=0.0, eos_token_ids=[], timeout=30)
+            stream = lm.stream(prompt, 1, temperature=0.0, eos_token_ids=[], timeout=60)
             calls.append(asyncio.ensure_future(anext(stream)))
             waiting = lambda: lm.statistics()["queued"] >= 6  # noqa: E731
             await asyncio.to_thread(until, waiting, what="all to be queued")
@@ -131,8 +129,8 @@ def test_callers_in_an_event_loop_follow_too(any_server, pool_name):
     with connected_after_a_worker(any_server, pool_name) as (lm, _):
 
         async def rows() -> Any:
-            one = asyncio.ensure_future(lm.next_token_logprobs([5, 1], timeout=30))
-            two = asyncio.ensure_future(lm.batch_sample([[4]], 2, [], 0.0, timeout=30))
+            one = asyncio.ensure_future(lm.next_token_logprobs([5, 1], timeout=60))
+            two = asyncio.ensure_future(lm.batch_sample([[4]], 2, [], 0.0, timeout=60))
             queued = lambda: lm.statistics()["queued"] == 3  # noqa: E731
             await asyncio.to_thread(until, queued, what="all to be queued")
             with in_process_worker(any_server, pool_name, **NEW):
@@ -149,7 +147,7 @@ def test_prompts_made_for_the_old_model_are_never_sent_to_the_new(any_server, po
         jobs = [JobMaker(other).one([5, 6], Row("f32"), None)]
         call = PendingCall(jobs, None, info=other).for_thread()
         lm._client.submit([call])
-        assert call.wait(10)
+        assert call.wait(60)
         assert isinstance(call.error, PoolMismatch)
         assert lm.statistics()["queued"] == 0
 
@@ -188,7 +186,7 @@ def test_other_numbers_of_shards_are_moved_to_under_load(
             while not ended.is_set():
                 prompts = rng.integers(0, vocab, (20, 8)).tolist()
                 try:
-                    rows = lm.batch_next_token_logprobs_sync(prompts, timeout=30)
+                    rows = lm.batch_next_token_logprobs_sync(prompts, timeout=60)
                     for prompt, row in zip(prompts, rows, strict=True):
                         np.testing.assert_allclose(row, mock_row(prompt, vocab), atol=1e-5)
                 except Exception as error:

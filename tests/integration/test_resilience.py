@@ -18,11 +18,9 @@ from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker, living_workers, worker_process
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def right(lm: lmpool.PooledLM, prompt: list[int]) -> None:
-    row = lm.next_token_logprobs_sync(prompt, timeout=30)
+    row = lm.next_token_logprobs_sync(prompt, timeout=60)
     np.testing.assert_array_equal(row, mock_row(prompt, 256))
 
 
@@ -50,7 +48,7 @@ def test_two_models_that_join_at_once_are_one(server_url, redis_client, pool_nam
             alive = {worker["pid"] for worker in living_workers(server_url, pool_name)}
             return all(w.process.poll() is not None or w.pid in alive for w in workers)
 
-        until(decided, 30, what="each to serve or to be refused", every=0.05)
+        until(decided, what="each to serve or to be refused", every=0.05)
         ended = [worker.process.poll() for worker in workers]
         assert sorted(ended, key=str) == [78, 78, None, None]
         assert ended[:2] == ended[2:]
@@ -143,11 +141,11 @@ def test_adapters_are_registered_again(server_binary, pool_name, tmp_path: Path)
         server.client() as admin,
     ):
         lm.add_new_lora(str(adapter), "one")
-        before = lm.next_token_logprobs_sync([1, 2], "one", timeout=20)
+        before = lm.next_token_logprobs_sync([1, 2], "one", timeout=60)
         admin.flushall()
         (shard,) = lm.shards
-        until(lambda: admin.hget(shard.adapters, "one"), 10, what="the adapter to be registered")
-        after = lm.next_token_logprobs_sync([1, 2], "one", timeout=20)
+        until(lambda: admin.hget(shard.adapters, "one"), what="the adapter to be registered")
+        after = lm.next_token_logprobs_sync([1, 2], "one", timeout=60)
         np.testing.assert_array_equal(before, after)
 
 
@@ -162,6 +160,6 @@ def test_adapters_are_registered_again(server_binary, pool_name, tmp_path: Path)
 def test_a_worker_says_what_of_the_server_may_hurt(server_binary, options, said):
     server = RealServer(binary=server_binary, **options)
     with server, worker_process(server.url, "p", alive=False) as worker:
-        until(lambda: said in worker.log, 20, what=said)
+        until(lambda: said in worker.log, what=said)
         assert ("WARNING" in worker.log) == ("maxmemory" in options)
         worker.kill()

@@ -22,7 +22,6 @@ from tests.support.workers import WorkerProcess
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.timeout(120)
 
 LONGEST = 512
 VOCAB = 2000

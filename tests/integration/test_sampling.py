@@ -6,15 +6,12 @@ import asyncio
 import threading
 
 import numpy as np
-import pytest
 
 import lmpool
 from lmpool.backends.mock import mock_row
 from tests.support.clients import connected
 from tests.support.pools import Asking, assert_at_rest, some_prompts, worker_processes
 from tests.support.workers import worker_process
-
-pytestmark = pytest.mark.timeout(60)
 
 PROMPTS = some_prompts(8, seed=1)
 SEEDS = (0, 1, -5, 2**64)  # the last one means the same as the first

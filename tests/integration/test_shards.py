@@ -34,8 +34,6 @@ from tests.support.protocol import read_flight, write_flight
 from tests.support.waiting import until
 from tests.support.workers import worker_process
 
-pytestmark = pytest.mark.timeout(60)
-
 SHARDS = 3
 
 

@@ -19,8 +19,6 @@ from tests.support.pools import pool_shards, some_prompts, until_at_rest
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker
 
-pytestmark = pytest.mark.timeout(60)
-
 SLOW = {"batch_size": 8, "engine_opts": {"delay": 0.02}}  # 400 rows a second
 
 
@@ -63,7 +61,7 @@ def turns(
     found = []
     for prompt in prompts:
         before = lm.pool_statistics_sync()["computed"]
-        row = lm.next_token_logprobs_sync(prompt, priority=priority, timeout=30)
+        row = lm.next_token_logprobs_sync(prompt, priority=priority, timeout=60)
         found.append(lm.pool_statistics_sync()["computed"] - before)
         np.testing.assert_array_equal(row, mock_row(prompt, 256))
     return found
@@ -102,7 +100,7 @@ def test_interactive_does_not_starve_batch(server_url, pool_name):
     ):
         before = flood.answered()
         prompts = some_prompts(40, seed=4)
-        rows = lm.batch_next_token_logprobs_sync(prompts, timeout=30)
+        rows = lm.batch_next_token_logprobs_sync(prompts, timeout=60)
         np.testing.assert_array_equal(rows, [mock_row(prompt, 256) for prompt in prompts])
         # One place in eight is theirs, not less and hardly more.
         share = 40 / (40 + flood.answered() - before)
@@ -224,5 +222,5 @@ def test_greedy_clients_share_evenly(server_url, pool_name):
             def shares() -> tuple[int, int]:
                 return one.answered() - before[0], two.answered() - before[1]
 
-            found = until(lambda: now if sum(now := shares()) > 800 else None, 30)
+            found = until(lambda: now if sum(now := shares()) > 800 else None)
         assert min(found) > 0.6 * max(found), found

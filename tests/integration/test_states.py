@@ -85,7 +85,6 @@ def test_positions_that_cannot_be_are_named(
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(120)
 @pytest.mark.one_shard
 def test_a_text_is_taken_in_once_for_all_of_its_positions(server_url: str, pool_name: str) -> None:
     text = [int(t) for t in np.random.default_rng(1).integers(3, 300, 200)]
@@ -131,7 +130,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> list[HeadPart]:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("name", "dtype", "changes"),
     [
@@ -184,7 +182,6 @@ def test_the_head_makes_the_row_of_the_hidden_state(
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_head_in_the_models_own_files_is_not_sent(
     server_url: str, pool_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
@@ -229,7 +226,6 @@ def test_a_pool_without_hidden_states_says_so_before_anything_is_sent(
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(120)
 def test_what_is_no_hidden_state_is_refused(server_url: str, pool_name: str) -> None:
     with served(server_url, pool_name, "tiny") as lm:
         head = lm.sync.head()

@@ -26,8 +26,6 @@ from tests.support.streams import Reader, continuation, tokens_of
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker, worker_process
 
-pytestmark = pytest.mark.timeout(60)
-
 PROMPT = [1, 5, 9]
 SLOWLY = {"delay": 0.01}
 """Seconds that the mock engine takes for a token."""
@@ -238,7 +236,7 @@ def test_who_takes_over_goes_on_where_the_last_one_ended(
         reader = Reader(lm, PROMPT, **asked)
         ran: list[int] = []
         for number in range(3):
-            until(lambda n=number: len(reader.pieces) > 30 * (n + 1), 30)
+            until(lambda n=number: len(reader.pieces) > 30 * (n + 1))
             (running,) = (n for n, log in enumerate(logs) if steps(log) and n not in ran)
             ran.append(running)
             if number < 2:
@@ -273,7 +271,7 @@ def test_a_frozen_worker_that_wakes_tells_nothing_twice(server_url: str, pool_na
         with worker_process(server_url, pool_name, **slow) as other:
             frozen.pause()
             before = len(reader.pieces)
-            until(lambda: len(reader.pieces) > before + 10, 30, what="the other to go on")
+            until(lambda: len(reader.pieces) > before + 10, what="the other to go on")
             frozen.resume()
             assert reader.tokens() == continuation(PROMPT, 150, 6)
             assert "Traceback" not in frozen.log + other.log
@@ -309,7 +307,7 @@ def test_a_server_that_loses_everything_costs_no_piece(server_binary: str, pool_
         until(lambda: len(reader.pieces) > 20)
         server.kill()
         server.start()
-        until(lambda: len(reader.pieces) > 40, 30, what="the stream to go on")
+        until(lambda: len(reader.pieces) > 40, what="the stream to go on")
         with connected(server.url, pool_name) as late:
             assert tokens_of(late.sync.stream(PROMPT, timeout=50, **asked)) == reader.tokens()
         assert reader.tokens() == continuation(PROMPT, 200, 2)
@@ -328,7 +326,7 @@ def test_a_failover_costs_no_piece(server_binary: str, pool_name: str) -> None:
         until(lambda: len(reader.pieces) > 20)
         primary.kill()
         before = len(reader.pieces)
-        until(lambda: len(reader.pieces) > before + 20, 30, what="the stream to go on")
+        until(lambda: len(reader.pieces) > before + 20, what="the stream to go on")
         assert reader.tokens() == continuation(PROMPT, 400, 3)
 
 

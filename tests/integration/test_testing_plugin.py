@@ -19,8 +19,6 @@ from tests.support.workers import clean_environment
 ROOT = Path(__file__).parents[2]
 PLUGIN = "lmpool.testing.plugin"
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Suite:
     """Tests in a folder of their own, run by a pytest of its own."""
@@ -162,8 +160,8 @@ def test_a_session_has_one_server_which_ends_with_it(suite: Suite, server_binary
 
 
 def assert_nothing_left(suite: Suite) -> None:
-    until(lambda: not users_of(suite.temporary), 20, what="nobody to use its folder", every=0.05)
-    until(lambda: not list(suite.temporary.glob("lmpool*")), 5, what="the folder to be empty")
+    until(lambda: not users_of(suite.temporary), what="nobody to use its folder", every=0.05)
+    until(lambda: not list(suite.temporary.glob("lmpool*")), what="the folder to be empty")
 
 
 OPTIONS = """

@@ -57,7 +57,7 @@ FROM_EXTRAS = {
     "vllm",
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 
 def files_on_disk() -> dict[str, Path]:

@@ -237,7 +237,7 @@ class Cluster:
         assert self._guard is not None
         assert self._guard.stdin is not None
         self._guard.stdin.close()
-        self._guard.wait(10)
+        self._guard.wait(60)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _form(self) -> None:
@@ -340,7 +340,7 @@ class Cluster:
 
     # ---- waiting
 
-    def wait_until_ok(self, timeout: float = 30.0) -> None:
+    def wait_until_ok(self, timeout: float = 60.0) -> None:
         """Until every running node serves, all agree on who has which slot, and replicas follow."""
         with _Asking() as asking:
 
@@ -366,7 +366,7 @@ class Cluster:
 
             _until_none(state, timeout, "the cluster to be ok")
 
-    def wait_for_failover(self, slot: int, former: ClusterNode, timeout: float = 30.0) -> float:
+    def wait_for_failover(self, slot: int, former: ClusterNode, timeout: float = 60.0) -> float:
         """Until every running node has another primary for a slot; seconds that it took."""
         began = time.monotonic()
         with _Asking() as asking:
@@ -388,7 +388,7 @@ class Cluster:
             _until_none(state, timeout, f"another primary than {former}")
         return time.monotonic() - began
 
-    def _wait_until_known(self, timeout: float = 20.0) -> None:
+    def _wait_until_known(self, timeout: float = 60.0) -> None:
         """Until every running node knows all of them, each by its own name."""
         everyone = {node.id for node in self.nodes}
         with _Asking() as asking:
@@ -549,7 +549,7 @@ class Cluster:
             return True
 
         if slots:
-            until(agreed, 20, what=f"slots {slots[0]}... at {target}")
+            until(agreed, what=f"slots {slots[0]}... at {target}")
 
     def settle(self) -> None:
         """End moves that were begun and never ended: each slot stays where it is."""
@@ -610,7 +610,7 @@ class Cluster:
             return all("master" not in str(answer) for answer in answers)
 
         # A replica that has not left it yet forgets it later.
-        until(forgotten, 10, what=f"everybody to forget {node}", every=0.05)
+        until(forgotten, what=f"everybody to forget {node}", every=0.05)
         node.kill()
         self.wait_until_ok()
 

@@ -132,13 +132,13 @@ class Containers:
         own_way = ["--port", str(self._port), "--bind-source-addr", address]
         self._run([self._binary, *words[1:], *own_way])
         self._started[name] = self._running[-1]
-        until(lambda: self._listens(address), 20, what=f"{name} to listen", every=0.02)
+        until(lambda: self._listens(address), what=f"{name} to listen", every=0.02)
 
     def probe(self, name: str, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """What a probe of this node's container, with the administrator's password, says."""
         words = [self.here(word.replace("127.0.0.1", name)) for word in command]
         env = {**os.environ, "REDISCLI_AUTH": self._password}
-        return subprocess.run(words, capture_output=True, text=True, timeout=20, env=env)
+        return subprocess.run(words, capture_output=True, text=True, timeout=60, env=env)
 
     def _run(self, command: Sequence[str], given: Mapping[str, str] | None = None) -> None:
         with (self._folder / "log").open("ab") as log:

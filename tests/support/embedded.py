@@ -21,9 +21,9 @@ MOCK: dict[str, Any] = {"engine": "mock", "framework": "numpy"}
 
 def assert_nothing_left(folder: Path) -> None:
     """Neither a process that knows the folder, nor anything of a pool in it."""
-    until(lambda: not users_of(folder), 20, what=f"nobody to use {folder}", every=0.05)
+    until(lambda: not users_of(folder), what=f"nobody to use {folder}", every=0.05)
     # torch leaves a folder of its own.
-    until(lambda: not list(folder.glob("lmpool*")), 5, what=f"{folder} to be empty")
+    until(lambda: not list(folder.glob("lmpool*")), what=f"{folder} to be empty")
 
 
 def processes(lm: EmbeddedLM) -> set[int]:

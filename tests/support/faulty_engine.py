@@ -62,8 +62,9 @@ class FaultyEngine(MockEngine):
     `once`.
     `unguarded` switches recovery and watchdog off. `memory` is how many prompts fit into its
     memory. `clock` is how many seconds the machine's clock is ahead. `prefix_delay` is how many
-    seconds a prefix takes. `steals` is a file that gets a line with their number each time that the
-    worker takes jobs of others' lanes.
+    seconds a prefix takes. `patience` is how many seconds jobs wait in a lane for its home alone.
+    `steals` is a file that gets a line with their number each time that the worker takes jobs of
+    others' lanes.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class FaultyEngine(MockEngine):
         unguarded: bool = False,
         clock: float = 0.0,
         prefix_delay: float = 0.0,
+        patience: float | None = None,
         steals: str | None = None,
         **options: Any,
     ) -> None:
@@ -87,6 +89,8 @@ class FaultyEngine(MockEngine):
         if clock:
             right = time.time
             time.time = lambda: right() + clock
+        if patience is not None:
+            status.WorkerStatus.patience = lambda self: patience  # type: ignore[method-assign]
         if steals:
             _write_down_steals(Path(steals))
         super().__init__(model, **options)

@@ -60,7 +60,7 @@ class Gate:
                 found.append(tuple(map(int, match.groups())))
         return [(pid, size) for pid, _, size in sorted(found)]
 
-    def wait_for_batch(self, number: int = 1, timeout: float = 15.0) -> list[tuple[int, int]]:
+    def wait_for_batch(self, number: int = 1, timeout: float = 60.0) -> list[tuple[int, int]]:
         """Wait until so many batches were begun; see `batches`."""
         return until(
             lambda: found if len(found := self.batches()) >= number else None,
@@ -68,7 +68,7 @@ class Gate:
             what=f"batch number {number} to begin",
         )
 
-    def wait_for_loading(self, timeout: float = 15.0) -> None:
+    def wait_for_loading(self, timeout: float = 60.0) -> None:
         """Wait until a worker is loading its engine."""
         until(
             lambda: any(sign.name.endswith(" loading") for sign in self._signs.iterdir()),

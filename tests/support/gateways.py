@@ -62,7 +62,7 @@ class GatewayProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(20)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -73,7 +73,7 @@ class GatewayProcess:
     def kill(self) -> None:
         """End it at once: it gets no chance to clean up."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def start_again(self) -> None:
         """Start it where it was; it listens when this returns."""

@@ -10,25 +10,27 @@ from unittest.mock import patch
 from lmpool.backends.engine import Outcome, Request
 from lmpool.backends.mock import MockEngine
 
-LONGEST = 50.0
+LONGEST = 150.0
 """Seconds after which a batch goes on, so that a test that failed can end."""
 
 
 class Hold:
-    """Batches that begin while the block runs are computed from `open` on, or from its end.
+    """Batches that begin while the block runs are computed from `open` on, or from its end: those
+    of one engine, if it is given.
 
     The engines of processes that a test starts are held by `tests.support.gate`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, only: MockEngine | None = None) -> None:
         self._opened = threading.Event()
         self.begun = threading.Event()
         """A batch is held."""
         compute = MockEngine.compute
 
         def held(engine: MockEngine, requests: Sequence[Request]) -> Iterable[Outcome]:
-            self.begun.set()
-            self._opened.wait(LONGEST)
+            if only is None or engine is only:
+                self.begun.set()
+                self._opened.wait(LONGEST)
             return compute(engine, requests)
 
         self._patch = patch.object(MockEngine, "compute", held)
@@ -44,3 +46,7 @@ class Hold:
     def open(self) -> None:
         """Let them all compute, at their own pace."""
         self._opened.set()
+
+    def close(self) -> None:
+        """Hold what begins from now on."""
+        self._opened.clear()

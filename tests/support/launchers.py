@@ -56,7 +56,7 @@ class LauncherProcess:
             alive = self.workers()
             return alive if len(alive) == count and not set(without) & set(alive) else None
 
-        workers = until(found, 30, what=f"{count} workers", every=0.05)
+        workers = until(found, 150.0, what=f"{count} workers", every=0.05)
         assert workers is not None
         return workers
 
@@ -64,7 +64,7 @@ class LauncherProcess:
         """Send it a signal."""
         self.process.send_signal(number)
 
-    def wait(self, timeout: float = 30.0) -> int:
+    def wait(self, timeout: float = 60.0) -> int:
         """Its exit status."""
         try:
             return self.process.wait(timeout)

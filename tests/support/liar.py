@@ -87,7 +87,7 @@ class Liar:
         self._listener.close()
         self.cut()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
 
     def _spawn(self, target: Callable[..., None], *arguments: object) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]

@@ -181,7 +181,7 @@ class Guarded(threading.Thread):
         except BaseException as error:
             self.failure = error
 
-    def end(self, timeout: float = 10.0) -> None:
+    def end(self, timeout: float = 60.0) -> None:
         """Wait for it."""
         self.join(timeout)
         assert not self.is_alive(), "the thread still runs"

@@ -76,7 +76,7 @@ def assert_at_rest(client: redis.Redis, pool: str) -> None:
             assert not keys, keys
 
 
-def until_at_rest(client: redis.Redis, pool: str, timeout: float = 10.0) -> None:
+def until_at_rest(client: redis.Redis, pool: str, timeout: float = 60.0) -> None:
     """Wait for what `assert_at_rest` asserts."""
 
     def at_rest() -> bool:
@@ -104,7 +104,7 @@ class Asking(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._found = self._lm.batch_next_token_logprobs_sync(self._prompts, timeout=50)
+            self._found = self._lm.batch_next_token_logprobs_sync(self._prompts, timeout=150)
         except BaseException as error:
             self._found = error
 

@@ -22,7 +22,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pids: Iterable[int], timeout: float = 20.0) -> None:
+def wait_until_gone(pids: Iterable[int], timeout: float = 60.0) -> None:
     """Return once none of them runs."""
     waited_for = set(pids)
     assert waited_for

@@ -70,7 +70,7 @@ class Proxy:
         self._listener.close()
         self.cut()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
 
     def _spawn(self, target: object, *arguments: object) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]

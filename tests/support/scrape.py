@@ -15,7 +15,7 @@ Sample = tuple[str, dict[str, str]]
 
 def get(port: int, path: str, method: str = "GET") -> tuple[int, bytes]:
     """Status and body of what a process on this machine answers."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request(method, path)
         response = connection.getresponse()
@@ -37,7 +37,7 @@ class Scrape:
     """What one look at ``/metrics`` brought."""
 
     def __init__(self, port: int) -> None:
-        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as response:
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
             self.text = response.read().decode()
         self.families = {each.name: each for each in text_string_to_metric_families(self.text)}
 

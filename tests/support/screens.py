@@ -55,9 +55,9 @@ class Terminal:
     def __exit__(self, *error: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         self._ended.set()
-        self._thread.join(10)
+        self._thread.join(60)
         os.close(self._mine)
 
     def resize(self, width: int, height: int) -> None:

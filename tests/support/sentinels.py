@@ -45,10 +45,10 @@ def sentinels(
                     others, found = state["num-other-sentinels"], state["num-slaves"]
                     return others == len(ports) - 1 and found == replicas
 
-                until(ready, 20, what="the sentinels to know each other and the replica", every=0.1)
+                until(ready, what="the sentinels to know each other and the replica", every=0.1)
         hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
         yield f"redis+sentinel://{hosts}/main/0"
     finally:
         for process in running:
             process.kill()
-            process.wait(10)
+            process.wait(60)

@@ -119,7 +119,7 @@ class RealServer:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, process_group=self.group
             )
-        until(self._answers, 30, what=f"{self.binary} to answer; its log is {self.log.read_text()}")
+        until(self._answers, what=f"{self.binary} to answer; its log is {self.log.read_text()}")
         return self
 
     @property
@@ -167,7 +167,7 @@ class RealServer:
         process.send_signal(how)
         try:
             process.send_signal(signal.SIGCONT)
-            process.wait(10)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(10)

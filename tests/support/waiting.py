@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def until(
-    condition: Callable[[], T], timeout: float = 10.0, *, what: str = "", every: float = 0.01
+    condition: Callable[[], T], timeout: float = 60.0, *, what: str = "", every: float = 0.01
 ) -> T:
     """What `condition` answers as soon as that is true; AssertionError after `timeout` seconds."""
     deadline = time.monotonic() + timeout

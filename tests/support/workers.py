@@ -112,7 +112,7 @@ class WorkerProcess:
         """What it has said so far."""
         return self.log_file.read_text("utf-8", "replace")
 
-    def wait_until_alive(self, timeout: float = 30.0) -> WorkerStatistics:
+    def wait_until_alive(self, timeout: float = 150.0) -> WorkerStatistics:
         """What the pool says of it, as soon as the pool knows it and it reads jobs."""
 
         def found() -> WorkerStatistics | None:
@@ -135,7 +135,7 @@ class WorkerProcess:
     def kill(self) -> None:
         """End it at once: it gets no chance to clean up."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def pause(self) -> None:
         """Freeze it."""
@@ -145,7 +145,7 @@ class WorkerProcess:
         """Let it go on."""
         self.process.send_signal(signal.SIGCONT)
 
-    def wait(self, timeout: float = 30.0) -> int:
+    def wait(self, timeout: float = 60.0) -> int:
         """Its exit status."""
         try:
             return self.process.wait(timeout)
@@ -160,7 +160,7 @@ class WorkerProcess:
         """Make sure that it is gone."""
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
         self.folder.cleanup()
 
 
@@ -239,7 +239,7 @@ def lmpool_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("lmpool-")}
 
 
-def leaked_threads(before: set[threading.Thread], timeout: float = 5.0) -> list[str]:
+def leaked_threads(before: set[threading.Thread], timeout: float = 60.0) -> list[str]:
     """The names of the product's threads that are still there after `timeout`, but not before."""
     deadline = time.monotonic() + timeout
     while (left := lmpool_threads() - before) and time.monotonic() < deadline:

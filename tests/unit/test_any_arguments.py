@@ -345,7 +345,7 @@ def ask(
         assert server.sent == before, "something was sent of what was refused"
     elif error is not None:
         settle(lm)
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 60.0
     if ends:
         lm.close()
 
@@ -356,7 +356,7 @@ def settle(lm: PooledLM) -> None:
     if session.closed:
         return
     until(lambda: not session.table.has_unsent() and not session.table.withdrawn)
-    lm._client.run(lambda servers: servers.anywhere.ping()).result(10)
+    lm._client.run(lambda servers: servers.anywhere.ping()).result(60)
 
 
 @settings(max_examples=200, suppress_health_check=list(HealthCheck))

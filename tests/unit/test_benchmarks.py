@@ -209,7 +209,6 @@ def test_a_benchmark_that_fails_leaves_the_others_running(
 
 
 @pytest.mark.bench
-@pytest.mark.timeout(150)
 @pytest.mark.usefixtures("server_binary")
 @pytest.mark.parametrize("name", sorted({*command_line.NAMES} - ELSEWHERE))
 def test_each_benchmark_runs_and_its_rows_are_right(name: str, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_only_the_thread_that_blocks_blocks() -> None:
         assert asyncio.run(Counter().add(later(1))) == 2
     finally:
         future.set_result(0)
-        thread.join(5)
+        thread.join(60)
 
 
 def test_a_blocking_call_within_another() -> None:

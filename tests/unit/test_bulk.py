@@ -61,7 +61,7 @@ class Scripted:
     def __exit__(self, *_: object) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._thread.join(10)
+        self._thread.join(60)
 
     def _accept(self) -> None:
         try:
@@ -291,7 +291,7 @@ def test_pieces_leave_together_and_in_their_order(ends: Ends) -> None:
     assert len(gathered) == len(whole)
     ends.read(len(whole))
     ends.connection.send_packed_command(gathered)
-    ends.thread.join(10)
+    ends.thread.join(60)
     assert bytes(ends.came) == whole
 
 
@@ -323,11 +323,11 @@ def test_tls_is_sent_piece_by_piece(tmp_path: Path) -> None:
     trusting = ssl.create_default_context(cafile=made["tls_ca_cert_file"])
     near: Any = ends.connection._sock
     ends.connection._sock = trusting.wrap_socket(near, server_hostname="localhost")
-    far.join(10)
+    far.join(60)
     ends._far = wrapped[0]
     ends.read(len(whole))
     ends.connection.send_packed_command(Gathered(ends.connection, PARTS))
-    ends.thread.join(10)
+    ends.thread.join(60)
     assert bytes(ends.came) == whole
     ends.close()
 
@@ -345,5 +345,5 @@ def test_who_takes_a_trickle_is_given_up(ends: Ends) -> None:
     with pytest.raises(redis.exceptions.TimeoutError):
         ends.connection.send_packed_command(Gathered(ends.connection, PARTS * 3))
     stop.set()
-    thread.join(10)
+    thread.join(60)
     assert ends.connection._sock is None

@@ -121,7 +121,7 @@ def test_many_who_bring_the_same_at_once_count_it_once(
 
     def bring_often() -> None:
         with redis.Redis.from_url(fake_url, protocol=2) as client:
-            at_once.wait(10)
+            at_once.wait(60)
             for _ in range(5):
                 bring(Servers(lambda: client), keys, now)  # type: ignore[arg-type,return-value]
 

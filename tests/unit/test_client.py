@@ -31,8 +31,6 @@ from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import InProcessWorker, in_process_worker
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def worker(any_server: str, pool_name: str) -> Iterator[InProcessWorker]:
@@ -96,12 +94,12 @@ def test_a_refused_withdrawal_is_not_tried_again_and_again(
             time.sleep(0.5)
             assert time.process_time() - before < 0.3
             admin.execute_command("ACL", "SETUSER", "user", "+@all")
-            assert lm.next_token_logprobs_sync([3], timeout=10).shape == (256,)
+            assert lm.next_token_logprobs_sync([3], timeout=60).shape == (256,)
 
 
 def _swallow(lm: lmpool.PooledLM, prompt: list[int]) -> None:
     with pytest.raises(LmpoolError):
-        lm.next_token_logprobs_sync(prompt, timeout=20)
+        lm.next_token_logprobs_sync(prompt, timeout=60)
 
 
 def test_an_answer_that_comes_as_the_time_is_over_is_not_called_late(
@@ -121,7 +119,7 @@ def test_an_answer_that_comes_as_the_time_is_over_is_not_called_late(
         monkeypatch.setattr(lm._client, "forget", forget_late)
         monkeypatch.setattr(PendingCall, "wait", lambda call, seconds: None)
         with pytest.raises(PromptFailed):
-            lm.batch_next_token_logprobs_sync([[7, 1], [7, 2]], timeout=20)
+            lm.batch_next_token_logprobs_sync([[7, 1], [7, 2]], timeout=60)
 
 
 def test_a_clock_that_is_wrong_by_hours_is_set_right(
@@ -129,7 +127,7 @@ def test_a_clock_that_is_wrong_by_hours_is_set_right(
 ) -> None:
     with connected(any_server, pool_name) as lm:
         lm._client._session.clock._offset -= 3600
-        assert lm.next_token_logprobs_sync([1, 2], timeout=10).shape == (256,)
+        assert lm.next_token_logprobs_sync([1, 2], timeout=60).shape == (256,)
         assert lm.statistics()["resubmitted"] < 10
 
 
@@ -192,7 +190,7 @@ def test_a_call_may_be_collected_in_a_thread_that_holds_the_lock(
         loop.close()
         with lm._client._session.lock:
             waiting.close()  # as the garbage collector does
-        assert lm.next_token_logprobs_sync([3], timeout=20).shape == (256,)
+        assert lm.next_token_logprobs_sync([3], timeout=60).shape == (256,)
         until(lambda: lm.statistics()["withdrawn"] == 1)
 
 
@@ -201,7 +199,7 @@ def test_a_client_may_be_collected_in_a_thread_that_holds_its_lock(
 ) -> None:
     monkeypatch.setattr(client_module, "LOCK_MOST", 0.05)
     lm = lmpool.connect(any_server, pool_name, framework="numpy")
-    lm.next_token_logprobs_sync([1], timeout=20)
+    lm.next_token_logprobs_sync([1], timeout=60)
     session = lm._client._session
     with session.lock:
         del lm

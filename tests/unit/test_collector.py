@@ -445,7 +445,7 @@ def test_it_reads_what_comes_once_the_pool_is_known_until_the_client_closes(
     answer(server, session, jobs)
     assert not call.wait(0.05)
     session.joined.set()
-    assert call.wait(10)
+    assert call.wait(60)
     assert are_rows(call)
     session.closing.set()
     thread.end()
@@ -472,14 +472,14 @@ def test_a_defect_of_ours_leaves_nobody_waiting_and_the_next_is_served(
     call = waiting(session, jobs)
     answer(server, session, jobs)
     run()
-    assert call.wait(10)
+    assert call.wait(60)
     assert type(call.error) is ServerError
     assert "RuntimeError: a defect" in str(call.error)
     assert "the client's collector failed" in caplog.text
     others = jobs_of(some_prompts(3, start=30))
     call = waiting(session, others)
     answer(server, session, others)
-    assert call.wait(10)
+    assert call.wait(60)
     assert are_rows(call)
 
 
@@ -511,7 +511,7 @@ def test_after_an_outage_it_reads_on(
     call = waiting(session, jobs)
     answer(server, session, jobs)
     run()
-    assert call.wait(10)
+    assert call.wait(60)
     assert are_rows(call)
     assert len(flag.waits) == 3
     assert flag.waits[0] < flag.waits[2] <= 1.0  # longer from time to time
@@ -530,7 +530,7 @@ def test_a_read_that_is_blocked_can_be_cut_off(
 
     monkeypatch.setattr(collector._servers.anywhere, "xread", read)
     thread = run()
-    assert reading.wait(10)
+    assert reading.wait(60)
     session.closing.set()
 
     def ended() -> bool:

@@ -121,7 +121,7 @@ class Late(FakeServer):
 
     def _reply(self, answer: Any) -> bytes:
         if answer == b"late":
-            assert self.go.wait(10)
+            assert self.go.wait(60)
         return super()._reply(answer)
 
 
@@ -205,7 +205,7 @@ def test_a_forked_child_has_a_connection_of_its_own(server_url: str) -> None:
     child.start()
     assert reading.poll(30)
     assert reading.recv() != mine
-    child.join(30)
+    child.join(60)
     assert id_of(server) == mine
     server.close()
     server.connection_pool.disconnect()

@@ -82,7 +82,7 @@ def test_what_is_answered_is_dropped(lm: PooledLM, server: redis.Redis, shard: S
     bury(server, shard, lm, 5, 6)
     bury(server, shard, lm, 8)
     first, second = dead_letters.read(lm)
-    row = dead_letters.retry(lm, first, timeout=20)
+    row = dead_letters.retry(lm, first, timeout=60)
     np.testing.assert_array_equal(row.logprobs(), mock_row([5, 6], 256))
     assert dead_letters.read(lm) == [second]
 
@@ -91,7 +91,7 @@ def test_what_fails_by_itself_is_kept(lm: PooledLM, server: redis.Redis, shard: 
     bury(server, shard, lm, 7)
     (letter,) = dead_letters.read(lm)
     with pytest.raises(PromptFailed, match="the token 7"):
-        dead_letters.retry(lm, letter, timeout=20)
+        dead_letters.retry(lm, letter, timeout=60)
     assert dead_letters.read(lm) == [letter]
 
 

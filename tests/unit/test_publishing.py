@@ -199,7 +199,7 @@ class Writer:
 
     def finish(self) -> None:
         self.publisher.finish()
-        self.thread.join(20)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         self.servers.close()
 
@@ -374,7 +374,7 @@ def test_batches_are_written_in_their_order_and_only_two_may_wait(
     until(lambda: len(put) == publishing.QUEUE_MOST)
     assert not until_or_not(lambda: len(put) > publishing.QUEUE_MOST)
     publisher.run()
-    thread.join(10)
+    thread.join(60)
     assert [n.digest for n in caller.notices()] == [
         item[0].job.digest  # type: ignore[index]
         for item in finished

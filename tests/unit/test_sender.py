@@ -761,7 +761,7 @@ def test_a_defect_of_ours_leaves_nobody_waiting_and_the_next_is_served(
     monkeypatch.setattr(sender, "_claim_in", None)
     call = ask(session, jobs_of(some_prompts(2)))
     thread = run(sender)
-    assert call.wait(10)
+    assert call.wait(60)
     assert type(call.error) is ServerError
     assert "TypeError" in str(call.error)
     assert "the client's sender failed" in caplog.text

@@ -61,7 +61,7 @@ class Stub:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def a_server_that_says(info: str) -> Callable[[list[bytes]], bytes]:
     return answer
 
 
-def refusal(url: str, kind: type[Exception], within: float = 5.0) -> str:
+def refusal(url: str, kind: type[Exception], within: float = 30.0) -> str:
     """What `lmpool.connect` says of the server at `url`, which must come quickly."""
     began = time.monotonic()
     lm = lmpool.connect(url, "p")

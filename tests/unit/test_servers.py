@@ -134,7 +134,7 @@ def test_a_read_that_is_blocked_ends_when_it_is_cut(fake_url: str) -> None:
             servers.anywhere.xread({"nothing-here": "0-0"}, block=60_000)
 
     thread = Guarded(read)
-    assert reading.wait(10)
+    assert reading.wait(60)
 
     def ended() -> bool:
         servers.cut()  # again where it was only about to read
@@ -162,16 +162,16 @@ def test_a_pool_whose_shards_lie_on_several_servers_serves(
         ) as worker,
         connected(two[0].url, pool_name) as lm,
     ):
-        rows = lm.batch_next_token_logprobs_sync(prompts, timeout=20)
+        rows = lm.batch_next_token_logprobs_sync(prompts, timeout=60)
         assert np.array_equal(rows, rows_of(prompts))
-        assert lm.sync.sample([1, 2], 5, [], seed=3, timeout=20) == lm.sync.sample(
+        assert lm.sync.sample([1, 2], 5, [], seed=3, timeout=60) == lm.sync.sample(
             [1, 2], 5, [], seed=3, timeout=20
         )
         loop, adapters = worker.service.loop, worker.service.adapters
         assert loop is not None
         assert adapters is not None
-        fingerprint = loop.call(lambda: adapters.add("x", str(folder))).result(10)
-        rows = lm.batch_next_token_logprobs_sync(prompts, "x", timeout=20)
+        fingerprint = loop.call(lambda: adapters.add("x", str(folder))).result(60)
+        rows = lm.batch_next_token_logprobs_sync(prompts, "x", timeout=60)
         expected = [mock_row(prompt, VOCAB, f"x@{fingerprint}") for prompt in prompts]
         assert np.array_equal(rows, np.stack(expected))
         statistics = lm.pool_statistics_sync()

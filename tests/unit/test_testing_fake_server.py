@@ -68,5 +68,5 @@ def test_lmpools_has_info_and_its_reads_wait() -> None:
         )
         read.start()
         client.xadd("jobs", {"a": "b"})
-        read.join(20)
+        read.join(60)
         assert len(found) == 1

@@ -318,7 +318,7 @@ def test_a_delay_outlasts_a_timeout_and_ends_when_the_test_says_so(pool: MockPoo
     asking.start()
     assert not found
     pool.delay(0)
-    asking.join(20)
+    asking.join(60)
     assert len(found) == 1
 
 
