@@ -14,6 +14,7 @@ import redis
 import lmpool
 from lmpool.keys import PoolKeys, ShardKeys
 from tests.support.clients import connected
+from tests.support.cluster import Cluster
 from tests.support.embedded import assert_nothing_left
 from tests.support.hold import Hold
 from tests.support.pools import until_at_rest
@@ -82,6 +83,20 @@ def hold(start_pool: Callable[..., str]) -> Iterator[Hold]:
     """Nothing is computed until the test opens it. Workers of `start_pool` outlive it."""
     with Hold() as hold:
         yield hold
+
+
+@pytest.fixture(scope="module")
+def _cluster(server_binary: str) -> Iterator[Cluster]:
+    with Cluster(3, 0, node_timeout=1.0, cluster_require_full_coverage="no") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(_cluster: Cluster) -> Cluster:
+    """Three primaries without replicas, whose slots stay away with them. None may be paused at the
+    end of a test; one that was ended has forgotten everything."""
+    _cluster.mend()
+    return _cluster
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import redis
 
 from lmpool import inspection
 from tests.support.certificates import certificates
+from tests.support.cluster import node_port
 from tests.support.processes import short_folder
 from tests.support.waiting import until
 
@@ -68,15 +69,6 @@ def redis_cli(*words: str) -> str:
     return done.stdout
 
 
-def _port() -> int:
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        if 10_000 < port < 55_000:
-            return port
-
-
 @contextmanager
 def nodes(binary: str, count: int, **tls: str) -> Iterator[list[int]]:
     """So many nodes with the configuration and the users of `deploy/redis`; their ports. With
@@ -89,7 +81,7 @@ def nodes(binary: str, count: int, **tls: str) -> Iterator[list[int]]:
         (folder / "users.acl").write_text("".join(users))
         ports = []
         for _ in range(count):
-            port = _port()
+            port = node_port()
             own = folder / str(port)
             own.mkdir()
             way = ["--port", str(port)]

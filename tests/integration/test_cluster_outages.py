@@ -34,20 +34,6 @@ from tests.support.workers import in_process_worker, worker_process
 VOCAB = 1000
 
 
-@pytest.fixture(scope="module")
-def _cluster(server_binary: str) -> Iterator[Cluster]:
-    with Cluster(3, 0, node_timeout=1.0, cluster_require_full_coverage="no") as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def cluster(_cluster: Cluster) -> Cluster:
-    """Three primaries without replicas, whose slots stay away with them. None may be paused at the
-    end of a test; one that was ended has forgotten everything."""
-    _cluster.mend()
-    return _cluster
-
-
 @pytest.fixture
 def lm(cluster: Cluster, pool_name: str) -> Iterator[lmpool.PooledLM]:
     with (

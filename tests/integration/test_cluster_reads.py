@@ -30,19 +30,6 @@ ROOM = 32
 WORKERS = ["a", "b"]
 
 
-@pytest.fixture(scope="module")
-def _cluster(server_binary: str) -> Iterator[Cluster]:
-    with Cluster(3, 0, node_timeout=1.0, cluster_require_full_coverage="no") as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def cluster(_cluster: Cluster) -> Cluster:
-    """Three primaries without replicas; one that was ended has forgotten everything."""
-    _cluster.mend()
-    return _cluster
-
-
 @pytest.fixture
 def servers(cluster: Cluster) -> Iterator[Servers]:
     servers = Servers.of_url(cluster.url, blocks_for=1.0, bounded=True)

@@ -22,14 +22,12 @@ from typing import Any, Final, Self
 
 import redis
 
-from tests.support.server import RealServer
+from tests.support.server import HIGHEST, LOWEST, RealServer
 from tests.support.waiting import until
 
 SLOTS: Final = 16_384
 BUS: Final = 10_000
 """What a node adds to its port for the port of the bus, unless it is told another."""
-LOWEST, HIGHEST = 10_000, 22_000
-"""Nodes come back at their ports: these, and those of the bus, are no connection's meanwhile."""
 TOGETHER: Final = 128
 """Slots whose few commands travel together."""
 
@@ -88,7 +86,7 @@ class ClusterNode(RealServer):
         announce: Callable[[int], dict[str, str]],
         **options: str,
     ) -> None:
-        self.cluster_port = _port(host)
+        self.cluster_port = node_port(host)
         """Where clients of the cluster and other nodes find it."""
         folder /= str(self.cluster_port)
         folder.mkdir()
@@ -98,7 +96,7 @@ class ClusterNode(RealServer):
         self.port = self.cluster_port
         self.options.update(announce(self.cluster_port))
         if tls:  # the test itself speaks none
-            self.port = _port(host)
+            self.port = node_port(host)
             self.options.update(tls_port=str(self.cluster_port), tls_cluster="yes")
             self.options["tls_replication"] = "yes"
         if users:
@@ -693,7 +691,7 @@ def _ranges(slots: Iterable[int]) -> Iterator[tuple[int, int]]:
         yield first, last
 
 
-def _port(host: str) -> int:
+def node_port(host: str = "127.0.0.1") -> int:
     """A port that nothing listens on, nor on that of the bus."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:

