@@ -114,7 +114,7 @@ gpu-wheels: $(READY) ## What bench ARGS=gpu needs on a machine that reaches noth
 	$(PYTHON) -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
 	    >"$$(.venv-gpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
 	PYTHONWARNINGS=ignore $(PYTHON) -m pip --python .venv-gpu/bin/python install --quiet \
-	    --disable-pip-version-check --no-index --find-links $(GPU_WHEELS) --editable '.[embedded,hf]' psutil
+	    --disable-pip-version-check --no-index --find-links $(GPU_WHEELS) --editable '.[embedded]' psutil
 	@touch $@
 
 # An environment's stamp is newer than what asks for its packages once they are all installed. torch

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from lmpool.backends.device import Copied, HostCopies
-from tests.benchmarks.measure import NotHere
+from tests.benchmarks.measure import NotHere, progress
 
 Span = tuple[float, float]
 """When something began and ended, in seconds."""
@@ -167,7 +167,7 @@ def idle_share_of_others(
     device: torch.device, work: Callable[[], object]
 ) -> tuple[float, int] | None:
     """The same of whoever computes, as NVML has it: the part of its periods without a kernel, and
-    how many times it was read. None where NVML cannot be asked."""
+    how many times it was read. None where NVML cannot be asked or does not answer."""
     if device.type != "cuda" or importlib.util.find_spec("pynvml") is None:
         work()
         return None
@@ -177,7 +177,12 @@ def idle_share_of_others(
     def look() -> None:
         over.wait(1.0)  # its first period lies before the work
         while not over.wait(NVML_PERIOD):
-            found.append(torch.cuda.utilization(device))
+            try:
+                found.append(torch.cuda.utilization(device))
+            except Exception as error:  # no driver's library, no right to ask, none of this device
+                progress(f"  NVML does not tell: {type(error).__name__}: {error}")
+                found.clear()
+                return
 
     thread = threading.Thread(target=look, name="utilization")
     thread.start()

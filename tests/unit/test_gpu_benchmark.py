@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import threading
 import tomllib
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import pytest
 import torch
 
 from tests.benchmarks import __main__ as command_line
-from tests.benchmarks import gpu_wheels
+from tests.benchmarks import gpu_device, gpu_wheels
 from tests.benchmarks.gpu_device import (
     TimedCopies,
     Timeline,
     find_device,
+    idle_share_of_others,
     length,
     timed_forwards,
     together,
@@ -59,6 +61,25 @@ def test_copies_and_forward_passes_are_on_one_clock() -> None:
     assert copies.pinned == [False, False]
     (first, second), ((begin, end),) = timeline.spans(marks), timeline.spans(copies.marks)
     assert 0 <= first[0] <= first[1] <= begin <= end <= second[0] <= second[1]
+
+
+def test_a_driver_that_stops_telling_leaves_its_figure_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looked = threading.Event()
+    told = iter([50])
+
+    def utilization(_: torch.device) -> int:
+        try:
+            return next(told)
+        except StopIteration:
+            looked.set()
+            raise PermissionError("Insufficient Permissions") from None
+
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    monkeypatch.setattr(gpu_device.importlib.util, "find_spec", lambda _: object())
+    assert idle_share_of_others(torch.device("cuda"), looked.wait) is None
+    assert "NVML does not tell: PermissionError: Insufficient" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -129,6 +150,9 @@ def test_with_those_wheels_the_gpu_is_measured_beside_the_torch_that_is_there(
     )
     assert done.stdout.splitlines()[-1] == f"{environment}/bin/python -m tests.benchmarks {names}"
     assert ("--no-index" in done.stdout) is (environment == ".venv-gpu")
+    if environment == ".venv-gpu":
+        (extras,) = re.findall(r"--editable '\.\[(.*)\]'", done.stdout)
+        assert set(extras.split(",")) <= set(gpu_wheels.EXTRAS)
 
 
 @pytest.mark.parametrize(("bytes_each", "status"), [(30_000_000, 0), (30_000_001, 1)])
