@@ -139,7 +139,7 @@ class ChaosPool:
             else:
                 worker.terminate()
             until(lambda: self.workers[place] is not worker, 60, what="a worker to be replaced")  # noqa: B023
-            self.workers[place].wait_until_alive(60)
+            self.workers[place].wait_until_alive()
 
     def change_shards(self) -> None:
         """``lmpool shards`` while the pool is served: first their number, then that of lanes. A

@@ -41,7 +41,7 @@ class Pool:
         self._stack.callback(worker.close)
         worker.url = self.server.url  # where the test looks
         self.workers.append(worker)
-        worker.wait_until_alive(120)  # of many processes this is one
+        worker.wait_until_alive()  # of many processes this is one
         return worker
 
     def kill(self) -> None:

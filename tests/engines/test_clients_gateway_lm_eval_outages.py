@@ -78,7 +78,7 @@ class Pool:
             for _ in range(2)
         ]
         for worker in self.workers:
-            worker.wait_until_alive(120)
+            worker.wait_until_alive()
 
     @contextmanager
     def held_up(self, run: Future[Any]) -> Iterator[None]:

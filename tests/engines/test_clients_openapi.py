@@ -33,7 +33,7 @@ def test_no_request_gets_an_answer_that_is_not_described(
     keys.write_text(line("fuzz", key) + "\n")
     options = ("--api-keys", str(keys), "--max-response", "50000000", "--queue-timeout", "60")
     with worker_process(server_url, pool_name, alive=False, max_prompt_tokens=64) as worker:
-        worker.wait_until_alive(120)
+        worker.wait_until_alive()
         with GatewayProcess(server_url, pool_name, options=options) as gateway:
             assert SCHEMATHESIS is not None
             found = subprocess.run(

@@ -65,7 +65,7 @@ def _doors(server_binary: str) -> Iterator[Doors]:
         pools = ("tiny", "odd", "slow")
         options = ("--max-prompts", "512")
         for worker in workers:
-            worker.wait_until_alive(120)
+            worker.wait_until_alive()
         gateway = stack.enter_context(GatewayProcess(url, *pools, options=options))
         clients = [stack.enter_context(connected(url, pool)) for pool in pools]
         yield Doors(gateway, *clients)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from importlib import resources
 from typing import Any
 
@@ -25,6 +23,7 @@ from lmpool.rows import pack_logprobs
 from lmpool.scripts import SHARED, script
 from lmpool.servers import Servers
 from lmpool.wire import pack_job
+from lmpool.worker import engine_thread, heartbeat
 from tests.support.clients import connected
 from tests.support.pools import Asking, pool_shards, some_prompts
 from tests.support.protocol import (
@@ -87,18 +86,23 @@ def ask(lm: lmpool.PooledLM, prompts: list[list[int]], timeout: float = 60.0) ->
 
 
 def test_flights_of_the_wrong_type_with_their_jobs(
-    lm: lmpool.PooledLM, redis_client: redis.Redis, served: ShardKeys, fingerprint: str
+    lm: lmpool.PooledLM,
+    redis_client: redis.Redis,
+    served: ShardKeys,
+    fingerprint: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(engine_thread, "LONG_WAIT", 600.0)  # nobody asks first who waits
+    monkeypatch.setattr(engine_thread, "LONG_BACKLOG_MS", 1e15)
     kinds = list(WRONG_TYPES)
     jobs = [new_job(1, number, fingerprint=fingerprint) for number in range(len(kinds))]
     for kind, job in zip(kinds, jobs, strict=True):
         put(redis_client, served.flight(job.digest), kind)
-        sent = replace(job, sent=int(time.time() * 1000))  # so that nobody asks first who waits
-        redis_client.xadd(served.stream().key, {"job": pack_job(sent)})
+        redis_client.xadd(served.stream().key, {"job": pack_job(job)})
     ask(lm, [[3, number] for number in range(5)])
     for job in jobs:
         until(lambda job=job: redis_client.get(served.result(job.digest)), what="it to be run")
-        assert not redis_client.exists(served.flight(job.digest))
+        until(lambda job=job: not redis_client.exists(served.flight(job.digest)))
     until(lambda: not redis_client.xlen(served.stream().key))
     for kind, job in zip(kinds, jobs, strict=True):
         redis_client.delete(served.result(job.digest))
@@ -398,8 +402,14 @@ def test_a_name_in_the_registry_that_is_no_text_costs_that_name_alone(
 
 
 def test_escapes_of_others_do_not_reach_the_terminal(
-    any_server: str, pool: str, lm: lmpool.PooledLM, redis_client: redis.Redis, served: ShardKeys
+    any_server: str,
+    pool: str,
+    lm: lmpool.PooledLM,
+    redis_client: redis.Redis,
+    served: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(heartbeat, "mend", lambda *_: [])  # no beat takes the last id of all away
     evil = "\x1b]0;owned\x07[bold]x\x9b31m\u202e"
     redis_client.xadd(served.dead, {"job": "x", "reason": evil, "worker": evil, b"\xff": "x"})
     redis_client.xadd(served.dead, {"job": "x", "reason": "late"}, id="18446744073709551615-1")

@@ -51,7 +51,7 @@ def pools(server: RealServer) -> Iterator[tuple[str, str]]:
     workers = [WorkerProcess(server.url, pool, dtype=dtype, **common) for pool, dtype in started]
     try:
         for worker in workers:
-            worker.wait_until_alive(90)
+            worker.wait_until_alive()
         yield "rows-float32", "rows-bf16"
         for worker in workers:
             worker.terminate()

@@ -17,6 +17,7 @@ import lmpool
 from lmpool.errors import PoolTimeout, PromptError, UnknownAdapter
 from lmpool.wants import Generate
 from tests.support.clients import connected
+from tests.support.hold import Hold
 from tests.support.pools import pool_shards, until_at_rest
 from tests.support.proxy import Proxy
 from tests.support.redis_client import open_redis
@@ -48,7 +49,7 @@ def test_the_pieces_are_the_continuation(any_server: str, pool_name: str) -> Non
     ):
         pieces = list(lm.sync.stream(PROMPT, 30, seed=7, eos_token_ids=[]))
         assert tokens_of(pieces) == expected
-        assert len(pieces) > 20
+        assert len(pieces) > 5
         assert pieces[-1].finish_reason == "length"
 
         async def read() -> list[lmpool.Piece]:
@@ -56,7 +57,7 @@ def test_the_pieces_are_the_continuation(any_server: str, pool_name: str) -> Non
 
         pieces = asyncio.run(read())
         assert tokens_of(pieces) == continuation(PROMPT, 30, 8)
-        assert len(pieces) > 20
+        assert len(pieces) > 5
         # Who asks later has all of it at once.
         (piece,) = lm.sync.stream(PROMPT, 30, seed=7, eos_token_ids=[])
         assert piece.token_ids.tolist() == expected
@@ -346,10 +347,13 @@ def test_damaged_pieces_cost_no_token(server_url: str, pool_name: str, kind: str
         in_process_worker(server_url, pool_name, engine_opts=SLOWLY),
         connected(server_url, pool_name) as lm,
         open_redis(server_url) as client,
+        Hold(after=30) as hold,
     ):
         reader = Reader(lm, PROMPT, max_tokens=80, seed=1, eos_token_ids=[])
         until(lambda: len(reader.pieces) > 10)
+        assert hold.begun.wait(60)
         (shard,) = pool_shards(client, pool_name)
         (key,) = client.scan_iter(f"{shard.prefix}:result:*:pieces")
         damage[kind](client, key.decode())
+        hold.open()
         assert reader.tokens() == continuation(PROMPT, 80, 1)

@@ -50,7 +50,11 @@ class GatewayProcess:
             )
 
     def __enter__(self) -> Self:
-        until(self._says_where, 60, what="the gateway to listen")
+        try:
+            until(self._says_where, 150, what="the gateway to listen")
+        except BaseException:
+            self.__exit__(*sys.exc_info())  # nobody else ends it, and the next test would complain
+            raise
         return self
 
     def __exit__(
@@ -79,7 +83,7 @@ class GatewayProcess:
         """Start it where it was; it listens when this returns."""
         assert self.process.poll() is not None, "it runs already"
         self.process = self._started(self.port)
-        until(self._listens, 60, what="the gateway to listen again")
+        until(self._listens, 150, what="the gateway to listen again")
 
     def log(self) -> str:
         """What it said so far."""

@@ -16,19 +16,21 @@ LONGEST = 150.0
 
 class Hold:
     """Batches that begin while the block runs are computed from `open` on, or from its end: those
-    of one engine, if it is given.
+    of one engine, if it is given, and not the first `after`.
 
     The engines of processes that a test starts are held by `tests.support.gate`.
     """
 
-    def __init__(self, only: MockEngine | None = None) -> None:
+    def __init__(self, only: MockEngine | None = None, *, after: int = 0) -> None:
         self._opened = threading.Event()
         self.begun = threading.Event()
         """A batch is held."""
         compute = MockEngine.compute
 
         def held(engine: MockEngine, requests: Sequence[Request]) -> Iterable[Outcome]:
-            if only is None or engine is only:
+            nonlocal after
+            after -= 1
+            if after < 0 and (only is None or engine is only):
                 self.begun.set()
                 self._opened.wait(LONGEST)
             return compute(engine, requests)

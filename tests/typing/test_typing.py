@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -33,7 +34,11 @@ def mypy(file: Path) -> dict[int, str]:
         sys.executable, "-m", "mypy", "--strict", "--config-file", os.devnull,
         "--follow-imports", "silent", "--cache-dir", ".mypy_cache/usage", str(file),
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    cache = ROOT / ".mypy_cache"
+    cache.mkdir(exist_ok=True)
+    with (cache / "usage.lock").open("w") as lock:  # two at once would spoil it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     found = re.findall(r"^(\S+?):(\d+): error: (.*)$", done.stdout, re.MULTILINE)
     assert done.returncode == bool(found), done.stdout

@@ -27,6 +27,7 @@ from lmpool.settings import ClientOptions
 from lmpool.wants import Digest, Row
 from lmpool.wire import Job
 from tests.support.clients import connected
+from tests.support.hold import Hold
 from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import InProcessWorker, in_process_worker
@@ -176,8 +177,9 @@ def test_a_call_may_be_collected_in_a_thread_that_holds_the_lock(
     any_server: str, pool_name: str
 ) -> None:
     with (
-        in_process_worker(any_server, pool_name, engine_opts={"delay": 0.5}),
+        in_process_worker(any_server, pool_name),
         connected(any_server, pool_name) as lm,
+        Hold() as hold,
     ):
         loop = asyncio.new_event_loop()
         waiting = lm.next_token_logprobs([1, 2])
@@ -190,8 +192,9 @@ def test_a_call_may_be_collected_in_a_thread_that_holds_the_lock(
         loop.close()
         with lm._client._session.lock:
             waiting.close()  # as the garbage collector does
-        assert lm.next_token_logprobs_sync([3], timeout=60).shape == (256,)
         until(lambda: lm.statistics()["withdrawn"] == 1)
+        hold.open()
+        assert lm.next_token_logprobs_sync([3], timeout=60).shape == (256,)
 
 
 def test_a_client_may_be_collected_in_a_thread_that_holds_its_lock(
