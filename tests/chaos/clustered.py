@@ -40,7 +40,13 @@ class ClusterPool(ChaosPool):
     """As `ChaosPool`, on three primaries and three replicas."""
 
     def __init__(
-        self, folder: Path, *, seed: int, cluster: dict[str, Any] | None = None, **settings: Any
+        self,
+        folder: Path,
+        *,
+        seed: int,
+        cluster: dict[str, Any] | None = None,
+        patience: float = 0.0,
+        **settings: Any,
     ) -> None:
         slow = Faults(folder / "slow").settings(delay=DELAY)
         # A prompt may well be in the hands of several workers that are killed. What one of those
@@ -49,6 +55,8 @@ class ClusterPool(ChaosPool):
         load = {"callers": 8, "size": 8, "longest_stream": 4, "timeout": 120.0}
         super().__init__(folder, seed=seed, load=load, **{**held, **settings})
         self._options = cluster or {}
+        self._patience = patience
+        """Seconds that all may take longer than is promised: other tests run beside this one."""
         self.away = 0.0
         """Seconds for which the fault of the moment kept every node away."""
         self.at_rest_in = 40.0
@@ -119,7 +127,7 @@ class ClusterPool(ChaosPool):
         try:
             fault.act(self)
             over = time.monotonic()
-            timeout = self.cluster.node_timeout
+            timeout = self.cluster.node_timeout + self._patience
 
             def is_served() -> bool:
                 return sum(begin > over and rows > 0 for begin, _, rows in load.outcomes.calls) > 3
@@ -134,7 +142,7 @@ class ClusterPool(ChaosPool):
         wait = load.outcomes.longest_wait(began)
         self.done.append(f"{fault.name}: {gap:.1f} s without an answer, longest wait {wait:.1f} s")
         print(time.strftime("%X"), self.done[-1], flush=True)
-        within = SERVED_WITHIN + self.cluster.node_timeout + self.away
+        within = SERVED_WITHIN + self.cluster.node_timeout + self.away + self._patience
         assert gap < within, f"{self.done}\n{self.diagnosis()}"
         return gap, wait
 
@@ -150,7 +158,7 @@ class ClusterPool(ChaosPool):
         assert found.failed == [], (sorted(set(found.failed)), self.done)
         assert found.right == found.asked
         assert found.streams > 0
-        assert longest < LONGEST_CALL + self.cluster.node_timeout, self.done
+        assert longest < LONGEST_CALL + self.cluster.node_timeout + self._patience, self.done
         assert found.resubmitted + self.taken_over() > 0, f"nothing was in flight: {self.done}"
 
     def diagnosis(self) -> str:

@@ -24,7 +24,7 @@ SHORT = [fault for fault in CLUSTER_FAULTS if fault.act in (lose_writes, move_sl
 
 
 def test_a_cluster_loses_nothing(server_binary: str, tmp_path: Path) -> None:
-    with ClusterPool(tmp_path, seed=1) as pool:
+    with ClusterPool(tmp_path, seed=1, patience=60.0) as pool:
         with pool.load() as load:
             until(lambda: load.answered() > 100, what="the load to begin")
             for fault in SHORT:

@@ -136,7 +136,7 @@ def test_readers_of_one_seed_share_one_job(any_server: str, pool_name: str, tmp_
         expected = continuation(PROMPT, 60, 3)
         assert [reader.tokens() for reader in readers] == [expected] * 3
         # Those who came later have what came before, and go on piece by piece.
-        assert all(len(reader.pieces) > 20 for reader in readers)
+        assert all(len(reader.pieces) > 5 for reader in readers)
         assert len(steps(log)) == 60
         assert lm.statistics()["joined"] == other.statistics()["joined"] == 1
 
@@ -237,7 +237,7 @@ def test_who_takes_over_goes_on_where_the_last_one_ended(
         reader = Reader(lm, PROMPT, **asked)
         ran: list[int] = []
         for number in range(3):
-            until(lambda n=number: len(reader.pieces) > 30 * (n + 1))
+            until(lambda n=number: reader.drawn > 30 * (n + 1))
             (running,) = (n for n, log in enumerate(logs) if steps(log) and n not in ran)
             ran.append(running)
             if number < 2:
@@ -268,11 +268,11 @@ def test_a_frozen_worker_that_wakes_tells_nothing_twice(server_url: str, pool_na
         connected(server_url, pool_name, workers_timeout=60) as lm,
     ):
         reader = Reader(lm, PROMPT, max_tokens=150, seed=6, eos_token_ids=[])
-        until(lambda: len(reader.pieces) > 10)
+        until(lambda: reader.drawn > 10)
+        frozen.pause()
+        before = reader.drawn
         with worker_process(server_url, pool_name, **slow) as other:
-            frozen.pause()
-            before = len(reader.pieces)
-            until(lambda: len(reader.pieces) > before + 10, what="the other to go on")
+            until(lambda: reader.drawn > before + 10, what="the other to go on")
             frozen.resume()
             assert reader.tokens() == continuation(PROMPT, 150, 6)
             assert "Traceback" not in frozen.log + other.log
@@ -287,7 +287,7 @@ def test_a_connection_that_is_cut_costs_no_piece(server_binary: str, pool_name: 
     ):
         reader = Reader(lm, PROMPT, max_tokens=150, seed=9, eos_token_ids=[])
         for number in range(1, 5):
-            until(lambda n=number: len(reader.pieces) > 25 * n)
+            until(lambda n=number: reader.drawn > 25 * n)
             if number % 2:
                 proxy.cut()
             else:
@@ -305,12 +305,12 @@ def test_a_server_that_loses_everything_costs_no_piece(server_binary: str, pool_
     ):
         asked: dict[str, Any] = {"max_tokens": 200, "seed": 2, "eos_token_ids": []}
         reader = Reader(lm, PROMPT, **asked)
-        until(lambda: len(reader.pieces) > 20)
+        until(lambda: reader.drawn > 20)
         server.kill()
         server.start()
-        until(lambda: len(reader.pieces) > 40, what="the stream to go on")
+        until(lambda: reader.drawn > 40, what="the stream to go on")
         with connected(server.url, pool_name) as late:
-            assert tokens_of(late.sync.stream(PROMPT, timeout=50, **asked)) == reader.tokens()
+            assert tokens_of(late.sync.stream(PROMPT, timeout=150, **asked)) == reader.tokens()
         assert reader.tokens() == continuation(PROMPT, 200, 2)
 
 
@@ -324,10 +324,10 @@ def test_a_failover_costs_no_piece(server_binary: str, pool_name: str) -> None:
         stack.enter_context(in_process_worker(url, pool_name, engine_opts={"delay": 0.03}))
         lm = stack.enter_context(connected(url, pool_name, workers_timeout=60))
         reader = Reader(lm, PROMPT, max_tokens=400, seed=3, eos_token_ids=[])
-        until(lambda: len(reader.pieces) > 20)
+        until(lambda: reader.drawn > 20)
         primary.kill()
-        before = len(reader.pieces)
-        until(lambda: len(reader.pieces) > before + 20, what="the stream to go on")
+        before = reader.drawn
+        until(lambda: reader.drawn > before + 20, what="the stream to go on")
         assert reader.tokens() == continuation(PROMPT, 400, 3)
 
 
@@ -350,7 +350,7 @@ def test_damaged_pieces_cost_no_token(server_url: str, pool_name: str, kind: str
         Hold(after=30) as hold,
     ):
         reader = Reader(lm, PROMPT, max_tokens=80, seed=1, eos_token_ids=[])
-        until(lambda: len(reader.pieces) > 10)
+        until(lambda: reader.drawn > 10)
         assert hold.begun.wait(60)
         (shard,) = pool_shards(client, pool_name)
         (key,) = client.scan_iter(f"{shard.prefix}:result:*:pieces")

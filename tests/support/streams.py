@@ -43,7 +43,7 @@ class Reader(threading.Thread):
     ) -> None:  # fmt: skip
         super().__init__(daemon=True)
         self.pieces: list[Piece] = []
-        self._read: Iterator[Piece] = lm.sync.stream(prompt, **{"timeout": 50, **options})
+        self._read: Iterator[Piece] = lm.sync.stream(prompt, **{"timeout": 150, **options})
         self._may_read = may_read
         self._error: BaseException | None = None
         self.start()
@@ -55,6 +55,11 @@ class Reader(threading.Thread):
                 self._may_read()
         except BaseException as error:
             self._error = error
+
+    @property
+    def drawn(self) -> int:
+        """How many tokens it has read; several may come as one piece."""
+        return sum(piece.token_ids.size for piece in self.pieces)
 
     def tokens(self) -> list[int]:
         """All of them; what was raised in their place is raised."""
