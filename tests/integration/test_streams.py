@@ -129,10 +129,13 @@ def test_readers_of_one_seed_share_one_job(any_server: str, pool_name: str, tmp_
         in_process_worker(any_server, pool_name, engine_opts=opts),
         connected(any_server, pool_name) as lm,
         connected(any_server, pool_name) as other,
+        Hold(after=30) as hold,
     ):
         readers = [Reader(lm, PROMPT, **asked)]
-        until(lambda: len(readers[0].pieces) > 10)
+        until(lambda: readers[0].drawn > 10)
         readers += [Reader(lm, PROMPT, **asked), Reader(other, PROMPT, **asked)]
+        until(lambda: all(reader.drawn > 10 for reader in readers))
+        hold.open()
         expected = continuation(PROMPT, 60, 3)
         assert [reader.tokens() for reader in readers] == [expected] * 3
         # Those who came later have what came before, and go on piece by piece.
