@@ -6,9 +6,11 @@ each command in a retry, also where there is none: half of what a small command 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import hiredis
 import redis
 import redis.client
 import redis.exceptions
@@ -29,15 +31,17 @@ class OneConnectionPool(redis.ConnectionPool):
 
         Raises redis-py's exceptions.
         """
-        self._checkpid()
+        if self.pid != os.getpid():
+            self._checkpid()
         connection = self._one
         if connection is None:
             with self._lock:
                 connection = self._one = self.make_connection()
                 self._in_use_connections.add(connection)
-        connection.connect()
+        if connection._sock is None:
+            connection.connect()
         try:
-            if not connection.can_read():
+            if not connection._parser.can_read(0):
                 return connection
         except (redis.exceptions.ConnectionError, OSError):
             pass  # the server ended it
@@ -56,11 +60,16 @@ class OneConnectionClient(redis.Redis):
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         """Send a command, read its reply. Raises redis-py's exceptions."""
+        options.pop("keys", None)  # for redis-py's own cache
+        if options:
 
-        def read(connection: Any) -> Any:
-            return self.parse_response(connection, args[0], **options)  # type: ignore[no-untyped-call]
+            def read_as_said(connection: Any) -> Any:
+                return self.parse_response(connection, args[0], **options)  # type: ignore[no-untyped-call]
 
-        return self._ask(args, read)
+            return self._ask(args, read_as_said)
+        reply = self._ask(args, _read)
+        read = self.response_callbacks.get(args[0])
+        return reply if read is None else read(reply)
 
     def values(self, keys: Sequence[str], sizes: Sequence[int]) -> Values:
         """MGET of large values whose sizes are known, received into memory of their own.
@@ -80,7 +89,7 @@ class OneConnectionClient(redis.Redis):
         pool: Any = self.connection_pool
         connection = pool.get_connection()
         try:
-            connection.send_command(*command)
+            connection.send_packed_command(_packed(connection, command))
             return read(connection)
         except redis.exceptions.ResponseError:
             raise  # which was the reply
@@ -97,6 +106,19 @@ class OneConnectionClient(redis.Redis):
         return OwnWordsPipeline(  # type: ignore[no-untyped-call]
             self.connection_pool, self.response_callbacks, transaction, shard_hint
         )
+
+
+def _packed(connection: Any, command: Any) -> Any:
+    if " " not in command[0]:
+        try:
+            return [hiredis.pack_command(command)]
+        except TypeError:
+            pass  # redis-py says of what
+    return connection.pack_command(*command)
+
+
+def _read(connection: Any) -> Any:
+    return connection.read_response()
 
 
 class OwnWordsPipeline(redis.client.Pipeline):

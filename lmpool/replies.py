@@ -64,7 +64,12 @@ class Parser(_HiredisParser):
         reader: Any = self._reader
         socket: Any = self._sock
         sizes, self._sizes = self._sizes, ()
-        if disable_decoding or reader is None or self._holds_some() or _says_more(options):
+        if (
+            disable_decoding
+            or reader is None
+            or self._holds_some()
+            or (options and _says_more(options))
+        ):
             return super().read_response(disable_decoding, **options)  # type: ignore[no-untyped-call]
         if sizes and (values := receive_values(socket, sizes, reader.feed)) is not None:
             return values

@@ -172,7 +172,8 @@ class Collector:
                 session.last_ids[reply] = entry_id.decode()
                 if b"hello" in fields:  # maybe before the sender knows that it made the stream
                     self._begun[reply] = max(self._begun[reply] + 1, session.made[reply])
-            self._take_errors(shard, errors)
+            if errors:
+                self._take_errors(shard, errors)
             done.append((shard, digests))
         if told:
             self._take_pieces(told)
@@ -217,8 +218,6 @@ class Collector:
 
     def _take_errors(self, shard: ShardKeys, notices: Sequence[Notice]) -> None:
         session = self._session
-        if not notices:
-            return
         ended: list[PendingCall] = []
         if any(notice.status == "expired" for notice in notices):
             # Ours may be the clock that is wrong: it stands still while a machine sleeps.

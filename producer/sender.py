@@ -141,8 +141,8 @@ class Sender:
         if not session.table.flights:
             return until
         due = self._next_check
-        for priority in PRIORITIES:
-            if session.may_send(priority):
+        for priority, unsent in session.table.unsent.items():
+            if unsent and session.may_send(priority):
                 due = min(due, self._busy_until[priority])
         left = max(0.0, due - time.monotonic())
         return left if until is None else min(left, until)
@@ -157,9 +157,13 @@ class Sender:
 
     def _what_may_go(self) -> Priority | None:
         """Whose jobs can be sent now; None if nothing can. Locked."""
-        for priority in PRIORITIES:
-            busy = self._busy_until[priority] > time.monotonic()
-            if not busy and self._session.may_send(priority):
+        session = self._session
+        for priority, unsent in session.table.unsent.items():
+            if (
+                unsent
+                and self._busy_until[priority] <= time.monotonic()
+                and session.may_send(priority)
+            ):
                 return priority
         return None
 
@@ -248,13 +252,14 @@ class Sender:
 
     def _serve(self) -> None:
         session = self._session
-        for number, digest in withdraw(session, self._servers):
-            self._outages.of(session.shards[number]).withdrawn.append((number, digest))
+        if session.table.withdrawn:
+            for number, digest in withdraw(session, self._servers):
+                self._outages.of(session.shards[number]).withdrawn.append((number, digest))
         if self._outages.due_in() == 0.0:
             self._look_after_outages()
         if session.table.has_unsent():
             self._confirm()
-        while self._claim():
+        while session.table.has_unsent() and self._claim():
             pass
         if session.table.flights and self._next_check <= time.monotonic():
             self._check()

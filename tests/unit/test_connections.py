@@ -100,6 +100,17 @@ def test_one_connection_serves_all(server: Server, pool_name: str) -> None:
     server.delete(pool_name)
 
 
+def test_commands_are_sent_and_read_as_redis_py_does(server: Any, pool_name: str) -> None:
+    """A name of two words, a value that is none, and a reply that is another for nothing asked."""
+    server.set(pool_name, 1.5)
+    assert server.get(pool_name) == b"1.5"
+    assert server.execute_command("CLIENT ID") == id_of(server)
+    assert server.mget([]) == []
+    with pytest.raises(redis.exceptions.DataError):
+        server.set(pool_name, {})
+    assert server.delete(pool_name) == 1
+
+
 @pytest.mark.parametrize("more", [b":7\r\n", b":7\r\n$3\r\nab", b"+a\r\n+b\r\n"], ids=range(3))
 def test_what_nobody_asked_for_is_no_answer(talker: Talker, more: bytes) -> None:
     server = open_server(talker.url)
