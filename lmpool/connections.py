@@ -33,7 +33,7 @@ class OneConnectionPool(redis.ConnectionPool):
         """
         if self.pid != os.getpid():
             self._checkpid()
-        connection = self._one
+        connection: Any = self._one
         if connection is None:
             with self._lock:
                 connection = self._one = self.make_connection()
@@ -101,6 +101,18 @@ class OneConnectionClient(redis.Redis):
         finally:
             pool.release(connection)
 
+    def may_go_ahead(self) -> bool:
+        """Whether another thread may send a command by `ahead`: there is a connection, and nothing
+        on it. While that thread asks, the one whose this is rests."""
+        pool = self.connection_pool
+        connection = pool._one if isinstance(pool, OneConnectionPool) else None
+        return connection is not None and bool(connection._sock) and connection._parser.is_quiet()
+
+    def ahead(self, command: Sequence[Any]) -> CommandAhead:
+        """A command, ready to be sent by a thread that may go ahead."""
+        pool: Any = self.connection_pool
+        return CommandAhead(pool._one, hiredis.pack_command(tuple(command)))
+
     def pipeline(self, transaction: Any = True, shard_hint: Any = None) -> OwnWordsPipeline:
         """Commands sent together; with `transaction` as one MULTI."""
         return OwnWordsPipeline(  # type: ignore[no-untyped-call]
@@ -119,6 +131,44 @@ def _packed(connection: Any, command: Any) -> Any:
 
 def _read(connection: Any) -> Any:
     return connection.read_response()
+
+
+class CommandAhead:
+    """A command that one thread sends and another reads the reply to."""
+
+    def __init__(self, connection: Any, packed: bytes) -> None:
+        self._connection = connection
+        self._left: bytes | None = packed
+        """What is to be sent yet; None where nobody knows."""
+
+    def send(self) -> None:
+        """Send as much as leaves without waiting. Errors are those of `reply`."""
+        packed, self._left = self._left, None
+        assert packed is not None
+        try:
+            # Past the socket's timeout, which it would wait for.
+            count = os.write(self._connection._sock.fileno(), packed)
+        except BlockingIOError:
+            count = 0
+        except OSError:
+            return
+        self._left = packed[count:]
+
+    def reply(self) -> Any:
+        """Send the rest, read the reply; for the connection's own thread. Raises redis-py's
+        exceptions."""
+        connection = self._connection
+        try:
+            if self._left is None or connection._sock is None:
+                raise redis.exceptions.ConnectionError("it ended while it was written to")
+            if self._left:
+                connection.send_packed_command([self._left])
+            return connection.read_response()
+        except redis.exceptions.ResponseError:
+            raise  # which was the reply
+        except BaseException:
+            connection.disconnect()
+            raise
 
 
 class OwnWordsPipeline(redis.client.Pipeline):

@@ -55,6 +55,10 @@ class Parser(_HiredisParser):
             return bool(super().can_read(timeout))  # type: ignore[no-untyped-call]
         return self._holds_some() or self._reader.has_data() or bool(self._poll.poll(0))
 
+    def is_quiet(self) -> bool:
+        """Whether that is known to be nothing, without TLS having its say."""
+        return self._poll is not None and not self.can_read(0)
+
     def _holds_some(self) -> bool:
         """Whether redis-py, before its release 8, has taken a reply that nobody has read."""
         return getattr(self, "_next_response", NOT_ENOUGH_DATA) is not NOT_ENOUGH_DATA

@@ -14,6 +14,7 @@ import redis.exceptions
 
 from lmpool.address import Address, is_cluster
 from lmpool.commands import Pipeline, Server
+from lmpool.connections import OneConnectionClient
 from lmpool.errors import LmpoolError
 from lmpool.keys import ShardKeys
 from lmpool.primary_pool import PrimaryPool
@@ -135,6 +136,14 @@ class Servers:
     def for_shard(self, shard: ShardKeys) -> Server:
         """Where a shard lies."""
         return self._connected()
+
+    def at_hand(self, shard: ShardKeys) -> OneConnectionClient | None:
+        """Where a shard lies, for another thread than the one whose these are, which rests; None
+        where that would have to be looked for."""
+        if self.fails_apart or self._is_cut or self._is_left:
+            return None
+        server: object = self._server
+        return server if isinstance(server, OneConnectionClient) else None
 
     def _connected(self) -> Server:
         self._refuse_if_cut()

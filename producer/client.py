@@ -2,7 +2,8 @@
 
 Two threads, each with a connection of its own: the sender, which makes every request, and the
 collector, which blocks on the client's reply stream. Callers, in any thread or event loop, leave
-their jobs in the flight table and are woken when the answers are there. The connections are
+their jobs in the flight table and are woken when the answers are there; who asks little while the
+sender rests sends the claim on its connection, for it to read the answer. The connections are
 synchronous because rows are large: a blocking read costs half of what an event loop's does.
 """
 
@@ -61,6 +62,7 @@ class Client:
         self._session = Session(self.options, self.cache, statistics)
         self._threads: list[threading.Thread] = []
         self._cut: Callable[[], None] = lambda: None
+        self._claim_ahead: Callable[[], None] = lambda: None
         self._loading: Future[ModelInfo] | None = None
 
     def after_fork(self) -> None:
@@ -185,7 +187,10 @@ class Client:
                 else:
                     answered.append(call)
             if table.has_unsent():
-                session.work.notify()
+                try:
+                    self._claim_ahead()
+                finally:  # also where Ctrl-C came between
+                    session.work.notify()
         wake(answered)
 
     def lookup(self, job: Job) -> Answer | None:
@@ -309,7 +314,7 @@ class Client:
                 sender.cut()
                 collector.cut()
 
-            self._cut = cut
+            self._cut, self._claim_ahead = cut, sender.claim_ahead
             collecting.start()
             sending.start()
             self._threads = [sending, collecting]

@@ -7,33 +7,40 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import redis.exceptions
 
 from lmpool.address import is_sentinel
 from lmpool.clock import to_ms
-from lmpool.commands import Server, Value
+from lmpool.commands import Server
 from lmpool.errors import (
     LmpoolError,
     NoWorkers,
-    PoolBusy,
     ServerRefused,
     ServerUnreachable,
-    UnknownAdapter,
 )
 from lmpool.isolation import isolate
-from lmpool.keys import GROUP, PRIORITIES, Priority, ShardKeys
+from lmpool.keys import PRIORITIES, Priority, ShardKeys
 from lmpool.liveness import any_alive
 from lmpool.producer.answers import AnswerReader
+from lmpool.producer.claims import (
+    ClaimAhead,
+    adapter_gone,
+    by_shard,
+    claim_ahead,
+    claim_arguments,
+    pool_busy,
+)
 from lmpool.producer.flights import Flight
 from lmpool.producer.notices import bring_forward
 from lmpool.producer.outages import Outage, Outages
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.replacement import has_moved, is_known, look_at, wake_collector
 from lmpool.producer.session import (
+    CLAIM_BYTES,
     CLAIM_MOST,
     CONFIRMED_FOR,
     FLIGHT_TTL,
@@ -56,7 +63,6 @@ from lmpool.server import (
 from lmpool.servers import Servers
 from lmpool.settings import mask_url
 from lmpool.wants import Digest
-from lmpool.wire import JobPacker
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +74,6 @@ TASK_PATIENCE: Final = 20.0
 TASK_PAUSE: Final = 0.1
 _AWAY: Final = b"away"
 """Told apart by what it is, not by what it holds: an info that was damaged may be empty."""
-CLAIM_BYTES: Final = 1 << 20
 CHECK_MOST: Final = 500
 
 
@@ -92,6 +97,10 @@ class Sender:
         """Tasks whose shard was away: when each is run again, and since when it is tried."""
         self._alone_since: float | None = None
         self._looked = 0.0
+        self._rests = False
+        """Whether its thread waits for work, and so uses no connection before it has the lock. One
+        that was lost it tries itself."""
+        self._ahead: ClaimAhead | None = None
         self._confirm_failed = -math.inf
 
     def run(self) -> None:
@@ -102,27 +111,63 @@ class Sender:
             while True:
                 with session.work:
                     while not self._has_work():
+                        self._rests = lost_since is None
                         session.work.wait(self._until_check())
+                        self._rests = False
                     while session.abandoned:
                         session.forget(session.abandoned.popleft())
                     closing = session.closed
                     tasks, session.tasks = session.tasks, []
+                if self._ahead is not None:
+                    lost_since = self._attempt(self._end_ahead, lost_since)
                 while tasks:  # one left in a variable would keep its PooledLM from being collected
                     self._run_task(tasks.pop(0))
                 self._run_delayed(closing)
                 if closing:
                     break
-                try:
-                    with self._servers.in_step():
-                        self._serve()
-                    lost_since = None
-                except (redis.exceptions.RedisError, OSError) as error:
-                    lost_since = self._after_loss(error, lost_since)
-                except Exception as error:  # whatever it is, it must not leave callers waiting
-                    self._after_nonsense(error)
+                lost_since = self._attempt(self._serve, lost_since)
             self._leave()
         finally:
             self._servers.close()
+
+    def _attempt(self, step: Callable[[], None], lost_since: float | None) -> float | None:
+        """Take a step. Returns since when the connection is lost, if it is."""
+        try:
+            with self._servers.in_step():
+                step()
+        except (redis.exceptions.RedisError, OSError) as error:
+            return self._after_loss(error, lost_since)
+        except Exception as error:  # whatever it is, it must not leave callers waiting
+            self._after_nonsense(error)
+            return lost_since
+        return None
+
+    def claim_ahead(self) -> None:
+        """Send what may go now, for the thread of who asks: the sender's wakes up meanwhile, and
+        reads the answer. Where that might wait it is left to the sender. Under the lock."""
+        session = self._session
+        if not self._rests or self._ahead is not None or session.table.withdrawn:
+            return
+        if self._confirms_at() <= time.monotonic():
+            return
+        priority = self._what_may_go()
+        if priority is not None:
+            self._ahead = claim_ahead(session, self._servers, priority)
+            if self._ahead is not None:
+                self._ahead.command.send()
+
+    def _end_ahead(self) -> None:
+        """Take the answer to what was claimed ahead."""
+        ahead, self._ahead = self._ahead, None
+        assert ahead is not None
+        try:
+            self._take_answer(ahead.shard, ahead.flights, ahead.answer(), ahead.priority)
+        except Exception as error:
+            with self._session.lock:
+                self._session.table.put_back(ahead.flights)
+            if not isinstance(error, redis.exceptions.ResponseError):
+                raise
+            # The claim as it is made here finds what is to blame, or meets the same.
 
     def cut(self) -> None:
         """End whatever waits for a server that may never answer; for another thread to call."""
@@ -132,7 +177,7 @@ class Sender:
         session = self._session
         if session.closed or session.tasks or session.table.withdrawn or session.abandoned:
             return True
-        if self._what_may_go() is not None or self._until_look() == 0.0:
+        if self._ahead is not None or self._what_may_go() is not None or self._until_look() == 0.0:
             return True
         return bool(session.table.flights) and self._next_check <= time.monotonic()
 
@@ -268,7 +313,7 @@ class Sender:
         """See before a claim, now and then, that the model which the client knows is served."""
         session = self._session
         now = time.monotonic()
-        if now - max(session.confirmed, self._confirm_failed) < CONFIRMED_FOR / 2:
+        if now < self._confirms_at():
             return
         current = self._read_info()
         if current is _AWAY:
@@ -284,6 +329,9 @@ class Sender:
             session.confirmed = now
             ended = session.land_cached() if stale else []
         wake(ended)
+
+    def _confirms_at(self) -> float:
+        return max(self._session.confirmed, self._confirm_failed) + CONFIRMED_FOR / 2
 
     def _read_info(self) -> bytes | None:
         """What the pool says that it serves; `_AWAY` where that is away while others are served."""
@@ -306,7 +354,7 @@ class Sender:
             flights = session.table.take_unsent(most, CLAIM_BYTES, priority)
         away: list[Flight] = []
         try:
-            for shard, mine in self._by_shard(flights):
+            for shard, mine in by_shard(self._session.shards, flights):
                 if not self._apart(shard, mine, partial(self._claim_in, shard, priority=priority)):
                     away += mine
         except Exception:
@@ -377,17 +425,6 @@ class Sender:
             ]
         wake(ended)
 
-    def _by_shard(self, flights: list[Flight]) -> Iterator[tuple[ShardKeys, list[Flight]]]:
-        shards = self._session.shards
-        if len(shards) == 1:
-            if flights:
-                yield shards[0], flights
-            return
-        for shard in shards:
-            mine = [flight for flight in flights if flight.shard == shard.number]
-            if mine:
-                yield shard, mine
-
     def _refuse(self, flight: Flight, error: redis.exceptions.RedisError) -> None:
         """The server takes this one in no company."""
         shown = mask_url(self._session.options.url)
@@ -397,32 +434,16 @@ class Sender:
         wake(ended)
 
     def _claim_in(self, shard: ShardKeys, flights: Sequence[Flight], priority: Priority) -> None:
-        session = self._session
-        assert session.info is not None
-        now_ms, now = session.clock.now_ms(), time.monotonic()
-        arguments: list[Value] = [
-            shard.prefix,
-            session.id,
-            to_ms(REPLY_TTL),
-            to_ms(FLIGHT_TTL),
-            session.info.max_backlog,
-            GROUP,
-            int(priority == "interactive"),
-            shard.lanes,
-        ]
-        pack = JobPacker(now_ms).pack
-        for flight in flights:
-            job, due = flight.job, flight.deadline
-            deadline = None if due is None else now_ms + int((due - now) * 1000)
-            arguments += (
-                flight.lane,
-                job.digest.hex(),
-                "" if deadline is None else deadline,
-                job.adapter or "",
-                pack(job.want, job.adapter, job.digest, job.tokens, deadline, flight.trace),
-            )
+        arguments = claim_arguments(self._session, shard, flights, priority)
         first = shard.stream(priority).key
-        claims, fresh = script("enqueue")(self._servers.for_shard(shard), [first], arguments)
+        answer = script("enqueue")(self._servers.for_shard(shard), [first], arguments)
+        self._take_answer(shard, flights, answer, priority)
+
+    def _take_answer(
+        self, shard: ShardKeys, flights: Sequence[Flight], answer: Any, priority: Priority
+    ) -> None:
+        session = self._session
+        claims, fresh = answer
         session.made[shard.reply(session.id)] += fresh
         if session.table.streamed and any(flight.pieces for flight in flights):
             wake_collector(session, self._servers, [shard])  # to read their pieces, too
@@ -453,7 +474,7 @@ class Sender:
                     (full if claim == "f" else damaged).append(flight)
                 elif claim == "a":
                     name = (flight.job.adapter or "").rpartition("@")[0]
-                    ended += session.fail(flight, UnknownAdapter(self._adapter_gone(name)))
+                    ended += session.fail(flight, adapter_gone(session, name))
                 flight.since = now
             statistics = session.table.statistics
             statistics.cache_hits += counted.count("h")
@@ -473,23 +494,12 @@ class Sender:
         """The backlog is at its bound: the calls that this ends, if any. Under the lock."""
         session = self._session
         if session.options.when_busy == "raise":
-            bound = session.info.max_backlog if session.info else 0
-            error = PoolBusy(
-                f"pool {session.options.pool!r} has {bound} jobs waiting, its bound: try again "
-                "later, add workers, or raise max_backlog"
-            )
+            error = pool_busy(session)
             return [call for flight in full for call in session.fail(flight, error)]
         session.table.put_back(full)
         # The backlog drains at the workers' pace: ask again in a while, not at once.
         self._busy_until[priority] = now + random.uniform(0.01, 0.03)
         return []
-
-    def _adapter_gone(self, name: str) -> str:
-        pool = self._session.options.pool
-        return (
-            f"adapter {name!r} was removed or replaced in pool {pool!r}; "
-            "register it with add_new_lora()"
-        )
 
     def _check(self) -> None:
         """Look after what is waited for: renew leases, find what was lost, see who is alive."""
@@ -501,7 +511,7 @@ class Sender:
             self._servers.follow()
         with session.lock:
             flights = session.table.overdue(now, every, 10 * CHECK_MOST)
-        for shard, mine in self._by_shard(flights):
+        for shard, mine in by_shard(self._session.shards, flights):
             if not self._check_all(shard, mine):
                 self._outages.of(shard)
         if session.table.flights:

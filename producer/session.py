@@ -27,6 +27,8 @@ FLIGHT_TTL: Final = 600.0
 CONFIRMED_FOR: Final = 5.0
 """Seconds for which the pool is taken to serve what it did when that was last looked at: answers of
 a model that it no longer serves, from the client's cache or the server's, are no older."""
+CLAIM_BYTES: Final = 1 << 20
+"""Of the tokens in one claim, about."""
 CLAIM_MOST: Final = 512
 """Jobs in one claim: about 3 ms of the server's time, which is everybody's."""
 

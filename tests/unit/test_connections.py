@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +19,7 @@ from lmpool.commands import Server
 from lmpool.replies import BoundedParser, ReplyTooLong
 from lmpool.server import is_full, is_lost, open_server
 from tests.support.fake import FakeServer
+from tests.support.parts import Guarded
 from tests.support.waiting import until
 
 
@@ -109,6 +111,29 @@ def test_commands_are_sent_and_read_as_redis_py_does(server: Any, pool_name: str
     with pytest.raises(redis.exceptions.DataError):
         server.set(pool_name, {})
     assert server.delete(pool_name) == 1
+
+
+def test_a_command_may_be_sent_by_another_thread(server: Any, pool_name: str) -> None:
+    """What a socket does not take at once is sent before the reply is read."""
+    assert not server.may_go_ahead()  # there is no connection yet
+    server.ping()
+    assert server.may_go_ahead()
+    for value in ("a", "b" * (16 << 20)):
+        ahead = server.ahead(["SET", pool_name, value])
+        Guarded(ahead.send).end()
+        assert ahead.reply() == b"OK"
+        assert server.strlen(pool_name) == len(value)
+    server.delete(pool_name)
+
+
+def test_a_connection_that_ends_while_it_is_written_to_is_left(server: Any) -> None:
+    server.ping()
+    ahead = server.ahead(["PING"])
+    server.connection_pool.get_connection()._sock.shutdown(socket.SHUT_RDWR)
+    ahead.send()
+    with pytest.raises(redis.exceptions.ConnectionError):
+        ahead.reply()
+    assert server.ping()
 
 
 @pytest.mark.parametrize("more", [b":7\r\n", b":7\r\n$3\r\nab", b"+a\r\n+b\r\n"], ids=range(3))

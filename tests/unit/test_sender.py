@@ -22,8 +22,8 @@ from lmpool.errors import (
 )
 from lmpool.keys import PRIORITIES, Priority
 from lmpool.producer import sender as sender_module
-from lmpool.producer.sender import CHECK_EVERY, CLAIM_BYTES, Sender
-from lmpool.producer.session import CLAIM_MOST, FLIGHT_TTL, REPLY_TTL, Session
+from lmpool.producer.sender import CHECK_EVERY, Sender
+from lmpool.producer.session import CLAIM_BYTES, CLAIM_MOST, FLIGHT_TTL, REPLY_TTL, Session
 from lmpool.servers import Servers
 from lmpool.wants import Digest, Generate, Row
 from lmpool.wire import Job, unpack_job
