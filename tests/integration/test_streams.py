@@ -207,10 +207,10 @@ def test_the_time_is_that_of_the_whole(any_server: str, pool_name: str) -> None:
         connected(any_server, pool_name) as lm,
     ):
         pieces: list[lmpool.Piece] = []
-        reading = lm.sync.stream(PROMPT, 4000, eos_token_ids=[], timeout=0.5)
-        with pytest.raises(PoolTimeout, match=r"\d+ tokens and no end after 0.5 s"):
+        reading = lm.sync.stream(PROMPT, 4000, eos_token_ids=[], timeout=3.0)
+        with pytest.raises(PoolTimeout, match=r"\d+ tokens and no end after 3 s"):
             pieces.extend(reading)
-        assert 5 < len(pieces) < 30
+        assert 0 < len(pieces) <= 150
         engine = worker.service.engine
         assert engine is not None
         until(lambda: not engine.in_flight(), what="the engine to be idle")
