@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import redis.exceptions
 
 from lmpool.commands import Entry, Fields, Server, Value
+from lmpool.errors import WireError
 from lmpool.keys import COUNTERS_TTL_MS, PoolKeys, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.scripts import script
+from lmpool.server import get_string
 from lmpool.servers import Servers
 from lmpool.worker.dead_letters import DEAD_MOST
 from lmpool.worker.membership import OLD_KEYS_MS, lasting_keys
@@ -45,17 +48,62 @@ def enter(
     """Give the shards of `info` the registry of adapters, as it is where the pool lay before, and
     what was changed there since it was last brought. Of one without a layout that is `before`.
 
-    Raises redis-py's exceptions, where shards fail apart only what is no loss.
+    A shard that was away, or has lost its data, has it as the others of its layout. Nothing is done
+    once the pool lies elsewhere. Raises redis-py's exceptions, where shards fail apart only what is
+    no loss, or if it cannot be said where the pool lies.
     """
+    held = get_string(servers.for_key(keys.info), keys.info)
+    with suppress(WireError):
+        if ModelInfo.unpack(held or b"").follows(info):
+            return  # who has yet to see that calls no shard by the name of before
     heirs = info.shard_keys(keys)
-    source = _source(servers, keys, info) if info.layout else _registry(servers, before or heirs)
-    if source is None:
-        return
-    came = {shard.prefix for shard in source.shards}
+    if info.layout:
+        source = _source(servers, keys, info)
+        came = set() if source is None else {shard.prefix for shard in source.shards}
+        in_it = [heir for heir in heirs if _name(servers, heir) == info.layout]
+        sister = _sister(servers, in_it, info.layout) if len(in_it) < len(heirs) else None
+    else:
+        source = _registry(servers, before or heirs)
+        came, in_it, sister = set(), [], None
     for heir in heirs:
-        registry = None if heir.prefix in came else source.registry
-        if servers.apart([heir], partial(_enter, heir, info.layout, registry)):
+        if sister is not None and heir not in in_it:
+            give = partial(_enter_too, heir, info.layout, sister)
+        elif source is not None:
+            registry = None if heir.prefix in came else source.registry
+            give = partial(_enter, heir, info.layout, registry)
+        else:
+            continue
+        if servers.apart([heir], give):
             servers.settle(servers.for_shard(heir))
+
+
+class _Sister(NamedTuple):
+    """What a shard knows that is in the layout."""
+
+    registry: Fields
+    brought: Fields
+    known_for: int
+    """What was brought last, if that is known still, and for how many ms."""
+
+
+def _sister(servers: Servers, shards: Sequence[ShardKeys], layout: str) -> _Sister | None:
+    """What one of these shards knows, which all are in a layout: one that has adapters if any has,
+    as a registry that something else damaged begins anew."""
+
+    def read(shard: ShardKeys, server: Server) -> _Sister | None:
+        name, registry = _look(shard, server)
+        if name != layout or registry is None:
+            return None
+        brought = _unless_damaged(lambda: server.hgetall(shard.brought))
+        return _Sister(registry, brought or {}, server.pttl(shard.brought) if brought else 0)
+
+    best = None
+    for shard in shards:
+        found = servers.apart([shard], partial(read, shard))
+        if found is not None and found.registry:
+            return found
+        best = best or found
+    return best
 
 
 class _Source(NamedTuple):
@@ -82,7 +130,8 @@ def _registry(
     servers: Servers, shards: Sequence[ShardKeys], layouts: Collection[str] = ()
 ) -> _Source | None:
     """These shards and their registry; no shards where the pool did not lie there under one of
-    these names, if it is to. None where all of them are away."""
+    these names, if it is to. Else that of one that has adapters if any has: a node may have lost
+    its data. None where all of them are away."""
     best: _Source | None = None
     for shard in shards:
         found = servers.apart([shard], partial(_look, shard))
@@ -90,10 +139,10 @@ def _registry(
             continue
         name, registry = found
         was_there = not layouts or name in layouts
-        if was_there and registry is not None:
+        if was_there and registry is not None and (layouts or registry):
             return _Source(shards, registry)
-        if was_there or best is None:
-            best = _Source(shards if was_there else (), None)
+        if best is None or (was_there and best.registry is None):
+            best = _Source(shards if was_there else (), registry if was_there else None)
     return best
 
 
@@ -107,6 +156,16 @@ def _look(shard: ShardKeys, server: Server) -> tuple[str | None, Fields | None]:
         served = _unless_damaged(lambda: server.hget(shard.bounds, "backlog"))
         return ("" if served or registry else None), registry
     return name.decode("utf-8", "replace"), registry
+
+
+def _name(servers: Servers, shard: ShardKeys) -> str | None:
+    """The layout by whose name a shard goes; None for none, or one that is away."""
+
+    def read(server: Server) -> bytes | None:
+        return _unless_damaged(lambda: server.hget(shard.bounds, "layout"))
+
+    found = servers.apart([shard], read)
+    return None if found is None else found.decode("utf-8", "replace")
 
 
 def _unless_damaged(read: Callable[[], T]) -> T | None:
@@ -129,6 +188,12 @@ def _enter(
     return bool(script("enter")(server, keys, arguments))
 
 
+def _enter_too(heir: ShardKeys, layout: str, sister: _Sister, server: Server) -> bool:
+    known = _listed(sister.registry), _listed(sister.brought)
+    arguments = [layout, COUNTERS_TTL_MS, sister.known_for, *known[0], *known[1]]
+    return bool(script("enter_too")(server, [heir.adapters, heir.brought, heir.bounds], arguments))
+
+
 # --- counters and dead letters -----------------------------------------------------------------
 
 
@@ -149,47 +214,50 @@ def carry_over(
     heirs: Sequence[ShardKeys],
     *,
     empty: bool = False,
-) -> bool:
+) -> Sequence[ShardKeys] | None:
     """Give the heirs the counters and dead letters of a shard that the pool has left. Once nobody
     is served there have its keys end, free its results, and with `empty` drop its jobs.
 
-    False where one of them is away, for the next time. Raises redis-py's exceptions as
-    `Servers.apart` does.
+    Returns those that were given anything: what they were called by whoever parted first, maybe
+    shards that the pool has left, too. None where one is away, for the next time. Raises redis-py's
+    exceptions as `Servers.apart` does.
     """
     left = [layout.name for layout in info.layouts] if info.layout else [""]
     heir = heirs[shard.number % len(heirs)]
     found = servers.apart([shard], partial(_part, shard, heir, left, b"", True, empty))
     if found is None:
-        return False
+        return None
     if not found:
-        return True  # the pool is back
+        return ()  # the pool is back
     (parted,) = found
     if not parted.is_served:
         store = ResultStore(servers, [shard], None)
         if servers.apart([shard], partial(_free, shard, store)) is None:
-            return False
+            return None
     heir, name, counted, start = parted.heir, parted.name, parted.counted, "-"
+    given: Sequence[ShardKeys] = ()
     while True:
         letters = servers.apart([shard], partial(_letters, shard, start))
         if letters is None:
-            return False
+            return None
         if not (name or letters):
-            return True
+            return given
         give = partial(_inherit, heir, whose=shard, name=name, counted=counted, letters=letters)
         if servers.apart([heir], give) is None:
-            return False
+            return None
+        given = (heir,)
         servers.settle(servers.for_shard(heir))
         if name:
             counted_it = partial(_part, shard, heir, left, name, False, False)
             if servers.apart([shard], counted_it) is None:
-                return False
+                return None
         if letters:
             drop = partial(_drop, shard, [entry for entry, _ in letters])
             if servers.apart([shard], drop) is None:
-                return False
+                return None
         name, counted = b"", {}
         if len(letters) < AT_ONCE:
-            return True
+            return given
         start = f"({letters[-1][0].decode()}"
 
 

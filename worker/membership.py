@@ -136,7 +136,9 @@ def join(
     for some in _kept_keys(keys, other) if other is not None else ():
         # Another model's, or of shards that there are no more.
         _try(servers, partial(_end_later, servers, [key for key in some if key not in kept]))
-    keep(servers, keys, info)
+    # It may have been served, replaced, and now served again. Of shards that are away: `mend.lua`.
+    for some in _kept_keys(keys, info):
+        _try(servers, partial(_keep, servers, some))
     return info
 
 
@@ -165,13 +167,6 @@ def say_what_is_not_taken(options: WorkerOptions, info: ModelInfo) -> None:
             "lmpool shards gave the pool %s: not taken of this worker: %s",
             *(info.in_words(), ", ".join(differ)),
         )
-
-
-def keep(servers: Servers, keys: PoolKeys, info: ModelInfo) -> None:
-    """Have the keys of a pool stay that do not end by themselves: it may have been served,
-    replaced, and now served again."""
-    for some in _kept_keys(keys, info):
-        _try(servers, partial(_keep, servers, some))
 
 
 def _end_later(servers: Servers, some: Sequence[str]) -> None:

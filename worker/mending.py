@@ -26,26 +26,33 @@ def mend(
 ) -> list[str]:
     """Take away what only damage can have made, and load what clients run.
 
-    A worker that joins says how many jobs may wait, and looks at all streams, in the shards of
-    these prefixes, which are taken out as it has; others keep to what is said, and look at those of
-    their own lanes.
+    A worker that joins says how many jobs may wait, looks at all streams, and has none of them end
+    any more, in the shards of these prefixes, which are taken out as it has; others keep to what is
+    said, and look at those of their own lanes.
 
-    Returns the keys that were taken away: streams want groups again, registries their entries.
+    Returns the keys that were taken away: streams want groups again, registries their entries. And
+    the bounds of shards that have yet to come into the layout of `info`, which were away or have
+    lost its name.
     """
     damaged: list[bytes] = []
+    behind: list[str] = []
     loaded: set[int] = set()
     for shard in shards:
 
         def mend_one(server: Server, shard: ShardKeys = shard) -> None:
             joins = shard.prefix in joining
             own = (*(stream.key for stream in homes.own(shard)), *shard.calls)
-            damaged.extend(
-                script("mend")(
-                    server,
-                    shard.groups if joins else own,
-                    [shard.prefix, info.max_backlog, shard.lanes, COUNTERS_TTL_MS, int(joins)],
-                )
+            is_behind, *taken = script("mend")(
+                server,
+                shard.groups if joins else own,
+                [
+                    *(shard.prefix, info.max_backlog, shard.lanes, COUNTERS_TTL_MS),
+                    *(int(joins), info.layout),
+                ],
             )
+            damaged.extend(taken)
+            if is_behind and shard.bounds.encode() not in taken:
+                behind.append(shard.bounds)
             joining.discard(shard.prefix)
             if id(server) not in loaded:
                 _load(server)
@@ -53,7 +60,7 @@ def mend(
 
         servers.apart([shard], mend_one)
     _report(damaged)
-    return [key.decode() for key in damaged]
+    return [*(key.decode() for key in damaged), *behind]
 
 
 def _load(server: Server) -> None:

@@ -211,8 +211,19 @@ class Mover:
                 if shard.prefix in own:  # or the pool is back
                     found = end_lanes(servers, shard, own[shard.prefix], empty=last)
                 else:
-                    found = carry_over(servers, shard, now.info, now.shards, empty=last)
+                    given = carry_over(servers, shard, now.info, now.shards, empty=last)
+                    found = given is not None
+                    self._follow(without(given or (), now.shards))
             except (redis.exceptions.RedisError, OSError) as error:
                 logger.debug("what was left could not be taken along: %s", error)
             if not left.looked(found):
                 del self._left[shard.prefix]
+
+    def _follow(self, given: Sequence[ShardKeys]) -> None:
+        """Look again after shards that the pool has left and that were given something: whoever
+        had it was away for as long as they were looked after."""
+        now = self._service.seat
+        if given and now is not None:
+            prefixes = {shard.prefix for shard in given}.difference(self._left)
+            left = now.info.left_shards(self._service.keys)
+            self.look_after([shard for shard in left if shard.prefix in prefixes])

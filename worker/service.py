@@ -8,6 +8,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -38,7 +39,6 @@ from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups
 from lmpool.worker.membership import (
     batch_budget,
     join,
-    keep,
     model_info,
     publish_vocabulary,
     say_what_is_not_taken,
@@ -105,6 +105,8 @@ class Service:
         """Where it beats and reads, once it serves."""
         self._tally = Tally((), self.status)
         self._mover = Mover(self, self._open)
+        self._entered: Future[None] | None = None
+        """The latest `_register_again`."""
         self._batcher: Batcher | None = None
         self._publisher: Publisher | None = None
 
@@ -225,7 +227,6 @@ class Service:
         try:
             enter(control, self.keys, info)  # whoever was told to move may have died before
             self._appear(control, seat)
-            keep(control, self.keys, info)  # others may have had them end until then
             publish_vocabulary(control, self.keys, info, engine)
         except BaseException:
             self._end_membership(control, seat)
@@ -302,7 +303,6 @@ class Service:
         """Be there beside the seat of before: clients that come find the adapters."""
         enter(servers, self.keys, seat.info, before.shards)
         self._appear(servers, seat)
-        keep(servers, self.keys, seat.info)  # of shards that serve somebody no key ends
 
     def _give_back(self, servers: Servers, shards: Sequence[ShardKeys], batcher: Batcher) -> None:
         """Let others run what came from these shards and was not begun."""
@@ -384,13 +384,17 @@ class Service:
             servers.go_to(primary)
 
     def _register_again(self, damaged: list[str]) -> None:
-        """Adapters and the layout's name, where the registry or the bounds were damaged."""
+        """Adapters and the layout's name, where the registry or the bounds were damaged, or a shard
+        was away as the pool came into it."""
         adapters, seat = self.adapters, self.seat
         if adapters is None or self.loop is None or seat is None:
             return
-        if any(shard.bounds in damaged for shard in seat.shards):
-            self.loop.call(lambda: enter(self._control, self.keys, seat.info))
-        if any(shard.adapters in damaged for shard in seat.shards):
+        registries = {shard.adapters for shard in seat.shards}.intersection(damaged)
+        bounds = {shard.bounds for shard in seat.shards}.intersection(damaged)
+        # It is told at each beat until then: an engine that computes may keep it waiting.
+        if registries or (bounds and (self._entered is None or self._entered.done())):
+            self._entered = self.loop.call(lambda: enter(self._control, self.keys, seat.info))
+        if registries:
             self.loop.call(adapters.restore)
 
     def stop(self) -> None:

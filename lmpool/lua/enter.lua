@@ -12,17 +12,16 @@ local function entries_of(values, from)
   for i = from, #values, 2 do found[values[i]] = values[i + 1] end
   return found
 end
-local was_damaged = {}
-for _, key in ipairs({registry, brought, bounds}) do -- of another type
-  if not given(redis.pcall('HLEN', key)) then
+local is_served = (given(redis.pcall('ZCOUNT', KEYS[4], now_ms(), '+inf')) or 0) > 0
+for _, key in ipairs({registry, brought, bounds}) do
+  if not given(redis.pcall('HLEN', key)) then -- of another type
+    if key == registry and is_served then return 0 end -- who mends it knows what was there
     redis.call('DEL', key)
-    was_damaged[key] = true
   end
 end
 local function held_in(key) return entries_of(given(redis.pcall('HGETALL', key)) or {}, 1) end
 
 local now, before, known_for = entries_of(ARGV, 5), nil, ARGV[3]
-local is_served = (given(redis.pcall('ZCOUNT', KEYS[4], now_ms(), '+inf')) or 0) > 0
 local name = redis.call('HGET', bounds, 'layout')
 if layout == '' then
   if not is_served then redis.call('HDEL', bounds, 'layout', 'heir') end
@@ -32,7 +31,7 @@ elseif name ~= layout then
   if ARGV[2] == '0' then
     now = held_in(registry)
     before = now
-  elseif not name and is_served and not was_damaged[registry]
+  elseif not name and is_served and redis.call('HEXISTS', bounds, 'heir') == 0
       and redis.call('EXISTS', registry, brought) > 0 then
     before = now -- only the name was lost: no adapters are a registry, too
     if redis.call('EXISTS', brought) == 1 then

@@ -2,10 +2,11 @@
 -- clients ask again for the jobs in it. It also says what bounds the shard has, where no client can.
 -- KEYS[1] and on: the streams.
 -- ARGV: prefix, most jobs that wait in a stream, lanes, life of the bounds in ms, '1' of one that joins:
---       the latest to join decides how many jobs may wait
--- Returns the keys that were taken away.
-local prefix, most, lanes = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-local bounds = prefix .. ':bounds'
+--       the latest to join decides how many jobs may wait, none of the streams ends any more, and a
+--       damaged registry is left to others who know what was in it; the layout that the worker serves
+-- Returns whether the shard is called otherwise, then the keys that were taken away.
+local prefix, most, lanes, joins = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[5] == '1'
+local bounds, registry = prefix .. ':bounds', prefix .. ':adapters'
 local damaged, sound = {}, {}
 for _, stream in ipairs(KEYS) do
   local list = takes_entries(stream) and sound or damaged
@@ -16,8 +17,12 @@ for _, name in ipairs({':dead', ':account'}) do
 end
 local index = prefix .. ':waiting'
 if not given(redis.pcall('ZCARD', index)) then damaged[#damaged + 1] = index end
-for _, name in ipairs({':counters', ':adapters', ':bounds'}) do
-  if not given(redis.pcall('HLEN', prefix .. name)) then damaged[#damaged + 1] = prefix .. name end
+local is_alone = (given(redis.pcall('ZCOUNT', prefix .. ':workers', now_ms(), '+inf')) or 0) < 2
+for _, key in ipairs({prefix .. ':counters', bounds, registry}) do
+  if not given(redis.pcall('HLEN', key)) and (key ~= registry or is_alone or not joins) then
+    damaged[#damaged + 1] = key
+    if key == registry then redis.pcall('HDEL', bounds, 'layout') end -- its sisters have it
+  end
 end
 for _, key in ipairs(damaged) do redis.call('UNLINK', key) end
 local counted = redis.call('HGETALL', prefix .. ':counters')
@@ -28,7 +33,7 @@ for f = 1, #counted, 2 do
 end
 local held = given(redis.pcall('HGET', bounds, 'backlog'))
 held = held and tonumber(held)
-if ARGV[5] == '1' or not held or held < 1 then
+if joins or not held or held < 1 then
   redis.pcall('HSET', bounds, 'backlog', most, 'lanes', lanes)
   held = most
 end
@@ -42,4 +47,11 @@ for _, stream in ipairs(sound) do
     note_waiting(prefix, stream, string.format('%.0f', now_ms()))
   end
 end
-return damaged
+if joins then
+  for _, stream in ipairs(sound) do redis.call('PERSIST', stream) end
+  for _, name in ipairs({':dead', ':adapters', ':account', ':waiting'}) do
+    redis.call('PERSIST', prefix .. name)
+  end
+end
+local layout = given(redis.pcall('HGET', bounds, 'layout')) or ''
+return {layout ~= ARGV[6] and 1 or 0, unpack(damaged)}

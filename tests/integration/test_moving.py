@@ -364,7 +364,7 @@ def test_a_server_that_was_restored_does_not_bring_the_old_back(
         assert worker.service.status.failure is None
 
 
-@pytest.mark.parametrize("lost", ["everything", "bounds"])
+@pytest.mark.parametrize("lost", ["everything", "bounds", "their keys"])
 def test_who_comes_after_a_loss_takes_no_adapter_away(
     lost, any_server, redis_client, pool_name, tmp_path
 ):
@@ -376,6 +376,8 @@ def test_who_comes_after_a_loss_takes_no_adapter_away(
         shards = pool_shards(redis_client, pool_name)
         if lost == "everything":
             redis_client.delete(*redis_client.keys(f"*{pool_name}*"))
+        elif lost == "their keys":
+            redis_client.delete(*(shard.bounds for shard in shards))
         else:
             for shard in shards:
                 redis_client.set(shard.bounds, "damaged")

@@ -74,7 +74,7 @@ def bring(servers: Servers, keys: PoolKeys, info: ModelInfo, **how: bool) -> boo
     """Carry over all that was left, as a worker does that serves `info`."""
     heirs, left = info.shard_keys(keys), info.left_shards(keys)
     found = [carry_over(servers, shard, info, heirs, **how) for shard in left]
-    return all(found)
+    return None not in found
 
 
 # --- counters and dead letters -----------------------------------------------------------------
@@ -419,9 +419,116 @@ def test_damage_keeps_nobody_from_coming(
         server.set(getattr(shard, what), "x")
     enter(servers, keys, now)
     damaged = what == "adapters" and (lays == 1 or where == "now")
+    if damaged and lays == 1:
+        # It is served: who mends it may know what was there.
+        assert server.type(former[0].adapters) == b"string"
+        server.delete(former[0].adapters)
     assert known(server, keys, now) == [{} if damaged else {b"one": b"1"}] * now.shards
     for heir in heirs if lays == 2 else ():
         assert server.hget(heir.bounds, "layout") == now.layout.encode()
+
+
+class Away(Servers):
+    """Shards that fail apart: nothing is heard of those that are `away`."""
+
+    def __init__(self, server: Any) -> None:
+        super().__init__(lambda: server)
+        self.away: set[ShardKeys] = set()
+
+    def apart(self, shards: Any, do: Any, lost: Any = None) -> Any:
+        return None if shards[0] in self.away else do(self.for_shard(shards[0]))
+
+
+def forget(server: Any, shard: ShardKeys) -> None:
+    """Its node has lost everything."""
+    for key in server.scan_iter(f"{shard.prefix}:*"):
+        server.delete(key)
+
+
+def test_a_shard_that_lost_its_data_has_the_registry_of_the_others(
+    server: Any, servers: Servers, keys: PoolKeys
+) -> None:
+    """And not that of where the pool lay before: of that some were removed."""
+    before, now = layouts(1, 3)
+    (former,), heirs = before.shard_keys(keys), now.shard_keys(keys)
+    somebody_lives(server, [former])
+    server.hset(former.adapters, mapping={"one": "1", "two": "1"})
+    enter(servers, keys, now)
+    somebody_lives(server, heirs)
+    for heir in heirs:
+        server.hdel(heir.adapters, "one")
+        server.hset(heir.adapters, "three", "1")
+        server.pexpire(heir.brought, 600_000)
+    forget(server, heirs[0])
+    somebody_lives(server, heirs)
+    for _ in range(2):
+        enter(servers, keys, now)
+        assert known(server, keys, now) == [{b"two": b"1", b"three": b"1"}] * 3
+    assert 0 < server.pttl(heirs[0].brought) <= 600_000
+    # What is done there by who has yet to move is done here as in the others.
+    server.hdel(former.adapters, "two")
+    server.hset(former.adapters, "four", "1")
+    enter(servers, keys, now)
+    assert known(server, keys, now) == [{b"three": b"1", b"four": b"1"}] * 3
+    # Also once nothing is known any more of where it came from; one that was damaged is not taken.
+    server.delete(former.bounds, former.adapters, heirs[0].adapters, *(h.brought for h in heirs))
+    forget(server, heirs[1])
+    enter(servers, keys, now)
+    assert known(server, keys, now) == [{}, *[{b"three": b"1", b"four": b"1"}] * 2]
+    assert not server.exists(heirs[1].brought)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_shard_that_was_away_as_the_pool_came_back_forgets_what_was_there(
+    first: int, server: Any, keys: PoolKeys
+) -> None:
+    """It may have no layout's name, as one that has lost it, and somebody beats there by then."""
+    *_, before, there, now = layouts(*([1, 2, 3, 2] if first == 2 else [2, 3, 2]))
+    servers, heirs = Away(server), before.shard_keys(keys)
+    somebody_lives(server, heirs)
+    enter(servers, keys, before)
+    for heir in heirs:
+        server.hset(heir.adapters, mapping={"one": "1", "two": "1"})
+    servers.away.add(heirs[1])
+    enter(servers, keys, there)
+    carry_over(servers, heirs[0], there, there.shard_keys(keys))
+    somebody_lives(server, there.shard_keys(keys))
+    for shard in there.shard_keys(keys):
+        server.hdel(shard.adapters, "one")
+    enter(servers, keys, now)
+    servers.away.clear()
+    somebody_lives(server, heirs)
+    enter(servers, keys, now)
+    assert known(server, keys, now) == [{b"two": b"1"}] * 2
+    assert {server.hget(heir.bounds, "layout") for heir in heirs} == {now.layout.encode()}
+
+
+def test_shards_without_a_layout_have_the_registry_of_one_that_has_adapters(
+    server: Any, servers: Servers, keys: PoolKeys
+) -> None:
+    (info,) = layouts(3)
+    heirs = info.shard_keys(keys)
+    somebody_lives(server, heirs)
+    server.hset(heirs[2].adapters, "one", "1")
+    enter(servers, keys, info)
+    assert known(server, keys, info) == [{b"one": b"1"}] * 3
+
+
+def test_who_has_yet_to_see_that_the_pool_lies_elsewhere_calls_no_shard_by_the_former_name(
+    server: Any, servers: Servers, keys: PoolKeys
+) -> None:
+    first, second, third = layouts(1, 2, 1)
+    (shard,) = first.shard_keys(keys)
+    server.hset(shard.adapters, "one", "1")
+    server.set(keys.info, third.pack())
+    enter(servers, keys, third)
+    server.hset(shard.adapters, "two", "1")
+    for behind in (first, second):
+        enter(servers, keys, behind)
+    assert server.hget(shard.bounds, "layout") == third.layout.encode()
+    assert not any(server.exists(s.bounds, s.adapters) for s in second.shard_keys(keys))
+    enter(servers, keys, third)
+    assert known(server, keys, third) == [{b"one": b"1", b"two": b"1"}]
 
 
 def test_shards_of_the_same_keys_are_the_same(keys: PoolKeys) -> None:

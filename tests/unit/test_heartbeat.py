@@ -58,9 +58,11 @@ def clock() -> Time:
     return Time()
 
 
-def new(servers: Servers, keys: PoolKeys, info: ModelInfo = INFO) -> Heartbeat:
-    status = WorkerStatus({"id": "me", "pid": 7}, lambda: None)
-    return Heartbeat(servers, info.shard_keys(keys), "me", status, keys, info)
+def new(
+    servers: Servers, keys: PoolKeys, info: ModelInfo = INFO, consumer: str = "me"
+) -> Heartbeat:
+    status = WorkerStatus({"id": consumer, "pid": 7}, lambda: None)
+    return Heartbeat(servers, info.shard_keys(keys), consumer, status, keys, info)
 
 
 def consumers(server: Any, shard: ShardKeys) -> set[bytes]:
@@ -250,6 +252,71 @@ def test_the_latest_to_join_bounds_the_backlog_and_no_beat_changes_that(
     server.delete(*(f"{shard.prefix}:bounds" for shard in shards))
     second.beat(servers)
     assert bounds() == {b"5"}
+
+
+def test_shards_that_have_yet_to_come_into_the_layout_are_told_at_each_beat(
+    servers: Servers, server: Any, keys: PoolKeys, shards: tuple[ShardKeys, ...]
+) -> None:
+    info = INFO.moved_to(INFO.shards, INFO.lanes)
+    heartbeat, every = new(servers, keys, info), [shard.bounds for shard in shards]
+    for _ in range(2):
+        assert heartbeat.beat(servers) == every
+    for shard in shards:
+        server.hset(shard.bounds, "layout", info.layout)
+    assert heartbeat.beat(servers) == []
+    server.delete(shards[0].bounds)
+    server.hset(shards[1].bounds, "layout", "of before")
+    assert heartbeat.beat(servers) == every[:2]
+    for shard in shards:  # of a pool that no command laid there is nothing to be told
+        server.delete(shard.bounds)
+    assert new(servers, keys).beat(servers) == []
+
+
+def test_who_joins_keeps_what_others_had_end_also_where_a_shard_is_away_at_first(
+    servers: Servers, server: Any, keys: PoolKeys, shards: tuple[ShardKeys, ...], monkeypatch: Any
+) -> None:
+    asked = servers.apart
+    heartbeat, away = new(servers, keys), {shards[0].prefix}
+    ending = [key for shard in shards for key in (shard.stream().key, shard.dead, shard.adapters)]
+
+    def apart(some: Any, do: Any, lost: Any = None) -> Any:
+        return None if some[0].prefix in away else asked(some, do, lost)
+
+    def have_them_end() -> None:
+        for shard in shards:
+            server.xadd(shard.stream().key, {"job": "x"})
+            server.xadd(shard.dead, {"job": "x"})
+            server.hset(shard.adapters, "one", "1")
+        for key in ending:
+            server.pexpire(key, 600_000)
+
+    have_them_end()
+    monkeypatch.setattr(servers, "apart", apart)
+    heartbeat.beat(servers)
+    assert [server.pttl(key) < 0 for key in ending] == [False] * 3 + [True] * (len(ending) - 3)
+    away.clear()
+    heartbeat.beat(servers)
+    assert {server.pttl(key) for key in ending} == {-1}
+    have_them_end()
+    heartbeat.beat(servers)  # it has joined
+    assert all(server.pttl(key) > 0 for key in ending)
+
+
+def test_a_damaged_registry_is_mended_by_who_may_know_what_was_there(
+    servers: Servers, server: Any, keys: PoolKeys, shards: tuple[ShardKeys, ...]
+) -> None:
+    registry, bounds = shards[0].adapters, shards[0].bounds
+    info = INFO.moved_to(INFO.shards, INFO.lanes)
+    first = new(servers, keys, info)
+    server.set(registry, "damaged")
+    assert registry in first.beat(servers)  # nobody else is there
+    for shard in shards:
+        server.hset(shard.bounds, "layout", info.layout)
+    server.set(registry, "damaged")
+    assert new(servers, keys, info, consumer="other").beat(servers) == []
+    assert server.type(registry) == b"string"
+    # And other shards may know it, as long as this one goes by no name.
+    assert first.beat(servers) == [registry, bounds]
 
 
 class Ended:

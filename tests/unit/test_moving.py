@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +11,10 @@ import pytest
 import redis
 
 from lmpool.keys import PoolKeys
+from lmpool.model_info import ModelInfo
 from lmpool.servers import Servers
 from lmpool.worker import moving
+from lmpool.worker.carrying import carry_over, enter
 from lmpool.worker.moving import AWAY_PAUSE, CARRY_AFTER, Mover
 from lmpool.worker.status import WorkerStatus
 from tests.support.parts import Time, info_of
@@ -27,44 +31,92 @@ class Apart(Servers):
         return None if shards[0].prefix in self.away else do(self.for_shard(shards[0]))
 
 
+@dataclass
+class Looking:
+    """A mover whose thread is the test, at times that the test makes."""
+
+    now: ModelInfo
+    keys: PoolKeys
+    servers: Apart
+    clock: Time
+    mover: Mover = field(init=False)
+
+    def __post_init__(self) -> None:
+        status = WorkerStatus({}, lambda: None)
+        status.stopping.set()  # it has no thread
+        seat = SimpleNamespace(info=self.now, shards=self.now.shard_keys(self.keys))
+        service: Any = SimpleNamespace(seat=seat, keys=self.keys, status=status)
+        self.mover = Mover(service, lambda: self.servers)
+        self.mover.look_after(self.now.left_shards(self.keys))
+
+    def go_on(self, seconds: float) -> None:
+        until = self.clock.now + seconds
+        while self.clock.now < until:
+            self.mover._carry(self.servers)
+            self.clock.now += 0.5
+
+
+@pytest.fixture
+def server(fake_url: str) -> Iterator[Any]:
+    with redis.Redis.from_url(fake_url, protocol=2) as client:
+        yield client
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
+    found = Time()
+    monkeypatch.setattr(moving, "time", found)
+    return found
+
+
 def test_what_was_away_for_as_long_as_others_are_looked_at_is_taken_along_once_it_is_back(
-    fake_url: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+    server: Any, clock: Time, pool_name: str
 ) -> None:
-    keys, clock = PoolKeys(pool_name), Time()
-    monkeypatch.setattr(moving, "time", clock)
+    keys, servers = PoolKeys(pool_name), Apart(server)
     before = info_of(2)
     now = before.moved_to(1, 1)
     former, (heir,) = before.shard_keys(keys), now.shard_keys(keys)
-    status = WorkerStatus({}, lambda: None)
-    status.stopping.set()  # it has no thread: the test is its thread
-    seat = SimpleNamespace(info=now, shards=now.shard_keys(keys))
-    service: Any = SimpleNamespace(seat=seat, keys=keys, status=status)
-    with redis.Redis.from_url(fake_url, protocol=2) as client:
-        server: Any = client
-        servers = Apart(server)
-        mover = Mover(service, lambda: servers)
-        for shard in former:
-            server.hset(shard.counters, "computed", 10 + shard.number)
-            server.xadd(shard.stream().key, {"job": "x"})
-        servers.away.add(former[1].prefix)
-        mover.look_after(now.left_shards(keys))
+    for shard in former:
+        server.hset(shard.counters, "computed", 10 + shard.number)
+        server.xadd(shard.stream().key, {"job": "x"})
+    servers.away.add(former[1].prefix)
+    looking = Looking(now, keys, servers, clock)
+    looking.go_on(2 * CARRY_AFTER[-1])
+    assert server.hgetall(heir.counters) == {b"computed": b"10"}
+    assert [server.xlen(shard.stream().key) for shard in former] == [0, 1]
+    servers.away.clear()
+    looking.go_on(AWAY_PAUSE + 1)
+    assert server.hgetall(heir.counters) == {b"computed": b"21"}
+    assert [server.xlen(shard.stream().key) for shard in former] == [0, 1]
+    looking.go_on(CARRY_AFTER[-1])
+    assert [server.xlen(shard.stream().key) for shard in former] == [0, 0]
+    # And then no more.
+    server.hset(former[1].counters, "computed", 1)
+    looking.go_on(2 * CARRY_AFTER[-1])
+    assert server.hgetall(heir.counters) == {b"computed": b"21"}
 
-        def go_on(seconds: float) -> None:
-            until = clock.now + seconds
-            while clock.now < until:
-                mover._carry(servers)
-                clock.now += 0.5
 
-        go_on(2 * CARRY_AFTER[-1])
-        assert server.hgetall(heir.counters) == {b"computed": b"10"}
-        assert [server.xlen(shard.stream().key) for shard in former] == [0, 1]
-        servers.away.clear()
-        go_on(AWAY_PAUSE + 1)
-        assert server.hgetall(heir.counters) == {b"computed": b"21"}
-        assert [server.xlen(shard.stream().key) for shard in former] == [0, 1]
-        go_on(CARRY_AFTER[-1])
-        assert [server.xlen(shard.stream().key) for shard in former] == [0, 0]
-        # And then no more.
-        server.hset(former[1].counters, "computed", 1)
-        go_on(2 * CARRY_AFTER[-1])
-        assert server.hgetall(heir.counters) == {b"computed": b"21"}
+def test_what_was_away_across_two_moves_comes_along_by_way_of_the_first_heir(
+    server: Any, clock: Time, pool_name: str
+) -> None:
+    keys, servers = PoolKeys(pool_name), Apart(server)
+    first = info_of(1)
+    second = first.moved_to(2, 1)
+    third = second.moved_to(3, 1)
+    (shard,) = first.shard_keys(keys)
+    enter(servers, keys, second)
+    carry_over(servers, shard, second, second.shard_keys(keys))  # it is told its heir
+    enter(servers, keys, third)
+    server.hset(shard.counters, "computed", 10)
+    for number in range(3):
+        server.xadd(shard.dead, {"job": "x", "reason": f"so {number}"})
+    servers.away.add(shard.prefix)
+    looking = Looking(third, keys, servers, clock)
+    looking.go_on(2 * CARRY_AFTER[-1])
+    servers.away.clear()
+    looking.go_on(AWAY_PAUSE + 1)
+    heirs = third.shard_keys(keys)
+    assert sum(int(server.hget(heir.counters, "computed") or 0) for heir in heirs) == 10
+    assert sum(server.xlen(heir.dead) for heir in heirs) == 3
+    looking.go_on(2 * CARRY_AFTER[-1])
+    assert not looking.mover._left

@@ -24,6 +24,7 @@ def test_every_script_is_known() -> None:
         "complete",
         "enqueue",
         "enter",
+        "enter_too",
         "evict",
         "inherit",
         "leave",

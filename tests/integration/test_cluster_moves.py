@@ -1,0 +1,131 @@
+"""A pool on a real cluster that gets other shards and lanes while a part of it is away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmpool.keys import PoolKeys, ShardKeys
+from lmpool.model_info import ModelInfo
+from lmpool.shards import change, look
+from lmpool.slots import slot_of
+from tests.integration.test_adapters import write_adapter
+from tests.support.cluster import Cluster, ClusterNode
+from tests.support.redis_client import open_redis
+from tests.support.waiting import until
+from tests.support.workers import InProcessWorker, in_process_worker
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.one_server]
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[Any]:
+    with open_redis(cluster.url) as client:
+        yield client
+
+
+def shards_now(client: Any, pool: str) -> tuple[ModelInfo, tuple[ShardKeys, ...]]:
+    keys = PoolKeys(pool)
+    info = ModelInfo.unpack(client.get(keys.info))
+    return info, info.shard_keys(keys)
+
+
+def a_node_without(cluster: Cluster, *slots: int) -> ClusterNode:
+    others = [cluster.owner(slot) for slot in slots]
+    return next(node for node in cluster.primaries() if node not in others)
+
+
+def moved(url: str, pool: str) -> None:
+    """Wait until no worker has yet to move, as far as can be seen."""
+    until(lambda: look(url, pool).is_done, 60, what="the workers to move")
+
+
+def register(worker: InProcessWorker, name: str, path: str) -> None:
+    """As a client asks for it."""
+    service = worker.service
+    assert service.loop is not None
+    assert service.adapters is not None
+    adapters = service.adapters
+    service.loop.call(lambda: adapters.add(name, path)).result(60)
+
+
+def remove(worker: InProcessWorker, name: str) -> None:
+    service = worker.service
+    assert service.loop is not None
+    assert service.adapters is not None
+    adapters = service.adapters
+    service.loop.call(lambda: adapters.remove(name)).result(60)
+
+
+def test_a_shard_that_was_away_during_a_move_comes_into_the_layout_once_it_is_back(
+    cluster: Cluster, client: Any, pool_name: str, tmp_path: Path
+) -> None:
+    paths = {name: write_adapter(tmp_path / name, name) for name in ("one", "two")}
+    options: dict[str, Any] = {"shards": 3, "lanes": 1, "adapter_dirs": [str(tmp_path)]}
+    with in_process_worker(cluster.url, pool_name, **options) as worker:
+        for name, path in paths.items():
+            register(worker, name, path)
+        _, shards = shards_now(client, pool_name)
+        victim = a_node_without(cluster, slot_of(PoolKeys(pool_name).info))
+        away = [shard for shard in shards if cluster.owner(shard.slot) is victim]
+        others = [shard for shard in shards if shard not in away]
+        for shard in away:  # as who has left a shard has them end
+            for key in (shard.stream().key, shard.adapters):
+                assert client.pexpire(key, 600_000)
+        victim.pause()
+        try:
+            change(cluster.url, pool_name, lanes=4, wait=0.0)  # of which nothing is left behind
+            moved(cluster.url, pool_name)
+            info, _ = shards_now(client, pool_name)
+            name = info.layout.encode()
+            for shard in others:
+                assert client.hget(shard.bounds, "layout") == name
+                client.hdel(shard.adapters, "one")  # it was removed meanwhile
+        finally:
+            victim.resume()
+        cluster.wait_until_ok()
+        for shard in away:
+            until(
+                lambda shard=shard: client.hget(shard.bounds, "layout") == name,
+                60,
+                what="the shard to come into the layout",
+            )
+            assert client.hkeys(shard.adapters) == [b"two"]
+            assert {client.pttl(key) for key in (shard.stream().key, shard.adapters)} == {-1}
+
+
+def test_an_adapter_that_was_removed_does_not_come_back_with_a_node_that_lost_its_data(
+    cluster: Cluster, client: Any, pool_name: str, tmp_path: Path
+) -> None:
+    paths = {name: write_adapter(tmp_path / name, name) for name in ("one", "two", "three")}
+    options: dict[str, Any] = {"shards": 1, "lanes": 1, "adapter_dirs": [str(tmp_path)]}
+    with in_process_worker(cluster.url, pool_name, **options) as worker:
+        for name in ("one", "two"):
+            register(worker, name, paths[name])
+        _, (former,) = shards_now(client, pool_name)
+        change(cluster.url, pool_name, 6)
+        moved(cluster.url, pool_name)
+        remove(worker, "one")
+        info, shards = shards_now(client, pool_name)
+        victim = a_node_without(cluster, slot_of(PoolKeys(pool_name).info), former.slot)
+        lost = [shard for shard in shards if cluster.owner(shard.slot) is victim]
+        assert lost
+        # Who started later knows nothing that it was not asked for.
+        with in_process_worker(cluster.url, pool_name, **options) as later:
+            register(later, "three", paths["three"])
+            worker.stop()
+            victim.kill()
+            victim.start()
+            cluster.wait_until_ok()
+            name = info.layout.encode()
+            for shard in lost:
+                until(
+                    lambda shard=shard: client.hget(shard.bounds, "layout") == name,
+                    60,
+                    what="the shard to come into the layout",
+                )
+                assert set(client.hkeys(shard.adapters)) == {b"two", b"three"}
+            assert client.hkeys(former.adapters) != []  # it was still there
