@@ -18,7 +18,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 # Imported where it is used: settings and commands know of places, and start quickly.
@@ -53,6 +53,9 @@ LANES_MOST: Final = 1024
 
 ASKED_TOGETHER: Final = 1 << 15
 """Hashes of lanes with workers that are looked at together."""
+
+KNOWN_FIRST: Final = 8
+"""So many workers that a lane asks first are remembered while others come and go."""
 
 Words: TypeAlias = "npt.NDArray[np.uint64]"
 
@@ -132,27 +135,22 @@ def _mixed(words: Words) -> Words:
     import numpy as np
 
     words = words + np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(0x94D049BB133111EB)
+    words ^= words >> np.uint64(31)
+    return words
 
 
+@lru_cache(maxsize=1 << 14)
 def _word(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def homes(workers: Sequence[str], shard: int, lanes: int) -> npt.NDArray[np.intp]:
-    """The home of each lane of a shard: intp [lanes], places in `workers`; there must be one.
-
-    Those in use by so many workers are shared out by themselves, up to `most_homes` to each; so are
-    the others, in which something may have been left.
-    """
-    import numpy as np
-
-    names = np.array([_word(worker) for worker in workers], np.uint64)
-    places = _mixed(np.arange(lanes, dtype=np.uint64) + np.uint64(shard << 16))
-    used = lanes_in_use(len(workers), lanes)
-    return np.concatenate([_shared_out(places[:used], names), _shared_out(places[used:], names)])
+    """The home of each lane of a shard: intp [lanes], places in `workers`; there must be one."""
+    return Rendezvous(shard, lanes).among(workers)
 
 
 def most_homes(workers: int, lanes: int) -> int:
@@ -160,32 +158,155 @@ def most_homes(workers: int, lanes: int) -> int:
     return math.ceil(HOME_MOST * lanes / workers)
 
 
-def _shared_out(places: Words, names: Words) -> npt.NDArray[np.intp]:
-    """A worker for each lane, and none for more than it may have: intp [lanes].
+class Rendezvous:
+    """The homes of a shard's lanes, among workers that come and go.
 
-    The stable marriage of both by the hash that they have in common (Gale and Shapley 1962): a lane
-    asks the worker with the highest hash that has not turned it away, and a worker that is asked by
-    too many turns away those with the lowest. The order of either does not matter.
+    The workers that each lane asks first are known from before: of one that comes no more than its
+    own hashes are computed, and those of all for lanes whom none of these takes.
     """
-    import numpy as np
 
-    most = most_homes(names.size, places.size)
-    home = np.zeros(places.size, np.intp)
-    score = np.zeros(places.size, np.uint64)
-    bound = np.zeros(names.size, np.uint64)
-    left = np.arange(places.size)
-    while left.size:
-        # A few lanes with all workers at a time: what fits into a processor's cache.
-        for some in np.array_split(left, -(-left.size * names.size // ASKED_TOGETHER)):
-            scores = _mixed(places[some, None] ^ names)
-            scores[scores <= bound] = 0
-            home[some] = scores.argmax(1)
-            score[some] = scores.max(1)
-        order = np.lexsort((~score, home))
-        nth = np.arange(order.size) - np.searchsorted(home[order], home[order])
-        last, left = order[nth == most - 1], order[nth >= most]
-        bound[home[last]] = score[last]
-    return home
+    def __init__(self, shard: int, lanes: int) -> None:
+        import numpy as np
+
+        self._places = _mixed(np.arange(lanes, dtype=np.uint64) + np.uint64(shard << 16))
+        self._workers: Sequence[str] = ()
+        self._words: Words = np.zeros(0, np.uint64)
+        self._first = np.zeros((lanes, KNOWN_FIRST), np.intp)
+        """By lane: nobody who is not among them has a higher hash."""
+        self._hashes = np.zeros((lanes, KNOWN_FIRST), np.uint64)
+        """Theirs, the highest first; 0 where nobody is known."""
+
+    def own(self, worker: str, workers: Iterable[str]) -> tuple[int, ...]:
+        """The lanes whose home `worker` is, among it and the others of `workers`."""
+        if len(self._places) == 1:
+            return (0,)
+        living = sorted({worker, *workers})
+        mine = self.among(living) == living.index(worker)
+        return tuple(mine.nonzero()[0].tolist())
+
+    def among(self, workers: Sequence[str]) -> npt.NDArray[np.intp]:
+        """The home of each lane: intp [lanes], places in `workers`; there must be one.
+
+        Lanes in use by so many workers are shared out by themselves, up to `most_homes` to each; so
+        are the others, in which something may have been left.
+        """
+        import numpy as np
+
+        now = {worker: place for place, worker in enumerate(workers)}
+        moved = np.array([now.get(worker, -1) for worker in self._workers], np.intp)
+        came = now.keys() - self._workers
+        self._workers = workers
+        self._words = np.array([_word(worker) for worker in workers], np.uint64)
+        learns = 4 * len(came) < len(workers)  # else many more may be about to come
+        if not learns:
+            self._first[:], self._hashes[:] = 0, 0
+        else:
+            self._move(moved)
+            if came:
+                self._add(np.array([now[worker] for worker in came], np.intp))
+        lanes = len(self._places)
+        used = lanes_in_use(len(workers), lanes)
+        return np.concatenate(
+            [self._shared_out(*part, learns) for part in ((0, used), (used, lanes))]
+        )
+
+    def _move(self, moved: npt.NDArray[np.intp]) -> None:
+        """Workers have other places now, or -1 for none."""
+        import numpy as np
+
+        first = moved[self._first]
+        gone = first < 0
+        self._first = np.where(gone, 0, first)
+        self._hashes[gone] = 0
+        lanes = np.flatnonzero(gone.any(1))
+        self._know(lanes, self._first[lanes], self._hashes[lanes])
+
+    def _add(self, came: npt.NDArray[np.intp]) -> None:
+        """Workers at these places have come."""
+        import numpy as np
+
+        hashes = _mixed(self._places[:, None] ^ self._words[came])
+        # Of those below the last that is known, others may come before.
+        last = np.where(self._hashes, self._hashes, ~np.uint64(0)).min(1)
+        hashes[hashes < last[:, None]] = 0
+        lanes = np.flatnonzero(hashes.any(1))
+        first = np.broadcast_to(came, (lanes.size, came.size))
+        self._know(
+            lanes,
+            np.concatenate([self._first[lanes], first], 1),
+            np.concatenate([self._hashes[lanes], hashes[lanes]], 1),
+        )
+
+    def _know(
+        self, lanes: npt.NDArray[np.intp], first: npt.NDArray[np.intp], hashes: Words
+    ) -> None:
+        """Those with the highest hashes come first in these lanes: of some workers' places and
+        hashes, [lanes, workers] each."""
+        import numpy as np
+
+        order = (~hashes).argsort(1)[:, :KNOWN_FIRST]
+        count = order.shape[1]
+        self._hashes[lanes] = 0
+        self._hashes[lanes, :count] = np.take_along_axis(hashes, order, 1)
+        self._first[lanes, :count] = np.take_along_axis(first, order, 1)
+
+    def _learn(self, lanes: npt.NDArray[np.intp], hashes: Words) -> None:
+        """Know who comes first in these lanes, whose hashes with all workers are given."""
+        import numpy as np
+
+        share = min(1.0, 1.5 * KNOWN_FIRST / self._words.size)
+        lane, place = (hashes >= np.uint64((1.0 - share) * 2**64)).nonzero()
+        nth = np.arange(lane.size) - np.searchsorted(lane, lane)
+        shape = len(lanes), nth.max(initial=0) + 1
+        first, known = np.zeros(shape, np.intp), np.zeros(shape, np.uint64)
+        first[lane, nth] = place
+        known[lane, nth] = hashes[lane, place]
+        self._know(lanes, first, known)
+
+    def _ask(self, lanes: npt.NDArray[np.intp], bound: Words) -> tuple[npt.NDArray[np.intp], Words]:
+        """The first worker that is known of each lane and that takes hashes above its `bound`, and
+        that hash; 0 where there is none."""
+        import numpy as np
+
+        first, hashes = self._first[lanes], self._hashes[lanes]
+        taken = np.where(hashes > bound[first], hashes, 0)
+        which = taken.argmax(1)[:, None]
+        return (
+            np.take_along_axis(first, which, 1)[:, 0],
+            np.take_along_axis(taken, which, 1)[:, 0],
+        )
+
+    def _shared_out(self, begin: int, end: int, learns: bool) -> npt.NDArray[np.intp]:
+        """A worker for each of these lanes, and none for more than it may have: intp [lanes].
+
+        The stable marriage of both by the hash that they have in common (Gale and Shapley 1962): a
+        lane asks the worker with the highest hash that has not turned it away, and a worker that is
+        asked by too many turns away those with the lowest. The order of either does not matter.
+        """
+        import numpy as np
+
+        names = self._words
+        most = most_homes(names.size, end - begin)
+        home = np.zeros(end - begin, np.intp)
+        score = np.zeros(end - begin, np.uint64)
+        bound = np.zeros(names.size, np.uint64)
+        left = np.arange(end - begin)
+        while left.size:
+            home[left], score[left] = self._ask(begin + left, bound)
+            others = left[score[left] == 0]
+            # A few lanes with all workers at a time: what fits into a processor's cache.
+            for some in np.array_split(others, 1 + others.size * names.size // ASKED_TOGETHER):
+                hashes = _mixed(self._places[begin + some, None] ^ names)
+                if learns:
+                    self._learn(begin + some, hashes)
+                hashes[hashes <= bound] = 0
+                home[some] = hashes.argmax(1)
+                score[some] = hashes.max(1)
+            order = np.lexsort((~score, home))
+            nth = np.arange(order.size) - np.searchsorted(home[order], home[order])
+            last, left = order[nth == most - 1], order[nth >= most]
+            bound[home[last]] = score[last]
+        return home
 
 
 def lanes_in_use(workers: int, lanes: int) -> int:
@@ -208,11 +329,7 @@ def usual_lanes(shards: int) -> int:
 
 def own_lanes(worker: str, workers: Iterable[str], shard: int, lanes: int) -> tuple[int, ...]:
     """The lanes of a shard whose home `worker` is, among it and the others of `workers`."""
-    if lanes == 1:
-        return (0,)
-    living = sorted({worker, *workers})
-    mine = homes(living, shard, lanes) == living.index(worker)
-    return tuple(mine.nonzero()[0].tolist())
+    return Rendezvous(shard, lanes).own(worker, workers)
 
 
 def patience(tokens: float, seconds_per_token: float) -> float:

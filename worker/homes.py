@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 
-from lmpool.affinity import own_lanes
+from lmpool.affinity import Rendezvous
 from lmpool.keys import PRIORITIES, JobStream, ShardKeys
 
 
 class Homes:
     """The streams of a worker's own lanes, by shard: all of them, until it knows the other workers.
 
-    The heartbeat writes and others read: what they get is never changed.
+    Heartbeats write, on whatever thread, and others read: what they get is never changed.
     """
 
     def __init__(self, shards: Sequence[ShardKeys], consumer: str) -> None:
         self._consumer = consumer
+        self._lock = threading.Lock()
+        self._meet = {shard.prefix: Rendezvous(shard.number, shard.lanes) for shard in shards}
         self._all = {shard.prefix: shard.streams for shard in shards}
         self._own = dict(self._all)
         self._read = dict(self._own)
@@ -28,16 +31,17 @@ class Homes:
     ) -> None:
         """Take over who lives, as far as that has changed, and how many lanes are in use."""
         living = set(workers)
-        if living:
-            lanes = own_lanes(self._consumer, living, shard.number, shard.lanes)
-            self._own[shard.prefix] = tuple(
-                shard.stream(priority, lane) for lane in lanes for priority in PRIORITIES
-            )
-        if living or used != self._used[shard.prefix]:
-            own = self._own[shard.prefix]
-            self._read[shard.prefix] = tuple(stream for stream in own if stream.lane < used)
-            self._used[shard.prefix] = used
-        self.change[shard.prefix] = change
+        with self._lock:
+            if living:
+                lanes = self._meet[shard.prefix].own(self._consumer, living)
+                self._own[shard.prefix] = tuple(
+                    shard.stream(priority, lane) for lane in lanes for priority in PRIORITIES
+                )
+            if living or used != self._used[shard.prefix]:
+                own = self._own[shard.prefix]
+                self._read[shard.prefix] = tuple(stream for stream in own if stream.lane < used)
+                self._used[shard.prefix] = used
+            self.change[shard.prefix] = change
 
     def own(self, shard: ShardKeys) -> tuple[JobStream, ...]:
         """The streams of this worker's lanes of a shard."""

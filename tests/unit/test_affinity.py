@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from lmpool.affinity import (
     LEAST_PATIENCE,
     MOST_PATIENCE,
     Placement,
+    Rendezvous,
     Waiting,
     homes,
     lanes_in_use,
@@ -179,6 +181,55 @@ def test_where_lists_of_workers_differ_most_lanes_have_one_home_all_the_same() -
         for lane in own_lanes(worker, workers[: 19 + n % 2], 0, lanes)
     )
     assert sum(claimed[lane] != 1 for lane in range(lanes)) < 2.5 * lanes / 20
+
+
+def by_all_hashes(workers: Sequence[str], shard: int, lanes: int) -> list[int]:
+    """Homes by the same rule, one lane after another, of nothing but the hashes of all pairs."""
+
+    def mixed(word: int) -> int:
+        word = (word + 0x9E3779B97F4A7C15) % 2**64
+        word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
+        return word ^ word >> 31
+
+    digests = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in workers]
+    words = [int.from_bytes(digest, "little") for digest in digests]
+    found: list[int] = []
+    used = lanes_in_use(len(workers), lanes)
+    for part in (range(used), range(used, lanes)):
+        hashes = {n: [mixed(mixed(n + (shard << 16)) ^ word) for word in words] for n in part}
+        asks = {n: sorted(range(len(words)), key=hashes[n].__getitem__) for n in part}
+        has: dict[int, list[int]] = {worker: [] for worker in range(len(words))}
+        left = list(part)
+        while left:
+            lane = left.pop()
+            worker = asks[lane].pop()
+            has[worker].append(lane)
+            if len(has[worker]) > most_homes(len(workers), len(part)):
+                left.append(min(has[worker], key=lambda n: hashes[n][worker]))
+                has[worker].remove(left[-1])
+        at = {lane: worker for worker, its in has.items() for lane in its}
+        found += [at[lane] for lane in part]
+    return found
+
+
+@pytest.mark.parametrize(("most", "lanes"), [(6, 40), (24, 64), (40, 12), (40, 200), (90, 64)])
+def test_homes_of_workers_that_come_and_go_are_those_of_who_are_there(
+    most: int, lanes: int
+) -> None:
+    """Whatever is remembered of others."""
+    rng = np.random.default_rng(most * lanes)
+    meet, workers = Rendezvous(5, lanes), some_names(rng, most)
+    for step in range(30):
+        found = meet.among(workers)
+        assert found.tolist() == by_all_hashes(workers, 5, lanes)
+        # One or some go, one or some come; at times many, in any order.
+        many = 1 + int(rng.integers(3 if step % 10 else most))
+        stay = list(rng.permutation(workers))[int(rng.integers(many + 1)) :]
+        workers = [*map(str, stay), *some_names(rng, int(rng.integers(many + 1)))]
+        workers = workers[: most + 4] or names(1)
+        if step % 3:
+            workers.sort()
 
 
 def test_shards_have_homes_of_their_own() -> None:
