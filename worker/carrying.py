@@ -44,18 +44,19 @@ def without(shards: Sequence[ShardKeys], others: Sequence[ShardKeys]) -> list[Sh
 
 def enter(
     servers: Servers, keys: PoolKeys, info: ModelInfo, before: Sequence[ShardKeys] = ()
-) -> None:
+) -> bool:
     """Give the shards of `info` the registry of adapters, as it is where the pool lay before, and
     what was changed there since it was last brought. Of one without a layout that is `before`.
 
-    A shard that was away, or has lost its data, has it as the others of its layout. Nothing is done
-    once the pool lies elsewhere. Raises redis-py's exceptions, where shards fail apart only what is
-    no loss, or if it cannot be said where the pool lies.
+    A shard that was away, or has lost its data, has it as the others of its layout. False, and
+    nothing is done, once the pool lies elsewhere: who has yet to see that calls no shard by a
+    former name. Raises redis-py's exceptions, where shards fail apart only what is no loss, or if
+    it cannot be said where the pool lies.
     """
     held = get_string(servers.for_key(keys.info), keys.info)
     with suppress(WireError):
         if ModelInfo.unpack(held or b"").follows(info):
-            return  # who has yet to see that calls no shard by the name of before
+            return False
     heirs = info.shard_keys(keys)
     if info.layout:
         source = _source(servers, keys, info)
@@ -75,6 +76,7 @@ def enter(
             continue
         if servers.apart([heir], give):
             servers.settle(servers.for_shard(heir))
+    return True
 
 
 class _Sister(NamedTuple):
@@ -200,6 +202,7 @@ def _enter_too(heir: ShardKeys, layout: str, sister: _Sister, server: Server) ->
 class _Parted(NamedTuple):
     """What a shard that the pool has left says of itself."""
 
+    is_left: bool
     is_served: bool
     heir: ShardKeys
     name: bytes
@@ -216,19 +219,22 @@ def carry_over(
     empty: bool = False,
 ) -> Sequence[ShardKeys] | None:
     """Give the heirs the counters and dead letters of a shard that the pool has left. Once nobody
-    is served there have its keys end, free its results, and with `empty` drop its jobs.
+    is served there have its keys end, free its results, and with `empty` drop its jobs. Of one that
+    the pool is back in they are given what was set aside before.
 
     Returns those that were given anything: what they were called by whoever parted first, maybe
     shards that the pool has left, too. None where one is away, for the next time. Raises redis-py's
     exceptions as `Servers.apart` does.
     """
     left = [layout.name for layout in info.layouts] if info.layout else [""]
+    if not without([shard], heirs):
+        left = []  # also while it goes by a former name
     heir = heirs[shard.number % len(heirs)]
     found = servers.apart([shard], partial(_part, shard, heir, left, b"", True, empty))
     if found is None:
         return None
     if not found:
-        return ()  # the pool is back
+        return ()  # the pool is back, and has it all
     (parted,) = found
     if not parted.is_served:
         store = ResultStore(servers, [shard], None)
@@ -237,7 +243,9 @@ def carry_over(
     heir, name, counted, start = parted.heir, parted.name, parted.counted, "-"
     given: Sequence[ShardKeys] = ()
     while True:
-        letters = servers.apart([shard], partial(_letters, shard, start))
+        letters: list[Entry] | None = []
+        if parted.is_left:
+            letters = servers.apart([shard], partial(_letters, shard, start))
         if letters is None:
             return None
         if not (name or letters):
@@ -313,7 +321,7 @@ def _part(
     served, prefix, *values = found
     fields = dict(zip(values[::2], values[1::2], strict=True))
     name = fields.pop(b"", b"")
-    return [_Parted(bool(served), ShardKeys(prefix.decode()), name, fields)]
+    return [_Parted(served < 2, served > 0, ShardKeys(prefix.decode()), name, fields)]
 
 
 def _inherit(

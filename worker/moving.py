@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import redis.exceptions
 
 from lmpool.errors import LmpoolError, ServerUnreachable
-from lmpool.keys import ShardKeys
+from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.server import is_lost
 from lmpool.servers import Servers
@@ -63,6 +63,13 @@ class _Left:
             return False
         self.due = self._since + CARRY_AFTER[self._looks]
         return True
+
+
+def left_on_the_way(info: ModelInfo, keys: PoolKeys) -> Sequence[ShardKeys]:
+    """What a pool left that lies so now; and its shards if it is back in them, as something may
+    have been set aside there for others."""
+    is_back = any(layout.shards == info.shards for layout in info.layouts)
+    return [*(info.shard_keys(keys) if is_back else ()), *info.left_shards(keys)]
 
 
 class Mover:
@@ -162,8 +169,7 @@ class Mover:
         """What the pool left, as far as is known now that a seat has ended."""
         now = self._service.seat
         assert now is not None
-        gone = without(seat.shards, now.shards)
-        return [*gone, *now.info.left_shards(self._service.keys)]
+        return [*without(seat.shards, now.shards), *left_on_the_way(now.info, self._service.keys)]
 
     def _leave_former(self, servers: Servers) -> None:
         """Leave those shards whose jobs are all published, or were let go."""
@@ -208,12 +214,11 @@ class Mover:
         for left in due:
             shard, last, found = left.shard, left.is_last, False
             try:
+                given = carry_over(servers, shard, now.info, now.shards, empty=last)
+                found = given is not None
                 if shard.prefix in own:  # or the pool is back
-                    found = end_lanes(servers, shard, own[shard.prefix], empty=last)
-                else:
-                    given = carry_over(servers, shard, now.info, now.shards, empty=last)
-                    found = given is not None
-                    self._follow(without(given or (), now.shards))
+                    found = found and end_lanes(servers, shard, own[shard.prefix], empty=last)
+                self._follow(without(given or (), now.shards))
             except (redis.exceptions.RedisError, OSError) as error:
                 logger.debug("what was left could not be taken along: %s", error)
             if not left.looked(found):

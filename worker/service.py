@@ -44,7 +44,7 @@ from lmpool.worker.membership import (
     say_what_is_not_taken,
     usual_places,
 )
-from lmpool.worker.moving import Mover
+from lmpool.worker.moving import Mover, left_on_the_way
 from lmpool.worker.patience import patiently
 from lmpool.worker.pieces import Tellings
 from lmpool.worker.progress import StartProgress
@@ -105,7 +105,7 @@ class Service:
         """Where it beats and reads, once it serves."""
         self._tally = Tally((), self.status)
         self._mover = Mover(self, self._open)
-        self._entered: Future[None] | None = None
+        self._entered: Future[bool] | None = None
         """The latest `_register_again`."""
         self._batcher: Batcher | None = None
         self._publisher: Publisher | None = None
@@ -187,7 +187,7 @@ class Service:
             BatchTraces(options.pool, info.model, info.engine),
         )
         self._control = control
-        self._mover.look_after(info.left_shards(self.keys))
+        self._mover.look_after(left_on_the_way(info, self.keys))
         self._sit(seat, engine)
         for name, target in (
             ("publisher", self._publisher.run),
@@ -272,10 +272,13 @@ class Service:
             beating = self._open(answers_within=ANSWER_WITHIN)
             seat = self._new_seat(info, beating)
             try:
-                self._patiently(lambda: self._appear_too(servers, before, seat))
+                appeared = self._patiently(lambda: self._appear_too(servers, before, seat))
             except BaseException:
                 self.close_servers(beating)
                 raise
+            if not appeared:
+                self.close_servers(beating)
+                return False
             before.ended.set()
             batcher.wake()
             for name in ("intake", "recovery"):
@@ -299,10 +302,13 @@ class Service:
             logger.warning("jobs of before stay there, and are asked again: %s", error)
         return True
 
-    def _appear_too(self, servers: Servers, before: Seat, seat: Seat) -> None:
-        """Be there beside the seat of before: clients that come find the adapters."""
-        enter(servers, self.keys, seat.info, before.shards)
+    def _appear_too(self, servers: Servers, before: Seat, seat: Seat) -> bool:
+        """Be there beside the seat of before: clients that come find the adapters. Not if the pool
+        has moved on meanwhile."""
+        if not enter(servers, self.keys, seat.info, before.shards):
+            return False
         self._appear(servers, seat)
+        return True
 
     def _give_back(self, servers: Servers, shards: Sequence[ShardKeys], batcher: Batcher) -> None:
         """Let others run what came from these shards and was not begun."""

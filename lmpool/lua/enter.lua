@@ -21,19 +21,19 @@ for _, key in ipairs({registry, brought, bounds}) do
 end
 local function held_in(key) return entries_of(given(redis.pcall('HGETALL', key)) or {}, 1) end
 
-local now, before, known_for = entries_of(ARGV, 5), nil, ARGV[3]
+local now, before, known_for = entries_of(ARGV, 5), {}, ARGV[3]
 local name = redis.call('HGET', bounds, 'layout')
 if layout == '' then
   if not is_served then redis.call('HDEL', bounds, 'layout', 'heir') end
   if ARGV[2] == '0' or redis.call('EXISTS', registry) == 1 then return 0 end
-  before = {}
 elseif name ~= layout then
   if ARGV[2] == '0' then
     now = held_in(registry)
     before = now
   elseif not name and is_served and redis.call('HEXISTS', bounds, 'heir') == 0
       and redis.call('EXISTS', registry, brought) > 0 then
-    before = now -- only the name was lost: no adapters are a registry, too
+    -- Only the name was lost: no adapters are a registry, too. Or it came late, and some are new.
+    for name in pairs(held_in(registry)) do before[name] = now[name] end
     if redis.call('EXISTS', brought) == 1 then
       before = held_in(brought)
       before[''] = nil
@@ -41,7 +41,6 @@ elseif name ~= layout then
     end
   else
     redis.call('DEL', registry) -- of a time when the pool was here before
-    before = {}
   end
   redis.call('HDEL', bounds, 'heir')
   redis.call('HSET', bounds, 'layout', layout)

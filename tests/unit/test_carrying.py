@@ -349,6 +349,22 @@ def test_where_the_name_alone_was_lost_the_registry_stays(
     assert known(server, keys, now) == [{b"one": b"1", b"two": b"2", b"three": b"3"}] * 2
 
 
+def test_what_was_registered_before_the_rest_came_stands_beside_it(
+    server: Any, servers: Servers, keys: PoolKeys
+) -> None:
+    """The shard was away as the pool came into it."""
+    before, now = layouts(2, 1)
+    (heir,) = now.shard_keys(keys)
+    somebody_lives(server, before.shard_keys(keys))
+    for shard in before.shard_keys(keys):
+        server.hset(shard.adapters, mapping={"one": "1", "two": "1"})
+    somebody_lives(server, [heir])
+    server.hset(heir.adapters, mapping={"two": "2", "three": "2"})
+    for _ in range(2):
+        enter(servers, keys, now)
+        assert known(server, keys, now) == [{b"one": b"1", b"two": b"2", b"three": b"2"}]
+
+
 def test_where_the_name_alone_was_lost_what_was_removed_does_not_come_back(
     server: Any, servers: Servers, keys: PoolKeys
 ) -> None:

@@ -15,7 +15,7 @@ from lmpool.model_info import ModelInfo
 from lmpool.servers import Servers
 from lmpool.worker import moving
 from lmpool.worker.carrying import carry_over, enter
-from lmpool.worker.moving import AWAY_PAUSE, CARRY_AFTER, Mover
+from lmpool.worker.moving import AWAY_PAUSE, CARRY_AFTER, Mover, left_on_the_way
 from lmpool.worker.status import WorkerStatus
 from tests.support.parts import Time, info_of
 
@@ -47,7 +47,7 @@ class Looking:
         seat = SimpleNamespace(info=self.now, shards=self.now.shard_keys(self.keys))
         service: Any = SimpleNamespace(seat=seat, keys=self.keys, status=status)
         self.mover = Mover(service, lambda: self.servers)
-        self.mover.look_after(self.now.left_shards(self.keys))
+        self.mover.look_after(left_on_the_way(self.now, self.keys))
 
     def go_on(self, seconds: float) -> None:
         until = self.clock.now + seconds
@@ -119,4 +119,33 @@ def test_what_was_away_across_two_moves_comes_along_by_way_of_the_first_heir(
     assert sum(int(server.hget(heir.counters, "computed") or 0) for heir in heirs) == 10
     assert sum(server.xlen(heir.dead) for heir in heirs) == 3
     looking.go_on(2 * CARRY_AFTER[-1])
+    assert not looking.mover._left
+
+
+def test_what_was_set_aside_for_one_that_was_away_is_not_lost_where_the_pool_comes_back(
+    server: Any, clock: Time, pool_name: str
+) -> None:
+    keys, servers = PoolKeys(pool_name), Apart(server)
+    first = info_of(2)
+    second = first.moved_to(1, 1)
+    third = second.moved_to(2, 1)
+    (heir,) = second.shard_keys(keys)
+    shards = third.shard_keys(keys)
+    for shard in shards:
+        server.hset(shard.counters, "computed", 10)
+    enter(servers, keys, second)
+    servers.away.add(heir.prefix)
+    for shard in shards:
+        assert carry_over(servers, shard, second, [heir]) is None
+    enter(servers, keys, third)
+    for shard in shards:
+        server.hincrby(shard.counters, "computed", 1)
+        server.xadd(shard.dead, {"job": "x", "reason": "so"})
+    looking = Looking(third, keys, servers, clock)
+    looking.go_on(2 * CARRY_AFTER[-1])
+    servers.away.clear()
+    looking.go_on(3 * CARRY_AFTER[-1])
+    assert sum(int(server.hget(shard.counters, "computed")) for shard in shards) == 22
+    assert [server.xlen(shard.dead) for shard in shards] == [1, 1]
+    assert not server.exists(heir.counters, *(shard.parted for shard in shards))
     assert not looking.mover._left

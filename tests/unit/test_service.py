@@ -342,6 +342,20 @@ def test_a_worker_that_fails_in_the_midst_of_joining_is_nobody(
     assert engine.closed.is_set()
 
 
+def test_a_worker_does_not_move_to_where_the_pool_is_no_more(
+    new: Callable[..., InProcessWorker], server: redis.Redis, keys: PoolKeys
+) -> None:
+    worker = new()
+    worker.start()
+    info, _ = served(server, keys)
+    there = info.moved_to(SHARDS + 2, info.lanes)
+    server.set(keys.info, there.moved_to(SHARDS + 1, info.lanes).pack())
+    assert not worker.service.move(worker.service._open(), there)
+    for shard in there.shard_keys(keys):
+        assert not server.exists(shard.alive(worker.id), shard.bounds)
+    worker.stop()
+
+
 def test_a_worker_that_is_stopped_while_it_moves_leaves_both_places(
     new: Callable[..., InProcessWorker], server: redis.Redis, keys: PoolKeys
 ) -> None:
@@ -351,10 +365,10 @@ def test_a_worker_that_is_stopped_while_it_moves_leaves_both_places(
     info, before = served(server, keys)
     appear, sit, moving = service._appear_too, service._sit, threading.Event()
 
-    def appears(*arguments: Any) -> None:
+    def appears(*arguments: Any) -> bool:
         appear(*arguments)
         moving.set()
-        assert service.status.stopping.wait(60)
+        return service.status.stopping.wait(60)
 
     def sits(*arguments: Any) -> None:
         until(lambda: service.engine is None, what="the engine to be closed")
