@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from copy import copy
+from typing import Any, Final
 
 from vllm import SamplingParams
 
@@ -27,6 +28,20 @@ def token_params(max_tokens: int, temperature: float, **options: Any) -> Samplin
         skip_clone=True,
         **options,
     )
+
+
+_ONE_TOKEN: Final = token_params(1, 0.0)
+
+
+def prompt_params(**options: Any) -> SamplingParams:
+    """Those of a request of which nothing but its prompt counts.
+
+    The `options` are ours, and right: for vLLM to check them takes longer than all else here.
+    """
+    params = copy(_ONE_TOKEN)
+    for name, value in options.items():
+        setattr(params, name, value)
+    return params
 
 
 def drawing_params(

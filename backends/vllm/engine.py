@@ -31,7 +31,7 @@ from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.progress import stage
 from lmpool.backends.vllm import internals
 from lmpool.backends.vllm.adapters import check_adapter, write_plain
-from lmpool.backends.vllm.continuations import drawing_params, go_on, token_params
+from lmpool.backends.vllm.continuations import drawing_params, go_on, prompt_params
 from lmpool.backends.vllm.head import ModelHead
 from lmpool.backends.vllm.live import LivePrompt, LivePrompts
 from lmpool.backends.vllm.options import NUMERIC, engine_arguments
@@ -266,7 +266,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
             case Row() | OfRow():
                 small = self._reduces and reducible(request.want, self.info.vocab_size)
                 asked = self._rows.row(self._numbers, request.want if small else None)
-                params = token_params(1, 0.0, **asked)
+                params = prompt_params(**asked)
                 live, new = self._live_prompt(admitted)
             case Generate():
                 assert admitted.continuation is not None
@@ -283,11 +283,11 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
             case Score():
                 adapter = None if admitted.adapter is None else admitted.adapter.lora_name
                 asked = self._texts.params(self._numbers, request, adapter, admitted.alone)
-                params = token_params(1, 0.0, **asked)
+                params = prompt_params(**asked)
                 new = request.tokens[:-1]
             case Hidden():
                 assert self._head is not None
-                params = token_params(1, 0.0, **self._head.params(self._numbers, request))
+                params = prompt_params(**self._head.params(self._numbers, request))
             case HeadPart():
                 raise AssertionError("it never joins")
             case _:

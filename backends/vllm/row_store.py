@@ -29,8 +29,8 @@ UNREAD_STEPS: Final = 64
 Rows = npt.NDArray[Any]
 Taken = tuple[list[str], Rows, npt.NDArray[np.float32]]
 """Names, what there is of them [names, ...] and a float32 for each, which is not finite where there
-is no row: float32 [vocab] log-probabilities beside their largest, uint16 [vocab], the bits of
-bfloat16 logits, beside their logsumexp, or the int32 that `small_answers.reduce_logits` made."""
+is no row: float32 [vocab] log-probabilities beside 0, uint16 [vocab], the bits of bfloat16 logits,
+beside their logsumexp, or the int32 that `small_answers.reduce_logits` made."""
 
 
 class HostCopy:
@@ -85,7 +85,7 @@ class RowBlock:
             rows = narrow.view(torch.int16)
         else:
             rows = torch.log_softmax(logits, dim=-1)
-            scale = rows.amax(dim=-1)
+            scale = _beside_rows(rows)
         self.nbytes = rows.nbytes + (0 if self._wide is None else self._wide.nbytes)
         self._copy = HostCopy([rows, scale], stream)
 
@@ -100,8 +100,14 @@ class RowBlock:
         assert self._wide is not None
         wide = torch.log_softmax(self._wide, dim=-1)
         self.bfloat16, self._wide = False, None
-        self._copy = HostCopy([wide.cpu(), wide.amax(dim=-1).cpu()], None)
+        self._copy = HostCopy([wide.cpu(), _beside_rows(wide).cpu()], None)
         return self.read()
+
+
+def _beside_rows(rows: torch.Tensor) -> torch.Tensor:
+    # Where logits are no row, no number of their log-softmax is one: a look at the first will do.
+    first = rows[:, 0]
+    return torch.where(first.isnan(), first, 0.0)
 
 
 class AnswerBlock:

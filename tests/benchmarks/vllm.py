@@ -99,7 +99,7 @@ def load(folder: str, **options: Any) -> Any:
 def rows_of_every_way(engine: Any, url: str | None, scale: Scale, report: Report) -> None:
     """Rows a second, each way."""
     count = scale.of(64, 16)
-    ways: dict[str, tuple[int, Callable[[Prompts], Rows | None]]] = {
+    ways: dict[str, tuple[int, Callable[[Prompts], Sequence[Rows] | None]]] = {
         "capture": (count, lambda prompts: captured(engine, prompts)),
         "no capture": (count, lambda prompts: uncaptured(engine, prompts)),
         "logprobs=-1": (count, lambda prompts: by_logprobs(engine, prompts, flat=False)),
@@ -117,7 +117,7 @@ def rows_of_every_way(engine: Any, url: str | None, scale: Scale, report: Report
             rows = way(prompts)
             took = time.perf_counter() - began
             if rows is not None and name != "capture":
-                worst = float(np.abs(rows - captured(engine, prompts)).max())
+                worst = float(np.abs(np.subtract(rows, captured(engine, prompts))).max())
                 if not worst < TOLERANCE:
                     raise WrongRows(f"{name}: rows differ by {worst} from those captured")
             engine.clear_cache()
@@ -140,16 +140,15 @@ def rows_of_every_way(engine: Any, url: str | None, scale: Scale, report: Report
         report.note("vllm serve did not start here: left out")
 
 
-def captured(engine: Any, prompts: Prompts) -> Rows:
-    """Rows as a worker gets them."""
+def captured(engine: Any, prompts: Prompts) -> list[Rows]:
+    """Rows as a worker gets them: each by itself, where the engine put it."""
     from lmpool.backends import Request
 
     engine.submit([Request(b"%d" % i, np.array(p, np.uint32)) for i, p in enumerate(prompts)])
-    rows = np.empty((len(prompts), engine.info.vocab_size), np.float32)
+    rows: dict[int, Rows] = {}
     while engine.in_flight():
-        for outcome in engine.step():
-            rows[int(outcome.id)] = outcome.logprobs()
-    return rows
+        rows |= {int(outcome.id): outcome.logprobs() for outcome in engine.step()}
+    return [rows[number] for number in range(len(prompts))]
 
 
 def uncaptured(engine: Any, prompts: Prompts) -> None:
@@ -290,7 +289,7 @@ def with_particles(engine: Any, folder: str, scale: Scale, report: Report) -> No
         engine.clear_cache()
         return count * steps / took
 
-    def fresh(prompts: Prompts) -> Rows:
+    def fresh(prompts: Prompts) -> list[Rows]:
         row = engine._rows.row
 
         def alone(number: int, *want: Any) -> dict[str, Any]:
@@ -299,7 +298,7 @@ def with_particles(engine: Any, folder: str, scale: Scale, report: Report) -> No
         with patch.object(engine._rows, "row", alone):
             return cached(prompts)
 
-    def cached(prompts: Prompts) -> Rows:
+    def cached(prompts: Prompts) -> list[Rows]:
         with patch.object(engine._live, "most", 0):
             return captured(engine, prompts)
 
@@ -339,11 +338,11 @@ def from_another_process(local: Any, folder: str, scale: Scale, report: Report) 
             found.update(zip(map(int, names), zip(rows, scales, strict=True), strict=True))
         return found
 
-    def rpc(prompts: Prompts) -> Rows:
+    def rpc(prompts: Prompts) -> list[Rows]:
         with patch.object(remote._rows, "take", by_rpc):
             return captured(remote, prompts)
 
-    ways: dict[str, Callable[[Prompts], Rows]] = {
+    ways: dict[str, Callable[[Prompts], list[Rows]]] = {
         "shared memory": lambda prompts: captured(remote, prompts),
         "collective_rpc": rpc,
         "no other process": lambda prompts: captured(local, prompts),
@@ -355,7 +354,7 @@ def from_another_process(local: Any, folder: str, scale: Scale, report: Report) 
             began = time.perf_counter()
             rows = ways[name](prompts)
             took = time.perf_counter() - began
-            worst = float(np.abs(rows - captured(local, prompts)).max())
+            worst = float(np.abs(np.subtract(rows, captured(local, prompts))).max())
             if not worst < TOLERANCE:
                 raise WrongRows(f"{name}: rows differ by {worst} from those of this process")
             remote.clear_cache()

@@ -173,6 +173,16 @@ class TestRows:
         assert_rows(answer(engine, given), reference.rows(given))
 
 
+@pytest.mark.parametrize(
+    "options", [{"extra_args": {"lmpool_capture": "one"}}, {"logprobs": -1}, {}], ids=str
+)
+def test_parameters_of_prompts_are_as_vllm_makes_them(options):
+    from lmpool.backends.vllm.continuations import prompt_params, token_params
+
+    prompt_params(logprobs=3, extra_args={"lmpool_capture": "another"})
+    assert prompt_params(**options) == token_params(1, 0.0, **options)
+
+
 @pytest.mark.parametrize("options", TIGHT.values(), ids=TIGHT.keys())
 def test_rows_however_vllm_schedules(reference, options):
     given = prompts(64, 200, seed=7) + prompts(30, 9, seed=8, shared=150)

@@ -456,6 +456,14 @@ class TestRowBlock:
         assert not np.isfinite(scale[0])
         assert np.isfinite(scale[1])
 
+    @pytest.mark.parametrize("bfloat16", [False, True])
+    def test_tokens_may_be_impossible_but_not_all_of_them(self, bfloat16):
+        logits = torch.randn(2, VOCAB).to(torch.bfloat16).float()
+        logits[0, :] = -np.inf
+        logits[1, : VOCAB // 2] = -np.inf
+        _, scale = RowBlock(logits, bfloat16=bfloat16, stream=None).read()
+        assert np.isfinite(scale).tolist() == [False, True]
+
     def test_is_as_good_before_and_after_the_sampler_wrote_into_the_logits(self):
         logits = logits_of([1, 2])
         block = RowBlock(logits, bfloat16=False, stream=None)
