@@ -156,6 +156,11 @@ class ShardKeys:
         """A stored answer, of a digest of 16 bytes."""
         return f"{self.prefix}:result:{digest.hex()}"
 
+    def results(self, digests: Iterable[bytes]) -> list[str]:
+        """Those of many."""
+        start = f"{self.prefix}:result:"
+        return [start + digest.hex() for digest in digests]
+
     def pieces(self, digest: bytes) -> str:
         """Stream of what was drawn of a continuation that runs, as it is drawn: see `pieces.lua`.
 

@@ -33,16 +33,21 @@ class Parser(_HiredisParser):
     most: ClassVar[int | None] = None
     """Bytes that a reply may have; None is no bound."""
     _sizes: Sequence[int] = ()
+    _count = 0
 
     def expect_values(self, sizes: Sequence[int]) -> None:
         """The next reply is, if all is well, an array of values of these sizes."""
         self._sizes = sizes
 
+    def expect_several(self, count: int) -> None:
+        """The next that is read are so many replies, as one list: refusals are among them."""
+        self._count = count
+
     def on_connect(self, connection: Any, **options: Any) -> None:
         """A new connection."""
         super().on_connect(connection, **options)  # type: ignore[no-untyped-call]
         self._poll: Any = None
-        self._sizes = ()
+        self._sizes, self._count = (), 0
         socket: Any = self._sock
         # TLS keeps what it decrypted to itself, and what comes may be its own.
         if hasattr(select, "poll") and not isinstance(socket, ssl.SSLSocket):
@@ -65,6 +70,9 @@ class Parser(_HiredisParser):
 
     def read_response(self, disable_decoding: bool = False, **options: Any) -> Any:
         """The next reply."""
+        count, self._count = self._count, 0
+        if count:
+            return self._read_several(count, disable_decoding, options)
         reader: Any = self._reader
         socket: Any = self._sock
         sizes, self._sizes = self._sizes, ()
@@ -87,10 +95,27 @@ class Parser(_HiredisParser):
                 raise ReplyTooLong(f"a reply of more than {self.most} bytes")
             reader.feed(self._buffer, 0, count)
             response = reader.gets()
-        refusal = response[0] if response and isinstance(response, list) else response
-        if isinstance(refusal, redis.exceptions.ConnectionError):
-            raise refusal
+        _raise_what_ends(response)
         return response
+
+    def _read_several(
+        self, count: int, disable_decoding: bool, options: dict[str, Any]
+    ) -> list[Any]:
+        found: list[Any] = []
+        while len(found) < count:
+            found.append(self.read_response(disable_decoding, **options))
+            while len(found) < count and (more := self._reader.gets()) is not NOT_ENOUGH_DATA:
+                if type(more) is not bytes:
+                    _raise_what_ends(more)
+                found.append(more)
+        return found
+
+
+def _raise_what_ends(response: Any) -> None:
+    """Raise a reply that is about the connection."""
+    refusal = response[0] if response and isinstance(response, list) else response
+    if isinstance(refusal, redis.exceptions.ConnectionError):
+        raise refusal
 
 
 def _says_more(options: dict[str, Any]) -> bool:

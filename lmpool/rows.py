@@ -107,6 +107,11 @@ class PackedRow(NamedTuple):
         return b"".join(self)
 
 
+def joined_f32(row: npt.NDArray[Any]) -> bytes:
+    """``pack_logprobs(row).joined()`` of a row of ``<f4``, in fewer steps: for small rows."""
+    return _f32_header(row.size) + row.tobytes()
+
+
 def pack_values(encoding: Encoding, values: npt.NDArray[Any], scale: float = 0.0) -> PackedRow:
     """A row of raw numbers: `values` is [size], of the encoding's dtype, C-contiguous."""
     header = _HEADERS[encoding] + _NUMBERS.pack(0xCE, values.size, 0xCA, scale, 0xC6, values.nbytes)

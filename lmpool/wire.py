@@ -23,6 +23,9 @@ JOB_VERSION: Final = 2
 MAX_JOB_BYTES: Final = 8 << 20
 
 
+_TOKEN: Final = np.dtype("<u4")
+
+
 # --- jobs --------------------------------------------------------------------------------------
 
 
@@ -46,7 +49,7 @@ class Job:
 
     def token_ids(self) -> npt.NDArray[np.uint32]:
         """The prompt, uint32 [length], read-only."""
-        return np.frombuffer(self.tokens, dtype="<u4")
+        return np.frombuffer(self.tokens, _TOKEN)
 
 
 class JobPacker:

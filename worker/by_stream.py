@@ -27,9 +27,14 @@ def by_shard(
 ) -> list[tuple[ShardKeys, list[T]]]:
     """What belongs to each shard, in the order in which it came."""
     found: dict[str, tuple[ShardKeys, list[T]]] = {}
+    last: ShardKeys | None = None
+    mine: list[T] = []
     for item in items:
         shard = stream_of(item).shard
-        found.setdefault(shard.prefix, (shard, []))[1].append(item)
+        if shard is not last:  # nearly all are of one
+            last = shard
+            mine = found.setdefault(shard.prefix, (shard, []))[1]
+        mine.append(item)
     return list(found.values())
 
 

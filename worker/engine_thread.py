@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final, TypeVar
@@ -20,8 +20,6 @@ from lmpool.keys import COUNTERS_TTL_MS, GROUP
 from lmpool.scripts import script
 from lmpool.server import is_lost
 from lmpool.servers import Servers
-from lmpool.wants import Digest, Generation
-from lmpool.wire import Job
 from lmpool.worker.adapters import Adapters
 from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.by_stream import by_shard, counted, digest_and_entry, stream_of
@@ -229,7 +227,12 @@ class EngineLoop:
             self._publisher.put(refused)
         if started:
             begun = self._tellings.begin(started)
-            requests = [_request(delivery.job, begun) for delivery in started]
+            requests = [
+                Request(
+                    job.digest, job.token_ids(), job.adapter, job.want, begun.get(job.digest, ())
+                )
+                for job in [delivery.job for delivery in started]
+            ]
             self._note(started)
             prompts, tokens = self._begun
             self._begun = (prompts + len(started), tokens + sum(d.size for d in started))
@@ -277,13 +280,11 @@ class EngineLoop:
         if parts:
             self._tell(parts)
         idle = not self._engine.in_flight()
-        finished: list[Finished] = []
-        for outcome in outcomes:
-            finished += self._finish(outcome)
+        finished = self._finish(outcomes)
         if idle and self._held:
             logger.error("the engine gave no outcome for %d requests", len(self._held))
-            for request in list(self._held):
-                finished += self._finish(Outcome(request, error=PromptFailed(_NO_OUTCOME)))
+            forgotten = PromptFailed(_NO_OUTCOME)
+            finished += self._finish([Outcome(asked, error=forgotten) for asked in self._held])
         if finished:
             self._publisher.put(finished)
         if idle:
@@ -338,21 +339,20 @@ class EngineLoop:
         if not self._engine.in_flight():
             self._batcher.done()
 
-    def _finish(self, outcome: Outcome) -> list[Finished]:
-        held = self._held.pop(outcome.id, None)
-        self._traces.end((outcome.id,), failed=outcome.error is not None)
-        if held is None:
-            logger.error("the engine gave an outcome for an unknown request: dropped")
-            return []
-        telling = self._tellings.end(outcome.id)
-        if telling is not None:
-            return [Told(delivery, outcome, telling) for delivery in held]
-        # Other deliveries of the same job end as it does, also where its answer cannot be stored.
-        return [(delivery, outcome) for delivery in held]
-
-
-def _request(job: Job, begun: Mapping[Digest, tuple[Generation, ...]]) -> Request:
-    return Request(job.digest, job.token_ids(), job.adapter, job.want, begun.get(job.digest, ()))
+    def _finish(self, outcomes: Sequence[Outcome]) -> list[Finished]:
+        self._traces.end_of(outcomes)
+        finished: list[Finished] = []
+        for outcome in outcomes:
+            held = self._held.pop(outcome.id, None)
+            if held is None:
+                logger.error("the engine gave an outcome for an unknown request: dropped")
+                continue
+            telling = self._tellings.end(outcome.id)
+            # Others of the same job end as it does, also where its answer cannot be stored.
+            for delivery in held:
+                told = None if telling is None else Told(delivery, outcome, telling)
+                finished.append(told or (delivery, outcome))
+        return finished
 
 
 def spawn(name: str, target: Callable[[], None], status: WorkerStatus) -> threading.Thread:

@@ -7,6 +7,7 @@ import queue
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -57,13 +58,15 @@ FULL: Final = "the server's memory is full: raise maxmemory or lower result_ttl"
 class Done:
     """One job and what became of it: a row's bytes, or a status and an error's text.
 
-    A row that is there already (`value` None, status ok) is only announced.
+    A row that is there already (`value` None, status ok) is only announced. `size` is how many
+    bytes are stored.
     """
 
     delivery: Delivery
     value: bytes | PackedRow | None
     status: Literal["ok", "failed", "unknown_adapter"] = "ok"
     error: str = ""
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,9 +92,11 @@ def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
         return Done(delivery, None, "failed", text or type(outcome.error).__name__)
     try:
         want = delivery.job.want
-        if isinstance(want, Row) and vocab_size >= LARGE:
-            return Done(delivery, want.packed(outcome, vocab_size))
-        return Done(delivery, want.encode(outcome, vocab_size))
+        if vocab_size >= LARGE and isinstance(want, Row):
+            packed = want.packed(outcome, vocab_size)
+            return Done(delivery, packed, size=packed.nbytes)
+        value = want.encode(outcome, vocab_size)
+        return Done(delivery, value, "ok", "", len(value))
     except PromptFailed as error:
         return Done(delivery, None, "failed", str(error)[:MAX_ERROR_CHARS])
     except Exception as error:
@@ -213,17 +218,18 @@ class Publisher:
         chunk: list[Done] = []
         size = 0
         for item in finished:
-            if isinstance(item, Done):
+            if isinstance(item, tuple):
+                delivery, outcome = item
+                done = encode(delivery, outcome, self._vocab_size)
+            elif isinstance(item, Done):
                 done = item
-            elif isinstance(item, Told):
-                if item.telling.is_lost:
-                    self._status.let_go([item.delivery])
-                    continue
-                done = encode(item.delivery, item.outcome, self._vocab_size)
+            elif item.telling.is_lost:
+                self._status.let_go([item.delivery])
+                continue
             else:
-                done = encode(*item, self._vocab_size)
+                done = encode(item.delivery, item.outcome, self._vocab_size)
             chunk.append(done)
-            size += _length(done)
+            size += done.size
             if size >= CHUNK_BYTES or len(chunk) >= CHUNK_MOST:
                 yield chunk
                 chunk, size = [], 0
@@ -354,30 +360,35 @@ class Publisher:
 
     def _write_in(self, shard: ShardKeys, chunk: Sequence[Done]) -> None:
         """One transaction: room, every row with its TTL, then the notices and acknowledgements."""
-        failed = sum(done.status != "ok" for done in chunk)
-        streams: dict[str, tuple[list[Done], list[Done]]] = {}
+        streams: dict[str, list[Done]] = {}
+        last: JobStream | None = None
+        mine: list[Done] = []
         for done in chunk:
-            stored, others = streams.setdefault(done.delivery.stream.key, ([], []))
-            (others if done.value is None else stored).append(done)
-        values: list[tuple[str, bytes | PackedRow]] = []
-        digests: list[str] = []
-        kinds: dict[str, int] = {}
+            stream = done.delivery.stream
+            if stream is not last:
+                last = stream
+                mine = streams.setdefault(stream.key, [])
+            mine.append(done)
+        stored: list[Done] = []
         jobs: list[Value] = []
-        for stored, others in streams.values():
-            jobs.append(len(stored))
-            for done in stored:
-                job = done.delivery.job
-                assert done.value is not None
-                values.append((shard.result(job.digest), done.value))
-                digests.append(job.digest.hex())
-                kinds[job.want.kind] = kinds.get(job.want.kind, 0) + 1
-                jobs.append(done.delivery.entry)
-            jobs.append(len(others))
-            for done in others:
-                jobs += _told(done)
+        failed = 0
+        for mine in streams.values():
+            there = [done for done in mine if done.value is not None]
+            stored += there
+            jobs.append(len(there))
+            jobs += [done.delivery.entry for done in there]
+            jobs.append(len(mine) - len(there))
+            if len(there) < len(mine):
+                for done in mine:
+                    if done.value is None:
+                        failed += done.status != "ok"
+                        jobs += _told(done)
+        values = [done.value for done in stored if done.value is not None]
+        digests = [done.delivery.job.digest for done in stored]
+        kinds = Counter([done.delivery.job.want.kind for done in stored])
         counters: list[Value] = []
         for field, by in (
-            (COMPUTED.field, len(values)),
+            (COMPUTED.field, len(stored)),
             (FAILED.field, failed),
             (BATCHES.field, self._uncounted),
             *((answers(kind), number) for kind, number in kinds.items() if kind != Row.kind),
@@ -386,13 +397,13 @@ class Publisher:
                 counters += (field, by)
         size = _size(chunk)
         arguments: list[Value] = [
-            *(shard.prefix, GROUP, COUNTERS_TTL_MS, size, self._result_ttl_ms, "".join(digests)),
-            *(len(counters) // 2, *counters, *jobs),
+            *(shard.prefix, GROUP, COUNTERS_TTL_MS, size, self._result_ttl_ms),
+            *(b"".join(digests).hex(), len(counters) // 2, *counters, *jobs),
         ]
         before = self._store.before_writing(shard, size) if size else None
         made, told = set_and_call(
             self._servers.for_shard(shard),
-            values,
+            [*zip(shard.results(digests), values, strict=True)],
             self._result_ttl_ms,
             Call(script("complete"), [shard.account, *streams], arguments),
             before,
@@ -415,12 +426,4 @@ def _told(done: Done) -> tuple[Value, ...]:
 
 def _size(chunk: Sequence[Done]) -> int:
     """The memory that what is stored of a chunk takes."""
-    return sum(footprint(_length(done)) for done in chunk if done.value is not None)
-
-
-def _length(done: Done) -> int:
-    """Bytes of what is stored of a job."""
-    value = done.value
-    if value is None:
-        return 0
-    return value.nbytes if isinstance(value, PackedRow) else len(value)
+    return sum([footprint(done.size) for done in chunk if done.value is not None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from lmpool.backends.engine import Outcome
 from lmpool.tracing import active, batch_span
 from lmpool.worker.batching import Delivery
 
@@ -58,6 +59,12 @@ class BatchTraces:
             batch.span.set_attribute("lmpool.failed", batch.left)
             batch.span.end()
         self._running.clear()
+
+    def end_of(self, outcomes: Iterable[Outcome]) -> None:
+        """The engine has answered these."""
+        if self._running:
+            for outcome in outcomes:
+                self.end((outcome.id,), failed=outcome.error is not None)
 
     def end(self, digests: Iterable[bytes], *, failed: bool = False) -> None:
         """The engine has these no longer."""

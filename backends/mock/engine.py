@@ -39,10 +39,9 @@ def mock_row(
     Normalized log-probabilities, the same on every machine and in every run. There are about
     2**20 different rows of a vocabulary size, so two prompts share theirs once in a million.
     """
-    table = _table(vocab_size)
-    return _pick(
-        table, vocab_size, np.asarray(tokens, dtype="<u4").tobytes(), _adapter_key(adapter)
-    )
+    prompt = np.asarray(tokens, dtype="<u4").tobytes()
+    rows, turns = _places(vocab_size, [prompt], [adapter])
+    return _turned(vocab_size, rows[0], turns[0])
 
 
 @functools.cache
@@ -69,18 +68,25 @@ def _adapter_key(adapter: str | None) -> bytes:
     return hashlib.blake2b(adapter.encode(), digest_size=16).digest()
 
 
-def _pick(
-    table: npt.NDArray[np.float32], vocab_size: int, prompt: bytes, key: bytes
-) -> npt.NDArray[np.float32]:
-    row, turn = _place(table.size >> 1, vocab_size, prompt, key)
+def _turned(vocab_size: int, row: int, turn: int) -> npt.NDArray[np.float32]:
+    """A normalized row, turned by so many entries."""
     start = row * 2 * vocab_size + turn
-    return table[start : start + vocab_size]
+    return _table(vocab_size)[start : start + vocab_size]
 
 
-def _place(entries: int, vocab_size: int, prompt: bytes, key: bytes) -> tuple[int, int]:
-    """Which of the normalized rows a prompt has, and by how many entries it is turned."""
-    digest = hashlib.blake2b(prompt, digest_size=8, key=key).digest()
-    return divmod(int.from_bytes(digest, "little") % entries, vocab_size)
+def _places(
+    vocab_size: int, prompts: Sequence[bytes], adapters: Sequence[str | None]
+) -> tuple[list[int], list[int]]:
+    """Which of the normalized rows each prompt has, and by how many entries it is turned."""
+    hashes = [
+        hashlib.blake2b(prompt, digest_size=8, key=_adapter_key(adapter)).digest()
+        if adapter is not None
+        else hashlib.blake2b(prompt, digest_size=8).digest()
+        for prompt, adapter in zip(prompts, adapters, strict=True)
+    ]
+    entries = np.uint64(_table(vocab_size).size >> 1)
+    rows, turns = np.divmod(np.frombuffer(b"".join(hashes), "<u8") % entries, np.uint64(vocab_size))
+    return rows.tolist(), turns.tolist()
 
 
 @functools.cache
@@ -216,17 +222,17 @@ class MockEngine(BatchEngine):
             if self._log is not None:
                 _append(self._log, len(requests), tokens, started, clock)
         vocab_size = self.info.vocab_size
-        table = _table(vocab_size)
+        rows, turns = _places(
+            vocab_size, [r.tokens.tobytes() for r in requests], [r.adapter for r in requests]
+        )
         outcomes: list[Outcome] = []
         tops: dict[int, dict[int, tuple[int, int]]] = {}
-        for number, r in enumerate(requests):
-            prompt, key = r.tokens.tobytes(), _adapter_key(r.adapter)
-            if isinstance(r.want, Top):
-                place = _place(table.size >> 1, vocab_size, prompt, key)
-                tops.setdefault(r.want.k, {})[number] = place
+        for number, (r, row, turn) in enumerate(zip(requests, rows, turns, strict=True)):
+            if type(r.want) is Top:
+                tops.setdefault(r.want.k, {})[number] = row, turn
                 outcomes.append(Outcome(r.id))
             else:
-                outcomes.append(Outcome(r.id, _pick(table, vocab_size, prompt, key)))
+                outcomes.append(Outcome(r.id, _turned(vocab_size, row, turn)))
         for k, places in tops.items():
             answers = _tops(k, vocab_size, list(places.values()))
             for number, answer in zip(places, answers, strict=True):

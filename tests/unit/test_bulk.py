@@ -214,6 +214,89 @@ def test_what_is_expected_of_one_connection_is_not_of_the_next() -> None:
             assert server.ping()
 
 
+# --- several replies ----------------------------------------------------------------------------
+
+SEVERAL = b"+OK\r\n" + 3 * b"+QUEUED\r\n" + b"-NOPERM no\r\n" + array(bulk(b"a\r\n"), b":7\r\n")
+
+
+def several(server: Server, count: int, within: float | None = None) -> list[Any]:
+    """So many replies to one command, each part of which comes `within` so many seconds."""
+    connection: Any = server.connection_pool.get_connection()
+    if within is not None:
+        connection._sock.settimeout(within)
+    connection.send_command("MGET", "a")
+    connection._parser.expect_several(count)
+    found: list[Any] = connection.read_response()
+    return found
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [[SEVERAL], [SEVERAL[i : i + 1] for i in range(len(SEVERAL))], cut_at(SEVERAL, 5, 20, 44)],
+    ids=["at once", "byte by byte", "in pieces"],
+)
+def test_several_replies_are_read_as_one_list(pieces: list[bytes]) -> None:
+    with Scripted(pieces) as scripted:
+        for server in opened(scripted.url):
+            for _ in range(2):
+                *said, refused, last = several(server, 6)
+                assert said == [b"OK", *[b"QUEUED"] * 3]
+                assert isinstance(refused, redis.exceptions.NoPermissionError)
+                assert last == [b"a\r\n", 7]
+            assert server.ping() is True
+        assert scripted.opened == 1
+
+
+@pytest.mark.parametrize("end", [0, 3, 5, 30, len(SEVERAL) - 1])
+@pytest.mark.parametrize("then", ["cut", "silent"])
+def test_several_replies_that_end_early_are_a_lost_connection(end: int, then: str) -> None:
+    with Scripted([SEVERAL[:end]], then) as scripted:
+        for server in opened(scripted.url):
+            with pytest.raises(redis.exceptions.RedisError) as lost:
+                several(server, 6, 0.2 if then == "silent" else None)
+            assert is_lost(lost.value)
+            assert server.ping() is True
+        assert scripted.opened == 2
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_server_that_is_not_ready_ends_several_replies(place: int) -> None:
+    replies = [b"+OK\r\n"] * 4
+    replies[place] = b"-LOADING the dataset\r\n"
+    with Scripted([b"".join(replies)]) as scripted:
+        for server in opened(scripted.url):
+            with pytest.raises(redis.exceptions.BusyLoadingError):
+                several(server, 4)
+            assert server.ping() is True
+        assert scripted.opened == 2
+
+
+def test_a_slot_that_moved_ends_several_replies() -> None:
+    with Scripted([b"+OK\r\n-MOVED 7 127.0.0.1:1\r\n-EXECABORT all\r\n"]) as scripted:
+        slots = SlotMap([("127.0.0.1", 1)], lambda address, within: [])
+        address = urlsplit(scripted.url)
+        pool = OneConnectionPool(
+            connection_class=NodeConnection, host=address.hostname, port=address.port,
+            slots=slots, parser_class=ClusterParser, protocol=2,
+        )  # fmt: skip
+        with pytest.raises(SlotMoved):
+            several(OneConnectionClient(connection_pool=pool), 3)  # type: ignore[arg-type]
+        assert slots.known_owner(7) == ("127.0.0.1", 1)
+        pool.disconnect()
+
+
+def test_several_replies_of_one_connection_are_not_expected_of_the_next() -> None:
+    with Scripted([SEVERAL]) as scripted:
+        for server in opened(scripted.url):
+            connection: Any = server.connection_pool.get_connection()
+            connection._parser.expect_several(2)
+            connection.disconnect()
+            assert server.ping() is True
+
+
+# --- over TLS ------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("end", [len(RIGHT), 30_000], ids=["whole", "cut"])
 def test_tls(end: int, tmp_path: Path) -> None:
     """Whose sockets give records of 16 KiB, into one place at a time."""

@@ -14,7 +14,7 @@ import redis
 from lmpool.backends.engine import Outcome
 from lmpool.errors import EngineBroken, PromptFailed, ServerRefused
 from lmpool.keys import ShardKeys
-from lmpool.rows import LARGE, PackedRow, bf16_to_f32, unpack_row
+from lmpool.rows import LARGE, PackedRow, bf16_to_f32, pack_logprobs, unpack_row
 from lmpool.server import open_server
 from lmpool.servers import Servers
 from lmpool.wants import Generate, Generation
@@ -97,6 +97,19 @@ def test_a_view_of_a_batchs_block_is_stored_as_its_own_row() -> None:
     done = encode(delivery(job), Outcome(job.digest, block[:, 2]), VOCAB)
     assert done.value is not None
     assert unpack_row(done.value, VOCAB).logprobs().tobytes() == log_softmax(2).tobytes()
+
+
+@pytest.mark.parametrize("step", [1, 2, -1])
+def test_small_rows_are_stored_as_large_ones_are(step: int) -> None:
+    rows = np.stack([log_softmax(i, 2 * VOCAB) for i in range(2)])[:, ::step][:, :VOCAB]
+    rows[1, 3:] = -np.inf
+    rows.flags.writeable = False
+    for row in rows:
+        want = new_job(1).want
+        stored = want.encode(Outcome(b"", row), VOCAB)
+        assert stored == pack_logprobs(row).joined()
+        done = encode(delivery(new_job(1)), Outcome(b"", row), VOCAB)
+        assert (done.value, done.size) == (stored, len(stored))
 
 
 def test_f16_rows_are_stored_where_they_are_wanted() -> None:
