@@ -13,6 +13,8 @@ from typing import Any, Protocol, Self
 Value = str | bytes | int
 Fields = dict[bytes, bytes]
 Entry = tuple[bytes, Fields]
+NewEntry = tuple[bytes, Sequence[bytes] | None]
+"""As the server says it: names and values in turn, None where the entry is gone."""
 Values = list[bytes | None] | list[memoryview]
 """Those that were read; of known sizes, in memory of their own."""
 
@@ -117,7 +119,7 @@ class Server(Protocol):
         *,
         count: int,
         block: int | None,
-    ) -> list[tuple[bytes, list[tuple[bytes, Fields | None]]]] | None: ...
+    ) -> Sequence[tuple[bytes, Sequence[NewEntry]]] | None: ...
     def xclaim(
         self,
         name: str,
@@ -135,3 +137,8 @@ class Server(Protocol):
     def xpending_range(
         self, name: str, groupname: str, min: str, max: str, count: int, *, consumername: str
     ) -> list[dict[str, Any]]: ...
+
+
+def fields_of(values: Sequence[bytes]) -> Fields:
+    """An entry's fields as the server says them: names and values in turn."""
+    return dict(zip(values[::2], values[1::2], strict=True))

@@ -56,7 +56,15 @@ class OneConnectionPool(redis.ConnectionPool):
 
 
 class OneConnectionClient(redis.Redis):
-    """redis-py's client of such a pool. Nothing is retried."""
+    """redis-py's client of such a pool. Nothing is retried.
+
+    Entries that XREADGROUP brings are as the server says them: mostly they are many, and a dict for
+    each takes longer than all that is read of it.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.response_callbacks.pop("XREADGROUP")
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         """Send a command, read its reply. Raises redis-py's exceptions."""

@@ -7,9 +7,9 @@ unknown versions are refused with a reason.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import msgpack
 import numpy as np
@@ -107,11 +107,8 @@ _UINT64: Final = struct.Struct(">BQ")
 _DEADLINE: Final[bytes] = msgpack.packb("deadline")
 _TOKENS: Final[bytes] = msgpack.packb("tokens")
 _TRACE: Final[bytes] = msgpack.packb("trace")
-_NO_DEADLINE: Final = _DEADLINE + b"\xc0" + _TOKENS
+_NO_DEADLINE: Final = _DEADLINE + b"\xc0"
 _SOME_DEADLINE: Final = _DEADLINE + b"\xcf"
-_DUE_BYTES: Final = len(_SOME_DEADLINE) + 8
-_BIN_WIDTH: Final = {b"\xc4": 1, b"\xc5": 2, b"\xc6": 4}
-"""Bytes of the length, by the head of what holds bytes."""
 _SEVEN, _EIGHT = b"\x87", b"\x88"
 """The heads of maps of so many fields."""
 TRACE_CHARS: Final = 55
@@ -131,6 +128,8 @@ def _bin_header(length: int) -> bytes:
 
 
 _DIGEST: Final[bytes] = msgpack.packb("digest") + _bin_header(DIGEST_BYTES)
+_UINT64_HEAD: Final = b"\xcf"
+_FORMS_MOST: Final = 1024
 
 
 def pack_job(job: Job) -> bytes:
@@ -139,62 +138,74 @@ def pack_job(job: Job) -> bytes:
     return pack(job.want, job.adapter, job.digest, job.tokens, job.deadline, job.trace)
 
 
-class JobReader:
-    """Reads what `JobPacker` wrote, as `unpack_job` does.
+class _Form(NamedTuple):
+    """What entries of one size have in common, and where the rest stands."""
 
-    Jobs that were sent together begin alike, and those of one call and length differ in digest and
-    tokens alone: no more than what differs is read.
+    unpack: Callable[[bytes], tuple[Any, ...]]
+    kind: bytes
+    due: bytes
+    length: bytes
+    """What stands before the time at which it was sent, the deadline, and the tokens."""
+    asks: tuple[Want, str | None]
+
+
+class JobReader:
+    """Reads what `JobPacker` wrote, as `unpack_job` does, many jobs at once.
+
+    Those of one kind and length differ in digest, tokens and times alone: nothing else is looked
+    at but whether it is the same.
     """
 
     def __init__(self) -> None:
-        self._head = b""
-        """What stands before the digest of the last job; none is known at first."""
-        self._middle = b""
-        """What stands between its digest and its tokens."""
-        self._size = 0
-        self._last: Job | None = None
+        self._forms: dict[int, _Form] = {}
+        """Of the jobs that were read last, by the size of their entries."""
+        self._asks: dict[bytes, tuple[Want, str | None]] = {}
 
     def read(self, data: bytes) -> Job:
-        """One job. Raises as `unpack_job`."""
-        last, head = self._last, self._head
-        if last is not None and data.startswith(head):
-            at = len(head)
-            middle = at + DIGEST_BYTES
-            if len(data) == self._size and data.startswith(self._middle, middle):
-                digest, tokens = Digest(data[at:middle]), data[middle + len(self._middle) :]
-                return Job(last.want, digest, tokens, last.adapter, last.deadline, last.sent)
-            job = _with_head(data, at, last)
-        else:
-            job = None
-        if job is None:
-            job = unpack_job(data)
-            head = _SEVEN + JobPacker(job.sent).head(job.want, job.adapter)
-            if not data.startswith(head):
-                return job
-        self._last, self._head, self._size = job, head, len(data)
-        self._middle = data[len(head) + DIGEST_BYTES : len(data) - len(job.tokens)]
+        """One job, which others may be like. Raises as `unpack_job`."""
+        job = unpack_job(data)
+        if job.want.cached:  # others differ from each other
+            self._learn(data, job)
         return job
 
+    def read_known(self, entries: Sequence[bytes], start: int = 0) -> list[Job]:
+        """The jobs of `entries` from that one on, as far as they are like some that were read, and
+        all of them ask for the same of one adapter."""
+        forms, found = self._forms, list[Job]()
+        asked: tuple[Want, str | None] | None = None
+        for at in range(start, len(entries)):
+            data = entries[at]
+            form = forms.get(len(data))
+            if form is None:
+                break
+            unpack, kind, due, length, asks = form
+            its_kind, sent, named, digest, its_due, deadline, its_length, tokens = unpack(data)
+            if its_kind != kind or named != _DIGEST or its_due != due or its_length != length:
+                break
+            if found and asks is not asked:
+                break
+            asked = want, adapter = asks
+            found.append(
+                Job(want, digest, tokens, adapter, None if deadline == b"" else deadline, sent)
+            )
+        return found
 
-def _with_head(data: bytes, at: int, other: Job) -> Job | None:
-    """The job of an entry that begins as that of another one, up to the digest at `at`; None where
-    the rest is not what is usual."""
-    if len(data) > MAX_JOB_BYTES:
-        return None
-    digest, at = Digest(data[at : at + DIGEST_BYTES]), at + DIGEST_BYTES
-    deadline = None
-    if data.startswith(_NO_DEADLINE, at):
-        at += len(_NO_DEADLINE)
-    elif data.startswith(_SOME_DEADLINE, at) and data.startswith(_TOKENS, at + _DUE_BYTES):
-        deadline = int.from_bytes(data[at + len(_SOME_DEADLINE) : at + _DUE_BYTES], "big")
-        at += _DUE_BYTES + len(_TOKENS)
-    else:
-        return None
-    start = at + 1 + _BIN_WIDTH.get(data[at : at + 1], 0)
-    tokens = data[start:]
-    if not tokens or len(tokens) % 4 or data[at:start] != _bin_header(len(tokens)):
-        return None
-    return Job(other.want, digest, tokens, other.adapter, deadline, other.sent)
+    def _learn(self, data: bytes, job: Job) -> None:
+        """Know those that are like this one, if it is packed as usual."""
+        kind = b"".join((_SEVEN, _common(job.want, job.adapter), _UINT64_HEAD))
+        if len(kind) > _COMMON_BYTES:
+            return
+        if len(self._forms) >= _FORMS_MOST:
+            self._forms, self._asks = {}, {}
+        due, time = (_SOME_DEADLINE, "Q") if job.deadline is not None else (_NO_DEADLINE, "0s")
+        length = _TOKENS + _bin_header(len(job.tokens))
+        parts = struct.Struct(
+            f">{len(kind)}sQ{len(_DIGEST)}s{DIGEST_BYTES}s"
+            f"{len(due)}s{time}{len(length)}s{len(job.tokens)}s"
+        )
+        if parts.size == len(data):
+            asks = self._asks.setdefault(kind, (job.want, job.adapter))
+            self._forms[len(data)] = _Form(parts.unpack, kind, due, length, asks)
 
 
 class RefusedJob(JobFormatError):

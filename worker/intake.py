@@ -13,8 +13,7 @@ from typing import Final, TypeAlias
 import redis.exceptions
 
 from lmpool.clock import to_ms
-from lmpool.commands import Fields, Pipeline, Server, Value
-from lmpool.errors import JobFormatError
+from lmpool.commands import NewEntry, Pipeline, Server, Value
 from lmpool.keys import (
     COUNTERS_TTL_MS,
     GROUP,
@@ -29,15 +28,16 @@ from lmpool.scripts import script
 from lmpool.server import is_lost
 from lmpool.servers import Servers
 from lmpool.wants import Digester
-from lmpool.wire import MAX_JOB_BYTES, Job, JobReader, RefusedJob, unpack_job
+from lmpool.wire import MAX_JOB_BYTES, Job, JobReader
 from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.by_stream import by_shard, counted, digest_and_entry, stream_of
 from lmpool.worker.company import Company
 from lmpool.worker.dead_letters import DEAD_MOST, DeadLetters
 from lmpool.worker.holding import streams_held
 from lmpool.worker.homes import Homes
+from lmpool.worker.reading import job_in, read_jobs
 from lmpool.worker.status import WorkerStatus
-from lmpool.worker.stealing import FOLLOW_MOST, Entry, Thief, look, read_counts, steal
+from lmpool.worker.stealing import FOLLOW_MOST, Thief, look, read_counts, steal
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,8 @@ FEW: Final = REPLY_BYTES // MAX_JOB_BYTES - 1
 """Entries that one reply holds whatever they are, once what is no job is taken off."""
 MANY: Final = 1 << 20
 
-_Found: TypeAlias = list[tuple[JobStream, Sequence[Entry]]]
-_Raw: TypeAlias = Sequence[tuple[bytes, Sequence[Entry]]] | None
+_Found: TypeAlias = list[tuple[JobStream, Sequence[NewEntry]]]
+_Raw: TypeAlias = Sequence[tuple[bytes, Sequence[NewEntry]]] | None
 
 
 class Intake:
@@ -106,7 +106,7 @@ class Intake:
         self._most = MANY
         """Entries that a read may bring: few after one that was too long, then more and more."""
         self._company = Company(batcher.timeout)
-        self._read_one = JobReader().read
+        self._reader = JobReader()
 
     def run(self) -> None:
         """Read until the worker stops, or has moved to other shards: until `ended` is set."""
@@ -303,7 +303,7 @@ class Intake:
                     last[stream.key] = entries[-1][0].decode()
                     self._status.visited.add(stream.key)
         # Not before all of them are parsed: of a read that fails they are read again.
-        self._status.held.update(delivery.place for delivery in deliveries)
+        self._status.held.update([(each.stream.key, each.entry) for each in deliveries])
         return deliveries, last
 
     def _reads(self, block: int | None, rooms: Mapping[Priority, int]) -> Iterator[_Found]:
@@ -500,24 +500,24 @@ class Intake:
             last = self._last.get(stream.key, "0-0")
             arguments: list[Value] = [GROUP, self._consumer, last, count]
             entries = script("reread")(server, [stream.key], arguments)
-            found.append((stream, [(entry, fields_of(values)) for entry, values in entries]))
+            found.append((stream, entries))
         return found
 
-    def _parse(self, stream: JobStream, entries: Sequence[Entry], came: float) -> list[Delivery]:
+    def _parse(self, stream: JobStream, entries: Sequence[NewEntry], came: float) -> list[Delivery]:
+        key, held = stream.key, self._status.held
+        if not held.isdisjoint([(key, entry) for entry, _ in entries]):
+            # Read again after a failure: taken over meanwhile, to be run alone.
+            entries = [each for each in entries if (key, each[0]) not in held]
+        found = [job_in(fields) for _, fields in entries]
         deliveries = []
-        for entry, fields in entries:
-            if (stream.key, entry) in self._status.held:
-                continue  # read again after a failure: taken over meanwhile, to be run alone
-            if not fields:  # ours, and withdrawn since
-                self._servers.for_shard(stream.shard).xack(stream.key, GROUP, entry)
-                continue
-            data = fields.get(b"job", b"")
-            try:
-                job = read_job(data, self._digester, self._read_one)
-            except JobFormatError as error:
-                self._dead_letters.refuse(stream, entry, data, error)
-            else:
+        jobs = read_jobs(found, self._digester, self._reader)
+        for (entry, fields), data, job in zip(entries, found, jobs, strict=True):
+            if isinstance(job, Job):
                 deliveries.append(Delivery(job, entry, stream, came))
+            elif not fields:  # ours, and withdrawn since
+                self._servers.for_shard(stream.shard).xack(key, GROUP, entry)
+            else:
+                self._dead_letters.refuse(stream, entry, data, job)
         return deliveries
 
     @staticmethod
@@ -537,29 +537,6 @@ def _left(rooms: Mapping[Priority, int], taken: _Found) -> dict[Priority, int]:
 
 def _ask_nothing(server: Server, shards: Sequence[ShardKeys]) -> None:
     """What is under way was asked before."""
-
-
-def read_job(data: bytes, digester: Digester, unpack: Callable[[bytes], Job] = unpack_job) -> Job:
-    """A job of this pool from an entry of its stream. Raises `JobFormatError`."""
-    try:
-        job = unpack(data)
-        digest = digester.digest(job.want, job.tokens, job.adapter)
-    except JobFormatError:
-        raise
-    except Exception as error:  # what no reader of ours foresees must not stop the others
-        logger.exception("an entry of the job stream cannot be read")
-        raise JobFormatError(f"{type(error).__name__}: {error}") from None
-    # A digest that is not its prompt's would put a row under another prompt's key.
-    if digest != job.digest:
-        raise RefusedJob(
-            "the digest is not the one of this prompt for this pool's model", job.digest
-        )
-    return job
-
-
-def fields_of(values: Sequence[bytes]) -> Fields:
-    """An entry's fields as a script returns them: names and values in turn."""
-    return dict(zip(values[::2], values[1::2], strict=True))
 
 
 def create_groups(servers: Servers, shards: Sequence[ShardKeys], consumer: str) -> None:

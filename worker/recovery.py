@@ -12,7 +12,7 @@ from typing import Final
 
 import redis.exceptions
 
-from lmpool.commands import Server, Value
+from lmpool.commands import Server, Value, fields_of
 from lmpool.errors import JobFormatError
 from lmpool.keys import GROUP, JobStream, ShardKeys
 from lmpool.liveness import LIFE_MS
@@ -23,7 +23,7 @@ from lmpool.wants import Digester
 from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.homes import Homes
-from lmpool.worker.intake import fields_of, read_job
+from lmpool.worker.reading import read_job
 from lmpool.worker.status import WorkerStatus
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 import redis.exceptions
 
 from lmpool.affinity import Waiting, steals
-from lmpool.commands import Fields, Pipeline, Server, Value
+from lmpool.commands import NewEntry, Pipeline, Server, Value, fields_of
 from lmpool.keys import GROUP, JobStream, Priority, ShardKeys
 from lmpool.scripts import script
 from lmpool.servers import Servers
@@ -30,7 +30,6 @@ VAIN_MOST: Final = 3
 READ_MOST: Final = 64
 """Lanes that are read together."""
 
-Entry = tuple[bytes, Fields | None]
 Lost: TypeAlias = Callable[[ShardKeys, Exception], None]
 Does: TypeAlias = Literal["on", "end", "pass", "list"]
 """See `waiting.lua`."""
@@ -55,14 +54,14 @@ class Thief:
         self._vain = 0
         """Looks in succession that found nothing to take."""
 
-    def called(self, calls: Sequence[Entry]) -> None:
+    def called(self, calls: Sequence[NewEntry]) -> None:
         """Entries of the shard's `wake` came."""
         now = time.monotonic()
         if not self._calls:
             self._vain = 0
         for call, fields in calls:
             self._calls.append(call)
-            at_once = fields is not None and fields.get(b"at_once") == b"1"
+            at_once = fields is not None and fields_of(fields).get(b"at_once") == b"1"
             self._due = min(self._due, now if at_once else now + self._status.patience())
 
     @property
@@ -152,7 +151,7 @@ def look(
 
 def steal(
     servers: Servers, thieves: Sequence[Thief], rooms: Mapping[Priority, int], lost: Lost
-) -> list[tuple[JobStream, Sequence[Entry]]]:
+) -> list[tuple[JobStream, Sequence[NewEntry]]]:
     """Jobs of others' lanes, no more of each priority than there is room."""
     own = {stream.key for thief in thieves for stream in thief.homes.read(thief.shard)}
     waiting = [each for each in look(servers, thieves, None, lost) if each[0].key not in own]
@@ -167,7 +166,7 @@ def steal(
 
 def read_counts(
     servers: Servers, consumer: str, counts: Iterable[tuple[JobStream, int]], lost: Lost
-) -> list[tuple[JobStream, Sequence[Entry]]]:
+) -> list[tuple[JobStream, Sequence[NewEntry]]]:
     """Read so many new entries of each stream, together."""
     wanted: dict[ShardKeys, list[tuple[JobStream, int]]] = {}
     for stream, count in counts:

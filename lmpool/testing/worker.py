@@ -7,7 +7,7 @@ from typing import Final
 
 from lmpool.backends import Engine
 from lmpool.clock import ServerClock
-from lmpool.commands import Server
+from lmpool.commands import NewEntry, Server
 from lmpool.model_info import ModelInfo
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
@@ -15,7 +15,6 @@ from lmpool.worker.engine_thread import EngineLoop
 from lmpool.worker.intake import Intake
 from lmpool.worker.seat import Seat
 from lmpool.worker.service import Service
-from lmpool.worker.stealing import Entry
 
 IDLE_BLOCK_MS: Final = 10
 """As an idle worker notices that it is to stop when its read ends."""
@@ -24,7 +23,7 @@ IDLE_BLOCK_MS: Final = 10
 class _BriefIntake(Intake):
     def _read_new(
         self, block: int | None, server: Server, keys: Sequence[str], count: int
-    ) -> Sequence[tuple[bytes, Sequence[Entry]]] | None:
+    ) -> Sequence[tuple[bytes, Sequence[NewEntry]]] | None:
         brief = None if block is None else min(block, IDLE_BLOCK_MS)
         return super()._read_new(brief, server, keys, count)
 

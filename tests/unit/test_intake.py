@@ -4,6 +4,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -223,6 +224,26 @@ def test_a_huge_entry_is_put_aside_cut(
     start()
     ((_, dead),) = until(lambda: entries_of(redis_client, shard.dead))
     assert len(dead[b"job"]) == GARBAGE_BYTES
+
+
+def test_among_many_jobs_that_are_alike_each_has_its_digest_checked(
+    start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    jobs = [replace(new_job(i + 1), sent=2**40) for i in range(9)]
+    wrong = replace(jobs[4], digest=jobs[5].digest)
+    odd: list[Any] = [{"job": b"garbage"}, {"other": pack_job(jobs[7])}]
+    with redis_client.pipeline() as pipeline:
+        for i in range(9):
+            pipeline.xadd(shard.stream().key, {"job": pack_job(wrong if i == 4 else jobs[i])})
+            if i in (2, 6):
+                pipeline.xadd(shard.stream().key, odd[i == 6])
+        pipeline.xadd(shard.stream().key, {"more": b"", "job": pack_job(jobs[4])})
+        pipeline.execute()
+    reader = start(batch_size=100)
+    assert reader.take(9) == [*jobs[:4], *jobs[5:], jobs[4]]
+    dead = until(lambda: found if len(found := entries_of(redis_client, shard.dead)) == 3 else [])
+    assert [fields[b"job"] for _, fields in dead] == [b"garbage", pack_job(wrong), b""]
+    assert [b"digest is not the one" in fields[b"reason"] for _, fields in dead] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("what", ["version", "digest"])

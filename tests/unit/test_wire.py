@@ -114,13 +114,14 @@ def test_jobs_that_are_read_one_after_another_are_read_as_each_alone(
 ) -> None:
     """Whatever is between them: entries that were cut, lengthened, or have a byte changed."""
     reader = JobReader()
+    entries: list[bytes] = []
     for _ in range(data.draw(st.integers(1, 12))):
         job = replace(
             data.draw(st.sampled_from(jobs)),
             want=data.draw(st.sampled_from(wants)),
             adapter=data.draw(st.sampled_from([None, "a@1"])),
-            sent=data.draw(st.sampled_from([1, 2])),
-            deadline=data.draw(st.sampled_from([None, 5, 2**40])),
+            sent=data.draw(st.sampled_from([1, 2**40, 2**40 + 1])),
+            deadline=data.draw(st.sampled_from([None, 0, 5, 2**40])),
             digest=data.draw(st.sampled_from([DIGEST, Digest(bytes(16))])),
         )
         packed = bytearray(pack_job(job))
@@ -132,16 +133,85 @@ def test_jobs_that_are_read_one_after_another_are_read_as_each_alone(
             case "changed":
                 place = data.draw(st.integers(0, len(packed) - 1))
                 packed[place] = data.draw(st.integers(0, 255))
-        entry = bytes(packed)
-        assert outcome(reader.read, entry) == outcome(unpack_job, entry)
+        entries.append(bytes(packed))
+    found: list[Job | tuple[type, str]] = []
+    while len(found) < len(entries):
+        found += reader.read_known(entries, len(found)) or [
+            outcome(reader.read, entries[len(found)])
+        ]
+    assert found == [outcome(unpack_job, entry) for entry in entries]
+
+
+def sent_now(tokens: bytes, **changed: Any) -> Job:
+    return replace(Job(Row("bf16"), DIGEST, tokens, None, 2**40 + 9, 2**40), **changed)
+
+
+def test_what_is_like_jobs_that_were_read_is_read_together() -> None:
+    reader = JobReader()
+    short, long = sent_now(b"abcd"), sent_now(b"abcd" * 80)
+    assert [reader.read(pack_job(job)) for job in (short, long)] == [short, long]
+    later = [
+        replace(job, digest=Digest(bytes(16)), sent=job.sent + 9, deadline=job.deadline + 5)
+        for job in (long, short, long)
+        if job.deadline is not None
+    ]
+    assert reader.read_known([*map(pack_job, later)]) == later
+    assert reader.read_known([*map(pack_job, later)], 2) == later[2:]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"want": Row("f32")},
+        {"adapter": "a@1"},
+        {"deadline": None},
+        {"tokens": b"abcdabcd"},
+        {"sent": 7},
+        {"trace": "00-" + "a" * 32 + "-" + "b" * 16 + "-01"},
+    ],
+)
+def test_what_is_like_no_job_that_was_read_ends_those_that_are_read_together(
+    changed: dict[str, Any],
+) -> None:
+    reader = JobReader()
+    one = sent_now(b"abcd")
+    reader.read(pack_job(one))
+    entries = [pack_job(one), pack_job(replace(one, **changed)), pack_job(one)]
+    assert reader.read_known(entries) == [one]
+    assert reader.read_known(entries, 1) == []
+
+
+@pytest.mark.parametrize("deadline", [None, 2**40 + 9])
+def test_what_differs_in_any_byte_is_read_as_it_is_or_not_at_all(deadline: int | None) -> None:
+    reader = JobReader()
+    one = sent_now(b"abcd", adapter="a@1", deadline=deadline)
+    packed = pack_job(one)
+    reader.read(packed)
+    for place in range(len(packed)):
+        for value in range(256):
+            entry = packed[:place] + bytes([value]) + packed[place + 1 :]
+            found = reader.read_known([entry])
+            assert not found or found == [outcome(unpack_job, entry)], (place, value)
+    assert reader.read_known([packed]) == [one]
+
+
+def test_jobs_that_are_read_together_ask_the_same_of_one_adapter() -> None:
+    reader = JobReader()
+    jobs = [sent_now(b"abcd"), sent_now(b"abcd", adapter="a@1"), sent_now(b"abcd")]
+    entries = [*map(pack_job, jobs)]
+    assert [*map(reader.read, entries)] == jobs
+    assert [reader.read_known(entries, start) for start in range(3)] == [[job] for job in jobs]
 
 
 def test_a_job_longer_than_any_is_not_read_however_it_begins() -> None:
     reader = JobReader()
-    job = Job(Row("bf16"), DIGEST, b"abcd", None, None, 7)
+    job = sent_now(b"abcd")
     assert reader.read(pack_job(job)) == job
-    with pytest.raises(JobFormatError, match="at most"):
-        reader.read(pack_job(replace(job, tokens=b"abcd" * (MAX_JOB_BYTES // 4))))
+    long = pack_job(replace(job, tokens=b"abcd" * (MAX_JOB_BYTES // 4)))
+    for _ in range(2):
+        assert reader.read_known([long]) == []
+        with pytest.raises(JobFormatError, match="at most"):
+            reader.read(long)
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 16_383, 16_384, 16_385, 100_000])
