@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple
 
 import msgpack
@@ -101,6 +102,20 @@ def _common(want: Want, adapter: str | None) -> bytes:
                 _commons.clear()
             _commons[want, adapter] = found
     return found
+
+
+def claim_head(digest: Digest, lane: int, adapter: int, deadline: int | None) -> str:
+    """What ``enqueue.lua`` is told of a job beside the job: 60 characters.
+
+    `adapter` says which of the call's adapters it is for, the first is 1; 0 is none.
+    """
+    return digest.hex() + _said(lane, adapter, deadline)
+
+
+@lru_cache(1024)
+def _said(lane: int, adapter: int, deadline: int | None) -> str:
+    """What many heads have in common."""
+    return f"{lane:5} {adapter:3} {'' if deadline is None else deadline:18}"
 
 
 _UINT64: Final = struct.Struct(">BQ")

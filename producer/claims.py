@@ -15,7 +15,7 @@ from lmpool.producer.flights import Flight
 from lmpool.producer.session import CLAIM_BYTES, CLAIM_MOST, FLIGHT_TTL, REPLY_TTL, Session
 from lmpool.scripts import script
 from lmpool.servers import Servers
-from lmpool.wire import JobPacker
+from lmpool.wire import JobPacker, claim_head
 
 AHEAD_MOST: Final = 64
 """Jobs that the thread of who asks packs and sends by itself: it may be an event loop's."""
@@ -54,17 +54,17 @@ def claim_arguments(
         shard.lanes,
     ]
     pack = JobPacker(now_ms).pack
+    heads: list[str] = []
+    packed: list[bytes] = []
+    adapters: dict[str, int] = {}
     for flight in flights:
-        job, due = flight.job, flight.deadline
+        job, due, adapter = flight.job, flight.deadline, 0
         deadline = None if due is None else now_ms + int((due - now) * 1000)
-        arguments += (
-            flight.lane,
-            job.digest.hex(),
-            "" if deadline is None else deadline,
-            job.adapter or "",
-            pack(job.want, job.adapter, job.digest, job.tokens, deadline, flight.trace),
-        )
-    return arguments
+        if job.adapter is not None:
+            adapter = adapters.setdefault(job.adapter, len(adapters) + 1)
+        heads.append(claim_head(job.digest, flight.lane, adapter, deadline))
+        packed.append(pack(job.want, job.adapter, job.digest, job.tokens, deadline, flight.trace))
+    return [*arguments, "".join(heads), len(adapters), *adapters, *packed]
 
 
 class ClaimAhead(NamedTuple):

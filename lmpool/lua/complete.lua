@@ -17,16 +17,16 @@ for _ = 1, math.min(tonumber(ARGV[7]), #ARGV) do -- whoever calls it: it comes t
 end
 redis.pcall('PEXPIRE', counters, ARGV[3])
 
--- The digests that are ok, by the clients that wait for them, which are the same for most.
+-- Texts of digests that are ok, by the clients that wait for them, which are the same for most.
 local done, groups = {}, {}
 local acknowledged = 0
 
-local function note_done(waiting, digest)
-  local digests = done[waiting]
-  if digests then
-    digests[#digests + 1] = digest
+local function note_done(waiting, text)
+  local texts = done[waiting]
+  if texts then
+    texts[#texts + 1] = text
   else
-    done[waiting] = {digest}
+    done[waiting] = {text}
     groups[#groups + 1] = waiting
   end
 end
@@ -42,21 +42,43 @@ end
 
 local from = 1 -- in the digests that are stored
 local function end_stored(jobs, first, last)
-  local names, flights = {}, {}
-  for n = 1, last - first + 1 do
-    names[n] = string.sub(digests, from, from + 31)
-    flights[n] = prefix .. ':flight:' .. names[n]
+  local flights, flight, start, count = {}, prefix .. ':flight:', from, last - first + 1
+  for n = 1, count do
+    flights[n] = flight .. string.sub(digests, from, from + 31)
     from = from + 32
   end
-  local held, ended = values_of(flights), {}
-  for n, flight in ipairs(flights) do
-    local job, lane, _, waiting = parts_of(held[n])
-    if job and not ended[flight] then -- one may be delivered twice
-      ended[flight] = true
-      note_done(waiting, names[n])
-      drop_other(jobs, ARGV[first + n - 1], job, lane)
-    end
+  local held = values_of(flights)
+  -- What flights in succession say behind the ids of their jobs, who waits, and the first that was not
+  -- noted: they are noted together.
+  local said, clients, begun
+  local function note_until(n)
+    if begun then note_done(clients, string.sub(digests, start + 32 * begun - 32, start + 32 * n - 1)) end
+    begun = nil
   end
+  local ended -- where there are other deliveries: one may be delivered twice
+  for n = 1, count do
+    local text, id = held[n], ARGV[first + n - 1]
+    if said and text == id .. said and not (ended and ended[flights[n]]) then
+      begun = begun or n
+    else
+      note_until(n - 1)
+      local job, lane, _, waiting = parts_of(text)
+      if job == id and stream_of(prefix, lane) == jobs and not (ended and ended[flights[n]]) then
+        said, clients, begun = string.sub(text, #id + 1), waiting, n
+      elseif job then
+        if not ended then
+          ended = {}
+          for e = 1, n - 1 do ended[flights[e]] = true end
+        end
+        if not ended[flights[n]] then
+          note_done(waiting, string.sub(digests, start + 32 * n - 32, start + 32 * n - 1))
+          drop_other(jobs, id, job, lane)
+        end
+      end
+    end
+    if ended then ended[flights[n]] = true end
+  end
+  note_until(count)
   delete_all(flights)
 end
 

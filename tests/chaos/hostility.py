@@ -26,7 +26,7 @@ from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.rows import pack_logprobs
 from lmpool.wants import Digester, Row
-from lmpool.wire import Job, pack_job
+from lmpool.wire import Job, claim_head, pack_job
 from tests.support.server import RealServer
 
 VOCAB: Final = 256
@@ -306,7 +306,7 @@ class Writer:
         name = rng.choice([*CLIENT_SCRIPTS, "complete", "bury"])
         arguments = [shard.prefix, "villain-1", *[value(rng) for _ in range(rng.randint(0, 12))]]
         if name == "enqueue" and rng.random() < 0.7:
-            job = self._job(rng)
+            head = claim_head(self._job(rng).digest, 0, 0, rng.choice([None, 10**9]))
             arguments[2:] = [
                 30_000,
                 60_000,
@@ -315,9 +315,10 @@ class Writer:
                 1,
                 value(rng),
                 rng.choice([1, value(rng)]),
+                rng.choice([head, head, head[:32] + rng.choice(["7", "x"]) * 28, value(rng)]),
                 rng.choice([0, value(rng)]),
+                b"",
             ]
-            arguments += [job.digest.hex(), value(rng), "", b""]
         return [("EVALSHA", script(name).sha, 1, rng.choice(shard.streams).key, *arguments)]
 
     def _forbidden(self, rng: Random, shard: ShardKeys) -> list[Command]:

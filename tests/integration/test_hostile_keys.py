@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import resources
@@ -22,7 +23,7 @@ from lmpool.producer.statistics import pool_statistics
 from lmpool.rows import pack_logprobs
 from lmpool.scripts import SHARED, script
 from lmpool.servers import Servers
-from lmpool.wire import pack_job
+from lmpool.wire import claim_head, pack_job
 from lmpool.worker import engine_thread, heartbeat
 from tests.support.clients import connected
 from tests.support.pools import Asking, pool_shards, some_prompts
@@ -478,6 +479,49 @@ def test_every_script_comes_to_its_end_whatever_it_is_given(
                 with suppress(redis.exceptions.ResponseError):
                     script(name)(caller, keys, arguments)  # type: ignore[arg-type]
                 assert caller.ping()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_claim_that_is_refused_has_done_nothing(
+    seed: int, redis_client: redis.Redis, shard: ShardKeys, caller: Caller, other: Caller
+) -> None:
+    rng = random.Random(seed)
+    caller.enqueue(A)
+    other.enqueue(A, C)
+
+    def state() -> dict[bytes, Any]:
+        keys = [key.encode() for key in (shard.stream().key, shard.reply("first"))]
+        keys += [key.encode() for key in (shard.flight(job.digest) for job in (A, B, C))]
+        return {key: redis_client.dump(key) for key in keys}
+
+    heads = [claim_head(job.digest, lane, 0, None) for job, lane in ((B, 0), (A, 1), (C, 2))]
+    sound: list[Any] = [shard.prefix, "first", 30_000, 60_000, 100, GROUP, 1, shard.lanes]
+    sound += ["".join(heads), 0, *(pack_job(job) for job in (B, A, C))]
+    strange = ["", " ", "-1", "0", "1.5", "1e3", "nan", "inf", "0x7", "x", "9" * 40, "7" * 180]
+    refused = 0
+    for _ in range(150):
+        arguments = list(sound)
+        for _ in range(rng.randint(1, 2)):
+            place = rng.randrange(2, len(arguments))
+            what = rng.random()
+            if what < 0.5:
+                arguments[place] = rng.choice(strange)
+            elif what < 0.6:
+                del arguments[place]
+            elif what < 0.7:
+                arguments.insert(place, rng.choice(strange))
+            else:
+                at, text = rng.randrange(32, 60) + 60 * rng.randrange(3), "".join(heads)
+                arguments[8] = text[:at] + rng.choice("x-. 9\n") + text[at + rng.randint(0, 2) :]
+        before = state()
+        try:
+            script("enqueue")(redis_client, [shard.stream().key], arguments)  # type: ignore[arg-type]
+        except redis.exceptions.ResponseError:
+            assert state() == before, arguments
+            refused += 1
+        caller.withdraw(B)
+        other.check(A, C)
+    assert 50 < refused < 150
 
 
 def test_who_is_named_many_times_in_a_flight_is_told_once(

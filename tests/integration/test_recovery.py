@@ -13,7 +13,7 @@ from lmpool.errors import PromptFailed
 from lmpool.keys import GROUP
 from lmpool.liveness import consumers
 from lmpool.scripts import script
-from lmpool.wire import pack_job
+from lmpool.wire import claim_head, pack_job
 from tests.support.clients import connected
 from tests.support.faults import STEPS, Faults
 from tests.support.gate import Gate
@@ -160,11 +160,10 @@ def test_a_job_that_its_worker_forgot_is_run(server_url, redis_client, pool_name
         name = worker.wait_until_alive()["id"]
         (shard,) = pool_shards(redis_client, pool_name)
         job = new_job(5, 6, fingerprint=lm.info.fingerprint)
-        enqueue = [shard.stream().key, shard.prefix, "someone", 60_000, 60_000, 10, GROUP, 1, 1, 0]
+        enqueue = [shard.stream().key, shard.prefix, "someone", 60_000, 60_000, 10, GROUP, 1, 1]
+        enqueue += [claim_head(job.digest, 0, 0, None), 0, pack_job(job)]
         with redis_client.pipeline(transaction=True) as pipeline:  # before the worker can read it
-            pipeline.eval(
-                script("enqueue").source, 1, *enqueue, job.digest.hex(), "", "", pack_job(job)
-            )
+            pipeline.eval(script("enqueue").source, 1, *enqueue)
             pipeline.xreadgroup(GROUP, name, {shard.stream().key: ">"})
             _, read = pipeline.execute()
         assert len(read[0][1]) == 1

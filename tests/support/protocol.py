@@ -12,7 +12,7 @@ from lmpool.keys import GROUP, PoolKeys, Priority, ShardKeys
 from lmpool.liveness import LIFE_MS
 from lmpool.scripts import script
 from lmpool.wants import Digester, Row
-from lmpool.wire import Job, Notice, pack_job, read_notices
+from lmpool.wire import Job, Notice, claim_head, pack_job, read_notices
 
 FINGERPRINT = "0123456789abcdef" * 2
 COUNTERS_TTL = 60_000
@@ -95,9 +95,13 @@ class Caller:
         first = self.shard.stream(priority).key
         arguments: list[Any] = [self.shard.prefix, self.id, reply_ttl, flight_ttl, bound, GROUP]
         arguments += (int(priority == "interactive"), self.shard.lanes)
-        for job in jobs:
-            deadline = "" if job.deadline is None else job.deadline
-            arguments += (lane, job.digest.hex(), deadline, job.adapter or "", pack_job(job))
+        adapters = list(dict.fromkeys(job.adapter for job in jobs if job.adapter))
+        places = [adapters.index(job.adapter) + 1 if job.adapter else 0 for job in jobs]
+        heads = [
+            claim_head(job.digest, lane, n, job.deadline)
+            for job, n in zip(jobs, places, strict=True)
+        ]
+        arguments += ("".join(heads), len(adapters), *adapters, *map(pack_job, jobs))
         answers, fresh = script("enqueue")(self.server, [first], arguments)  # type: ignore[arg-type]
         return answers.decode(), bool(fresh)
 

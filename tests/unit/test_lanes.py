@@ -16,7 +16,7 @@ from lmpool.scripts import script
 from lmpool.server import open_server
 from lmpool.servers import Servers
 from lmpool.wants import Digester
-from lmpool.wire import Job, pack_job
+from lmpool.wire import Job, claim_head, pack_job
 from lmpool.worker import intake as intake_module
 from lmpool.worker import stealing
 from lmpool.worker.batching import Batcher
@@ -143,8 +143,8 @@ def test_jobs_of_many_lanes_are_claimed_completed_and_given_back_in_one_call(
     jobs = [new_job(n) for n in range(3)]
     streams = [shard.stream(lane=lane).key for lane in (5, 2, 7)]
     arguments: list[Any] = [shard.prefix, "client", 30_000, 60_000, 100, GROUP, 1, LANES]
-    for lane, job in zip((5, 2, 7), jobs, strict=True):
-        arguments += (lane, job.digest.hex(), "", "", b"job")
+    heads = [claim_head(j.digest, n, 0, None) for j, n in zip(jobs, (5, 2, 7), strict=True)]
+    arguments += ("".join(heads), 0, b"job", b"job", b"job")
     first = [shard.stream().key]
     assert script("enqueue")(redis_client, first, arguments) == [b"qqq", 1]  # type: ignore[arg-type]
     for job, stream in zip(jobs, streams, strict=True):
@@ -163,7 +163,7 @@ def test_jobs_of_many_lanes_are_claimed_completed_and_given_back_in_one_call(
     assert script("admit")(redis_client, streams, judged) == b"rrr"  # type: ignore[arg-type]
     assert script("release")(redis_client, streams, given_back) == 3  # type: ignore[arg-type]
     again = [consumer.read()[0] for consumer in consumers]
-    assert not set(again) & set(entries)
+    assert all(new != old for new, old in zip(again, entries, strict=True))
     done: list[Any] = [shard.prefix, GROUP, 60_000, 0, 60_000, "", 0]
     for job, entry in zip(jobs, again, strict=True):
         done += (0, 1, job.digest.hex(), entry, "ok", "")
@@ -567,9 +567,9 @@ def test_jobs_of_a_call_that_wakes_a_worker_come_together_whatever_their_lanes(
     worker.batcher.add = lambda jobs, waits=True: (reads.append(len(jobs)), read(jobs, waits))[1]  # type: ignore[method-assign,assignment,arg-type]
     time.sleep(0.1)  # until it waits in a read
     arguments: list[Any] = [shard.prefix, "client", 30_000, 60_000, 100, GROUP, 1, LANES]
-    for number in range(2 * LANES):
-        job = new_job(number)
-        arguments += (number % LANES, job.digest.hex(), "", "", pack_job(job))
+    jobs = [new_job(number) for number in range(2 * LANES)]
+    heads = [claim_head(job.digest, n % LANES, 0, None) for n, job in enumerate(jobs)]
+    arguments += ("".join(heads), 0, *map(pack_job, jobs))
     script("enqueue")(redis_client, [shard.stream().key], arguments)  # type: ignore[arg-type]
     until(lambda: sum(reads) == 2 * LANES)
     assert reads == [2 * LANES]
