@@ -5,12 +5,14 @@ Each on fakeredis and on a real server.
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import redis
 
 from lmpool.keys import ShardKeys
 from lmpool.scripts import script
-from lmpool.wire import Job, pack_job
+from lmpool.wire import Job, pack_job, unpack_job
 from tests.support.protocol import (
     Caller,
     Consumer,
@@ -60,6 +62,46 @@ def test_what_was_delivered_twice_is_told_once(
     assert told(caller) == [(A.digest.hex(), "ok", ""), (B.digest.hex(), "ok", "")]
     assert worker.held() == []
     assert queued(redis_client, shard) == []
+
+
+@pytest.mark.parametrize("completes", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_each_job_of_a_batch_is_judged_and_told_of_by_its_own_flight(
+    seed: int, completes: bool, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    rng = random.Random(seed)
+    callers = [Caller(redis_client, shard, name) for name in ("first", "second", "third")]
+    jobs = [new_job(1, n, deadline=rng.choice([None, 2**50])) for n in range(30)]
+    waiting = {job: rng.choice([callers[:1], callers[:2], callers[1:], callers]) for job in jobs}
+    for caller in callers:
+        caller.enqueue(*(job for job in jobs if caller in waiting[job]))
+    found = entries_of(redis_client, worker.stream)
+    entries = {unpack_job(fields[b"job"]).digest: entry for entry, fields in found}
+    worker.read()
+    gone, broken, replaced = jobs[:3], jobs[3:6], jobs[6:9]
+    for job in gone:
+        redis_client.delete(shard.flight(job.digest))
+    for job in broken:
+        redis_client.set(shard.flight(job.digest), "1-1 no flight")
+    for job in replaced:
+        write_flight(redis_client, shard, job, "1-1", *(caller.id for caller in waiting[job]))
+    rng.shuffle(jobs)
+    if completes:
+        done = [(job, entries[job.digest], "ok", "") for job in jobs]
+        done += [(job, b"9-%d" % n, "ok", "") for n, job in enumerate(jobs[:5])]  # run twice
+        rng.shuffle(done)
+        worker.complete(done, stored=jobs)
+        for caller in callers:
+            mine = {j.digest.hex() for j in jobs if caller in waiting[j]}
+            mine -= {job.digest.hex() for job in gone + broken}
+            assert sorted(told(caller)) == [(digest, "ok", "") for digest in sorted(mine)]
+        assert not any(redis_client.exists(shard.flight(job.digest)) for job in jobs)
+        assert worker.held() == []
+    else:
+        dropped = {job.digest for job in gone + broken + replaced}
+        expected = "".join("w" if job.digest in dropped else "r" for job in jobs)
+        assert worker.admit(*((job, entries[job.digest]) for job in jobs)) == expected
+        assert len(worker.held()) == expected.count("r")
 
 
 def test_an_error_is_told_to_everybody_who_waits(
