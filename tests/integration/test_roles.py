@@ -15,6 +15,7 @@ from lmpool.pool_view import PoolViewer
 from lmpool.scripts import script
 from tests.support.clients import connected
 from tests.support.server import RealServer
+from tests.support.waiting import until
 from tests.support.workers import worker_process
 
 ROOT = Path(__file__).parents[2]
@@ -188,8 +189,15 @@ def test_an_append_only_file_brings_back_what_scripts_wrote(server_binary: str) 
             arguments = [GROUP, "worker", "beats", 60_000, 60_000, "", 1, 16]
             script("alive")(client, keys, arguments)  # type: ignore[arg-type]
             server.kill()
-            server.start()
-            assert client.get(keys[1]) == b"beats"
+            server.start()  # it answers while it loads, that it knows nobody
+
+            def beat() -> Any:
+                try:
+                    return client.get(keys[1])
+                except redis.exceptions.BusyLoadingError:
+                    return None
+
+            assert until(beat, what="the server to have loaded") == b"beats"
             assert client.exists(keys[2])
         with redis.Redis.from_url(server.url, protocol=2) as nobody:
             for attempt in (("GET", keys[1]), ("AUTH", "default", ""), ("AUTH", "")):
