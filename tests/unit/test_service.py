@@ -132,7 +132,7 @@ def test_a_worker_that_has_started_is_there_in_every_shard(
     worker.start()
     info, shards = served(server, keys)
     assert len(shards) == SHARDS == info.shards
-    assert members(server, shards) == [{worker.id}] * SHARDS * len(PRIORITIES)
+    until(lambda: members(server, shards) == [{worker.id}] * SHARDS * len(PRIORITIES))
     for shard in shards:
         assert server.exists(shard.alive(worker.id))
     assert server.exists(keys.serving, keys.vocabulary(info.fingerprint8)) == 2
@@ -150,7 +150,7 @@ def test_a_worker_that_has_stopped_leaves_the_pool_and_nothing_else(
     worker.start()
     info, shards = served(server, keys)
     worker.stop()
-    assert members(server, shards) == [{stays.id}] * SHARDS * len(PRIORITIES)
+    until(lambda: members(server, shards) == [{stays.id}] * SHARDS * len(PRIORITIES))
     assert not any(server.exists(shard.alive(worker.id)) for shard in shards)
     assert all(server.exists(shard.alive(stays.id)) for shard in shards)
     assert server.exists(keys.serving)  # somebody still serves
@@ -293,7 +293,7 @@ def test_a_worker_that_may_not_join_closes_its_engine_and_is_nobody(
     with pytest.raises(PoolMismatch, match="shards 3 there, 2 here"):
         other.start()
     assert engine.closed.is_set()
-    assert members(server, shards) == [{first.id}] * SHARDS * len(PRIORITIES)
+    until(lambda: members(server, shards) == [{first.id}] * SHARDS * len(PRIORITIES))
     assert not any(server.exists(shard.alive(other.id)) for shard in shards)
 
 
