@@ -102,9 +102,10 @@ class Parser(_HiredisParser):
         self, count: int, disable_decoding: bool, options: dict[str, Any]
     ) -> list[Any]:
         found: list[Any] = []
+        reader: Any = self._reader
         while len(found) < count:
             found.append(self.read_response(disable_decoding, **options))
-            while len(found) < count and (more := self._reader.gets()) is not NOT_ENOUGH_DATA:
+            while len(found) < count and (more := reader.gets()) is not NOT_ENOUGH_DATA:
                 if type(more) is not bytes:
                     _raise_what_ends(more)
                 found.append(more)
