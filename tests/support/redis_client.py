@@ -31,6 +31,8 @@ EVERYWHERE: dict[str, Callable[[list[Any]], Any]] = {
 """What every primary is asked, and what becomes of their answers."""
 
 ANYWHERE = ("CONFIG GET", "INFO", "TIME")
+SEED_TIMEOUT = 5.0
+"""Seconds after which another node is asked who has which slot."""
 SPLIT = {"DEL": sum, "EXISTS": sum, "UNLINK": sum}
 """Commands of any number of keys, which may lie on different nodes."""
 
@@ -47,8 +49,8 @@ class ClusterClient(redis.Redis):
 
     def __init__(self, url: str) -> None:
         found = urlsplit(url)
-        login, _, hosts = found.netloc.rpartition("@")
-        host, _, port = hosts.split(",")[0].rpartition(":")
+        login, _, named = found.netloc.rpartition("@")
+        hosts = [host.rpartition(":") for host in named.split(",")]
         options: dict[str, Any] = {"protocol": 2}
         if login:
             options["username"], _, options["password"] = login.partition(":")
@@ -57,17 +59,27 @@ class ClusterClient(redis.Redis):
         self._options = options
         self._nodes: dict[tuple[str, int], redis.Redis] = {}
         self._slots: list[tuple[str, int]] = []
-        super().__init__(host.strip("[]"), int(port), **options)
-        self._seed = super().execute_command
+        # One that is frozen does not answer, and is not waited for.
+        self._seeds = [
+            redis.Redis(host.strip("[]"), int(port), socket_timeout=SEED_TIMEOUT, **options)
+            for host, _, port in hosts
+        ]
+        super().__init__(hosts[0][0].strip("[]"), int(hosts[0][2]), **options)
         self.refresh()
 
     def refresh(self) -> None:
         """Ask who has which slot."""
-        slots: Any = self._seed("CLUSTER", "SLOTS")
+        slots = self._ask_seeds()
         self._slots = [("", 0)] * 16_384
         for first, last, (host, port, *_), *_ in slots:
             address = host.decode(), port
             self._slots[first : last + 1] = [address] * (last - first + 1)
+
+    def _ask_seeds(self) -> Any:
+        for seed in self._seeds[:-1]:
+            with suppress(redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
+                return seed.execute_command("CLUSTER", "SLOTS")
+        return self._seeds[-1].execute_command("CLUSTER", "SLOTS")
 
     def primaries(self) -> list[redis.Redis]:
         """A connection to each."""
@@ -109,7 +121,7 @@ class ClusterClient(redis.Redis):
         return _Pipeline(self, bool(transaction))
 
     def close(self) -> None:
-        for node in self._nodes.values():
+        for node in (*self._seeds, *self._nodes.values()):
             node.close()
         super().close()
 
