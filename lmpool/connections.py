@@ -170,7 +170,8 @@ class CommandAhead:
             if self._left is None or connection._sock is None:
                 raise redis.exceptions.ConnectionError("it ended while it was written to")
             if self._left:
-                connection.send_packed_command([self._left])
+                # Its own rest: no PING of a health check may come between.
+                connection.send_packed_command([self._left], check_health=False)
             return connection.read_response()
         except redis.exceptions.ResponseError:
             raise  # which was the reply

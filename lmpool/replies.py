@@ -40,7 +40,8 @@ class Parser(_HiredisParser):
         self._sizes = sizes
 
     def expect_several(self, count: int) -> None:
-        """The next that is read are so many replies, as one list: refusals are among them."""
+        """The next that is read are so many replies, as one list, or in its place the first
+        refusal: all of them are read."""
         self._count = count
 
     def on_connect(self, connection: Any, **options: Any) -> None:
@@ -98,9 +99,7 @@ class Parser(_HiredisParser):
         _raise_what_ends(response)
         return response
 
-    def _read_several(
-        self, count: int, disable_decoding: bool, options: dict[str, Any]
-    ) -> list[Any]:
+    def _read_several(self, count: int, disable_decoding: bool, options: dict[str, Any]) -> Any:
         found: list[Any] = []
         reader: Any = self._reader
         while len(found) < count:
@@ -109,7 +108,9 @@ class Parser(_HiredisParser):
                 if type(more) is not bytes:
                     _raise_what_ends(more)
                 found.append(more)
-        return found
+        # By itself: the connection raises it, and whoever follows primaries hears of it.
+        refused = (one for one in found if isinstance(one, redis.exceptions.ResponseError))
+        return next(refused, found)
 
 
 def _raise_what_ends(response: Any) -> None:

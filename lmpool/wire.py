@@ -210,7 +210,7 @@ class JobReader:
         kind = b"".join((_SEVEN, _common(job.want, job.adapter), _UINT64_HEAD))
         if len(kind) > _COMMON_BYTES:
             return
-        if len(self._forms) >= _FORMS_MOST:
+        if max(len(self._forms), len(self._asks)) >= _FORMS_MOST:
             self._forms, self._asks = {}, {}
         due, time = (_SOME_DEADLINE, "Q") if job.deadline is not None else (_NO_DEADLINE, "0s")
         length = _TOKENS + _bin_header(len(job.tokens))

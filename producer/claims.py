@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
@@ -38,9 +39,14 @@ def by_shard(
 
 
 def claim_arguments(
-    session: Session, shard: ShardKeys, flights: Sequence[Flight], priority: Priority
-) -> list[Value]:
-    """What ``enqueue.lua`` is told of flights that are claimed now."""
+    session: Session,
+    shard: ShardKeys,
+    flights: Sequence[Flight],
+    priority: Priority,
+    most_bytes: float = math.inf,
+) -> list[Value] | None:
+    """What ``enqueue.lua`` is told of flights that are claimed now; None where their jobs are more
+    than `most_bytes`."""
     assert session.info is not None
     now_ms, now = session.clock.now_ms(), time.monotonic()
     arguments: list[Value] = [
@@ -64,6 +70,9 @@ def claim_arguments(
             adapter = adapters.setdefault(job.adapter, len(adapters) + 1)
         heads.append(claim_head(job.digest, flight.lane, adapter, deadline))
         packed.append(pack(job.want, job.adapter, job.digest, job.tokens, deadline, flight.trace))
+        most_bytes -= len(packed[-1])
+        if most_bytes < 0:
+            return None
     return [*arguments, "".join(heads), len(adapters), *adapters, *packed]
 
 
@@ -97,7 +106,11 @@ def claim_ahead(session: Session, servers: Servers, priority: Priority) -> Claim
         return None
     try:
         enqueue, first = script("enqueue"), shards[0].stream(priority).key
-        arguments = claim_arguments(session, shards[0], flights, priority)
+        # What is wanted may be far longer than the tokens: a number for each position.
+        arguments = claim_arguments(session, shards[0], flights, priority, 2 * AHEAD_BYTES)
+        if arguments is None:
+            session.table.put_back(flights)
+            return None
         command = server.ahead(["EVALSHA", enqueue.sha, 1, first, *arguments])
         return ClaimAhead(shards[0], flights, priority, command)
     except BaseException:

@@ -435,6 +435,7 @@ class Sender:
 
     def _claim_in(self, shard: ShardKeys, flights: Sequence[Flight], priority: Priority) -> None:
         arguments = claim_arguments(self._session, shard, flights, priority)
+        assert arguments is not None  # there is no bound
         first = shard.stream(priority).key
         answer = script("enqueue")(self._servers.for_shard(shard), [first], arguments)
         self._take_answer(shard, flights, answer, priority)

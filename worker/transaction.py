@@ -49,14 +49,13 @@ def set_and_call(
         connection.send_packed_command(Gathered(connection, pieces))
         connection._parser.expect_several(len(rows) + len(calls) + 2)
         answers: list[Any] = connection.read_response()
+    except redis.exceptions.ResponseError:
+        raise  # the first of them; all were read
     except BaseException:
         connection.disconnect()  # answers that nobody read must not answer the next command
         raise
     finally:
         pool.release(connection)
-    for answer in answers:
-        if isinstance(answer, Exception):
-            raise answer
     # EXEC answers with what each command answered, errors among them.
     outcomes: list[Any] = answers[-1]
     first = None if before is None else _made_up_for(server, before, outcomes[0])

@@ -22,6 +22,7 @@ local waiter = ' ' .. client .. ' '
 
 -- Whoever calls it: what makes no sense is refused before anything is written.
 if #heads ~= 60 * count or not backlog or not string.find(ARGV[8], '^[1-9]%d?%d?%d?$')
+    or #client > 200 or string.find(client, ' ', 1, true)
     or not string.find(flight_ttl, '^[1-9]%d*$') or #flight_ttl > 15 then
   return redis.error_reply('ERR what is asked is no claim')
 end
@@ -156,7 +157,10 @@ end
 
 local function queue(n, stream)
   if not stream.backlog then return 'b' end
-  if is_full(stream.backlog) then return 'f' end
+  if is_full(stream.backlog) then
+    -- Unless this call has queued the same prompt.
+    return stream.first and join(n, given(redis.pcall('GET', flights[n]))) and 'j' or 'f'
+  end
   local id = given(redis.pcall('XADD', stream.key, '*', 'job', ARGV[before + n]))
   if not id then return 'b' end
   local flight, text = flights[n], id .. kinds_of[n].flight

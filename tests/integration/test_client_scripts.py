@@ -36,6 +36,13 @@ def test_the_first_asks_the_second_joins_and_the_third_finds_it(
     assert len(queued(redis_client, shard)) == 3
 
 
+def test_a_prompt_twice_in_one_request_joins_also_where_it_filled_the_backlog(
+    caller: Caller, worker: Consumer
+) -> None:
+    assert caller.enqueue(A, A, B, A, bound=1) == ("qjfj", True)
+    assert len(worker.read()) == 1
+
+
 def test_a_prompt_twice_in_one_request_is_one_job(
     caller: Caller, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:

@@ -524,6 +524,16 @@ def test_a_claim_that_is_refused_has_done_nothing(
     assert 50 < refused < 150
 
 
+@pytest.mark.parametrize("name", ["c" * 201, "first second", "c" * (1 << 20)], ids=range(3))
+def test_a_client_by_a_name_that_is_none_claims_nothing(
+    name: str, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    """It would be written into each flight, and kept for each deadline."""
+    with pytest.raises(redis.exceptions.ResponseError, match="is no claim"):
+        Caller(redis_client, shard, name).enqueue(A, B)
+    assert redis_client.exists(shard.stream().key, shard.flight(A.digest)) == 0
+
+
 def test_who_is_named_many_times_in_a_flight_is_told_once(
     caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:

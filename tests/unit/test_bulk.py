@@ -216,7 +216,9 @@ def test_what_is_expected_of_one_connection_is_not_of_the_next() -> None:
 
 # --- several replies ----------------------------------------------------------------------------
 
-SEVERAL = b"+OK\r\n" + 3 * b"+QUEUED\r\n" + b"-NOPERM no\r\n" + array(bulk(b"a\r\n"), b":7\r\n")
+QUEUED = b"+OK\r\n" + 3 * b"+QUEUED\r\n"
+SEVERAL = QUEUED + array(bulk(b"a\r\n"), b":7\r\n")
+REFUSED = QUEUED + b"-NOPERM no\r\n-OOM no\r\n-EXECABORT all\r\n"
 
 
 def several(server: Server, count: int, within: float | None = None) -> list[Any]:
@@ -239,12 +241,51 @@ def test_several_replies_are_read_as_one_list(pieces: list[bytes]) -> None:
     with Scripted(pieces) as scripted:
         for server in opened(scripted.url):
             for _ in range(2):
-                *said, refused, last = several(server, 6)
+                *said, last = several(server, 5)
                 assert said == [b"OK", *[b"QUEUED"] * 3]
-                assert isinstance(refused, redis.exceptions.NoPermissionError)
                 assert last == [b"a\r\n", 7]
             assert server.ping() is True
         assert scripted.opened == 1
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [[REFUSED], [REFUSED[i : i + 1] for i in range(len(REFUSED))]],
+    ids=["at once", "slow"],
+)
+def test_several_replies_with_refusals_raise_the_first_and_are_read(pieces: list[bytes]) -> None:
+    with Scripted(pieces) as scripted:
+        for server in opened(scripted.url):
+            for _ in range(2):
+                with pytest.raises(redis.exceptions.NoPermissionError):
+                    several(server, 7)
+            assert server.ping() is True
+        assert scripted.opened == 1
+
+
+def test_a_refusal_among_several_replies_is_heard_by_who_looks_after_the_slots() -> None:
+    suspected: list[Any] = []
+
+    class Slots:
+        def suspect(self, address: Any) -> None:
+            suspected.append(address)
+
+    with Scripted([b"+OK\r\n+QUEUED\r\n-CLUSTERDOWN no\r\n"]) as scripted:
+        place = urlsplit(scripted.url)
+        connection = NodeConnection(
+            slots=Slots(),  # type: ignore[arg-type]
+            note_silence=lambda address: None,
+            host=place.hostname,
+            port=place.port,
+            protocol=2,
+            parser_class=ClusterParser,
+        )
+        connection.send_command("MGET", "a")
+        connection._parser.expect_several(3)
+        with pytest.raises(redis.exceptions.RedisError, match="CLUSTERDOWN"):
+            connection.read_response()
+        connection.disconnect()
+    assert suspected == [(place.hostname, place.port)]
 
 
 @pytest.mark.parametrize("end", [0, 3, 5, 30, len(SEVERAL) - 1])
@@ -253,7 +294,7 @@ def test_several_replies_that_end_early_are_a_lost_connection(end: int, then: st
     with Scripted([SEVERAL[:end]], then) as scripted:
         for server in opened(scripted.url):
             with pytest.raises(redis.exceptions.RedisError) as lost:
-                several(server, 6, 0.2 if then == "silent" else None)
+                several(server, 5, 0.2 if then == "silent" else None)
             assert is_lost(lost.value)
             assert server.ping() is True
         assert scripted.opened == 2

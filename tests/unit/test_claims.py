@@ -167,6 +167,18 @@ def test_the_sender_claims_itself(
     assert not any(flight.sent for flight in session.table.flights.values())
 
 
+def test_what_asks_for_much_of_little_is_claimed_by_the_sender(
+    session: Session, sender: Sender, server: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few tokens, and a want that is far longer."""
+    monkeypatch.setattr("lmpool.producer.claims.AHEAD_BYTES", 8)
+    ask(session, jobs_of([[1, 2]], info=ONE))
+    assert not claim_ahead(session, sender)
+    assert len(session.table.unsent["interactive"]) == 1
+    sender._serve()
+    assert len(queued(server, session.shards[0])) == 1
+
+
 def test_a_claim_that_is_refused_is_made_again(
     session: Session, sender: Sender, server: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,25 @@ def test_a_command_may_be_sent_by_another_thread(server: Any, pool_name: str) ->
     server.delete(pool_name)
 
 
+def test_nothing_comes_between_the_parts_of_a_command(
+    server: Any, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the PING of a health check that is due."""
+    server.ping()
+    connection = server.connection_pool.get_connection()
+    monkeypatch.setattr(connection, "health_check_interval", 1)
+    monkeypatch.setattr(connection, "next_health_check", 0)
+    value = "b" * (16 << 20)
+    ahead = server.ahead(["SET", pool_name, value])
+    Guarded(ahead.send).end()
+    assert ahead._left
+    assert ahead.reply() == b"OK"
+    monkeypatch.undo()
+    assert server.getrange(pool_name, len(value) - 50, -1) == b"b" * 50
+    assert server.strlen(pool_name) == len(value)
+    server.delete(pool_name)
+
+
 def test_a_connection_that_ends_while_it_is_written_to_is_left(server: Any) -> None:
     server.ping()
     ahead = server.ahead(["PING"])

@@ -15,6 +15,7 @@ from lmpool import wire
 from lmpool.errors import JobFormatError
 from lmpool.wants import Digest, Generate, Row, Tokens, Want
 from lmpool.wire import (
+    _FORMS_MOST,
     MAX_JOB_BYTES,
     Job,
     JobPacker,
@@ -201,6 +202,17 @@ def test_jobs_that_are_read_together_ask_the_same_of_one_adapter() -> None:
     entries = [*map(pack_job, jobs)]
     assert [*map(reader.read, entries)] == jobs
     assert [reader.read_known(entries, start) for start in range(3)] == [[job] for job in jobs]
+
+
+def test_what_a_reader_remembers_has_a_bound() -> None:
+    """Whatever is asked, in entries of one size as well as of many."""
+    reader = JobReader()
+    for number in range(3 * _FORMS_MOST):
+        for tokens in (b"abcd", b"abcd" * (number + 2)):
+            job = sent_now(tokens, adapter=f"a@{number:05}")
+            assert reader.read(pack_job(job)) == job
+        assert len(reader._forms) <= _FORMS_MOST
+        assert len(reader._asks) <= _FORMS_MOST
 
 
 def test_a_job_longer_than_any_is_not_read_however_it_begins() -> None:
