@@ -41,7 +41,7 @@ print(redis.__version__)
 """
 
 
-@pytest.mark.parametrize("release", ["redis==5.2.0", "redis==7.1.0", "redis"])
+@pytest.mark.parametrize("release", ["redis==5.3.0", "redis==7.1.0", "redis"])
 def test_a_client_works_beside_it(tmp_path: Path, server_binary: str, release: str) -> None:
     """The oldest that is allowed, one between, and whatever is the newest: pip takes that."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
