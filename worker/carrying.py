@@ -60,6 +60,9 @@ def enter(
     heirs = info.shard_keys(keys)
     if info.layout:
         source = _source(servers, keys, info)
+        if source is None and any(layout.shards == info.shards for layout in info.layouts):
+            # The pool is back where it was: what is changed there from now on counts.
+            source = _Source(heirs, None)
         came = set() if source is None else {shard.prefix for shard in source.shards}
         in_it = [heir for heir in heirs if _name(servers, heir) == info.layout]
         sister = _sister(servers, in_it, info.layout) if len(in_it) < len(heirs) else None

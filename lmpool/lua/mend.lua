@@ -4,7 +4,7 @@
 -- ARGV: prefix, most jobs that wait in a stream, lanes, life of the bounds in ms, '1' of one that joins:
 --       the latest to join decides how many jobs may wait, none of the streams ends any more, and a
 --       damaged registry is left to others who know what was in it; the layout that the worker serves
--- Returns whether the shard is called otherwise, then the keys that were taken away.
+-- Returns whether that is one and the shard is called otherwise, then the keys that were taken away.
 local prefix, most, lanes, joins = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[5] == '1'
 local bounds, registry = prefix .. ':bounds', prefix .. ':adapters'
 local damaged, sound = {}, {}
@@ -21,7 +21,10 @@ local is_alone = (given(redis.pcall('ZCOUNT', prefix .. ':workers', now_ms(), '+
 for _, key in ipairs({prefix .. ':counters', bounds, registry}) do
   if not given(redis.pcall('HLEN', key)) and (key ~= registry or is_alone or not joins) then
     damaged[#damaged + 1] = key
-    if key == registry then redis.pcall('HDEL', bounds, 'layout') end -- its sisters have it
+    if key == registry then
+      redis.pcall('HDEL', bounds, 'layout') -- its sisters have it
+      redis.call('UNLINK', prefix .. ':brought') -- none of it was removed: it comes again
+    end
   end
 end
 for _, key in ipairs(damaged) do redis.call('UNLINK', key) end
@@ -54,4 +57,4 @@ if joins then
   end
 end
 local layout = given(redis.pcall('HGET', bounds, 'layout')) or ''
-return {layout ~= ARGV[6] and 1 or 0, unpack(damaged)}
+return {ARGV[6] ~= '' and layout ~= ARGV[6] and 1 or 0, unpack(damaged)}

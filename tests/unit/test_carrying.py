@@ -16,7 +16,9 @@ from lmpool.model_info import ModelInfo
 from lmpool.servers import Servers
 from lmpool.worker import carrying
 from lmpool.worker.carrying import carry_over, end_lanes, enter, without
+from lmpool.worker.homes import Homes
 from lmpool.worker.membership import OLD_KEYS_MS
+from lmpool.worker.mending import mend
 from tests.support.parts import info_of
 
 
@@ -492,6 +494,49 @@ def test_a_shard_that_lost_its_data_has_the_registry_of_the_others(
     enter(servers, keys, now)
     assert known(server, keys, now) == [{}, *[{b"three": b"1", b"four": b"1"}] * 2]
     assert not server.exists(heirs[1].brought)
+
+
+def test_what_was_changed_where_the_pool_came_back_to_stands_once_the_others_are_back(
+    server: Any, keys: PoolKeys
+) -> None:
+    """They were away as it came back: nobody could say what was changed there."""
+    first, there, now = layouts(2, 1, 2)
+    servers, shards, others = Away(server), first.shard_keys(keys), there.shard_keys(keys)
+    somebody_lives(server, shards)
+    for shard in shards:
+        server.hset(shard.adapters, mapping={"one": "1", "of before": "1"})
+    enter(servers, keys, there)
+    somebody_lives(server, others)
+    for shard in shards:
+        carry_over(servers, shard, there, others)
+    server.hset(others[0].adapters, "three", "1")
+    server.hdel(others[0].adapters, "of before")
+    servers.away.update(others)
+    enter(servers, keys, now)
+    assert {server.hget(shard.bounds, "layout") for shard in shards} == {now.layout.encode()}
+    for shard in shards:
+        server.hdel(shard.adapters, "one")
+        server.hset(shard.adapters, "two", "1")
+    servers.away.clear()
+    for _ in range(2):
+        enter(servers, keys, now)
+        assert known(server, keys, now) == [{b"two": b"1", b"three": b"1"}] * 2
+
+
+def test_a_damaged_registry_that_no_other_shard_has_is_what_was_brought_last(
+    server: Any, servers: Servers, keys: PoolKeys
+) -> None:
+    before, now = layouts(2, 1)
+    former, (heir,) = before.shard_keys(keys), now.shard_keys(keys)
+    somebody_lives(server, [*former, heir])
+    for shard in former:
+        server.hset(shard.adapters, "one", "1")
+    enter(servers, keys, now)
+    server.set(heir.adapters, "damaged")
+    assert heir.adapters in mend(servers, [heir], now, Homes([heir], "me"), set())
+    for _ in range(2):
+        enter(servers, keys, now)
+        assert known(server, keys, now) == [{b"one": b"1"}]
 
 
 @pytest.mark.parametrize("first", [1, 2])

@@ -270,6 +270,10 @@ def test_shards_that_have_yet_to_come_into_the_layout_are_told_at_each_beat(
     for shard in shards:  # of a pool that no command laid there is nothing to be told
         server.delete(shard.bounds)
     assert new(servers, keys).beat(servers) == []
+    # Also where shards have the name of a time when the pool was laid there.
+    for shard in shards:
+        server.hset(shard.bounds, "layout", info.layout)
+    assert new(servers, keys).beat(servers) == []
 
 
 def test_who_joins_keeps_what_others_had_end_also_where_a_shard_is_away_at_first(
