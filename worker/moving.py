@@ -84,6 +84,12 @@ class Mover:
         self._former: list[Seat] = []
         self._left: dict[str, _Left] = {}
         """By the shards' prefixes."""
+        self._brings = False
+        """Whether adapters and the layout's name are to be brought."""
+        self._bring_from = 0.0
+        """When that is done next, on the monotonic clock."""
+        self._not_brought = False
+        """Whether it was said that they could not be."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -93,6 +99,8 @@ class Mover:
 
     def tell(self, info: ModelInfo) -> None:
         """The pool is served so now. For any thread; returns at once."""
+        if self._service.seat is None:
+            return  # it has yet to join: the next heartbeat tells it again
         with self._lock:
             self._wanted = info
             self._start()
@@ -104,6 +112,28 @@ class Mover:
         if self._left:
             with self._lock:
                 self._start()
+
+    def bring_later(self) -> None:
+        """Shards have yet to come into the layout: they are brought what `bring` brings, here, as
+        it may have to wait for one that is away. For any thread; told again until they have."""
+        with self._lock:
+            if time.monotonic() >= self._bring_from:
+                self._brings = True
+                self._start()
+
+    def bring(self, servers: Servers) -> None:
+        """Have adapters and the layout's name come to where the worker serves. For any thread, with
+        its own connections; what keeps it from that is said once."""
+        now = self._service.seat
+        assert now is not None
+        try:
+            enter(servers, self._service.keys, now.info)
+        except (LmpoolError, redis.exceptions.RedisError, OSError) as error:
+            if not self._not_brought:
+                logger.warning("adapters and the layout's name could not be brought: %s", error)
+            self._not_brought = True
+        else:
+            self._not_brought = False
 
     def _start(self) -> None:
         self._called.set()
@@ -128,7 +158,7 @@ class Mover:
                 self._leave_former(servers)
                 self._carry(servers)
                 with self._lock:
-                    if self._wanted is None and not self._former and not self._left:
+                    if not (self._wanted or self._former or self._left or self._brings):
                         self._thread = None
                         return
                 self._called.wait(self._pause())
@@ -204,20 +234,18 @@ class Mover:
         now = self._service.seat
         assert now is not None
         due = [left for left in self._left.values() if left.due <= time.monotonic()]
-        if not due:
-            return
+        if due or self._brings:
+            self._brings = False
+            self.bring(servers)
+            self._bring_from = time.monotonic() + AWAY_PAUSE
         own = {shard.prefix: shard for shard in now.shards}
-        try:
-            enter(servers, self._service.keys, now.info)
-        except (redis.exceptions.RedisError, OSError) as error:
-            logger.debug("adapters could not be taken along: %s", error)
         for left in due:
             shard, last, found = left.shard, left.is_last, False
             try:
                 given = carry_over(servers, shard, now.info, now.shards, empty=last)
                 found = given is not None
                 if shard.prefix in own:  # or the pool is back
-                    found = found and end_lanes(servers, shard, own[shard.prefix], empty=last)
+                    found = end_lanes(servers, shard, own[shard.prefix], empty=last) and found
                 self._follow(without(given or (), now.shards))
             except (redis.exceptions.RedisError, OSError) as error:
                 logger.debug("what was left could not be taken along: %s", error)

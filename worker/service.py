@@ -8,7 +8,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -105,8 +104,6 @@ class Service:
         """Where it beats and reads, once it serves."""
         self._tally = Tally((), self.status)
         self._mover = Mover(self, self._open)
-        self._entered: Future[bool] | None = None
-        """The latest `_register_again`."""
         self._batcher: Batcher | None = None
         self._publisher: Publisher | None = None
 
@@ -378,7 +375,7 @@ class Service:
             seat.heartbeat.beat(servers)
             # On the engine's thread, and so with its connections.
             loop.call(lambda: publish_vocabulary(control, self.keys, seat.info, engine))
-            loop.call(lambda: enter(control, self.keys, seat.info))
+            loop.call(lambda: self._mover.bring(control))
             loop.call(adapters.restore)
 
         return restore
@@ -397,11 +394,11 @@ class Service:
             return
         registries = {shard.adapters for shard in seat.shards}.intersection(damaged)
         bounds = {shard.bounds for shard in seat.shards}.intersection(damaged)
-        # It is told at each beat until then: an engine that computes may keep it waiting.
-        if registries or (bounds and (self._entered is None or self._entered.done())):
-            self._entered = self.loop.call(lambda: enter(self._control, self.keys, seat.info))
         if registries:
+            self.loop.call(lambda: self._mover.bring(self._control))
             self.loop.call(adapters.restore)
+        elif bounds:  # told at each beat until then
+            self._mover.bring_later()
 
     def stop(self) -> None:
         """Claim nothing more, finish what runs, give the rest back, leave. Blocks; idempotent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -149,3 +150,66 @@ def test_what_was_set_aside_for_one_that_was_away_is_not_lost_where_the_pool_com
     assert [server.xlen(shard.dead) for shard in shards] == [1, 1]
     assert not server.exists(heir.counters, *(shard.parted for shard in shards))
     assert not looking.mover._left
+
+
+def test_lanes_end_also_while_one_is_away_for_whom_something_was_set_aside(
+    server: Any, clock: Time, pool_name: str
+) -> None:
+    keys, servers = PoolKeys(pool_name), Apart(server)
+    first = info_of(1, lanes=4)
+    second = first.moved_to(2, 4)
+    third = second.moved_to(1, 2)
+    (wide,), (shard,) = first.shard_keys(keys), third.shard_keys(keys)
+    heirs = second.shard_keys(keys)
+    server.hset(shard.counters, "computed", 10)
+    enter(servers, keys, second)
+    servers.away.update(heir.prefix for heir in heirs)
+    assert carry_over(servers, wide, second, heirs) is None
+    enter(servers, keys, third)
+    for stream in wide.streams:
+        server.xadd(stream.key, {"job": "x"})
+    server.hset(shard.bounds, "lanes", 2)
+    Looking(third, keys, servers, clock).go_on(1)
+    assert {stream.lane for stream in wide.streams if server.pttl(stream.key) > 0} == {2, 3}
+
+
+def test_what_keeps_adapters_from_coming_is_said_once_until_they_do(
+    server: Any,
+    clock: Time,
+    pool_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    keys, servers = PoolKeys(pool_name), Apart(server)
+    looking = Looking(info_of(2), keys, servers, clock)
+
+    def cut(*_: Any) -> bool:
+        raise redis.exceptions.ConnectionError("cut")
+
+    said = []
+    with caplog.at_level(logging.WARNING, "lmpool"):
+        for brings in (cut, enter, cut):
+            monkeypatch.setattr(moving, "enter", brings)
+            caplog.clear()
+            for _ in range(3):
+                looking.mover.bring(servers)
+            said.append([record.getMessage() for record in caplog.records])
+    once = ["adapters and the layout's name could not be brought: cut"]
+    assert said == [once, [], once]
+
+
+def test_shards_that_have_yet_to_come_into_the_layout_are_brought_it_again_and_again(
+    server: Any, clock: Time, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time a silent node may be waited for."""
+    keys, servers = PoolKeys(pool_name), Apart(server)
+    looking = Looking(info_of(2), keys, servers, clock)
+    asked: list[float] = []
+    monkeypatch.setattr(moving, "enter", lambda *_: asked.append(clock.now))
+    looking.go_on(1)
+    assert asked == []
+    began = clock.now
+    while clock.now < began + 3 * AWAY_PAUSE:
+        looking.mover.bring_later()
+        looking.go_on(1)
+    assert asked == [began + number * AWAY_PAUSE for number in range(3)]

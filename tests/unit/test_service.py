@@ -20,7 +20,7 @@ from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
 from lmpool.wire import pack_job
 from lmpool.worker import intake as intake_module
-from lmpool.worker import patience
+from lmpool.worker import moving, patience
 from lmpool.worker import service as service_module
 from lmpool.worker.carrying import enter
 from lmpool.worker.heartbeat import ANSWER_WITHIN, Heartbeat
@@ -353,6 +353,83 @@ def test_a_worker_does_not_move_to_where_the_pool_is_no_more(
     assert not worker.service.move(worker.service._open(), there)
     for shard in there.shard_keys(keys):
         assert not server.exists(shard.alive(worker.id), shard.bounds)
+    worker.stop()
+
+
+def test_a_worker_that_joins_as_the_pool_moves_follows_once_it_has_joined(
+    new: Callable[..., InProcessWorker],
+    server: redis.Redis,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = new()
+    service = worker.service
+    appear = service._appear
+
+    def appears(*arguments: Any) -> None:
+        if service.seat is None:
+            info, _ = served(server, keys)
+            there = info.moved_to(SHARDS + 2, info.lanes)
+            server.set(keys.info, there.pack())
+            server.set(keys.serving, there.mark())
+        appear(*arguments)
+        mover = service._mover._thread
+        if service.seat is None and mover is not None:
+            mover.join(60)  # it has nothing to do yet
+
+    monkeypatch.setattr(service, "_appear", appears)
+    worker.start()
+    there, shards = served(server, keys)
+    until(lambda: service.seat is not None and service.seat.info.layout == there.layout)
+    until(lambda: members(server, shards) == [{worker.id}] * (SHARDS + 2) * len(PRIORITIES))
+    assert service.status.failure is None
+    worker.stop()
+
+
+def test_a_shard_has_its_layouts_name_again_while_the_engine_computes(
+    new: Callable[..., InProcessWorker],
+    engine: GatedEngine,
+    server: Any,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moving, "CARRY_AFTER", (0.0,))
+    worker = new()
+    worker.start()
+    service = worker.service
+    info, shards = served(server, keys)
+    there = info.moved_to(info.shards, info.lanes)
+    server.set(keys.info, there.pack())
+    server.set(keys.serving, there.mark())
+    service._mover.tell(there)
+    until(lambda: service.seat is not None and service.seat.info.layout == there.layout)
+    until(lambda: service._mover._thread is None, what="all to be brought")
+    caller = enqueue(server, shards[0], info, 1)
+    assert engine.computing.wait(60)
+    server.hdel(shards[1].bounds, "layout")
+    until(lambda: server.hget(shards[1].bounds, "layout") == there.layout.encode())
+    engine.gate.set()
+    assert [notice.status for notice in until(caller.notices)] == ["ok"]
+    worker.stop()
+
+
+def test_a_registry_that_could_not_be_brought_again_is_told(
+    new: Callable[..., InProcessWorker],
+    server: redis.Redis,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = new()
+    worker.start()
+    _, shards = served(server, keys)
+
+    def cut(*_: Any) -> bool:
+        raise redis.exceptions.ConnectionError("cut")
+
+    monkeypatch.setattr(moving, "enter", cut)
+    server.set(shards[0].adapters, "damaged")
+    until(lambda: any("not be brought: cut" in each.getMessage() for each in caplog.records))
     worker.stop()
 
 
