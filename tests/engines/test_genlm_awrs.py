@@ -314,7 +314,7 @@ def test_where_fewer_tokens_are_possible_than_are_drawn(
     row = mock_row([1], SIZE).copy()
     row[5:] = -np.inf
     row -= np.log(np.exp(row).sum())
-    monkeypatch.setattr(engine, "_pick", lambda *args: row)
+    monkeypatch.setattr(engine, "_turned", lambda *args: row)
     llm = potential(lm)
     check_law(AWRS(llm, OneOf(llm.vocab, odd), seed=1), [], 500)
     rejecting = AWRS(llm, OneOf(llm.vocab, lambda token: False, ends=False), seed=1)
