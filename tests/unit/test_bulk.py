@@ -157,14 +157,19 @@ def test_a_refusal_is_raised() -> None:
         assert scripted.opened == 1
 
 
+def node_pool(url: str, slots: SlotMap) -> OneConnectionPool:
+    """To a node of a cluster."""
+    address = urlsplit(url)
+    return OneConnectionPool(
+        connection_class=NodeConnection, host=address.hostname, port=address.port,
+        slots=slots, parser_class=ClusterParser, protocol=2,
+    )  # fmt: skip
+
+
 def test_a_node_of_a_cluster_says_who_serves_the_slot() -> None:
     with Scripted([b"-MOVED 7 ", b"127.0.0.1:1\r\n"]) as scripted:
         slots = SlotMap([("127.0.0.1", 1)], lambda address, within: [])
-        address = urlsplit(scripted.url)
-        pool = OneConnectionPool(
-            connection_class=NodeConnection, host=address.hostname, port=address.port,
-            slots=slots, parser_class=ClusterParser, protocol=2,
-        )  # fmt: skip
+        pool = node_pool(scripted.url, slots)
         node = OneConnectionClient(connection_pool=pool)
         with pytest.raises(SlotMoved):
             node.values(KEYS, SIZES)
@@ -318,11 +323,7 @@ def test_a_server_that_is_not_ready_ends_several_replies(place: int) -> None:
 def test_a_slot_that_moved_ends_several_replies() -> None:
     with Scripted([b"+OK\r\n-MOVED 7 127.0.0.1:1\r\n-EXECABORT all\r\n"]) as scripted:
         slots = SlotMap([("127.0.0.1", 1)], lambda address, within: [])
-        address = urlsplit(scripted.url)
-        pool = OneConnectionPool(
-            connection_class=NodeConnection, host=address.hostname, port=address.port,
-            slots=slots, parser_class=ClusterParser, protocol=2,
-        )  # fmt: skip
+        pool = node_pool(scripted.url, slots)
         with pytest.raises(SlotMoved):
             several(OneConnectionClient(connection_pool=pool), 3)  # type: ignore[arg-type]
         assert slots.known_owner(7) == ("127.0.0.1", 1)

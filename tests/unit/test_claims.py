@@ -179,6 +179,14 @@ def test_what_asks_for_much_of_little_is_claimed_by_the_sender(
     assert len(queued(server, session.shards[0])) == 1
 
 
+def is_made_again(session: Session, sender: Sender, server: redis.Redis) -> None:
+    """By the sender, and counted once."""
+    assert session.table.has_unsent()
+    sender._serve()
+    assert len(queued(server, session.shards[0])) == 1
+    assert session.table.statistics.queued == 1
+
+
 def test_a_claim_that_is_refused_is_made_again(
     session: Session, sender: Sender, server: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,11 +194,8 @@ def test_a_claim_that_is_refused_is_made_again(
     call = ask(session, jobs_of([[1, 2]], info=ONE))
     assert claim_ahead(session, sender)
     sender._end_ahead()
-    assert session.table.has_unsent()
     assert not call.done
-    sender._serve()
-    assert len(queued(server, session.shards[0])) == 1
-    assert session.table.statistics.queued == 1
+    is_made_again(session, sender, server)
 
 
 def test_a_claim_that_is_lost_is_made_again(
@@ -208,11 +213,8 @@ def test_a_claim_that_is_lost_is_made_again(
     assert claim_ahead(session, sender)
     with pytest.raises(redis.exceptions.ConnectionError):
         sender._end_ahead()
-    assert session.table.has_unsent()
     assert not call.done
-    sender._serve()
-    assert len(queued(server, session.shards[0])) == 1
-    assert session.table.statistics.queued == 1
+    is_made_again(session, sender, server)
 
 
 def test_a_connection_that_was_lost_is_tried_by_the_sender(
