@@ -138,11 +138,6 @@ class ShardKeys:
         return f"{self.prefix}:inherited"
 
     @cached_property
-    def brought(self) -> str:
-        """Hash: the registry of adapters as it last was where the pool lay before: `enter.lua`."""
-        return f"{self.prefix}:brought"
-
-    @cached_property
     def groups(self) -> tuple[str, ...]:
         """The keys of all streams that workers read as a group."""
         return (*(stream.key for stream in self.streams), *self.calls)

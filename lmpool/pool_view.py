@@ -33,6 +33,7 @@ from lmpool.producer.statistics import (
     pool_statistics,
 )
 from lmpool.queues import ShardQueues, StreamQueue, answers_of
+from lmpool.registry import Change
 from lmpool.server import ANSWER_TIMEOUT, get_string, greet, is_lost, understood
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
@@ -363,7 +364,11 @@ def _kept(shard: ShardKeys, queues: ShardQueues, server: Server) -> _Kept:
     return _Kept(
         {name: _queue(each) for name, each in parts.items()},
         None if isinstance(dead, NoPermissionError) else dead if isinstance(dead, int) else 0,
-        {name.decode("utf-8", "replace") for name in names},
+        {
+            name.decode("utf-8", "replace")
+            for name, entry in names.items()
+            if not Change.parse(entry).removed
+        },
     )
 
 

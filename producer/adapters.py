@@ -16,6 +16,7 @@ from lmpool.checks import is_text, quoted
 from lmpool.commands import Fields, Server
 from lmpool.errors import AdapterError, UnknownAdapter
 from lmpool.keys import ShardKeys
+from lmpool.registry import Change
 from lmpool.servers import Servers
 
 FRESH: Final = 1.0
@@ -54,24 +55,35 @@ class KnownAdapters:
         return f"{name}@{fingerprint}"
 
 
-def read_registry(servers: Servers, shards: Sequence[ShardKeys]) -> dict[str, str]:
+def read_registry(
+    servers: Servers, shards: Sequence[ShardKeys], name: str | None = None
+) -> dict[str, str]:
     """The adapters that a pool has: name to fingerprint. What no worker wrote is passed over.
 
-    Each shard has them all. Raises redis-py's exceptions where none can be asked.
+    Each shard has them all, but one that has come back may have yet to be told: all are asked, and
+    the newest of each name counts, unless the first that answers has the only one called for,
+    `name`. Raises redis-py's exceptions where none can be asked.
     """
-    registry = {}
-    for name, entry in _entries(servers, shards).items():
-        with contextlib.suppress(UnicodeDecodeError):
-            registry[name.decode()] = entry.partition(b"\n")[0].decode()
-    return registry
-
-
-def _entries(servers: Servers, shards: Sequence[ShardKeys]) -> Fields:
+    newest: dict[bytes, Change] = {}
+    heard = False
     for shard in shards:
         found = servers.apart([shard], partial(_read, shard.adapters))
-        if found is not None:
-            return found
-    raise redis.exceptions.ConnectionError("all shards are away")
+        if found is None:
+            continue
+        heard = True
+        for each, entry in found.items():
+            change = Change.parse(entry)
+            newest[each] = max(change, newest.get(each, change))
+        if name is not None and name.encode("utf-8", "replace") in newest:
+            break
+    if not heard:
+        raise redis.exceptions.ConnectionError("all shards are away")
+    registry = {}
+    for each, change in newest.items():
+        with contextlib.suppress(UnicodeDecodeError):
+            if not change.removed:
+                registry[each.decode()] = change.fingerprint.decode()
+    return registry
 
 
 def _read(registry: str, server: Server) -> Fields:

@@ -145,7 +145,8 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
         model = self._models.of(info)
         for name in names:
             if name is not None and not model.adapters.knows(check_lora_name(name)):
-                model.adapters.keep(await self._run(self._read_adapters, options.deadline))
+                read = partial(self._read_adapters, name=name)
+                model.adapters.keep(await self._run(read, options.deadline))
                 break
         return model
 

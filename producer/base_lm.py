@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Final, NoReturn, Self, TypeVar
 
@@ -225,7 +226,8 @@ class BaseLM:
         check_lora_name(lora_name)
         self._follow(deadline)
         adapters = self._model(deadline).adapters
-        adapters.keep(run_blocking(self._run(self._read_adapters, deadline)))
+        read = partial(self._read_adapters, name=lora_name)
+        adapters.keep(run_blocking(self._run(read, deadline)))
         adapters.reference(lora_name)
         self._control("remove_lora", deadline, lora_name)
         adapters.forget()
@@ -277,8 +279,8 @@ class BaseLM:
         run_blocking(self._load_info(deadline))
         result(self._client.follow(), deadline, self._client.no_answer)
 
-    def _read_adapters(self, servers: Servers) -> dict[str, str]:
-        return read_registry(servers, self._client.shards_now(servers))
+    def _read_adapters(self, servers: Servers, name: str | None = None) -> dict[str, str]:
+        return read_registry(servers, self._client.shards_now(servers), name)
 
     # --- numbers -------------------------------------------------------------------------------
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -11,9 +13,11 @@ from typing import Final
 import redis.exceptions
 
 from lmpool.backends.engine import Engine
-from lmpool.commands import Server
+from lmpool.commands import Server, Value
 from lmpool.errors import AdapterError, EngineBroken
 from lmpool.keys import ShardKeys
+from lmpool.registry import REMOVED_MS, Change
+from lmpool.scripts import script
 from lmpool.servers import Servers
 
 CONFIG: Final = "adapter_config.json"
@@ -87,8 +91,8 @@ class Adapters:
         self._shards = shards
         self._allowed = allowed
         self._loaded: dict[str, None] = {}
-        self._entries: dict[str, str] = {}
-        """What is registered under the pool, as far as this worker has seen."""
+        self._known: dict[str, Change] = {}
+        """What was done last with each name, as far as this worker has seen."""
 
     @property
     def loaded(self) -> int:
@@ -105,8 +109,7 @@ class Adapters:
         folder = adapter_folder(path, self._allowed)
         fingerprint = adapter_fingerprint(folder)
         self._load(f"{name}@{fingerprint}", folder, fingerprint, in_use)
-        entry = self._entries[name] = f"{fingerprint}\n{folder}"
-        self._everywhere(lambda server, shard: server.hset(shard.adapters, name, entry))
+        self._change(name, fingerprint.encode(), bytes(folder))
         return fingerprint
 
     def move(self, shards: Sequence[ShardKeys]) -> None:
@@ -114,27 +117,38 @@ class Adapters:
         self._shards = shards
 
     def restore(self) -> None:
-        """Register again what a server that lost everything has forgotten."""
-
-        def write(server: Server, shard: ShardKeys) -> None:
-            for name, entry in self._entries.items():
-                server.hset(shard.adapters, name, entry)
-
-        if self._entries:
-            self._everywhere(write)
+        """Register again what a server that lost everything has forgotten; what others have done
+        since stands."""
+        if self._known:
+            self._write(self._known)
 
     def remove(self, name: str) -> None:
         """Unregister and unload an adapter."""
-        self._entries.pop(name, None)
-        self._everywhere(lambda server, shard: server.hdel(shard.adapters, name))
+        self._change(name)
         for reference in [r for r in self._loaded if r.rpartition("@")[0] == name]:
             self._unload(reference)
 
-    def _everywhere(self, write: Callable[[Server, ShardKeys], object]) -> None:
-        """Write in the registry of every shard, to stay there. Raises redis-py's exceptions."""
+    def _change(self, name: str, fingerprint: bytes = b"", folder: bytes = b"") -> None:
+        """Note in every shard, to stay there, that a name stands for this, or for nothing."""
+        now = round(time.time() * 1000)
+        seen = [change.version for change in (self._known.get(name), *self._said(name)) if change]
+        change = Change(max(now, *(version + 1 for version in seen), 1), fingerprint, folder)
+        self._known = {
+            other: known
+            for other, known in self._known.items()
+            if not known.removed or known.version > now - REMOVED_MS
+        }
+        self._known[name] = change
+        self._write({name: change})
+
+    def _write(self, changes: Mapping[str, Change]) -> None:
+        """Have them in the registry of every shard. Raises redis-py's exceptions."""
+        arguments: list[Value] = [REMOVED_MS, len(changes)]
+        for name, change in changes.items():
+            arguments += (name, change.pack())
         for server, shards in self._servers.by_connection(self._shards):
             for shard in shards:
-                write(server, shard)
+                script("enter")(server, [shard.adapters], arguments)
             self._servers.settle(server)
 
     def has_room(self, reference: str, in_use: Collection[str]) -> bool:
@@ -154,30 +168,31 @@ class Adapters:
             self._loaded[reference] = self._loaded.pop(reference)
             return
         name, _, fingerprint = reference.rpartition("@")
-        found, _, path = self._registered(name).decode().partition("\n")
-        if not found or found != fingerprint:
+        # A shard that has come back may have yet to be told.
+        registered = (c for c in self._said(name) if c.fingerprint == fingerprint.encode())
+        change = next(registered, None)
+        if change is None or not fingerprint:
             raise AdapterError(f"adapter {name!r} was removed or replaced")
-        folder = adapter_folder(path, self._allowed)
+        folder = adapter_folder(os.fsdecode(change.folder), self._allowed)
         if adapter_fingerprint(folder) != fingerprint:
             raise AdapterError(
                 f"the files of adapter {name!r} changed on disk: register it again with "
                 "add_new_lora()"
             )
         self._load(reference, folder, fingerprint, in_use)
-        self._entries[name] = f"{fingerprint}\n{folder}"
+        self._known[name] = max(change, self._known.get(name, change))
 
-    def _registered(self, name: str) -> bytes:
-        """What the registry says of an adapter, which each shard has; b"" where it has nothing.
-
-        Raises redis-py's exceptions where no shard can be asked.
-        """
-        servers = self._servers
+    def _said(self, name: str) -> Iterator[Change]:
+        """What was done last with a name, as each shard says that has heard of it, one after
+        another. Raises redis-py's exceptions where no shard can be asked."""
+        heard = False
         for shard in self._shards:
-            read = partial(_read, shard.adapters, name)
-            found = servers.apart([shard], read)
-            if found is not None:
-                return found
-        raise redis.exceptions.ConnectionError("all shards are away")
+            found = self._servers.apart([shard], partial(_read, shard.adapters, name))
+            heard = heard or found is not None
+            if found:
+                yield Change.parse(found)
+        if not heard:
+            raise redis.exceptions.ConnectionError("all shards are away")
 
     def _load(
         self, reference: str, folder: Path, fingerprint: str, in_use: Collection[str]

@@ -7,17 +7,16 @@ aside in the old shard stays there until the new one has it, so that a worker ma
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
-
-import redis.exceptions
 
 from lmpool.commands import Entry, Fields, Server, Value
 from lmpool.errors import WireError
 from lmpool.keys import COUNTERS_TTL_MS, PoolKeys, ShardKeys
 from lmpool.model_info import ModelInfo
+from lmpool.registry import REMOVED_MS, Change
 from lmpool.scripts import script
 from lmpool.server import get_string
 from lmpool.servers import Servers
@@ -45,158 +44,107 @@ def without(shards: Sequence[ShardKeys], others: Sequence[ShardKeys]) -> list[Sh
 def enter(
     servers: Servers, keys: PoolKeys, info: ModelInfo, before: Sequence[ShardKeys] = ()
 ) -> bool:
-    """Give the shards of `info` the registry of adapters, as it is where the pool lay before, and
-    what was changed there since it was last brought. Of one without a layout that is `before`.
+    """Give the shards of `info` what was done last with each adapter, wherever the pool lay: in any
+    of its layouts, and in the shards `before`. Whoever changes one meanwhile is not undone.
 
-    A shard that was away, or has lost its data, has it as the others of its layout. False, and
-    nothing is done, once the pool lies elsewhere: who has yet to see that calls no shard by a
-    former name. Raises redis-py's exceptions, where shards fail apart only what is no loss, or if
-    it cannot be said where the pool lies.
+    False, and nothing is done, once the pool lies elsewhere: who has yet to see that calls no shard
+    by a former name. Raises redis-py's exceptions, where shards fail apart only what is no loss, or
+    if it cannot be said where the pool lies.
     """
     held = get_string(servers.for_key(keys.info), keys.info)
     with suppress(WireError):
         if ModelInfo.unpack(held or b"").follows(info):
             return False
     heirs = info.shard_keys(keys)
-    if info.layout:
-        source = _source(servers, keys, info)
-        if source is None and any(layout.shards == info.shards for layout in info.layouts):
-            # The pool is back where it was: what is changed there from now on counts.
-            source = _Source(heirs, None)
-        came = set() if source is None else {shard.prefix for shard in source.shards}
-        in_it = [heir for heir in heirs if _name(servers, heir) == info.layout]
-        sister = _sister(servers, in_it, info.layout) if len(in_it) < len(heirs) else None
-    else:
-        source = _registry(servers, before or heirs)
-        came, in_it, sister = set(), [], None
-    for heir in heirs:
-        if sister is not None and heir not in in_it:
-            give = partial(_enter_too, heir, info.layout, sister)
-        elif source is not None:
-            registry = None if heir.prefix in came else source.registry
-            give = partial(_enter, heir, info.layout, registry)
-        else:
+    former = [*before]
+    for layout in info.layouts:
+        former += without(keys.shards(info.fingerprint8, layout.shards), former)
+    names = {"", info.layout, *(layout.name for layout in info.layouts)}
+    found: dict[str, _Found] = {}
+    registry: dict[bytes, Change] = {}
+    for shard in (*former, *without(heirs, former)):
+        there = servers.apart([shard], partial(_look, shard))
+        if there is None:
             continue
+        if info.layout and there.name not in names and shard not in before:
+            there = there._replace(was_there=False, registry={})  # of another time
+        found[shard.prefix] = there
+        for name, entry in (there.registry or {}).items():
+            change = Change.parse(entry)
+            registry[name] = max(change, registry.get(name, change))
+    if info.layout and not _knows(found, former, heirs, info.layout):
+        return True  # nobody can say what was registered
+    for heir in heirs:
+        there = found.get(heir.prefix)
+        if there is None:
+            continue
+        has = there.registry or {}
+        lacking = {
+            name: change.pack()
+            for name, change in registry.items()
+            if name not in has or Change.parse(has[name]) < change
+        }
+        is_in = info.layout == there.name != "" and there.registry is not None
+        if is_in and not lacking:
+            continue
+        give = partial(_enter, heir, info.layout, there.name not in names, lacking)
         if servers.apart([heir], give):
             servers.settle(servers.for_shard(heir))
     return True
 
 
-class _Sister(NamedTuple):
-    """What a shard knows that is in the layout."""
+class _Found(NamedTuple):
+    """What a shard says of itself."""
 
-    registry: Fields
-    brought: Fields
-    known_for: int
-    """What was brought last, if that is known still, and for how many ms."""
-
-
-def _sister(servers: Servers, shards: Sequence[ShardKeys], layout: str) -> _Sister | None:
-    """What one of these shards knows, which all are in a layout: one that has adapters if any has,
-    as a registry that something else damaged begins anew."""
-
-    def read(shard: ShardKeys, server: Server) -> _Sister | None:
-        name, registry = _look(shard, server)
-        if name != layout or registry is None:
-            return None
-        brought = _unless_damaged(lambda: server.hgetall(shard.brought))
-        return _Sister(registry, brought or {}, server.pttl(shard.brought) if brought else 0)
-
-    best = None
-    for shard in shards:
-        found = servers.apart([shard], partial(read, shard))
-        if found is not None and found.registry:
-            return found
-        best = best or found
-    return best
-
-
-class _Source(NamedTuple):
-    shards: Sequence[ShardKeys]
+    name: str
+    """Of the layout in which the pool is there; '' for none."""
+    was_there: bool
+    """Whether anything shows that the pool was."""
     registry: Fields | None
-    """That each of them has; None where nobody can say."""
+    """None where something else has damaged it."""
 
 
-def _source(servers: Servers, keys: PoolKeys, info: ModelInfo) -> _Source | None:
-    """Where the pool was last, as far as any worker came there; where it is if it never was
-    elsewhere. None where nobody can say."""
-    for layout in reversed(info.layouts):
-        shards = keys.shards(info.fingerprint8, layout.shards)
-        names = [layout.name]
-        if layout.shards == info.shards:
-            names.append(info.layout)  # of whoever came back first
-        found = _registry(servers, shards, names)
-        if found is None or found.shards:
-            return found
-    return _Source(info.shard_keys(keys), None)
-
-
-def _registry(
-    servers: Servers, shards: Sequence[ShardKeys], layouts: Collection[str] = ()
-) -> _Source | None:
-    """These shards and their registry; no shards where the pool did not lie there under one of
-    these names, if it is to. Else that of one that has adapters if any has: a node may have lost
-    its data. None where all of them are away."""
-    best: _Source | None = None
-    for shard in shards:
-        found = servers.apart([shard], partial(_look, shard))
-        if found is None:
-            continue
-        name, registry = found
-        was_there = not layouts or name in layouts
-        if was_there and registry is not None and (layouts or registry):
-            return _Source(shards, registry)
-        if best is None or (was_there and best.registry is None):
-            best = _Source(shards if was_there else (), registry if was_there else None)
-    return best
-
-
-def _look(shard: ShardKeys, server: Server) -> tuple[str | None, Fields | None]:
-    """The name of the layout in which the pool is there, None where nothing shows that it was, and
-    the registry, None where something else has damaged it."""
-    registry = _unless_damaged(lambda: server.hgetall(shard.adapters))
-    name = _unless_damaged(lambda: server.hget(shard.bounds, "layout"))
-    if name is None:
+def _look(shard: ShardKeys, server: Server) -> _Found:
+    with server.pipeline(transaction=False) as pipeline:
+        pipeline.hgetall(shard.adapters)
+        pipeline.hget(shard.bounds, "layout")
         # Bounds that have ended may have been written again, but not by a worker that serves.
-        served = _unless_damaged(lambda: server.hget(shard.bounds, "backlog"))
-        return ("" if served or registry else None), registry
-    return name.decode("utf-8", "replace"), registry
+        pipeline.hget(shard.bounds, "backlog")
+        answers = pipeline.execute(raise_on_error=False)
+    registry, name, served = (_unless_damaged(answer) for answer in answers)
+    called = (name or b"").decode("utf-8", "replace")
+    return _Found(called, bool(called or served or registry), registry)
 
 
-def _name(servers: Servers, shard: ShardKeys) -> str | None:
-    """The layout by whose name a shard goes; None for none, or one that is away."""
+def _knows(
+    found: Mapping[str, _Found],
+    former: Sequence[ShardKeys],
+    heirs: Sequence[ShardKeys],
+    layout: str,
+) -> bool:
+    """Whether any shard has what was registered, or none can have: then all of them say so."""
+    if any(heir.prefix in found and found[heir.prefix].name == layout for heir in heirs):
+        return True
+    answers = [found.get(shard.prefix) for shard in former]
+    return None not in answers or any(each is not None and each.was_there for each in answers)
 
-    def read(server: Server) -> bytes | None:
-        return _unless_damaged(lambda: server.hget(shard.bounds, "layout"))
 
-    found = servers.apart([shard], read)
-    return None if found is None else found.decode("utf-8", "replace")
-
-
-def _unless_damaged(read: Callable[[], T]) -> T | None:
-    """What it reads; None where the key has another type."""
-    try:
-        return read()
-    except redis.exceptions.ResponseError as error:
-        if not str(error).startswith("WRONGTYPE"):
-            raise
+def _unless_damaged(answer: Any) -> Any:
+    """What was answered; None where the key has another type."""
+    if isinstance(answer, Exception):
+        if not str(answer).startswith("WRONGTYPE"):
+            raise answer
         return None
+    return answer
 
 
 def _enter(
-    heir: ShardKeys, layout: str, registry: Mapping[bytes, bytes] | None, server: Server
+    heir: ShardKeys, layout: str, anew: bool, changes: Mapping[bytes, bytes], server: Server
 ) -> bool:
-    arguments: list[Value] = [layout, int(registry is not None), OLD_KEYS_MS, COUNTERS_TTL_MS]
-    for pair in (registry or {}).items():
-        arguments += pair
-    keys = [heir.adapters, heir.brought, heir.bounds, heir.workers]
+    arguments: list[Value] = [REMOVED_MS, *_listed(changes)]
+    arguments += (layout, int(anew), COUNTERS_TTL_MS)
+    keys = [heir.adapters, heir.bounds, heir.workers]
     return bool(script("enter")(server, keys, arguments))
-
-
-def _enter_too(heir: ShardKeys, layout: str, sister: _Sister, server: Server) -> bool:
-    known = _listed(sister.registry), _listed(sister.brought)
-    arguments = [layout, COUNTERS_TTL_MS, sister.known_for, *known[0], *known[1]]
-    return bool(script("enter_too")(server, [heir.adapters, heir.brought, heir.bounds], arguments))
 
 
 # --- counters and dead letters -----------------------------------------------------------------

@@ -21,10 +21,7 @@ local is_alone = (given(redis.pcall('ZCOUNT', prefix .. ':workers', now_ms(), '+
 for _, key in ipairs({prefix .. ':counters', bounds, registry}) do
   if not given(redis.pcall('HLEN', key)) and (key ~= registry or is_alone or not joins) then
     damaged[#damaged + 1] = key
-    if key == registry then
-      redis.pcall('HDEL', bounds, 'layout') -- its sisters have it
-      redis.call('UNLINK', prefix .. ':brought') -- none of it was removed: it comes again
-    end
+    if key == registry then redis.pcall('HDEL', bounds, 'layout') end -- its sisters have it
   end
 end
 for _, key in ipairs(damaged) do redis.call('UNLINK', key) end

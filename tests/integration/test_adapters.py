@@ -16,6 +16,7 @@ import redis
 import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.errors import AdapterError, NoWorkers, UnknownAdapter
+from lmpool.registry import Change
 from lmpool.worker.adapters import MAX_LOADED, adapter_fingerprint
 from tests.support.clients import connected
 from tests.support.pools import assert_at_rest, pool_shards, some_prompts, worker_processes
@@ -36,7 +37,10 @@ def registered(client: redis.Redis, pool: str) -> dict[str, str]:
     """Name to fingerprint of the pool's adapters, as its clients read them."""
     first, *others = [client.hgetall(shard.adapters) for shard in pool_shards(client, pool)]
     assert all(other == first for other in others)
-    return {name.decode(): entry.decode().partition("\n")[0] for name, entry in first.items()}
+    changes = {name.decode(): Change.parse(entry) for name, entry in first.items()}
+    return {
+        name: change.fingerprint.decode() for name, change in changes.items() if not change.removed
+    }
 
 
 def rows_of(reference: str | None, prompts: list[list[int]] = PROMPTS) -> np.ndarray:

@@ -9,6 +9,8 @@ import pytest
 from lmpool.backends.mock import MockEngine
 from lmpool.errors import AdapterError, EngineBroken
 from lmpool.keys import PoolKeys
+from lmpool.producer.adapters import read_registry
+from lmpool.registry import Change
 from lmpool.servers import Servers
 from lmpool.worker import adapters as adapters_module
 from lmpool.worker.adapters import Adapters, adapter_fingerprint, adapter_folder
@@ -164,7 +166,11 @@ def test_an_added_adapter_is_loaded_and_registered_in_every_shard(
     assert fingerprint == adapter_fingerprint(folder)
     assert engine.adapters == {f"mine@{fingerprint}": str(folder)}
     for shard in SHARDS:
-        assert server.hget(shard.adapters, "mine") == f"{fingerprint}\n{folder}".encode()
+        entry = server.hget(shard.adapters, "mine")
+        assert entry is not None
+        version, *known = Change.parse(entry)
+        assert known == [fingerprint.encode(), str(folder).encode()]
+        assert version > 10**12
 
 
 @pytest.mark.parametrize("name", ["", "a@b", "a\nb", "a" * 257, None, 3])
@@ -201,10 +207,46 @@ def test_a_removed_adapter_is_unloaded_and_unknown(
     fingerprint = adapters.add("mine", str(save_adapter(allowed / "a")))
     adapters.remove("mine")
     assert not engine.adapters
-    assert not server.exists(SHARDS[0].adapters)
-    with pytest.raises(AdapterError, match="'mine' was removed or replaced"):
-        adapters.ensure(f"mine@{fingerprint}")
+    for shard in SHARDS:
+        entry = server.hget(shard.adapters, "mine")
+        assert entry is not None
+        assert Change.parse(entry).removed
+    for reference in (f"mine@{fingerprint}", "mine@"):
+        with pytest.raises(AdapterError, match="'mine' was removed or replaced"):
+            adapters.ensure(reference)
     adapters.remove("mine")
+
+
+def test_what_another_worker_removed_does_not_come_back(
+    adapters: Adapters, servers: Servers, server: fakeredis.FakeRedis, allowed: Path
+) -> None:
+    fingerprint = adapters.add("mine", str(save_adapter(allowed / "a")))
+    other = Adapters(MockEngine(), servers, SHARDS, [str(allowed)])
+    other.ensure(f"mine@{fingerprint}")
+    adapters.remove("mine")
+    server.delete(SHARDS[0].adapters)  # its node has lost everything
+    other.restore()
+    adapters.restore()
+    assert read_registry(servers, SHARDS) == {}
+    # Also where a clock is ahead: the newest is what was done last.
+    later = Change(10**14, b"0", b"/").pack()
+    server.hset(SHARDS[1].adapters, "mine", later)
+    other.add("mine", str(allowed / "a"))
+    other.remove("mine")
+    assert read_registry(servers, SHARDS) == {}
+
+
+def test_a_shard_that_has_yet_to_be_told_hides_no_adapter(
+    adapters: Adapters, servers: Servers, server: fakeredis.FakeRedis, allowed: Path
+) -> None:
+    fingerprint = adapters.add("mine", str(save_adapter(allowed / "a")))
+    adapters.add("other", str(allowed / "a"))
+    server.hdel(SHARDS[0].adapters, "mine")
+    other = Adapters(MockEngine(), servers, SHARDS, [str(allowed)])
+    other.ensure(f"mine@{fingerprint}")
+    assert read_registry(servers, SHARDS).keys() == {"mine", "other"}
+    assert read_registry(servers, SHARDS, "mine").keys() == {"mine", "other"}
+    assert read_registry(servers, SHARDS, "other").keys() == {"other"}  # one is enough
 
 
 def test_a_replaced_adapter_is_another(adapters: Adapters, servers: Servers, allowed: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,6 +14,8 @@ import redis
 from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.liveness import LIFE_MS
 from lmpool.model_info import ModelInfo
+from lmpool.registry import REMOVED_MS, Change
+from lmpool.scripts import script
 from lmpool.servers import Servers
 from lmpool.worker import carrying
 from lmpool.worker.carrying import carry_over, end_lanes, enter, without
@@ -225,8 +228,24 @@ def test_lanes_that_a_shard_has_no_more_end(server: Any, servers: Servers, keys:
 # --- adapters ----------------------------------------------------------------------------------
 
 
+_versions = itertools.count(10**13)
+
+
+def note(server: Any, shards: Sequence[ShardKeys], **done: str) -> None:
+    """Names are registered with these fingerprints, or removed with '', as workers do it."""
+    for name, fingerprint in done.items():
+        entry = Change(next(_versions), fingerprint.encode(), b"").pack()
+        for shard in shards:
+            script("enter")(server, [shard.adapters], [REMOVED_MS, 1, name, entry])
+
+
+def registered(server: Any, shard: ShardKeys) -> dict[bytes, bytes]:
+    found = {name: Change.parse(entry) for name, entry in server.hgetall(shard.adapters).items()}
+    return {name: change.fingerprint for name, change in found.items() if not change.removed}
+
+
 def known(server: Any, keys: PoolKeys, info: ModelInfo) -> list[dict[bytes, bytes]]:
-    return [server.hgetall(shard.adapters) for shard in info.shard_keys(keys)]
+    return [registered(server, shard) for shard in info.shard_keys(keys)]
 
 
 def test_the_registry_comes_along_once_and_then_what_was_changed_there(
@@ -234,21 +253,20 @@ def test_the_registry_comes_along_once_and_then_what_was_changed_there(
 ) -> None:
     before, now = layouts(1, 2)
     (former,), heirs = before.shard_keys(keys), now.shard_keys(keys)
-    server.hset(former.adapters, mapping={"one": "1", "two": "1"})
-    server.hset(heirs[0].adapters, "of another time", "0")
+    note(server, [former], one="1", two="1")
+    server.hset(heirs[0].bounds, "layout", "of another time")
+    note(server, heirs[:1], gone="0")
     enter(servers, keys, now)
     assert known(server, keys, now) == [{b"one": b"1", b"two": b"1"}] * 2
     # What was done here meanwhile stands, whoever comes later with what was there.
-    for heir in heirs:
-        server.hdel(heir.adapters, "one")
-        server.hset(heir.adapters, "two", "2")
+    note(server, heirs, one="", two="2")
     enter(servers, keys, now)
     assert known(server, keys, now) == [{b"two": b"2"}] * 2
     # What was done there by who had yet to move is done here, too.
-    server.hset(former.adapters, "three", "1")
+    note(server, [former], three="1")
     enter(servers, keys, now)
     assert known(server, keys, now) == [{b"two": b"2", b"three": b"1"}] * 2
-    server.hdel(former.adapters, "three")
+    note(server, [former], three="")
     enter(servers, keys, now)
     assert known(server, keys, now) == [{b"two": b"2"}] * 2
 
@@ -259,20 +277,20 @@ def test_a_pool_that_begins_anew_does_not_take_an_older_registry_for_its_own(
     """As the model info was lost with all workers."""
     wide, narrow = layouts(2, 1)
     for heir in wide.shard_keys(keys):
-        server.hset(heir.adapters, "of another time", "0")
+        server.hset(heir.bounds, "layout", "of another time")
+        note(server, [heir], gone="0")
     enter(servers, keys, narrow)
     (former,) = narrow.shard_keys(keys)
     fill(server, [former])
     server.hset(former.bounds, "backlog", 1000)  # somebody serves there
-    for registered in ({"one": "1"}, {"two": "2"}, {}):
+    for names in ({"one": "1"}, {"two": "2"}, {}):
         before, now = layouts(1, 2)
         server.delete(former.adapters)
-        if registered:
-            server.hset(former.adapters, mapping=registered)
+        note(server, [former], **names)
         enter(servers, keys, before)
-        assert known(server, keys, before) == [server.hgetall(former.adapters)]
         enter(servers, keys, now)
-        expected = {name.encode(): entry.encode() for name, entry in registered.items()}
+        expected = {name.encode(): entry.encode() for name, entry in names.items()}
+        assert known(server, keys, before) == [expected]
         assert known(server, keys, now) == [expected] * 2
         bring(servers, keys, now)
     assert totals(server, now.shard_keys(keys)) == {"computed": 10, "failed": 1}
@@ -283,10 +301,10 @@ def test_who_joins_as_the_layout_was_left_out_does_not_forget_it(
 ) -> None:
     """An older release said what is served, and others of its workers live."""
     wide, narrow = layouts(2, 1)
-    server.hset(wide.shard_keys(keys)[0].adapters, "one", "1")
+    note(server, [wide.shard_keys(keys)[0]], one="1")
     enter(servers, keys, narrow)
     (shard,) = narrow.shard_keys(keys)
-    server.hset(shard.adapters, "two", "2")
+    note(server, [shard], two="2")
     server.zadd(shard.workers, {"somebody": 1000 * int(server.time()[0]) + LIFE_MS})
     enter(servers, keys, layouts(1)[0])
     enter(servers, keys, narrow)
@@ -298,8 +316,10 @@ def test_it_comes_from_where_the_pool_was_and_not_from_where_nobody_came(
 ) -> None:
     first, second, third = layouts(1, 2, 1)
     (shard,) = first.shard_keys(keys)
-    server.hset(shard.adapters, "one", "1")
-    server.hset(second.shard_keys(keys)[0].adapters, "of another time", "0")
+    note(server, [shard], one="1")
+    (another, _) = second.shard_keys(keys)
+    server.hset(another.bounds, "layout", "of another time")
+    note(server, [another], gone="0")
     enter(servers, keys, third)  # nobody saw the second
     assert known(server, keys, third) == [{b"one": b"1"}]
     fourth = third.moved_to(3, 1)
@@ -307,21 +327,20 @@ def test_it_comes_from_where_the_pool_was_and_not_from_where_nobody_came(
     assert known(server, keys, fourth) == [{b"one": b"1"}] * 3
     # One that was there, and back: what was changed there counts.
     fifth = fourth.moved_to(1, 1)
-    for heir in fourth.shard_keys(keys):
-        server.hset(heir.adapters, "one", "2")
+    note(server, fourth.shard_keys(keys), one="2")
     enter(servers, keys, fifth)
     assert known(server, keys, fifth) == [{b"one": b"2"}]
 
 
-def test_a_pool_whose_shards_no_command_changed_brings_it_where_there_is_none(
+def test_a_pool_whose_shards_no_command_changed_brings_it_too(
     server: Any, servers: Servers, keys: PoolKeys
 ) -> None:
     before, now = info_of(1), info_of(2)  # LMPOOL_REPLACE=1, LMPOOL_SHARDS=2
     (former,), heirs = before.shard_keys(keys), now.shard_keys(keys)
-    server.hset(former.adapters, "one", "1")
-    server.hset(heirs[0].adapters, "two", "2")
+    note(server, [former], one="1")
+    note(server, [heirs[0]], two="2")
     enter(servers, keys, now, [former])
-    assert known(server, keys, now) == [{b"two": b"2"}, {b"one": b"1"}]
+    assert known(server, keys, now) == [{b"one": b"1", b"two": b"2"}] * 2
 
 
 def somebody_lives(server: Any, shards: Sequence[ShardKeys]) -> None:
@@ -336,17 +355,17 @@ def test_where_the_name_alone_was_lost_the_registry_stays(
     before, now = layouts(1, 2)
     (former,), heirs = before.shard_keys(keys), now.shard_keys(keys)
     somebody_lives(server, [former])
-    server.hset(former.adapters, "one", "1")
+    note(server, [former], one="1")
     enter(servers, keys, now)
     for heir in heirs:
-        server.hset(heir.adapters, "two", "2")
+        note(server, [heir], two="2")
         server.delete(heir.bounds)
     somebody_lives(server, heirs)
     for _ in range(2):
         enter(servers, keys, now)
         assert known(server, keys, now) == [{b"one": b"1", b"two": b"2"}] * 2
     assert {server.hget(heir.bounds, "layout") for heir in heirs} == {now.layout.encode()}
-    server.hset(former.adapters, "three", "3")
+    note(server, [former], three="3")
     enter(servers, keys, now)
     assert known(server, keys, now) == [{b"one": b"1", b"two": b"2", b"three": b"3"}] * 2
 
@@ -358,10 +377,9 @@ def test_what_was_registered_before_the_rest_came_stands_beside_it(
     before, now = layouts(2, 1)
     (heir,) = now.shard_keys(keys)
     somebody_lives(server, before.shard_keys(keys))
-    for shard in before.shard_keys(keys):
-        server.hset(shard.adapters, mapping={"one": "1", "two": "1"})
+    note(server, before.shard_keys(keys), one="1", two="1")
     somebody_lives(server, [heir])
-    server.hset(heir.adapters, mapping={"two": "2", "three": "2"})
+    note(server, [heir], two="2", three="2")
     for _ in range(2):
         enter(servers, keys, now)
         assert known(server, keys, now) == [{b"one": b"1", b"two": b"2", b"three": b"2"}]
@@ -373,16 +391,16 @@ def test_where_the_name_alone_was_lost_what_was_removed_does_not_come_back(
     before, now = layouts(1, 2)
     (former,), heirs = before.shard_keys(keys), now.shard_keys(keys)
     somebody_lives(server, [former])
-    server.hset(former.adapters, "one", "1")
+    note(server, [former], one="1")
     enter(servers, keys, now)
     for heir in heirs:
-        server.hdel(heir.adapters, "one")  # it was the last
+        note(server, [heir], one="")  # it was the last
         server.delete(heir.bounds)
     somebody_lives(server, heirs)
     for _ in range(2):
         enter(servers, keys, now)
         assert known(server, keys, now) == [{}, {}]
-    server.hset(former.adapters, "two", "2")
+    note(server, [former], two="2")
     enter(servers, keys, now)
     assert known(server, keys, now) == [{b"two": b"2"}] * 2
 
@@ -395,8 +413,7 @@ def test_where_the_former_shards_are_no_more_nothing_comes_from_them(
     *_, before, now = layouts(*range(1, lays + 1), 2)
     former = before.shard_keys(keys)
     somebody_lives(server, former)
-    for shard in former:
-        server.hset(shard.adapters, "one", "1")
+    note(server, former, one="1")
     enter(servers, keys, before)
     enter(servers, keys, now)
     for shard in former:
@@ -405,8 +422,7 @@ def test_where_the_former_shards_are_no_more_nothing_comes_from_them(
     ends = [server.pttl(key) for s in former for key in (s.bounds, s.adapters)]
     assert all(0 < end <= OLD_KEYS_MS for end in ends)
     # Who comes later prolongs nothing.
-    (heir, *_) = now.shard_keys(keys)
-    keys_that_end = [heir.brought, former[0].bounds, former[0].adapters]
+    keys_that_end = [former[0].bounds, former[0].adapters]
     for key in keys_that_end:
         server.pexpire(key, 600_000)
     enter(servers, keys, now)
@@ -422,7 +438,7 @@ def test_where_the_former_shards_are_no_more_nothing_comes_from_them(
 
 @pytest.mark.parametrize("lays", [1, 2])
 @pytest.mark.parametrize("where", ["former", "now"])
-@pytest.mark.parametrize("what", ["adapters", "bounds", "brought"])
+@pytest.mark.parametrize("what", ["adapters", "bounds"])
 def test_damage_keeps_nobody_from_coming(
     what: str, where: str, lays: int, server: Any, servers: Servers, keys: PoolKeys
 ) -> None:
@@ -430,14 +446,14 @@ def test_damage_keeps_nobody_from_coming(
     now = before.moved_to(2, 1) if lays == 2 else before
     former, heirs = before.shard_keys(keys), now.shard_keys(keys)
     somebody_lives(server, former)
-    server.hset(former[0].adapters, "one", "1")
+    note(server, [former[0]], one="1")
     enter(servers, keys, now)
     for shard in former if where == "former" else heirs:
         server.delete(getattr(shard, what))
         server.set(getattr(shard, what), "x")
     enter(servers, keys, now)
-    damaged = what == "adapters" and (lays == 1 or where == "now")
-    if damaged and lays == 1:
+    damaged = what == "adapters" and lays == 1
+    if damaged:
         # It is served: who mends it may know what was there.
         assert server.type(former[0].adapters) == b"string"
         server.delete(former[0].adapters)
@@ -470,30 +486,25 @@ def test_a_shard_that_lost_its_data_has_the_registry_of_the_others(
     before, now = layouts(1, 3)
     (former,), heirs = before.shard_keys(keys), now.shard_keys(keys)
     somebody_lives(server, [former])
-    server.hset(former.adapters, mapping={"one": "1", "two": "1"})
+    note(server, [former], one="1", two="1")
     enter(servers, keys, now)
     somebody_lives(server, heirs)
     for heir in heirs:
-        server.hdel(heir.adapters, "one")
-        server.hset(heir.adapters, "three", "1")
-        server.pexpire(heir.brought, 600_000)
+        note(server, [heir], one="", three="1")
     forget(server, heirs[0])
     somebody_lives(server, heirs)
     for _ in range(2):
         enter(servers, keys, now)
         assert known(server, keys, now) == [{b"two": b"1", b"three": b"1"}] * 3
-    assert 0 < server.pttl(heirs[0].brought) <= 600_000
     # What is done there by who has yet to move is done here as in the others.
-    server.hdel(former.adapters, "two")
-    server.hset(former.adapters, "four", "1")
+    note(server, [former], two="", four="1")
     enter(servers, keys, now)
     assert known(server, keys, now) == [{b"three": b"1", b"four": b"1"}] * 3
-    # Also once nothing is known any more of where it came from; one that was damaged is not taken.
-    server.delete(former.bounds, former.adapters, heirs[0].adapters, *(h.brought for h in heirs))
+    # Also once nothing is known any more of where it came from; one that was damaged has it again.
+    server.delete(former.bounds, former.adapters, heirs[0].adapters)
     forget(server, heirs[1])
     enter(servers, keys, now)
-    assert known(server, keys, now) == [{}, *[{b"three": b"1", b"four": b"1"}] * 2]
-    assert not server.exists(heirs[1].brought)
+    assert known(server, keys, now) == [{b"three": b"1", b"four": b"1"}] * 3
 
 
 def test_what_was_changed_where_the_pool_came_back_to_stands_once_the_others_are_back(
@@ -503,34 +514,30 @@ def test_what_was_changed_where_the_pool_came_back_to_stands_once_the_others_are
     first, there, now = layouts(2, 1, 2)
     servers, shards, others = Away(server), first.shard_keys(keys), there.shard_keys(keys)
     somebody_lives(server, shards)
-    for shard in shards:
-        server.hset(shard.adapters, mapping={"one": "1", "of before": "1"})
+    note(server, shards, one="1", before="1")
     enter(servers, keys, there)
     somebody_lives(server, others)
     for shard in shards:
         carry_over(servers, shard, there, others)
-    server.hset(others[0].adapters, "three", "1")
-    server.hdel(others[0].adapters, "of before")
+    note(server, others, three="1", before="")
     servers.away.update(others)
     enter(servers, keys, now)
     assert {server.hget(shard.bounds, "layout") for shard in shards} == {now.layout.encode()}
     for shard in shards:
-        server.hdel(shard.adapters, "one")
-        server.hset(shard.adapters, "two", "1")
+        note(server, [shard], one="", two="1")
     servers.away.clear()
     for _ in range(2):
         enter(servers, keys, now)
         assert known(server, keys, now) == [{b"two": b"1", b"three": b"1"}] * 2
 
 
-def test_a_damaged_registry_that_no_other_shard_has_is_what_was_brought_last(
+def test_a_damaged_registry_that_no_other_shard_has_is_what_was_brought(
     server: Any, servers: Servers, keys: PoolKeys
 ) -> None:
     before, now = layouts(2, 1)
     former, (heir,) = before.shard_keys(keys), now.shard_keys(keys)
     somebody_lives(server, [*former, heir])
-    for shard in former:
-        server.hset(shard.adapters, "one", "1")
+    note(server, former, one="1")
     enter(servers, keys, now)
     server.set(heir.adapters, "damaged")
     assert heir.adapters in mend(servers, [heir], now, Homes([heir], "me"), set())
@@ -549,13 +556,12 @@ def test_a_shard_that_was_away_as_the_pool_came_back_forgets_what_was_there(
     somebody_lives(server, heirs)
     enter(servers, keys, before)
     for heir in heirs:
-        server.hset(heir.adapters, mapping={"one": "1", "two": "1"})
+        note(server, [heir], one="1", two="1")
     servers.away.add(heirs[1])
     enter(servers, keys, there)
     carry_over(servers, heirs[0], there, there.shard_keys(keys))
     somebody_lives(server, there.shard_keys(keys))
-    for shard in there.shard_keys(keys):
-        server.hdel(shard.adapters, "one")
+    note(server, there.shard_keys(keys), one="")
     enter(servers, keys, now)
     servers.away.clear()
     somebody_lives(server, heirs)
@@ -570,7 +576,7 @@ def test_shards_without_a_layout_have_the_registry_of_one_that_has_adapters(
     (info,) = layouts(3)
     heirs = info.shard_keys(keys)
     somebody_lives(server, heirs)
-    server.hset(heirs[2].adapters, "one", "1")
+    note(server, [heirs[2]], one="1")
     enter(servers, keys, info)
     assert known(server, keys, info) == [{b"one": b"1"}] * 3
 
@@ -580,16 +586,76 @@ def test_who_has_yet_to_see_that_the_pool_lies_elsewhere_calls_no_shard_by_the_f
 ) -> None:
     first, second, third = layouts(1, 2, 1)
     (shard,) = first.shard_keys(keys)
-    server.hset(shard.adapters, "one", "1")
+    note(server, [shard], one="1")
     server.set(keys.info, third.pack())
     enter(servers, keys, third)
-    server.hset(shard.adapters, "two", "1")
+    note(server, [shard], two="1")
     for behind in (first, second):
         enter(servers, keys, behind)
     assert server.hget(shard.bounds, "layout") == third.layout.encode()
     assert not any(server.exists(s.bounds, s.adapters) for s in second.shard_keys(keys))
     enter(servers, keys, third)
     assert known(server, keys, third) == [{b"one": b"1", b"two": b"1"}]
+
+
+def test_what_is_changed_two_layouts_behind_comes_along_the_newest_of_each_name(
+    server: Any, servers: Servers, keys: PoolKeys
+) -> None:
+    """Whoever served those between has died."""
+    first, second, third = layouts(1, 2, 3)
+    (shard,) = first.shard_keys(keys)
+    note(server, [shard], one="1", two="1", three="1")
+    for info in (second, third):
+        enter(servers, keys, info)
+    note(server, [shard], one="", four="1")  # by who has seen neither
+    note(server, third.shard_keys(keys), two="")
+    enter(servers, keys, third, [shard])
+    assert known(server, keys, third) == [{b"three": b"1", b"four": b"1"}] * 3
+
+
+def test_what_is_changed_while_a_shard_is_brought_the_registry_stands(
+    server: Any, keys: PoolKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has just come back, and was written to as the others were."""
+    before, now = layouts(1, 2)
+    servers, heirs = Away(server), now.shard_keys(keys)
+    note(server, before.shard_keys(keys), one="1", two="1")
+    servers.away.add(heirs[1])
+    enter(servers, keys, now)
+    assert known(server, keys, now) == [{b"one": b"1", b"two": b"1"}, {}]
+    servers.away.clear()
+    give = carrying._enter
+
+    def change_first(*arguments: Any) -> bool:
+        note(server, heirs, one="", two="2", three="1")
+        return give(*arguments)
+
+    monkeypatch.setattr(carrying, "_enter", change_first)
+    enter(servers, keys, now)
+    assert known(server, keys, now) == [{b"two": b"2", b"three": b"1"}] * 2
+
+
+def test_removals_are_forgotten_after_a_day(server: Any, servers: Servers, keys: PoolKeys) -> None:
+    (shard,) = info_of(1).shard_keys(keys)
+    now = 1000 * int(server.time()[0])
+    for name, age in (("old", REMOVED_MS + 60_000), ("new", 60_000)):
+        entry = Change(now - age, b"", b"").pack()
+        script("enter")(server, [shard.adapters], [REMOVED_MS, 1, name, entry])
+    assert server.hkeys(shard.adapters) == [b"new"]
+
+
+@pytest.mark.parametrize("entry", [b"", b"1", b"1\n", b"1\n/a", b"1\n/a\n2", b"1\n-2\n/a", b"\n\n"])
+def test_entries_that_no_worker_wrote_are_older_than_all(
+    entry: bytes, server: Any, servers: Servers, keys: PoolKeys
+) -> None:
+    (info,) = layouts(2)
+    shards = info.shard_keys(keys)
+    change = Change.parse(entry)
+    assert (change.version, change.removed) == (0, False)
+    note(server, shards[:1], one="2")
+    server.hset(shards[1].adapters, "one", entry)
+    enter(servers, keys, info)
+    assert known(server, keys, info) == [{b"one": b"2"}] * 2
 
 
 def test_shards_of_the_same_keys_are_the_same(keys: PoolKeys) -> None:

@@ -24,7 +24,6 @@ def test_every_script_is_known() -> None:
         "complete",
         "enqueue",
         "enter",
-        "enter_too",
         "evict",
         "inherit",
         "leave",
