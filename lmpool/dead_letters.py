@@ -16,7 +16,6 @@ Every function blocks, and takes a connected `PooledLM`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,15 +53,15 @@ class DeadLetter:
     """The entry, as it was sent."""
     job: Job | None
     """What it says; None for what is no job."""
-    given_up_ms: int = 0
-    """Of one that came from another shard, when it was given up; else its entry's id says so."""
+    came_from: str = ""
+    """Of one that came from another shard, where it was given up: stream and entry."""
     stream: str = ""
     """The key of the stream where it was found."""
 
     @property
     def given_up(self) -> datetime:
         """When, by the server's clock, in UTC."""
-        ms = self.given_up_ms or int(self.entry.partition("-")[0])
+        ms = _whole(_origin(self).rpartition("/")[2].partition("-")[0])
         return datetime.fromtimestamp(min(ms, _LATEST_MS) / 1000, UTC)  # may be written by hand
 
 
@@ -114,18 +113,15 @@ def drop(lm: PooledLM, letters: Iterable[DeadLetter]) -> int:
         given = list(letters)
         others = [letter for letter in given if not is_dropped(letter)]
         count = len(given) - len(others)
-        moved = Counter(map(_content, others))
+        moved = {_origin(letter) for letter in others}
         for letter in read(lm) if moved else ():  # under another name
-            if moved[_content(letter)]:
-                moved[_content(letter)] -= 1
-                count += is_dropped(letter)
+            count += _origin(letter) in moved and is_dropped(letter)
     return count
 
 
-def _content(letter: DeadLetter) -> tuple[object, ...]:
-    """What is the same of a letter wherever it lies."""
-    given_up_by = letter.reason, letter.deliveries, letter.worker
-    return letter.given_up, letter.data, *given_up_by
+def _origin(letter: DeadLetter) -> str:
+    """Where it was given up, which tells it from all others wherever it lies."""
+    return letter.came_from or f"{letter.stream}/{letter.entry}"
 
 
 @contextmanager
@@ -166,7 +162,7 @@ def _letter(shard: ShardKeys, entry: Entry, prefix: str) -> DeadLetter:
         worker=texts.get("worker", ""),
         data=data,
         job=job,
-        given_up_ms=_whole(texts.get("given_up_ms", "")),
+        came_from=texts.get("came_from", ""),
         stream=shard.dead,
     )
 

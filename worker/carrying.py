@@ -286,8 +286,8 @@ def _inherit(
 ) -> bool:
     arguments: list[Value] = [REMEMBERED_MS, COUNTERS_TTL_MS, DEAD_MOST, name, *_listed(counted)]
     for entry, fields in letters:
-        given_up = entry.partition(b"-")[0]  # its id there; where it comes to lie it gets another
-        known = {b"given_up_ms": given_up, **fields}
+        # Where it comes to lie it gets another id.
+        known = {b"came_from": f"{whose.dead}/{entry.decode()}".encode(), **fields}
         arguments += (f"{whose.prefix}/{entry.decode()}", *_listed(known))
     script("inherit")(server, [heir.inherited, heir.counters, heir.dead], arguments)
     return True

@@ -36,24 +36,35 @@ if bounds then
   end
 end
 
+local held, live, lived = {}, 0, 0
+local all = redis.call('HGETALL', registry)
+for i = 1, #all, 2 do held[all[i]] = all[i + 1] end
+local function is_removed(entry)
+  local version, fingerprint = parts_of(entry)
+  return fingerprint == '' and version > 0, version
+end
+for _, entry in pairs(held) do
+  if not is_removed(entry) then lived = lived + 1 end
+end
 for i = 3, last, 2 do
-  local version, fingerprint = parts_of(ARGV[i + 1])
-  local held, of = -1, ''
-  local entry = redis.call('HGET', registry, ARGV[i])
-  if entry then held, of = parts_of(entry) end
-  if version > held or (version == held and fingerprint > of) then
-    redis.call('HSET', registry, ARGV[i], ARGV[i + 1])
-    changed = 1
+  local name, entry = ARGV[i], ARGV[i + 1]
+  local version, fingerprint = parts_of(entry)
+  local before, of = -1, ''
+  if held[name] then before, of = parts_of(held[name]) end
+  if version > before or (version == before and fingerprint > of) then
+    redis.call('HSET', registry, name, entry)
+    held[name], changed = entry, 1
   end
 end
 if changed == 1 then
   local forgotten = now_ms() - tonumber(ARGV[1])
-  local all = redis.call('HGETALL', registry)
-  for i = 1, #all, 2 do
-    local version, fingerprint = parts_of(all[i + 1])
-    if fingerprint == '' and version > 0 and version < forgotten then
-      redis.call('HDEL', registry, all[i])
-    end
+  for name, entry in pairs(held) do
+    local removed, version = is_removed(entry)
+    if not removed then live = live + 1
+    elseif version < forgotten then redis.call('HDEL', registry, name) end
   end
+  -- A shard that is left has its own ends; who registers there first has yet to leave it.
+  if live == 0 then redis.call('PEXPIRE', registry, ARGV[1])
+  elseif lived == 0 then redis.call('PERSIST', registry) end
 end
 return changed

@@ -69,7 +69,7 @@ def totals(server: Any, shards: Sequence[ShardKeys]) -> dict[str, int]:
 def reasons(server: Any, shards: Sequence[ShardKeys]) -> list[tuple[str, int]]:
     """Why, and when by what the entry says."""
     return sorted(
-        (fields[b"reason"].decode(), int(fields[b"given_up_ms"]))
+        (fields[b"reason"].decode(), int(fields[b"came_from"].rpartition(b"/")[2].split(b"-")[0]))
         for shard in shards
         for _, fields in server.xrange(shard.dead)
     )
@@ -642,6 +642,12 @@ def test_removals_are_forgotten_after_a_day(server: Any, servers: Servers, keys:
         entry = Change(now - age, b"", b"").pack()
         script("enter")(server, [shard.adapters], [REMOVED_MS, 1, name, entry])
     assert server.hkeys(shard.adapters) == [b"new"]
+    # Where nothing else is known, with all that is; not once there is an adapter.
+    assert 0 < server.pttl(shard.adapters) <= REMOVED_MS
+    note(server, [shard], one="1")
+    assert server.pttl(shard.adapters) == -1
+    note(server, [shard], one="")
+    assert server.pttl(shard.adapters) > 0
 
 
 @pytest.mark.parametrize("entry", [b"", b"1", b"1\n", b"1\n/a", b"1\n/a\n2", b"1\n-2\n/a", b"\n\n"])

@@ -143,12 +143,12 @@ def test_what_came_along_with_a_pool_is_dropped_where_it_is(
     def come_along(*_: object, **__: object) -> str:
         """As the pool moves while a job is asked for again."""
         ((entry, fields),) = server.xrange(shard.dead)
-        given_up = entry.partition(b"-")[0]
         other = {**fields, b"reason": b"of the same name"}
         server.xadd(heirs[shard.number].dead, other, id=entry)
-        for reason in (b"of another time", fields[b"reason"]):
-            there = {**fields, b"given_up_ms": given_up, b"reason": reason}
-            server.xadd(heirs[1].dead, there)
+        given_up = int(entry.partition(b"-")[0])
+        for number, reason in ((given_up + 1, b"of another time"), (given_up, fields[b"reason"])):
+            came_from = f"{shard.dead}/{number}-{entry.partition(b'-')[2].decode()}"
+            server.xadd(heirs[1].dead, {**fields, b"came_from": came_from, b"reason": reason})
         server.delete(shard.dead)
         monkeypatch.setattr(type(lm), "shards", heirs)
         return "the answer"
@@ -166,9 +166,31 @@ def test_what_went_and_came_back_has_another_name_and_is_dropped(
     (letter,) = dead_letters.read(lm)
     ((entry, fields),) = server.xrange(shard.dead)
     server.xdel(shard.dead, entry)
-    given_up = entry.partition(b"-")[0]
-    for reason in (b"another", fields[b"reason"]):
-        server.xadd(shard.dead, {**fields, b"given_up_ms": given_up, b"reason": reason})
+    for name, reason in ((b"1-1", b"another"), (entry, fields[b"reason"])):
+        came_from = f"{shard.dead}/{name.decode()}"
+        server.xadd(shard.dead, {**fields, b"came_from": came_from, b"reason": reason})
     assert dead_letters.drop(lm, [letter]) == 1
     assert [kept.reason for kept in dead_letters.read(lm)] == ["another"]
     assert dead_letters.drop(lm, [letter]) == 0
+
+
+def test_one_that_is_gone_takes_no_equal_one_with_it(
+    lm: PooledLM, server: Any, shard: ShardKeys
+) -> None:
+    """What was no job may have come several times within a millisecond."""
+    for number in (1, 2):
+        server.xadd(
+            shard.dead, {"job": "junk", "reason": "none", "worker": "w"}, id=f"5000-{number}"
+        )
+    first, second = dead_letters.read(lm)
+    assert dead_letters.drop(lm, [first]) == 1
+    assert dead_letters.drop(lm, [first]) == 0
+    # Nor where the other has come along with the pool.
+    ((entry, fields),) = server.xrange(shard.dead)
+    server.delete(shard.dead)
+    server.xadd(shard.dead, {**fields, "came_from": f"{shard.dead}/{entry.decode()}"})
+    assert dead_letters.drop(lm, [first]) == 0
+    (kept,) = dead_letters.read(lm)
+    assert kept.given_up == second.given_up == datetime.fromtimestamp(5, UTC)
+    assert dead_letters.drop(lm, [second, second]) == 1
+    assert dead_letters.read(lm) == []
