@@ -131,6 +131,8 @@ class Intake:
                     self._turn()
                 failures = 0
             except (redis.exceptions.RedisError, OSError) as error:
+                if self._ended.is_set():
+                    return  # it was cut: what came with it is given back
                 self._unsure.update(shard.prefix for shard in self._shards)
                 self._too_long |= isinstance(error, ReplyTooLong)
                 failures += 1

@@ -46,6 +46,8 @@ class Seat:
         """Set once: beat no more."""
         self.opened: list[Servers] = [servers]
         """The connections of its threads."""
+        self.reads: Servers | None = None
+        """Those of them that wait for jobs."""
         self._consumer = consumer
         self._status = status
         self._threads: dict[str, threading.Thread] = {}

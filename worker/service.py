@@ -62,6 +62,8 @@ T = TypeVar("T")
 
 HUNG_WAIT: Final = 2.0
 """Seconds for which a worker that failed waits for its threads."""
+READS_ON: Final = 0.1
+"""Seconds after which a read that goes on, of a worker that leaves, has found no job."""
 READS_FOR: Final = 3.0
 """Seconds for which a worker that moves waits for the last read where it was."""
 
@@ -331,6 +333,7 @@ class Service:
     def _intake(self, seat: Seat, engine: Engine) -> Intake:
         servers = self._open(blocks_for=IDLE_BLOCK_MS / 1000, bounded=True)
         seat.opened.append(servers)
+        seat.reads = servers
         batcher = self._batcher
         assert batcher is not None
         return self._new_intake(
@@ -414,6 +417,9 @@ class Service:
         limit = HUNG_WAIT if self.status.failure is not None else self.options.drain_timeout
         self._mover.join(limit)
         seats = self._seats()  # one that was being left may be gone
+        for seat in seats:
+            if seat.reads is not None and not seat.join("intake", READS_ON):
+                seat.reads.cut()  # it waits for jobs; what comes all the same is given back
         for name in ("intake", "recovery"):
             for seat in seats:
                 if not seat.join(name, limit):

@@ -86,7 +86,7 @@ class FakeServer:
                 reader.feed(data)
                 answers = []
                 while (command := reader.gets()) is not False:
-                    answers.append(self._reply(self._run(client, command)))
+                    answers.append(self._reply(self._run(client, command, connection)))
                 connection.sendall(b"".join(answers))
         except OSError:
             pass
@@ -98,18 +98,18 @@ class FakeServer:
     def _reply(self, answer: Any) -> bytes:
         return _encoded(answer)
 
-    def _run(self, client: redis.Redis, command: Command) -> Any:
+    def _run(self, client: redis.Redis, command: Command, connection: socket.socket) -> Any:
         name = command[0].upper()
         if name == b"INFO":
             return INFO
         with self._changed:
             if name in BLOCKING and b"BLOCK" in command:
-                return self._wait(client, command)
+                return self._wait(client, command, connection)
             answer = _execute(client, command)
             self._changed.notify_all()
             return answer
 
-    def _wait(self, client: redis.Redis, command: Command) -> Any:
+    def _wait(self, client: redis.Redis, command: Command, connection: socket.socket) -> Any:
         at = command.index(b"BLOCK")
         milliseconds = int(command[at + 1])
         deadline = time.monotonic() + milliseconds / 1000 if milliseconds else None
@@ -119,7 +119,17 @@ class FakeServer:
             if left is not None and left <= 0:
                 return None
             self._changed.wait(left)
+            if _has_left(connection):
+                return None
         return answer
+
+
+def _has_left(connection: socket.socket) -> bool:
+    """Whether a client has hung up: what comes goes to others."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
 
 
 def _execute(client: redis.Redis, command: Command) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+import time
 from contextlib import ExitStack
 
 import numpy as np
@@ -17,7 +18,9 @@ from lmpool.backends.mock import mock_row
 from lmpool.errors import LmpoolError, PoolMismatch
 from lmpool.keys import GROUP
 from lmpool.liveness import consumers
+from lmpool.testing import worker as testing_worker
 from lmpool.wire import pack_job
+from lmpool.worker import intake, service
 from tests.support.clients import connected
 from tests.support.gate import Gate
 from tests.support.mock_rows import rows_of
@@ -33,9 +36,7 @@ from tests.support.pools import (
 from tests.support.protocol import new_job
 from tests.support.server import RealServer
 from tests.support.waiting import until
-from tests.support.workers import (
-    worker_process,
-)
+from tests.support.workers import in_process_worker, worker_process
 
 
 class Load:
@@ -163,6 +164,25 @@ def test_a_job_taken_over_and_never_run_counts_no_delivery(
         assert worker.wait() == 0
         assert held() == 2
         asking.rows()
+
+
+@pytest.mark.one_server
+def test_a_leaving_worker_does_not_wait_for_jobs(
+    server_url, redis_client, pool_name, monkeypatch, caplog
+):
+    for module in (intake, service, testing_worker):
+        monkeypatch.setattr(module, "IDLE_BLOCK_MS", 30_000)
+    before = redis_client.info("clients")["blocked_clients"]
+    with in_process_worker(server_url, pool_name, shards=1, lanes=1) as worker:
+        until(
+            lambda: redis_client.info("clients")["blocked_clients"] > before,
+            what="the worker to wait",
+        )
+        began = time.monotonic()
+        worker.stop()
+        assert time.monotonic() - began < 10
+    assert "jobs cannot be read" not in caplog.text
+    until_at_rest(redis_client, pool_name)
 
 
 @pytest.mark.one_shard

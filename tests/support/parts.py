@@ -140,19 +140,13 @@ class SplitServers(Servers):
 
     def __init__(self, opened: Sequence[Any]) -> None:
         super().__init__(lambda: opened[0])
-        self._opened = opened
+        self._several = opened
 
     def for_shard(self, shard: ShardKeys) -> Any:
-        return self._opened[shard.number % len(self._opened)]
+        return self._several[shard.number % len(self._several)]
 
-    def renew(self) -> None:
-        for server in self._opened:
-            server.connection_pool.disconnect()
-
-    def close(self) -> None:
-        for server in self._opened:
-            server.close()
-            server.connection_pool.disconnect()
+    def _opened(self) -> Sequence[Any]:
+        return self._several
 
 
 @contextmanager
