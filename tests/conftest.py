@@ -44,6 +44,11 @@ gc.disable()
 
 _pool_numbers = itertools.count(1)
 
+LONGEST = frozenset(
+    {"test_moving", "test_streams", "test_recovery", "test_clean_life", "test_lanes"}
+)
+"""Files that go first: processes that take a file each would wait for them at the end."""
+
 # Where tests run side by side there is no core to spare for a second thread of a library's.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -88,6 +93,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
     for item in items:
         asks_for = set(getattr(item, "fixturenames", ()))
         if {"server_url", "server_binary"} & asks_for:

@@ -21,6 +21,7 @@ import lmpool
 from lmpool.gateway.binary_forms import ERRORS_HEADER
 from lmpool.wants import Draw, Hidden, Row, Score, Tokens, Top, TopLogprobs, Want
 from tests.support.clients import connected
+from tests.support.cluster import Cluster
 from tests.support.gateways import GatewayProcess
 from tests.support.server import RealServer
 from tests.support.waiting import until
@@ -49,9 +50,9 @@ class Doors:
 
 
 @pytest.fixture(scope="module")
-def _doors(server_binary: str) -> Iterator[Doors]:
+def _doors(_session_server: RealServer | Cluster) -> Iterator[Doors]:
+    url = _session_server.url
     with ExitStack() as stack:
-        url = stack.enter_context(RealServer()).url
         hf = {"engine": "hf", "model": "tiny", "engine_opts": {"threads": 1}}
         fails, slow = {"fail_token": BAD}, {"delay": SLOW}
         workers = []
@@ -265,6 +266,7 @@ def test_a_stream_has_every_answer_with_its_index(doors: Doors) -> None:
 def test_a_stream_begins_long_before_it_ends(doors: Doors) -> None:
     prompts = [[i] for i in range(1, 41)]
     asked = {"model": "slow", "prompt": prompts, "want": {"kind": "top", "k": 1}, "stream": True}
+    doors.post({**asked, "prompt": [[99]]})  # the pool is known from here on
     began, first, count = time.monotonic(), 0.0, 0
     with httpx.stream(
         "POST", doors.gateway.base_url + "/v1/logprobs", json=asked, headers=MSGPACK, timeout=50

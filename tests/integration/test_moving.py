@@ -78,8 +78,8 @@ class Askers:
                 self.asked += 1
             self.resubmitted += lm.statistics()["resubmitted"]
 
-    def wait_for_more(self, calls: int = 12) -> None:
-        """Until so many calls more were answered."""
+    def wait_for_more(self, calls: int = 8) -> None:
+        """Until so many calls more were answered: two of each caller, one of which began later."""
         before = self.asked
         until(lambda: self.asked > before + calls or self.failures, what="calls")
         assert not self.failures, self.failures[:3]

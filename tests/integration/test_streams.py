@@ -229,10 +229,17 @@ def test_who_takes_over_goes_on_where_the_last_one_ended(
     with ExitStack() as stack:
         workers = [
             stack.enter_context(
-                worker_process(server_url, pool_name, engine_opts={"delay": 0.02, "log": str(log)})
+                worker_process(
+                    server_url,
+                    pool_name,
+                    alive=False,
+                    engine_opts={"delay": 0.02, "log": str(log)},
+                )
             )
             for log in logs
         ]
+        for worker in workers:
+            worker.wait_until_alive()
         lm, late = (
             stack.enter_context(connected(server_url, pool_name, workers_timeout=60))
             for _ in range(2)
