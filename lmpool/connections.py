@@ -7,8 +7,11 @@ each command in a retry, also where there is none: half of what a small command 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
 
 import hiredis
 import redis
@@ -16,6 +19,9 @@ import redis.client
 import redis.exceptions
 
 from lmpool.commands import Values
+
+BEHIND_MOST: Final = 4
+"""Values that are asked for behind one blocking read."""
 
 
 class OneConnectionPool(redis.ConnectionPool):
@@ -65,6 +71,14 @@ class OneConnectionClient(redis.Redis):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.response_callbacks.pop("XREADGROUP")
+        self._blocked: Any = None
+        """The connection, while its thread waits for what a blocking read brings."""
+        self._wanted: list[str] = []
+        """Keys that were asked for behind it."""
+        self._asking = threading.Lock()
+        """Of both."""
+        self.behind: Mapping[str, bytes | None] = {}
+        """What the last blocking read brought by `get_behind`, by key."""
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         """Send a command, read its reply. Raises redis-py's exceptions."""
@@ -92,6 +106,50 @@ class OneConnectionClient(redis.Redis):
 
         found: Values = self._ask(("MGET", *keys), read)
         return found
+
+    def xread(self, streams: Any, count: int | None = None, block: int | None = None) -> Any:
+        """As redis-py's. While it blocks, others may `get_behind` it."""
+        if block is None:
+            return super().xread(streams, count=count)
+        command = ["XREAD", "COUNT", count or "100", "BLOCK", block, "STREAMS"]
+        reply = self._ask([*command, *streams, *streams.values()], self._read_blocked)
+        return self.response_callbacks["XREAD"](reply)
+
+    def _read_blocked(self, connection: Any) -> Any:
+        with self._asking:
+            self._blocked, self._wanted, self.behind = connection, [], {}
+        refusal: redis.exceptions.ResponseError | None = None
+        try:
+            reply = connection.read_response()
+        except redis.exceptions.ResponseError as error:
+            refusal = error  # what is behind it is answered all the same
+        finally:
+            with self._asking:  # from now on nobody asks
+                self._blocked, wanted = None, self._wanted
+        self.behind = {key: _read_value(connection) for key in wanted}
+        if refusal is not None:
+            raise refusal
+        return reply
+
+    def get_behind(self, key: str) -> None:
+        """Ask for a value behind the blocking read that the connection's thread waits for: it comes
+        together with what that brings, without another round trip. For any thread; never waits.
+
+        Where none waits, or enough is asked for, nothing is done.
+        """
+        with self._asking:
+            connection = self._blocked
+            if connection is None or len(self._wanted) >= BEHIND_MOST:
+                return
+            if not connection._parser.is_plain:  # what TLS is in the middle of is its thread's
+                return
+            command: Any = ("GET", key)
+            packed: bytes = hiredis.pack_command(command)
+            with suppress(OSError):  # its thread finds out
+                if _write_now(connection, packed) == len(packed):
+                    self._wanted.append(key)
+                else:  # nobody could go on behind a part of it
+                    connection._sock.shutdown(socket.SHUT_RDWR)
 
     def _ask(self, command: Sequence[Any], read: Callable[[Any], Any]) -> Any:
         pool: Any = self.connection_pool
@@ -141,6 +199,19 @@ def _read(connection: Any) -> Any:
     return connection.read_response()
 
 
+def _read_value(connection: Any) -> bytes | None:
+    try:
+        value: bytes | None = connection.read_response()
+    except redis.exceptions.ResponseError:  # it may not be read, or is no string
+        return None
+    return value
+
+
+def _write_now(connection: Any, packed: bytes) -> int:
+    """Write what leaves without waiting: past the socket's timeout, which it would wait for."""
+    return os.write(connection._sock.fileno(), packed)
+
+
 class CommandAhead:
     """A command that one thread sends and another reads the reply to."""
 
@@ -154,13 +225,11 @@ class CommandAhead:
         packed, self._left = self._left, None
         assert packed is not None
         try:
-            # Past the socket's timeout, which it would wait for.
-            count = os.write(self._connection._sock.fileno(), packed)
+            self._left = packed[_write_now(self._connection, packed) :]
         except BlockingIOError:
-            count = 0
+            self._left = packed
         except OSError:
-            return
-        self._left = packed[count:]
+            pass
 
     def reply(self) -> Any:
         """Send the rest, read the reply; for the connection's own thread. Raises redis-py's

@@ -61,9 +61,14 @@ class Parser(_HiredisParser):
             return bool(super().can_read(timeout))  # type: ignore[no-untyped-call]
         return self._holds_some() or self._reader.has_data() or bool(self._poll.poll(0))
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether other threads may write to the connection: TLS's state is its own thread's."""
+        return self._poll is not None
+
     def is_quiet(self) -> bool:
         """Whether that is known to be nothing, without TLS having its say."""
-        return self._poll is not None and not self.can_read(0)
+        return self.is_plain and not self.can_read(0)
 
     def _holds_some(self) -> bool:
         """Whether redis-py, before its release 8, has taken a reply that nobody has read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import redis.exceptions
@@ -27,6 +27,7 @@ LARGE: Final = 128 << 10
 SMALLEST: Final = 1 << 10
 """Bytes that any answer counts as at least: a command reads some thousands of them."""
 MAX_TRIES: Final = 5
+NOTHING: Final[Mapping[str, bytes | None]] = {}
 
 
 class AnswerReader:
@@ -36,22 +37,35 @@ class AnswerReader:
         self._session = session
         self._servers = servers
 
-    def fetch(self, shard: ShardKeys, digests: Sequence[Digest]) -> int:
+    def fetch(
+        self,
+        shard: ShardKeys,
+        digests: Sequence[Digest],
+        known: Mapping[str, bytes | None] = NOTHING,
+    ) -> int:
         """Read answers that are there and hand them out; ask again for those that are gone.
 
-        Returns how many bytes were read.
+        Those that are `known`, by key, were read already. Returns how many bytes were read.
         """
         read = 0
         start = f"{shard.prefix}:result:"
+        if known:
+            there = {d: known[k] for d in digests if known.get(k := start + d.hex()) is not None}
+            if there:
+                read += self._take(shard, [*there], [*there.values()])
+                digests = [digest for digest in digests if digest not in there]
         for part, sizes in self._parts(digests):
             server = self._servers.for_shard(shard)
             keys = [start + digest.hex() for digest in part]
             values = server.values(keys, sizes) if sizes else server.mget(keys)
-            read += sum(len(value) for value in values if value is not None)
-            spoiled = self._hand_out(part, values)
-            if spoiled:
-                self._compute_again(shard, spoiled)
+            read += self._take(shard, part, values)
         return read
+
+    def _take(self, shard: ShardKeys, digests: Sequence[Digest], values: Values) -> int:
+        spoiled = self._hand_out(digests, values)
+        if spoiled:
+            self._compute_again(shard, spoiled)
+        return sum(len(value) for value in values if value is not None)
 
     def _parts(self, digests: Sequence[Digest]) -> Iterator[tuple[list[Digest], list[int]]]:
         """Those that one command reads, few rows or many small answers; the sizes of large rows."""

@@ -3,8 +3,9 @@
 Two threads, each with a connection of its own: the sender, which makes every request, and the
 collector, which blocks on the client's reply stream. Callers, in any thread or event loop, leave
 their jobs in the flight table and are woken when the answers are there; who asks little while the
-sender rests sends the claim on its connection, for it to read the answer. The connections are
-synchronous because rows are large: a blocking read costs half of what an event loop's does.
+sender rests sends the claim on its connection, for it to read the answer, and asks for the result
+behind the collector's blocking read. The connections are synchronous because rows are large: a
+blocking read costs half of what an event loop's does.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Final, TypeVar
 
+from lmpool.connections import BEHIND_MOST
 from lmpool.errors import LmpoolError, PromptFailed, UnknownPool
 from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.liveness import any_alive
 from lmpool.model_info import ModelInfo
 from lmpool.producer.cache import AnswerCache
 from lmpool.producer.collector import Collector
-from lmpool.producer.flights import Statistics
+from lmpool.producer.flights import Flight, Statistics
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.replacement import has_moved, look_at, replaced
 from lmpool.producer.sender import Sender
@@ -62,7 +64,8 @@ class Client:
         self._session = Session(self.options, self.cache, statistics)
         self._threads: list[threading.Thread] = []
         self._cut: Callable[[], None] = lambda: None
-        self._claim_ahead: Callable[[], None] = lambda: None
+        self._claim_ahead: Callable[[], Sequence[Flight]] = lambda: ()
+        self._get_behind: Callable[[Iterable[Flight]], None] = lambda flights: None
         self._loading: Future[ModelInfo] | None = None
 
     def after_fork(self) -> None:
@@ -188,7 +191,9 @@ class Client:
                     answered.append(call)
             if table.has_unsent():
                 try:
-                    self._claim_ahead()
+                    sent = self._claim_ahead()
+                    if len(table.flights) <= BEHIND_MOST:
+                        self._get_behind(sent)
                 finally:  # also where Ctrl-C came between
                     session.work.notify()
         wake(answered)
@@ -315,6 +320,7 @@ class Client:
                 collector.cut()
 
             self._cut, self._claim_ahead = cut, sender.claim_ahead
+            self._get_behind = collector.get_behind
             collecting.start()
             sending.start()
             self._threads = [sending, collecting]

@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Final, TypeAlias
@@ -42,6 +42,8 @@ DOUBTFUL: Final = ("refused", "unknown_adapter")
 """What others' jobs for the same digest may make a worker say: it is asked again."""
 DOUBTS_MOST: Final = 2
 
+BEHIND_BYTES: Final = 16 << 10
+"""Of an answer that is asked for before it is there."""
 BLOCK: Final = 5.0
 """Seconds one read of the reply stream blocks."""
 TAKE_OFF_BYTES: Final = 2 << 20
@@ -105,6 +107,17 @@ class Collector:
                     session.closing.wait(PAUSE)
         finally:
             self._servers.close()
+
+    def get_behind(self, flights: Iterable[Flight]) -> None:
+        """Ask for the small answers of what is about to be claimed, behind the read that brings
+        their notices: for the thread of who asks. Under the lock."""
+        session = self._session
+        assert session.info is not None
+        for flight in flights:
+            shard, job = session.shards[flight.shard], flight.job
+            server = self._servers.at_hand(shard)
+            if server is not None and job.want.stored_bytes(session.info) <= BEHIND_BYTES:
+                server.get_behind(shard.result(job.digest))
 
     def cut(self) -> None:
         """End a read that may be blocked on a connection that will never answer."""
@@ -180,7 +193,9 @@ class Collector:
         for shard, digests in done:
             waited_for = [digest for digest in digests if digest in session.table.flights]
             if waited_for:
-                self._fetched += self._answers.fetch(shard, waited_for)
+                server = self._servers.at_hand(shard)
+                known = {} if server is None else server.behind
+                self._fetched += self._answers.fetch(shard, waited_for, known)
             reply = shard.reply(session.id)
             self._taken[reply] = shard, session.last_ids[reply]
 

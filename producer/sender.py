@@ -142,19 +142,24 @@ class Sender:
             return lost_since
         return None
 
-    def claim_ahead(self) -> None:
+    def claim_ahead(self) -> Sequence[Flight]:
         """Send what may go now, for the thread of who asks: the sender's wakes up meanwhile, and
-        reads the answer. Where that might wait it is left to the sender. Under the lock."""
+        reads the answer. Where that might wait it is left to the sender. Under the lock.
+
+        Returns what was sent.
+        """
         session = self._session
         if not self._rests or self._ahead is not None or session.table.withdrawn:
-            return
+            return ()
         if self._confirms_at() <= time.monotonic():
-            return
+            return ()
         priority = self._what_may_go()
         if priority is not None:
             self._ahead = claim_ahead(session, self._servers, priority)
             if self._ahead is not None:
                 self._ahead.command.send()
+                return self._ahead.flights
+        return ()
 
     def _end_ahead(self) -> None:
         """Take the answer to what was claimed ahead."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import redis
 import redis.exceptions
 
 import lmpool
-from lmpool.connections import CommandAhead
+from lmpool.connections import CommandAhead, OneConnectionClient
 from lmpool.producer.claims import AHEAD_BYTES, AHEAD_MOST
 from lmpool.producer.sender import Sender
 from lmpool.producer.session import Session
@@ -280,3 +281,38 @@ def test_one_prompt_is_claimed_by_the_thread_that_asks_for_it(
 
         until(by_loop)
         assert set(senders) == {"MainThread", "loop"}
+
+
+def test_the_answer_to_a_lone_prompt_comes_together_with_its_notice(
+    any_server: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is asked for it once that is there; and where it does not come so, it is fetched."""
+    fetched: list[Sequence[str]] = []
+    mget = OneConnectionClient.mget
+
+    def note_and_fetch(client: OneConnectionClient, keys: Sequence[str]) -> Any:
+        fetched.append(keys)
+        return mget(client, keys)
+
+    monkeypatch.setattr(OneConnectionClient, "mget", note_and_fetch)
+    prompts = ([n % 16, n // 16 % 16, n // 256] for n in itertools.count())
+    with (
+        in_process_worker(any_server, pool_name),
+        lmpool.connect(any_server, pool_name, framework="numpy", cache_bytes=0) as lm,
+    ):
+
+        def fetches() -> int:
+            before = len(fetched)
+            assert lm.sync.next_token_logprobs(next(prompts)).shape == (lm.info.vocab_size,)
+            return len(fetched) - before
+
+        until(lambda: fetches() == 0)  # not where a thread was still at work
+        monkeypatch.setattr(OneConnectionClient, "get_behind", lambda client, key: None)
+        assert fetches() == 1
+        monkeypatch.setattr(OneConnectionClient, "_read_blocked", _read_other_values)
+        assert fetches() == 1
+
+
+def _read_other_values(client: Any, connection: Any) -> Any:
+    client.behind = {"another": b"value"}
+    return connection.read_response()

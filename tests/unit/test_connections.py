@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ import redis
 from redis.sentinel import Sentinel
 
 from lmpool.commands import Server
+from lmpool.connections import BEHIND_MOST
 from lmpool.replies import BoundedParser, ReplyTooLong
 from lmpool.server import is_full, is_lost, open_server
 from tests.support.fake import FakeServer
@@ -247,6 +249,95 @@ def test_a_read_that_blocks_is_ended_from_another_thread(server: Any, pool_name:
         thread.join(0.05)
     assert ended
     assert server.ping()  # the next command makes another
+
+
+@contextmanager
+def blocked_read(server: Any, stream: str) -> Iterator[list[Any]]:
+    """A thread that waits for an entry; at the end, what it read or what it met."""
+    found: list[Any] = []
+
+    def read() -> None:
+        try:
+            found.append(server.xread({stream: "0-0"}, count=1, block=60_000))
+        except redis.exceptions.RedisError as error:
+            found.append(error)
+
+    thread = Guarded(read)
+    until(lambda: server._blocked is not None)
+    yield found
+    thread.end()
+
+
+def test_values_are_asked_for_behind_a_blocking_read(
+    server: Any, any_server: str, pool_name: str
+) -> None:
+    """They are as they stand once that is answered; one that cannot be read is none."""
+    other: Any = open_server(any_server)
+    stream, key = f"{{{pool_name}}}:stream", f"{{{pool_name}}}:key"
+    keys = [f"{key}:{number}" for number in range(BEHIND_MOST + 1)]
+    server.get_behind(keys[0])  # nothing is waited for
+    with blocked_read(server, stream) as found:
+        for name in keys:
+            server.get_behind(name)
+        other.set(keys[0], "a")
+        other.hset(keys[1], "no", "value")
+        other.set(keys[3], "b" * 100_000)
+        other.xadd(stream, {"an": "entry"})
+    assert [(name, len(entries)) for name, entries in found[0]] == [(stream.encode(), 1)]
+    values = [b"a", None, None, b"b" * 100_000]
+    assert server.behind == dict(zip(keys[:BEHIND_MOST], values, strict=True))
+    assert server.get(keys[0]) == b"a"  # the connection is in step
+    assert server.xread({stream: "0-0"}, count=1, block=1000) == found[0]
+    assert server.behind == {}
+    other.delete(stream, *keys)
+    other.close()
+
+
+def test_nothing_is_asked_for_behind_a_read_whose_connection_is_its_threads(
+    server: Any, any_server: str, pool_name: str
+) -> None:
+    """As with TLS, which `select.poll` says nothing of."""
+    other: Any = open_server(any_server)
+    other.set(pool_name, "value")
+    stream = f"{{{pool_name}}}:stream"
+    with blocked_read(server, stream) as found:
+        server._blocked._parser._poll = None
+        server.get_behind(pool_name)
+        other.xadd(stream, {"an": "entry"})
+    assert found[0]
+    assert server.behind == {}
+    other.delete(pool_name, stream)
+    other.close()
+
+
+@pytest.mark.server
+def test_behind_a_read_that_is_refused_values_are_read_too(
+    server_url: str, redis_client: redis.Redis, pool_name: str
+) -> None:
+    server: Any = open_server(server_url)
+    mine = id_of(server)
+    redis_client.set(pool_name, "value")
+    with blocked_read(server, f"{pool_name}:stream") as found:
+        server.get_behind(pool_name)
+        until(lambda: redis_client.execute_command("CLIENT UNBLOCK", mine, "ERROR"))
+    assert str(found[0]).startswith("UNBLOCKED")
+    assert server.behind == {pool_name: b"value"}
+    assert id_of(server) == mine
+    redis_client.delete(pool_name)
+    server.close()
+
+
+def test_what_leaves_only_in_part_ends_the_connection(
+    server: Any, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody could go on behind it."""
+    write = os.write
+    with blocked_read(server, pool_name) as found:
+        monkeypatch.setattr(os, "write", lambda number, data: write(number, data[:5]))
+        server.get_behind(pool_name)
+        monkeypatch.undo()
+    assert isinstance(found[0], redis.exceptions.ConnectionError)
+    assert server.ping()
 
 
 @pytest.mark.server
