@@ -35,10 +35,12 @@ GOALS: dict[str, dict[tuple[str, str], float]] = {
         (ENGINE, GENLM): 40.0,
         (ENGINE, PREPARED): 6.0,
         (ENGINE, HAND): 0.8,
-        (POOL, GENLM): 20.0,
+        (POOL, GENLM): 70.0,
+        (POOL, HAND): 0.78,
+        (POOL, ENGINE): 0.72,
     },
     "distinct": {(ENGINE, GENLM): 2.5, (ENGINE, HAND): 0.9},
-    "single": {(ENGINE, GENLM): 5.0},
+    "single": {(ENGINE, GENLM): 5.0, (POOL, ENGINE): 0.85},
 }
 TOLERANCE = 1e-3
 THREADS = 1
@@ -129,6 +131,7 @@ def _measure_one(report: Report, name: str, sides: dict[str, Side], scale: Scale
             report.add(heading, Measured(side, "rows/s of processor time", spent))
     goals = GOALS.get(name, {})
     pairs = [(over, under) for over in (ENGINE, POOL) for under in (GENLM, PREPARED, HAND)]
+    pairs.append((POOL, ENGINE))
     for over, under in pairs:
         if under in taken:
             goal = None if scale.quick else goals.get((over, under))

@@ -6,24 +6,30 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
+import numpy as np
 import redis
 
 from tests.benchmarks.arq_peer import arq_peer
 from tests.benchmarks.machine import Bystanders, facts
 from tests.benchmarks.measure import Measured, Report, Scale, alternate, quantile, ratio
-from tests.benchmarks.pool import Pool, check_rows, make_prompts, must_be_computed, serving
+from tests.benchmarks.pool import Pool, Prompts, check_rows, make_prompts, must_be_computed, serving
 from tests.support.server import RealServer
 
 NAME = "latency"
 LINE = "milliseconds of one prompt alone, beside PING and an awaited no-op job of arq"
 
 VOCAB_SIZE = 256
+BLOCKING = "pool, blocking call"
+TRICKLES = {200.0: (600, 60), 20.0: (200, 20)}
+"""Prompts a second that come one by one, and how many of a run, full and quick."""
 
 
 def measure(scale: Scale) -> Report:
     """Alternate between the pool, bare round trips and arq."""
     count, arq_jobs = scale.of(1_000, 200), scale.of(200, 50)
+    spent: list[float] = []
     watch = Bystanders()
     with ExitStack() as stack:
         server = stack.enter_context(RealServer())
@@ -35,7 +41,11 @@ def measure(scale: Scale) -> Report:
             {
                 "pool, awaited": lambda run: _awaited(pool, count, run),
                 "PING": lambda run: _pings(connection, count),
-                "pool, blocking call": lambda run: _blocking(pool, count, run),
+                BLOCKING: lambda run: _blocking(pool, count, run, spent),
+                **{
+                    f"pool, {rate:g} a second": partial(_trickling, pool, rate, scale.of(*counts))
+                    for rate, counts in TRICKLES.items()
+                },
                 "arq": lambda run: peer.latencies(arq_jobs),
             },
             scale.runs,
@@ -46,18 +56,37 @@ def measure(scale: Scale) -> Report:
         "p90": lambda seconds: quantile(seconds, 0.9),
         "p99": lambda seconds: quantile(seconds, 0.99),
     }
-    medians = {}
+    found_of: dict[tuple[str, str], tuple[float, ...]] = {}
     for name, samples in taken.items():
         for part, of in parts.items():
             values = tuple(of(seconds) * 1000 for seconds in samples)
-            goal = 2.0 if name.startswith("pool") and part == "median" else None
+            found_of[name, part] = values
+            goal = 0.55 if name in ("pool, awaited", BLOCKING) and part == "median" else None
             report.add("Time", Measured(f"{name}: {part}", "ms", values, at_most=goal))
-            if part == "median":
-                medians[name] = values
-    ours = medians["pool, awaited"]
     for other in ("PING", "arq"):
-        report.add("Ratios of medians", ratio(f"pool, awaited / {other}", ours, medians[other]))
+        report.add(
+            "Ratios",
+            ratio(
+                f"median: pool, awaited / {other}",
+                found_of["pool, awaited", "median"],
+                found_of[other, "median"],
+            ),
+        )
+    for rate in TRICKLES:
+        report.add(
+            "Ratios",
+            ratio(
+                f"p99: pool, {rate:g} a second / alone",
+                found_of[f"pool, {rate:g} a second", "p99"],
+                found_of[BLOCKING, "p99"],
+                at_most=1.5,
+            ),
+        )
+    report.add("Processor time", Measured(BLOCKING, "us/prompt", tuple(spent), at_most=500.0))
     report.note(f"{count} distinct prompts a run; min, median and max are over the runs")
+    report.note(
+        "a second: one prompt after another, behind pauses drawn of an exponential distribution"
+    )
     report.note(
         "arq: enqueued and awaited, with a worker that polls 1 ms apart and a result that is "
         "polled for 0.5 ms apart (by default both are 500 ms)"
@@ -84,17 +113,31 @@ def _awaited(pool: Pool, count: int, run: int) -> list[float]:
     return taken
 
 
-def _blocking(pool: Pool, count: int, run: int) -> list[float]:
-    prompts = make_prompts(count, VOCAB_SIZE, run, 2)
+def _blocking(pool: Pool, count: int, run: int, spent: list[float]) -> list[float]:
+    before = pool.cpu()
+    taken = _one_by_one(pool, make_prompts(count, VOCAB_SIZE, run, 2), lambda: 0.0)
+    spent.append(pool.cpu().per_job(before, count).total)
+    return taken
+
+
+def _trickling(pool: Pool, rate: float, count: int, run: int) -> list[float]:
+    pauses = np.random.default_rng((run, round(rate))).exponential(1 / rate, count)
+    prompts = make_prompts(count, VOCAB_SIZE, run, 3, round(rate))
+    return _one_by_one(pool, prompts, iter(pauses).__next__)
+
+
+def _one_by_one(pool: Pool, prompts: Prompts, pause: Callable[[], float]) -> list[float]:
     queued = pool.queued()
     taken, rows = [], []
     for prompt in prompts:
+        if seconds := pause():
+            time.sleep(seconds)
         began = time.perf_counter()
         row = pool.lm.next_token_logprobs_sync(prompt)
         taken.append(time.perf_counter() - began)
         rows.append(row)
     check_rows(rows, prompts, VOCAB_SIZE)
-    must_be_computed(pool, queued, count)
+    must_be_computed(pool, queued, len(prompts))
     return taken
 
 

@@ -1,73 +1,67 @@
-"""Large rows a second, against what the server itself does with values as large."""
+"""Rows a second, against what the server itself does with values as large."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final
 
 from tests.benchmarks.asking import Ask, gathered, in_batches, processor, timed
 from tests.benchmarks.bound import alternating, beside
 from tests.benchmarks.machine import Bystanders, facts
 from tests.benchmarks.measure import Measured, Report, Scale, alternate, ratio
-from tests.benchmarks.pool import Cpu, make_prompts, serving
+from tests.benchmarks.pool import Cpu, Pool, make_prompts, serving
 from tests.support.server import RealServer
 
 NAME = "rows"
-LINE = "rows of 256 KiB a second, against the server's own SET and GET"
+LINE = "rows of 256 KiB and of 64 KB a second, against the server's own SET and GET"
 
-VOCAB_SIZE = 65_536
-ROW_BYTES = 4 * VOCAB_SIZE
-PER_CALL = 250
 RESULT_TTL = 3.0
 """Seconds; the rows of a few runs must fit into the server's memory."""
 
 Sample = tuple[float, Cpu | None]
 
 
+@dataclass(frozen=True)
+class Size:
+    """Rows of one size, and how they are asked for."""
+
+    name: str
+    vocab_size: int
+    counts: tuple[int, int]
+    """Rows of a run, full and quick."""
+    per_call: int
+    at_least: float
+    """Of the bound."""
+    ways: tuple[Ask, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row's numbers."""
+        return 4 * self.vocab_size
+
+
+SIZES: Final = (
+    Size("large", 65_536, (1_500, 250), 250, 0.85, (in_batches, gathered)),
+    # What the particles of one step ask.
+    Size("particles", 16_000, (3_200, 320), 32, 0.65, (in_batches,)),
+)
+
+
 def measure(scale: Scale) -> Report:
     """Alternate between the pool and the bare server."""
-    count = scale.of(1_500, 250)
     watch = Bystanders()
+    report = Report(NAME, "Rows of float32, prompts of 32 tokens, one worker")
     with ExitStack() as stack:
         server = stack.enter_context(RealServer())
-        pool = stack.enter_context(serving(server, "rows", VOCAB_SIZE, result_ttl=RESULT_TTL))
         found = facts(server.url)
-
-        def ours(ask: Ask, salt: int) -> Callable[[int], Sample]:
-            return lambda run: timed(
-                pool, ask, make_prompts(count, VOCAB_SIZE, run, salt), PER_CALL, VOCAB_SIZE
-            )
-
-        def bare(loop: Callable[[RealServer, list[bytes], int, int], float]) -> Sample:
-            keys = [b"bench:%d" % number for number in range(count)]
-            pace = loop(server, keys, ROW_BYTES, round(RESULT_TTL * 1000))
-            _forget(server, keys)
-            return pace, None
-
-        taken = alternate(
-            {
-                "pool, batch calls": ours(in_batches, 1),
-                "server, SET and GET in turn": lambda run: bare(alternating),
-                "pool, gathered calls": ours(gathered, 2),
-                "server, SET beside GET": lambda run: bare(beside),
-            },
-            scale.runs,
-        )
-    report = Report(NAME, f"Rows of {VOCAB_SIZE} float32, prompts of 32 tokens, one worker")
-    pace = {name: tuple(sample[0] for sample in samples) for name, samples in taken.items()}
-    for name, values in pace.items():
-        megabytes = tuple(value * ROW_BYTES / 1e6 for value in values)
-        report.add("Pace", Measured(name, "rows/s", values), Measured(name, "MB/s", megabytes))
-    bounds = [values for name, values in pace.items() if name.startswith("server")]
-    faster = tuple(map(max, zip(*bounds, strict=True)))
-    for name, values in pace.items():
-        if name.startswith("pool"):
-            report.add("Ratios", ratio(f"{name} / the bound", values, faster, at_least=0.5))
-    for name, samples in taken.items():
-        report.add("Processor time", *processor(name, [cpu for _, cpu in samples if cpu], "us/row"))
+        for size in SIZES:
+            with serving(server, size.name, size.vocab_size, result_ttl=RESULT_TTL) as pool:
+                _measure_one(report, server, pool, size, scale)
     report.note(
-        f"pool: {count:,} distinct prompts, {PER_CALL} a call, until every row is in the caller's "
-        "hands (batch calls: copied into one array), default settings but for result_ttl"
+        "pool: distinct prompts, until every row is in the caller's hands (batch calls: in one "
+        "array), default settings but for result_ttl"
     )
     report.note(
         "server: bare sockets that parse nothing and copy nothing; each value is SET once with "
@@ -75,6 +69,42 @@ def measure(scale: Scale) -> Report:
     )
     report.facts = {**found, **watch.report()}
     return report
+
+
+def _measure_one(report: Report, server: RealServer, pool: Pool, size: Size, scale: Scale) -> None:
+    count = scale.of(*size.counts)
+
+    def ours(ask: Ask, salt: int) -> Callable[[int], Sample]:
+        return lambda run: timed(
+            pool, ask, make_prompts(count, size.vocab_size, run, salt), size.per_call,
+            size.vocab_size,
+        )  # fmt: skip
+
+    def bare(loop: Callable[[RealServer, list[bytes], int, int], float]) -> Sample:
+        keys = [b"bench:%d" % number for number in range(count)]
+        pace = loop(server, keys, size.row_bytes, round(RESULT_TTL * 1000))
+        _forget(server, keys)
+        return pace, None
+
+    names = {in_batches: "pool, batch calls", gathered: "pool, gathered calls"}
+    sides: dict[str, Callable[[int], Sample]] = {
+        names[ask]: ours(ask, salt) for salt, ask in enumerate(size.ways, 1)
+    }
+    sides["server, SET and GET in turn"] = lambda run: bare(alternating)
+    sides["server, SET beside GET"] = lambda run: bare(beside)
+    taken = alternate(sides, scale.runs)
+    heading = f"Rows of {size.row_bytes:,} bytes, {size.per_call} a call"
+    pace = {name: tuple(sample[0] for sample in samples) for name, samples in taken.items()}
+    for name, values in pace.items():
+        megabytes = tuple(value * size.row_bytes / 1e6 for value in values)
+        report.add(heading, Measured(name, "rows/s", values), Measured(name, "MB/s", megabytes))
+    bounds = [values for name, values in pace.items() if name.startswith("server")]
+    faster = tuple(map(max, zip(*bounds, strict=True)))
+    for name, samples in taken.items():
+        used = [cpu for _, cpu in samples if cpu]
+        if used:
+            against = ratio(f"{name} / the bound", pace[name], faster, at_least=size.at_least)
+            report.add(heading, against, *processor(name, used, "us/row"))
 
 
 def _forget(server: RealServer, keys: list[bytes]) -> None:

@@ -42,6 +42,7 @@ class Line:
 BATCHES: Final = "pool, batch calls, default settings"
 GATHERED: Final = "pool, gathered calls, batch_size=512"
 PARTICLES: Final = "Particles: 32 of one 256-token prompt, 32 steps"
+LARGE: Final = "Rows of 262,144 bytes, 250 a call"
 LINES: Final = (
     Line("batch calls, rows of 1 KiB", "jobs", "Pace", (BATCHES,)),
     Line("the same against arq", "jobs", "Ratios", (f"{BATCHES} / the faster arq",)),
@@ -58,11 +59,14 @@ LINES: Final = (
     Line("one prompt, blocking", "latency", "Time", ("pool, blocking call: median",)),
     Line("one prompt, awaited", "latency", "Time", ("pool, awaited: median",)),
     Line("one prompt, awaited: p99", "latency", "Time", ("pool, awaited: p99",)),
-    Line("rows of 256 KiB, batch calls", "rows", "Pace", ("pool, batch calls",)),
+    Line("rows of 256 KiB, batch calls", "rows", LARGE, ("pool, batch calls",)),
     Line(
-        "the same against what the server can do",
+        "the same against what the server can do", "rows", LARGE, ("pool, batch calls / the bound",)
+    ),
+    Line(
+        "rows of 64 KB, 32 a call, against the same",
         "rows",
-        "Ratios",
+        "Rows of 64,000 bytes, 32 a call",
         ("pool, batch calls / the bound",),
     ),
     Line("rows of 128,256 tokens", "answers", "Pace", ("rows",)),
