@@ -6,6 +6,7 @@ Written once by a worker, read by every client without a copy of its numbers.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final, Literal, NamedTuple
@@ -18,7 +19,8 @@ from lmpool.errors import RowFormatError
 from lmpool.model_info import Encoding
 
 __all__ = [
-    "EncodedRow", "PackedRow", "bf16_to_f32", "pack_logprobs", "pack_values", "unpack_row",
+    "EncodedRow", "PackedRow", "bf16_to_f32", "pack_logprobs", "pack_values", "unpack_f32_rows",
+    "unpack_row",
 ]  # fmt: skip
 
 ROW_VERSION: Final = 1
@@ -177,6 +179,24 @@ def unpack_row(data: bytes | memoryview, size: int | None = None) -> EncodedRow:
         raise RowFormatError(f"a row of {found} entries that says to take {length} bytes")
     values = np.frombuffer(data, dtype=dtype, count=found, offset=start)
     return EncodedRow(encoding, found, float(scale), values)
+
+
+def unpack_f32_rows(stored: Sequence[bytes | memoryview], size: int) -> list[EncodedRow] | None:
+    """What `unpack_row` reads of rows in f32, in fewer steps; None where one is another, or of NaN.
+
+    Normalizing spreads one NaN to all entries: the first one tells.
+    """
+    header, length = _f32_header(size), ROW_HEADER_BYTES + 4 * size
+    read, rows = np.frombuffer, []
+    for data in stored:
+        if len(data) != length or data[:ROW_HEADER_BYTES] != header:
+            return None
+        values = read(data, _F32, size, ROW_HEADER_BYTES)
+        first = values.item(0)
+        if first != first:
+            return None
+        rows.append(EncodedRow("f32", size, 0.0, values))
+    return rows
 
 
 def _check_length(

@@ -56,7 +56,7 @@ class _Numpy:
 
     def one(self, row: EncodedRow) -> NumpyRows:
         values = row.logprobs()
-        values.flags.writeable = False
+        values.setflags(write=False)
         return values
 
     def stack(self, rows: Sequence[EncodedRow], vocab_size: int) -> NumpyRows:

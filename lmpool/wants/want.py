@@ -44,7 +44,7 @@ def decode_all(
     want: Want, stored: Sequence[bytes], info: ModelInfo
 ) -> Sequence[Answer | AnswerFormatError]:
     """The stored answers to one checked want of several prompts; an error for what is no answer."""
-    if len(stored) > 1 and isinstance(want, OfRow):
+    if len(stored) > 1 and isinstance(want, (OfRow, Row)):
         alike = want.decode_alike(stored, info)
         if alike is not None:
             return cast(list[Answer], alike)

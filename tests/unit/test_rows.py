@@ -19,6 +19,7 @@ from lmpool.rows import (
     bf16_to_f32,
     pack_logprobs,
     pack_values,
+    unpack_f32_rows,
     unpack_row,
 )
 from tests.support.strategies import ANYTHING
@@ -228,3 +229,34 @@ def test_damaged_rows_do_no_harm(data: st.DataObject, encoding: str) -> None:
     except RowFormatError:
         return
     assert row.data.size == row.size
+
+
+@given(hnp.arrays(np.float32, st.tuples(st.integers(1, 5), st.integers(1, 50)), elements=FLOATS))
+def test_rows_in_f32_are_read_together_as_alone(values: npt.NDArray[np.float32]) -> None:
+    stored = [pack_logprobs(row).joined() for row in values]
+    for given_as in (stored, list(map(memoryview, stored))):
+        rows = unpack_f32_rows(given_as, values.shape[1])
+        assert rows is not None
+        for row, data in zip(rows, stored, strict=True):
+            alone = unpack_row(data, values.shape[1])
+            assert (row.encoding, row.size, row.scale) == (alone.encoding, alone.size, alone.scale)
+            assert row.data.tobytes() == alone.data.tobytes()
+            assert not row.data.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        b"",
+        pack_logprobs(np.zeros(3, np.float32)).joined(),
+        pack_logprobs(np.zeros(4, np.float32)).joined()[:-1],
+        pack_logprobs(np.zeros(4, np.float32)).joined() + b"0",
+        pack_logprobs(np.zeros(8, np.float32), "f16").joined(),
+        b"0" + pack_logprobs(np.zeros(4, np.float32)).joined()[1:],
+        pack_logprobs(np.full(4, np.nan, np.float32)).joined(),
+    ],
+)
+def test_rows_of_which_one_is_another_are_not_read_together(other: bytes) -> None:
+    usual = pack_logprobs(np.zeros(4, np.float32)).joined()
+    assert unpack_f32_rows([usual, usual], 4) is not None
+    assert unpack_f32_rows([usual, other], 4) is None
