@@ -61,6 +61,8 @@ class JobPacker:
     def __init__(self, sent: int) -> None:
         self._sent = sent
         self._heads: dict[tuple[Want, str | None], bytes] = {}
+        self._last: tuple[Want, str | None, bytes] | None = None
+        """The last of them: a want takes longer to look up than a job to pack."""
 
     def pack(
         self,
@@ -72,9 +74,15 @@ class JobPacker:
         trace: str | None = None,
     ) -> bytes:
         """One job."""
-        head = self._heads.get((want, adapter))
-        if head is None:
-            head = self._heads[want, adapter] = self.head(want, adapter)
+        last = self._last
+        if last is not None and last[0] is want and last[1] is adapter:
+            head = last[2]
+        else:
+            found = self._heads.get((want, adapter))
+            if found is None:
+                found = self._heads[want, adapter] = self.head(want, adapter)
+            head = found
+            self._last = want, adapter, head
         due = b"\xc0" if deadline is None else _UINT64.pack(0xCF, deadline)
         rest = (digest, _DEADLINE, due, _TOKENS, _bin_header(len(tokens)), tokens)
         if trace is None:

@@ -112,15 +112,15 @@ class AnswerReader:
         with session.lock:
             there: dict[int, tuple[Want, list[Digest], list[Any]]] = {}
             """What is stored, bytes or a large row's memory, by the want that it answers."""
+            group: tuple[Want, list[Digest], list[Any]] | None = None
             for digest, value in zip(digests, values, strict=True):
                 flight = table.flights.get(digest)
                 if flight is None:
                     continue
                 if value is not None:
                     want = flight.job.want
-                    group = there.get(id(want))
-                    if group is None:
-                        group = there[id(want)] = want, [], []
+                    if group is None or group[0] is not want:  # which many have in common
+                        group = there.setdefault(id(want), (want, [], []))
                     group[1].append(digest)
                     group[2].append(value)
                     continue
@@ -130,11 +130,12 @@ class AnswerReader:
                 else:
                     ended += session.fail(flight, _vanished(flight))
             for want, some, stored in there.values():
+                cached = want.cached and session.cache.max_bytes
                 for digest, answer in zip(some, decode_all(want, stored, info), strict=True):
                     if isinstance(answer, AnswerFormatError):
                         spoiled[digest] = answer
                         continue
-                    if want.cached:
+                    if cached:
                         session.cache.put(digest, answer)
                     ended += table.land(digest, answer)
             if table.has_unsent():
