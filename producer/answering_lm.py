@@ -19,6 +19,7 @@ from lmpool.producer.caller import Caller
 from lmpool.producer.client import Client
 from lmpool.producer.frameworks import Framework, RowT_co, framework
 from lmpool.producer.jobs import JobMaker
+from lmpool.producer.pending import PendingCall
 from lmpool.producer.served_model import ServedModel, ServedModels
 from lmpool.rows import EncodedRow
 from lmpool.settings import ClientOptions
@@ -78,28 +79,59 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
         return found.of(number) if isinstance(found, LmpoolError) else self._handed_out(found)
 
     async def _one(
-        self, prompt: TokenIds, want: Want, lora_name: str | None, options: CallOptions
+        self,
+        prompt: TokenIds,
+        want: Want,
+        lora_name: str | None,
+        options: CallOptions,
+        asked: PendingCall | Answer | None = None,
     ) -> Answer:
-        info = self._client.info
-        if info is not None and lora_name is None:
-            # The usual call: of many that wait at once each holds little, which the garbage
-            # collector goes through again and again.
-            model = self._models.of(info)
-            job = model.jobs.one(prompt, self._checked(model.jobs, want), None)
-            if type(want) is not Row:
-                self._reduce_rows(model, (job,))
-            found: Found | None = self._client.lookup(job)
+        """The answer to one want, of which `_asked` may have said what it does."""
+        if asked is None:
+            asked = self._asked(prompt, want, lora_name, options)
+        if isinstance(asked, PendingCall):
             try:
-                if found is None:
-                    (found,) = await self._caller.answers(info, (job,), options)
-                if isinstance(found, LmpoolError):
-                    raise found
-                return found
-            except PoolMismatch:
-                if self._client.info is info:
-                    raise
-                prompt = job.token_ids()  # as it was when it was asked
-        return await self._one_anew(prompt, want, lora_name, options)
+                await self._caller.wait(asked, options)
+            except BaseException as error:
+                self._caller.leave(asked, error)
+                raise
+            call, asked = asked, self._ended(asked, options)
+            if asked is None:
+                prompt = call.jobs[0].token_ids()  # as it was when it was asked
+        if asked is None:
+            return await self._one_anew(prompt, want, lora_name, options)
+        return asked
+
+    def _asked(
+        self, prompt: TokenIds, want: Want, lora_name: str | None, options: CallOptions
+    ) -> PendingCall | Answer | None:
+        """The usual call, begun, or its answer, if it is there; None where more is to be known."""
+        info = self._client.info
+        if info is None or lora_name is not None:
+            return None
+        model = self._models.of(info)
+        want = self._checked(model.jobs, want)
+        if type(want) is Row:
+            call = self._caller.begin_in_crowd(info, model.jobs, prompt, want, options)
+            if call is not None:
+                return call
+        job = model.jobs.one(prompt, want, None)
+        if type(want) is not Row:
+            self._reduce_rows(model, (job,))
+        found = self._client.lookup(job)
+        return self._caller.begin(info, (job,), options) if found is None else found
+
+    def _ended(self, call: PendingCall, options: CallOptions) -> Answer | None:
+        """The answer of the usual call; None where it is to be asked anew, of another model."""
+        try:
+            (found,) = self._caller.end(call, options)
+            if isinstance(found, LmpoolError):
+                raise found
+            return found
+        except PoolMismatch:
+            if self._client.info is call.info:
+                raise
+            return None
 
     async def _one_anew(
         self, prompt: TokenIds, want: Want, lora_name: str | None, options: CallOptions

@@ -68,6 +68,13 @@ def is_blocking() -> bool:
     return _thread.blocks_in is _get_running_loop()
 
 
+def loop_or_blocking() -> asyncio.AbstractEventLoop | None:
+    """The event loop to wait in; None where this thread may block. Raises `LmpoolError` where there
+    is neither."""
+    loop = _get_running_loop()  # a system call
+    return None if _thread.blocks_in is loop else loop or running_loop()
+
+
 def running_loop() -> asyncio.AbstractEventLoop:
     """The event loop to wait in. Raises `LmpoolError` where there is none."""
     loop = _get_running_loop()

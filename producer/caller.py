@@ -5,22 +5,52 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from lmpool.errors import LmpoolError
 from lmpool.model_info import ModelInfo
-from lmpool.producer.blocking import is_blocking, running_loop
+from lmpool.producer.blocking import is_blocking, loop_or_blocking
 from lmpool.producer.call_options import CallOptions
 from lmpool.producer.client import Client
-from lmpool.producer.pending import PendingCall
+from lmpool.producer.jobs import TOGETHER, JobMaker
+from lmpool.producer.pending import LoneCall, PendingCall
+from lmpool.token_ids import TokenIds
 from lmpool.tracing import active, begin_call
-from lmpool.wants import Answer
+from lmpool.wants import Answer, Row, Want
 from lmpool.wire import Job
 
+IN_CROWD: Final = 1024
+"""Tokens of a prompt that is kept as it is until its turn ends: packed it takes half the room."""
 BAR_EVERY: Final = 0.1
 """Seconds between two looks at how many answers are there."""
+
+
+class _Turn:
+    """What one turn of an event loop asks for."""
+
+    __slots__ = ("calls", "lone", "loop", "maker", "prompts", "want")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.calls: list[PendingCall] = []
+        self.lone: list[LoneCall] = []
+        """Those of `calls` whose jobs are made together at the end, of `prompts`."""
+        self.prompts: list[TokenIds] = []
+        self.maker: JobMaker | None = None
+        self.want: Want | None = None
+
+    def make_jobs(self) -> None:
+        """Make those jobs. A prompt that is none ends its own call."""
+        if self.maker is None or self.want is None:
+            return
+        for call, job in zip(self.lone, self.maker.each(self.prompts, self.want), strict=True):
+            if isinstance(job, Job):
+                call.give(job)
+            elif not call.done:
+                call.error = job
+                call._wake()
 
 
 class Caller:
@@ -28,90 +58,128 @@ class Caller:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[PendingCall]] = (
+        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Turn] = (
             weakref.WeakKeyDictionary()
         )
+        self._latest: _Turn | None = None
+        """That of the loop which asked last: to look it up takes longer than all else."""
 
-    def answers(
+    async def answers(
         self, info: ModelInfo, jobs: Sequence[Job], options: CallOptions
-    ) -> Coroutine[Any, Any, list[Answer | LmpoolError]]:
+    ) -> list[Answer | LmpoolError]:
         """The answers to these jobs, which were made for the model `info`.
 
         Whoever stops waiting, by `options`, cancellation or Ctrl-C, withdraws them. Raises
         `PoolTimeout`, and what the pool found wrong; where `options` keep errors, they stand in the
         answers' places.
         """
-        if not active():
-            return self._answers(info, jobs, options, None)
-        return self._traced(info, jobs, options)
-
-    async def _traced(
-        self, info: ModelInfo, jobs: Sequence[Job], options: CallOptions
-    ) -> list[Answer | LmpoolError]:
-        pool = self._client.options.pool
-        span = begin_call(pool, info.model, jobs)
-        if span is None:
-            return await self._answers(info, jobs, options, None)
+        call = self.begin(info, jobs, options)
         try:
-            answers = await self._answers(info, jobs, options, span.traceparent)
-        except GeneratorExit:  # the garbage collector's doing: whoever takes spans may have locks
-            raise
+            await self.wait(call, options)
         except BaseException as error:
-            span.end(error)
+            self.leave(call, error)
             raise
-        span.end(next((each for each in answers if isinstance(each, LmpoolError)), None))
-        return answers
+        return self.end(call, options)
 
-    async def _answers(
-        self, info: ModelInfo, jobs: Sequence[Job], options: CallOptions, trace: str | None
-    ) -> list[Answer | LmpoolError]:
-        deadline = options.deadline
-        call = PendingCall(
-            jobs,
-            deadline.at,
-            priority=options.priority,
-            info=info,
-            keeps_errors=options.keeps_errors,
-            trace=trace,
-        )
-        try:
-            self._submit(call)
-            left = deadline.left()
-            if options.progress:
-                await _show_and_wait(call, left)
-            elif is_blocking():
-                call.wait(left)
-            elif left is None:
-                await call.future
-            else:
-                await _wait(call, left)
-        except GeneratorExit:  # the garbage collector's doing, in whichever thread
+    def begin(self, info: ModelInfo, jobs: Sequence[Job], options: CallOptions) -> PendingCall:
+        """A call of these jobs, for `wait`, and then `end` or `leave`. In an event loop it leaves
+        with the turn's others; one that blocks leaves once it is waited for."""
+        loop = loop_or_blocking()
+        at, priority, keeps = options.deadline.at, options.priority, options.keeps_errors
+        call: PendingCall
+        if len(jobs) == 1:
+            call = LoneCall(jobs[0], at, priority, info, keeps)
+        else:
+            call = PendingCall(jobs, at, priority=priority, info=info, keeps_errors=keeps)
+        if active():
+            call.span = begin_call(self._client.options.pool, info.model, jobs)
+            call.trace = None if call.span is None else call.span.traceparent
+        if loop is None:
+            return call.for_thread()
+        turn = self._latest
+        if turn is None or turn.loop is not loop:
+            turn = self._latest = self._turn_of(loop)
+        turn.calls.append(call.for_loop(loop))
+        return call
+
+    def begin_in_crowd(
+        self, info: ModelInfo, maker: JobMaker, prompt: TokenIds, want: Row, options: CallOptions
+    ) -> PendingCall | None:
+        """`begin` for a prompt of a turn that asks many: its job is made with the others', in less
+        than half of the time, and is answered by the local cache then. None where it is to be
+        asked alone.
+        """
+        turn = self._latest
+        if turn is None or len(turn.calls) < TOGETHER or turn.loop is not loop_or_blocking():
+            return None
+        if active():
+            return None
+        if turn.maker is not maker or turn.want is not want:
+            if turn.maker is not None:
+                return None
+            turn.maker, turn.want = maker, want
+        if (type(prompt) is not list and type(prompt) is not tuple) or len(prompt) > IN_CROWD:
+            return None
+        call = LoneCall(None, options.deadline.at, options.priority, info)
+        turn.lone.append(call)
+        turn.prompts.append(tuple(prompt))  # as it is now
+        turn.calls.append(call.for_loop(turn.loop))
+        return call
+
+    async def wait(self, call: PendingCall, options: CallOptions) -> None:
+        """Wait until `call` is done, or its time is over."""
+        if not call.has_future:
+            self._client.submit([call])
+        left = options.deadline.left()
+        if options.progress:
+            await _show_and_wait(call, left)
+        elif not call.has_future:
+            call.wait(left)
+        elif left is None:
+            await call.future
+        else:
+            await _wait(call, left)
+
+    def leave(self, call: PendingCall, error: BaseException) -> None:
+        """Wait for `call` no longer, because of `error`: its jobs are withdrawn."""
+        if isinstance(error, GeneratorExit):
+            # The garbage collector's doing, in whichever thread: who takes spans may have locks.
             self._client.abandon(call)
-            raise
-        except BaseException:
-            self._client.forget(call)
-            raise
+            return
+        self._client.forget(call)
+        if call.span is not None:
+            call.span.end(error)
+
+    def end(self, call: PendingCall, options: CallOptions) -> list[Answer | LmpoolError]:
+        """The answers, once that was waited for. Raises as `answers`."""
         if not call.done and self._client.forget(call):  # else it ended at the same moment
-            call.error = deadline.error(
+            call.error = options.deadline.error(
                 f"{call.left} of {len(call.jobs)} answers were not there",
                 f"; they were withdrawn (pool {self._client.options.pool!r})",
             )
-        return answers_of(call)
+        if call.span is None:
+            return answers_of(call)
+        try:
+            answers = answers_of(call)
+        except LmpoolError as error:
+            call.span.end(error)
+            raise
+        call.span.end(next((each for each in answers if isinstance(each, LmpoolError)), None))
+        return answers
 
-    def _submit(self, call: PendingCall) -> None:
-        if is_blocking():
-            self._client.submit([call.for_thread()])
-            return
-        loop = running_loop()
+    def _turn_of(self, loop: asyncio.AbstractEventLoop) -> _Turn:
         turn = self._turns.get(loop)
         if turn is None:
-            turn = self._turns[loop] = []
+            turn = self._turns[loop] = _Turn(loop)
             loop.call_soon(self._end_turn, loop)
-        turn.append(call.for_loop(loop))
+        return turn
 
     def _end_turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        calls = self._turns.pop(loop, [])
+        turn = self._turns.pop(loop)
+        self._latest = None  # another loop's is looked up again
+        calls = turn.calls
         try:
+            turn.make_jobs()
             self._client.submit(calls)
         except Exception as error:
             failure = (

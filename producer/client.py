@@ -166,7 +166,7 @@ class Client:
             if session.closed:
                 raise closed()
             table = session.table
-            confirmed = session.is_confirmed(now)
+            looks = session.is_confirmed(now) and len(self.cache) > 0
             for call in calls:
                 if call.done:
                     continue  # cancelled in the turn it was made
@@ -178,12 +178,12 @@ class Client:
                     call.error = replaced(self.options, call.info)  # since it was made
                     answered.append(call)
                     continue
-                table.statistics.requests += len(call.jobs)
-                for place, job in enumerate(call.jobs if confirmed else ()):
+                jobs = call.jobs
+                table.statistics.requests += len(jobs)
+                for place, job in enumerate(jobs if looks else ()):
                     answer = self.cache.get(job.digest)
                     if answer is not None:
-                        call.answers[place] = answer
-                        call.left -= 1
+                        call.take(place, answer)
                         table.statistics.local_hits += 1
                 if call.left:
                     table.add(call, now)

@@ -126,8 +126,10 @@ class FlightTable:
         flights, placement = self.flights, self.placement
         place_of, append = placement.of, self.unsent[priority].append
         shard = lane = 0
-        for place, job in enumerate(call.jobs):
-            if call.answers[place] is not None:
+        jobs = call.jobs
+        answers = call.answers if call.left < len(jobs) else ()
+        for place, job in enumerate(jobs):
+            if answers and answers[place] is not None:
                 continue
             digest = job.digest
             flight = flights.get(digest)
@@ -262,7 +264,9 @@ class FlightTable:
         return flight
 
     def _digests_of(self, call: PendingCall) -> list[Digest]:
-        wanted = {call.jobs[i].digest for i, found in enumerate(call.answers) if found is None}
+        # A call that was left in the turn in which it was made has no job yet.
+        pairs = zip(call.jobs, call.answers, strict=False)
+        wanted = {job.digest for job, found in pairs if found is None}
         return [digest for digest in wanted if digest in self.flights]
 
     def overdue(self, now: float, age: float, most: int) -> list[Flight]:

@@ -67,6 +67,19 @@ class JobMaker:
             for mine, tokens in zip(wants, packed, strict=True)
         ]
 
+    def each(self, prompts: Sequence[TokenIds], want: Want) -> list[Job | PromptError]:
+        """One job for each prompt, or what is wrong with it, of prompts that were asked alone."""
+        try:
+            return list(self.many(prompts, want, None))
+        except PromptError:
+            return [self._one_or_error(prompt, want) for prompt in prompts]
+
+    def _one_or_error(self, prompt: TokenIds, want: Want) -> Job | PromptError:
+        try:
+            return self.one(prompt, want, None)
+        except PromptError as error:
+            return error
+
     def prefixes(
         self, text: TokenIds, positions: TokenIds, want: Want, adapter: str | None
     ) -> list[Job]:

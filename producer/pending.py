@@ -10,6 +10,7 @@ from contextlib import suppress
 from lmpool.errors import LmpoolError
 from lmpool.keys import Priority
 from lmpool.model_info import ModelInfo
+from lmpool.tracing import CallSpan
 from lmpool.wants import Answer
 from lmpool.wire import Job
 
@@ -22,9 +23,12 @@ class PendingCall:
     """
 
     __slots__ = (
-        "_asleep", "_event", "_future", "_loop", "answers", "deadline", "error", "failed", "info",
-        "jobs", "keeps_errors", "left", "priority", "trace",
+        "_asleep", "_event", "_future", "answers", "deadline", "error", "failed", "info",
+        "jobs", "keeps_errors", "left", "priority", "span", "trace",
     )  # fmt: skip
+
+    answers: list[Answer | LmpoolError | None]
+    jobs: Sequence[Job]
 
     def __init__(
         self,
@@ -37,19 +41,20 @@ class PendingCall:
         trace: str | None = None,
     ) -> None:
         self.jobs = jobs
+        self.answers = [None] * len(jobs)
+        self.left = len(jobs)
         self.priority: Priority = priority
+        self.span: CallSpan | None = None
+        """To be ended with the call."""
         self.trace = trace
         """The traceparent of its span, where it has one."""
         self.info = info
         self.keeps_errors = keeps_errors
         """Whether a job's error stands where its answer would, and ends nothing else."""
-        self.answers: list[Answer | LmpoolError | None] = [None] * len(jobs)
-        self.left = len(jobs)
         self.deadline = deadline
         self.error: LmpoolError | None = None
         self.failed: int | None = None
         """Which job `error` is about, if it is about one."""
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._future: asyncio.Future[None] | None = None
         self._event: threading.Event | None = None
         self._asleep: threading.Lock | None = None
@@ -92,7 +97,6 @@ class PendingCall:
 
     def for_loop(self, loop: asyncio.AbstractEventLoop) -> PendingCall:
         """Prepare to be awaited in `loop`."""
-        self._loop = loop
         self._future = loop.create_future()
         return self
 
@@ -100,6 +104,11 @@ class PendingCall:
         """Block until done; False when `timeout` seconds went by first."""
         assert self._asleep is not None
         return self.done or self._asleep.acquire(timeout=-1 if timeout is None else timeout)
+
+    @property
+    def has_future(self) -> bool:
+        """Whether it was prepared to be awaited."""
+        return self._future is not None
 
     @property
     def future(self) -> asyncio.Future[None]:
@@ -112,6 +121,69 @@ class PendingCall:
             self._future.set_result(None)
 
 
+class LoneCall(PendingCall):
+    """The same of one job, without lists: of those that wait by the thousand each holds little,
+    which the garbage collector goes through again and again. Its job may be made after it.
+    """
+
+    __slots__ = ("_answer", "_job")
+
+    def __init__(
+        self,
+        job: Job | None,
+        deadline: float | None,
+        priority: Priority,
+        info: ModelInfo | None,
+        keeps_errors: bool = False,
+        trace: str | None = None,
+    ) -> None:
+        self._job = job
+        self._answer: Answer | LmpoolError | None = None
+        self.left = 1
+        self.priority = priority
+        self.span = None
+        self.trace = trace
+        self.info = info
+        self.keeps_errors = keeps_errors
+        self.deadline = deadline
+        self.error = None
+        self.failed = None
+        self._future = None
+        self._event = None
+        self._asleep = None
+
+    def give(self, job: Job) -> None:
+        """The job, for a call that was made before it."""
+        self._job = job
+
+    @property
+    def jobs(self) -> Sequence[Job]:  # type: ignore[override]
+        """The one job, once there is one."""
+        return () if self._job is None else (self._job,)
+
+    @property
+    def answers(self) -> list[Answer | LmpoolError | None]:  # type: ignore[override]
+        """Its answer, as it is now."""
+        return [self._answer]
+
+    def take(self, place: int, answer: Answer) -> bool:
+        if self._answer is not None:
+            return False
+        self._answer = answer
+        self.left = 0
+        return True
+
+    def fail(self, place: int, error: LmpoolError) -> bool:
+        if self.done:
+            return False
+        if self.keeps_errors:
+            self._answer = error
+            self.left = 0
+        else:
+            self.error, self.failed = error, place
+        return True
+
+
 def wake(calls: Iterable[PendingCall]) -> None:
     """Wake whoever waits for these calls: one crossing for each event loop."""
     loops: dict[asyncio.AbstractEventLoop, list[PendingCall]] = {}
@@ -121,8 +193,8 @@ def wake(calls: Iterable[PendingCall]) -> None:
                 call._asleep.release()
         elif call._event is not None:
             call._event.set()
-        elif call._loop is not None:
-            loops.setdefault(call._loop, []).append(call)
+        elif call._future is not None:
+            loops.setdefault(call._future.get_loop(), []).append(call)
     for loop, waiting in loops.items():
         # A loop that was closed has nobody left who waits.
         _call_soon(loop, _wake_all, waiting)

@@ -33,6 +33,7 @@ from lmpool.producer.client import Client
 from lmpool.producer.deadline import Deadline
 from lmpool.producer.frameworks import RowT_co
 from lmpool.producer.jobs import JobMaker
+from lmpool.producer.pending import PendingCall
 from lmpool.producer.served_model import ServedModels
 from lmpool.producer.states_lm import StatesLM
 from lmpool.producer.statistics import PoolStatistics
@@ -145,7 +146,18 @@ class PooledLM(StatesLM[RowT_co], StreamingLM[RowT_co]):
             PoolTimeout, NoWorkers, PoolBusy, PromptFailed, ServerError: see `lmpool.errors`.
         """
         options = self._options(timeout, priority)
-        row = await self._one(token_ids, self._row, lora_name, options)
+        asked = self._asked(token_ids, self._row, lora_name, options)
+        if isinstance(asked, PendingCall) and asked.has_future and options.deadline.at is None:
+            # As in `_one`, in one coroutine less: of thousands that wait each holds little.
+            try:
+                await asked.future
+            except BaseException as error:
+                self._caller.leave(asked, error)
+                raise
+            found = self._ended(asked, options)
+            if found is not None:
+                return self._framework.one(cast(EncodedRow, found))
+        row = await self._one(token_ids, self._row, lora_name, options, asked)
         return self._framework.one(cast(EncodedRow, row))
 
     async def batch_next_token_logprobs(

@@ -26,7 +26,7 @@ from lmpool.producer.blocking import is_blocking, running_loop
 from lmpool.producer.call_options import CallOptions
 from lmpool.producer.caller import answers_of
 from lmpool.producer.client import Client
-from lmpool.producer.pending import PendingCall
+from lmpool.producer.pending import LoneCall, PendingCall
 from lmpool.tracing import CallSpan, active, begin_call
 from lmpool.wants import Answer
 from lmpool.wire import Job
@@ -169,13 +169,9 @@ class Window(Generic[GivenT]):
         if not self._began and active():
             self._began, pool = True, self._client.options.pool
             self._span = begin_call(pool, info.model, [job], "lmpool ask_iter")
-        asked.call = call = PendingCall(
-            [job],
-            options.deadline.at,
-            priority=options.priority,
-            info=info,
-            trace=None if self._span is None else self._span.traceparent,
-        )
+        trace = None if self._span is None else self._span.traceparent
+        call: PendingCall = LoneCall(job, options.deadline.at, options.priority, info, trace=trace)
+        asked.call = call
         if is_blocking():
             return call.for_event(self._event)
         call.for_loop(running_loop()).future.add_done_callback(self._wake)

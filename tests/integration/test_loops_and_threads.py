@@ -17,6 +17,7 @@ import pytest
 
 import lmpool
 from lmpool.backends.mock import mock_row
+from lmpool.errors import PromptError
 from tests.support.clients import connected
 from tests.support.mock_rows import VOCAB, prompts_of, rows_of
 from tests.support.server import RealServer
@@ -61,10 +62,84 @@ def test_a_single_call_that_waits_holds_few_objects(
             before = len(gc.get_objects())
             for _ in range(2):  # a turn in which they ask, one in which that was sent
                 await asyncio.sleep(0)
-            assert len(gc.get_objects()) - before < 12 * len(calls)
+            assert len(gc.get_objects()) - before < 6 * len(calls)
             await asyncio.gather(*calls)
 
         asyncio.run(main())
+
+
+def test_prompts_of_one_turn_are_as_they_were_when_they_were_asked(lm: lmpool.PooledLM) -> None:
+    prompts = prompts_of(200)
+    expected = rows_of(prompts)
+
+    async def main() -> None:
+        calls = [asyncio.ensure_future(lm.next_token_logprobs(prompt)) for prompt in prompts]
+
+        def spoil() -> None:
+            for prompt in prompts:
+                prompt[:] = [1, 2, 3]
+
+        asyncio.get_running_loop().call_soon(spoil)  # in the same turn, behind all of them
+        assert np.array_equal(np.stack(await asyncio.gather(*calls)), expected)
+
+    asyncio.run(main())
+
+
+def test_of_a_turns_prompts_a_bad_one_fails_alone_and_as_by_itself(lm: lmpool.PooledLM) -> None:
+    prompts: list[Any] = [*prompts_of(100)]
+    bad: list[Any] = [[], [1, VOCAB], [-1], [1.5], [True], "text", [1] * 100_000, None]
+    for place, prompt in enumerate(bad):
+        prompts.insert(60 + 3 * place, prompt)
+    prompts[80] = np.array(prompts[80])
+    alone = {}
+    for prompt in bad:
+        with pytest.raises(PromptError) as caught:
+            lm.next_token_logprobs_sync(prompt)
+        alone[id(prompt)] = caught.value
+
+    async def main() -> list[Any]:
+        calls = map(lm.next_token_logprobs, prompts)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    for prompt, found in zip(prompts, asyncio.run(main()), strict=True):
+        if id(prompt) in alone:
+            assert type(found) is PromptError
+            assert (str(found), found.index) == (str(alone[id(prompt)]), None)
+        else:
+            assert np.array_equal(found, mock_row(list(prompt), VOCAB))
+
+
+def test_calls_that_are_left_in_their_turn_are_withdrawn(lm: lmpool.PooledLM) -> None:
+    prompts = prompts_of(100)
+
+    async def main() -> None:
+        calls = [asyncio.ensure_future(lm.next_token_logprobs(prompt)) for prompt in prompts]
+
+        def leave() -> None:
+            for call in calls[70:]:
+                call.cancel()
+
+        asyncio.get_running_loop().call_soon(leave)
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert np.array_equal(np.stack(found[:70]), rows_of(prompts[:70]))
+        assert all(isinstance(each, asyncio.CancelledError) for each in found[70:])
+
+    asyncio.run(main())
+    assert lm.statistics()["withdrawn"] == 30
+
+
+def test_a_turns_prompts_are_answered_by_the_local_cache(lm: lmpool.PooledLM) -> None:
+    prompts = prompts_of(300)
+    known = lm.batch_next_token_logprobs_sync(prompts[150:])
+
+    async def main() -> Any:
+        return await asyncio.gather(*map(lm.next_token_logprobs, prompts))
+
+    rows = asyncio.run(main())
+    assert np.array_equal(np.stack(rows), rows_of(prompts))
+    assert np.array_equal(np.stack(rows[150:]), known)
+    statistics = lm.statistics()
+    assert (statistics["requests"], statistics["local_hits"]) == (450, 150)
 
 
 def test_a_loop_that_ends_in_the_middle_hurts_nobody(

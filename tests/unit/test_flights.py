@@ -12,7 +12,7 @@ from lmpool.affinity import Placement
 from lmpool.errors import LmpoolError
 from lmpool.keys import PRIORITIES, Priority
 from lmpool.producer.flights import Flight, FlightTable
-from lmpool.producer.pending import PendingCall
+from lmpool.producer.pending import LoneCall, PendingCall
 from lmpool.rows import EncodedRow, pack_logprobs, unpack_row
 from lmpool.wants import Digest, Row
 from lmpool.wire import Job
@@ -385,3 +385,9 @@ class FlightsAgainstCallers(RuleBasedStateMachine):
 
 TestFlightsAgainstCallers = FlightsAgainstCallers.TestCase
 TestFlightsAgainstCallers.settings = settings(stateful_step_count=30, max_examples=60)
+
+
+def test_a_call_that_is_left_before_its_job_is_made_leaves_nothing() -> None:
+    table = FlightTable()
+    assert table.forget(LoneCall(None, None, "interactive", None)) == 0
+    assert (table.withdrawn, table.flights) == ([], {})

@@ -5,9 +5,10 @@ import threading
 import time
 
 import numpy as np
+import pytest
 
 from lmpool.errors import LmpoolError
-from lmpool.producer.pending import PendingCall, wake
+from lmpool.producer.pending import LoneCall, PendingCall, wake
 from lmpool.rows import pack_logprobs, unpack_row
 from lmpool.wants import Digest, Row
 from lmpool.wire import Job
@@ -159,3 +160,25 @@ def test_waiting_takes_no_longer_than_its_timeout() -> None:
     began = time.monotonic()
     assert not PendingCall(jobs(1), None).for_thread().wait(0.02)
     assert time.monotonic() - began > 0.01
+
+
+@pytest.mark.parametrize("keeps_errors", [False, True])
+def test_a_lone_call_is_as_a_call_of_one_job(keeps_errors: bool) -> None:
+    for step in (lambda call: call.take(0, ROW), lambda call: call.fail(0, LmpoolError("why"))):
+        (job,) = jobs(1)
+        usual = PendingCall([job], 7.0, keeps_errors=keeps_errors)
+        lone = LoneCall(job, 7.0, "interactive", None, keeps_errors)
+        assert (list(lone.jobs), lone.left, lone.done) == ([job], 1, False)
+        assert [step(lone), step(usual)] == [True, True]
+        assert [step(lone), step(usual)] == [False, False]  # it is over
+        assert [str(each) for each in lone.answers] == [str(each) for each in usual.answers]
+        assert (lone.left, lone.done, str(lone.error)) == (usual.left, True, str(usual.error))
+        assert (lone.failed, lone.deadline) == (usual.failed, usual.deadline)
+
+
+def test_a_lone_calls_job_may_come_later() -> None:
+    call = LoneCall(None, None, "batch", None)
+    assert (list(call.jobs), call.done) == ([], False)
+    (job,) = jobs(1)
+    call.give(job)
+    assert list(call.jobs) == [job]
