@@ -46,6 +46,8 @@ IDLE_BLOCK_MS: Final = 1000
 SHORT_WAIT: Final = 0.002
 CLAIMS_LOOK: Final = 0.01
 """Seconds between two looks at what reads have claimed, while the engine is at work."""
+AHEAD: Final = 0.02
+"""Seconds, at least, before a batch's expected end that jobs are read which are known to wait."""
 GIVE_BACK_AFTER: Final = 0.5
 """Seconds, at least, that a batch may take longer than expected before jobs are given back."""
 
@@ -105,6 +107,8 @@ class Intake:
         """Whether it failed as the entries were too long to be read at once."""
         self._most = MANY
         """Entries that a read may bring: few after one that was too long, then more and more."""
+        self._more_wait = False
+        """Whether the last read brought as many jobs as there was room for."""
         self._company = Company(batcher.timeout)
         self._reader = JobReader()
 
@@ -189,6 +193,7 @@ class Intake:
             block = max(1, min(block, math.ceil(min(look, IDLE_BLOCK_MS) * 1000)))
         jobs, last = self._read(room, block)
         self._most = min(MANY, 2 * self._most)
+        self._more_wait = len(jobs) >= room
         if jobs:
             waits = True
             if busy:
@@ -237,7 +242,9 @@ class Intake:
             return 0.25
         if busy and not self._continuous:
             expected = self._status.batch_seconds
-            about = max(0.02, expected / 4)
+            # A look takes the interpreter from the engine's thread, and is early for who asks again
+            # once this batch is answered. Of those who wait in any case there may be many to read.
+            about = max(AHEAD if self._more_wait else SHORT_WAIT, expected / 4)
             left = expected - self._batcher.running_for()
             if left < -about or not expected:
                 return 0.25  # it takes longer than the last ones did; the engine wakes us

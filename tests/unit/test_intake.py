@@ -373,6 +373,38 @@ def _step(reader: Reader, ended: threading.Event) -> None:
         reader.batcher.stepped()
 
 
+def test_a_short_batch_is_left_alone_until_it_is_about_to_end(
+    start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller, reader = Caller(redis_client, shard), start()
+    reader.status.batch_seconds = 0.02
+    caller.enqueue(new_job(1))
+    assert reader.take(1) == [new_job(1)]
+    looks = len(reader.blocks)
+    time.sleep(0.06)  # at first it is too early, in the end it takes too long
+    assert len(reader.blocks) - looks <= 11
+    reader.batcher.done()
+    caller.enqueue(new_job(2))
+    assert reader.take(1) == [new_job(2)]
+    caller.enqueue(new_job(3))
+    until(lambda: len(reader.batcher))  # found while the engine is at work
+    assert reader.batcher.busy
+
+
+def test_more_of_what_waits_is_read_before_a_short_batch_is_about_to_end(
+    start: Callable[..., Reader],
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intake_module, "AHEAD", 40.0)
+    Caller(redis_client, shard).enqueue(*(new_job(i) for i in range(8)))
+    reader = start(batch_size=4)
+    reader.status.batch_seconds = 30.0
+    assert len(reader.take(4)) == 4
+    until(lambda: len(reader.batcher) == 4, 5.0)
+
+
 def test_no_more_is_claimed_than_the_next_batch_takes(
     start: Callable[..., Reader], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
