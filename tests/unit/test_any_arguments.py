@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from decimal import Decimal
@@ -56,7 +57,7 @@ class RecordingServer(FakeServer):
 
     sent = 0
 
-    def _run(self, client: Any, command: list[bytes]) -> Any:
+    def _run(self, client: Any, command: list[bytes], connection: socket.socket) -> Any:
         name = command[0].upper()
         # The jobs of prompts, and arq's of control functions.
         runs = name in (b"EVAL", b"EVALSHA")
@@ -64,7 +65,7 @@ class RecordingServer(FakeServer):
             self.sent += 1
         if name == b"WATCH" or runs:
             return redis.exceptions.NoPermissionError("NOPERM for a test")
-        return super()._run(client, command)
+        return super()._run(client, command, connection)
 
 
 ENQUEUE = {script("enqueue").sha.encode(), script("enqueue").source.encode()}

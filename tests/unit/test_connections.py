@@ -30,10 +30,10 @@ class Refuser(FakeServer):
 
     words = ""
 
-    def _run(self, client: redis.Redis, command: list[bytes]) -> Any:
+    def _run(self, client: redis.Redis, command: list[bytes], connection: socket.socket) -> Any:
         if command[0] == b"SET":
             return redis.exceptions.ResponseError(self.words)
-        return super()._run(client, command)
+        return super()._run(client, command, connection)
 
 
 NO_ANSWER = {
@@ -383,11 +383,11 @@ def test_a_server_that_is_loading_is_told_from_one_that_refuses(talker: Talker) 
     server: Any = open_server(talker.url)
     server.ping()
     first = server.connection_pool.get_connection()._sock
-    talker._run = lambda client, command: redis.exceptions.ResponseError("LOADING soon")  # type: ignore[assignment, method-assign]
+    talker._run = lambda *asked: redis.exceptions.ResponseError("LOADING soon")  # type: ignore[method-assign]
     with pytest.raises(redis.exceptions.BusyLoadingError):
         server.get("key")
     assert first.fileno() == -1
-    talker._run = lambda client, command: redis.exceptions.ResponseError("ERR no")  # type: ignore[assignment, method-assign]
+    talker._run = lambda *asked: redis.exceptions.ResponseError("ERR no")  # type: ignore[method-assign]
     with pytest.raises(redis.exceptions.ResponseError, match="no"):
         server.execute_command("GET", "key")
     server.connection_pool.disconnect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -45,8 +46,10 @@ class NonsenseServer(FakeServer):
     command = b""
     answer: Any = None
 
-    def _run(self, client: Any, command: list[bytes]) -> Any:
-        return self.answer if command[0].upper() == self.command else super()._run(client, command)
+    def _run(self, client: Any, command: list[bytes], connection: socket.socket) -> Any:
+        if command[0].upper() == self.command:
+            return self.answer
+        return super()._run(client, command, connection)
 
     def _reply(self, answer: Any) -> bytes:
         return b"HTTP/1.1 400 Bad Request\r\n\r\n" if answer is ... else super()._reply(answer)
