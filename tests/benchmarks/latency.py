@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -40,7 +40,13 @@ def measure(scale: Scale) -> Report:
         taken = alternate(
             {
                 "pool, awaited": lambda run: _awaited(pool, count, run),
-                "PING": lambda run: _pings(connection, count),
+                "PING": lambda run: _pings(connection, [0.0] * count),
+                **{
+                    f"PING, {rate:g} a second": lambda run, rate=rate, counts=counts: _pings(
+                        connection, _pauses(rate, scale.of(*counts), run)
+                    )
+                    for rate, counts in TRICKLES.items()
+                },
                 BLOCKING: lambda run: _blocking(pool, count, run, spent),
                 **{
                     f"pool, {rate:g} a second": partial(_trickling, pool, rate, scale.of(*counts))
@@ -81,11 +87,17 @@ def measure(scale: Scale) -> Report:
                 found_of[BLOCKING, "p99"],
                 at_most=1.5,
             ),
+            ratio(
+                f"median: PING, {rate:g} a second / alone",
+                found_of[f"PING, {rate:g} a second", "median"],
+                found_of["PING", "median"],
+            ),
         )
     report.add("Processor time", Measured(BLOCKING, "us/prompt", tuple(spent), at_most=500.0))
     report.note(f"{count} distinct prompts a run; min, median and max are over the runs")
     report.note(
-        "a second: one prompt after another, behind pauses drawn of an exponential distribution"
+        "a second: one after another, behind pauses of an exponential distribution; what PING "
+        "takes longer behind them is the machine's doing, which idles"
     )
     report.note(
         "arq: enqueued and awaited, with a worker that polls 1 ms apart and a result that is "
@@ -120,8 +132,15 @@ def _blocking(pool: Pool, count: int, run: int, spent: list[float]) -> list[floa
     return taken
 
 
+def _pauses(rate: float, count: int, run: int) -> list[float]:
+    pauses: list[float] = (
+        np.random.default_rng((run, round(rate))).exponential(1 / rate, count).tolist()
+    )
+    return pauses
+
+
 def _trickling(pool: Pool, rate: float, count: int, run: int) -> list[float]:
-    pauses = np.random.default_rng((run, round(rate))).exponential(1 / rate, count)
+    pauses = _pauses(rate, count, run)
     prompts = make_prompts(count, VOCAB_SIZE, run, 3, round(rate))
     return _one_by_one(pool, prompts, iter(pauses).__next__)
 
@@ -141,9 +160,11 @@ def _one_by_one(pool: Pool, prompts: Prompts, pause: Callable[[], float]) -> lis
     return taken
 
 
-def _pings(connection: redis.Redis, count: int) -> list[float]:
+def _pings(connection: redis.Redis, pauses: Sequence[float]) -> list[float]:
     taken = []
-    for _ in range(count):
+    for pause in pauses:
+        if pause:
+            time.sleep(pause)
         began = time.perf_counter()
         connection.ping()
         taken.append(time.perf_counter() - began)
