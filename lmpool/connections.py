@@ -118,6 +118,7 @@ class OneConnectionClient(redis.Redis):
     def _read_blocked(self, connection: Any) -> Any:
         with self._asking:
             self._blocked, self._wanted, self.behind = connection, [], {}
+        reply: Any = None
         refusal: redis.exceptions.ResponseError | None = None
         try:
             reply = connection.read_response()
