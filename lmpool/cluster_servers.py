@@ -63,6 +63,8 @@ class ReadingClient(OneConnectionClient):
         pool.get_connection().send_command(*args)
         self.asked, self.since = (args[0], options), time.monotonic()
 
+    xread = redis.Redis.xread  # of which nothing is awaited here, either
+
     def fileno(self) -> int:
         """Of its socket, while a reply is awaited."""
         pool: Any = self.connection_pool

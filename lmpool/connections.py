@@ -121,7 +121,8 @@ class OneConnectionClient(redis.Redis):
         reply: Any = None
         refusal: redis.exceptions.ResponseError | None = None
         try:
-            reply = connection.read_response()
+            # Not ended before nobody asks: its number might be another socket's at once.
+            reply = connection.read_response(disconnect_on_error=False)
         except redis.exceptions.ResponseError as error:
             refusal = error  # what is behind it is answered all the same
         finally:
@@ -138,19 +139,28 @@ class OneConnectionClient(redis.Redis):
 
         Where none waits, or enough is asked for, nothing is done.
         """
+        command: Any = ("GET", key)
+        packed: bytes = hiredis.pack_command(command)
         with self._asking:
             connection = self._blocked
             if connection is None or len(self._wanted) >= BEHIND_MOST:
                 return
             if not connection._parser.is_plain:  # what TLS is in the middle of is its thread's
                 return
-            command: Any = ("GET", key)
-            packed: bytes = hiredis.pack_command(command)
-            with suppress(OSError):  # its thread finds out
-                if _write_now(connection, packed) == len(packed):
-                    self._wanted.append(key)
-                else:  # nobody could go on behind a part of it
-                    connection._sock.shutdown(socket.SHUT_RDWR)
+            socket_there = connection._sock
+            if socket_there is None:
+                return
+            try:
+                self._wanted.append(key)
+                if _write_now(connection, packed) < len(packed):
+                    raise OSError("nobody could go on behind a part of it")
+            except BlockingIOError:
+                self._wanted.pop()
+            except BaseException as error:  # Ctrl-C comes in between, too
+                with suppress(OSError):
+                    socket_there.shutdown(socket.SHUT_RDWR)
+                if not isinstance(error, OSError):
+                    raise
 
     def _ask(self, command: Sequence[Any], read: Callable[[Any], Any]) -> Any:
         pool: Any = self.connection_pool

@@ -74,8 +74,10 @@ def read_registry(
         for each, entry in found.items():
             change = Change.parse(entry)
             newest[each] = max(change, newest.get(each, change))
-        if name is not None and name.encode("utf-8", "replace") in newest:
-            break
+        if name is not None:
+            there = newest.get(name.encode("utf-8", "replace"))
+            if there is not None and not there.removed:
+                break
     if not heard:
         raise redis.exceptions.ConnectionError("all shards are away")
     registry = {}

@@ -175,11 +175,10 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
         """The model that is served, which knows the adapters of these names, if there are such."""
         info = self._client.info or await self._load_info(options.deadline)
         model = self._models.of(info)
-        for name in names:
-            if name is not None and not model.adapters.knows(check_lora_name(name)):
-                read = partial(self._read_adapters, name=name)
-                model.adapters.keep(await self._run(read, options.deadline))
-                break
+        wanted = {check_lora_name(name) for name in names if name is not None}
+        if not all(map(model.adapters.knows, wanted)):
+            read = partial(self._read_adapters, name=wanted.pop() if len(wanted) == 1 else None)
+            model.adapters.keep(await self._run(read, options.deadline))
         return model
 
     async def _answers(

@@ -61,13 +61,16 @@ def enter(
         former += without(keys.shards(info.fingerprint8, layout.shards), former)
     names = {"", info.layout, *(layout.name for layout in info.layouts)}
     found: dict[str, _Found] = {}
+    anew: set[str] = set()
+    """Shards, by prefix, in which the pool was at another time."""
     registry: dict[bytes, Change] = {}
     for shard in (*former, *without(heirs, former)):
         there = servers.apart([shard], partial(_look, shard))
         if there is None:
             continue
         if info.layout and there.name not in names and shard not in before:
-            there = there._replace(was_there=False, registry={})  # of another time
+            anew.add(shard.prefix)
+            there = there._replace(was_there=False, registry={})
         found[shard.prefix] = there
         for name, entry in (there.registry or {}).items():
             change = Change.parse(entry)
@@ -87,7 +90,7 @@ def enter(
         is_in = info.layout == there.name != "" and there.registry is not None
         if is_in and not lacking:
             continue
-        give = partial(_enter, heir, info.layout, there.name not in names, lacking)
+        give = partial(_enter, heir, info.layout, heir.prefix in anew, lacking)
         if servers.apart([heir], give):
             servers.settle(servers.for_shard(heir))
     return True

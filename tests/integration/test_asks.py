@@ -23,6 +23,7 @@ from lmpool.errors import (
     UnknownAdapter,
 )
 from lmpool.producer.asks import Ask
+from lmpool.servers import Servers
 from lmpool.wants import Draw, Generate, Row, Tokens, Top, TopLogprobs
 from tests.support.clients import connected
 from tests.support.hold import Hold
@@ -357,3 +358,26 @@ def test_who_leaves_a_loop_withdraws_what_is_left(any_server: str, pool_name: st
         lm.close()
         with pytest.raises(ClientClosed):
             next(left)
+
+
+def test_of_several_adapters_all_shards_are_asked(
+    any_server: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first shard that has one of them may have yet to be told of another."""
+    with (
+        in_process_worker(any_server, pool_name),
+        lmpool.connect(any_server, pool_name, framework="numpy") as lm,
+    ):
+        asked: list[str | None] = []
+        read = lm._read_adapters
+
+        def note_and_read(servers: Servers, name: str | None = None) -> dict[str, str]:
+            asked.append(name)
+            return read(servers, name)
+
+        monkeypatch.setattr(lm, "_read_adapters", note_and_read)
+        for names, expected in ((["one"], "one"), (["one", "two"], None), ([None, "two"], "two")):
+            with pytest.raises(UnknownAdapter):
+                lm.sync.ask_many([Ask([1, 2], Row(), name) for name in names])
+            assert set(asked) == {expected}
+            asked.clear()

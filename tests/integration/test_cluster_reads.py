@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import redis.exceptions
 
 from lmpool.affinity import own_lanes
 from lmpool.cluster import NodeConnection, SlotMigrating
-from lmpool.commands import Pipeline
+from lmpool.commands import Pipeline, Server
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.servers import Servers
 from lmpool.wants import Digester
@@ -186,3 +186,24 @@ def test_lanes_are_looked_at_though_servers_have_forgotten_the_scripts(
     thieves = [Thief(shard, homes, "a", status) for shard in shards]
     found = look(servers, thieves, "list", lambda shard, error: pytest.fail(str(error)))
     assert {stream.key for stream, _ in found} == {shard.stream(lane=5).key for shard in shards}
+
+
+def test_notices_of_all_shards_are_waited_for_at_once(servers: Servers, pool_name: str) -> None:
+    """What comes to one is there at once, however long the others are waited for."""
+    shards = shards_of(pool_name, servers)
+    lost: list[ShardKeys] = []
+
+    def note_lost(shard: ShardKeys, error: Exception) -> None:
+        lost.append(shard)
+
+    for shard in (shards[4], shards[1]):
+        entry = servers.for_shard(shard).xadd(shard.reply("me"), {"ok": "1"})
+
+        def ask(server: Server, some: Sequence[ShardKeys]) -> Any:
+            return server.xread({each.reply("me"): "0-0" for each in some}, count=9, block=60_000)
+
+        (found,) = servers.read([shard, *shards[2:4]], ask, 10.0, note_lost)
+        ((name, entries),) = found[1]
+        assert (name, entries) == (shard.reply("me").encode(), [(entry, {b"ok": b"1"})])
+        assert not lost
+        servers.forget(shards)

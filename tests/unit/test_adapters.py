@@ -247,6 +247,8 @@ def test_a_shard_that_has_yet_to_be_told_hides_no_adapter(
     assert read_registry(servers, SHARDS).keys() == {"mine", "other"}
     assert read_registry(servers, SHARDS, "mine").keys() == {"mine", "other"}
     assert read_registry(servers, SHARDS, "other").keys() == {"other"}  # one is enough
+    server.hset(SHARDS[0].adapters, "mine", Change(1, b"", b"").pack())  # it was told of a removal
+    assert read_registry(servers, SHARDS, "mine") == {"mine": fingerprint, "other": fingerprint}
 
 
 def test_a_replaced_adapter_is_another(adapters: Adapters, servers: Servers, allowed: Path) -> None:

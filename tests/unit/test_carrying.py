@@ -296,6 +296,19 @@ def test_a_pool_that_begins_anew_does_not_take_an_older_registry_for_its_own(
     assert totals(server, now.shard_keys(keys)) == {"computed": 10, "failed": 1}
 
 
+def test_where_a_worker_comes_from_is_of_no_other_time(
+    server: Any, servers: Servers, keys: PoolKeys
+) -> None:
+    """Whatever that layout was called: it may have missed more of them than are known."""
+    first, *_, now = layouts(2, 1, 2)
+    heirs = now.shard_keys(keys)
+    for heir in heirs:
+        server.hset(heir.bounds, "layout", "one that is not known any more")
+        note(server, [heir], one="1")
+    enter(servers, keys, now, first.shard_keys(keys))
+    assert known(server, keys, now) == [{b"one": b"1"}] * 2
+
+
 def test_who_joins_as_the_layout_was_left_out_does_not_forget_it(
     server: Any, servers: Servers, keys: PoolKeys
 ) -> None:
