@@ -92,7 +92,7 @@ def test_what_a_slow_client_was_told_of_stays_until_it_was_read(
     read = AnswerReader.fetch
     slowly = 0.05
 
-    def fetch_slowly(self: AnswerReader, shard: Any, digests: Any) -> int:
+    def fetch_slowly(self: AnswerReader, shard: Any, digests: Any, *known: object) -> int:
         time.sleep(slowly)
         return read(self, shard, digests)
 
@@ -127,7 +127,7 @@ def test_a_client_that_reads_nothing_holds_the_others_up_for_seconds_at_most(
     ):
         other.next_token_logprobs_sync([1], timeout=60)
 
-        def fetch(self: AnswerReader, shard: Any, digests: Any) -> int:
+        def fetch(self: AnswerReader, shard: Any, digests: Any, *known: object) -> int:
             if self._session is lm._client._session:
                 frozen.wait(240)
             return read(self, shard, digests)
@@ -270,7 +270,7 @@ def test_a_result_that_is_gone_before_it_was_read_is_asked_for_again(
     ):
         lm.next_token_logprobs_sync([0], timeout=60)
 
-        def fetch_too_late(self: AnswerReader, shard: Any, digests: Any) -> int:
+        def fetch_too_late(self: AnswerReader, shard: Any, digests: Any, *known: object) -> int:
             if len(dropped) < times:
                 dropped.append(len(digests))
                 admin.unlink(*(shard.result(digest) for digest in digests))
