@@ -259,7 +259,14 @@ def test_who_has_no_work_of_its_own_is_seen_to_steal(
         )
         gate.open()
         asking.rows()
-        found = counted(lm, len(prompts))
+
+        def agreed() -> PoolStatistics | None:
+            """The pool's figures and the workers' own reach it one after another."""
+            found = counted(lm, len(prompts))
+            own = sum(worker["own_jobs"] for worker in found["workers"])
+            return found if own == found["own_jobs"] else None
+
+        found = until(agreed, what="figures that agree", every=0.1)
         lane = lm.info.placement().of(bytes_of(prompts[0]), None)[1]
         home = next(n for n in names if lane % 32 in own_lanes(n, names, 0, LANES))
         by_home = {worker["id"] == home: worker for worker in found["workers"]}

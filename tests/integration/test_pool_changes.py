@@ -27,6 +27,7 @@ from lmpool.keys import PROTOCOL, PoolKeys
 from lmpool.producer import sender as sender_module
 from lmpool.producer import session as session_module
 from tests.support.clients import connected
+from tests.support.hold import Hold
 from tests.support.mock_rows import VOCAB, prompts_of, rows_of
 from tests.support.pools import pending
 from tests.support.pools import pool_shards as shards_of
@@ -207,9 +208,9 @@ def test_a_forgotten_script_is_nobodys_concern(
 
 @pytest.mark.one_shard
 def test_what_the_server_forgot_is_sent_again(
-    any_server: str, start_pool: Callable[..., str], redis_client: redis.Redis
+    any_server: str, start_pool: Callable[..., str], hold: Hold, redis_client: redis.Redis
 ) -> None:
-    pool = start_pool(delay=0.15, batch_size=2)
+    pool = start_pool(batch_size=2)
     prompts = prompts_of(6)
     with connected(any_server, pool, workers_timeout=1) as lm, ThreadPoolExecutor(1) as threads:
         rows = threads.submit(lm.batch_next_token_logprobs_sync, prompts)
@@ -218,6 +219,7 @@ def test_what_the_server_forgot_is_sent_again(
         lost = [shard.stream().key, *redis_client.scan_iter(f"{shard.prefix}:flight:*", count=1000)]
         lost += redis_client.scan_iter(f"{shard.prefix}:reply:*", count=1000)
         redis_client.delete(*lost)
+        hold.open()
         assert np.array_equal(rows.result(60), rows_of(prompts))
         assert lm.statistics()["resubmitted"] > 0
         statistics = lm.statistics()
