@@ -111,8 +111,9 @@ class OneConnectionClient(redis.Redis):
         """As redis-py's. While it blocks, others may `get_behind` it."""
         if block is None:
             return super().xread(streams, count=count)
-        command = ["XREAD", "COUNT", count or "100", "BLOCK", block, "STREAMS"]
-        reply = self._ask([*command, *streams, *streams.values()], self._read_blocked)
+        most = [] if count is None else ["COUNT", count]
+        command = ["XREAD", *most, "BLOCK", block, "STREAMS", *streams, *streams.values()]
+        reply = self._ask(command, self._read_blocked)
         return self.response_callbacks["XREAD"](reply)
 
     def _read_blocked(self, connection: Any) -> Any:

@@ -109,8 +109,8 @@ class Collector:
             self._servers.close()
 
     def get_behind(self, flights: Iterable[Flight]) -> None:
-        """Ask for the small answers of what is about to be claimed, behind the read that brings
-        their notices: for the thread of who asks. Under the lock."""
+        """Ask for the small answers to what was just claimed, behind the read that brings their
+        notices: for the thread of who asks. Under the lock."""
         session = self._session
         assert session.info is not None
         for flight in flights:

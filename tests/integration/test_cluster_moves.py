@@ -69,6 +69,15 @@ def adapters_in(client: Any, shard: ShardKeys) -> set[str]:
     return {name for name, entry in entries.items() if not Change.parse(entry).removed}
 
 
+def come_into(client: Any, shard: ShardKeys, layout: str) -> None:
+    """Wait until a shard goes by the name of this layout."""
+    until(
+        lambda: client.hget(shard.bounds, "layout") == layout.encode(),
+        60,
+        what="the shard to come into the layout",
+    )
+
+
 def test_a_shard_that_was_away_during_a_move_comes_into_the_layout_once_it_is_back(
     cluster: Cluster, client: Any, pool_name: str, tmp_path: Path
 ) -> None:
@@ -99,11 +108,7 @@ def test_a_shard_that_was_away_during_a_move_comes_into_the_layout_once_it_is_ba
             victim.resume()
         cluster.wait_until_ok()
         for shard in away:
-            until(
-                lambda shard=shard: client.hget(shard.bounds, "layout") == name,
-                60,
-                what="the shard to come into the layout",
-            )
+            come_into(client, shard, info.layout)
             assert adapters_in(client, shard) == {"two"}
             assert {client.pttl(key) for key in (shard.stream().key, shard.adapters)} == {-1}
 
@@ -131,13 +136,8 @@ def test_an_adapter_that_was_removed_does_not_come_back_with_a_node_that_lost_it
             victim.kill()
             victim.start()
             cluster.wait_until_ok()
-            name = info.layout.encode()
             for shard in lost:
-                until(
-                    lambda shard=shard: client.hget(shard.bounds, "layout") == name,
-                    60,
-                    what="the shard to come into the layout",
-                )
+                come_into(client, shard, info.layout)
                 assert adapters_in(client, shard) == {"two", "three"}
             assert client.hexists(former.adapters, "one")  # it was still there
 
