@@ -15,14 +15,14 @@ from typing import Any, Final
 import numpy as np
 import redis.exceptions
 
+from lmpool.sockets import PIECES, Move, writes
+
 PORTION: Final = 256 << 10
 """Bytes that are taken within a socket's limit in time, or else nobody is there."""
-PIECES: Final = 16
-"""Pieces of memory that one read may fill or one write send: a socket holds a few values."""
 
 
 def receive_values(
-    socket: Any, sizes: Sequence[int], leave: Callable[[bytes], object]
+    receive: Move, sizes: Sequence[int], leave: Callable[[bytes], object]
 ) -> list[memoryview] | None:
     """Values of these sizes, as the array of them that is about to come: read-only memory.
 
@@ -42,12 +42,10 @@ def receive_values(
         start, end = end, end + len(head)
         pieces += (came[start:end], value)
     del pieces[-1]
-    scatter = _of_several(socket, "recvmsg_into")
     left = pieces.copy()
     at = total = known = checked = 0
     while at < len(pieces):
-        there = left[at : at + PIECES]
-        count = socket.recv_into(there[0]) if scatter is None else scatter(there)[0]
+        count = receive(left[at : at + PIECES])
         if not count:
             raise redis.exceptions.ConnectionError("Connection closed by server.")
         total += count
@@ -82,18 +80,19 @@ class Gathered:
         return sum(map(len, self._pieces))
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
-        gather = _of_several(self._connection._sock, "sendmsg")
-        if gather is None:
+        socket = self._connection._sock
+        if isinstance(socket, ssl.SSLSocket):  # which has each piece by itself
             yield from self._pieces
             return
+        send = writes(socket)
         left, at = [memoryview(piece) for piece in self._pieces], 0
         # A write returns as soon as one byte has left: the socket's limit alone would have no end.
-        limit: float | None = self._connection._sock.gettimeout()
+        limit: float | None = socket.gettimeout()
         end, due = time.monotonic(), 0
         while at < len(left):
             if limit is not None and due <= 0:
                 end, due = time.monotonic() + limit, PORTION
-            count = gather(left[at : at + PIECES])
+            count = send(left[at : at + PIECES])
             due -= count
             while at < len(left) and count >= len(left[at]):
                 count -= len(left[at])
@@ -102,9 +101,3 @@ class Gathered:
                 left[at] = left[at][count:]
             if limit is not None and at < len(left) and due > 0 and time.monotonic() > end:
                 raise TimeoutError("too few bytes were taken in time")
-
-
-def _of_several(socket: Any, name: str) -> Any:
-    """A socket's method that takes several pieces of memory, if it has one."""
-    # TLS has each piece by itself.
-    return None if isinstance(socket, ssl.SSLSocket) else getattr(socket, name, None)

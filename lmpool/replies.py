@@ -13,6 +13,7 @@ from redis._parsers import _HiredisParser
 from redis._parsers.hiredis import NOT_ENOUGH_DATA
 
 from lmpool.bulk import receive_values
+from lmpool.sockets import reads
 
 REPLY_BYTES: Final = 64 << 20
 _USUAL: Final = getattr(redis.utils, "SENTINEL", None)
@@ -50,6 +51,7 @@ class Parser(_HiredisParser):
         self._poll: Any = None
         self._sizes, self._count = (), 0
         socket: Any = self._sock
+        self._receive = reads(socket)
         # TLS keeps what it decrypted to itself, and what comes may be its own.
         if hasattr(select, "poll") and not isinstance(socket, ssl.SSLSocket):
             self._poll = select.poll()
@@ -80,7 +82,6 @@ class Parser(_HiredisParser):
         if count:
             return self._read_several(count, disable_decoding, options)
         reader: Any = self._reader
-        socket: Any = self._sock
         sizes, self._sizes = self._sizes, ()
         if (
             disable_decoding
@@ -89,11 +90,12 @@ class Parser(_HiredisParser):
             or (options and _says_more(options))
         ):
             return super().read_response(disable_decoding, **options)  # type: ignore[no-untyped-call]
-        if sizes and (values := receive_values(socket, sizes, reader.feed)) is not None:
+        if sizes and (values := receive_values(self._receive, sizes, reader.feed)) is not None:
             return values
-        response, came, receive = reader.gets(), 0, socket.recv_into
+        response, came = reader.gets(), 0
         while response is NOT_ENOUGH_DATA:
-            count = receive(self._buffer)
+            # The first of it may be long in coming, and is slept for.
+            count = self._receive((self._buffer,)) if came else self._sock.recv_into(self._buffer)
             if not count:
                 raise redis.exceptions.ConnectionError("Connection closed by server.")
             came += count

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 FETCH_BYTES: Final = 2 << 20
 """Answers read by one command."""
-LARGE: Final = 128 << 10
+LARGE: Final = 32 << 10
 """Bytes from which a row is received into memory of its own: less is copied as quickly."""
 SMALLEST: Final = 1 << 10
 """Bytes that any answer counts as at least: a command reads some thousands of them."""

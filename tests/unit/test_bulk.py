@@ -18,6 +18,7 @@ import redis
 import redis.exceptions
 from redis.connection import Connection
 
+from lmpool import sockets
 from lmpool.bulk import Gathered
 from lmpool.cluster import ClusterParser, NodeConnection, SlotMap, SlotMoved
 from lmpool.commands import Server
@@ -39,6 +40,13 @@ def array(*replies: bytes) -> bytes:
 
 
 RIGHT = array(*map(bulk, VALUES))
+
+
+@pytest.fixture(autouse=True, params=["near", "elsewhere"])
+def distance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a server here the next bytes are waited for in another way than of one elsewhere."""
+    if request.param == "elsewhere":
+        monkeypatch.setattr(sockets, "is_near", lambda socket: False)
 
 
 class Scripted:
