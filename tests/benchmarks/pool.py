@@ -108,3 +108,11 @@ def must_be_computed(pool: Pool, before: int, asked: int) -> None:
     queued = pool.queued() - before
     if queued != asked:
         raise WrongRows(f"{queued} jobs were computed where {asked} were to be")
+
+
+def forget_results(server: RealServer) -> None:
+    """Delete all rows that a server has: their memory is there for the next ones."""
+    with server.client() as client:
+        keys = [*client.scan_iter("*:result:*", count=10_000)]
+        if keys:
+            client.delete(*keys)
