@@ -11,7 +11,7 @@ from tests.support.server import RealServer
 from tests.support.workers import worker_process
 
 NAME = "memory"
-LINE = "resident memory of client, worker and server over 200,000 distinct prompts"
+LINE = "resident memory of client, worker and server over 1,000,000 distinct prompts"
 
 VOCAB_SIZE = 256
 CACHE_BYTES = 16 << 20
@@ -22,7 +22,7 @@ MOST_GROWTH = 4.0
 
 def measure(scale: Scale) -> Report:
     """One long run; `scale.runs` does not matter."""
-    step = scale.of(20_000, 2_000)
+    step = scale.of(100_000, 2_000)
     # The client's cache is full after about 13,000 rows; what is warm must stay so.
     samples, warm = scale.of(10, 5), 2
     watch = Bystanders()
