@@ -93,9 +93,10 @@ class Parser(_HiredisParser):
         if sizes and (values := receive_values(self._receive, sizes, reader.feed)) is not None:
             return values
         response, came = reader.gets(), 0
+        socket: Any = self._sock
         while response is NOT_ENOUGH_DATA:
             # The first of it may be long in coming, and is slept for.
-            count = self._receive((self._buffer,)) if came else self._sock.recv_into(self._buffer)
+            count = self._receive((self._buffer,)) if came else socket.recv_into(self._buffer)
             if not count:
                 raise redis.exceptions.ConnectionError("Connection closed by server.")
             came += count
