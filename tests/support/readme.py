@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ByteSize
 
@@ -17,13 +17,17 @@ from lmpool.settings import (
     GatewaySettings,
     WorkerOptions,
 )
+from tests.support.figures import comparison_figures, engine_figures, readme_figures
 from tests.support.performance import measures_table
 from tests.support.scale import scale_table
 
 README = Path(__file__).parents[2] / "README.md"
-ENGINES, GATEWAY, OPERATING, PERFORMANCE, SCALE, SETTINGS = (
+COMPARISON, ENGINES, GATEWAY, OPERATING, PERFORMANCE, SCALE, SETTINGS = (
     README.parent / "docs" / f"{name}.md"
-    for name in ("engines", "gateway", "operating", "performance", "scale", "settings")
+    for name in (
+        *("comparison", "engines", "gateway", "operating"),
+        *("performance", "scale", "settings"),
+    )
 )
 
 
@@ -90,12 +94,19 @@ def with_section(text: str, name: str, content: str) -> str:
     return f"{head}{start}\n{content}\n\n{end}{tail}"
 
 
+SECTIONS: Final = (
+    (SETTINGS, "settings", settings_table),
+    (GATEWAY, "settings", gateway_table),
+    (OPERATING, "metrics", metrics_table),
+    (PERFORMANCE, "measures", measures_table),
+    (SCALE, "plan", scale_table),
+    (README, "figures", readme_figures),
+    (COMPARISON, "figures", comparison_figures),
+    (ENGINES, "figures", engine_figures),
+)
+"""Which page has which part, and what makes it."""
+
+
 if __name__ == "__main__":
-    for page, name, table in (
-        (SETTINGS, "settings", settings_table()),
-        (GATEWAY, "settings", gateway_table()),
-        (OPERATING, "metrics", metrics_table()),
-        (PERFORMANCE, "measures", measures_table()),
-        (SCALE, "plan", scale_table()),
-    ):
-        page.write_text(with_section(page.read_text("utf-8"), name, table), "utf-8")
+    for page, name, made in SECTIONS:
+        page.write_text(with_section(page.read_text("utf-8"), name, made()), "utf-8")

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lmpool.cli import app
 from tests.support.markdown import ROOT, anchors
-from tests.support.performance import measures_table
-from tests.support.readme import (
-    GATEWAY,
-    OPERATING,
-    PERFORMANCE,
-    README,
-    SCALE,
-    SETTINGS,
-    gateway_table,
-    metrics_table,
-    section,
-    settings_table,
-)
-from tests.support.scale import scale_table
+from tests.support.readme import README, SECTIONS, section
 
 TEXT = README.read_text("utf-8")
 BLOB = "https://github.com/lmpool/lmpool/blob/main/"
@@ -31,18 +19,12 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^()\s]+)\)")
 
 
 @pytest.mark.parametrize(
-    ("page", "name", "table"),
-    [
-        (SETTINGS, "settings", settings_table()),
-        (GATEWAY, "settings", gateway_table()),
-        (OPERATING, "metrics", metrics_table()),
-        (PERFORMANCE, "measures", measures_table()),
-        (SCALE, "plan", scale_table()),
-    ],
-    ids=["settings", "gateway", "metrics", "performance", "scale"],
+    ("page", "name", "made"),
+    SECTIONS,
+    ids=[f"{page.stem}-{name}" for page, name, _ in SECTIONS],
 )
-def test_tables_are_those_of_the_code(page: Path, name: str, table: str) -> None:
-    assert section(page.read_text("utf-8"), name) == table, "python -m tests.support.readme"
+def test_parts_are_those_of_the_code(page: Path, name: str, made: Callable[[], str]) -> None:
+    assert section(page.read_text("utf-8"), name) == made(), "python -m tests.support.readme"
 
 
 def test_it_is_short() -> None:
