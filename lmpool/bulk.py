@@ -7,7 +7,6 @@ reply belongs, and it is received there. A reply that is another is the usual re
 
 from __future__ import annotations
 
-import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -22,12 +21,13 @@ PORTION: Final = 256 << 10
 
 
 def receive_values(
-    receive: Move, sizes: Sequence[int], leave: Callable[[bytes], object]
+    receive: tuple[Move, Move], sizes: Sequence[int], leave: Callable[[bytes], object]
 ) -> list[memoryview] | None:
     """Values of these sizes, as the array of them that is about to come: read-only memory.
 
-    None where the reply is another one: what has come of it was given to `leave`. Raises redis-py's
-    `ConnectionError` where the connection ends, and what the socket raises.
+    `receive` is as `lmpool.sockets.reads` gives it. None where the reply is another one: what has
+    come of it was given to `leave`. Raises redis-py's `ConnectionError` where the connection ends,
+    and what the socket raises.
     """
     heads = [b"\r\n$%d\r\n" % size for size in sizes]
     heads[0] = b"*%d%b" % (len(sizes), heads[0])
@@ -45,7 +45,7 @@ def receive_values(
     left = pieces.copy()
     at = total = known = checked = 0
     while at < len(pieces):
-        count = receive(left[at : at + PIECES])
+        count = receive[total > 0](left[at : at + PIECES])
         if not count:
             raise redis.exceptions.ConnectionError("Connection closed by server.")
         total += count
@@ -81,9 +81,6 @@ class Gathered:
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
         socket = self._connection._sock
-        if isinstance(socket, ssl.SSLSocket):  # which has each piece by itself
-            yield from self._pieces
-            return
         send = writes(socket)
         left, at = [memoryview(piece) for piece in self._pieces], 0
         # A write returns as soon as one byte has left: the socket's limit alone would have no end.
@@ -101,3 +98,4 @@ class Gathered:
                 left[at] = left[at][count:]
             if limit is not None and at < len(left) and due > 0 and time.monotonic() > end:
                 raise TimeoutError("too few bytes were taken in time")
+        return iter(())

@@ -96,7 +96,7 @@ class Parser(_HiredisParser):
         socket: Any = self._sock
         while response is NOT_ENOUGH_DATA:
             # The first of it may be long in coming, and is slept for.
-            count = self._receive((self._buffer,)) if came else socket.recv_into(self._buffer)
+            count = self._receive[1]((self._buffer,)) if came else socket.recv_into(self._buffer)
             if not count:
                 raise redis.exceptions.ConnectionError("Connection closed by server.")
             came += count

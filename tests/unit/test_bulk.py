@@ -7,6 +7,7 @@ import random
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ import redis
 import redis.exceptions
 from redis.connection import Connection
 
-from lmpool import sockets
+from lmpool import replies, sockets
 from lmpool.bulk import Gathered
 from lmpool.cluster import ClusterParser, NodeConnection, SlotMap, SlotMoved
 from lmpool.commands import Server
@@ -130,6 +131,46 @@ def test_values_are_received_however_they_come(pieces: list[bytes]) -> None:
                 assert all(value.readonly for value in found)  # type: ignore[union-attr]
             assert server.ping()
         assert scripted.opened == 1
+
+
+class Slowly(list[bytes]):
+    """Pieces with a pause before each but the first."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        for number, piece in enumerate(super().__iter__()):
+            time.sleep(0.05 if number else 0)
+            yield piece
+
+
+@pytest.mark.parametrize("large", [True, False], ids=["values", "small replies"])
+def test_only_what_is_on_its_way_is_waited_for_awake(
+    large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves: list[str] = []
+
+    def noted(socket: Any) -> tuple[sockets.Move, sockets.Move]:
+        first, rest = sockets.reads(socket)
+
+        def asleep(pieces: Sequence[Any]) -> int:
+            moves.append("first")
+            return first(pieces)
+
+        def awake(pieces: Sequence[Any]) -> int:
+            moves.append("rest")
+            return rest(pieces)
+
+        return asleep, awake
+
+    monkeypatch.setattr(replies, "reads", noted)
+    with Scripted(Slowly(cut_at(RIGHT, 1, 200))) as scripted:
+        for server in opened(scripted.url):
+            assert server.ping()
+            assert not moves  # redis-py's own way is the shortest
+            found = server.values(KEYS, SIZES) if large else server.mget(KEYS)
+            assert [*map(bytes, found)] == VALUES  # type: ignore[arg-type]
+            first = ["first"] if large else []
+            assert len(moves) >= 2 + len(first)
+            assert moves == first + ["rest"] * (len(moves) - len(first))
 
 
 OTHERS = {
@@ -412,7 +453,8 @@ class Ends:
 
 
 @pytest.fixture
-def ends() -> Iterator[Ends]:
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    monkeypatch.setattr(sockets, "SEND_BYTES", 0)  # it is to hold little
     found = Ends()
     yield found
     found.close()
