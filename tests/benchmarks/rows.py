@@ -20,7 +20,7 @@ LINE = "rows of 256 KiB and of 64 KB a second, against the server's own SET and 
 RESULT_TTL = 3.0
 """Seconds; the rows of a run must fit into the server's memory."""
 WARM_UP = 2**31
-"""The number of a run that no measured run has."""
+"""The number of the run before the first: each is taken by a side that has just made another."""
 
 Sample = tuple[float, Cpu | None]
 
@@ -66,8 +66,8 @@ def measure(scale: Scale) -> Report:
         "array), default settings but for result_ttl"
     )
     report.note(
-        "every side has made a run before, and what a run left on the server is deleted after it: "
-        "memory that the machine gives for the first time takes it longer than a row's copying"
+        "every side makes another run just before each, and what a run left on the server is "
+        "deleted after it: memory that the machine gives anew takes it longer than a row's copying"
     )
     report.note(
         "server: bare sockets that parse nothing, copy nothing and sleep whenever they wait; each "
@@ -90,22 +90,30 @@ def _measure_one(report: Report, server: RealServer, pool: Pool, size: Size, sca
 
         return measured
 
-    def bare(loop: Callable[[RealServer, list[bytes], int, int], float]) -> Sample:
-        keys = [b"bench:%d" % number for number in range(count)]
-        pace = loop(server, keys, size.row_bytes, round(RESULT_TTL * 1000))
-        with server.client() as client:
-            client.delete(*keys)
-        return pace, None
+    def bare(loop: Callable[[RealServer, list[bytes], int, int], float]) -> Callable[[int], Sample]:
+        def measured(run: int) -> Sample:
+            keys = [b"bench:%d" % number for number in range(count)]
+            pace = loop(server, keys, size.row_bytes, round(RESULT_TTL * 1000))
+            with server.client() as client:
+                client.delete(*keys)
+            return pace, None
+
+        return measured
+
+    def again(side: Callable[[int], Sample]) -> Callable[[int], Sample]:
+        def measured(run: int) -> Sample:
+            side(WARM_UP + run)
+            return side(run)
+
+        return measured
 
     names = {in_batches: "pool, batch calls", gathered: "pool, gathered calls"}
     sides: dict[str, Callable[[int], Sample]] = {
         names[ask]: ours(ask, salt) for salt, ask in enumerate(size.ways, 1)
     }
-    sides["server, SET and GET in turn"] = lambda run: bare(alternating)
-    sides["server, SET beside GET"] = lambda run: bare(beside)
-    for side in sides.values():
-        side(WARM_UP)
-    taken = alternate(sides, scale.runs)
+    sides["server, SET and GET in turn"] = bare(alternating)
+    sides["server, SET beside GET"] = bare(beside)
+    taken = alternate({name: again(side) for name, side in sides.items()}, scale.runs)
     heading = f"Rows of {size.row_bytes:,} bytes, {size.per_call} a call"
     pace = {name: tuple(sample[0] for sample in samples) for name, samples in taken.items()}
     for name, values in pace.items():
