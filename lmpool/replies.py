@@ -20,6 +20,13 @@ _USUAL: Final = getattr(redis.utils, "SENTINEL", None)
 """What redis-py says, from its release 8 on, where a read has no timeout of its own."""
 
 
+_OF_CLUSTERS: Final = frozenset(
+    ("ASK", "CLUSTERDOWN", "CROSSSLOT", "MASTERDOWN", "MOVED", "TRYAGAIN")
+)
+"""Refusals, by their first words, of which redis-py makes classes from its release 6 on, without
+these words: here they are the same in all releases."""
+
+
 class ReplyTooLong(redis.exceptions.ConnectionError):
     """A reply was longer than `REPLY_BYTES`: it was not read to its end, its connection closed."""
 
@@ -44,6 +51,13 @@ class Parser(_HiredisParser):
         """The next that is read are so many replies, as one list, or in its place the first
         refusal: all of them are read."""
         self._count = count
+
+    @classmethod
+    def parse_error(cls, response: str) -> Any:
+        """A refusal, with the server's own words where redis-py has no class for them."""
+        if response.partition(" ")[0] in _OF_CLUSTERS:
+            return redis.exceptions.ResponseError(response)
+        return super().parse_error(response)  # type: ignore[no-untyped-call]
 
     def on_connect(self, connection: Any, **options: Any) -> None:
         """A new connection."""

@@ -67,6 +67,11 @@ class Seat:
         del self._threads[name]
         return True
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether one of its threads has not ended."""
+        return any(thread.is_alive() for thread in self._threads.values())
+
     def end_heartbeat(self) -> None:
         """Beat no more. A beat that is on its way is waited for."""
         self.left.set()

@@ -431,16 +431,19 @@ class Service:
                 thread.join(limit)
                 if thread.is_alive():
                     logger.error("the %s is still busy after %g s: leaving without it", name, limit)
+        busy = False
         if self._publisher is not None:
             self._publisher.finish()
             thread = self._threads.pop("publisher", None)
             if thread is not None:
                 thread.join(limit)
+                busy = thread.is_alive()
             self._leave(seats)
             self._publisher = None
         for seat in seats:
             seat.end_heartbeat()
-        self._close_servers()
+            busy |= seat.is_busy
+        self._close_servers(busy)
 
     def _seats(self) -> list[Seat]:
         """Where it serves, and before that where it still has jobs."""
@@ -513,9 +516,12 @@ class Service:
             if servers in self._opened:
                 self._opened.remove(servers)
 
-    def _close_servers(self) -> None:
+    def _close_servers(self, busy: bool = False) -> None:
         for servers in self._opened:
-            servers.close()
+            if busy:  # the numbers of its sockets are a thread's, which may be about to write there
+                servers.cut()
+            else:
+                servers.close()
         self._opened.clear()
 
     def _close_engine(self) -> None:

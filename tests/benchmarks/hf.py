@@ -83,7 +83,7 @@ def measure(scale: Scale) -> Report:
     )
     report.note(
         "every side but genlm-backend's runs the like of each workload just before it: memory "
-        "that the machine gives anew, as to a process that was idle, takes longer than copying a row"
+        "that the machine gives anew, as to who was idle, takes longer than a row's copying"
     )
     report.note(
         "every side starts each workload with empty caches and answers the same prompts, the pool "

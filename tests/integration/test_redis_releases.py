@@ -57,3 +57,20 @@ def test_a_client_works_beside_it(tmp_path: Path, server_binary: str, release: s
         assert asked.returncode == 0, asked.stderr
         found = next(target.glob("redis-*.dist-info")).name
         assert found == f"redis-{asked.stdout.strip()}.dist-info"
+    # What it makes of replies, refusals among them.
+    replies = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "not real_server",
+    ]
+    tested = subprocess.run(
+        [*replies, "tests/unit/test_bulk.py"],
+        env={**os.environ, "PYTHONPATH": str(target)},
+        cwd=ROOT, capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert tested.returncode == 0, tested.stdout

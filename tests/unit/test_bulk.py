@@ -345,6 +345,21 @@ def test_a_refusal_among_several_replies_is_heard_by_who_looks_after_the_slots()
     assert suspected == [(place.hostname, place.port)]
 
 
+@pytest.mark.parametrize(
+    "refusal",
+    ["CLUSTERDOWN Hash slot not served", "MASTERDOWN Link with MASTER is down", "TRYAGAIN later"],
+)
+def test_a_refusal_that_ends_by_itself_is_a_reason_to_try_again(refusal: str) -> None:
+    # By its words: redis-py has classes of such, without the first of them, in some releases.
+    with Scripted([f"-{refusal}\r\n".encode()]) as scripted:
+        for server in opened(scripted.url):
+            with pytest.raises(redis.exceptions.ResponseError, match=refusal) as refused:
+                server.mget(KEYS)
+            assert is_lost(refused.value)
+            assert server.ping() is True
+        assert scripted.opened == 1
+
+
 @pytest.mark.parametrize("end", [0, 3, 5, 30, len(SEVERAL) - 1])
 @pytest.mark.parametrize("then", ["cut", "silent"])
 def test_several_replies_that_end_early_are_a_lost_connection(end: int, then: str) -> None:

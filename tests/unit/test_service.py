@@ -24,6 +24,7 @@ from lmpool.worker import moving, patience
 from lmpool.worker import service as service_module
 from lmpool.worker.carrying import enter
 from lmpool.worker.heartbeat import ANSWER_WITHIN, Heartbeat
+from lmpool.worker.publishing import Publisher
 from lmpool.worker.recovery import Recovery
 from lmpool.worker.service import Service, consumer_name
 from tests.support.clients import connected
@@ -631,6 +632,36 @@ def test_an_engine_that_hangs_is_left_after_the_time_for_draining(
     assert [item["consumer"].decode() for item in pending] == [worker.id]
     assert not server.exists(shards[0].alive(worker.id))
     engine.gate.set()
+
+
+def test_a_thread_that_writes_yet_keeps_the_numbers_of_its_sockets(
+    new: Callable[..., InProcessWorker],
+    engine: GatedEngine,
+    server: redis.Redis,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another file's would be the same at once, and get what is written."""
+    writing, left = threading.Event(), threading.Event()
+    found: list[Any] = []
+
+    def write(self: Publisher, chunk: Any) -> None:
+        found.append(self._servers.anywhere.connection_pool.get_connection()._sock)
+        writing.set()
+        assert left.wait(60)
+
+    monkeypatch.setattr(Publisher, "_write", write)
+    engine.gate.set()
+    worker = new(drain_timeout=0.1)
+    worker.start()
+    info, shards = served(server, keys)
+    enqueue(server, shards[0], info, 1)
+    assert writing.wait(60)
+    worker.stop()
+    assert found[0].fileno() != -1
+    assert found[0].recv(1) == b""  # nothing more comes or goes
+    left.set()
+    found[0].close()
 
 
 def test_a_job_that_waits_to_be_run_alone_keeps_its_deliveries_without_this_one(
