@@ -35,7 +35,11 @@ def reads(end: Any) -> tuple[Move, Move]:
     """How pieces of memory are filled with what a socket receives: the first of it, which may be
     long in coming, and then the rest."""
     if isinstance(end, ssl.SSLSocket) or not hasattr(end, "recvmsg_into"):
-        return (lambda pieces: int(end.recv_into(pieces[0])),) * 2
+
+        def one(pieces: Sequence[Any]) -> int:
+            return int(end.recv_into(pieces[0]))
+
+        return one, one
 
     def asleep(pieces: Sequence[Any]) -> int:
         return int(end.recvmsg_into(pieces[:PIECES])[0])
