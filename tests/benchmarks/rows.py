@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +22,7 @@ LINE = "rows of 256 KiB and of 64 KB a second, against the server's own SET and 
 
 RESULT_TTL = 3.0
 """Seconds; the rows of a run must fit into the server's memory."""
+BUSY = ", beside a busy process for each core"
 WARM_UP = 2**31
 """The number of the run before the first: each is taken by a side that has just made another."""
 
@@ -37,6 +41,8 @@ class Size:
     at_least: float
     """Of the bound."""
     ways: tuple[Ask, ...]
+    beside_busy: bool = False
+    """Whether it is measured once more, beside processes that keep every core busy."""
 
     @property
     def row_bytes(self) -> int:
@@ -47,7 +53,7 @@ class Size:
 SIZES: Final = (
     Size("large", 65_536, (1_500, 250), 250, 0.85, (in_batches, gathered)),
     # What the particles of one step ask.
-    Size("particles", 16_000, (3_200, 320), 32, 0.65, (in_batches,)),
+    Size("particles", 16_000, (3_200, 320), 32, 0.65, (in_batches,), beside_busy=True),
 )
 
 
@@ -61,6 +67,9 @@ def measure(scale: Scale) -> Report:
         for size in SIZES:
             with serving(server, size.name, size.vocab_size, result_ttl=RESULT_TTL) as pool:
                 _measure_one(report, server, pool, size, scale)
+                if size.beside_busy:
+                    with busy_cores():
+                        _measure_one(report, server, pool, size, scale, BUSY)
     report.note(
         "pool: distinct prompts, until every row is in the caller's hands (batch calls: in one "
         "array), default settings but for result_ttl"
@@ -78,7 +87,20 @@ def measure(scale: Scale) -> Report:
     return report
 
 
-def _measure_one(report: Report, server: RealServer, pool: Pool, size: Size, scale: Scale) -> None:
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    """A process for each core that does nothing but compute."""
+    with ExitStack() as stack:
+        for _ in range(os.cpu_count() or 1):
+            busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(busy.wait)
+            stack.callback(busy.kill)
+        yield
+
+
+def _measure_one(
+    report: Report, server: RealServer, pool: Pool, size: Size, scale: Scale, beside_what: str = ""
+) -> None:
     count = scale.of(*size.counts)
 
     def ours(ask: Ask, salt: int) -> Callable[[int], Sample]:
@@ -109,12 +131,13 @@ def _measure_one(report: Report, server: RealServer, pool: Pool, size: Size, sca
 
     names = {in_batches: "pool, batch calls", gathered: "pool, gathered calls"}
     sides: dict[str, Callable[[int], Sample]] = {
-        names[ask]: ours(ask, salt) for salt, ask in enumerate(size.ways, 1)
+        names[ask]: ours(ask, salt)
+        for salt, ask in enumerate(size.ways, 10 if beside_what else 1)  # never asked before
     }
     sides["server, SET and GET in turn"] = bare(alternating)
     sides["server, SET beside GET"] = bare(beside)
     taken = alternate({name: again(side) for name, side in sides.items()}, scale.runs)
-    heading = f"Rows of {size.row_bytes:,} bytes, {size.per_call} a call"
+    heading = f"Rows of {size.row_bytes:,} bytes, {size.per_call} a call{beside_what}"
     pace = {name: tuple(sample[0] for sample in samples) for name, samples in taken.items()}
     for name, values in pace.items():
         megabytes = tuple(value * size.row_bytes / 1e6 for value in values)
@@ -124,5 +147,6 @@ def _measure_one(report: Report, server: RealServer, pool: Pool, size: Size, sca
     for name, samples in taken.items():
         used = [cpu for _, cpu in samples if cpu]
         if used:
-            against = ratio(f"{name} / the bound", pace[name], faster, at_least=size.at_least)
+            goal = None if beside_what else size.at_least
+            against = ratio(f"{name} / the bound", pace[name], faster, at_least=goal)
             report.add(heading, against, *processor(name, used, "us/row"))
