@@ -80,6 +80,8 @@ class Gathered:
         return sum(map(len, self._pieces))
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
+        if len(self._pieces) == 1 and len(self._pieces[0]) <= PORTION:
+            return iter(self._pieces)  # which leaves at once: no look at the socket is worth it
         socket = self._connection._sock
         send = writes(socket)
         left, at = [memoryview(piece) for piece in self._pieces], 0

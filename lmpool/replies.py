@@ -54,7 +54,7 @@ class Parser(_HiredisParser):
 
     @classmethod
     def parse_error(cls, response: str) -> Any:
-        """A refusal, with the server's own words where redis-py has no class for them."""
+        """A refusal, with all of the server's words where releases of redis-py differ."""
         if response.partition(" ")[0] in _OF_CLUSTERS:
             return redis.exceptions.ResponseError(response)
         return super().parse_error(response)  # type: ignore[no-untyped-call]

@@ -9,21 +9,24 @@ from functools import partial
 from typing import Final
 
 from tests.benchmarks.measure import number
-from tests.support.performance import GATHERED, LARGE, PARTICLES, saved
+from tests.support.performance import (
+    BATCHES,
+    GATHERED,
+    LARGE,
+    PARTICLES,
+    SINGLE,
+    SMALLER,
+    figure,
+    saved,
+)
 
-BATCHES: Final = "pool, batch calls, batch_size=512"
-SMALLER: Final = "Rows of 64,000 bytes, 32 a call"
+FULL: Final = "pool, batch calls, batch_size=512"
 DISTINCT: Final = "512 distinct prompts of 32 tokens"
-SINGLE: Final = "64 prompts of 32 tokens, one after another"
 
 
 def values_of(report: str, heading: str, what: str, unit: str | None = None) -> Sequence[float]:
-    """A figure of a saved report, run by run. A name may be there once more, in another unit."""
-    found: Sequence[float] = next(
-        figure["values"]
-        for figure in saved(report)["figures"][heading]
-        if figure["what"] == what and unit in (None, figure["unit"])
-    )
+    """A figure of a saved report, run by run."""
+    found: Sequence[float] = figure(report, heading, what, unit)["values"]
     return found
 
 
@@ -77,7 +80,7 @@ def readme_figures() -> str:
     table = _table(
         (
             "small rows, 32-token prompts",
-            f"{median('jobs', 'Pace', BATCHES)} jobs/s",
+            f"{median('jobs', 'Pace', FULL)} jobs/s",
             f"arq running no-op jobs: {_arq()}/s",
         ),
         ("rows of 256 KiB", rows, f"{_ROWS('pool, batch calls / the bound')} {_SOCKETS}"),
@@ -100,11 +103,11 @@ def comparison_figures() -> str:
     versions = f"{facts['server'].split(',')[0]}, redis-py {facts['redis']}"
     head = (
         f"Measured on {machine('jobs')} ({versions}, one worker process with the mock engine, one\n"
-        f"client process; medians of {_runs('jobs', 'Pace', BATCHES)} runs, with the peer in the "
+        f"client process; medians of {_runs('jobs', 'Pace', FULL)} runs, with the peer in the "
         "same run):"
     )
-    usual = f"default settings: {pace('pool, batch calls, default settings')}"
-    ratio = times(f"{BATCHES} / the faster arq")
+    usual = f"default settings: {pace(BATCHES)}"
+    ratio = times(f"{FULL} / the faster arq")
     large = f"{_ROWS('pool, batch calls')} rows/s, {_ROWS('pool, batch calls', 'MB/s')} MB/s"
     lone = f"one call a prompt: {_ROWS('pool, gathered calls')} rows/s"
     bounds = [_ROWS(f"pool, {calls} calls / the bound") for calls in ("batch", "gathered")]
@@ -114,7 +117,7 @@ def comparison_figures() -> str:
     table = _table(
         (
             "small rows (256 floats), 32-token prompts",
-            f"{pace(BATCHES)} jobs/s ({usual})",
+            f"{pace(FULL)} jobs/s ({usual})",
             f"arq running no-op jobs: {_arq()}/s, so {ratio} times",
         ),
         (

@@ -25,16 +25,13 @@ class Line:
 
     def cells(self) -> tuple[str, ...]:
         """The median, the least and the most, when it was taken, and where all of it stands."""
-        report = saved(self.report)
-        figures = report["figures"][self.heading]
-        # A name may be there once more, in another unit: its pace comes first.
-        chosen = [next(f for f in figures if f["what"] == what) for what in self.figures]
+        chosen = [figure(self.report, self.heading, what) for what in self.figures]
         values = [sum(run) for run in zip(*(each["values"] for each in chosen), strict=True)]
         return (
             self.what,
             f"{number(statistics.median(values))} {chosen[0]['unit']}",
             f"{number(min(values))} to {number(max(values))}",
-            report["facts"]["date"],
+            saved(self.report)["facts"]["date"],
             f"[{self.report}](../tests/benchmarks/results/{self.report}.md)",
         )
 
@@ -43,6 +40,8 @@ BATCHES: Final = "pool, batch calls, default settings"
 GATHERED: Final = "pool, gathered calls, batch_size=512"
 PARTICLES: Final = "Particles: 32 of one 256-token prompt, 32 steps"
 LARGE: Final = "Rows of 262,144 bytes, 250 a call"
+SMALLER: Final = "Rows of 64,000 bytes, 32 a call"
+SINGLE: Final = "64 prompts of 32 tokens, one after another"
 LINES: Final = (
     Line("batch calls, rows of 1 KiB", "jobs", "Pace", (BATCHES,)),
     Line("the same against arq", "jobs", "Ratios", (f"{BATCHES} / the faster arq",)),
@@ -66,7 +65,7 @@ LINES: Final = (
     Line(
         "rows of 64 KB, 32 a call, against the same",
         "rows",
-        "Rows of 64,000 bytes, 32 a call",
+        SMALLER,
         ("pool, batch calls / the bound",),
     ),
     Line("rows of 128,256 tokens", "answers", "Pace", ("rows",)),
@@ -77,7 +76,7 @@ LINES: Final = (
     Line(
         "`hf`, one prompt after another: a pool",
         "hf",
-        "64 prompts of 32 tokens, one after another",
+        SINGLE,
         ("pool",),
     ),
     Line("`vllm`: rows captured / nothing captured", "vllm", "Capture against", ("no capture",)),
@@ -104,6 +103,17 @@ def saved(name: str) -> dict[str, Any]:
     """A saved report."""
     (report,) = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
     found: dict[str, Any] = report
+    return found
+
+
+def figure(report: str, heading: str, what: str, unit: str | None = None) -> dict[str, Any]:
+    """A figure of a saved report. A name may be there once more, in another unit: its pace comes
+    first."""
+    found: dict[str, Any] = next(
+        each
+        for each in saved(report)["figures"][heading]
+        if each["what"] == what and unit in (None, each["unit"])
+    )
     return found
 
 
