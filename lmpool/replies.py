@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import socket
 import ssl
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final
@@ -16,6 +17,7 @@ from lmpool.bulk import receive_values
 from lmpool.sockets import reads
 
 REPLY_BYTES: Final = 64 << 20
+_LOOK: Final = socket.MSG_PEEK | getattr(socket, "MSG_DONTWAIT", 0)
 _USUAL: Final = getattr(redis.utils, "SENTINEL", None)
 """What redis-py says, from its release 8 on, where a read has no timeout of its own."""
 
@@ -64,12 +66,12 @@ class Parser(_HiredisParser):
         super().on_connect(connection, **options)  # type: ignore[no-untyped-call]
         self._poll: Any = None
         self._sizes, self._count = (), 0
-        socket: Any = self._sock
-        self._receive = reads(socket)
+        end: Any = self._sock
+        self._receive = reads(end)
         # TLS keeps what it decrypted to itself, and what comes may be its own.
-        if hasattr(select, "poll") and not isinstance(socket, ssl.SSLSocket):
+        if hasattr(select, "poll") and not isinstance(end, ssl.SSLSocket):
             self._poll = select.poll()
-            self._poll.register(socket, select.POLLIN)
+            self._poll.register(end, select.POLLIN)
 
     def can_read(self, timeout: float) -> bool:
         """Whether there is anything to be read, or the connection was closed."""
@@ -85,6 +87,14 @@ class Parser(_HiredisParser):
     def is_quiet(self) -> bool:
         """Whether that is known to be nothing, without TLS having its say."""
         return self.is_plain and not self.can_read(0)
+
+    def comes_within(self, seconds: float, least: int) -> bool:
+        """Whether there is something to be read within that time, and then at `least` so many
+        bytes, as far as that is known. Raises what the socket raises."""
+        if self._poll is None or not self._poll.poll(1000 * seconds):
+            return False
+        receiving: Any = self._sock
+        return len(receiving.recv(least, _LOOK)) == least
 
     def _holds_some(self) -> bool:
         """Whether redis-py, before its release 8, has taken a reply that nobody has read."""

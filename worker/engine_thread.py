@@ -285,10 +285,13 @@ class EngineLoop:
             logger.error("the engine gave no outcome for %d requests", len(self._held))
             forgotten = PromptFailed(_NO_OUTCOME)
             finished += self._finish([Outcome(asked, error=forgotten) for asked in self._held])
-        if finished:
+        begun = idle and not len(self._batcher) and self._publisher.begin(finished)
+        if finished and not begun:
             self._publisher.put(finished)
         if idle:
             self._batcher.done()
+        if begun:
+            self._publisher.end()
 
     def _note_pace(self, took: float) -> None:
         prompts, tokens = self._begun

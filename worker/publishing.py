@@ -33,7 +33,7 @@ from lmpool.worker.by_stream import by_shard
 from lmpool.worker.pieces import PieceWriter, Telling
 from lmpool.worker.result_store import LOOK_EVERY, ResultStore
 from lmpool.worker.status import WorkerStatus
-from lmpool.worker.transaction import Call, set_and_call
+from lmpool.worker.transaction import Call, Transaction
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,12 @@ QUEUE_MOST: Final = 2
 """Finished batches that may wait to be written; then the engine waits."""
 CHUNK_BYTES: Final = 2 << 20
 CHUNK_MOST: Final = 512
+BEGIN_MOST: Final = 8
+"""Jobs that the engine's thread writes itself, at most."""
+BEGIN_BYTES: Final = 8 << 10
+"""Bytes of rows among them: a server takes in as much in one step."""
+LEISURE: Final = 0.001
+"""Seconds for which it waits for the answer."""
 ASIDE_BYTES: Final = 64 << 20
 """Bytes of rows that wait for shards that are away."""
 ASIDE_PAUSE: Final = 0.05
@@ -82,7 +88,20 @@ Finished = tuple[Delivery, Outcome] | Told | Done
 
 
 _PIECES: Final[Sequence[Finished]] = []
-"""In the queue: there are pieces to be told."""
+"""In the queue: there are pieces to be told, or an answer is to be taken."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Writing:
+    """A chunk that was sent, and is to be answered."""
+
+    shard: ShardKeys
+    chunk: Sequence[Done]
+    size: int
+    kinds: Counter[str]
+    evicts: bool
+    transaction: Transaction
+    began: float
 
 
 def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
@@ -112,7 +131,8 @@ def _stream_of(done: Done) -> JobStream:
 
 
 class Publisher:
-    """Writes finished batches in order. Owned by one thread, which `run` is."""
+    """Writes finished batches in order. Owned by one thread, which `run` is; while that rests the
+    engine's may begin to write."""
 
     def __init__(
         self,
@@ -133,6 +153,12 @@ class Publisher:
         self._is_called = False
         """Whether the queue has `_PIECES` in it."""
         self._room = threading.Semaphore(QUEUE_MOST)
+        self._writing = threading.Lock()
+        """Of whoever writes: of its own thread, but while that waits for more."""
+        self._begun: _Writing | None = None
+        """What the engine's thread has sent, and is to be answered."""
+        self._is_far = False
+        """Whether the last answer to such was not worth waiting for."""
         self._ended = False
         self._uncounted = 0
         """1 until the batch that is being written has been counted."""
@@ -160,9 +186,78 @@ class Publisher:
         """Hand over one batch; blocks while two are waiting to be written."""
         self._put(finished)
 
+    def begin(self, finished: Sequence[Finished]) -> bool:
+        """Send a small batch in the engine's thread, which has nothing else to do, while the
+        publisher's rests: that would have to wake up first. Whether it was; then `end` is next."""
+        if not 0 < len(finished) <= BEGIN_MOST or not self._writing.acquire(blocking=False):
+            return False
+        begun: _Writing | None = None
+        try:
+            if self._begun is None:
+                begun = self._begun = self._begin(finished)
+        except (redis.exceptions.RedisError, OSError) as error:
+            logger.debug("the publisher writes it: %s", error)
+        finally:
+            if begun is None:
+                self._writing.release()
+        return begun is not None
+
+    def end(self) -> None:
+        """Take the answer to what was begun, or leave it to the publisher's thread."""
+        begun = self._begun
+        assert begun is not None
+        try:
+            if begun.transaction.is_answered_within(0.0 if self._is_far else LEISURE):
+                self._end_begun(begun)
+        except (redis.exceptions.RedisError, OSError) as error:
+            logger.debug("the publisher writes it again: %s", error)
+        finally:
+            if self._begun is not None:
+                self._call()
+            self._writing.release()
+
+    def _begin(self, finished: Sequence[Finished]) -> _Writing | None:
+        if self._aside or self._is_called or not self._queue.empty():
+            return None
+        ended = [item for item in finished if isinstance(item, tuple)]
+        if len(ended) < len(finished):  # others were told as they were drawn
+            return None
+        shards = {delivery.stream.shard for delivery, _ in ended}
+        size = 4 * self._vocab_size * sum(d.job.want.kind == Row.kind for d, _ in ended)
+        if len(shards) > 1 or size > BEGIN_BYTES:
+            return None
+        shard = shards.pop()
+        server = self._servers.at_hand(shard)
+        if server is None or not server.may_go_ahead() or not self._store.has_room(shard, size):
+            return None
+        self._uncounted = 1
+        with self._servers.in_step():
+            chunk = [encode(delivery, outcome, self._vocab_size) for delivery, outcome in ended]
+            return self._send(shard, chunk)
+
+    def _end_begun(self, begun: _Writing) -> None:
+        with self._servers.in_step():
+            self._take_answer(begun)
+        self._begun = None
+        took = time.monotonic() - begun.began
+        self._is_far = took > LEISURE
+        self._metrics.publish.add(took)
+        self._settle(begun.chunk)
+
+    def _take_over(self, begun: _Writing) -> None:
+        """What the engine's thread has begun is answered late, or was refused."""
+        try:
+            self._end_begun(begun)
+        except (redis.exceptions.RedisError, OSError):
+            self._begun = None
+            self._write(begun.chunk)
+
     def tell(self, parts: Sequence[tuple[Telling, Part]]) -> None:
         """Hand over what was drawn of continuations that go on; never blocks."""
         self._pieces.add(parts)
+        self._call()
+
+    def _call(self) -> None:
         if not self._is_called:
             self._is_called = True
             self._queue.put(_PIECES)
@@ -181,19 +276,20 @@ class Publisher:
     def run(self) -> None:
         """Write until told to finish."""
         try:
-            while (finished := self._next()) is not None:
-                self._uncounted = 1
-                began = time.monotonic()
-                for chunk in self._chunks(finished):
-                    self._write(chunk)
-                self._metrics.publish.add(time.monotonic() - began)
-            until = time.monotonic() + ASIDE_FAREWELL
-            while self._aside and time.monotonic() < until:
-                time.sleep(ASIDE_PAUSE)
-                self._write_aside()
-            if self._aside:
-                left = sum(len(chunk) for chunk in self._aside)
-                logger.error("%d jobs were not written and stay with the pool", left)
+            with self._writing:
+                while (finished := self._next()) is not None:
+                    self._uncounted = 1
+                    began = time.monotonic()
+                    for chunk in self._chunks(finished):
+                        self._write(chunk)
+                    self._metrics.publish.add(time.monotonic() - began)
+                until = time.monotonic() + ASIDE_FAREWELL
+                while self._aside and time.monotonic() < until:
+                    time.sleep(ASIDE_PAUSE)
+                    self._write_aside()
+                if self._aside:
+                    left = sum(len(chunk) for chunk in self._aside)
+                    logger.error("%d jobs were not written and stay with the pool", left)
         finally:
             self._ended = True
 
@@ -203,7 +299,7 @@ class Publisher:
             if self._aside and time.monotonic() - self._tried_aside > ASIDE_PAUSE:
                 self._write_aside()
             try:
-                finished = self._queue.get(timeout=ASIDE_PAUSE if self._aside else LOOK_EVERY)
+                finished = self._wait(ASIDE_PAUSE if self._aside else LOOK_EVERY)
             except queue.Empty:
                 self._store.look_now_and_then()
             else:
@@ -212,6 +308,16 @@ class Publisher:
                 if finished is not _PIECES:
                     self._room.release()
                     return finished
+
+    def _wait(self, seconds: float) -> Sequence[Finished] | None:
+        """What comes next in the queue. Raises `queue.Empty` where nothing does."""
+        self._writing.release()
+        try:
+            return self._queue.get(timeout=seconds)
+        finally:
+            self._writing.acquire()
+            if self._begun is not None:
+                self._take_over(self._begun)
 
     def _chunks(self, finished: Sequence[Finished]) -> Iterator[list[Done]]:
         """Few large rows or many small ones at a time: the first are read while others follow."""
@@ -287,11 +393,15 @@ class Publisher:
             if not (self._servers.fails_apart and self._relieve(shard, chunk)):
                 raise
             isolate(chunk, write, self._leave_out)
+        self._settle(chunk)
+        return True
+
+    def _settle(self, chunk: Sequence[Done]) -> None:
+        """All of it is with the server."""
         self._status.let_go(done.delivery for done in chunk)
         for done in chunk:
             if done.status != "ok":
                 self._status.note_failure(done.status, done.error or done.status)
-        return True
 
     def _say_full(self, shard: ShardKeys, error: Exception) -> None:
         """A node is full, of what is not for workers to evict: its shard is as if it were away."""
@@ -359,6 +469,9 @@ class Publisher:
             return False
 
     def _write_in(self, shard: ShardKeys, chunk: Sequence[Done]) -> None:
+        self._take_answer(self._send(shard, chunk))
+
+    def _send(self, shard: ShardKeys, chunk: Sequence[Done]) -> _Writing:
         """One transaction: room, every row with its TTL, then the notices and acknowledgements."""
         streams: dict[str, list[Done]] = {}
         last: JobStream | None = None
@@ -401,20 +514,30 @@ class Publisher:
             *(b"".join(digests).hex(), len(counters) // 2, *counters, *jobs),
         ]
         before = self._store.before_writing(shard, size) if size else None
-        made, told = set_and_call(
+        began = time.monotonic()
+        transaction = Transaction(
             self._servers.for_shard(shard),
             [*zip(shard.results(digests), values, strict=True)],
             self._result_ttl_ms,
             Call(script("complete"), [shard.account, *streams], arguments),
             before,
         )
+        return _Writing(shard, chunk, size, kinds, before is not None, transaction, began)
+
+    def _take_answer(self, writing: _Writing) -> None:
+        made, told = writing.transaction.answers()
         self._uncounted = self._left_out = 0
-        self._metrics.answers.update(kinds)
-        if before is not None:
+        self._metrics.answers.update(writing.kinds)
+        shard, size = writing.shard, writing.size
+        if writing.evicts:
             self._store.evicted(shard, made, size)
         if size:
             self._store.holds(shard, told[1])
-        streamed = [d.delivery.job.digest for d in chunk if isinstance(d.delivery.job.want, Stream)]
+        streamed = [
+            done.delivery.job.digest
+            for done in writing.chunk
+            if isinstance(done.delivery.job.want, Stream)
+        ]
         if streamed:
             self._pieces.forget(shard, streamed)
 

@@ -114,6 +114,12 @@ class ResultStore:
             except (redis.exceptions.RedisError, OSError) as error:
                 logger.debug("the server's memory cannot be looked at: %s", error)
 
+    def has_room(self, shard: ShardKeys, size: int) -> bool:
+        """Whether `size` bytes may be written with nothing before them."""
+        target = self._target(shard, size)
+        fits = target is None or self._held.get(shard.prefix, 0) <= target
+        return fits and time.monotonic() < self._due
+
     def before_writing(self, shard: ShardKeys, size: int) -> Call | None:
         """What is to be called together with writing `size` bytes, so that they have room.
 

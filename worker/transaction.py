@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import redis.exceptions
 
@@ -18,6 +18,10 @@ from lmpool.bulk import Gathered
 from lmpool.commands import Server, Value
 from lmpool.rows import LARGE, PackedRow
 from lmpool.scripts import Script
+
+
+_BEGUN: Final = b"+OK\r\n"
+_QUEUED: Final = b"+QUEUED\r\n"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,45 +33,77 @@ class Call:
     arguments: Sequence[Value]
 
 
-def set_and_call(
-    server: Server,
-    rows: Sequence[tuple[str, bytes | PackedRow]],
-    ttl_ms: int,
-    call: Call,
-    before: Call | None = None,
-) -> tuple[Any, Any]:
-    """Call `before`, SET each row (key, value) with its TTL unless one is there, then `call`.
+class Transaction:
+    """A call, and SET of each row (key, value) with its TTL unless one is there, with another call
+    `before` them: all of it is done or nothing. It is sent as it is made; its answers are read by
+    `answers`, for which alone the connection serves meanwhile.
 
-    All of it is done or nothing. Returns what `before` and `call` returned. Raises redis-py's
-    exceptions, the first one where several commands were refused.
+    Raises redis-py's exceptions.
     """
-    calls = [call] if before is None else [before, call]
-    pool = server.connection_pool
-    connection = pool.get_connection()
-    try:
-        pieces = _packed(connection, rows, ttl_ms, call, before)
-        connection.send_packed_command(Gathered(connection, pieces))
-        connection._parser.expect_several(len(rows) + len(calls) + 2)
-        answers: list[Any] = connection.read_response()
-    except redis.exceptions.ResponseError:
-        raise  # the first of them; all were read
-    except BaseException:
-        connection.disconnect()  # answers that nobody read must not answer the next command
-        raise
-    finally:
-        pool.release(connection)
-    # EXEC answers with what each command answered, errors among them.
-    outcomes: list[Any] = answers[-1]
-    first = None if before is None else _made_up_for(server, before, outcomes[0])
-    last = _made_up_for(server, call, outcomes[-1])
-    written = outcomes[len(calls) - 1 : -1]
-    if written.count(b"OK") < len(rows):
-        for (key, value), outcome in zip(rows, written, strict=True):
-            if isinstance(outcome, Exception):
-                raise outcome
-            if outcome is None:
-                _replace_what_is_none(server, key, value, ttl_ms)
-    return first, last
+
+    def __init__(
+        self,
+        server: Server,
+        rows: Sequence[tuple[str, bytes | PackedRow]],
+        ttl_ms: int,
+        call: Call,
+        before: Call | None = None,
+    ) -> None:
+        self._server = server
+        self._rows = rows
+        self._ttl_ms = ttl_ms
+        self._call = call
+        self._before = before
+        self._is_read = False
+        calls = self._calls = 1 if before is None else 2
+        self._before_exec = len(_BEGUN) + len(_QUEUED) * (len(rows) + calls)
+        """Bytes of the replies that say nothing yet."""
+        connection = self._connection = server.connection_pool.get_connection()
+        try:
+            pieces = _packed(connection, rows, ttl_ms, call, before)
+            connection.send_packed_command(Gathered(connection, pieces))
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        # Answers that nobody read must not answer the next command.
+        self._connection.disconnect()
+        self._server.connection_pool.release(self._connection)
+
+    def is_answered_within(self, seconds: float) -> bool:
+        """Whether the answer to all of it begins to come in that time, as far as can be told."""
+        return bool(self._connection._parser.comes_within(seconds, self._before_exec + 1))
+
+    def answers(self) -> tuple[Any, Any]:
+        """What `before` and `call` returned; once. Raises redis-py's exceptions, the first one
+        where several commands were refused."""
+        if self._is_read:
+            raise redis.exceptions.ConnectionError("its answers were read, and made no sense")
+        self._is_read = True
+        server, rows, call = self._server, self._rows, self._call
+        try:
+            self._connection._parser.expect_several(len(rows) + self._calls + 2)
+            answers: list[Any] = self._connection.read_response()
+        except redis.exceptions.ResponseError:  # the first of them; all were read
+            server.connection_pool.release(self._connection)
+            raise
+        except BaseException:
+            self._give_up()
+            raise
+        server.connection_pool.release(self._connection)
+        # EXEC answers with what each command answered, errors among them.
+        outcomes: list[Any] = answers[-1]
+        first = None if self._before is None else _made_up_for(server, self._before, outcomes[0])
+        last = _made_up_for(server, call, outcomes[-1])
+        written = outcomes[self._calls - 1 : -1]
+        if written.count(b"OK") < len(rows):
+            for (key, value), outcome in zip(rows, written, strict=True):
+                if isinstance(outcome, Exception):
+                    raise outcome
+                if outcome is None:
+                    _replace_what_is_none(server, key, value, self._ttl_ms)
+        return first, last
 
 
 def _made_up_for(server: Server, call: Call, outcome: Any) -> Any:

@@ -140,18 +140,21 @@ class FaultyEngine(MockEngine):
 
             intake.Intake._parse = parse  # type: ignore[method-assign]
             return
-        write = publishing.set_and_call
-        written = 0
+        engine, written = self, 0
 
-        def set_and_call(*arguments: Any) -> Any:
-            nonlocal written
-            written += 1
-            if step == "publishing" and written == 2:
-                self._die_once()  # the first chunk of a batch is written, the second is not
-            answers = write(*arguments)
-            if step == "published":
-                self._die_once()  # all is written, and the worker knows of nothing
-            return answers
+        class Transaction(publishing.Transaction):
+            def __init__(self, *arguments: Any) -> None:
+                nonlocal written
+                written += 1
+                if step == "publishing" and written == 2:
+                    engine._die_once()  # the first chunk of a batch is written, the second is not
+                super().__init__(*arguments)
+
+            def answers(self) -> tuple[Any, Any]:
+                answers = super().answers()
+                if step == "published":
+                    engine._die_once()  # all is written, and the worker knows of nothing
+                return answers
 
         publishing.CHUNK_MOST = 4  # type: ignore[misc]
-        publishing.set_and_call = set_and_call
+        publishing.Transaction = Transaction  # type: ignore[misc]

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +13,9 @@ import numpy.typing as npt
 import pytest
 import redis
 
+import lmpool
 from lmpool.backends.engine import Outcome
+from lmpool.backends.mock import mock_row
 from lmpool.errors import EngineBroken, PromptFailed, ServerRefused
 from lmpool.keys import ShardKeys
 from lmpool.rows import LARGE, PackedRow, bf16_to_f32, pack_logprobs, unpack_row
@@ -28,6 +32,7 @@ from tests.support.parts import info_of
 from tests.support.protocol import Caller, Consumer, entries_of, new_job, shard_of_pool
 from tests.support.server import RealServer
 from tests.support.waiting import until
+from tests.support.workers import in_process_worker
 
 VOCAB = 16
 
@@ -195,9 +200,9 @@ def shard(pool_name: str, any_server: str) -> ShardKeys:
 
 
 class Writer:
-    """A publisher at work on a thread of its own."""
+    """A publisher at work on a thread of its own, and where it `begins` on the engine's, too."""
 
-    def __init__(self, url: str, ttl_ms: int = 60_000) -> None:
+    def __init__(self, url: str, ttl_ms: int = 60_000, begins: bool = False) -> None:
         self.failed: list[int] = []
         self.status = WorkerStatus({}, lambda: self.failed.append(1))
         self.server: Any = open_server(url)
@@ -205,10 +210,25 @@ class Writer:
         store = ResultStore(self.servers, (), None)
         self.publisher = Publisher(self.servers, VOCAB, ttl_ms, store, self.status)
         self.thread = threading.Thread(target=self.publisher.run)
+        self.begins, self.begun = begins, 0
+        if begins:
+            store.look()
+            self.servers.anywhere.ping()
         self.thread.start()
 
     def put(self, finished: Sequence[Finished]) -> None:
+        """As the engine's thread does."""
+        if self.begins:
+            until(self.rests)
+            if self.publisher.begin(finished):
+                self.begun += 1
+                self.publisher.end()
+                return
         self.publisher.put(finished)
+
+    def rests(self) -> bool:
+        """Whether the publisher's thread does."""
+        return not self.publisher._writing.locked()
 
     def finish(self) -> None:
         self.publisher.finish()
@@ -217,12 +237,13 @@ class Writer:
         self.servers.close()
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., Writer]]:
+@pytest.fixture(params=[False, True], ids=["publisher", "engine"])
+def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Writer]]:
+    """Starts a writer whose small batches leave in that thread."""
     writers: list[Writer] = []
 
-    def start(*arguments: Any) -> Writer:
-        writers.append(Writer(*arguments))
+    def start(url: str, ttl_ms: int = 60_000) -> Writer:
+        writers.append(Writer(url, ttl_ms, request.param))
         return writers[-1]
 
     yield start
@@ -443,6 +464,144 @@ def until_or_not(condition: Callable[[], bool], timeout: float = 0.1) -> bool:
         return False
 
 
+# --- in the engine's thread --------------------------------------------------------------------
+
+
+@pytest.fixture
+def beginner(any_server: str) -> Iterator[Writer]:
+    writer = Writer(any_server, begins=True)
+    yield writer
+    writer.finish()
+
+
+def test_a_small_batch_is_written_while_the_publisher_rests(
+    beginner: Writer,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publishing, "LEISURE", 60.0)
+    monkeypatch.setattr(beginner.publisher, "_take_over", None)
+    most = publishing.BEGIN_MOST
+    caller, consumer, finished = prepare(redis_client, shard, 1 + most)
+    beginner.put(finished[:1])
+    assert len(caller.notices()) == 1
+    assert len(consumer.held()) == most
+    beginner.put(finished[1:])
+    assert len(caller.notices()) == most
+    assert consumer.held() == []
+    assert beginner.begun == 2
+    assert redis_client.hget(shard.counters, "batches") == b"2"
+
+
+def test_what_is_more_than_a_little_is_the_publishers(
+    beginner: Writer,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    pool_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most = publishing.BEGIN_MOST
+    caller, consumer, finished = prepare(redis_client, shard, most + 4)
+
+    def is_the_publishers(items: Sequence[Finished]) -> None:
+        before = len(consumer.held())
+        beginner.put(items)
+        until(lambda: len(consumer.held()) == before - len(items))
+        assert beginner.begun == 0
+
+    is_the_publishers(finished[: most + 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(publishing, "BEGIN_BYTES", 4 * VOCAB - 1)
+        is_the_publishers(finished[most + 1 : most + 2])
+    beginner.publisher._store._due = 0.0  # room is to be looked for
+    is_the_publishers(finished[most + 2 : most + 3])
+    others = [shard_of_pool(pool_name, shard=number) for number in (1, 2)]
+    prepared = [prepare(redis_client, other, 1) for other in others]
+    beginner.put([item for _, _, items in prepared for item in items])
+    assert beginner.begun == 0
+    for _, other, _ in prepared:
+        until(lambda other=other: other.held() == [])
+    until(lambda: beginner.publisher._store.has_room(shard, 1))
+    beginner.put(finished[most + 3 :])
+    assert beginner.begun == 1
+    until(lambda: consumer.held() == [])
+    assert len(caller.notices()) == most + 4
+
+
+def test_an_answer_that_is_long_in_coming_keeps_no_engine_waiting(
+    server_url: str, pool_name: str
+) -> None:
+    shard = shard_of_pool(pool_name)
+    writer = Writer(server_url, begins=True)
+    with redis.Redis.from_url(server_url, protocol=2) as client:
+        caller, consumer, finished = prepare(client, shard, 3)
+        client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
+        try:
+            writer.put(finished[:1])
+            assert writer.publisher._begun is not None  # the engine goes on
+            assert len(consumer.held()) == 3
+            assert not writer.publisher.begin(finished[1:2])
+            writer.publisher.put(finished[1:2])
+            time.sleep(2 * publishing.LEISURE)
+        finally:
+            client.execute_command("CLIENT", "UNPAUSE")
+        until(lambda: len(consumer.held()) == 1)
+        assert writer.publisher._is_far
+        assert writer.begun == 1
+        writer.put(finished[2:])  # nor does it wait for the next one, but sees that it came soon
+        until(lambda: consumer.held() == [])
+        until(lambda: not writer.publisher._is_far)
+        assert writer.begun == 2
+        assert len(caller.notices()) == 3
+        assert client.hget(shard.counters, "batches") == b"3"
+    writer.finish()
+
+
+@pytest.mark.parametrize("when", ["sent", "answered"])
+def test_what_was_begun_on_a_connection_that_ends_is_written_again(
+    when: str, beginner: Writer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller, consumer, finished = prepare(redis_client, shard, 1)
+    until(beginner.rests)
+    assert beginner.publisher.begin(finished)
+    begun = beginner.publisher._begun
+    assert begun is not None
+    if when == "answered":
+        assert begun.transaction.is_answered_within(60)
+    begun.transaction._connection._sock.shutdown(socket.SHUT_RDWR)
+    beginner.publisher.end()
+    until(lambda: consumer.held() == [])
+    assert len(caller.notices()) == 1  # told once
+
+
+def test_a_lone_prompt_is_written_in_the_engines_thread(
+    any_server: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[bool] = []
+    begin = Publisher.begin
+
+    def note_and_begin(self: Publisher, finished: Sequence[Finished]) -> bool:
+        begun.append(begin(self, finished))
+        return begun[-1]
+
+    monkeypatch.setattr(Publisher, "begin", note_and_begin)
+    with (
+        in_process_worker(any_server, pool_name, engine_opts={"vocab_size": VOCAB}),
+        lmpool.connect(any_server, pool_name, framework="numpy", cache_bytes=0) as lm,
+    ):
+        prompts = ([n, m] for n in range(VOCAB) for m in range(VOCAB))
+
+        def is_written_there() -> bool:
+            prompt = next(prompts)
+            row = lm.sync.next_token_logprobs(prompt)
+            np.testing.assert_array_equal(row, mock_row(prompt, VOCAB))
+            return begun[-1]
+
+        until(is_written_there)
+        assert sum(is_written_there() for _ in range(20)) >= 15  # not where room is looked for
+
+
 # --- when the server does not take it ----------------------------------------------------------
 
 
@@ -484,15 +643,15 @@ def test_a_write_that_was_done_but_not_answered_is_done_again_without_harm(
 ) -> None:
     caller, consumer, finished = prepare(redis_client, shard, 2)
     writer = start(any_server)
-    write_in = writer.publisher._write_in
+    take_answer = writer.publisher._take_answer
     lost: list[Exception] = [redis.exceptions.TimeoutError("no answer")]
 
-    def write_and_lose(*arguments: Any) -> None:
-        write_in(*arguments)
+    def take_and_lose(writing: Any) -> None:
+        take_answer(writing)
         if lost:
             raise lost.pop()
 
-    writer.publisher._write_in = write_and_lose  # type: ignore[method-assign]
+    writer.publisher._take_answer = take_and_lose  # type: ignore[method-assign]
     writer.put(finished)
     writer.finish()
     assert not lost
@@ -521,14 +680,14 @@ def test_a_server_that_refuses_for_good_ends_the_worker(
 
 def refuse(writer: Writer, refused: Callable[[Sequence[Done]], bool]) -> None:
     """Let the server refuse what is written, and not who writes it."""
-    write_in = writer.publisher._write_in
+    send = writer.publisher._send
 
-    def refusing(stream: Any, chunk: Sequence[Done]) -> None:
+    def refusing(shard: Any, chunk: Sequence[Done]) -> Any:
         if refused(chunk):
             raise redis.exceptions.ResponseError("WRONGTYPE")
-        write_in(stream, chunk)
+        return send(shard, chunk)
 
-    writer.publisher._write_in = refusing  # type: ignore[method-assign]
+    writer.publisher._send = refusing  # type: ignore[method-assign]
 
 
 def test_jobs_that_are_refused_alone_go_and_the_batch_counts_once(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import redis
@@ -12,8 +13,9 @@ from lmpool.keys import PoolKeys
 from lmpool.rows import LARGE, PackedRow
 from lmpool.scripts import script
 from lmpool.server import open_server
-from lmpool.worker.transaction import Call, set_and_call
+from lmpool.worker.transaction import Call, Transaction
 from tests.support.server import RealServer
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -34,6 +36,11 @@ def rows(pool_name: str) -> list[tuple[str, bytes | PackedRow]]:
     return [(f"{{{pool_name}}}:row:{i}", value) for i, value in enumerate(values)]
 
 
+def written(server: Server, found: Any, *calls: Call) -> tuple[Any, Any]:
+    """What was answered to a transaction of these rows and calls."""
+    return Transaction(server, found, 60_000, *calls).answers()
+
+
 def stored(value: bytes | PackedRow) -> bytes:
     return value.joined() if isinstance(value, PackedRow) else value
 
@@ -48,7 +55,7 @@ def test_rows_and_script_are_done(
     else:
         redis_client.script_flush()
     for _ in range(2):  # the connection is fit for the next one
-        set_and_call(server, rows(pool_name), 60_000, Call(replace, [key], ["", "v"]))
+        written(server, rows(pool_name), Call(replace, [key], ["", "v"]))
     for name, value in rows(pool_name):
         assert redis_client.get(name) == stored(value)
         assert 0 < redis_client.pttl(name) <= 60_000
@@ -69,18 +76,13 @@ def test_nothing_is_done_where_something_is_refused(server_binary: str, pool_nam
                     except redis.exceptions.OutOfMemoryError:
                         break
                 with pytest.raises(redis.exceptions.OutOfMemoryError) as refused:
-                    set_and_call(
-                        server,
-                        rows(pool_name),
-                        60_000,
-                        Call(script("replace"), [key], ["", "v"]),
-                    )
+                    written(server, rows(pool_name), Call(script("replace"), [key], ["", "v"]))
                 assert len(str(refused.value)) < 200  # no rows in it
                 assert admin.exists(key, *(name for name, _ in rows(pool_name))) == 0
                 admin.config_set("maxmemory", 0)
             # Every answer was read: the next command gets its own.
             assert server.ping() is True
-            set_and_call(server, rows(pool_name), 60_000, Call(script("replace"), [key], ["", "v"]))
+            written(server, rows(pool_name), Call(script("replace"), [key], ["", "v"]))
             assert server.get(key) == b"v"
         finally:
             server.close()
@@ -99,7 +101,7 @@ def test_a_connection_cut_in_between_is_not_used_again(
     monkeypatch.setattr(connection, "read_response", cut)
     key = PoolKeys(pool_name).info
     with pytest.raises(redis.exceptions.ConnectionError):
-        set_and_call(server, rows(pool_name), 60_000, Call(script("replace"), [key], ["", "v"]))
+        written(server, rows(pool_name), Call(script("replace"), [key], ["", "v"]))
     monkeypatch.undo()
     assert server.ping() is True
     redis_client.delete(key, *(name for name, _ in rows(pool_name)))
@@ -114,13 +116,28 @@ def test_what_is_there_already_stays_unless_it_is_no_value(
     for number in (4, 8):
         redis_client.hset(found[number][0], "no", "value")
     replace, key = script("replace"), PoolKeys(pool_name).info
-    set_and_call(server, found, 60_000, Call(replace, [key], ["", "v"]))
+    written(server, found, Call(replace, [key], ["", "v"]))
     assert redis_client.get(found[0][0]) == b"first"
     assert 0 < redis_client.pttl(found[0][0]) <= 5000  # type: ignore[operator]
     for name, value in found[1:]:
         assert redis_client.get(name) == stored(value)
         assert 5000 < redis_client.pttl(name) <= 60_000  # type: ignore[operator]
     redis_client.delete(key, *(name for name, _ in found))
+
+
+def test_answers_are_read_once(
+    server: Server, redis_client: redis.Redis, pool_name: str
+) -> None:
+    key = PoolKeys(pool_name).info
+    transaction = Transaction(
+        server, rows(pool_name), 60_000, Call(script("replace"), [key], ["", "v"])
+    )
+    until(lambda: transaction.is_answered_within(60))  # what is queued is told before
+    transaction.answers()
+    with pytest.raises(redis.exceptions.ConnectionError):
+        transaction.answers()
+    assert server.ping() is True
+    redis_client.delete(key, *(name for name, _ in rows(pool_name)))
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["scripts known", "scripts forgotten"])
@@ -132,7 +149,7 @@ def test_what_makes_room_is_called_before(
     if known:
         server.script_load(replace.source)
     first, second = Call(replace, [key], ["", "one"]), Call(replace, [key], ["one", "two"])
-    assert set_and_call(server, rows(pool_name), 60_000, second, first) == (1, 1)
+    assert written(server, rows(pool_name), second, first) == (1, 1)
     assert redis_client.get(key) == b"two"
     for name, value in rows(pool_name):
         assert redis_client.get(name) == stored(value)
