@@ -189,7 +189,7 @@ class OneConnectionClient(redis.Redis):
     def ahead(self, command: Sequence[Any]) -> CommandAhead:
         """A command, ready to be sent by a thread that may go ahead."""
         pool: Any = self.connection_pool
-        return CommandAhead(pool._one, hiredis.pack_command(tuple(command)))
+        return CommandAhead(pool._one, hiredis.pack_command(_words(command)))
 
     def pipeline(self, transaction: Any = True, shard_hint: Any = None) -> OwnWordsPipeline:
         """Commands sent together; with `transaction` as one MULTI."""
@@ -201,10 +201,15 @@ class OneConnectionClient(redis.Redis):
 def _packed(connection: Any, command: Any) -> Any:
     if " " not in command[0]:
         try:
-            return [hiredis.pack_command(command)]
+            return [hiredis.pack_command(_words(command))]
         except TypeError:
             pass  # redis-py says of what
     return connection.pack_command(*command)
+
+
+def _words(command: Sequence[Any]) -> tuple[Any, ...]:
+    # hiredis ends the process where Ctrl-C comes while it writes a number.
+    return tuple([str(word) if type(word) in (int, float) else word for word in command])
 
 
 def _read(connection: Any) -> Any:

@@ -104,7 +104,7 @@ class Client:
         future: Future[T] = Future()
         session = self._session
         self._start()
-        with session.work:
+        with session.lock:
             if session.closed:
                 raise closed()
             session.tasks.append((function, future))
@@ -162,7 +162,7 @@ class Client:
         answered = []
         now = time.monotonic()
         session = self._session
-        with session.work:
+        with session.lock:
             if session.closed:
                 raise closed()
             table = session.table
@@ -229,7 +229,7 @@ class Client:
         Returns whether it did wait.
         """
         session = self._session
-        with session.work:
+        with session.lock:
             waited = session.forget(call)
             if session.table.withdrawn:
                 session.work.notify()
@@ -256,7 +256,7 @@ class Client:
     def withdraw_all(self) -> None:
         """Nobody waits any longer for anything asked so far."""
         session = self._session
-        with session.work:
+        with session.lock:
             ended = session.fail_all(LmpoolError("withdrawn by reset_async_queries()"))
             session.work.notify()
         wake(ended)
@@ -270,7 +270,7 @@ class Client:
             timeout = min(FAREWELL, self.options.request_timeout or FAREWELL)
         until = time.monotonic() + timeout
         session = self._session
-        with session.work:
+        with session.lock:
             if session.closed:
                 return
             session.closed = True
