@@ -19,7 +19,6 @@ from lmpool.commands import Server, Value
 from lmpool.rows import LARGE, PackedRow
 from lmpool.scripts import Script
 
-
 _BEGUN: Final = b"+OK\r\n"
 _QUEUED: Final = b"+QUEUED\r\n"
 

@@ -20,10 +20,10 @@ def test_interrupts_leave_the_client_as_it_was(
     server_url: str, pool_name: str, rounds: int
 ) -> None:
     seed = int.from_bytes(os.urandom(2), "big")
+    arguments = [server_url, pool_name, str(rounds), str(seed)]
     with worker_process(server_url, pool_name, engine_opts={"vocab_size": 64}):
         child = subprocess.run(
-            [sys.executable, "-X", "faulthandler", "-m", "tests.support.interrupted"]
-            + [server_url, pool_name, str(rounds), str(seed)],
+            [sys.executable, "-X", "faulthandler", "-m", "tests.support.interrupted", *arguments],
             capture_output=True,
             text=True,
             timeout=60 + rounds / 20,

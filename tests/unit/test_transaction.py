@@ -125,9 +125,7 @@ def test_what_is_there_already_stays_unless_it_is_no_value(
     redis_client.delete(key, *(name for name, _ in found))
 
 
-def test_answers_are_read_once(
-    server: Server, redis_client: redis.Redis, pool_name: str
-) -> None:
+def test_answers_are_read_once(server: Server, redis_client: redis.Redis, pool_name: str) -> None:
     key = PoolKeys(pool_name).info
     transaction = Transaction(
         server, rows(pool_name), 60_000, Call(script("replace"), [key], ["", "v"])
