@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -467,11 +468,19 @@ def until_or_not(condition: Callable[[], bool], timeout: float = 0.1) -> bool:
 # --- in the engine's thread --------------------------------------------------------------------
 
 
+@contextmanager
+def begins_at(url: str) -> Iterator[Writer]:
+    writer = Writer(url, begins=True)
+    try:
+        yield writer
+    finally:
+        writer.finish()
+
+
 @pytest.fixture
 def beginner(any_server: str) -> Iterator[Writer]:
-    writer = Writer(any_server, begins=True)
-    yield writer
-    writer.finish()
+    with begins_at(any_server) as writer:
+        yield writer
 
 
 def test_a_small_batch_is_written_while_the_publisher_rests(
@@ -533,8 +542,10 @@ def test_an_answer_that_is_long_in_coming_keeps_no_engine_waiting(
     server_url: str, pool_name: str
 ) -> None:
     shard = shard_of_pool(pool_name)
-    writer = Writer(server_url, begins=True)
-    with redis.Redis.from_url(server_url, protocol=2) as client:
+    with (
+        begins_at(server_url) as writer,
+        redis.Redis.from_url(server_url, protocol=2) as client,
+    ):
         caller, consumer, finished = prepare(client, shard, 3)
         client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
         try:
@@ -555,7 +566,35 @@ def test_an_answer_that_is_long_in_coming_keeps_no_engine_waiting(
         assert writer.begun == 2
         assert len(caller.notices()) == 3
         assert client.hget(shard.counters, "batches") == b"3"
-    writer.finish()
+
+
+def test_one_batch_at_a_time_is_begun(
+    any_server: str,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the publisher's thread has yet to wake up for the one before."""
+    monkeypatch.setattr(publishing.Transaction, "is_answered_within", lambda *_: False)
+    caller, consumer, finished = prepare(redis_client, shard, 2)
+    servers = Servers.of_url(any_server)
+    store = ResultStore(servers, (), None)
+    store.look()
+    servers.anywhere.ping()
+    publisher = Publisher(servers, VOCAB, 1000, store, WorkerStatus({}, lambda: None))
+    assert publisher.begin(finished[:1])
+    publisher.end()
+    until(lambda: len(consumer.held()) == 1)
+    first = publisher._begun
+    publisher._is_called = False
+    assert not publisher.begin(finished[1:])
+    assert publisher._begun is first is not None
+    publisher.finish()
+    publisher.run()
+    assert len(caller.notices()) == 1
+    assert len(consumer.held()) == 1
+    assert publisher._begun is None
+    servers.close()
 
 
 @pytest.mark.parametrize("when", ["sent", "answered"])
