@@ -24,6 +24,9 @@ BEHIND_MOST: Final = 4
 """Values that are asked for behind one blocking read."""
 
 
+_NUMBERS: Final = frozenset((int, float))
+
+
 class OneConnectionPool(redis.ConnectionPool):
     """A pool of a single connection, which is never lent to two: it stays taken."""
 
@@ -209,7 +212,9 @@ def _packed(connection: Any, command: Any) -> Any:
 
 def _words(command: Sequence[Any]) -> tuple[Any, ...]:
     # hiredis ends the process where Ctrl-C comes while it writes a number.
-    return tuple([str(word) if type(word) in (int, float) else word for word in command])
+    if _NUMBERS.isdisjoint(map(type, command)):
+        return tuple(command)
+    return tuple([str(word) if type(word) in _NUMBERS else word for word in command])
 
 
 def _read(connection: Any) -> Any:

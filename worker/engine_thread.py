@@ -285,9 +285,8 @@ class EngineLoop:
             logger.error("the engine gave no outcome for %d requests", len(self._held))
             forgotten = PromptFailed(_NO_OUTCOME)
             finished += self._finish([Outcome(asked, error=forgotten) for asked in self._held])
-        begun = idle and not len(self._batcher) and self._publisher.begin(finished)
-        if finished and not begun:
-            self._publisher.put(finished)
+        at_leisure = idle and not len(self._batcher)
+        begun = bool(finished) and self._publisher.put(finished, at_leisure)
         if idle:
             self._batcher.done()
         if begun:

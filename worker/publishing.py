@@ -44,8 +44,8 @@ CHUNK_MOST: Final = 512
 BEGIN_MOST: Final = 8
 """Jobs that the engine's thread writes itself, at most."""
 BEGIN_BYTES: Final = 8 << 10
-"""Bytes of rows among them: a server takes in as much in one step."""
-LEISURE: Final = 0.001
+"""Of their outcomes, and of what is stored: a server takes in as much in one step."""
+LEISURE: Final = 0.0005
 """Seconds for which it waits for the answer."""
 ASIDE_BYTES: Final = 64 << 20
 """Bytes of rows that wait for shards that are away."""
@@ -91,7 +91,7 @@ _PIECES: Final[Sequence[Finished]] = []
 """In the queue: there are pieces to be told, or an answer is to be taken."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Writing:
     """A chunk that was sent, and is to be answered."""
 
@@ -102,6 +102,8 @@ class _Writing:
     evicts: bool
     transaction: Transaction
     began: float
+    has_failed: bool = False
+    """Whether it is to be written again."""
 
 
 def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
@@ -182,58 +184,69 @@ class Publisher:
         """Wait no longer for these, if they are away: nobody reads there. For any thread."""
         self._left |= {shard.prefix for shard in shards}
 
-    def put(self, finished: Sequence[Finished]) -> None:
-        """Hand over one batch; blocks while two are waiting to be written."""
-        self._put(finished)
+    def put(self, finished: Sequence[Finished], at_leisure: bool = False) -> bool:
+        """Hand over one batch; blocks while two are waiting to be written.
 
-    def begin(self, finished: Sequence[Finished]) -> bool:
-        """Send a small batch in the engine's thread, which has nothing else to do, while the
-        publisher's rests: that would have to wake up first. Whether it was; then `end` is next."""
-        if not 0 < len(finished) <= BEGIN_MOST or not self._writing.acquire(blocking=False):
-            return False
-        begun: _Writing | None = None
-        try:
-            if self._begun is None:
-                begun = self._begun = self._begin(finished)
-        except (redis.exceptions.RedisError, OSError) as error:
-            logger.debug("the publisher writes it: %s", error)
-        finally:
-            if begun is None:
-                self._writing.release()
-        return begun is not None
+        Of an engine that has nothing else to do a small one is sent `at_leisure`, in its thread,
+        while the publisher's rests: that would have to wake up first. Then it is True, and `end`
+        is next.
+        """
+        if at_leisure and len(finished) <= BEGIN_MOST and self._writing.acquire(blocking=False):
+            begun: _Writing | None = None
+            try:
+                if self._begun is None and not self._ended:
+                    begun, finished = self._begin(finished)
+                    self._begun = begun or self._begun
+            except (redis.exceptions.RedisError, OSError) as error:
+                logger.debug("the publisher writes it: %s", error)
+            finally:
+                if begun is None:
+                    self._writing.release()
+            if begun is not None:
+                return True
+        self._put(finished)
+        return False
 
     def end(self) -> None:
-        """Take the answer to what was begun, or leave it to the publisher's thread."""
+        """Take the answer to what was sent at leisure, or leave it to the publisher's thread."""
         begun = self._begun
         assert begun is not None
         try:
             if begun.transaction.is_answered_within(0.0 if self._is_far else LEISURE):
-                self._end_begun(begun)
+                with self._servers.in_step():
+                    is_done = begun.transaction.read()
+                if is_done:
+                    self._end_begun(begun)
         except (redis.exceptions.RedisError, OSError) as error:
             logger.debug("the publisher writes it again: %s", error)
+            begun.has_failed = True
         finally:
             if self._begun is not None:
                 self._call()
             self._writing.release()
 
-    def _begin(self, finished: Sequence[Finished]) -> _Writing | None:
+    def _begin(self, finished: Sequence[Finished]) -> tuple[_Writing | None, Sequence[Finished]]:
+        """Send a batch where that is soon done; else what the publisher is to write."""
         if self._aside or self._is_called or not self._queue.empty():
-            return None
+            return None, finished
         ended = [item for item in finished if isinstance(item, tuple)]
         if len(ended) < len(finished):  # others were told as they were drawn
-            return None
+            return None, finished
+        whole = sum(outcome.row is not None for _, outcome in ended)
         shards = {delivery.stream.shard for delivery, _ in ended}
-        size = 4 * self._vocab_size * sum(d.job.want.kind == Row.kind for d, _ in ended)
-        if len(shards) > 1 or size > BEGIN_BYTES:
-            return None
-        shard = shards.pop()
+        if len(shards) != 1 or 4 * self._vocab_size * whole > BEGIN_BYTES:
+            return None, finished
+        shard, store = shards.pop(), self._store
         server = self._servers.at_hand(shard)
-        if server is None or not server.may_go_ahead() or not self._store.has_room(shard, size):
-            return None
+        if server is None or not server.may_go_ahead():
+            return None, finished
+        chunk = [encode(delivery, outcome, self._vocab_size) for delivery, outcome in ended]
+        size = _size(chunk)
+        if sum(done.size for done in chunk) > BEGIN_BYTES or not store.has_room(shard, size):
+            return None, chunk
         self._uncounted = 1
         with self._servers.in_step():
-            chunk = [encode(delivery, outcome, self._vocab_size) for delivery, outcome in ended]
-            return self._send(shard, chunk)
+            return self._send(shard, chunk, size, at_leisure=True), chunk
 
     def _end_begun(self, begun: _Writing) -> None:
         with self._servers.in_step():
@@ -245,12 +258,15 @@ class Publisher:
         self._settle(begun.chunk)
 
     def _take_over(self, begun: _Writing) -> None:
-        """What the engine's thread has begun is answered late, or was refused."""
+        """What was sent at leisure is answered late, was refused, or leads to more."""
         try:
-            self._end_begun(begun)
-        except (redis.exceptions.RedisError, OSError):
-            self._begun = None
-            self._write(begun.chunk)
+            if not begun.has_failed:
+                self._end_begun(begun)
+                return
+        except (redis.exceptions.RedisError, OSError) as error:
+            logger.debug("it is written again: %s", error)
+        self._begun = None
+        self._write(begun.chunk)
 
     def tell(self, parts: Sequence[tuple[Telling, Part]]) -> None:
         """Hand over what was drawn of continuations that go on; never blocks."""
@@ -469,9 +485,19 @@ class Publisher:
             return False
 
     def _write_in(self, shard: ShardKeys, chunk: Sequence[Done]) -> None:
-        self._take_answer(self._send(shard, chunk))
+        size = _size(chunk)
+        before = self._store.before_writing(shard, size) if size else None
+        self._take_answer(self._send(shard, chunk, size, before))
 
-    def _send(self, shard: ShardKeys, chunk: Sequence[Done]) -> _Writing:
+    def _send(
+        self,
+        shard: ShardKeys,
+        chunk: Sequence[Done],
+        size: int,
+        before: Call | None = None,
+        *,
+        at_leisure: bool = False,
+    ) -> _Writing:
         """One transaction: room, every row with its TTL, then the notices and acknowledgements."""
         streams: dict[str, list[Done]] = {}
         last: JobStream | None = None
@@ -508,12 +534,10 @@ class Publisher:
         ):
             if by:
                 counters += (field, by)
-        size = _size(chunk)
         arguments: list[Value] = [
             *(shard.prefix, GROUP, COUNTERS_TTL_MS, size, self._result_ttl_ms),
             *(b"".join(digests).hex(), len(counters) // 2, *counters, *jobs),
         ]
-        before = self._store.before_writing(shard, size) if size else None
         began = time.monotonic()
         transaction = Transaction(
             self._servers.for_shard(shard),
@@ -521,6 +545,7 @@ class Publisher:
             self._result_ttl_ms,
             Call(script("complete"), [shard.account, *streams], arguments),
             before,
+            check_health=not at_leisure,  # the answer to a PING would have to be waited for
         )
         return _Writing(shard, chunk, size, kinds, before is not None, transaction, began)
 

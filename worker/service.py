@@ -425,19 +425,20 @@ class Service:
                 if not seat.join(name, limit):
                     logger.error("the %s is still busy after %g s: leaving without it", name, limit)
         # An engine that is being loaded has nothing to finish: the process ends without it.
+        busy = False
         for name in ("watchdog", "engine") if serves else ():
             thread = self._threads.pop(name, None)
             if thread is not None:
                 thread.join(limit)
+                busy |= thread.is_alive()
                 if thread.is_alive():
                     logger.error("the %s is still busy after %g s: leaving without it", name, limit)
-        busy = False
         if self._publisher is not None:
             self._publisher.finish()
             thread = self._threads.pop("publisher", None)
             if thread is not None:
                 thread.join(limit)
-                busy = thread.is_alive()
+                busy |= thread.is_alive()
             self._leave(seats)
             self._publisher = None
         for seat in seats:

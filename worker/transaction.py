@@ -33,11 +33,11 @@ class Call:
 
 
 class Transaction:
-    """A call, and SET of each row (key, value) with its TTL unless one is there, with another call
-    `before` them: all of it is done or nothing. It is sent as it is made; its answers are read by
-    `answers`, for which alone the connection serves meanwhile.
+    """SET each row (key, value) with its TTL unless one is there, then `call`, and `before` all of
+    that another: all is done or nothing.
 
-    Raises redis-py's exceptions.
+    It is sent as it is made, after a PING where redis-py's `check_health` is due; until its
+    `answers` were read its connection serves for nothing else. Raises redis-py's exceptions.
     """
 
     def __init__(
@@ -47,20 +47,23 @@ class Transaction:
         ttl_ms: int,
         call: Call,
         before: Call | None = None,
+        *,
+        check_health: bool = True,
     ) -> None:
         self._server = server
         self._rows = rows
         self._ttl_ms = ttl_ms
         self._call = call
         self._before = before
-        self._is_read = False
+        self._outcomes: list[Any] | None = None
+        """What each command answered, once that was read."""
         calls = self._calls = 1 if before is None else 2
         self._before_exec = len(_BEGUN) + len(_QUEUED) * (len(rows) + calls)
         """Bytes of the replies that say nothing yet."""
         connection = self._connection = server.connection_pool.get_connection()
         try:
             pieces = _packed(connection, rows, ttl_ms, call, before)
-            connection.send_packed_command(Gathered(connection, pieces))
+            connection.send_packed_command(Gathered(connection, pieces), check_health=check_health)
         except BaseException:
             self._give_up()
             raise
@@ -74,25 +77,33 @@ class Transaction:
         """Whether the answer to all of it begins to come in that time, as far as can be told."""
         return bool(self._connection._parser.comes_within(seconds, self._before_exec + 1))
 
-    def answers(self) -> tuple[Any, Any]:
-        """What `before` and `call` returned; once. Raises redis-py's exceptions, the first one
-        where several commands were refused."""
-        if self._is_read:
-            raise redis.exceptions.ConnectionError("its answers were read, and made no sense")
-        self._is_read = True
-        server, rows, call = self._server, self._rows, self._call
+    def read(self) -> bool:
+        """Read the replies. Whether all was done as it was sent, and `answers` asks for no more.
+
+        Raises redis-py's exceptions, the first one where several commands were refused.
+        """
         try:
-            self._connection._parser.expect_several(len(rows) + self._calls + 2)
-            answers: list[Any] = self._connection.read_response()
+            self._connection._parser.expect_several(len(self._rows) + self._calls + 2)
+            # EXEC answers with what each command answered, errors among them.
+            outcomes = self._outcomes = self._connection.read_response()[-1]
         except redis.exceptions.ResponseError:  # the first of them; all were read
-            server.connection_pool.release(self._connection)
+            self._server.connection_pool.release(self._connection)
             raise
         except BaseException:
             self._give_up()
             raise
-        server.connection_pool.release(self._connection)
-        # EXEC answers with what each command answered, errors among them.
-        outcomes: list[Any] = answers[-1]
+        self._server.connection_pool.release(self._connection)
+        refused = any(isinstance(outcome, Exception) for outcome in outcomes)
+        return not refused and outcomes[self._calls - 1 : -1].count(b"OK") == len(self._rows)
+
+    def answers(self) -> tuple[Any, Any]:
+        """What `before` and `call` returned, once a script that was unknown was sent, too, and a
+        value that is none replaced. Raises what `read` raises."""
+        if self._outcomes is None:
+            self.read()
+        outcomes = self._outcomes
+        assert outcomes is not None
+        server, rows, call = self._server, self._rows, self._call
         first = None if self._before is None else _made_up_for(server, self._before, outcomes[0])
         last = _made_up_for(server, call, outcomes[-1])
         written = outcomes[self._calls - 1 : -1]

@@ -99,9 +99,10 @@ class Loop:
         )  # fmt: skip
         self.thread: Guarded | None = None
 
-    def put(self, finished: Sequence[Finished]) -> None:
+    def put(self, finished: Sequence[Finished], at_leisure: bool = False) -> bool:
         """As the publisher."""
         self.published += finished
+        return False
 
     def tell(self, parts: Sequence[tuple[Telling, Part]]) -> None:
         """As the publisher, too."""

@@ -20,11 +20,12 @@ from lmpool.backends.mock import mock_row
 from lmpool.errors import EngineBroken, PromptFailed, ServerRefused
 from lmpool.keys import ShardKeys
 from lmpool.rows import LARGE, PackedRow, bf16_to_f32, pack_logprobs, unpack_row
+from lmpool.scripts import script
 from lmpool.server import open_server
 from lmpool.servers import Servers
 from lmpool.wants import Generate, Generation
 from lmpool.wire import Job
-from lmpool.worker import publishing
+from lmpool.worker import publishing, transaction
 from lmpool.worker.batching import Delivery
 from lmpool.worker.publishing import Done, Finished, Publisher, encode
 from lmpool.worker.result_store import ResultStore
@@ -214,18 +215,16 @@ class Writer:
         self.begins, self.begun = begins, 0
         if begins:
             store.look()
-            self.servers.anywhere.ping()
+            self.server.script_load(script("complete").source)
         self.thread.start()
 
     def put(self, finished: Sequence[Finished]) -> None:
         """As the engine's thread does."""
         if self.begins:
             until(self.rests)
-            if self.publisher.begin(finished):
-                self.begun += 1
-                self.publisher.end()
-                return
-        self.publisher.put(finished)
+        if self.publisher.put(finished, at_leisure=self.begins):
+            self.begun += 1
+            self.publisher.end()
 
     def rests(self) -> bool:
         """Whether the publisher's thread does."""
@@ -552,8 +551,7 @@ def test_an_answer_that_is_long_in_coming_keeps_no_engine_waiting(
             writer.put(finished[:1])
             assert writer.publisher._begun is not None  # the engine goes on
             assert len(consumer.held()) == 3
-            assert not writer.publisher.begin(finished[1:2])
-            writer.publisher.put(finished[1:2])
+            assert not writer.publisher.put(finished[1:2], at_leisure=True)
             time.sleep(2 * publishing.LEISURE)
         finally:
             client.execute_command("CLIENT", "UNPAUSE")
@@ -582,19 +580,104 @@ def test_one_batch_at_a_time_is_begun(
     store.look()
     servers.anywhere.ping()
     publisher = Publisher(servers, VOCAB, 1000, store, WorkerStatus({}, lambda: None))
-    assert publisher.begin(finished[:1])
+    assert publisher.put(finished[:1], at_leisure=True)
     publisher.end()
-    until(lambda: len(consumer.held()) == 1)
     first = publisher._begun
     publisher._is_called = False
-    assert not publisher.begin(finished[1:])
+    assert not publisher.put(finished[1:], at_leisure=True)
     assert publisher._begun is first is not None
     publisher.finish()
     publisher.run()
-    assert len(caller.notices()) == 1
-    assert len(consumer.held()) == 1
     assert publisher._begun is None
+    assert not publisher.put(finished, at_leisure=True)  # nobody would take the answer over
+    assert len(caller.notices()) == 2
+    assert consumer.held() == []
     servers.close()
+
+
+def test_nothing_but_the_sending_is_the_engines_threads(
+    beginner: Writer,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Room, values that are there already and scripts that are unknown take round trips."""
+    _, consumer, finished = prepare(redis_client, shard, 5)
+    here = threading.current_thread()
+    monkeypatch.setattr(publishing, "LEISURE", 60.0)
+    for owner, name in (
+        (beginner.publisher._store, "before_writing"),
+        (transaction, "_made_up_for"),
+        (transaction, "_replace_what_is_none"),
+    ):
+        function = getattr(owner, name)
+
+        def elsewhere(*arguments: Any, function: Any = function, name: str = name) -> Any:
+            if threading.current_thread() is here and name != "_made_up_for":
+                raise AssertionError(name)
+            called.append((name, threading.current_thread() is here))
+            return function(*arguments)
+
+        monkeypatch.setattr(owner, name, elsewhere)
+    called: list[tuple[str, bool]] = []
+    beginner.put(finished[:1])
+    assert called == [("_made_up_for", True)]  # which has nothing to do
+    assert consumer.held() != []
+    called.clear()
+    redis_client.script_flush()
+    beginner.put(finished[1:2])
+    until(lambda: ("_made_up_for", False) in called)
+    assert ("_made_up_for", True) not in called
+    redis_client.set(shard.result(finished[2][0].job.digest), b"there")  # type: ignore[index]
+    beginner.put(finished[2:3])
+    until(lambda: ("_replace_what_is_none", False) in called)
+    until(beginner.rests)
+    assert beginner.begun == 3
+    monkeypatch.setattr(beginner.publisher._store, "_target", lambda *_: 0)
+    monkeypatch.setattr(beginner.publisher._store, "_stopping", lambda: True)
+    beginner.put(finished[3:4])
+    until(lambda: ("before_writing", False) in called)
+    until(lambda: len(consumer.held()) == 1)
+    assert beginner.begun == 3
+
+
+def test_long_answers_are_the_publishers(
+    beginner: Writer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller, consumer = Caller(redis_client, shard), Consumer(redis_client, shard)
+    jobs = [generating(new_job(number)) for number in range(2)]
+    caller.enqueue(*jobs)
+    finished: list[Finished] = [
+        (delivery(job, entry, shard), Outcome(job.digest, answer=Generation(tokens, 0, "length")))
+        for job, entry, tokens in zip(
+            jobs,
+            consumer.read(2),
+            (np.zeros(3, np.int32), np.zeros(publishing.BEGIN_BYTES, np.int32)),
+            strict=True,
+        )
+    ]
+    beginner.put(finished[:1])
+    assert beginner.begun == 1
+    beginner.put(finished)
+    until(lambda: consumer.held() == [])
+    assert beginner.begun == 1
+
+
+def test_no_ping_is_waited_for_in_the_engines_thread(
+    server_url: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = shard_of_pool(pool_name)
+    joint = "&" if "?" in server_url else "?"
+    with (
+        begins_at(f"{server_url}{joint}health_check_interval=1") as writer,
+        redis.Redis.from_url(server_url, protocol=2) as client,
+    ):
+        _, consumer, finished = prepare(client, shard, 1)
+        connection = writer.server.connection_pool._one
+        monkeypatch.setattr(connection, "check_health", None)
+        writer.put(finished)
+        assert writer.begun == 1
+        until(lambda: consumer.held() == [])
 
 
 @pytest.mark.parametrize("when", ["sent", "answered"])
@@ -603,7 +686,7 @@ def test_what_was_begun_on_a_connection_that_ends_is_written_again(
 ) -> None:
     caller, consumer, finished = prepare(redis_client, shard, 1)
     until(beginner.rests)
-    assert beginner.publisher.begin(finished)
+    assert beginner.publisher.put(finished, at_leisure=True)
     begun = beginner.publisher._begun
     assert begun is not None
     if when == "answered":
@@ -618,13 +701,13 @@ def test_a_lone_prompt_is_written_in_the_engines_thread(
     any_server: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[bool] = []
-    begin = Publisher.begin
+    put = Publisher.put
 
-    def note_and_begin(self: Publisher, finished: Sequence[Finished]) -> bool:
-        begun.append(begin(self, finished))
+    def note_and_put(*arguments: Any) -> bool:
+        begun.append(put(*arguments))
         return begun[-1]
 
-    monkeypatch.setattr(Publisher, "begin", note_and_begin)
+    monkeypatch.setattr(Publisher, "put", note_and_put)
     with (
         in_process_worker(any_server, pool_name, engine_opts={"vocab_size": VOCAB}),
         lmpool.connect(any_server, pool_name, framework="numpy", cache_bytes=0) as lm,
@@ -721,10 +804,10 @@ def refuse(writer: Writer, refused: Callable[[Sequence[Done]], bool]) -> None:
     """Let the server refuse what is written, and not who writes it."""
     send = writer.publisher._send
 
-    def refusing(shard: Any, chunk: Sequence[Done]) -> Any:
+    def refusing(shard: Any, chunk: Sequence[Done], *others: Any, **options: Any) -> Any:
         if refused(chunk):
             raise redis.exceptions.ResponseError("WRONGTYPE")
-        return send(shard, chunk)
+        return send(shard, chunk, *others, **options)
 
     writer.publisher._send = refusing  # type: ignore[method-assign]
 

@@ -125,15 +125,20 @@ def test_what_is_there_already_stays_unless_it_is_no_value(
     redis_client.delete(key, *(name for name, _ in found))
 
 
-def test_answers_are_read_once(server: Server, redis_client: redis.Redis, pool_name: str) -> None:
+def test_the_replies_say_whether_all_was_done_as_sent(
+    server: Server, redis_client: redis.Redis, pool_name: str
+) -> None:
     key = PoolKeys(pool_name).info
-    transaction = Transaction(
-        server, rows(pool_name), 60_000, Call(script("replace"), [key], ["", "v"])
-    )
-    until(lambda: transaction.is_answered_within(60))  # what is queued is told before
-    transaction.answers()
-    with pytest.raises(redis.exceptions.ConnectionError):
-        transaction.answers()
+    redis_client.script_flush()
+    for is_done in (False, True):
+        server.delete(key, *(name for name, _ in rows(pool_name)))
+        call = Call(script("replace"), [key], ["", "v"])
+        transaction = Transaction(server, rows(pool_name), 60_000, call)
+        until(lambda t=transaction: t.is_answered_within(60))  # what is queued is told before
+        assert transaction.read() is is_done
+        assert transaction.answers() == (None, 1)  # which knows what was read
+    again = Transaction(server, rows(pool_name), 60_000, call)
+    assert not again.read()  # the rows are there
     assert server.ping() is True
     redis_client.delete(key, *(name for name, _ in rows(pool_name)))
 
