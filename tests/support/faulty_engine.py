@@ -143,12 +143,12 @@ class FaultyEngine(MockEngine):
         engine, written = self, 0
 
         class Transaction(publishing.Transaction):
-            def __init__(self, *arguments: Any) -> None:
+            def __init__(self, *arguments: Any, **options: Any) -> None:
                 nonlocal written
                 written += 1
                 if step == "publishing" and written == 2:
                     engine._die_once()  # the first chunk of a batch is written, the second is not
-                super().__init__(*arguments)
+                super().__init__(*arguments, **options)
 
             def answers(self) -> tuple[Any, Any]:
                 answers = super().answers()

@@ -538,7 +538,7 @@ def test_what_is_more_than_a_little_is_the_publishers(
 
 
 def test_an_answer_that_is_long_in_coming_keeps_no_engine_waiting(
-    server_url: str, pool_name: str
+    server_url: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard = shard_of_pool(pool_name)
     with (
@@ -558,6 +558,7 @@ def test_an_answer_that_is_long_in_coming_keeps_no_engine_waiting(
         until(lambda: len(consumer.held()) == 1)
         assert writer.publisher._is_far
         assert writer.begun == 1
+        monkeypatch.setattr(publishing, "LEISURE", 60.0)
         writer.put(finished[2:])  # nor does it wait for the next one, but sees that it came soon
         until(lambda: consumer.held() == [])
         until(lambda: not writer.publisher._is_far)
