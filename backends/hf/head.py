@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,15 @@ from typing import Any
 import torch
 
 logger = logging.getLogger(__name__)
+
+
+def cache_name(model: Any) -> str:
+    """What a model calls the cache that it takes and gives back.
+
+    It depends on the release of transformers; models with code of their own keep the older name.
+    """
+    takes = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in takes else "past_key_values"
 
 
 class Head:
@@ -24,6 +34,7 @@ class Head:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self.cache_name = cache_name(model)
         self._wanted: torch.Tensor | None = None
         self._narrowed = False
         self._block: int | None = None

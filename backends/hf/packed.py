@@ -327,7 +327,7 @@ class PackedForward:
             "input_ids": self._place(layout.tokens[queries]),
             "position_ids": self._place(layout.depths[queries]),
             "attention_mask": mask,
-            "past_key_values": self._cache,
+            self._head.cache_name: self._cache,
             "use_cache": True,
         }
 

@@ -194,9 +194,10 @@ def _requirements(
             f"{' and '.join(_ATTENTION)} do"
         )
     ids = torch.arange(5, device=device)[None] % int(model.get_input_embeddings().weight.shape[0])
+    assert forward.head is not None
     try:
         with torch.inference_mode():
-            cache = model(input_ids=ids, use_cache=True).past_key_values
+            cache = getattr(model(input_ids=ids, use_cache=True), forward.head.cache_name)
     except Exception as error:
         raise Unfit(f"it makes no cache ({type(error).__name__}: {error})") from error
     if type(cache) is not cache_utils.DynamicCache:

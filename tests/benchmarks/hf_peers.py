@@ -53,19 +53,22 @@ def by_hand(folder: str) -> Side:
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
+    from lmpool.backends.hf.head import cache_name
+
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    named = cache_name(model)
 
     def rows_of(ids: torch.Tensor, cache: Any = None) -> Rows:
-        logits = model(
-            ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1
-        ).logits[:, -1]
+        logits = model(ids, use_cache=cache is not None, logits_to_keep=1, **{named: cache}).logits[
+            :, -1
+        ]
         rows: Rows = torch.log_softmax(logits, dim=-1).numpy()
         return rows
 
     def particles(work: Workload) -> Rows:
         """One cache with a row for each particle, reordered where they were resampled."""
         cache = DynamicCache()
-        model(torch.tensor([work.shared]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(torch.tensor([work.shared]), use_cache=True, logits_to_keep=1, **{named: cache})
         cache.batch_repeat_interleave(len(work.batches[0]))
         before: list[list[int]] = [work.shared] * len(work.batches[0])
         parts = []

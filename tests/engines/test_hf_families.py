@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from lmpool.backends.hf import HFEngine  # noqa: E402
+from lmpool.backends.hf.head import cache_name  # noqa: E402
 from lmpool.backends.hf.numbers import Number  # noqa: E402
-from tests.support.engines import requests_of  # noqa: E402
+from tests.support.engines import requests_of, rows_of  # noqa: E402
 from tests.support.hf_texts import reference_rows  # noqa: E402
 from tests.support.models import (  # noqa: E402
     FLOOR,
@@ -115,6 +118,39 @@ def test_positions_counted_from_the_length_of_the_cache(
     engine = check(folder, nasty(LONGEST, [FLOOR]), forward_tokens=64)
     assert engine.statistics() is not None
     assert f"prompts of more than {FLOOR - 1} tokens" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_models_own_name_for_its_cache(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Releases of transformers, and code that comes with a model, call it one or the other."""
+    model_class = transformers.LlamaForCausalLM
+    plain = model_class.forward
+    own = cache_name(model_class)
+    given: set[str] = set()
+
+    def forward(self: Any, **inputs: Any) -> Any:
+        given.update(inputs.keys() & {"cache", "past_key_values"})
+        if name in inputs:
+            inputs[own] = inputs.pop(name)
+        output = plain(self, **inputs)
+        return types.SimpleNamespace(**{"logits": output.logits, name: getattr(output, own)})
+
+    takes = ("self", "input_ids", "attention_mask", "position_ids", name, "use_cache")
+    parameters = [
+        inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in takes
+    ]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    monkeypatch.setattr(model_class, "forward", forward)
+    folder = saved(tmp_path, "llama")
+    engine = HFEngine(folder)
+    assert engine.info.execution == TOGETHER
+    prompts = nasty(20)
+    found = rows_of(engine, prompts)
+    assert given == {name}
+    monkeypatch.undo()
+    assert np.abs(found - reference_rows(folder, prompts)).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
