@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Final
 
-SERVER_JOB: Final = 24e-6
+SERVER_JOB: Final = 18e-6
 """Seconds of the server's processor for a prompt that is asked, computed, stored and read."""
-SERVER_BYTE: Final = 0.37e-9
+SERVER_BYTE: Final = 0.36e-9
 """And for each byte of an answer, each time that it comes in or goes out."""
-CLIENT_JOB: Final = 28e-6
+CLIENT_JOB: Final = 20e-6
 """Seconds of a client's processor for a prompt, of those asked in batch calls."""
-CLIENT_BYTE: Final = 0.55e-9
+CLIENT_BYTE: Final = 0.41e-9
 """And for each byte of its answer."""
 BUSY: Final = 0.7
 """Of a core: beyond, requests begin to wait for each other."""
