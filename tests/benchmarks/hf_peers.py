@@ -59,9 +59,8 @@ def by_hand(folder: str) -> Side:
     named = cache_name(model)
 
     def rows_of(ids: torch.Tensor, cache: Any = None) -> Rows:
-        logits = model(ids, use_cache=cache is not None, logits_to_keep=1, **{named: cache}).logits[
-            :, -1
-        ]
+        given = {named: cache, "use_cache": cache is not None}
+        logits = model(ids, logits_to_keep=1, **given).logits[:, -1]
         rows: Rows = torch.log_softmax(logits, dim=-1).numpy()
         return rows
 
