@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import redis.exceptions
 
+from lmpool.rows import PackedRow
 from lmpool.sockets import PIECES, Move, writes
 
 PORTION: Final = 256 << 10
@@ -21,21 +22,33 @@ PORTION: Final = 256 << 10
 
 
 def receive_values(
-    receive: tuple[Move, Move], sizes: Sequence[int], leave: Callable[[bytes], object]
-) -> list[memoryview] | None:
+    receive: tuple[Move, Move],
+    sizes: Sequence[int],
+    leave: Callable[[bytes], object],
+    rooms: Sequence[PackedRow | None] = (),
+) -> list[memoryview | PackedRow] | None:
     """Values of these sizes, as the array of them that is about to come: read-only memory.
+
+    A row for which there is a room is to have its header, and its numbers are received there.
 
     `receive` is as `lmpool.sockets.reads` gives it. None where the reply is another one: what has
     come of it was given to `leave`. Raises redis-py's `ConnectionError` where the connection ends,
     and what the socket raises.
     """
-    heads = [b"\r\n$%d\r\n" % size for size in sizes]
+    places = [*rooms] or [None] * len(sizes)
+    heads = [
+        b"\r\n$%d\r\n%b" % (size, b"" if room is None else room.header)
+        for size, room in zip(sizes, places, strict=True)
+    ]
     heads[0] = b"*%d%b" % (len(sizes), heads[0])
     heads.append(b"\r\n")
     expected = b"".join(heads)
     came = memoryview(bytearray(len(expected)))
     # Not bytearrays, which would be filled with zeros first.
-    values = [np.empty(size, np.uint8).data for size in sizes]
+    values = [
+        np.empty(size, np.uint8).data if room is None else room.numbers
+        for size, room in zip(sizes, places, strict=True)
+    ]
     pieces: list[memoryview] = []
     end = 0
     for head, value in zip(heads, [*values, came[:0]], strict=True):
@@ -61,7 +74,10 @@ def receive_values(
             leave(b"".join(pieces[: at + 1])[:total])
             return None
         checked = known
-    return [value.toreadonly() for value in values]
+    return [
+        value.toreadonly() if room is None else PackedRow(room.header, value.toreadonly())
+        for value, room in zip(values, places, strict=True)
+    ]
 
 
 class Gathered:

@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from lmpool.rows import PackedRow
+
 Value = str | bytes | int
 Fields = dict[bytes, bytes]
 Entry = tuple[bytes, Fields]
 NewEntry = tuple[bytes, Sequence[bytes] | None]
 """As the server says it: names and values in turn, None where the entry is gone."""
-Values = list[bytes | None] | list[memoryview]
+Values = list[bytes | None] | list[memoryview | PackedRow]
 """Those that were read; of known sizes, in memory of their own."""
 
 
@@ -75,7 +77,9 @@ class Server(Protocol):
 
     def get(self, name: str) -> bytes | None: ...
     def mget(self, keys: Sequence[str]) -> list[bytes | None]: ...
-    def values(self, keys: Sequence[str], sizes: Sequence[int]) -> Values: ...
+    def values(
+        self, keys: Sequence[str], sizes: Sequence[int], rooms: Sequence[PackedRow | None] = ()
+    ) -> Values: ...
     def set(self, name: str, value: Value, *, px: int | None = None) -> Any: ...
     def strlen(self, name: str) -> int: ...
     def exists(self, *names: str) -> int: ...

@@ -19,6 +19,7 @@ import redis.client
 import redis.exceptions
 
 from lmpool.commands import Values
+from lmpool.rows import PackedRow
 
 BEHIND_MOST: Final = 4
 """Values that are asked for behind one blocking read."""
@@ -96,15 +97,18 @@ class OneConnectionClient(redis.Redis):
         read = self.response_callbacks.get(args[0])
         return reply if read is None else read(reply)
 
-    def values(self, keys: Sequence[str], sizes: Sequence[int]) -> Values:
-        """MGET of large values whose sizes are known, received into memory of their own.
+    def values(
+        self, keys: Sequence[str], sizes: Sequence[int], rooms: Sequence[PackedRow | None] = ()
+    ) -> Values:
+        """MGET of large values whose sizes are known, received into memory of their own, or into
+        their `rooms`: the header that a row is to have, and memory for its numbers.
 
         Where one is of another size, or none, all are read in more steps. Raises redis-py's
         exceptions.
         """
 
         def read(connection: Any) -> Any:
-            connection._parser.expect_values(sizes)
+            connection._parser.expect_values(sizes, rooms)
             return connection.read_response()
 
         found: Values = self._ask(("MGET", *keys), read)

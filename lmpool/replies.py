@@ -14,6 +14,7 @@ from redis._parsers import _HiredisParser
 from redis._parsers.hiredis import NOT_ENOUGH_DATA
 
 from lmpool.bulk import receive_values
+from lmpool.rows import PackedRow
 from lmpool.sockets import reads
 
 REPLY_BYTES: Final = 64 << 20
@@ -43,11 +44,13 @@ class Parser(_HiredisParser):
     most: ClassVar[int | None] = None
     """Bytes that a reply may have; None is no bound."""
     _sizes: Sequence[int] = ()
+    _rooms: Sequence[PackedRow | None] = ()
     _count = 0
 
-    def expect_values(self, sizes: Sequence[int]) -> None:
-        """The next reply is, if all is well, an array of values of these sizes."""
-        self._sizes = sizes
+    def expect_values(self, sizes: Sequence[int], rooms: Sequence[PackedRow | None] = ()) -> None:
+        """The next reply is, if all is well, an array of values of these sizes; see
+        `receive_values`."""
+        self._sizes, self._rooms = sizes, rooms
 
     def expect_several(self, count: int) -> None:
         """The next that is read are so many replies, as one list, or in its place the first
@@ -65,7 +68,7 @@ class Parser(_HiredisParser):
         """A new connection."""
         super().on_connect(connection, **options)  # type: ignore[no-untyped-call]
         self._poll: Any = None
-        self._sizes, self._count = (), 0
+        self._sizes, self._rooms, self._count = (), (), 0
         end: Any = self._sock
         self._receive = reads(end)
         # TLS keeps what it decrypted to itself, and what comes may be its own.
@@ -106,7 +109,8 @@ class Parser(_HiredisParser):
         if count:
             return self._read_several(count, disable_decoding, options)
         reader: Any = self._reader
-        sizes, self._sizes = self._sizes, ()
+        sizes, rooms = self._sizes, self._rooms
+        self._sizes, self._rooms = (), ()
         if (
             disable_decoding
             or reader is None
@@ -114,8 +118,10 @@ class Parser(_HiredisParser):
             or (options and _says_more(options))
         ):
             return super().read_response(disable_decoding, **options)  # type: ignore[no-untyped-call]
-        if sizes and (values := receive_values(self._receive, sizes, reader.feed)) is not None:
-            return values
+        if sizes:
+            values = receive_values(self._receive, sizes, reader.feed, rooms)
+            if values is not None:
+                return values
         response, came = reader.gets(), 0
         socket: Any = self._sock
         while response is NOT_ENOUGH_DATA:

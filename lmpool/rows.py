@@ -70,6 +70,11 @@ class EncodedRow:
         """Bytes of its numbers."""
         return self.data.nbytes
 
+    def copy(self) -> EncodedRow:
+        """The same in memory of its own, read-only."""
+        data = np.frombuffer(self.data.tobytes(), self.data.dtype)
+        return EncodedRow(self.encoding, self.size, self.scale, data)
+
 
 def bf16_to_f32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     """The float32 values of bfloat16 bits: uint16 [n] -> float32 [n], exact."""
@@ -142,11 +147,21 @@ _DTYPES: Final[dict[Encoding, str]] = {"f32": "<f4", "bf16": "<u2", "f16": "<f2"
 _F32: Final = np.dtype("<f4")
 
 
-def unpack_row(data: bytes | memoryview, size: int | None = None) -> EncodedRow:
+def f32_header(size: int) -> bytes:
+    """What stands before the numbers of a row in f32 of so many entries, as we write it."""
+    return _f32_header(size)
+
+
+def unpack_row(data: bytes | memoryview | PackedRow, size: int | None = None) -> EncodedRow:
     """Read a row without copying its numbers; `size` is the vocabulary size it must have.
 
     Raises `RowFormatError` for another version, a cut or overlong row, or one of another size.
     """
+    if isinstance(data, PackedRow):
+        header, numbers = data
+        if size is not None and header == _f32_header(size) and len(numbers) == 4 * size:
+            return EncodedRow("f32", size, 0.0, np.frombuffer(numbers, _F32))
+        data = data.joined()
     # Nearly every row has the header we write: one comparison instead of eight steps.
     whole = size is not None and len(data) == ROW_HEADER_BYTES + 4 * size
     if size is not None and whole and data[:ROW_HEADER_BYTES] == _f32_header(size):
@@ -181,7 +196,9 @@ def unpack_row(data: bytes | memoryview, size: int | None = None) -> EncodedRow:
     return EncodedRow(encoding, found, float(scale), values)
 
 
-def unpack_f32_rows(stored: Sequence[bytes | memoryview], size: int) -> list[EncodedRow] | None:
+def unpack_f32_rows(
+    stored: Sequence[bytes | memoryview | PackedRow], size: int
+) -> list[EncodedRow] | None:
     """What `unpack_row` reads of rows in f32, in fewer steps; None where one is another, or of NaN.
 
     Normalizing spreads one NaN to all entries: the first one tells.
@@ -189,9 +206,14 @@ def unpack_f32_rows(stored: Sequence[bytes | memoryview], size: int) -> list[Enc
     header, length = _f32_header(size), ROW_HEADER_BYTES + 4 * size
     read, rows = np.frombuffer, []
     for data in stored:
-        if len(data) != length or data[:ROW_HEADER_BYTES] != header:
+        if isinstance(data, PackedRow):
+            if data.header != header or data.nbytes != length:
+                return None
+            values = read(data.numbers, _F32)
+        elif len(data) != length or data[:ROW_HEADER_BYTES] != header:
             return None
-        values = read(data, _F32, size, ROW_HEADER_BYTES)
+        else:
+            values = read(data, _F32, size, ROW_HEADER_BYTES)
         first = values.item(0)
         if first != first:
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Generic, TypeAlias, cast
+from typing import Any, Generic, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from lmpool.producer.frameworks import Framework, RowT_co, framework
 from lmpool.producer.jobs import JobMaker
 from lmpool.producer.pending import PendingCall
 from lmpool.producer.served_model import ServedModel, ServedModels
+from lmpool.producer.stacking import Stacks
 from lmpool.rows import EncodedRow
 from lmpool.settings import ClientOptions
 from lmpool.token_ids import TokenIds
@@ -161,6 +162,7 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
         want: Want,
         lora_name: str | None,
         options: CallOptions,
+        stacks: Stacks[Any] | None = None,
     ) -> tuple[ModelInfo, list[Answer]]:
         info, found = await self._answers(
             lambda jobs, adapter, before: jobs.many(
@@ -168,6 +170,7 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
             ),
             (lora_name,),
             options,
+            stacks,
         )
         return info, cast(list[Answer], found)
 
@@ -182,12 +185,17 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
         return model
 
     async def _answers(
-        self, make: MakeJobs, names: Collection[str | None], options: CallOptions
+        self,
+        make: MakeJobs,
+        names: Collection[str | None],
+        options: CallOptions,
+        stacks: Stacks[Any] | None = None,
     ) -> tuple[ModelInfo, list[Found]]:
         """The answers to what `make` makes, and the model whose they are.
 
-        Asked anew of a pool that was replaced, if the client follows, and once of an adapter that
-        was replaced: all answers of a call are of one model and one adapter of a name.
+        Rows may be in a stack, where `stacks` makes one, and then say so. Asked anew of a pool
+        that was replaced, if the client follows, and once of an adapter that was replaced: all
+        answers of a call are of one model and one adapter of a name.
         """
         asked_again = False
         jobs: list[Job] = []
@@ -196,6 +204,7 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
             info = model.info
             found: list[Found] = []
             jobs = make(model.jobs, partial(adapter_of, model), jobs)
+            stack = None if stacks is None else stacks.begin(len(jobs), info.vocab_size)
             if not jobs:
                 return info, found
             self._reduce_rows(model, jobs)
@@ -203,7 +212,7 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
             if answer is not None:
                 return info, [answer]
             try:
-                found = await self._caller.answers(info, jobs, options)
+                found = await self._caller.answers(info, jobs, options, stack)
                 for each in found if options.keeps_errors else ():
                     if isinstance(each, (PoolMismatch, UnknownAdapter)):
                         raise each

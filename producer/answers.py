@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import redis.exceptions
 
 from lmpool.commands import Values
 from lmpool.errors import AnswerFormatError, LmpoolError, PromptFailed
 from lmpool.keys import ShardKeys
+from lmpool.model_info import ModelInfo
 from lmpool.producer.flights import Flight
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.session import Session
-from lmpool.rows import ROW_HEADER_BYTES
+from lmpool.producer.stacking import Stack
+from lmpool.rows import ROW_HEADER_BYTES, PackedRow, f32_header
 from lmpool.servers import Servers
 from lmpool.wants import Digest, Row, Want, decode_all
+from lmpool.wire import Job
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +31,15 @@ SMALLEST: Final = 1 << 10
 """Bytes that any answer counts as at least: a command reads some thousands of them."""
 MAX_TRIES: Final = 5
 NOTHING: Final[Mapping[str, bytes | None]] = {}
+
+
+Room: TypeAlias = tuple[Stack[Any], int, PackedRow]
+"""Where a row is received in place: in whose block, which row of it, and what is to come there."""
+
+
+def are_stacked(jobs: Sequence[Job], info: ModelInfo) -> bool:
+    """Whether the rows of these jobs are worth being put in their place as they come."""
+    return len(jobs) > 1 and jobs[0].want.stored_bytes(info) >= LARGE
 
 
 class AnswerReader:
@@ -57,15 +69,63 @@ class AnswerReader:
         for part, sizes in self._parts(digests):
             server = self._servers.for_shard(shard)
             keys = [start + digest.hex() for digest in part]
-            values = server.values(keys, sizes) if sizes else server.mget(keys)
-            read += self._take(shard, part, values)
+            if not sizes:
+                read += self._take(shard, part, server.mget(keys))
+                continue
+            rooms = self._lend(part, sizes)
+            try:
+                memory = [None if room is None else room[2] for room in rooms]
+                values = server.values(keys, sizes, memory)
+                read += self._take(shard, part, values, rooms)
+            finally:
+                self._give_back(rooms)
         return read
 
-    def _take(self, shard: ShardKeys, digests: Sequence[Digest], values: Values) -> int:
-        spoiled = self._hand_out(digests, values)
+    def _take(
+        self,
+        shard: ShardKeys,
+        digests: Sequence[Digest],
+        values: Values,
+        rooms: Sequence[Room | None] = (),
+    ) -> int:
+        spoiled = self._hand_out(digests, values, rooms)
         if spoiled:
             self._compute_again(shard, spoiled)
-        return sum(len(value) for value in values if value is not None)
+        return sum(
+            value.nbytes if isinstance(value, PackedRow) else len(value)
+            for value in values
+            if value is not None
+        )
+
+    def _lend(self, digests: Sequence[Digest], sizes: Sequence[int]) -> list[Room | None]:
+        """Where rows are received at once, as far as whoever waits for them has a place."""
+        flights = self._session.table.flights
+        with self._session.lock:
+            return [
+                self._room_of(flights.get(digest), size)
+                for digest, size in zip(digests, sizes, strict=True)
+            ]
+
+    def _room_of(self, flight: Flight | None, size: int) -> Room | None:
+        call = None if flight is None else flight.call
+        if flight is None or call is None or call.stack is None:
+            return None
+        stack, want, cache = call.stack, flight.job.want, self._session.cache
+        if not isinstance(want, Row) or want.encoding != "f32":
+            return None
+        # What the caller may write to is not for the cache.
+        if cache.max_bytes and not (stack.is_shared and cache.may_share(stack.nbytes)):
+            return None
+        memory = stack.lend(flight.place, size - ROW_HEADER_BYTES)
+        if memory is None:
+            return None
+        return stack, flight.place, PackedRow(f32_header(memory.nbytes // 4), memory)
+
+    def _give_back(self, rooms: Sequence[Room | None]) -> None:
+        with self._session.lock:
+            for room in rooms:
+                if room is not None:
+                    room[0].give_back(room[1])
 
     def _parts(self, digests: Sequence[Digest]) -> Iterator[tuple[list[Digest], list[int]]]:
         """Those that one command reads, few rows or many small answers; the sizes of large rows."""
@@ -101,7 +161,7 @@ class AnswerReader:
             yield part, []
 
     def _hand_out(
-        self, digests: Sequence[Digest], values: Values
+        self, digests: Sequence[Digest], values: Values, rooms: Sequence[Room | None]
     ) -> dict[Digest, AnswerFormatError]:
         """Give answers to whoever waits. Returns what was refused, and why."""
         session = self._session
@@ -113,6 +173,11 @@ class AnswerReader:
             there: dict[int, tuple[Want, list[Digest], list[Any]]] = {}
             """What is stored, bytes or a large row's memory, by the want that it answers."""
             group: tuple[Want, list[Digest], list[Any]] | None = None
+            in_place = {
+                digest: room
+                for digest, value, room in zip(digests, values, rooms, strict=False)
+                if room is not None and isinstance(value, PackedRow)
+            }
             for digest, value in zip(digests, values, strict=True):
                 flight = table.flights.get(digest)
                 if flight is None:
@@ -135,9 +200,10 @@ class AnswerReader:
                     if isinstance(answer, AnswerFormatError):
                         spoiled[digest] = answer
                         continue
+                    room = in_place.get(digest) if in_place else None
                     if cached:
-                        session.cache.put(digest, answer)
-                    ended += table.land(digest, answer)
+                        session.cache.put(digest, answer, None if room is None else room[0].kept)
+                    ended += table.land(digest, answer, room)
             if table.has_unsent():
                 session.work.notify()
         wake(ended)

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from typing import Final, cast
 
 from lmpool.result_memory import CACHED_BYTES
 from lmpool.rows import EncodedRow
 from lmpool.wants import Answer, Digest
+
+SHARED_PART: Final = 4
+"""What part of the cache a block is at most whose rows are kept in it."""
+
+
+class Together:
+    """Rows of one block that a cache has: its memory is taken as long as it has any."""
+
+    __slots__ = ("digests", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.digests: set[Digest] = set()
 
 
 class AnswerCache:
@@ -19,6 +33,7 @@ class AnswerCache:
         self.rows = 0
         """How many of the answers are rows."""
         self._answers: OrderedDict[Digest, Answer] = OrderedDict()
+        self._together: dict[Digest, Together] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -35,34 +50,74 @@ class AnswerCache:
             return None
         with self._lock:
             answer = self._answers.get(digest)
-            if answer is not None:
-                self._answers.move_to_end(digest)
-            return answer
+            if answer is None:
+                return None
+            self._answers.move_to_end(digest)
+            return self._parted(digest) if digest in self._together else answer
 
     def peek(self, digest: Digest) -> Answer | None:
         """The answer, which is used no more recently by that, or None."""
         return self._answers.get(digest)
 
-    def put(self, digest: Digest, answer: Answer) -> None:
-        """Keep an answer, dropping the least recently used while over the bound."""
-        size = answer.nbytes + CACHED_BYTES
-        if size > self.max_bytes:
+    def may_share(self, nbytes: int) -> bool:
+        """Whether rows may be kept in a block of so many bytes that somebody else has, too."""
+        return nbytes <= self.max_bytes // SHARED_PART
+
+    def put(self, digest: Digest, answer: Answer, together: Together | None = None) -> None:
+        """Keep an answer, dropping the least recently used while over the bound. A row may be kept
+        `together` with others of its block."""
+        if answer.nbytes + CACHED_BYTES > self.max_bytes:
             return
         with self._lock:
             if digest in self._answers:
                 return
             self._answers[digest] = answer
-            self._bytes += size
+            self._bytes += CACHED_BYTES
             self.rows += type(answer) is EncodedRow
-            while self._bytes > self.max_bytes:
-                _, dropped = self._answers.popitem(last=False)
-                self._bytes -= dropped.nbytes + CACHED_BYTES
-                self.rows -= type(dropped) is EncodedRow
+            if together is None:
+                self._bytes += answer.nbytes
+            else:
+                self._together[digest] = together
+                self._bytes += 0 if together.digests else together.nbytes
+                together.digests.add(digest)
+            self._drop_what_is_over()
+
+    def _parted(self, digest: Digest) -> Answer:
+        """A row of a block in memory of its own: who has it, has no whole block by that."""
+        together = self._together.pop(digest)
+        together.digests.discard(digest)
+        own = self._answers[digest] = cast(EncodedRow, self._answers[digest]).copy()
+        self._bytes += own.nbytes - (0 if together.digests else together.nbytes)
+        self._drop_what_is_over()
+        return own
+
+    def _drop_what_is_over(self) -> None:
+        while self._bytes > self.max_bytes:
+            digest, dropped = self._answers.popitem(last=False)
+            self._uncount(dropped)
+            together = self._together.pop(digest, None)
+            if together is None:
+                self._bytes -= dropped.nbytes
+                continue
+            # Its memory is free once none of its rows is left, which nobody has asked for since.
+            together.digests.discard(digest)
+            for other in together.digests:
+                del self._together[other]
+                self._uncount(self._answers.pop(other))
+            together.digests.clear()
+            self._bytes -= together.nbytes
+
+    def _uncount(self, dropped: Answer) -> None:
+        self._bytes -= CACHED_BYTES
+        self.rows -= type(dropped) is EncodedRow
 
     def clear(self) -> None:
         """Drop every answer."""
         with self._lock:
             self._answers.clear()
+            for together in self._together.values():
+                together.digests.clear()
+            self._together.clear()
             self._bytes = self.rows = 0
 
     def unlock(self) -> None:

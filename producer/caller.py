@@ -7,15 +7,17 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from lmpool.errors import LmpoolError
 from lmpool.model_info import ModelInfo
-from lmpool.producer.blocking import is_blocking, loop_or_blocking
+from lmpool.producer.answers import are_stacked
+from lmpool.producer.blocking import loop_or_blocking
 from lmpool.producer.call_options import CallOptions
 from lmpool.producer.client import Client
 from lmpool.producer.jobs import TOGETHER, JobMaker
 from lmpool.producer.pending import LoneCall, PendingCall
+from lmpool.producer.stacking import Stack
 from lmpool.token_ids import TokenIds
 from lmpool.tracing import active, begin_call
 from lmpool.wants import Answer, Row, Want
@@ -65,15 +67,22 @@ class Caller:
         """That of the loop which asked last: to look it up takes longer than all else."""
 
     async def answers(
-        self, info: ModelInfo, jobs: Sequence[Job], options: CallOptions
+        self,
+        info: ModelInfo,
+        jobs: Sequence[Job],
+        options: CallOptions,
+        stack: Stack[Any] | None = None,
     ) -> list[Answer | LmpoolError]:
-        """The answers to these jobs, which were made for the model `info`.
+        """The answers to these jobs, which were made for the model `info`. Large rows are in the
+        `stack`, where one is given.
 
         Whoever stops waiting, by `options`, cancellation or Ctrl-C, withdraws them. Raises
         `PoolTimeout`, and what the pool found wrong; where `options` keep errors, they stand in the
         answers' places.
         """
         call = self.begin(info, jobs, options)
+        if stack is not None and are_stacked(jobs, info):
+            call.stack = stack
         try:
             await self.wait(call, options)
         except BaseException as error:
@@ -132,7 +141,10 @@ class Caller:
             self._client.submit([call])
         left = options.deadline.left()
         if options.progress:
-            await _show_and_wait(call, left)
+            with _bar(len(call.jobs)) as update:
+                await _wait_in_steps(call, left, update)
+        elif call.stack is not None:
+            await _wait_in_steps(call, left)
         elif not call.has_future:
             call.wait(left)
         elif left is None:
@@ -205,20 +217,31 @@ async def _wait(call: PendingCall, timeout: float) -> None:
         timer.cancel()
 
 
-async def _show_and_wait(call: PendingCall, timeout: float | None) -> None:
-    """Wait until `call` is done, or `timeout` seconds went by, with a progress bar."""
+async def _wait_in_steps(
+    call: PendingCall, timeout: float | None, update: Callable[[int], None] | None = None
+) -> None:
+    """Wait until `call` is done, or `timeout` seconds went by; meanwhile rows that came are taken
+    into its stack, and a bar is told how many answers are there."""
     end = None if timeout is None else time.monotonic() + timeout
-    with _bar(len(call.jobs)) as update:
-        while not call.done:
-            left = BAR_EVERY if end is None else end - time.monotonic()
-            if left <= 0:
-                break
-            if is_blocking():
-                call.wait(min(BAR_EVERY, left))
-            else:
-                await asyncio.wait({call.future}, timeout=min(BAR_EVERY, left))
+    while True:
+        if call.stack is not None:
+            call.stack.take_in()
+        if update is not None:
             update(len(call.jobs) - call.left)
-        update(len(call.jobs) - call.left)
+        left = None if end is None else end - time.monotonic()
+        if call.done or (left is not None and left <= 0):
+            return
+        if update is not None:
+            left = BAR_EVERY if left is None else min(BAR_EVERY, left)
+        if not call.has_future:
+            call.wait(left)
+            continue
+        if left is None:
+            await call.future
+        else:
+            await _wait(call, left)
+        if not call.done:
+            call.for_loop(call.future.get_loop())
 
 
 @contextmanager

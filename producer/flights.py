@@ -9,12 +9,15 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 from lmpool.affinity import Placement
 from lmpool.errors import LmpoolError
 from lmpool.keys import PRIORITIES, Priority
 from lmpool.producer.pending import PendingCall
 from lmpool.producer.pieces import Pieces, StreamCall
+from lmpool.producer.stacking import STACKED, Stack
+from lmpool.rows import EncodedRow
 from lmpool.wants import Answer, Digest, Stream
 from lmpool.wire import Job
 
@@ -216,17 +219,26 @@ class FlightTable:
         """Whether anybody still waits for it."""
         return self.flights.get(flight.job.digest) is flight
 
-    def land(self, digest: Digest, answer: Answer) -> list[PendingCall]:
-        """An answer is there: the calls that this completes."""
+    def land(
+        self, digest: Digest, answer: Answer, room: tuple[Stack[Any], int, object] | None = None
+    ) -> list[PendingCall]:
+        """An answer is there, a row maybe in the `room` of somebody's stack: the calls to be woken
+        for it."""
         flight = self._pop(digest)
-        complete = []
-        if flight is not None:
-            if flight.call is not None and flight.call.take(flight.place, answer):
-                complete.append(flight.call)
-            for call, place in flight.others or ():
-                if call.take(place, answer):
-                    complete.append(call)
-        return complete
+        woken: list[PendingCall] = []
+        if flight is None:
+            return woken
+        call, is_there = flight.call, False
+        if room is not None:
+            is_there = call is not None and (call.stack, flight.place) == room[:2]
+            if flight.others or not is_there:  # the block is another's
+                answer = cast(EncodedRow, answer).copy()
+        if call is not None and call.take(flight.place, STACKED if is_there else answer):
+            woken.append(call)
+        for call, place in flight.others or ():
+            if call.take(place, answer):
+                woken.append(call)
+        return woken
 
     def fail(self, digest: Digest, error: LmpoolError) -> list[PendingCall]:
         """A prompt failed: the calls that this ends. Their other prompts are withdrawn."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -32,13 +31,19 @@ class Framework(Protocol[RowT_co]):
     """How rows are handed to callers."""
 
     name: Literal["numpy", "torch"]
+    is_shared: bool
+    """Whether nobody writes to rows, so that several may have the same."""
 
     def one(self, row: EncodedRow) -> RowT_co:
         """One row, float32 [vocab_size]."""
         ...
 
-    def stack(self, rows: Sequence[EncodedRow], vocab_size: int) -> RowT_co:
-        """Rows in one block, float32 [rows, vocab_size]."""
+    def empty(self, rows: int, vocab_size: int) -> NumpyRows:
+        """Room for rows in one block, float32 [rows, vocab_size], to be written to."""
+        ...
+
+    def whole(self, block: NumpyRows) -> RowT_co:
+        """Such a block, once all rows are in it."""
         ...
 
     def own(self, rows: Any) -> RowT_co:
@@ -50,6 +55,7 @@ class _Numpy:
     """Arrays that are nobody's to write: the local cache may hold the same numbers."""
 
     name: Literal["numpy", "torch"] = "numpy"
+    is_shared = True
 
     def __init__(self) -> None:
         self._blocks = Blocks()
@@ -59,10 +65,12 @@ class _Numpy:
         values.setflags(write=False)
         return values
 
-    def stack(self, rows: Sequence[EncodedRow], vocab_size: int) -> NumpyRows:
-        block = _stacked(rows, self._blocks.empty(len(rows), vocab_size))
-        block.flags.writeable = False
-        return block
+    def empty(self, rows: int, vocab_size: int) -> NumpyRows:
+        return self._blocks.empty(rows, vocab_size)
+
+    def whole(self, block: NumpyRows) -> NumpyRows:
+        # Of memory that was given away read-only: its flag cannot be set again.
+        return np.asarray(block.data.toreadonly())
 
     def own(self, rows: Any) -> NumpyRows:
         values: NumpyRows = rows if isinstance(rows, np.ndarray) else rows.detach().cpu().numpy()
@@ -74,6 +82,7 @@ class _Torch:
     """Tensors that the caller owns. torch is read with the first one."""
 
     name: Literal["numpy", "torch"] = "torch"
+    is_shared = False
 
     def __init__(self) -> None:
         self._blocks = Blocks()
@@ -84,10 +93,13 @@ class _Torch:
         values = row.logprobs()
         return torch.from_numpy(np.array(values) if row.encoding == "f32" else values)
 
-    def stack(self, rows: Sequence[EncodedRow], vocab_size: int) -> TorchRows:
+    def empty(self, rows: int, vocab_size: int) -> NumpyRows:
+        return self._blocks.empty(rows, vocab_size)
+
+    def whole(self, block: NumpyRows) -> TorchRows:
         import torch
 
-        return torch.from_numpy(_stacked(rows, self._blocks.empty(len(rows), vocab_size)))
+        return torch.from_numpy(block)
 
     def own(self, rows: TorchRows) -> TorchRows:
         return rows
@@ -105,9 +117,3 @@ def framework(name: str) -> Framework[Any]:
     if name == "torch":
         raise SettingsError("framework='torch': torch is not installed; write framework='numpy'")
     return _Numpy()
-
-
-def _stacked(rows: Sequence[EncodedRow], block: NumpyRows) -> NumpyRows:
-    for number, row in enumerate(rows):
-        block[number] = row.logprobs()
-    return block

@@ -6,10 +6,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from typing import Any, cast
 
 from lmpool.errors import LmpoolError
 from lmpool.keys import Priority
 from lmpool.model_info import ModelInfo
+from lmpool.producer.stacking import STACKED, Stack
+from lmpool.rows import EncodedRow
 from lmpool.tracing import CallSpan
 from lmpool.wants import Answer
 from lmpool.wire import Job
@@ -24,7 +27,7 @@ class PendingCall:
 
     __slots__ = (
         "_asleep", "_event", "_future", "answers", "deadline", "error", "failed", "info",
-        "jobs", "keeps_errors", "left", "priority", "span", "trace",
+        "jobs", "keeps_errors", "left", "priority", "span", "stack", "trace",
     )  # fmt: skip
 
     answers: list[Answer | LmpoolError | None]
@@ -48,6 +51,8 @@ class PendingCall:
         """To be ended with the call."""
         self.trace = trace
         """The traceparent of its span, where it has one."""
+        self.stack: Stack[Any] | None = None
+        """Where its rows are put as they come: who waits is woken for those, too."""
         self.info = info
         self.keeps_errors = keeps_errors
         """Whether a job's error stands where its answer would, and ends nothing else."""
@@ -66,12 +71,17 @@ class PendingCall:
         return self.left == 0 or self.error is not None
 
     def take(self, place: int, answer: Answer) -> bool:
-        """A job's answer is there. Whether the call is done by that. Under the client's lock."""
+        """A job's answer is there. Whether who waits is to be woken: the call is done by that, or
+        there is something to be stacked. Under the client's lock."""
         if self.answers[place] is not None:
             return False
+        is_first = False
+        if self.stack is not None and answer is not STACKED:
+            is_first = self.stack.land(place, cast(EncodedRow, answer))
+            answer = STACKED
         self.answers[place] = answer
         self.left -= 1
-        return self.left == 0
+        return is_first or self.left == 0
 
     def fail(self, place: int, error: LmpoolError) -> bool:
         """A job failed. Whether the call is done by that. Under the client's lock."""
@@ -143,6 +153,7 @@ class LoneCall(PendingCall):
         self.priority = priority
         self.span = None
         self.trace = trace
+        self.stack = None
         self.info = info
         self.keeps_errors = keeps_errors
         self.deadline = deadline

@@ -35,6 +35,7 @@ from lmpool.producer.frameworks import RowT_co
 from lmpool.producer.jobs import JobMaker
 from lmpool.producer.pending import PendingCall
 from lmpool.producer.served_model import ServedModels
+from lmpool.producer.stacking import Stacks
 from lmpool.producer.states_lm import StatesLM
 from lmpool.producer.statistics import PoolStatistics
 from lmpool.producer.stream import Piece
@@ -176,8 +177,9 @@ class PooledLM(StatesLM[RowT_co], StreamingLM[RowT_co]):
         `PromptError` begins with the prompt's number.
         """
         options = self._options(timeout, priority, progress)
-        info, rows = await self._several(token_ids_list, self._row, lora_name, options)
-        return self._framework.stack(cast(list[EncodedRow], rows), info.vocab_size)
+        stacks = Stacks(self._framework)
+        _, rows = await self._several(token_ids_list, self._row, lora_name, options, stacks)
+        return stacks.whole(rows)
 
     # --- sampling ------------------------------------------------------------------------------
 

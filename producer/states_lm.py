@@ -19,9 +19,9 @@ from lmpool.producer.head_files import has_matrices, read_parts
 from lmpool.producer.heads import Head, HeadNumbers
 from lmpool.producer.jobs import JobMaker
 from lmpool.producer.served_model import ServedModel
-from lmpool.rows import EncodedRow
+from lmpool.producer.stacking import Stacks
 from lmpool.token_ids import TokenIds
-from lmpool.wants import HeadBytes, HeadPart, Hidden, HiddenState
+from lmpool.wants import Answer, HeadBytes, HeadPart, Hidden, HiddenState
 from lmpool.wants.hidden import head_of
 from lmpool.wire import Job
 
@@ -67,8 +67,9 @@ class StatesLM(AskingLM[RowT_co], Generic[RowT_co]):
                 return jobs.prefixes(max(parts, key=len), [*map(len, parts)], row, served)
             return jobs.prefixes(token_ids, positions, row, served)
 
-        info, rows = await self._answers(make, (lora_name,), options)
-        return self._framework.stack(cast(list[EncodedRow], rows), info.vocab_size)
+        stacks = Stacks(self._framework)
+        _, rows = await self._answers(make, (lora_name,), options, stacks)
+        return stacks.whole(cast(list[Answer], rows))
 
     async def last_hidden_state(
         self,

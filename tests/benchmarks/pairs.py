@@ -28,6 +28,7 @@ SCENARIOS = {
     "jobs": "batch calls, rows of 1 KiB",
     "gathered": "gathered single calls, rows of 1 KiB",
     "rows": "batch calls, rows of 256 KiB",
+    "steps": "batch calls of 32, rows of 64 KB",
     "blocking": "one prompt at a time, blocking",
     "awaited": "one prompt at a time, awaited",
     "particles": "hf engine alone, 32 particles",

@@ -20,9 +20,16 @@ from typing import Any
 import numpy as np
 import psutil
 
-VOCAB = {"jobs": 256, "gathered": 256, "rows": 65_536, "blocking": 256, "awaited": 256}
-COUNT = {"jobs": 40_000, "gathered": 30_000, "rows": 2_000, "blocking": 3_000, "awaited": 3_000}
-PER_CALL = {"jobs": 5_000, "gathered": 5_000, "rows": 250, "blocking": 1, "awaited": 1}
+VOCAB = {
+    "jobs": 256, "gathered": 256, "rows": 65_536, "steps": 16_000, "blocking": 256, "awaited": 256,
+}  # fmt: skip
+COUNT = {
+    "jobs": 40_000, "gathered": 30_000, "rows": 2_000, "steps": 6_400, "blocking": 3_000,
+    "awaited": 3_000,
+}  # fmt: skip
+PER_CALL = {
+    "jobs": 5_000, "gathered": 5_000, "rows": 250, "steps": 32, "blocking": 1, "awaited": 1,
+}  # fmt: skip
 
 
 class PoolSide:
@@ -38,7 +45,7 @@ class PoolSide:
             "LMPOOL_ENGINE": "mock",
             "LMPOOL_ENGINE_OPTS": json.dumps({"vocab_size": VOCAB[scenario]}),
             "LMPOOL_LOG_LEVEL": "warning",
-            "LMPOOL_RESULT_TTL": "3" if scenario == "rows" else "600",
+            "LMPOOL_RESULT_TTL": "3" if scenario in ("rows", "steps") else "600",
             "LMPOOL_BATCH_SIZE": "512" if scenario in ("jobs", "gathered") else "64",
         }
         arq = [sys.executable, "-m", "arq", "lmpool.worker.WorkerSettings"]

@@ -143,9 +143,10 @@ def test_large_rows_are_received_into_memory_of_their_own(
     received: list[list[int]] = []
     values = connection.values
 
-    def counted(keys: list[str], sizes: list[int]) -> object:
+    def counted(keys: list[str], sizes: list[int], rooms: list[None]) -> object:
         received.append([*sizes])
-        return values(keys, sizes)
+        assert rooms == [None] * len(sizes)  # nobody has a place for them
+        return values(keys, sizes, rooms)
 
     monkeypatch.setattr(connection, "values", counted)
     jobs = jobs_of(some_prompts(8))

@@ -12,6 +12,7 @@ import pytest
 from lmpool.producer import blocks as blocks_module
 from lmpool.producer.blocks import Blocks
 from lmpool.producer.frameworks import framework
+from lmpool.producer.stacking import Stack
 from lmpool.rows import EncodedRow
 
 SIZE = 1000
@@ -119,10 +120,10 @@ def test_stacked_rows_are_in_such_memory(name: str, monkeypatch: pytest.MonkeyPa
         pytest.importorskip("torch")
     monkeypatch.setattr(blocks_module, "LEAST", 1)
     rows = [EncodedRow("f32", 3, 0.0, np.full(3, i, np.float32)) for i in range(4)]
-    stack = framework(name).stack
+    made = framework(name)
     places = set[int]()
     for _ in range(3):
-        block = stack(rows, 3)
+        block = Stack(made, 4, 3).whole(rows)
         assert block.tolist() == [[i] * 3 for i in range(4)]
         places.add(np.asarray(block).__array_interface__["data"][0])
         del block

@@ -24,6 +24,7 @@ from lmpool.bulk import Gathered
 from lmpool.cluster import ClusterParser, NodeConnection, SlotMap, SlotMoved
 from lmpool.commands import Server
 from lmpool.connections import OneConnectionClient, OneConnectionPool
+from lmpool.rows import PackedRow
 from lmpool.server import is_lost, open_server
 from tests.support.certificates import certificates
 
@@ -133,6 +134,52 @@ def test_values_are_received_however_they_come(pieces: list[bytes]) -> None:
         assert scripted.opened == 1
 
 
+def rooms_for(*which: int, header: bytes | None = None) -> list[PackedRow | None]:
+    """Rooms for some of the values, whose first bytes are taken for a header."""
+    long = [min(24, size) for size in SIZES]
+    return [
+        PackedRow(header or VALUES[n][: long[n]], memoryview(bytearray(SIZES[n] - long[n])))
+        if n in which
+        else None
+        for n in range(3)
+    ]
+
+
+@pytest.mark.parametrize("which", [(0,), (2,), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+def test_rows_are_received_where_there_is_room_for_them(
+    pieces: list[bytes], which: tuple[int, ...]
+) -> None:
+    with Scripted(pieces) as scripted:
+        for server in opened(scripted.url):
+            for _ in range(2):
+                rooms = rooms_for(*which)
+                found = server.values(KEYS, SIZES, rooms)
+                for value, room, expected in zip(found, rooms, VALUES, strict=True):
+                    if room is None:
+                        assert isinstance(value, memoryview)
+                        assert bytes(value) == expected
+                    else:
+                        assert isinstance(value, PackedRow)
+                        assert value.joined() == expected
+                        assert value.numbers.readonly
+                        assert room.joined() == expected  # it is this very memory
+            assert [*map(bytes, server.values(KEYS, SIZES))] == VALUES  # type: ignore[arg-type]
+            assert server.ping()
+        assert scripted.opened == 1
+
+
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+def test_a_row_with_another_header_is_read_as_ever(pieces: list[bytes]) -> None:
+    """Its numbers may have come to where there was room by then."""
+    with Scripted(pieces) as scripted:
+        for server in opened(scripted.url):
+            found = server.values(KEYS, SIZES, rooms_for(0, 2, header=b"x" * 24))
+            assert found == VALUES
+            assert server.ping()
+        assert scripted.opened == 1
+
+
 class Slowly(list[bytes]):
     """Pieces with a pause before each but the first."""
 
@@ -193,6 +240,7 @@ def test_another_reply_is_read_as_ever(reply: bytes, whole: bool) -> None:
     with Scripted(pieces) as scripted:
         for server in opened(scripted.url):
             assert server.values(KEYS, SIZES) == server.mget(KEYS)
+            assert server.values(KEYS, SIZES, rooms_for(0, 2)) == server.mget(KEYS)
             assert server.ping()
         assert scripted.opened == 1
 
