@@ -76,6 +76,9 @@ class AnswerReader:
             try:
                 memory = [None if room is None else room[2] for room in rooms]
                 values = server.values(keys, sizes, memory)
+                if not any(isinstance(value, PackedRow) for value in values):
+                    self._give_back(rooms)  # another reply came
+                    rooms = []
                 read += self._take(shard, part, values, rooms)
             finally:
                 self._give_back(rooms)
@@ -113,8 +116,10 @@ class AnswerReader:
         stack, want, cache = call.stack, flight.job.want, self._session.cache
         if not isinstance(want, Row) or want.encoding != "f32":
             return None
-        # What the caller may write to is not for the cache.
-        if cache.max_bytes and not (stack.is_shared and cache.may_share(stack.nbytes)):
+        # What the caller may write to is not for the cache, nor a block for a few rows of it.
+        if cache.max_bytes and not (
+            stack.is_shared and cache.may_share(stack.nbytes) and 2 * call.placed >= len(call.jobs)
+        ):
             return None
         memory = stack.lend(flight.place, size - ROW_HEADER_BYTES)
         if memory is None:

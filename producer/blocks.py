@@ -20,6 +20,11 @@ MOST: Final = 128 << 20
 """Bytes that are kept for the next call, at most."""
 
 
+def memory_of(needed: int) -> int:
+    """Bytes that a block of so many holds on to, at most."""
+    return needed if needed < LEAST else needed + needed // 8
+
+
 class Blocks:
     """Makes blocks, for any thread; keeps the memory of one."""
 
@@ -37,7 +42,7 @@ class Blocks:
             memory = self._spare.pop()  # no two threads get the same
         except IndexError:
             memory = None
-        if memory is None or not needed <= memory.size <= 2 * needed:
+        if memory is None or not needed <= memory.size <= memory_of(needed):
             memory = np.empty(needed, np.uint8)
         lent = memory[:needed]
         self._lent[id(memory)] = weakref.ref(lent, partial(self._take_back, id(memory))), memory

@@ -34,6 +34,8 @@ class AnswerCache:
         """How many of the answers are rows."""
         self._answers: OrderedDict[Digest, Answer] = OrderedDict()
         self._together: dict[Digest, Together] = {}
+        self._used: set[Digest] = set()
+        """Those of them that were asked for since."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -53,7 +55,11 @@ class AnswerCache:
             if answer is None:
                 return None
             self._answers.move_to_end(digest)
-            return self._parted(digest) if digest in self._together else answer
+            if digest not in self._together:
+                return answer
+            # Who asks may be interrupted: what is counted is for those who put.
+            self._used.add(digest)
+            return cast(EncodedRow, answer).copy()
 
     def peek(self, digest: Digest) -> Answer | None:
         """The answer, which is used no more recently by that, or None."""
@@ -69,6 +75,8 @@ class AnswerCache:
         if answer.nbytes + CACHED_BYTES > self.max_bytes:
             return
         with self._lock:
+            while self._used:
+                self._part(self._used.pop())
             if digest in self._answers:
                 return
             self._answers[digest] = answer
@@ -82,14 +90,15 @@ class AnswerCache:
                 together.digests.add(digest)
             self._drop_what_is_over()
 
-    def _parted(self, digest: Digest) -> Answer:
-        """A row of a block in memory of its own: who has it, has no whole block by that."""
-        together = self._together.pop(digest)
+    def _part(self, digest: Digest) -> None:
+        """Give a row of a block memory of its own, so that it stays when that goes."""
+        together = self._together.pop(digest, None)
+        if together is None:
+            return
         together.digests.discard(digest)
         own = self._answers[digest] = cast(EncodedRow, self._answers[digest]).copy()
         self._bytes += own.nbytes - (0 if together.digests else together.nbytes)
         self._drop_what_is_over()
-        return own
 
     def _drop_what_is_over(self) -> None:
         while self._bytes > self.max_bytes:
@@ -118,6 +127,7 @@ class AnswerCache:
             for together in self._together.values():
                 together.digests.clear()
             self._together.clear()
+            self._used.clear()
             self._bytes = self.rows = 0
 
     def unlock(self) -> None:

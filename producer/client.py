@@ -180,14 +180,15 @@ class Client:
                     continue
                 jobs = call.jobs
                 table.statistics.requests += len(jobs)
+                is_woken = False
                 for place, job in enumerate(jobs if looks else ()):
                     answer = self.cache.get(job.digest)
                     if answer is not None:
-                        call.take(place, answer)
+                        is_woken |= call.take(place, answer)
                         table.statistics.local_hits += 1
                 if call.left:
                     table.add(call, now)
-                else:
+                if is_woken or not call.left:
                     answered.append(call)
             if table.has_unsent():
                 try:

@@ -131,6 +131,7 @@ class FlightTable:
         shard = lane = 0
         jobs = call.jobs
         answers = call.answers if call.left < len(jobs) else ()
+        before = len(flights)
         for place, job in enumerate(jobs):
             if answers and answers[place] is not None:
                 continue
@@ -158,6 +159,8 @@ class FlightTable:
                     self.unsent[flight.priority].append(flight)
             if flight.pieces is not None and isinstance(call, StreamCall):
                 call.pieces = flight.pieces
+        if call.stack is not None:
+            call.placed = len(flights) - before
 
     def take_unsent(
         self, most: int, most_bytes: int, priority: Priority = "interactive"

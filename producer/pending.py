@@ -27,7 +27,8 @@ class PendingCall:
 
     __slots__ = (
         "_asleep", "_event", "_future", "answers", "deadline", "error", "failed", "info",
-        "jobs", "keeps_errors", "left", "priority", "span", "stack", "trace",
+        "jobs", "keeps_errors", "left", "placed", "priority", "span", "stack",
+        "trace",
     )  # fmt: skip
 
     answers: list[Answer | LmpoolError | None]
@@ -53,6 +54,8 @@ class PendingCall:
         """The traceparent of its span, where it has one."""
         self.stack: Stack[Any] | None = None
         """Where its rows are put as they come: who waits is woken for those, too."""
+        self.placed = 0
+        """How many of its rows it asked for first."""
         self.info = info
         self.keeps_errors = keeps_errors
         """Whether a job's error stands where its answer would, and ends nothing else."""
@@ -154,6 +157,7 @@ class LoneCall(PendingCall):
         self.span = None
         self.trace = trace
         self.stack = None
+        self.placed = 0
         self.info = info
         self.keeps_errors = keeps_errors
         self.deadline = deadline

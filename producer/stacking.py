@@ -8,6 +8,7 @@ from typing import Any, Final, Generic, cast
 
 import numpy as np
 
+from lmpool.producer.blocks import memory_of
 from lmpool.producer.cache import Together
 from lmpool.producer.frameworks import Framework, RowT_co
 from lmpool.rows import EncodedRow
@@ -26,8 +27,9 @@ class Stack(Generic[RowT_co]):
         self._framework = framework
         self._shape = rows, vocab_size
         self.nbytes = 4 * rows * vocab_size
-        self._block: Any = None
-        self.kept = Together(self.nbytes)
+        # Now: two threads may put the first rows there at the same moment.
+        self._block: Any = framework.empty(rows, vocab_size)
+        self.kept = Together(memory_of(self.nbytes))
         """Those of its rows that the local cache has."""
         self._lent: set[int] = set()
         """Places that somebody receives a row into."""
@@ -47,7 +49,7 @@ class Stack(Generic[RowT_co]):
         if not IS_NATIVE or size != 4 * self._shape[1] or place in self._lent:
             return None
         self._lent.add(place)
-        return cast(memoryview, self._room()[place].data.cast("B"))
+        return cast(memoryview, self._block[place].data.cast("B"))
 
     def give_back(self, place: int) -> None:
         """Nobody writes there any more."""
@@ -66,12 +68,12 @@ class Stack(Generic[RowT_co]):
         landed = self._landed
         while landed:
             place, row = landed.popleft()
-            self._room()[place] = row.logprobs()
+            self._block[place] = row.logprobs()
 
     def whole(self, rows: Sequence[Answer]) -> RowT_co:
         """The block of a call that is done, with its answers."""
         self.take_in()
-        block = self._room()
+        block = self._block
         if self._crossed:  # there is somebody who may write to it yet
             block = self._framework.empty(*self._shape)
             block[:] = self._block
@@ -79,11 +81,6 @@ class Stack(Generic[RowT_co]):
             if row is not STACKED:
                 block[place] = cast(EncodedRow, row).logprobs()
         return self._framework.whole(block)
-
-    def _room(self) -> Any:
-        if self._block is None:
-            self._block = self._framework.empty(*self._shape)
-        return self._block
 
 
 class Stacks(Generic[RowT_co]):

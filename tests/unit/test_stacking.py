@@ -257,13 +257,60 @@ def test_a_row_of_a_block_that_is_asked_for_again_holds_on_to_itself_alone(
     call_of(session, framework("numpy"), [0, 1, 2])
     Reading(reader_of(session), DIGESTS[:3]).end(lost=False, plain=False)
     of_the_block, other = (session.cache.peek(digest) for digest in DIGESTS[:2])
+    counted = session.cache.size
     found = session.cache.get(DIGESTS[0])
+    assert session.cache.size == counted  # that is for who puts: Ctrl-C may come in between
     assert isinstance(found, EncodedRow)
     assert isinstance(of_the_block, EncodedRow)
     assert not np.shares_memory(found.data, of_the_block.data)
     assert np.array_equal(found.data, of_the_block.data)
     assert session.cache.peek(DIGESTS[1]) is other
-    assert session.cache.get(DIGESTS[0]) is found
+    session.cache.put(DIGESTS[5], decoded(DIGESTS[5]))
+    own = session.cache.get(DIGESTS[0])
+    assert session.cache.get(DIGESTS[0]) is own
+    assert session.cache.size == counted + 2 * 4 * VOCAB + answers_overhead()
+
+
+def test_a_row_that_was_used_stays_when_its_block_goes(session: Session) -> None:
+    session.cache = cache = AnswerCache(4 * 3 * 4 * VOCAB + 6 * answers_overhead())
+    call_of(session, framework("numpy"), [0, 1, 2])
+    Reading(reader_of(session), DIGESTS[:3]).end(lost=False, plain=False)
+    assert cache.get(DIGESTS[1]) is not None
+    for number in range(200):
+        cache.put(Digest(b"%016d" % number), decoded(DIGESTS[4]))
+        assert cache.get(DIGESTS[1]) is not None
+        assert cache.size <= cache.max_bytes
+    assert cache.peek(DIGESTS[0]) is None
+
+
+def test_a_few_rows_of_a_block_are_kept_without_it(session: Session) -> None:
+    for digest in DIGESTS[:3]:
+        session.cache.put(digest, decoded(digest))
+    call = PendingCall([JOBS[n] for n in range(4)], None, info=session.info).for_thread()
+    call.stack = Stack(framework("numpy"), 4, VOCAB)
+    with session.lock:
+        for place in range(3):
+            call.take(place, decoded(DIGESTS[place]))
+        session.table.add(call, 0.0)
+    assert call.placed == 1
+    assert Reading(reader_of(session), DIGESTS[3:4]).rooms == [None]
+
+
+def test_another_reply_takes_no_second_block(session: Session) -> None:
+    call = call_of(session, framework("numpy"), [0, 1])
+
+    class Plain:
+        def values(self, keys: Any, sizes: Any, rooms: Any) -> list[bytes]:
+            assert None not in rooms
+            return [row_of(job) for job in JOBS[:2]]
+
+    reader = AnswerReader(session, Servers(lambda: Plain()))  # type: ignore[arg-type,return-value]
+    reader._parts = lambda digests: iter([(DIGESTS[:2], [len(row_of(JOBS[0]))] * 2)])  # type: ignore[method-assign]
+    reader.fetch(session.shards[0], DIGESTS[:2])
+    assert call.done
+    assert call.stack is not None
+    assert not call.stack._crossed
+    check(call.stack.whole(call.answers), [0, 1])  # type: ignore[arg-type]
 
 
 def test_a_large_block_is_not_for_the_cache(session: Session) -> None:
