@@ -91,7 +91,8 @@ _NUMBERS: Final = struct.Struct(">BIBfBI")  # uint32 size, float32 scale, bin32 
 
 
 @cache
-def _f32_header(size: int) -> bytes:
+def f32_header(size: int) -> bytes:
+    """What stands before the numbers of a row in f32 of so many entries, as we write it."""
     return _HEADERS["f32"] + _NUMBERS.pack(0xCE, size, 0xCA, 0.0, 0xC6, 4 * size)
 
 
@@ -116,7 +117,7 @@ class PackedRow(NamedTuple):
 
 def joined_f32(row: npt.NDArray[Any]) -> bytes:
     """``pack_logprobs(row).joined()`` of a row of ``<f4``, in fewer steps: for small rows."""
-    return _f32_header(row.size) + row.tobytes()
+    return f32_header(row.size) + row.tobytes()
 
 
 def pack_values(encoding: Encoding, values: npt.NDArray[Any], scale: float = 0.0) -> PackedRow:
@@ -131,7 +132,7 @@ def pack_logprobs(
     """Log-probabilities, float32 [vocab_size], as a row. ``f16`` loses precision."""
     if encoding == "f32":
         values = np.ascontiguousarray(row, dtype="<f4")
-        return PackedRow(_f32_header(values.size), values.data.cast("B"))
+        return PackedRow(f32_header(values.size), values.data.cast("B"))
     with np.errstate(over="ignore"):  # what is below its range is impossible anyway: -inf
         narrow = np.ascontiguousarray(row, dtype="<f2")
     # Rounding moves the sum: the scale puts the row back on exp sums to 1.
@@ -147,11 +148,6 @@ _DTYPES: Final[dict[Encoding, str]] = {"f32": "<f4", "bf16": "<u2", "f16": "<f2"
 _F32: Final = np.dtype("<f4")
 
 
-def f32_header(size: int) -> bytes:
-    """What stands before the numbers of a row in f32 of so many entries, as we write it."""
-    return _f32_header(size)
-
-
 def unpack_row(data: bytes | memoryview | PackedRow, size: int | None = None) -> EncodedRow:
     """Read a row without copying its numbers; `size` is the vocabulary size it must have.
 
@@ -159,12 +155,12 @@ def unpack_row(data: bytes | memoryview | PackedRow, size: int | None = None) ->
     """
     if isinstance(data, PackedRow):
         header, numbers = data
-        if size is not None and header == _f32_header(size) and len(numbers) == 4 * size:
+        if size is not None and header == f32_header(size) and len(numbers) == 4 * size:
             return EncodedRow("f32", size, 0.0, np.frombuffer(numbers, _F32))
         data = data.joined()
     # Nearly every row has the header we write: one comparison instead of eight steps.
     whole = size is not None and len(data) == ROW_HEADER_BYTES + 4 * size
-    if size is not None and whole and data[:ROW_HEADER_BYTES] == _f32_header(size):
+    if size is not None and whole and data[:ROW_HEADER_BYTES] == f32_header(size):
         return EncodedRow("f32", size, 0.0, np.frombuffer(data, _F32, size, ROW_HEADER_BYTES))
     unpacker = msgpack.Unpacker(max_buffer_size=_MAX_HEADER, ext_hook=refuse_extension)
     unpacker.feed(data[:_MAX_HEADER])
@@ -203,7 +199,7 @@ def unpack_f32_rows(
 
     Normalizing spreads one NaN to all entries: the first one tells.
     """
-    header, length = _f32_header(size), ROW_HEADER_BYTES + 4 * size
+    header, length = f32_header(size), ROW_HEADER_BYTES + 4 * size
     read, rows = np.frombuffer, []
     for data in stored:
         if isinstance(data, PackedRow):

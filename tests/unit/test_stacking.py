@@ -29,6 +29,7 @@ from lmpool.producer.frameworks import framework
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.session import Session
 from lmpool.producer.stacking import STACKED, Stack
+from lmpool.result_memory import CACHED_BYTES
 from lmpool.rows import EncodedRow, PackedRow, f32_header, unpack_row
 from lmpool.servers import Servers
 from lmpool.wants import Digest, Row, Top
@@ -183,7 +184,7 @@ class Stacking(RuleBasedStateMachine):
         blocks = {id(t): t.nbytes for t in cache._together.values()}
         alone = [a for d, a in cache._answers.items() if d not in cache._together]
         held = sum(blocks.values()) + sum(a.nbytes for a in alone)
-        assert cache.size == held + answers_overhead() * len(cache) <= cache.max_bytes
+        assert cache.size == held + CACHED_BYTES * len(cache) <= cache.max_bytes
         assert cache.rows == len(cache)
 
     def teardown(self) -> None:
@@ -193,12 +194,6 @@ class Stacking(RuleBasedStateMachine):
         self.collect()
         assert not self.waiting
         self.what_was_given_stays()
-
-
-def answers_overhead() -> int:
-    from lmpool.result_memory import CACHED_BYTES
-
-    return CACHED_BYTES
 
 
 def check(block: Any, places: list[int]) -> None:
@@ -268,11 +263,11 @@ def test_a_row_of_a_block_that_is_asked_for_again_holds_on_to_itself_alone(
     session.cache.put(DIGESTS[5], decoded(DIGESTS[5]))
     own = session.cache.get(DIGESTS[0])
     assert session.cache.get(DIGESTS[0]) is own
-    assert session.cache.size == counted + 2 * 4 * VOCAB + answers_overhead()
+    assert session.cache.size == counted + 2 * 4 * VOCAB + CACHED_BYTES
 
 
 def test_a_row_that_was_used_stays_when_its_block_goes(session: Session) -> None:
-    session.cache = cache = AnswerCache(4 * 3 * 4 * VOCAB + 6 * answers_overhead())
+    session.cache = cache = AnswerCache(4 * 3 * 4 * VOCAB + 6 * CACHED_BYTES)
     call_of(session, framework("numpy"), [0, 1, 2])
     Reading(reader_of(session), DIGESTS[:3]).end(lost=False, plain=False)
     assert cache.get(DIGESTS[1]) is not None
