@@ -145,8 +145,8 @@ def test_jobs_that_come_during_a_batch_are_the_next_one(
             gate.open()
             np.testing.assert_array_equal(await asyncio.gather(*calls), rows_of([first, *others]))
 
-    # Nothing but a full batch leaves without waiting, once the first one did.
-    with worker_process(server_url, pool_name, batch_size=16, timeout=0.05, **gate.settings()):
+    # Nothing but a full batch leaves without waiting, once the first one has waited.
+    with worker_process(server_url, pool_name, batch_size=16, timeout=2.0, **gate.settings()):
         asyncio.run(ask())
         assert [size for _, size in gate.batches()] == [1, 16, 16]
 

@@ -186,6 +186,12 @@ def test_a_change_is_seen_within_two_seconds(
 # --- who may write to the server cannot write on the page ----------------------------------------
 
 
+def appears(client: redis.Redis, shard: ShardKeys, worker: str, beat: dict[str, Any]) -> None:
+    """Another worker, as it registers: whoever has no heartbeat would be taken for dead."""
+    client.set(shard.alive(worker), msgpack.packb(beat))
+    client.xgroup_createconsumer(shard.stream().key, GROUP, worker)
+
+
 def test_names_that_are_html_are_text(
     browser: Browser, gateway: GatewayProcess, client: redis.Redis, shard: ShardKeys
 ) -> None:
@@ -193,8 +199,7 @@ def test_names_that_are_html_are_text(
         "id": EVIL, "host": EVIL, "pid": 1, "engine": EVIL, "gpu": EVIL, "execution": EVIL,
         "rows_per_second": float("nan"), "failures": [{"at": 1e300, "reason": EVIL, "jobs": 1}],
     }  # fmt: skip
-    client.xgroup_createconsumer(shard.stream().key, GROUP, "evil")
-    client.set(shard.alive("evil"), msgpack.packb(beat))
+    appears(client, shard, "evil", beat)
     client.hset(shard.adapters, EVIL, b"")
     client.hset(shard.adapters, "turned\u202eround", b"")
     client.xadd(shard.dead, {"job": b"x", "reason": EVIL, "worker": EVIL})
@@ -218,8 +223,7 @@ def test_numbers_and_texts_without_bound_leave_the_page_as_it_is(
     browser: Browser, gateway: GatewayProcess, client: redis.Redis, shard: ShardKeys
 ) -> None:
     beat = {"id": "x" * 1_000_000, "pid": 2**62, "rows_per_second": float("inf")}
-    client.xgroup_createconsumer(shard.stream().key, GROUP, "wide")
-    client.set(shard.alive("wide"), msgpack.packb(beat))
+    appears(client, shard, "wide", beat)
     try:
         with tab(browser, gateway.base_url, viewport=NARROW) as page:
             page.shows("#workers-rows", "x" * 300 + "…")
