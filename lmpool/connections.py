@@ -20,6 +20,7 @@ import redis.exceptions
 
 from lmpool.commands import Values
 from lmpool.rows import PackedRow
+from lmpool.sockets import is_near
 
 BEHIND_MOST: Final = 4
 """Values that are asked for behind one blocking read."""
@@ -193,6 +194,13 @@ class OneConnectionClient(redis.Redis):
         connection = pool._one if isinstance(pool, OneConnectionPool) else None
         return connection is not None and bool(connection._sock) and connection._parser.is_quiet()
 
+    @property
+    def is_near(self) -> bool:
+        """Whether the server that it is connected to runs on this machine, as far as its address
+        says."""
+        pool: Any = self.connection_pool
+        return is_near(pool._one._sock)
+
     def ahead(self, command: Sequence[Any]) -> CommandAhead:
         """A command, ready to be sent by a thread that may go ahead."""
         pool: Any = self.connection_pool
@@ -256,6 +264,12 @@ class CommandAhead:
             self._left = packed
         except OSError:
             pass
+
+    def is_answered(self, waits: Callable[[int], bool]) -> bool:
+        """Whether the reply begins to come, as `waits` finds out of the socket's number; at once
+        where it has not been sent as a whole. For the connection's own thread."""
+        end = self._connection._sock
+        return self._left != b"" or end is None or waits(end.fileno())
 
     def reply(self) -> Any:
         """Send the rest, read the reply; for the connection's own thread. Raises redis-py's

@@ -11,6 +11,7 @@ from typing import Final
 
 from lmpool.keys import JobStream
 from lmpool.wire import Job
+from lmpool.worker.baton import Baton, Reader
 
 
 # Nobody changes one; but there is one for each prompt, and one that is frozen takes longer to make.
@@ -78,7 +79,11 @@ class Batcher:
         self.busy = False
         """Whether a batch was taken and is not done."""
         self.busy_since = 0.0
-        self.changed = threading.Condition()  # reentrant: `wait` takes under it
+        self.goes_on = False
+        """Whether it has taken a step and something of it is under way still."""
+        lock = threading.RLock()  # reentrant: `wait` takes under it
+        self.changed = threading.Condition(lock)
+        self.baton = Baton(lock)
 
     def __len__(self) -> int:
         return len(self._interactive) + len(self._batch_priority)
@@ -109,7 +114,7 @@ class Batcher:
                 else:
                     self._interactive.append(job)
                     self._tokens += job.size
-            self.changed.notify_all()
+            self._tell()
 
     def put_back(self, jobs: Sequence[Delivery]) -> None:
         """Take jobs in again that were taken and have to wait, before all others."""
@@ -120,13 +125,18 @@ class Batcher:
                 else:
                     self._interactive.appendleft(job)
                     self._tokens += job.size
-            self.changed.notify_all()
+            self._tell()
 
     def add_alone(self, delivery: Delivery) -> None:
         """Take in a job that is to be the only one of its batch."""
         with self.changed:
             self._alone.append(delivery)
-            self.changed.notify_all()
+            self._tell()
+
+    def _tell(self) -> None:
+        """There is something for the engine's thread. Locked."""
+        self.changed.notify_all()
+        self.baton.ring()
 
     def alone_is_next(self) -> bool:
         """Whether a job to be run alone has its turn: every other batch, at most, is such a job."""
@@ -198,6 +208,13 @@ class Batcher:
             began, self.busy_since = self.busy_since, self._clock()
             return self.busy_since - began
 
+    def goes_on_after_step(self) -> None:
+        """Of what was taken something is under way still: there may be room for more meanwhile."""
+        with self.changed:
+            if not self.goes_on:
+                self.goes_on = True
+                self.baton.call_back()
+
     def running_for(self) -> float:
         """Seconds since the engine began the piece of work that it is at."""
         return self._clock() - self.busy_since
@@ -205,21 +222,42 @@ class Batcher:
     def done(self) -> None:
         """What was taken is computed."""
         with self.changed:
-            self.busy = False
+            self.busy = self.goes_on = False
             self.changed.notify_all()
+
+    def lend(self, reader: Reader, ended: threading.Event) -> None:
+        """Sleep while the engine's thread reads in the intake's place, once it is done with what it
+        has: for the intake."""
+        with self.changed:
+            if not self.goes_on and not ended.is_set():
+                self.changed.notify_all()
+                self.baton.pass_on(reader)
 
     def wait(self, interrupted: Callable[[], bool] = lambda: False) -> list[Delivery]:
         """Block until a batch is due and take it; nothing once closed or `interrupted`.
 
-        Whoever makes `interrupted` true calls `wake`.
+        Whoever makes `interrupted` true calls `wake`. Where the baton is the engine's it reads.
         """
-        with self.changed:
-            while not self._closed and not interrupted():
-                due = self.due_in()
-                if due == 0.0:
-                    return self.take()
-                self.changed.wait(due)
-        return []
+        while True:
+            with self.changed:
+                reads = None
+                while not self._closed and not interrupted():
+                    due = self.due_in()
+                    if due == 0.0:
+                        return self.take()
+                    if due is not None:
+                        self.baton.call_back()  # there may be more to fill the batch with
+                    elif reads := self.baton.take():
+                        break
+                    self.changed.wait(due)
+            if reads is None:
+                return []
+            reader, bell = reads
+            keeps = False
+            try:
+                keeps = reader.read_for_engine(bell)
+            finally:
+                self.baton.put_down(keeps)
 
     def give_up(self) -> list[Delivery]:
         """The jobs that wait for the running batch to end, which wait here no longer."""
@@ -250,6 +288,7 @@ class Batcher:
         """Let whoever waits look again."""
         with self.changed:
             self.changed.notify_all()
+            self.baton.call_back()
 
     def close(self) -> list[Delivery]:
         """End every wait; returns the jobs that were still waiting."""
@@ -261,4 +300,5 @@ class Batcher:
             self._interactive.clear()
             self._tokens = 0
             self.changed.notify_all()
+            self.baton.call_back()
         return left

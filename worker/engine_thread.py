@@ -92,23 +92,27 @@ class EngineLoop:
     def run(self) -> None:
         """Serve until the worker stops and what runs is done."""
         try:
-            while True:
-                self._run_calls()
-                if self._status.stopping.is_set() and not self._engine.in_flight():
-                    break
-                batch = self._next_batch()
-                if batch:
-                    self._start(self._admit(batch))
-                if self._engine.in_flight():
-                    self._step()
-                    self._review()
-                    self._look()
-                elif batch:
-                    self._batcher.done()  # nothing of it had to be run
+            with self._batcher.baton.accepted():
+                self._serve()
         finally:
             self._ended = True
             self._cancel_calls()
             self._traces.end_all()
+
+    def _serve(self) -> None:
+        while True:
+            self._run_calls()
+            if self._status.stopping.is_set() and not self._engine.in_flight():
+                break
+            batch = self._next_batch()
+            if batch:
+                self._start(self._admit(batch))
+            if self._engine.in_flight():
+                self._step()
+                self._review()
+                self._look()
+            elif batch:
+                self._batcher.done()  # nothing of it had to be run
 
     def _cancel_calls(self) -> None:
         with suppress(IndexError):  # the thread that ends and one that calls may both be here
@@ -289,6 +293,8 @@ class EngineLoop:
         begun = bool(finished) and self._publisher.put(finished, at_leisure)
         if idle:
             self._batcher.done()
+        else:
+            self._batcher.goes_on_after_step()
         if begun:
             self._publisher.end()
 

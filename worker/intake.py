@@ -14,6 +14,7 @@ import redis.exceptions
 
 from lmpool.clock import to_ms
 from lmpool.commands import NewEntry, Pipeline, Server, Value
+from lmpool.connections import CommandAhead
 from lmpool.keys import (
     COUNTERS_TTL_MS,
     GROUP,
@@ -30,6 +31,7 @@ from lmpool.servers import Servers
 from lmpool.wants import Digester
 from lmpool.wire import MAX_JOB_BYTES, Job, JobReader
 from lmpool.worker.batching import Batcher, Delivery
+from lmpool.worker.baton import Bell
 from lmpool.worker.by_stream import by_shard, counted, digest_and_entry, stream_of
 from lmpool.worker.company import Company
 from lmpool.worker.dead_letters import DEAD_MOST, DeadLetters
@@ -50,6 +52,8 @@ AHEAD: Final = 0.02
 """Seconds, at least, before a batch's expected end that jobs are read which are known to wait."""
 GIVE_BACK_AFTER: Final = 0.5
 """Seconds, at least, that a batch may take longer than expected before jobs are given back."""
+ANSWERS_LATE: Final = 0.25
+"""Seconds after its time for which a read of the engine's thread may be answered yet."""
 
 FEW: Final = REPLY_BYTES // MAX_JOB_BYTES - 1
 """Entries that one reply holds whatever they are, once what is no job is taken off."""
@@ -59,8 +63,13 @@ _Found: TypeAlias = list[tuple[JobStream, Sequence[NewEntry]]]
 _Raw: TypeAlias = Sequence[tuple[bytes, Sequence[NewEntry]]] | None
 
 
+class _CalledAway(Exception):
+    """The engine's thread has something else to do than to read on."""
+
+
 class Intake:
-    """Reads the job streams into the batcher. Owned by one thread.
+    """Reads the job streams into the batcher. Owned by one thread, or, while that sleeps, by the
+    engine's.
 
     A read blocks only while the engine is idle. While it computes, jobs are taken without
     blocking and about when the batch is expected to end; of a batch that goes on beyond that
@@ -111,20 +120,34 @@ class Intake:
         """Whether the last read brought as many jobs as there was room for."""
         self._company = Company(batcher.timeout)
         self._reader = JobReader()
+        self._came_alone = False
+        """Whether the last read brought one job, which leaves at once."""
+        self._bell: Bell | None = None
+        """What calls the engine's thread away, while that reads."""
+        self._ahead: CommandAhead | None = None
+        """A read that it has sent, and that is to be answered."""
+        self._failure: Exception | None = None
+        """What it met, for the intake's own thread."""
 
     def run(self) -> None:
         """Read until the worker stops, or has moved to other shards: until `ended` is set."""
         try:
             self._run()
         finally:
-            if any(map(self._servers.under_way, self._shards)):
+            if self._ahead is not None or any(map(self._servers.under_way, self._shards)):
                 self._servers.renew()  # what these would claim nobody would run
 
     def _run(self) -> None:
         failures = 0
         group_is_gone = False
-        while not self._ended.is_set():
+        while self._ahead is not None or not self._ended.is_set():
             try:
+                if self._came_alone and self._may_lend():
+                    self._batcher.lend(self, self._ended)
+                self._came_alone = False
+                if (failure := self._failure) is not None:
+                    self._failure = None
+                    raise failure
                 if group_is_gone:
                     with self._servers.in_step():
                         self._restore(self._servers)
@@ -148,7 +171,44 @@ class Intake:
                     logger.warning("jobs cannot be read: %s", error)
                 self._ended.wait(min(2.0, 0.05 * 2 ** min(failures, 6)))
 
+    def _may_lend(self) -> bool:
+        """Whether the engine's thread may read what comes next: that will be one job, as far as can
+        be told, and nothing else is to be done meanwhile."""
+        if not (self._batcher.baton.is_accepted and self._company.is_missing) or self._continuous:
+            return False
+        if self._unsure or self._too_long or self._ahead is not None or len(self._shards) > 1:
+            return False
+        if any(thief.is_called for thief in self._thieves.values()):
+            return False
+        server = self._servers.at_hand(self._shards[0])
+        return server is not None and server.may_go_ahead()
+
+    def read_for_engine(self, bell: Bell) -> bool:
+        """Read what comes next, on the engine's thread, while the intake's sleeps; see `Reader`."""
+        began = self._status.clock.now_ms()
+        self._bell = bell
+        try:
+            with self._servers.in_step():
+                jobs = self._read_in(self._batcher.room(), IDLE_BLOCK_MS)
+            # As if they had been found during the batch before.
+            self._company.came_late([found for found in jobs if found.job.sent < began - 1])
+            if len(jobs) > 1:
+                self._company.came()
+            if jobs:
+                self._batcher.add(jobs, self._company.is_likely(jobs[0]))
+        except _CalledAway:
+            return False
+        except (redis.exceptions.RedisError, OSError) as error:
+            self._failure = error
+            return False
+        finally:
+            self._bell = None
+        return len(jobs) == 1 and self._batcher.due_in() == 0.0 and self._may_lend()
+
     def _turn(self) -> None:
+        if self._ahead is not None:
+            self._add(self._read_in(self._batcher.room(), None), busy=False)
+            return
         room = self._batcher.room()
         busy = self._batcher.busy
         pause = self._pause(room, busy)
@@ -188,24 +248,34 @@ class Intake:
                 self._wait_while(busy, due * 0.7)
         if self._too_long:
             self._sift()
+        self._add(self._read_in(room, block), busy)
+        if not self._unsure and block is None:
+            self._wait_while(busy, self._poll_seconds())
+
+    def _read_in(self, room: int, block: int | None) -> list[Delivery]:
+        """Jobs for so much room; with `block` those that come in so many milliseconds, too."""
         if block is not None and self._thieves:
             look = min(thief.due_in(idle=True) for thief in self._thieves.values())
             block = max(1, min(block, math.ceil(min(look, IDLE_BLOCK_MS) * 1000)))
         jobs, last = self._read(room, block)
         self._most = min(MANY, 2 * self._most)
         self._more_wait = len(jobs) >= room
-        if jobs:
-            waits = True
-            if busy:
-                self._company.came_late(jobs)
-            elif len(self._batcher):
-                self._company.came()
-            else:
-                waits = self._company.is_likely(jobs[0])
-            self._batcher.add(jobs, waits)
         self._last.update(last)
-        if not self._unsure and block is None:
-            self._wait_while(busy, self._poll_seconds())
+        return jobs
+
+    def _add(self, jobs: Sequence[Delivery], busy: bool) -> None:
+        """Have them run; `busy`, whether the engine was when they were asked for."""
+        if not jobs:
+            return
+        waits = True
+        if busy:
+            self._company.came_late(jobs)
+        elif len(self._batcher):
+            self._company.came()
+        else:
+            waits = self._company.is_likely(jobs[0])
+            self._came_alone = not waits and len(jobs) == 1
+        self._batcher.add(jobs, waits)
 
     def _ends_alone(self) -> bool:
         """Whether the running batch is over sooner than a look for more is worth."""
@@ -317,6 +387,9 @@ class Intake:
 
     def _reads(self, block: int | None, rooms: Mapping[Priority, int]) -> Iterator[_Found]:
         """What each read brings, of one shard or of several: of own lanes, then of others'."""
+        if self._ahead is not None:
+            yield self._count_own(self._by_stream(self._ahead_answer()))
+            return
         if self._unsure:
             yield from self._reads_again(rooms)
         servers, room = self._servers, rooms["interactive"]
@@ -360,6 +433,8 @@ class Intake:
             for shard in some:
                 # Also where all lanes in use are its own: others may have joined meanwhile.
                 keys += shard.calls
+            if self._bell is not None:
+                return self._read_until(self._bell, longest, keys, count)
             return self._read_new(longest, server, keys, count)
 
         for _, raw in servers.read(shards, ask, block / 1000, self._note_lost):
@@ -485,6 +560,25 @@ class Intake:
         """What was never delivered, of each stream that has something."""
         wanted = dict.fromkeys(keys, ">")
         return server.xreadgroup(GROUP, self._consumer, wanted, count=count, block=block)
+
+    def _read_until(self, bell: Bell, block: int, keys: Sequence[str], count: int) -> _Raw:
+        """The same on the engine's thread, until that is called away."""
+        server = self._servers.at_hand(self._shards[0])
+        if server is None or not server.may_go_ahead():
+            raise _CalledAway
+        group = ["XREADGROUP", "GROUP", GROUP, self._consumer, "COUNT", count, "BLOCK", block]
+        self._ahead = server.ahead([*group, "STREAMS", *keys, *[">" for _ in keys]])
+        self._ahead.send()
+        seconds = block / 1000 + ANSWERS_LATE
+        if not self._ahead.is_answered(lambda number: bell.lets_wait(number, seconds)):
+            raise _CalledAway
+        return self._ahead_answer()
+
+    def _ahead_answer(self) -> _Raw:
+        ahead, self._ahead = self._ahead, None
+        assert ahead is not None
+        raw: _Raw = ahead.reply()
+        return raw
 
     def _read_new_of(self, keys: Mapping[ShardKeys, Sequence[str]], count: int) -> _Found:
         """The same of several reads, each of keys that lie where that shard does."""

@@ -45,6 +45,8 @@ BEGIN_MOST: Final = 8
 """Jobs that the engine's thread writes itself, at most."""
 BEGIN_BYTES: Final = 8 << 10
 """Of their outcomes, and of what is stored: a server takes in as much in one step."""
+BEGIN_BYTES_NEAR: Final = 256 << 10
+"""The same for a server on this machine, which a socket holds as much for."""
 LEISURE: Final = 0.0005
 """Seconds for which it waits for the answer."""
 ASIDE_BYTES: Final = 64 << 20
@@ -232,17 +234,19 @@ class Publisher:
         ended = [item for item in finished if isinstance(item, tuple)]
         if len(ended) < len(finished):  # others were told as they were drawn
             return None, finished
-        whole = sum(outcome.row is not None for _, outcome in ended)
         shards = {delivery.stream.shard for delivery, _ in ended}
-        if len(shards) != 1 or 4 * self._vocab_size * whole > BEGIN_BYTES:
+        if len(shards) != 1:
             return None, finished
         shard, store = shards.pop(), self._store
         server = self._servers.at_hand(shard)
         if server is None or not server.may_go_ahead():
             return None, finished
+        most = BEGIN_BYTES_NEAR if server.is_near else BEGIN_BYTES
+        if 4 * self._vocab_size * sum(outcome.row is not None for _, outcome in ended) > most:
+            return None, finished
         chunk = [encode(delivery, outcome, self._vocab_size) for delivery, outcome in ended]
         size = _size(chunk)
-        if sum(done.size for done in chunk) > BEGIN_BYTES or not store.has_room(shard, size):
+        if sum(done.size for done in chunk) > most or not store.has_room(shard, size):
             return None, chunk
         self._uncounted = 1
         with self._servers.in_step():

@@ -520,7 +520,7 @@ def test_what_is_more_than_a_little_is_the_publishers(
 
     is_the_publishers(finished[: most + 1])
     with monkeypatch.context() as patch:
-        patch.setattr(publishing, "BEGIN_BYTES", 4 * VOCAB - 1)
+        patch.setattr(publishing, "BEGIN_BYTES_NEAR", 4 * VOCAB - 1)
         is_the_publishers(finished[most + 1 : most + 2])
     beginner.publisher._store._due = 0.0  # room is to be looked for
     is_the_publishers(finished[most + 2 : most + 3])
@@ -653,7 +653,7 @@ def test_long_answers_are_the_publishers(
         for job, entry, tokens in zip(
             jobs,
             consumer.read(2),
-            (np.zeros(3, np.int32), np.zeros(publishing.BEGIN_BYTES, np.int32)),
+            (np.zeros(3, np.int32), np.zeros(publishing.BEGIN_BYTES_NEAR, np.int32)),
             strict=True,
         )
     ]
@@ -662,6 +662,21 @@ def test_long_answers_are_the_publishers(
     beginner.put(finished)
     until(lambda: consumer.held() == [])
     assert beginner.begun == 1
+
+
+def test_of_large_rows_fewer_are_sent_to_a_server_elsewhere(
+    beginner: Writer, redis_client: redis.Redis, shard: ShardKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket may not hold them; of those to this machine it is known."""
+    monkeypatch.setattr(publishing, "BEGIN_BYTES", 4 * VOCAB - 1)
+    caller, consumer, finished = prepare(redis_client, shard, 2)
+    beginner.put(finished[:1])
+    assert beginner.begun == 1
+    monkeypatch.setattr(type(beginner.server), "is_near", False)
+    beginner.put(finished[1:])
+    until(lambda: consumer.held() == [])
+    assert beginner.begun == 1
+    assert len(caller.notices()) == 2
 
 
 def test_no_ping_is_waited_for_in_the_engines_thread(
