@@ -56,6 +56,7 @@ class Reader(Protocol):
     def read_for_engine(self, bell: Bell) -> bool:
         """Read what comes next into the batcher, until the bell rings. Whether to go on so: what
         came leaves at once, and alone."""
+        ...
 
 
 class Baton:
