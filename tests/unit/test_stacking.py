@@ -25,6 +25,7 @@ from lmpool.producer import answers as answers_module
 from lmpool.producer import caller as caller_module
 from lmpool.producer.answers import AnswerReader, Room, are_stacked
 from lmpool.producer.cache import AnswerCache
+from lmpool.producer.client import Client
 from lmpool.producer.frameworks import framework
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.session import Session
@@ -485,3 +486,47 @@ def test_rows_that_came_as_another_reply_are_put_in_their_places(session: Sessio
     assert call.done
     assert call.stack is not None
     check(call.stack.whole(call.answers), [0, 1])  # type: ignore[arg-type]
+
+
+def test_a_block_is_there_before_anybody_can_put_a_row_in_it() -> None:
+    """Two threads that made it when they came with the first rows would make two."""
+    made = []
+
+    class Counted(Owned):
+        def empty(self, rows: int, vocab_size: int) -> Any:
+            made.append((rows, vocab_size))
+            return super().empty(rows, vocab_size)
+
+    stack = Stack(Counted(), 3, VOCAB)
+    assert made == [(3, VOCAB)]
+    assert stack.lend(0, 4 * VOCAB) is not None
+    stack.give_back(0)
+    stack.land(1, decoded(DIGESTS[1]))
+    stack.take_in()
+    stack.whole([STACKED, STACKED, decoded(DIGESTS[2])])
+    assert made == [(3, VOCAB)]
+
+
+def test_rows_that_the_cache_had_keep_nobody_from_hearing_of_others(session: Session) -> None:
+    """In an event loop a call waits before it is sent, and looked up."""
+    client = Client(session.options)
+    session.confirmed = float("inf")
+    session.cache = client.cache
+    client._session = session
+    client._threads = [threading.current_thread()]  # none are to be started
+    session.cache.put(DIGESTS[0], decoded(DIGESTS[0]))
+
+    async def main() -> None:
+        call = PendingCall(JOBS[:3], None, info=session.info)
+        call.stack = Stack(Owned(), 3, VOCAB)
+        call.for_loop(asyncio.get_running_loop())
+        waiting = asyncio.create_task(caller_module._wait_in_steps(call, 60.0))
+        await asyncio.sleep(0)
+        client.submit([call])
+        assert call.left == 2
+        await asyncio.sleep(0.01)
+        assert not call.stack._landed
+        assert session.table.land(DIGESTS[1], decoded(DIGESTS[1])) == [call]
+        waiting.cancel()
+
+    asyncio.run(main())
