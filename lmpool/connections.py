@@ -266,10 +266,12 @@ class CommandAhead:
             pass
 
     def is_answered(self, waits: Callable[[int], bool]) -> bool:
-        """Whether the reply begins to come, as `waits` finds out of the socket's number; at once
-        where it has not been sent as a whole. For the connection's own thread."""
+        """Whether the reply begins to come, as `waits` finds out of the socket's number, or an
+        error; not before it has been sent as a whole. For the connection's own thread."""
         end = self._connection._sock
-        return self._left != b"" or end is None or waits(end.fileno())
+        if self._left is None or end is None:
+            return True
+        return not self._left and waits(end.fileno())
 
     def reply(self) -> Any:
         """Send the rest, read the reply; for the connection's own thread. Raises redis-py's

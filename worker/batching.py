@@ -200,6 +200,8 @@ class Batcher:
                 if not self.busy:
                     self.busy, self.busy_since = True, self._clock()
                 self.changed.notify_all()
+                if len(self):
+                    self.baton.call_back()
         return batch
 
     def stepped(self) -> float:
@@ -229,7 +231,8 @@ class Batcher:
         """Sleep while the engine's thread reads in the intake's place, once it is done with what it
         has: for the intake."""
         with self.changed:
-            if not self.goes_on and not ended.is_set():
+            # What waits for what runs may have to be given back, if that takes long.
+            if not self.goes_on and not (self.busy and len(self)) and not ended.is_set():
                 self.changed.notify_all()
                 self.baton.pass_on(reader)
 

@@ -178,7 +178,7 @@ class Intake:
             return False
         if self._unsure or self._too_long or self._ahead is not None or len(self._shards) > 1:
             return False
-        if any(thief.is_called for thief in self._thieves.values()):
+        if any(thief.is_called or not thief.due_in(idle=True) for thief in self._thieves.values()):
             return False
         server = self._servers.at_hand(self._shards[0])
         return server is not None and server.may_go_ahead()
@@ -190,12 +190,6 @@ class Intake:
         try:
             with self._servers.in_step():
                 jobs = self._read_in(self._batcher.room(), IDLE_BLOCK_MS)
-            # As if they had been found during the batch before.
-            self._company.came_late([found for found in jobs if found.job.sent < began - 1])
-            if len(jobs) > 1:
-                self._company.came()
-            if jobs:
-                self._batcher.add(jobs, self._company.is_likely(jobs[0]))
         except _CalledAway:
             return False
         except (redis.exceptions.RedisError, OSError) as error:
@@ -203,7 +197,11 @@ class Intake:
             return False
         finally:
             self._bell = None
-        return len(jobs) == 1 and self._batcher.due_in() == 0.0 and self._may_lend()
+        self._add(jobs, busy=False)
+        came_alone, self._came_alone = self._came_alone, False
+        # One that waited for the batch before has company, which an intake would have found.
+        waited = any(_queued_ms(found) < began - 1 for found in jobs)
+        return came_alone and not waited and self._may_lend()
 
     def _turn(self) -> None:
         if self._ahead is not None:
@@ -487,11 +485,12 @@ class Intake:
         """What there is still room for: more of lanes that gave their share, and what others' lanes
         have that waits too long. `taken` is what came until then, and each that is yielded."""
         thieves = [self._thieves[shard.wake] for shard in shards if shard.wake in self._thieves]
-        if idle and thieves:
+        came_alone = len(taken) == 1 and len(taken[0][1]) == 1 < limit
+        if idle and thieves and not came_alone:
             yield self._count_own(self._read_beside(shards, rooms, taken))
-        if thieves or (idle and self._servers.fails_apart):
+        if not came_alone and (thieves or (idle and self._servers.fails_apart)):
             yield self._count_own(self._read_rest(rooms, taken, limit))
-        due = [thief for thief in thieves if thief.due_in(idle) == 0]
+        due = [thief for thief in thieves if thief.due_in(idle) == 0 and self._bell is None]
         if due and (left := _left(rooms, taken))["interactive"] > 0:
             found = steal(self._servers, due, left, self._note_lost)
             self._status.stole(found)
@@ -628,6 +627,11 @@ class Intake:
         """Or the stream itself, or what is in its place is none."""
         signs = ("NOGROUP", "WRONGTYPE", "UNBLOCKED")
         return isinstance(error, redis.exceptions.ResponseError) and str(error).startswith(signs)
+
+
+def _queued_ms(delivery: Delivery) -> int:
+    """When it was queued, by the server's clock: clients' may be others."""
+    return int(delivery.entry.partition(b"-")[0])
 
 
 def _left(rooms: Mapping[Priority, int], taken: _Found) -> dict[Priority, int]:

@@ -42,6 +42,12 @@ def number_of(delivery: Delivery) -> int:
     return int(delivery.job.token_ids()[0])
 
 
+def alone(number: int, shard: ShardKeys) -> Delivery:
+    """A job that is to be run alone, as the recovery brings it."""
+    job = a_job(number)
+    return Delivery(job, b"1-%d" % number, shard.stream(), time.monotonic(), threading.Event())
+
+
 class Both:
     """An intake and an engine's thread, which takes each batch and is done with it at once, or
     when it `may_end`."""
@@ -192,22 +198,61 @@ def test_several_at_once_are_company(both: Both, caller: Caller) -> None:
     settle(both, caller)
     before = both.own_reads
     ask(both, caller, *range(30))
-    until(lambda: both.own_reads > before, what="the intake to read")
+    until(lambda: both.own_reads > before, 0.5, what="the intake to read")
     assert not both.reads
 
 
-def test_a_job_that_came_during_a_batch_is_company(both: Both, caller: Caller) -> None:
+def test_a_job_that_came_during_a_batch_has_company(both: Both, caller: Caller) -> None:
+    """An intake would have found it by then: two clients in turn would get no common batch."""
     settle(both, caller)
     before = both.own_reads
     both.may_end.clear()
-    with both.batcher.changed:  # both are sent before the engine can read the second
-        now = ServerClock().now_ms()
-        caller.enqueue(a_job(1, now))
-        caller.enqueue(a_job(2, now))
+    caller.enqueue(a_job(1))
     until(lambda: both.batcher.busy, what="the first one to run")
     time.sleep(0.01)
+    caller.enqueue(a_job(2))
+    time.sleep(0.01)
     both.may_end.set()
-    until(lambda: len(both.jobs) >= 2 and both.own_reads > before, what="the intake to read")
+    until(lambda: both.jobs[-1] == 2)
+    until(lambda: both.own_reads > before, 0.5, what="the intake to read")  # not once it is idle
+
+
+def test_what_clock_a_client_has_is_no_matter(both: Both, caller: Caller) -> None:
+    settle(both, caller)
+    before = both.own_reads
+    for number in range(20):
+        caller.enqueue(a_job(number, ServerClock().now_ms() + (-1) ** number * 50))
+        until(lambda number=number: both.jobs[-1] == number)
+        time.sleep(0.002)
+    assert both.own_reads == before
+
+
+def test_what_waits_for_a_long_job_is_given_back(
+    both: Both, caller: Caller, shard: ShardKeys
+) -> None:
+    """Another worker may be idle."""
+    settle(both, caller)
+    both.may_end.clear()
+    both.batcher.add_alone(alone(1, shard))
+    until(lambda: both.jobs[-1] == 1, what="one that runs alone")
+    caller.enqueue(a_job(2))  # which answers the read that was under way
+    until(lambda: len(both.batcher), what="another one")
+    until(lambda: not len(both.batcher), 10.0, what="it to be given back")
+    both.may_end.set()
+    until(lambda: both.jobs[-1] == 2)
+
+
+def test_what_a_batch_leaves_behind_is_the_intakes_to_look_after(shard: ShardKeys) -> None:
+    batcher, reader = Batcher(8, 0.001, 10_000), object()
+    sleeper = threading.Thread(target=batcher.lend, args=(reader, threading.Event()), daemon=True)
+    with batcher.baton.accepted():
+        sleeper.start()
+        until(lambda: batcher.baton._reader is reader)
+        batcher.add_alone(alone(1, shard))
+        batcher.add([alone(2, shard)], waits=False)
+        assert len(batcher.take()) == 1
+        sleeper.join(60)
+        assert not sleeper.is_alive()
 
 
 def test_who_is_called_away_leaves_the_read_to_the_intake(both: Both, caller: Caller) -> None:
@@ -226,10 +271,8 @@ def test_a_job_to_be_run_alone_does_not_wait_for_another(
     both: Both, caller: Caller, shard: ShardKeys
 ) -> None:
     settle(both, caller)
-    before, job = time.monotonic(), a_job(7)
-    both.batcher.add_alone(
-        Delivery(job, b"1-1", shard.stream(), time.monotonic(), threading.Event())
-    )
+    before = time.monotonic()
+    both.batcher.add_alone(alone(7, shard))
     until(lambda: 7 in both.jobs, what="the job")
     assert time.monotonic() - before < 0.3
     ask(both, caller, 1)
@@ -302,7 +345,7 @@ def test_each_job_comes_once_and_in_order_whatever_happens(
 ) -> None:
     draw = random.Random(seed)
     sent = 0
-    alone: list[int] = []
+    by_themselves: list[int] = []
 
     def one_by_one() -> None:
         nonlocal sent
@@ -318,11 +361,8 @@ def test_each_job_comes_once_and_in_order_whatever_happens(
         sent += count
 
     def one_alone() -> None:
-        job, entry = a_job(5_000_000 + len(alone)), b"1-%d" % len(alone)
-        alone.append(5_000_000 + len(alone))
-        both.batcher.add_alone(
-            Delivery(job, entry, shard.stream(), time.monotonic(), threading.Event())
-        )
+        by_themselves.append(5_000_000 + len(by_themselves))
+        both.batcher.add_alone(alone(by_themselves[-1], shard))
 
     def cut() -> None:
         for each in redis_client.client_list():
@@ -342,14 +382,15 @@ def test_each_job_comes_once_and_in_order_whatever_happens(
         draw.choice(actions)()
 
     def others() -> list[int]:
-        return [number for number in both.jobs if number not in alone]
+        return [number for number in both.jobs if number not in by_themselves]
 
     until(lambda: len(others()) >= sent, what=f"{sent} jobs")
     assert others() == list(range(sent))
     until(
-        lambda: both.jobs.count(5_000_000) <= 1 and set(alone) <= set(both.jobs),
+        lambda: sorted(set(both.jobs) - set(range(sent))) == by_themselves,
         what="those that run alone",
     )
+    assert len(both.jobs) == len(by_themselves) + sent
 
 
 def test_a_bell_is_heard_once() -> None:
