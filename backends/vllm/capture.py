@@ -25,6 +25,9 @@ A request with an id under ``lmpool_watch`` leaves a row of no columns, and that
 of any of its tokens were not finite: what was sampled from them means nothing. With a want each
 step leaves an answer as well: ``name/0`` is that of the row which its first token is drawn from.
 
+Where no token of a whole batch counts (``lmpool_only_row`` beside each id), nothing is sampled: the
+logits are the rows' from then on, and the sampler looks through one column.
+
 One with an id under ``lmpool_score`` is a text that the `scorer` follows through the batch by way
 of this processor, one with an id under ``lmpool_hidden`` a prompt whose hidden state `states` keeps
 as if it were a row.
@@ -78,6 +81,9 @@ WATCH: Final = "lmpool_watch"
 ANSWER: Final = "lmpool_answer"
 """The key of what is asked of the row of a captured request, or of each row of a watched one."""
 
+ONLY_ROW: Final = "lmpool_only_row"
+"""The key, beside one of these, that says that nobody reads the token which the request draws."""
+
 KEYS: Final = (CAPTURE, WATCH, SCORE, HIDDEN)
 
 SHORTEST_PREFIX: Final = 16
@@ -113,6 +119,8 @@ class Asked(NamedTuple):
     """What its row is reduced to, if it is."""
     drawn: Sequence[int]
     """The tokens that the V1 runner has drawn for it so far; it goes on appending to them."""
+    only_row: bool
+    """Whether these are nobody's."""
 
 
 class _Found(NamedTuple):
@@ -157,6 +165,8 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
         self._stream: torch.cuda.Stream | None = None
         self.unfinished: Callable[[], npt.NDArray[np.bool_]] | None = None
         self.before_sampling: Callable[[], None] | None = None
+        self.is_last = False
+        """Whether the V1 runner's sampler reads what `apply` returns, and no other processor."""
         self.rows = RowStore()
         self.watched = WatchedLogits()
         self.scorer: Scorer | None = None
@@ -256,6 +266,7 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
             params.extra_args,
             None if want is None else want_from_wire(want),
             drawn,
+            bool(params.extra_args.get(ONLY_ROW)),
         )
 
     def asking_for(self, wanted: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
@@ -275,23 +286,41 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
                 del self._asked[place]  # a runner that works ahead would leave more of it
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
-        """Keep the rows of captured requests, or answers; `logits` pass unchanged."""
+        """Keep the rows of captured requests, or answers.
+
+        `logits` pass unchanged, but for a batch of which no token counts: of that a column passes.
+        """
         if self.before_sampling is not None:
             self.before_sampling()
+        unread = self._is_unread(logits)
         if self._asked:
             found = self._by_position(logits) if ctx is None else self._by_slot(logits, ctx)
             found.sort(key=lambda each: each.row)
             if self._stream is None and logits.is_cuda:
                 self._stream = torch.cuda.Stream(logits.device)
-            self._capture(logits, [e for e in found if e.asked.key == CAPTURE and not e.asked.want])
             self._answer(logits, found)
             self._watch(logits, [e for e in found if e.asked.key == WATCH])
-        return logits
+            rows = [e for e in found if e.asked.key == CAPTURE and not e.asked.want]
+            self._capture(logits, rows, unread=unread)
+        return logits.new_zeros((len(logits), 1)) if unread else logits
 
-    def _capture(self, logits: torch.Tensor, found: Sequence[_Found]) -> None:
+    def _is_unread(self, logits: torch.Tensor) -> bool:
+        """Whether nobody looks at the logits of this batch once its rows are kept."""
+        return (
+            self.is_last
+            and len(self._asked) == len(logits)
+            and all(asked.only_row for asked in self._asked.values())
+        )
+
+    def _capture(self, logits: torch.Tensor, found: Sequence[_Found], *, unread: bool) -> None:
         if found:
             rows = _select(logits, [each.row for each in found])
-            block = RowBlock(rows.float(), bfloat16=self._bfloat16, stream=self._stream)
+            block = RowBlock(
+                rows.float(),
+                bfloat16=self._bfloat16,
+                stream=self._stream,
+                owned=unread or rows is not logits,
+            )
             self.rows.put((each.asked.name for each in found), block)
 
     def _answer(self, logits: torch.Tensor, found: Sequence[_Found]) -> None:

@@ -15,6 +15,7 @@ from vllm import SamplingParams
 
 from lmpool.backends.sampling import Continuation
 from lmpool.backends.vllm import internals
+from lmpool.backends.vllm.capture import ONLY_ROW
 from lmpool.wants import MAX_SEED, Top, TopLogprobs
 
 
@@ -41,6 +42,8 @@ def prompt_params(**options: Any) -> SamplingParams:
     params = copy(_ONE_TOKEN)
     for name, value in options.items():
         setattr(params, name, value)
+    if params.extra_args is not None:
+        params.extra_args = {**params.extra_args, ONLY_ROW: True}
     return params
 
 

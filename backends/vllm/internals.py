@@ -295,9 +295,21 @@ def attach(model_runner: Any) -> str | None:
     if not hasattr(model_runner, "input_batch"):
         return "V2"  # its context carries the lengths
     capture.unfinished = _unfinished_prefills(model_runner)
+    capture.is_last = _is_last(model_runner, capture)
     if model_runner.device.type == "cpu":
         capture.before_sampling = lambda: _spare_generators(model_runner)
     return "V1"
+
+
+def _is_last(model_runner: Any, capture: CaptureProcessor) -> bool:
+    """Whether the V1 runner's sampler, with nothing but greedy requests, goes on with what this
+    processor returns.
+
+    Relies on `non_argmax_invariant`, the processors that see such a batch, in their order. Without
+    it every request draws its token.
+    """
+    processors = getattr(model_runner.input_batch.logitsprocs, "non_argmax_invariant", None)
+    return bool(processors) and processors[-1] is capture
 
 
 def step_bytes(model_runner: Any) -> int:

@@ -67,24 +67,32 @@ class RowBlock:
     """The rows captured in one step, on their way to the host in one copy.
 
     `logits` is float32 [rows, vocab]; it is not kept, and may be written as soon as the
-    constructor returns. `nbytes` is what the block takes until it is read.
+    constructor returns. Where the block `owned` is nobody else's, it is kept, and may be written
+    here. `nbytes` is what the block takes until it is read.
     """
 
     def __init__(
-        self, logits: torch.Tensor, *, bfloat16: bool, stream: torch.cuda.Stream | None
+        self,
+        logits: torch.Tensor,
+        *,
+        bfloat16: bool,
+        stream: torch.cuda.Stream | None,
+        owned: bool = False,
     ) -> None:
         self.bfloat16 = bfloat16
         self._wide: torch.Tensor | None = None
         if bfloat16:
             narrow = logits.to(torch.bfloat16)
-            self._wide = logits.clone()
+            self._wide = logits if owned else logits.clone()
             scale = torch.logsumexp(logits, dim=-1)
             # One number in the same copy: nothing waits for the device here.
             exact = (narrow == logits).all().to(torch.float32)
             scale = torch.cat([scale, exact.reshape(1)])
             rows = narrow.view(torch.int16)
         else:
-            rows = torch.log_softmax(logits, dim=-1)
+            # Memory that the machine has to give anew takes as long as the exponentials.
+            in_place = owned and not logits.is_cuda and logits.is_contiguous()
+            rows = torch.log_softmax(logits, dim=-1, out=logits if in_place else None)
             scale = _beside_rows(rows)
         self.nbytes = rows.nbytes + (0 if self._wide is None else self._wide.nbytes)
         self._copy = HostCopy([rows, scale], stream)

@@ -127,8 +127,10 @@ def _process_seconds() -> dict[tuple[int, float, str], float]:
 
 
 def command(names: list[str]) -> str:
-    """How to run these benchmarks again."""
-    return f"make bench ARGS={' '.join([*names, '--save'])!r}"
+    """How to run these benchmarks again, in the environment of an engine if it is that one."""
+    place = Path(sys.prefix).name
+    engine = place.removeprefix(".venv") if place.startswith(".venv-") else ""
+    return f"make bench{engine} ARGS={' '.join([*names, '--save'])!r}"
 
 
 def interactive() -> bool:

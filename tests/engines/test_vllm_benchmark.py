@@ -23,8 +23,8 @@ pytestmark = [
 
 MEASURED = {
     "Rows": {
+        "pool",
         "capture",
-        "no capture",
         "logprobs=-1",
         "logprobs=-1, flat",
         "vllm serve over HTTP",

@@ -33,10 +33,11 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Proces
 from vllm.v1.worker.gpu.sample.logits_processor.loader import _load_v2_logitsprocs_plugins  # noqa: E402
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch  # noqa: E402
 
-from lmpool.backends import Request  # noqa: E402
+from lmpool.backends import Outcome, Request  # noqa: E402
 from lmpool.backends.vllm.capture import (  # noqa: E402
     ANSWER,
     CAPTURE,
+    ONLY_ROW,
     WATCH,
     CapturedRows,
     CaptureProcessor,
@@ -48,6 +49,7 @@ from lmpool.backends.vllm.row_store import (  # noqa: E402
     RowStore,
     WatchedLogits,
 )
+from lmpool.backends.vllm.states import HIDDEN  # noqa: E402
 from lmpool.backends.words import outcome_of  # noqa: E402
 from lmpool.wants import Row, Top, want_to_wire  # noqa: E402
 from tests.support.small_answers import compare, random_wants  # noqa: E402
@@ -62,10 +64,14 @@ def config(dtype: torch.dtype = torch.float32) -> Any:
     return SimpleNamespace(model_config=SimpleNamespace(dtype=dtype))
 
 
-def params(name: int | None, key: str = CAPTURE, want: Any = None) -> SamplingParams:
+def params(
+    name: int | None, key: str = CAPTURE, want: Any = None, *, only_row: bool = False
+) -> SamplingParams:
     asked: dict[str, Any] | None = None if name is None else {key: f"{SECRET}{name}"}
     if asked is not None and want is not None:
         asked[ANSWER] = want_to_wire(want)
+    if asked is not None and only_row:
+        asked[ONLY_ROW] = True
     return SamplingParams(max_tokens=1, extra_args=asked)
 
 
@@ -232,6 +238,91 @@ class TestV1:
         capture.update_state(BatchUpdate(1, removed=(), added=[(0, params(5), None, [])], moved=()))
         capture.apply(logits_of([5]))
         assert len(capture.rows) == 0
+
+
+class TestUnreadTokens:
+    """A token that nobody reads is not drawn, where that is so for a whole batch."""
+
+    def passed_on(self, given: Sequence[SamplingParams], *, last: bool = True) -> bool:
+        """Whether the sampler sees the logits of a batch; its rows are right in any case."""
+        capture = v1()
+        capture.is_last = last
+        capture.update_state(joining(*given))
+        logits = logits_of(range(len(given)))
+        before = logits.clone()
+        passed = capture.apply(logits)
+        asked = [p.extra_args or {} for p in given]
+        assert_captured(capture, [i for i, extra in enumerate(asked) if CAPTURE in extra])
+        if passed is logits:
+            assert torch.equal(logits, before)
+        else:
+            assert passed.shape == (len(given), 1)
+        return passed is logits
+
+    def test_a_batch_of_rows_alone_passes_a_column(self):
+        assert not self.passed_on([params(i, only_row=True) for i in range(5)])
+
+    @pytest.mark.parametrize(
+        "other",
+        [params(None), params(3), params(3, WATCH), SamplingParams(extra_args={ONLY_ROW: True})],
+        ids=["a stranger", "a token that counts", "a continuation", "a stranger who knows the key"],
+    )
+    def test_whoever_reads_his_token_has_it_drawn_for_all(self, other):
+        assert self.passed_on([*(params(i, only_row=True) for i in range(3)), other])
+
+    def test_another_processor_sees_the_logits(self):
+        assert self.passed_on([params(i, only_row=True) for i in range(3)], last=False)
+
+    @pytest.mark.parametrize("seed", range(50))
+    def test_a_mixed_batch(self, seed):
+        random = np.random.default_rng(seed)
+        given, unread = [], True
+        for i in range(random.integers(1, 12)):
+            only_row = bool(random.random() < 0.9)
+            name = i if random.random() < 0.95 else None
+            given.append(params(name, random.choice([CAPTURE, HIDDEN]), only_row=only_row))
+            unread = unread and only_row and name is not None
+        assert self.passed_on(given) is not unread
+
+    @pytest.mark.parametrize("bfloat16", [False, True])
+    def test_rows_and_answers_of_one_batch(self, bfloat16):
+        capture = v1(torch.bfloat16 if bfloat16 else torch.float32)
+        capture.is_last = True
+        top = Top(5)
+        capture.update_state(
+            joining(*(params(i, want=top if i % 2 else None, only_row=True) for i in range(6)))
+        )
+        logits = logits_of(range(6)).to(torch.bfloat16 if bfloat16 else torch.float32).float()
+        expected = torch.log_softmax(logits, -1).numpy()
+        assert capture.apply(logits).shape == (6, 1)
+        logits.fill_(torch.nan)  # memory that is given to others
+        for found, rows, scales in capture.rows.take(names(*range(6))):
+            for name, values, scale in zip(found, rows, scales, strict=True):
+                if int(name) % 2:
+                    request = Request(b"", np.zeros(1, np.uint32), None, top)
+                    compare(outcome_of(request, values, scale), expected[int(name)], top)
+                else:
+                    row = Outcome(b"", row=values, logsumexp=float(scale)).logprobs()
+                    np.testing.assert_allclose(row, expected[int(name)], atol=1e-5)
+
+    def test_float32_rows_are_made_where_the_logits_are(self):
+        capture = v1()
+        capture.is_last = True
+        capture.update_state(joining(*(params(i, only_row=True) for i in range(4))))
+        logits = logits_of(range(4))
+        capture.apply(logits)
+        ((_, rows, _),) = capture.rows.take(names(*range(4)))
+        assert np.shares_memory(rows, logits.numpy())
+
+    def test_bfloat16_logits_are_kept_and_not_copied(self):
+        capture = v1(torch.bfloat16)
+        capture.is_last = True
+        capture.update_state(joining(params(0, only_row=True)))
+        logits = logits_of([0])  # which bfloat16 cannot hold
+        capture.apply(logits)
+        expected = torch.log_softmax(logits, -1).numpy()
+        ((_, rows, _),) = capture.rows.take(names(0))
+        np.testing.assert_allclose(rows, expected, atol=1e-6)
 
 
 class TestV2:

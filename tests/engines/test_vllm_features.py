@@ -653,6 +653,15 @@ class TestOwnVLLM:
         self.generate(llm, given[:1], params[1:2])
         assert [each.rows.nbytes for each in self.captures(llm)] == [0, 0, 0]
 
+    def test_a_token_is_drawn_as_without_capture(self, llm):
+        given = prompts(8, 40, seed=18)
+        plain = SamplingParams(max_tokens=4, temperature=0.0, detokenize=False)
+        with OwnRows(llm) as own:
+            asked = [own.params(i, max_tokens=4) for i in range(8)]
+            captured, expected = (self.generate(llm, given, p) for p in (asked, [plain] * 8))
+        tokens = [[out.outputs[0].token_ids for out in outs] for outs in (captured, expected)]
+        assert tokens[0] == tokens[1]
+
     def test_refuses_what_would_change_a_row_and_goes_on(self, llm, reference):
         (given,) = prompts(1, 40, seed=16)
         with OwnRows(llm) as own:
