@@ -16,7 +16,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,7 @@ KV_BYTES: Final = 256 << 20
 HTTP_PROMPTS: Final = 4
 """Of a run over HTTP: each answer is megabytes of JSON."""
 
-LED_IN: Final = ("pool", "capture")
+LED_IN: Final = ("pool", "pool, two callers", "capture")
 """Ways that make another run just before each: memory that was idle takes longer to write."""
 
 Prompts = list[list[int]]
@@ -62,13 +63,13 @@ def measure(scale: Scale) -> Report:
         )
         engine = load(folder)
         turn_about(engine, scale, report)  # while nothing else of vLLM runs
-        with served(folder, alone=not scale.quick) as wait_for_server:
-            with pooled(redis.url, folder) as pool:
-                forget = partial(forget_results, redis)
-                rows_of_every_way(engine, pool, forget, wait_for_server(), scale, report)
-            with_particles(engine, folder, scale, report)
-            from_another_process(engine, folder, scale, report)
-            engine.close()
+        with pooled(redis.url, folder) as pool:
+            rows_of_every_way(engine, pool, partial(forget_results, redis), scale, report)
+        with served(folder, alone=not scale.quick) as url:
+            against_http(engine, url, scale, report)
+        with_particles(engine, folder, scale, report)
+        from_another_process(engine, folder, scale, report)
+        engine.close()
     report.note("one thread of torch on every side; vLLM's engine in the caller's process, eager")
     report.note(
         "no capture: the same requests generate a token and nobody asks for rows; logprobs=-1: "
@@ -151,23 +152,67 @@ def turn_about(engine: Any, scale: Scale, report: Report) -> None:
 
 
 def rows_of_every_way(
-    engine: Any,
-    pool: Way,
-    forget: Callable[[], None],
-    url: str | None,
-    scale: Scale,
-    report: Report,
+    engine: Any, pool: Way, forget: Callable[[], None], scale: Scale, report: Report
 ) -> None:
     """Rows a second, each way."""
-    count = scale.of(64, 16)
+    count, calls = scale.of(64, 16), scale.of(4, 1)
+
+    def callers(prompts: Prompts) -> Rows:
+        """Two that each ask as often as the others' prompts are many."""
+        parts = [prompts[i::2] for i in range(2)]
+
+        def ask(part: Prompts) -> list[Rows]:
+            return [row for i in range(0, len(part), count) for row in pool(part[i : i + count])]
+
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(ask, parts))
+        return [found[i % 2][i // 2] for i in range(len(prompts))]
+
     ways: dict[str, tuple[int, Way]] = {
         "pool": (count, pool),
+        "pool, two callers": (2 * calls * count, callers),
         "capture": (count, lambda prompts: captured(engine, prompts)),
         "logprobs=-1": (count, lambda prompts: by_logprobs(engine, prompts, flat=False)),
         "logprobs=-1, flat": (count, lambda prompts: by_logprobs(engine, prompts, flat=True)),
     }
-    if url is not None:
-        ways["vllm serve over HTTP"] = (HTTP_PROMPTS, lambda prompts: over_http(url, prompts))
+    taken = in_turn(engine, ways, scale, forget)
+    for name, values in taken.items():
+        report.add("Rows", Measured(name, "rows/s", tuple(values)))
+    for side in LED_IN:
+        for name in ("logprobs=-1", "logprobs=-1, flat"):
+            goal = 30.0 if name == "logprobs=-1" else None
+            heading = f"{side.capitalize()} against"
+            report.add(heading, ratio(name, taken[side], taken[name], at_least=goal))
+    report.note(
+        f"pool: Redis, a worker's process with that engine, and a client in this one, which asks "
+        f"for {count} rows a call, or whose two threads make {calls} such calls each at a time"
+    )
+    report.note(f"{'; '.join(LED_IN)}: each makes the like of a run just before it")
+
+
+def against_http(engine: Any, url: str | None, scale: Scale, report: Report) -> None:
+    """Rows a second beside vLLM's own server, where it has started."""
+    if url is None:
+        report.note("vllm serve did not start here: left out")
+        return
+    name = "vllm serve over HTTP"
+    ways: dict[str, tuple[int, Way]] = {
+        "capture": (scale.of(64, 16), lambda prompts: captured(engine, prompts)),
+        name: (HTTP_PROMPTS, lambda prompts: over_http(url, prompts)),
+    }
+    taken = in_turn(engine, ways, scale)
+    report.add("Rows", Measured(name, "rows/s", tuple(taken[name])))
+    report.add("Capture against", ratio(name, taken["capture"], taken[name], at_least=30.0))
+
+
+def in_turn(
+    engine: Any,
+    ways: Mapping[str, tuple[int, Way]],
+    scale: Scale,
+    forget: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
+    """Rows a second of ways, each with so many prompts; every row is compared with a captured
+    one."""
 
     def timed(name: str) -> Callable[[int], float]:
         size, way = ways[name]
@@ -190,23 +235,8 @@ def rows_of_every_way(
         return run
 
     for name in ways:
-        timed(name)(2**31)  # warm
-    taken = alternate({name: timed(name) for name in ways}, scale.runs)
-    for name, values in taken.items():
-        report.add("Rows", Measured(name, "rows/s", tuple(values)))
-    goals = {"logprobs=-1": 30.0, "vllm serve over HTTP": 30.0}
-    for name, values in taken.items():
-        if name not in LED_IN:
-            for side in ("pool", "capture"):
-                report.add(
-                    f"{side.capitalize()} against",
-                    ratio(name, taken[side], values, at_least=goals.get(name)),
-                )
-    report.add("Pool against", ratio("capture", taken["pool"], taken["capture"]))
-    report.note("pool: Redis, a worker's process with that engine, and a client in this one")
-    report.note(f"{', '.join(LED_IN)}: each makes the like of a run just before it")
-    if url is None:
-        report.note("vllm serve did not start here: left out")
+        timed(name)(2**29)  # warm
+    return alternate({name: timed(name) for name in ways}, scale.runs)
 
 
 def captured(engine: Any, prompts: Prompts) -> list[Rows]:
@@ -266,8 +296,8 @@ def by_logprobs(engine: Any, prompts: Prompts, *, flat: bool) -> Rows:
 
 
 @contextmanager
-def served(folder: str, *, alone: bool) -> Iterator[Callable[[], str | None]]:
-    """``vllm serve`` with this model: what waits for its URL, None where it does not start.
+def served(folder: str, *, alone: bool) -> Iterator[str | None]:
+    """``vllm serve`` with this model: its URL, None where it does not start.
 
     On a CPU its core starts a worker in a further process: unless `alone`, both are one, so that
     there is less to start.
@@ -301,7 +331,7 @@ def served(folder: str, *, alone: bool) -> Iterator[Callable[[], str | None]]:
 
         try:
             progress("  starting vllm serve")
-            yield wait
+            yield wait()
         finally:
             process.terminate()
             try:

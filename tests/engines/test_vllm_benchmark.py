@@ -24,6 +24,7 @@ pytestmark = [
 MEASURED = {
     "Rows": {
         "pool",
+        "pool, two callers",
         "capture",
         "logprobs=-1",
         "logprobs=-1, flat",
