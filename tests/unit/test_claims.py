@@ -18,6 +18,7 @@ import redis.exceptions
 import lmpool
 from lmpool.connections import CommandAhead, OneConnectionClient
 from lmpool.producer.claims import AHEAD_BYTES, AHEAD_MOST
+from lmpool.producer.collector import BEHIND_BYTES
 from lmpool.producer.sender import Sender
 from lmpool.producer.session import Session
 from lmpool.scripts import load_client_scripts, script
@@ -27,6 +28,8 @@ from tests.support.waiting import until
 from tests.support.workers import in_process_worker
 
 ONE = info_of(shards=1)
+LARGEST = BEHIND_BYTES // 4
+"""The vocabulary whose row is asked for before it is there."""
 MANY_IDS = [5] * (AHEAD_BYTES // 4 + 1)
 
 
@@ -283,21 +286,35 @@ def test_one_prompt_is_claimed_by_the_thread_that_asks_for_it(
         assert set(senders) == {"MainThread", "loop"}
 
 
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+    """The keys of each command by which answers are fetched, small ones or rows."""
+    found: list[Sequence[str]] = []
+
+    def noting(fetch: Callable[..., Any]) -> Callable[..., Any]:
+        def note_and_fetch(client: OneConnectionClient, keys: Sequence[str], *given: Any) -> Any:
+            found.append(keys)
+            return fetch(client, keys, *given)
+
+        return note_and_fetch
+
+    for name in ("mget", "values"):
+        monkeypatch.setattr(OneConnectionClient, name, noting(getattr(OneConnectionClient, name)))
+    return found
+
+
+@pytest.mark.parametrize("vocab_size", [256, LARGEST])
 def test_the_answer_to_a_lone_prompt_comes_together_with_its_notice(
-    any_server: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+    any_server: str,
+    pool_name: str,
+    vocab_size: int,
+    fetched: list[Sequence[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing is asked for it once that is there; and where it does not come so, it is fetched."""
-    fetched: list[Sequence[str]] = []
-    mget = OneConnectionClient.mget
-
-    def note_and_fetch(client: OneConnectionClient, keys: Sequence[str]) -> Any:
-        fetched.append(keys)
-        return mget(client, keys)
-
-    monkeypatch.setattr(OneConnectionClient, "mget", note_and_fetch)
     prompts = ([n % 16, n // 16 % 16, n // 256] for n in itertools.count())
     with (
-        in_process_worker(any_server, pool_name),
+        in_process_worker(any_server, pool_name, engine_opts={"vocab_size": vocab_size}),
         lmpool.connect(any_server, pool_name, framework="numpy", cache_bytes=0) as lm,
     ):
 
@@ -311,6 +328,47 @@ def test_the_answer_to_a_lone_prompt_comes_together_with_its_notice(
         assert fetches() == 1
         monkeypatch.setattr(OneConnectionClient, "_read_blocked", _read_other_values)
         assert fetches() == 1
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "prompts", "behind"), [(LARGEST + 1, 1, 0), (LARGEST // 3, 4, 3)]
+)
+def test_more_bytes_than_a_round_trip_is_worth_are_fetched(
+    any_server: str,
+    pool_name: str,
+    vocab_size: int,
+    prompts: int,
+    behind: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    ahead: list[bool] = []
+
+    def note(client: OneConnectionClient, key: str) -> None:
+        asked.append(key)
+
+    monkeypatch.setattr(OneConnectionClient, "get_behind", note)
+    claim_ahead = Sender.claim_ahead
+
+    def count(sender: Sender) -> Any:
+        ahead.append(bool(sent := claim_ahead(sender)))
+        return sent
+
+    monkeypatch.setattr(Sender, "claim_ahead", count)
+    numbers = itertools.count()
+    with (
+        in_process_worker(any_server, pool_name, engine_opts={"vocab_size": vocab_size}),
+        lmpool.connect(any_server, pool_name, framework="numpy", cache_bytes=0) as lm,
+    ):
+
+        def claimed_ahead() -> bool:
+            asked.clear()
+            given = [[next(numbers)] for _ in range(prompts)]
+            assert len(lm.sync.batch_next_token_logprobs(given)) == prompts
+            return ahead[-1]
+
+        until(claimed_ahead)
+        assert len(asked) == behind
 
 
 def _read_other_values(client: Any, connection: Any) -> Any:
