@@ -308,8 +308,8 @@ def _is_last(model_runner: Any, capture: CaptureProcessor) -> bool:
     Relies on `non_argmax_invariant`, the processors that see such a batch, in their order. Without
     it every request draws its token.
     """
-    processors = getattr(model_runner.input_batch.logitsprocs, "non_argmax_invariant", None)
-    return bool(processors) and processors[-1] is capture
+    processors = getattr(model_runner.input_batch.logitsprocs, "non_argmax_invariant", ())
+    return any(processor is capture for processor in processors[-1:])
 
 
 def step_bytes(model_runner: Any) -> int:
