@@ -180,6 +180,12 @@ class Engine(ABC):
     model_files: ModelFiles | None = None
     """Of an engine that loads a model: where its tokenizer is."""
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether what prompts have in common at their beginning is computed once, and kept for
+        those that come next. A worker counts it once then in what a batch may have of tokens."""
+        return False
+
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests in. A request that cannot be run becomes an `Outcome` with an error."""

@@ -309,7 +309,10 @@ class WorkerOptions(_Options):
         "those before it waited in vain",
     )
     max_batch_tokens: int | None = Field(
-        None, ge=1, description="most prompt tokens in a batch; at least the longest prompt"
+        None,
+        ge=1,
+        description="most prompt tokens in a batch, a common beginning counted once; at least the "
+        "longest prompt",
     )
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="longest prompt served; at most what the model takes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -9,7 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from lmpool.keys import JobStream
+from lmpool.wants import Score
 from lmpool.wire import Job
 from lmpool.worker.baton import Baton, Reader
 
@@ -28,6 +32,8 @@ class Delivery:
     stream: JobStream
     came: float
     settled: threading.Event | None = None
+    weight: int = 0
+    """The tokens that it is to a batch's budget: those of its own, once a batcher has it."""
 
     @property
     def place(self) -> tuple[str, bytes]:
@@ -49,10 +55,19 @@ BATCH_PRIORITY_SHARE: Final = 8
 """One in so many places of a batch belongs to jobs of priority ``batch``, while there are any."""
 
 
+MANY_BEGINNINGS: Final = 16
+"""Prompts with which others are compared, each for those that begin like it."""
+BEGINNING: Final = 128
+"""Bytes in which those agree."""
+NEARLY: Final = 64
+"""Bytes at its end by which a prompt may differ from another and be told at a glance."""
+
+
 class Batcher:
     """Deliveries that wait for the engine, in the order they came.
 
-    The intake adds and the engine's thread takes. `clock` is monotonic, in seconds.
+    The intake adds and the engine's thread takes. `clock` is monotonic, in seconds. Where the
+    engine `shares_prefixes`, a prompt counts by what the one before it that begins alike has not.
     """
 
     def __init__(
@@ -61,11 +76,17 @@ class Batcher:
         timeout: float,
         max_batch_tokens: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        shares_prefixes: bool = False,
     ) -> None:
         self.batch_size = batch_size
         self.timeout = timeout
         self.max_batch_tokens = max_batch_tokens
         self._clock = clock
+        # A batch of prompts that are all shorter is within the budget in any case.
+        self._long = max_batch_tokens // batch_size if shares_prefixes else sys.maxsize
+        self._latest: dict[tuple[str | None, bytes], bytes] = {}
+        """The latest of some prompts that begin alike, by its adapter and its beginning."""
         self._interactive: deque[Delivery] = deque()
         self._batch_priority: deque[Delivery] = deque()
         self._alone: deque[Delivery] = deque()
@@ -108,23 +129,46 @@ class Batcher:
         """
         with self.changed:
             self._waits = self._waits and waits
+            if not len(self):
+                self._latest.clear()
             for job in jobs:
+                job.weight = self._weight(job)
                 if job.is_batch_priority:
                     self._batch_priority.append(job)
                 else:
                     self._interactive.append(job)
-                    self._tokens += job.size
+                    self._tokens += job.weight
             self._tell()
+
+    def _weight(self, delivery: Delivery) -> int:
+        """Its tokens, or about those that the one before it which begins alike does not have."""
+        size = delivery.size
+        # Of a text each position is computed that is scored, had it been computed before or not.
+        if size <= self._long or isinstance(delivery.job.want, Score):
+            return size
+        tokens = delivery.job.tokens
+        beginning = (delivery.job.adapter, tokens[:BEGINNING])
+        before = self._latest.pop(beginning, None)
+        self._latest[beginning] = tokens
+        if before is None:
+            if len(self._latest) > MANY_BEGINNINGS:
+                del self._latest[next(iter(self._latest))]
+            return size
+        near = max(0, len(tokens) - NEARLY)
+        if before[:near] == tokens[:near]:
+            return min(size, NEARLY // 4)
+        return size - _shared_tokens(before, tokens)
 
     def put_back(self, jobs: Sequence[Delivery]) -> None:
         """Take jobs in again that were taken and have to wait, before all others."""
         with self.changed:
             for job in reversed(jobs):
+                job.weight = job.weight or job.size  # it ran alone
                 if job.is_batch_priority:
                     self._batch_priority.appendleft(job)
                 else:
                     self._interactive.appendleft(job)
-                    self._tokens += job.size
+                    self._tokens += job.weight
             self._tell()
 
     def add_alone(self, delivery: Delivery) -> None:
@@ -182,14 +226,14 @@ class Batcher:
                 (self._interactive, limit),
             ):
                 while jobs and len(batch) < most_of_it:
-                    size = jobs[0].size
-                    if batch and tokens + size > self.max_batch_tokens:
+                    weight = jobs[0].weight
+                    if batch and tokens + weight > self.max_batch_tokens:
                         break
-                    tokens += size
+                    tokens += weight
                     delivery = jobs.popleft()
                     batch.append(delivery)
                     if not delivery.is_batch_priority:
-                        self._tokens -= size
+                        self._tokens -= weight
             if not self._batch_priority or any(delivery.is_batch_priority for delivery in batch):
                 self._passed_over = 0
             elif batch and not self._alone_was_last:
@@ -283,7 +327,7 @@ class Batcher:
                 left += [job for job in jobs if unwanted(job)]
                 jobs.clear()
                 jobs.extend(kept)
-            self._tokens = sum(job.size for job in self._interactive)
+            self._tokens = sum(job.weight for job in self._interactive)
             self.changed.notify_all()
         return left
 
@@ -305,3 +349,10 @@ class Batcher:
             self.changed.notify_all()
             self.baton.call_back()
         return left
+
+
+def _shared_tokens(first: bytes, second: bytes) -> int:
+    """How many tokens two prompts that differ begin with alike."""
+    size = min(len(first), len(second)) // 4
+    other = np.frombuffer(first, np.uint32, size) != np.frombuffer(second, np.uint32, size)
+    return int(other.argmax()) if other.any() else size

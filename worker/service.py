@@ -171,7 +171,12 @@ class Service:
         beating = self._open(answers_within=ANSWER_WITHIN)
         seat = self._patiently(lambda: self._enter_pool(control, info, engine, beating))
         self.seat, info = seat, seat.info
-        self._batcher = Batcher(options.batch_size, options.timeout, budget)
+        self._batcher = Batcher(
+            options.batch_size,
+            options.timeout,
+            budget,
+            shares_prefixes=engine.shares_prefixes,
+        )
         self._publisher = self._publishing(seat)
         self.adapters = Adapters(engine, control, seat.shards, options.adapter_dirs)
         self.loop = EngineLoop(

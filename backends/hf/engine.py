@@ -277,6 +277,10 @@ class HFEngine(BatchEngine):
             del logits  # before the next block is computed
         return taken
 
+    @property
+    def shares_prefixes(self) -> bool:
+        return self._packed is not None
+
     def continues(self, tokens: int) -> bool:
         packed = self._packed
         return packed is not None and tokens - 1 <= min(self._packed_longest, packed.slots)

@@ -176,6 +176,10 @@ class MLXEngine(BatchEngine):
         """Whether what is asked for is reduced where the row is, and no row copied."""
         return self._reduce and alike(asked_of_row(request)) is not None
 
+    @property
+    def shares_prefixes(self) -> bool:
+        return self.keeps_prefixes
+
     def continues(self, tokens: int) -> bool:
         """Where a text's beginning can be kept, no piece computes it again."""
         return self.keeps_prefixes and tokens <= self._kept.capacity

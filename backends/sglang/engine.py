@@ -197,6 +197,10 @@ class SGLangEngine(ContinuousEngine[str]):
             reason = of_another_head(request.adapter) if changed else None
         return reason
 
+    @property
+    def shares_prefixes(self) -> bool:
+        return True  # its radix cache is always on
+
     def scores(self, adapter: str | None) -> bool:
         # SGLang computes an adapter's part of the head for whole batches alone.
         return not self._lora_head

@@ -154,6 +154,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         config = self._engine.vllm_config
         self._lora = lora
         self._on_cpu = current_platform.is_cpu()
+        self._shares_prefixes = bool(config.cache_config.enable_prefix_caching)
         # On a CPU NumPy reduces rows as fast, and nothing is copied either.
         self._reduces = not self._on_cpu
         self._most_adapters = int(config.lora_config.max_cpu_loras) if lora else 0
@@ -254,6 +255,10 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         joining = list(compress(self.waiting, alike))
         self.waiting = deque(w for w, like in zip(self.waiting, alike, strict=True) if not like)
         return joining
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return self._shares_prefixes
 
     def scores(self, adapter: LoRARequest | None) -> bool:
         return self._texts.possible and not (adapter and adapter.lora_name in self._texts.unfit)

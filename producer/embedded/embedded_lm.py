@@ -144,7 +144,8 @@ def embedded(
         batch_size: most prompts in a batch
         timeout: seconds a batch waits to fill, from its first job; it leaves at once where those
             before it waited in vain
-        max_batch_tokens: most prompt tokens in a batch; at least the longest prompt
+        max_batch_tokens: most prompt tokens in a batch, a common beginning counted once; at least
+            the longest prompt
         max_prompt_tokens: longest prompt served; at most what the model takes
         shards: parts that the pool's keys are spread over; by default one, on a Redis Cluster two
             for each primary; `lmpool shards` changes it while the pool is served

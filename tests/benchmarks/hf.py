@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from tests.benchmarks.hf_bound import by_redis_alone
 from tests.benchmarks.hf_peers import Side, by_hand, engine, genlm, has_genlm
 from tests.benchmarks.hf_workloads import VOCAB_SIZE, Rows, Workload, random_llama, workloads
 from tests.benchmarks.machine import Bystanders, facts
@@ -21,7 +22,7 @@ from tests.support.workers import worker_process
 NAME = "hf"
 LINE = "the hf engine, alone and pooled, against genlm-backend and hand-batched transformers"
 
-ENGINE, POOL, HAND = "engine", "pool", "by hand"
+ENGINE, POOL, HAND, BOUND = "engine", "pool", "by hand", "Redis alone"
 GENLM, PREPARED = "genlm-backend", "genlm-backend after cache_kv"
 
 TITLES = {
@@ -64,6 +65,7 @@ def measure(scale: Scale) -> Report:
             HAND: by_hand(folder),
             ENGINE: engine(folder, THREADS),
             POOL: _pool(stack, server, folder),
+            BOUND: stack.enter_context(by_redis_alone(server.url, folder, THREADS)),
         }
         if has_genlm():
             sides[GENLM] = genlm(folder, prepared=False)
@@ -80,6 +82,10 @@ def measure(scale: Scale) -> Report:
     report.note(
         "pool: Redis, one worker process, and a client in this one, which keeps no rows; what a "
         "run left on the server is deleted"
+    )
+    report.note(
+        "Redis alone: the engine in a process that reads prompts off a list, stores rows and says "
+        "so on another list, for one caller and with no promise of a pool's: what any could reach"
     )
     report.note(
         "every side but genlm-backend's runs the like of each workload just before it: memory "
@@ -140,12 +146,12 @@ def _measure_one(
     for side, values in taken.items():
         report.add(heading, Measured(side, "rows/s", tuple(values)))
     for side, found in both.items():
-        if side != POOL:
+        if side not in (POOL, BOUND):
             spent = tuple(value for _, value in found)
             report.add(heading, Measured(side, "rows/s of processor time", spent))
     goals = GOALS.get(name, {})
     pairs = [(over, under) for over in (ENGINE, POOL) for under in (GENLM, PREPARED, HAND)]
-    pairs.append((POOL, ENGINE))
+    pairs += [(POOL, ENGINE), (POOL, BOUND), (BOUND, ENGINE)]
     for over, under in pairs:
         if under in taken:
             goal = None if scale.quick else goals.get((over, under))

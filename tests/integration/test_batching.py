@@ -18,7 +18,7 @@ from tests.support.gate import Gate
 from tests.support.mock_rows import rows_of
 from tests.support.pools import Asking, pending, pool_shards, read_batches, some_prompts
 from tests.support.waiting import until
-from tests.support.workers import worker_process
+from tests.support.workers import in_process_worker, worker_process
 
 LONG = 30.0
 """Seconds that no test waits for: what would wait for them comes far too late."""
@@ -103,6 +103,24 @@ def test_prompts_as_long_as_the_budget_go_alone(server_url, pool_name, tmp_path)
         rows = lm.batch_next_token_logprobs_sync(longest)
     np.testing.assert_array_equal(rows, rows_of(longest))
     assert [(batch.size, batch.tokens) for batch in read_batches(log)] == [(1, 40)] * 5
+
+
+@pytest.mark.parametrize(("engine", "batches"), [("hf", 1), ("mock", 16)])
+def test_a_common_beginning_counts_once_where_the_engine_computes_it_once(
+    server_url, pool_name, engine, batches
+):
+    """Particles of a long prompt run together, and not two at a time."""
+    shared = [5 * n % 251 for n in range(398)]
+    options = {"max_prompt_tokens": 400, "max_batch_tokens": 1_000}
+    with (
+        in_process_worker(server_url, pool_name, engine=engine, model="tiny", **options),
+        connected(server_url, pool_name) as lm,
+    ):
+        before = lm.sync.pool_statistics()["batches"]
+        rows = lm.batch_next_token_logprobs_sync([[*shared, n, 2 * n] for n in range(32)])
+        assert len({row.tobytes() for row in rows}) == 32
+        until(lambda: lm.sync.pool_statistics()["computed"] >= 32)
+        assert lm.sync.pool_statistics()["batches"] - before == batches
 
 
 def test_the_next_batch_fills_while_one_is_computed(server_url, pool_name, tmp_path):

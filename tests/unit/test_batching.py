@@ -2,15 +2,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmpool.keys import PoolKeys, Priority
-from lmpool.wants import Digest, Row
+from lmpool.wants import Digest, Row, Score, Want
 from lmpool.wire import Job
 from lmpool.worker.batching import Batcher, Delivery
 from tests.support.protocol import new_job
@@ -392,3 +393,87 @@ def test_the_last_job_may_be_taken_while_somebody_looks_what_is_due() -> None:
     assert batcher.taker is not None
     batcher.taker.join()
     assert batcher.due_in() is None
+
+
+LONG = 2_000
+"""Tokens of a prompt of which eight fill the budget."""
+
+
+def prompt(*tokens: int, adapter: str | None = None, want: Want | None = None) -> Delivery:
+    job = Job(want or Row("f32"), Digest(b"-" * 16), np.array(tokens, np.uint32).tobytes(), adapter)
+    return Delivery(job, b"1-0", SHARD.stream(), 1000.0)
+
+
+def sharing(shares: bool = True) -> Batcher:
+    return Batcher(64, 1.0, 8 * LONG, shares_prefixes=shares)
+
+
+def particles(count: int = 32, start: int = 0, adapter: str | None = None) -> list[Delivery]:
+    """Prompts of one long beginning, each with tokens of its own behind it."""
+    shared = range(start, start + LONG - 2)
+    return [prompt(*shared, number, 2 * number, adapter=adapter) for number in range(count)]
+
+
+def test_a_common_beginning_counts_once_where_it_is_computed_once() -> None:
+    for shares, size in ((True, 32), (False, 8)):
+        batcher = sharing(shares)
+        batcher.add(particles())
+        assert (batcher.room() > 0) is shares
+        assert len(batcher.take()) == size
+    # As well where others' prompts come in between, and where the ends differ by more.
+    batcher = sharing()
+    both = zip(particles(), particles(start=7), strict=True)
+    batcher.add([each for pair in both for each in pair])
+    assert len(batcher.take()) == 64
+    batcher.add([prompt(*range(LONG - 100), *[number] * 100) for number in range(64)])
+    assert len(batcher.take()) == 64
+    assert batcher.room() == 64  # nothing is left of what they weighed
+
+
+def test_what_another_adapter_computes_is_not_shared() -> None:
+    batcher = sharing()
+    batcher.add([each for n in range(20) for each in particles(1, adapter=f"style-{n}@0")])
+    assert len(batcher.take()) == 8
+
+
+def test_a_text_counts_whole_as_all_of_it_is_scored() -> None:
+    batcher = sharing()
+    batcher.add([prompt(*range(LONG - 1), number, want=Score()) for number in range(20)])
+    assert len(batcher.take()) == 8
+
+
+def test_a_beginning_counts_again_once_nothing_waits() -> None:
+    """What an engine had may be gone by the time."""
+    batcher = sharing()
+    for _ in range(2):
+        (lone,) = particles(1)
+        batcher.add([lone])
+        assert lone.weight == LONG
+        batcher.take()
+
+
+def tree_size(prompts: Iterable[Sequence[int]]) -> int:
+    """Positions of the tree of all prompts: what is computed once."""
+    return len({tuple(tokens[:end]) for tokens in prompts for end in range(1, len(tokens) + 1)})
+
+
+@given(st.data())
+def test_a_batch_is_never_more_than_its_budget_to_compute(data: st.DataObject) -> None:
+    """By whatever prompts came first: of some trees, some short, some the same, some with none
+    before them that begins like them."""
+    budget = 200
+    batcher = Batcher(40, 1.0, budget, shares_prefixes=True)
+    trunks = [[trunk] * 120 for trunk in range(3)]
+    before: list[list[int]] = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        came = []
+        for _ in range(data.draw(st.integers(0, 40))):
+            trunk = data.draw(st.sampled_from(trunks))
+            cut = data.draw(st.sampled_from([0, 5, 40, 119, 120]))
+            tail = data.draw(st.lists(st.integers(3, 9), min_size=1, max_size=20))
+            came.append([*trunk[:cut], *tail])
+        batcher.add([prompt(*tokens) for tokens in came])
+        taken = [each.job.token_ids().tolist() for each in batcher.take()]
+        if taken:
+            assert tree_size([*before, *taken]) - tree_size(before) <= budget
+            before += taken
