@@ -42,6 +42,7 @@ PARTICLES: Final = "Particles: 32 of one 256-token prompt, 32 steps"
 LARGE: Final = "Rows of 262,144 bytes, 250 a call"
 SMALLER: Final = "Rows of 64,000 bytes, 32 a call"
 SINGLE: Final = "64 prompts of 32 tokens, one after another"
+LONG: Final = "32 particles of one 2000-token prompt, 8 steps"
 LINES: Final = (
     Line("batch calls, rows of 1 KiB", "jobs", "Pace", (BATCHES,)),
     Line("the same against arq", "jobs", "Ratios", (f"{BATCHES} / the faster arq",)),
@@ -72,7 +73,9 @@ LINES: Final = (
     Line("their likeliest 20", "answers", "Pace", ("top 20",)),
     Line("`hf`, 32 particles: the engine alone", "hf", PARTICLES, ("engine",)),
     Line("the same: a pool of one worker", "hf", PARTICLES, ("pool",)),
+    Line("the same: a bare Redis, for one caller", "hf", PARTICLES, ("Redis alone",)),
     Line("the same: by hand in transformers", "hf", PARTICLES, ("by hand",)),
+    Line("`hf`, particles of a 2,000-token prompt: pool / engine", "hf", LONG, ("pool / engine",)),
     Line(
         "`hf`, one prompt after another: a pool",
         "hf",
@@ -81,6 +84,12 @@ LINES: Final = (
     ),
     Line("`vllm`: rows captured / nothing captured", "vllm", "Capture against", ("no capture",)),
     Line("`vllm`: rows captured / `logprobs=-1`", "vllm", "Capture against", ("logprobs=-1",)),
+    Line(
+        "`vllm`: a pool with two callers / `logprobs=-1`",
+        "vllm",
+        "Pool, two callers against",
+        ("logprobs=-1",),
+    ),
     Line(
         "metrics on / off, processor time of batch calls",
         "observed",
