@@ -181,10 +181,11 @@ class Engine(ABC):
     """Of an engine that loads a model: where its tokenizer is."""
 
     @property
-    def shares_prefixes(self) -> bool:
-        """Whether what prompts have in common at their beginning is computed once, and kept for
-        those that come next. A worker counts it once then in what a batch may have of tokens."""
-        return False
+    def shares_up_to(self) -> int:
+        """Tokens of the longest prompts whose common beginning is computed once, where they come in
+        one batch, or which never make a step too long; 0: there are none. A worker counts such a
+        beginning once in what a batch may have of tokens."""
+        return 0
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:

@@ -117,8 +117,9 @@ class Collector:
         for flight in flights:
             shard, job = session.shards[flight.shard], flight.job
             server = self._servers.at_hand(shard)
-            left -= job.want.stored_bytes(session.info)
-            if server is not None and left >= 0:
+            size = job.want.stored_bytes(session.info)
+            if server is not None and size <= left:
+                left -= size
                 server.get_behind(shard.result(job.digest))
 
     def cut(self) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -32,8 +32,6 @@ class Delivery:
     stream: JobStream
     came: float
     settled: threading.Event | None = None
-    weight: int = 0
-    """The tokens that it is to a batch's budget: those of its own, once a batcher has it."""
 
     @property
     def place(self) -> tuple[str, bytes]:
@@ -55,10 +53,8 @@ BATCH_PRIORITY_SHARE: Final = 8
 """One in so many places of a batch belongs to jobs of priority ``batch``, while there are any."""
 
 
-MANY_BEGINNINGS: Final = 16
-"""Prompts with which others are compared, each for those that begin like it."""
 BEGINNING: Final = 128
-"""Bytes in which those agree."""
+"""Bytes in which prompts agree that are compared any further."""
 NEARLY: Final = 64
 """Bytes at its end by which a prompt may differ from another and be told at a glance."""
 
@@ -66,8 +62,8 @@ NEARLY: Final = 64
 class Batcher:
     """Deliveries that wait for the engine, in the order they came.
 
-    The intake adds and the engine's thread takes. `clock` is monotonic, in seconds. Where the
-    engine `shares_prefixes`, a prompt counts by what the one before it that begins alike has not.
+    The intake adds and the engine's thread takes. `clock` is monotonic, in seconds. Of a batch's
+    prompts of up to `shares_up_to` tokens a common beginning counts once in its tokens.
     """
 
     def __init__(
@@ -77,16 +73,13 @@ class Batcher:
         max_batch_tokens: int,
         clock: Callable[[], float] = time.monotonic,
         *,
-        shares_prefixes: bool = False,
+        shares_up_to: int = 0,
     ) -> None:
         self.batch_size = batch_size
         self.timeout = timeout
         self.max_batch_tokens = max_batch_tokens
         self._clock = clock
-        # A batch of prompts that are all shorter is within the budget in any case.
-        self._long = max_batch_tokens // batch_size if shares_prefixes else sys.maxsize
-        self._latest: dict[tuple[str | None, bytes], bytes] = {}
-        """The latest of some prompts that begin alike, by its adapter and its beginning."""
+        self._shares_up_to = shares_up_to
         self._interactive: deque[Delivery] = deque()
         self._batch_priority: deque[Delivery] = deque()
         self._alone: deque[Delivery] = deque()
@@ -94,6 +87,9 @@ class Batcher:
         self._passed_over = 0
         """Batches in a row that left jobs of priority ``batch`` behind, and took none."""
         self._tokens = 0
+        """Of the interactive ones, each counted whole."""
+        self._is_full: bool | None = None
+        """Whether a batch's tokens are reached; None where they are to be counted."""
         self._closed = False
         self._waits = True
         """Whether the next batch does, for its `timeout`."""
@@ -114,7 +110,7 @@ class Batcher:
 
         Jobs of priority ``batch`` take no room from the interactive ones.
         """
-        if self._tokens >= self.max_batch_tokens:
+        if self._has_all_tokens():
             return 0
         return max(0, self.batch_size - len(self._interactive))
 
@@ -129,47 +125,48 @@ class Batcher:
         """
         with self.changed:
             self._waits = self._waits and waits
-            if not len(self):
-                self._latest.clear()
             for job in jobs:
-                job.weight = self._weight(job)
                 if job.is_batch_priority:
                     self._batch_priority.append(job)
                 else:
                     self._interactive.append(job)
-                    self._tokens += job.weight
+                    self._count(job.size)
             self._tell()
-
-    def _weight(self, delivery: Delivery) -> int:
-        """Its tokens, or about those that the one before it which begins alike does not have."""
-        size = delivery.size
-        # Of a text each position is computed that is scored, had it been computed before or not.
-        if size <= self._long or isinstance(delivery.job.want, Score):
-            return size
-        tokens = delivery.job.tokens
-        beginning = (delivery.job.adapter, tokens[:BEGINNING])
-        before = self._latest.pop(beginning, None)
-        self._latest[beginning] = tokens
-        if before is None:
-            if len(self._latest) > MANY_BEGINNINGS:
-                del self._latest[next(iter(self._latest))]
-            return size
-        near = max(0, len(tokens) - NEARLY)
-        if before[:near] == tokens[:near]:
-            return min(size, NEARLY // 4)
-        return size - _shared_tokens(before, tokens)
 
     def put_back(self, jobs: Sequence[Delivery]) -> None:
         """Take jobs in again that were taken and have to wait, before all others."""
         with self.changed:
             for job in reversed(jobs):
-                job.weight = job.weight or job.size  # it ran alone
                 if job.is_batch_priority:
                     self._batch_priority.appendleft(job)
                 else:
                     self._interactive.appendleft(job)
-                    self._tokens += job.weight
+                    self._count(job.size)
             self._tell()
+
+    def _count(self, tokens: int) -> None:
+        """So many more wait, or fewer. Locked."""
+        self._tokens += tokens
+        self._is_full = None
+
+    def _has_all_tokens(self) -> bool:
+        """Whether as many tokens wait as a batch takes."""
+        if self._tokens < self.max_batch_tokens:
+            return False
+        if not self._shares_up_to:
+            return True
+        with self.changed:
+            if self._is_full is None:
+                budget = self._budget()
+                for delivery in islice(self._interactive, self.batch_size):
+                    budget.spend(delivery)
+                self._is_full = budget.spent >= self.max_batch_tokens
+            return self._is_full
+
+    def _budget(self) -> Budget:
+        """A batch's tokens, of which none are spent."""
+        # A batch of prompts that are all shorter is within its tokens in any case.
+        return Budget(self.max_batch_tokens // self.batch_size, self._shares_up_to)
 
     def add_alone(self, delivery: Delivery) -> None:
         """Take in a job that is to be the only one of its batch."""
@@ -195,7 +192,7 @@ class Batcher:
                 return None
             if not self._waits:
                 return 0.0
-            if len(self) >= self.batch_size or self._tokens >= self.max_batch_tokens:
+            if len(self) >= self.batch_size or self._has_all_tokens():
                 return 0.0
             came = min(jobs[0].came for jobs in (self._interactive, self._batch_priority) if jobs)
             return max(0.0, came + self.timeout - self._clock())
@@ -204,7 +201,7 @@ class Batcher:
         """The next batch's jobs now, ready or not; `most` narrows `batch_size`."""
         limit = self.batch_size if most is None else min(most, self.batch_size)
         batch: list[Delivery] = []
-        tokens = 0
+        budget = self._budget()
         with self.changed:
             self._alone_was_last = self.alone_is_next()
             if self._alone_was_last:
@@ -226,14 +223,14 @@ class Batcher:
                 (self._interactive, limit),
             ):
                 while jobs and len(batch) < most_of_it:
-                    weight = jobs[0].weight
-                    if batch and tokens + weight > self.max_batch_tokens:
+                    weight = budget.weight(jobs[0])
+                    if batch and budget.spent + weight > self.max_batch_tokens:
                         break
-                    tokens += weight
                     delivery = jobs.popleft()
+                    budget.spend(delivery, weight)
                     batch.append(delivery)
                     if not delivery.is_batch_priority:
-                        self._tokens -= weight
+                        self._count(-delivery.size)
             if not self._batch_priority or any(delivery.is_batch_priority for delivery in batch):
                 self._passed_over = 0
             elif batch and not self._alone_was_last:
@@ -314,7 +311,7 @@ class Batcher:
             left = [*self._interactive, *self._batch_priority]
             self._interactive.clear()
             self._batch_priority.clear()
-            self._tokens = 0
+            self._count(-self._tokens)
             self.changed.notify_all()
         return left
 
@@ -327,7 +324,7 @@ class Batcher:
                 left += [job for job in jobs if unwanted(job)]
                 jobs.clear()
                 jobs.extend(kept)
-            self._tokens = sum(job.weight for job in self._interactive)
+            self._count(sum(job.size for job in self._interactive) - self._tokens)
             self.changed.notify_all()
         return left
 
@@ -345,14 +342,57 @@ class Batcher:
             self._alone.clear()
             self._batch_priority.clear()
             self._interactive.clear()
-            self._tokens = 0
+            self._count(-self._tokens)
             self.changed.notify_all()
             self.baton.call_back()
         return left
 
 
+class Budget:
+    """The tokens of one batch. A prompt counts by those that it does not share with the latest one
+    in the batch which begins like it, so that there are never more to be computed.
+
+    Prompts of up to `short` tokens count whole, and those beyond `shares_up_to`.
+    """
+
+    def __init__(self, short: int, shares_up_to: int) -> None:
+        self.spent = 0
+        self._short = short
+        self._shares_up_to = shares_up_to
+        self._latest: dict[tuple[str | None, bytes], bytes] = {}
+        """By adapter and beginning."""
+
+    def weight(self, delivery: Delivery) -> int:
+        """What it would take."""
+        size = delivery.size
+        if not self._may_share(delivery, size):
+            return size
+        tokens = delivery.job.tokens
+        before = self._latest.get(_beginning(delivery))
+        if before is None:
+            return size
+        near = max(0, len(tokens) - NEARLY)
+        if len(before) >= near and tokens.startswith(before[:near]):
+            return min(size, NEARLY // 4)
+        return size - _shared_tokens(before, tokens)
+
+    def spend(self, delivery: Delivery, weight: int | None = None) -> None:
+        """It is in the batch, at its `weight`."""
+        self.spent += self.weight(delivery) if weight is None else weight
+        if self._may_share(delivery, delivery.size):
+            self._latest[_beginning(delivery)] = delivery.job.tokens
+
+    def _may_share(self, delivery: Delivery, size: int) -> bool:
+        # Of a text each position is computed that is scored, had it been computed before or not.
+        return self._short < size <= self._shares_up_to and not isinstance(delivery.job.want, Score)
+
+
+def _beginning(delivery: Delivery) -> tuple[str | None, bytes]:
+    return delivery.job.adapter, delivery.job.tokens[:BEGINNING]
+
+
 def _shared_tokens(first: bytes, second: bytes) -> int:
-    """How many tokens two prompts that differ begin with alike."""
+    """How many tokens two prompts begin with alike."""
     size = min(len(first), len(second)) // 4
     other = np.frombuffer(first, np.uint32, size) != np.frombuffer(second, np.uint32, size)
     return int(other.argmax()) if other.any() else size

@@ -175,7 +175,7 @@ class Service:
             options.batch_size,
             options.timeout,
             budget,
-            shares_prefixes=engine.shares_prefixes,
+            shares_up_to=engine.shares_up_to,
         )
         self._publisher = self._publishing(seat)
         self.adapters = Adapters(engine, control, seat.shards, options.adapter_dirs)

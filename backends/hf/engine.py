@@ -278,12 +278,12 @@ class HFEngine(BatchEngine):
         return taken
 
     @property
-    def shares_prefixes(self) -> bool:
-        return self._packed is not None
+    def shares_up_to(self) -> int:
+        packed = self._packed
+        return 0 if packed is None else min(self._packed_longest, packed.slots)
 
     def continues(self, tokens: int) -> bool:
-        packed = self._packed
-        return packed is not None and tokens - 1 <= min(self._packed_longest, packed.slots)
+        return self._packed is not None and tokens - 1 <= self.shares_up_to
 
     def _open(self) -> Forward:
         if self._forward is None:

@@ -177,8 +177,8 @@ class MLXEngine(BatchEngine):
         return self._reduce and alike(asked_of_row(request)) is not None
 
     @property
-    def shares_prefixes(self) -> bool:
-        return self.keeps_prefixes
+    def shares_up_to(self) -> int:
+        return self._kept.capacity if self.keeps_prefixes else 0
 
     def continues(self, tokens: int) -> bool:
         """Where a text's beginning can be kept, no piece computes it again."""

@@ -198,8 +198,8 @@ class SGLangEngine(ContinuousEngine[str]):
         return reason
 
     @property
-    def shares_prefixes(self) -> bool:
-        return True  # its radix cache is always on
+    def shares_up_to(self) -> int:
+        return self.info.max_prompt_tokens  # SGLang bounds its steps, and its radix cache is on
 
     def scores(self, adapter: str | None) -> bool:
         # SGLang computes an adapter's part of the head for whole batches alone.

@@ -25,8 +25,8 @@ A request with an id under ``lmpool_watch`` leaves a row of no columns, and that
 of any of its tokens were not finite: what was sampled from them means nothing. With a want each
 step leaves an answer as well: ``name/0`` is that of the row which its first token is drawn from.
 
-Where no token of a whole batch counts (``lmpool_only_row`` beside each id), nothing is sampled: the
-logits are the rows' from then on, and the sampler looks through one column.
+Where no token of a whole batch counts (``lmpool_only_row`` beside each id), nothing is sampled in
+the V1 runner: the logits are the rows' from then on, and the sampler looks through one column.
 
 One with an id under ``lmpool_score`` is a text that the `scorer` follows through the batch by way
 of this processor, one with an id under ``lmpool_hidden`` a prompt whose hidden state `states` keeps
@@ -314,9 +314,9 @@ class CaptureProcessor(ProcessorV1, ProcessorV2):  # type: ignore[misc]
 
     def _capture(self, logits: torch.Tensor, found: Sequence[_Found], *, unread: bool) -> None:
         if found:
-            rows = _select(logits, [each.row for each in found])
+            rows = _select(logits, [each.row for each in found]).float()
             block = RowBlock(
-                rows.float(),
+                rows,
                 bfloat16=self._bfloat16,
                 stream=self._stream,
                 owned=unread or rows is not logits,

@@ -257,8 +257,8 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         return joining
 
     @property
-    def shares_prefixes(self) -> bool:
-        return self._shares_prefixes
+    def shares_up_to(self) -> int:
+        return self.info.max_prompt_tokens if self._shares_prefixes else 0
 
     def scores(self, adapter: LoRARequest | None) -> bool:
         return self._texts.possible and not (adapter and adapter.lora_name in self._texts.unfit)

@@ -302,14 +302,21 @@ def attach(model_runner: Any) -> str | None:
 
 
 def _is_last(model_runner: Any, capture: CaptureProcessor) -> bool:
-    """Whether the V1 runner's sampler, with nothing but greedy requests, goes on with what this
-    processor returns.
+    """Whether the V1 runner, with nothing but greedy requests, reads nothing of the logits but what
+    this processor returns.
 
-    Relies on `non_argmax_invariant`, the processors that see such a batch, in their order. Without
-    it every request draws its token.
+    Relies on `non_argmax_invariant`, the processors that see such a batch, in their order, and on
+    the variable that has the runner count what is no number in the logits. Without the first
+    every request draws its token.
     """
+    from vllm import envs
+
+    if getattr(envs, "VLLM_COMPUTE_NANS_IN_LOGITS", False):
+        return False
     processors = getattr(model_runner.input_batch.logitsprocs, "non_argmax_invariant", ())
-    return any(processor is capture for processor in processors[-1:])
+    # It may have been loaded more than once: the others let all pass.
+    seeing = [p for p in processors if p is capture or not isinstance(p, type(capture))]
+    return any(processor is capture for processor in seeing[-1:])
 
 
 def step_bytes(model_runner: Any) -> int:

@@ -124,6 +124,10 @@ class TestRows:
     ):
         from vllm.v1.sample.sampler import Sampler
 
+        if not hasattr(
+            engine._engine.model_executor.driver_worker.worker.model_runner, "input_batch"
+        ):
+            pytest.skip("the second model runner draws a token of every request")
         seen: list[int] = []
         sample = Sampler.greedy_sample
 

@@ -34,6 +34,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.loader import _load_v2_logitspro
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch  # noqa: E402
 
 from lmpool.backends import Outcome, Request  # noqa: E402
+from lmpool.backends.vllm import internals  # noqa: E402
 from lmpool.backends.vllm.capture import (  # noqa: E402
     ANSWER,
     CAPTURE,
@@ -258,6 +259,20 @@ class TestUnreadTokens:
         else:
             assert passed.shape == (len(given), 1)
         return passed is logits
+
+    def test_nobody_but_the_sampler_may_read_what_passes(self, monkeypatch):
+        def is_last(capture: CaptureProcessor, *others: Any) -> bool:
+            loaded = SimpleNamespace(non_argmax_invariant=[capture, *others])
+            runner = SimpleNamespace(input_batch=SimpleNamespace(logitsprocs=loaded))
+            return internals._is_last(runner, capture)
+
+        capture = v1()
+        assert is_last(capture)
+        assert is_last(capture, v1(owned=False))  # by the entry point and by name
+        assert not is_last(capture, object())
+        assert not is_last(capture, object(), v1(owned=False))
+        monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+        assert not is_last(capture)  # the runner counts them in the logits afterwards
 
     def test_a_batch_of_rows_alone_passes_a_column(self):
         assert not self.passed_on([params(i, only_row=True) for i in range(5)])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
@@ -399,13 +399,18 @@ LONG = 2_000
 """Tokens of a prompt of which eight fill the budget."""
 
 
-def prompt(*tokens: int, adapter: str | None = None, want: Want | None = None) -> Delivery:
+def prompt(
+    *tokens: int,
+    adapter: str | None = None,
+    want: Want | None = None,
+    priority: Priority = "interactive",
+) -> Delivery:
     job = Job(want or Row("f32"), Digest(b"-" * 16), np.array(tokens, np.uint32).tobytes(), adapter)
-    return Delivery(job, b"1-0", SHARD.stream(), 1000.0)
+    return Delivery(job, b"1-0", SHARD.stream(priority), 1000.0)
 
 
-def sharing(shares: bool = True) -> Batcher:
-    return Batcher(64, 1.0, 8 * LONG, shares_prefixes=shares)
+def sharing(up_to: int = LONG) -> Batcher:
+    return Batcher(64, 1.0, 8 * LONG, Clock(), shares_up_to=up_to)
 
 
 def particles(count: int = 32, start: int = 0, adapter: str | None = None) -> list[Delivery]:
@@ -414,20 +419,22 @@ def particles(count: int = 32, start: int = 0, adapter: str | None = None) -> li
     return [prompt(*shared, number, 2 * number, adapter=adapter) for number in range(count)]
 
 
-def test_a_common_beginning_counts_once_where_it_is_computed_once() -> None:
-    for shares, size in ((True, 32), (False, 8)):
-        batcher = sharing(shares)
-        batcher.add(particles())
-        assert (batcher.room() > 0) is shares
-        assert len(batcher.take()) == size
-    # As well where others' prompts come in between, and where the ends differ by more.
+@pytest.mark.parametrize(("up_to", "size"), [(LONG, 32), (LONG - 1, 8), (0, 8)])
+def test_a_common_beginning_counts_once_where_it_is_computed_once(up_to: int, size: int) -> None:
+    batcher = sharing(up_to)
+    batcher.add(particles())
+    assert (batcher.room(), batcher.due_in()) == ((32, 1.0) if size == 32 else (0, 0.0))
+    assert len(batcher.take()) == size
+
+
+def test_those_that_begin_alike_need_not_stand_together_nor_differ_at_the_end_alone() -> None:
     batcher = sharing()
     both = zip(particles(), particles(start=7), strict=True)
     batcher.add([each for pair in both for each in pair])
     assert len(batcher.take()) == 64
     batcher.add([prompt(*range(LONG - 100), *[number] * 100) for number in range(64)])
     assert len(batcher.take()) == 64
-    assert batcher.room() == 64  # nothing is left of what they weighed
+    assert (len(batcher), batcher.room()) == (0, 64)
 
 
 def test_what_another_adapter_computes_is_not_shared() -> None:
@@ -442,38 +449,65 @@ def test_a_text_counts_whole_as_all_of_it_is_scored() -> None:
     assert len(batcher.take()) == 8
 
 
-def test_a_beginning_counts_again_once_nothing_waits() -> None:
-    """What an engine had may be gone by the time."""
-    batcher = sharing()
-    for _ in range(2):
-        (lone,) = particles(1)
-        batcher.add([lone])
-        assert lone.weight == LONG
-        batcher.take()
+def tree_size(deliveries: Iterable[Delivery]) -> int:
+    """Positions of the trees of all prompts, one for each adapter: what is computed once."""
+    nodes = set()
+    for each in deliveries:
+        tokens = each.job.tokens
+        nodes.update((each.job.adapter, tokens[:end]) for end in range(4, len(tokens) + 1, 4))
+    return len(nodes)
 
 
-def tree_size(prompts: Iterable[Sequence[int]]) -> int:
-    """Positions of the tree of all prompts: what is computed once."""
-    return len({tuple(tokens[:end]) for tokens in prompts for end in range(1, len(tokens) + 1)})
+@pytest.mark.parametrize("seed", range(60))
+def test_a_batch_is_never_more_than_its_budget_to_compute(seed: int) -> None:
+    """Whatever came before, was dropped, was put back, or waits beside it."""
+    random = np.random.default_rng(seed)
+    budget, size = int(random.choice([60, 200, 400])), int(random.choice([2, 8, 40]))
+    batcher = Batcher(size, 1.0, budget, shares_up_to=int(random.choice([60, 1_000])))
+    waiting: list[Delivery] = []
+    held: list[Delivery] = []
+    sizes = []
 
+    def some() -> Delivery:
+        beginning = [int(random.integers(3))] * int(random.choice([0, 5, 20, 33, 60, 120]))
+        tail = random.integers(3, 6, random.integers(1, 24)).tolist()
+        adapter = [None, "style@0"][int(random.random() < 0.2)]
+        priority: Priority = "batch" if random.random() < 0.3 else "interactive"
+        return prompt(*beginning, *tail, adapter=adapter, priority=priority)
 
-@given(st.data())
-def test_a_batch_is_never_more_than_its_budget_to_compute(data: st.DataObject) -> None:
-    """By whatever prompts came first: of some trees, some short, some the same, some with none
-    before them that begins like them."""
-    budget = 200
-    batcher = Batcher(40, 1.0, budget, shares_prefixes=True)
-    trunks = [[trunk] * 120 for trunk in range(3)]
-    before: list[list[int]] = []
-    for _ in range(data.draw(st.integers(1, 4))):
-        came = []
-        for _ in range(data.draw(st.integers(0, 40))):
-            trunk = data.draw(st.sampled_from(trunks))
-            cut = data.draw(st.sampled_from([0, 5, 40, 119, 120]))
-            tail = data.draw(st.lists(st.integers(3, 9), min_size=1, max_size=20))
-            came.append([*trunk[:cut], *tail])
-        batcher.add([prompt(*tokens) for tokens in came])
-        taken = [each.job.token_ids().tolist() for each in batcher.take()]
-        if taken:
-            assert tree_size([*before, *taken]) - tree_size(before) <= budget
-            before += taken
+    for _ in range(60):
+        match random.choice(
+            ["add", "take", "put back", "give up", "take out"], p=[0.4, 0.4, 0.1, 0.05, 0.05]
+        ):
+            case "add":
+                came = [some() for _ in range(random.integers(1, 20))]
+                batcher.add(came)
+                waiting += came
+            case "take":
+                held = batcher.take()
+                batcher.done()
+                assert len(held) <= size
+                shared = [each for each in held if each.size <= batcher._shares_up_to]
+                whole = sum(each.size for each in held if each.size > batcher._shares_up_to)
+                assert len(held) == 1 or tree_size(shared) + whole <= budget
+                sizes.append(len(held))
+                waiting = [each for each in waiting if not any(each is one for one in held)]
+            case "put back":
+                batcher.put_back(held)
+                waiting += held
+                held = []
+            case "give up":
+                batcher.busy = True
+                left = batcher.give_up()
+                batcher.done()
+                assert len(left) == len(waiting)
+                waiting = []
+            case "take out":
+                gone = batcher.take_out(lambda each: each.size % 3 == 0)
+                waiting = [each for each in waiting if not any(each is one for one in gone)]
+        assert len(batcher) == len(waiting)
+        interactive = [each for each in waiting if not each.is_batch_priority]
+        assert batcher._tokens == sum(each.size for each in interactive)
+        if not waiting:
+            assert batcher.room() == size
+    assert max(sizes) > 1

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,14 @@ import redis.exceptions
 
 import lmpool
 from lmpool.connections import CommandAhead, OneConnectionClient
+from lmpool.producer import collector
 from lmpool.producer.claims import AHEAD_BYTES, AHEAD_MOST
 from lmpool.producer.collector import BEHIND_BYTES
 from lmpool.producer.sender import Sender
 from lmpool.producer.session import Session
 from lmpool.scripts import load_client_scripts, script
+from lmpool.wants import Digest, Row, Top
+from lmpool.wire import Job
 from tests.support.parts import ask, info_of, jobs_of, new_session, row_of, some_prompts
 from tests.support.protocol import queued
 from tests.support.waiting import until
@@ -369,6 +373,26 @@ def test_more_bytes_than_a_round_trip_is_worth_are_fetched(
 
         until(claimed_ahead)
         assert len(asked) == behind
+
+
+@pytest.mark.parametrize("first", ["row", "top"])
+def test_one_that_is_too_large_does_not_hide_a_small_one(
+    session: Session, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert session.info is not None
+    row, top = Row("f32"), Top(5)
+    monkeypatch.setattr(collector, "BEHIND_BYTES", row.stored_bytes(session.info) - 1)
+    asked: list[str] = []
+    at_hand = SimpleNamespace(get_behind=asked.append)
+    reader = collector.Collector(session)
+    reader._servers = SimpleNamespace(at_hand=lambda shard: at_hand)  # type: ignore[assignment]
+    jobs = {
+        name: Job(want, Digest(name.encode().ljust(16)), b"\0" * 4, None)
+        for name, want in (("row", row), ("top", top))
+    }
+    order = sorted(jobs, key=lambda name: name != first)
+    reader.get_behind([SimpleNamespace(shard=0, job=jobs[name]) for name in order])  # type: ignore[misc]
+    assert asked == [session.shards[0].result(jobs["top"].digest)]
 
 
 def _read_other_values(client: Any, connection: Any) -> Any:
