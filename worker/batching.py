@@ -125,12 +125,14 @@ class Batcher:
         """
         with self.changed:
             self._waits = self._waits and waits
+            tokens = 0
             for job in jobs:
                 if job.is_batch_priority:
                     self._batch_priority.append(job)
                 else:
                     self._interactive.append(job)
-                    self._count(job.size)
+                    tokens += job.size
+            self._count(tokens)
             self._tell()
 
     def put_back(self, jobs: Sequence[Delivery]) -> None:
@@ -158,15 +160,13 @@ class Batcher:
         with self.changed:
             if self._is_full is None:
                 budget = self._budget()
-                for delivery in islice(self._interactive, self.batch_size):
-                    budget.spend(delivery)
-                self._is_full = budget.spent >= self.max_batch_tokens
+                waiting = islice(self._interactive, self.batch_size)
+                self._is_full = not all(map(budget.takes, waiting)) or budget.left <= 0
             return self._is_full
 
     def _budget(self) -> Budget:
         """A batch's tokens, of which none are spent."""
-        # A batch of prompts that are all shorter is within its tokens in any case.
-        return Budget(self.max_batch_tokens // self.batch_size, self._shares_up_to)
+        return Budget(self.max_batch_tokens, self.batch_size, self._shares_up_to)
 
     def add_alone(self, delivery: Delivery) -> None:
         """Take in a job that is to be the only one of its batch."""
@@ -201,7 +201,7 @@ class Batcher:
         """The next batch's jobs now, ready or not; `most` narrows `batch_size`."""
         limit = self.batch_size if most is None else min(most, self.batch_size)
         batch: list[Delivery] = []
-        budget = self._budget()
+        budget, taken = self._budget(), 0
         with self.changed:
             self._alone_was_last = self.alone_is_next()
             if self._alone_was_last:
@@ -223,14 +223,13 @@ class Batcher:
                 (self._interactive, limit),
             ):
                 while jobs and len(batch) < most_of_it:
-                    weight = budget.weight(jobs[0])
-                    if batch and budget.spent + weight > self.max_batch_tokens:
+                    if not budget.takes(jobs[0], anyway=not batch):
                         break
                     delivery = jobs.popleft()
-                    budget.spend(delivery, weight)
                     batch.append(delivery)
                     if not delivery.is_batch_priority:
-                        self._count(-delivery.size)
+                        taken += delivery.size
+            self._count(-taken)
             if not self._batch_priority or any(delivery.is_batch_priority for delivery in batch):
                 self._passed_over = 0
             elif batch and not self._alone_was_last:
@@ -349,50 +348,40 @@ class Batcher:
 
 
 class Budget:
-    """The tokens of one batch. A prompt counts by those that it does not share with the latest one
-    in the batch which begins like it, so that there are never more to be computed.
+    """The tokens of one batch. A prompt of up to `shares_up_to` takes those that it does not share
+    with the latest one in the batch which begins like it: there are never more to be computed."""
 
-    Prompts of up to `short` tokens count whole, and those beyond `shares_up_to`.
-    """
-
-    def __init__(self, short: int, shares_up_to: int) -> None:
-        self.spent = 0
-        self._short = short
+    def __init__(self, tokens: int, prompts: int, shares_up_to: int) -> None:
+        self.left = tokens
+        # A batch of prompts that are all shorter is within its tokens in any case.
+        self._short = tokens // prompts
         self._shares_up_to = shares_up_to
         self._latest: dict[tuple[str | None, bytes], bytes] = {}
         """By adapter and beginning."""
 
-    def weight(self, delivery: Delivery) -> int:
-        """What it would take."""
-        size = delivery.size
-        if not self._may_share(delivery, size):
-            return size
-        tokens = delivery.job.tokens
-        before = self._latest.get(_beginning(delivery))
-        if before is None:
-            return size
-        near = max(0, len(tokens) - NEARLY)
-        if len(before) >= near and tokens.startswith(before[:near]):
-            return min(size, NEARLY // 4)
-        return size - _shared_tokens(before, tokens)
-
-    def spend(self, delivery: Delivery, weight: int | None = None) -> None:
-        """It is in the batch, at its `weight`."""
-        self.spent += self.weight(delivery) if weight is None else weight
-        if self._may_share(delivery, delivery.size):
-            self._latest[_beginning(delivery)] = delivery.job.tokens
-
-    def _may_share(self, delivery: Delivery, size: int) -> bool:
+    def takes(self, delivery: Delivery, *, anyway: bool = False) -> bool:
+        """Whether there is enough left for it, which is then spent; `anyway` it need not be."""
+        weight = size = delivery.size
+        job, latest = delivery.job, None
         # Of a text each position is computed that is scored, had it been computed before or not.
-        return self._short < size <= self._shares_up_to and not isinstance(delivery.job.want, Score)
-
-
-def _beginning(delivery: Delivery) -> tuple[str | None, bytes]:
-    return delivery.job.adapter, delivery.job.tokens[:BEGINNING]
+        if self._short < size <= self._shares_up_to and not isinstance(job.want, Score):
+            latest = (job.adapter, job.tokens[:BEGINNING])
+            before = self._latest.get(latest)
+            if before is not None:
+                weight -= _shared_tokens(before, job.tokens)
+        if weight > self.left and not anyway:
+            return False
+        self.left -= weight
+        if latest is not None:
+            self._latest[latest] = job.tokens
+        return True
 
 
 def _shared_tokens(first: bytes, second: bytes) -> int:
-    """How many tokens two prompts begin with alike."""
+    """How many tokens two prompts begin with alike; some less where they differ at the end."""
+    near = len(second) - NEARLY
+    if 0 < near <= len(first) and second.startswith(first[:near]):
+        return near // 4
     size = min(len(first), len(second)) // 4
     other = np.frombuffer(first, np.uint32, size) != np.frombuffer(second, np.uint32, size)
     return int(other.argmax()) if other.any() else size
