@@ -65,8 +65,8 @@ def measure(scale: Scale) -> Report:
         turn_about(engine, scale, report)  # while nothing else of vLLM runs
         with pooled(redis.url, folder) as pool:
             rows_of_every_way(engine, pool, partial(forget_results, redis), scale, report)
-        with served(folder, alone=not scale.quick) as url:
-            against_http(engine, url, scale, report)
+        with served(folder, alone=not scale.quick) as wait_for_server:
+            against_http(engine, wait_for_server(), scale, report)
         with_particles(engine, folder, scale, report)
         from_another_process(engine, folder, scale, report)
         engine.close()
@@ -296,8 +296,8 @@ def by_logprobs(engine: Any, prompts: Prompts, *, flat: bool) -> Rows:
 
 
 @contextmanager
-def served(folder: str, *, alone: bool) -> Iterator[str | None]:
-    """``vllm serve`` with this model: its URL, None where it does not start.
+def served(folder: str, *, alone: bool) -> Iterator[Callable[[], str | None]]:
+    """``vllm serve`` with this model: what waits for its URL, None where it does not start.
 
     On a CPU its core starts a worker in a further process: unless `alone`, both are one, so that
     there is less to start.
@@ -331,7 +331,7 @@ def served(folder: str, *, alone: bool) -> Iterator[str | None]:
 
         try:
             progress("  starting vllm serve")
-            yield wait()
+            yield wait
         finally:
             process.terminate()
             try:
