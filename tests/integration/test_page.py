@@ -280,9 +280,13 @@ def test_there_is_room_at_320_pixels(browser: Browser, gateway: GatewayProcess) 
         page.state("serving")
         with_text(page)
         assert page.overflow() <= 0
-        # Tables are cards: each cell says what it is of.
-        cell = page["#workers-rows td"].first
-        assert cell.evaluate("e => getComputedStyle(e, '::before').content") == '"Worker"'
+        # Tables are cards: each cell says what it is of. Asked in one step: rows are made anew.
+        page.page.wait_for_function(
+            """() => {
+                const cell = document.querySelector("#workers-rows td");
+                return cell && getComputedStyle(cell, "::before").content === '"Worker"';
+            }"""
+        )
 
 
 # --- dead letters, where there are no keys ------------------------------------------------------
