@@ -18,8 +18,9 @@ from tests.benchmarks.asking import Ask, gathered, in_batches, timed
 from tests.benchmarks.machine import Bystanders, facts
 from tests.benchmarks.measure import Measured, Report, Scale, alternate, ratio
 from tests.benchmarks.pool import Cpu, Pool, make_prompts, serving
+from tests.support.ports import free_port
 from tests.support.scrape import get
-from tests.support.server import RealServer, free_port
+from tests.support.server import RealServer
 
 NAME = "observed"
 LINE = "processor time of jobs with metrics, and with traces of 1 % of the calls, against neither"

@@ -10,7 +10,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from tests.benchmarks.machine import Bystanders, facts
 from tests.benchmarks.measure import Measured, Report, Scale, alternate, progress, ratio
 from tests.benchmarks.pool import WrongRows, forget_results, make_prompts
 from tests.support.clients import connected
+from tests.support.ports import free_port
 from tests.support.server import RealServer
 from tests.support.workers import worker_process
 
@@ -302,9 +302,7 @@ def served(folder: str, *, alone: bool) -> Iterator[Callable[[], str | None]]:
     On a CPU its core starts a worker in a further process: unless `alone`, both are one, so that
     there is less to start.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder,
         "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--max-logprobs", "-1",

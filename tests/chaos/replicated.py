@@ -21,7 +21,8 @@ from tests.chaos.load import Load
 from tests.support.certificates import certificates
 from tests.support.faults import Faults
 from tests.support.pools import until_at_rest
-from tests.support.server import RealServer, free_port
+from tests.support.ports import free_port
+from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import WorkerProcess
 

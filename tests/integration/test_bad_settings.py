@@ -18,7 +18,8 @@ from lmpool.errors import (
     SettingsError,
 )
 from tests.support.clients import connected
-from tests.support.server import RealServer, free_port
+from tests.support.ports import free_port
+from tests.support.server import RealServer
 from tests.support.workers import WorkerProcess, worker_process
 
 

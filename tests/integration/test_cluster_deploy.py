@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +14,7 @@ import redis
 
 from lmpool import inspection
 from tests.support.certificates import certificates
-from tests.support.cluster import node_port
+from tests.support.ports import listens, node_port
 from tests.support.processes import short_folder
 from tests.support.waiting import until
 
@@ -79,7 +78,8 @@ def nodes(binary: str, count: int, **tls: str) -> Iterator[list[int]]:
             (folder / name).write_text(text.replace("/etc/lmpool", str(folder)))
         users = [(DEPLOY / name).read_text("utf-8") for name in ("users.acl", "cluster-users.acl")]
         (folder / "users.acl").write_text("".join(users))
-        ports = []
+        ports: list[int] = []
+        started: list[subprocess.Popen[bytes]] = []
         for _ in range(count):
             port = node_port()
             own = folder / str(port)
@@ -90,21 +90,24 @@ def nodes(binary: str, count: int, **tls: str) -> Iterator[list[int]]:
                 way += ["--tls-cluster", "yes", "--tls-replication", "yes"]
                 for name, value in tls.items():
                     way += ["--" + name.replace("_", "-"), value]
-            process = subprocess.Popen(
-                [binary, str(folder / "cluster.conf"), *way, "--dir", str(own)],
-                stdout=subprocess.DEVNULL,
-            )
+            with (own / "log").open("wb") as log:
+                process = subprocess.Popen(
+                    [binary, str(folder / "cluster.conf"), *way, "--dir", str(own)],
+                    stdout=log,
+                    stderr=log,
+                )
             stack.callback(process.wait)
             stack.callback(process.kill)
             ports.append(port)
-        for port in ports:
-            until(lambda port=port: _listens(port), what="a node to listen", every=0.05)
+            started.append(process)
+        for port, process in zip(ports, started, strict=True):
+
+            def has_begun(port: int = port, process: subprocess.Popen[bytes] = process) -> bool:
+                assert process.poll() is None, (folder / str(port) / "log").read_text()
+                return listens(port)
+
+            until(has_begun, what=f"a node to listen on {port}", every=0.05)
         yield ports
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _all_know(ports: list[int]) -> bool:

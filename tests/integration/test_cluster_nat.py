@@ -22,7 +22,8 @@ from lmpool.slots import slot_of
 from lmpool.wants import Row
 from tests.support.certificates import certificates, where_tls_is_spoken
 from tests.support.clients import connected
-from tests.support.cluster import BUS, Cluster
+from tests.support.cluster import Cluster
+from tests.support.ports import BUS
 from tests.support.proxy import Proxy
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker, worker_process

@@ -26,8 +26,9 @@ from lmpool.settings import ClientOptions
 from lmpool.wants import Digester, Row
 from tests.support.clients import connected
 from tests.support.pools import some_prompts
+from tests.support.ports import free_port, listens
 from tests.support.sentinels import sentinels
-from tests.support.server import RealServer, free_port, listens
+from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import living_workers, worker_process
 

@@ -25,9 +25,10 @@ from lmpool.worker.tally import Tally
 from tests.support.clients import connected
 from tests.support.gate import Gate
 from tests.support.pools import Asking, some_prompts, worker_processes
+from tests.support.ports import free_port
 from tests.support.proxy import Proxy
 from tests.support.scrape import Scrape
-from tests.support.server import RealServer, free_port
+from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import WorkerProcess, worker_process
 

@@ -23,8 +23,9 @@ from tests.support.clients import connected
 from tests.support.gate import Gate
 from tests.support.gateways import GatewayProcess
 from tests.support.pools import pool_shards
+from tests.support.ports import free_port
 from tests.support.scrape import Scrape, get, status
-from tests.support.server import RealServer, free_port
+from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import WorkerProcess, clean_environment, worker_process
 

@@ -17,7 +17,8 @@ from playwright.sync_api import Browser, expect
 
 from tests.support.browser import chromium, tab
 from tests.support.gateways import GatewayProcess
-from tests.support.server import RealServer, free_port
+from tests.support.ports import free_port
+from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import clean_environment, in_process_worker
 

@@ -17,9 +17,10 @@ from lmpool.errors import ServerUnreachable
 from lmpool.server import open_server
 from lmpool.worker.service import Service
 from tests.support.clients import connected
+from tests.support.ports import free_port
 from tests.support.proxy import Proxy
 from tests.support.sentinels import sentinels
-from tests.support.server import RealServer, free_port
+from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker
 

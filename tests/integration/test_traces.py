@@ -22,7 +22,8 @@ from lmpool.errors import PromptFailed
 from lmpool.wants import Top
 from tests.support.clients import connected
 from tests.support.gateways import GatewayProcess
-from tests.support.server import RealServer, free_port
+from tests.support.ports import free_port
+from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker, worker_process
 

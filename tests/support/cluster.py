@@ -7,10 +7,8 @@ killed.
 from __future__ import annotations
 
 import binascii
-import random
 import re
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -22,12 +20,11 @@ from typing import Any, Final, Self
 
 import redis
 
-from tests.support.server import HIGHEST, LOWEST, RealServer
+from tests.support.ports import node_port
+from tests.support.server import RealServer
 from tests.support.waiting import until
 
 SLOTS: Final = 16_384
-BUS: Final = 10_000
-"""What a node adds to its port for the port of the bus, unless it is told another."""
 TOGETHER: Final = 128
 """Slots whose few commands travel together."""
 
@@ -689,14 +686,3 @@ def _ranges(slots: Iterable[int]) -> Iterator[tuple[int, int]]:
         last = slot
     if first >= 0:
         yield first, last
-
-
-def node_port(host: str = "127.0.0.1") -> int:
-    """A port that nothing listens on, nor on that of the bus."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    while True:
-        port = random.SystemRandom().randrange(LOWEST, HIGHEST)
-        with socket.socket(family) as one, socket.socket(family) as other, suppress(OSError):
-            one.bind((host, port))
-            other.bind((host, port + BUS))
-            return port

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Self
 
-from tests.support.cluster import node_port
+from tests.support.ports import node_port
 from tests.support.waiting import until
 
 PORT: Final = "6379"

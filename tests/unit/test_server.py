@@ -12,7 +12,8 @@ import lmpool
 from lmpool.clock import ServerClock, to_ms
 from lmpool.errors import ServerRefused, ServerTooOld, ServerUnreachable
 from lmpool.server import check_version, explained, greet, is_lost, open_server
-from tests.support.server import RealServer, free_port
+from tests.support.ports import free_port
+from tests.support.server import RealServer
 
 SECRET = "s3cret"
 
