@@ -115,6 +115,11 @@ class PackedRow(NamedTuple):
         return b"".join(self)
 
 
+def packed_f32(row: npt.NDArray[Any]) -> PackedRow:
+    """``pack_logprobs(row)`` of a C-contiguous row of ``<f4``, in fewer steps."""
+    return PackedRow(f32_header(row.size), row.data.cast("B"))
+
+
 def joined_f32(row: npt.NDArray[Any]) -> bytes:
     """``pack_logprobs(row).joined()`` of a row of ``<f4``, in fewer steps: for small rows."""
     return f32_header(row.size) + row.tobytes()
@@ -131,8 +136,7 @@ def pack_logprobs(
 ) -> PackedRow:
     """Log-probabilities, float32 [vocab_size], as a row. ``f16`` loses precision."""
     if encoding == "f32":
-        values = np.ascontiguousarray(row, dtype="<f4")
-        return PackedRow(f32_header(values.size), values.data.cast("B"))
+        return packed_f32(np.ascontiguousarray(row, dtype="<f4"))
     with np.errstate(over="ignore"):  # what is below its range is impossible anyway: -inf
         narrow = np.ascontiguousarray(row, dtype="<f2")
     # Rounding moves the sum: the scale puts the row back on exp sums to 1.

@@ -23,7 +23,7 @@ from lmpool.isolation import isolate
 from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream, ShardKeys
 from lmpool.logs import about
 from lmpool.result_memory import footprint
-from lmpool.rows import LARGE, PackedRow
+from lmpool.rows import ENTRY_BYTES, LARGE, PackedRow
 from lmpool.scripts import script
 from lmpool.server import is_full, is_lost
 from lmpool.servers import Servers
@@ -115,7 +115,7 @@ def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
         return Done(delivery, None, "failed", text or type(outcome.error).__name__)
     try:
         want = delivery.job.want
-        if vocab_size >= LARGE and isinstance(want, Row):
+        if isinstance(want, Row) and vocab_size * ENTRY_BYTES[want.encoding or "f32"] >= LARGE:
             packed = want.packed(outcome, vocab_size)
             return Done(delivery, packed, size=packed.nbytes)
         value = want.encode(outcome, vocab_size)

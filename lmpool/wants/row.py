@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import ClassVar, Final, TypeGuard
 
 import numpy as np
+import numpy.typing as npt
 
 from lmpool.checks import quoted
 from lmpool.errors import JobFormatError, PromptError, PromptFailed, RowFormatError
@@ -20,6 +21,7 @@ from lmpool.rows import (
     joined_f32,
     pack_logprobs,
     pack_values,
+    packed_f32,
     unpack_f32_rows,
     unpack_row,
 )
@@ -74,20 +76,26 @@ class Row(OfPrompt[EncodedRow]):
     def encode(self, computed: Computed, vocab_size: int) -> bytes:
         """What is stored of the row. Raises `PromptFailed` for what no client could use."""
         row = computed.row
-        # Nearly every row is so, and of small ones the other steps take longer than their numbers.
-        if (
+        if self._is_stored_so(row, vocab_size):
+            return joined_f32(row)
+        return self.packed(computed, vocab_size).joined()
+
+    def _is_stored_so(self, row: object, vocab_size: int) -> TypeGuard[npt.NDArray[np.float32]]:
+        """Whether a row's own memory is what is stored. Nearly every row is so, and of many the
+        other steps take longer than their copying."""
+        return (
             type(row) is np.ndarray
             and self.encoding == "f32"
             and row.dtype is _STORED
             and row.shape == (vocab_size,)
             and (first := row.item(0)) == first
-        ):
-            return joined_f32(row)
-        return self.packed(computed, vocab_size).joined()
+        )
 
     def packed(self, computed: Computed, vocab_size: int) -> PackedRow:
         """The same, its numbers where they are as far as they can be stored as they are."""
         row = computed.row
+        if self._is_stored_so(row, vocab_size) and row.flags.c_contiguous:
+            return packed_f32(row)
         if row is None:
             raise PromptFailed("the engine gave no row for this prompt")
         kind = getattr(row, "dtype", None)

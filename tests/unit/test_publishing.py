@@ -74,13 +74,23 @@ def test_f32_rows_are_stored_as_they_are() -> None:
     assert found.logprobs().tobytes() == row.tobytes()
 
 
-def test_a_large_rows_numbers_stay_where_they_are() -> None:
-    job = new_job(1)
-    block = np.stack([log_softmax(i, LARGE) for i in range(2)])
-    done = encode(delivery(job), Outcome(job.digest, block[1]), LARGE)
-    assert isinstance(done.value, PackedRow)
-    assert np.shares_memory(np.frombuffer(done.value.numbers, np.float32), block[1])
-    assert unpack_row(done.value.joined(), LARGE).logprobs().tobytes() == block[1].tobytes()
+@pytest.mark.parametrize(("encoding", "dtype"), [("f32", np.float32), ("bf16", np.uint16)])
+def test_a_large_rows_numbers_stay_where_they_are(encoding: str, dtype: type) -> None:
+    job, width = new_job(1, encoding=encoding), np.dtype(dtype).itemsize
+    for size, stays in ((LARGE // width, True), (LARGE // width - 1, False)):
+        block = np.stack([log_softmax(i, size) for i in range(2)])
+        rows = block if dtype is np.float32 else (block.view(np.uint32) >> 16).astype(dtype)
+        done = encode(delivery(job), Outcome(job.digest, rows[1]), size)
+        assert isinstance(done.value, PackedRow) is stays
+        if isinstance(done.value, PackedRow):
+            assert np.shares_memory(np.frombuffer(done.value.numbers, dtype), rows[1])
+            assert done.size == done.value.nbytes >= LARGE
+            stored = done.value.joined()
+        else:
+            stored = done.value or b""
+        found = unpack_row(stored, size)
+        assert found.encoding == encoding
+        assert found.data.tobytes() == rows[1].tobytes()
 
 
 def test_what_is_set_aside_holds_on_to_no_batch(
