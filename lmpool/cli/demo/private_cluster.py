@@ -27,7 +27,8 @@ from lmpool.slots import SLOTS
 from lmpool.variables import as_variables
 
 HOST: Final = "127.0.0.1"
-PORTS: Final = range(20_000, 30_000)
+PORTS: Final = range(22_000, 22_700)
+"""No connection has one of these, nor of their buses, at its own end."""
 BUS: Final = 10_000
 """What a node adds to its port for that of the bus."""
 START_WITHIN: Final = 30.0
