@@ -108,7 +108,7 @@ def test_other_shards_are_served_meanwhile(cluster: Cluster, lm: lmpool.PooledLM
         assert not waiting.done()
         # Who is silent is found out by a command that times out, of each thread.
         assert longest < 3.5
-        assert calls > 20
+        assert calls > 5  # each by itself as slow as such a command: four
         victim.start() if how == "killed" else victim.resume()
         waiting.result(60)
     assert lm.statistics()["failed"] == 0
