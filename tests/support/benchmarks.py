@@ -23,7 +23,7 @@ def quick_figures(name: str, folder: Path, *options: str) -> None:
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
-        timeout=140,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
