@@ -44,7 +44,8 @@ class PortHolder:
         if self._process != os.getpid():  # forked: the locks stayed with the parent
             self._held.clear()
             self._process = os.getpid()
-        for port in random.SystemRandom().sample(self._ports, len(self._ports)):
+        first = random.SystemRandom().randrange(len(self._ports))
+        for port in (*self._ports[first:], *self._ports[:first]):
             wanted = [port, *(port + more for more in further)]
             if self._hold(wanted) and all(_is_free(host, each) for each in wanted):
                 while len(self._held) > self._kept:
