@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, NewType
 
@@ -16,6 +15,7 @@ from tests.benchmarks.machine import cpu_seconds
 from tests.support.clients import connected
 from tests.support.cluster import Cluster
 from tests.support.server import RealServer
+from tests.support.waiting import until
 from tests.support.workers import WorkerProcess, worker_process
 
 Prompts = NewType("Prompts", list[list[int]])
@@ -110,10 +110,10 @@ COUNTED_WITHIN: Final = 5.0
 
 def must_be_computed(pool: Pool, before: int, asked: int) -> None:
     """Raise `WrongRows` where answers came from a cache: then something else was measured."""
-    until = time.monotonic() + COUNTED_WITHIN
     # The client's sender may count a claim after its answers have come.
-    while (queued := pool.queued() - before) < asked and time.monotonic() < until:
-        time.sleep(0.01)
+    with suppress(AssertionError):
+        until(lambda: pool.queued() - before >= asked, COUNTED_WITHIN)
+    queued = pool.queued() - before
     if queued != asked:
         raise WrongRows(f"{queued} jobs were computed where {asked} were to be")
 
