@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,11 @@ def test_a_timeout_of_the_client_holds_for_calls_that_name_none(
     any_server: str, start_pool: Callable[..., str], hold: Hold
 ) -> None:
     pool = start_pool()
-    with connected(any_server, pool, request_timeout=0.05) as lm:
+    hold.open()
+    with closing(lmpool.connect(any_server, pool, framework="numpy", request_timeout=0.05)) as lm:
+        # It connects in a call that may take longer.
+        assert np.array_equal(lm.next_token_logprobs_sync([2], timeout=60), mock_row([2], VOCAB))
+        hold.close()
         with pytest.raises(PoolTimeout):
             lm.next_token_logprobs_sync([1])
         hold.open()
