@@ -131,7 +131,10 @@ def test_a_timeout_of_the_client_holds_for_calls_that_name_none(
 ) -> None:
     pool = start_pool()
     hold.open()
-    with closing(lmpool.connect(any_server, pool, framework="numpy", request_timeout=0.05)) as lm:
+    lm = lmpool.connect(
+        any_server, pool, framework="numpy", request_timeout=0.05, workers_timeout=60.0
+    )
+    with closing(lm):
         # It connects in a call that may take longer.
         assert np.array_equal(lm.next_token_logprobs_sync([2], timeout=60), mock_row([2], VOCAB))
         hold.close()

@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from lmpool.cli.demo import private_cluster
+from lmpool.errors import LmpoolError
+from lmpool.producer.embedded.private_server import Program
+from tests.support.embedded import program
+from tests.support.ports import free_port
 from tests.support.processes import short_folder, users_of, wait_until_gone
 from tests.support.waiting import until
 from tests.support.workers import clean_environment
@@ -114,6 +120,65 @@ def test_a_demo_that_is_ended_leaves_nothing(folder: Path, server_binary: str, e
         assert running.returncode == {"SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}[ending]
         assert "Traceback" not in errors
         wait_until_gone(pids)
+
+
+NODES = 6
+
+
+@pytest.fixture
+def ports(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], range]:
+    """Some that are free, and no more, for the nodes of a demo."""
+
+    def some(count: int) -> range:
+        above = [at + bus for bus in (0, private_cluster.BUS) for at in range(count)]
+        first = free_port(*above[1:])
+        monkeypatch.setattr(private_cluster, "PORTS", range(first, first + count))
+        return private_cluster.PORTS
+
+    return some
+
+
+def test_no_two_nodes_want_one_port(ports: Callable[[int], range]) -> None:
+    few = ports(NODES)
+    with private_cluster.PrivateCluster(NODES // 2, "few") as cluster:
+        assert {node.port for node in cluster.nodes} == {*few}
+        assert len(cluster.layout()) == NODES // 2
+
+
+def test_a_port_that_is_taken_before_its_node_listens_is_left(
+    ports: Callable[[int], range], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = ports(NODES + 2)
+    monkeypatch.setattr(private_cluster, "_is_free", lambda _: True)
+    with (
+        socket.create_server((private_cluster.HOST, few[0])),
+        socket.create_server((private_cluster.HOST, few[1] + private_cluster.BUS)),
+        private_cluster.PrivateCluster(NODES // 2, "others") as cluster,
+    ):
+        assert {node.port for node in cluster.nodes} == {*few[2:]}
+
+
+def test_too_few_ports_are_told(ports: Callable[[int], range]) -> None:
+    few = ports(NODES)
+    with (
+        socket.create_server((private_cluster.HOST, few[3])),
+        pytest.raises(LmpoolError, match=rf"5 of 6 free from {few[0]} to {few[-1]}"),
+        private_cluster.PrivateCluster(NODES // 2, "none"),
+    ):
+        pass
+
+
+def test_a_node_that_cannot_begin_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ports: Callable[[int], range]
+) -> None:
+    ports(NODES)
+    broken = Program(str(program(tmp_path / "server", "out of luck")), "Redis 7")
+    monkeypatch.setattr(private_cluster, "find_server", lambda: broken)
+    with (
+        pytest.raises(LmpoolError, match="ended at its start:\nout of luck"),
+        private_cluster.PrivateCluster(NODES // 2, "none"),
+    ):
+        pass
 
 
 def test_it_goes_with_no_gateway(tmp_path: Path) -> None:

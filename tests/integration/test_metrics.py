@@ -172,7 +172,7 @@ def test_a_port_that_is_taken_keeps_no_worker_from_its_work(server: RealServer) 
 
 
 def test_every_worker_of_a_launcher_has_a_port(server: RealServer) -> None:
-    port = free_port()
+    port = free_port(1)
     process = subprocess.Popen(
         [sys.executable, "-m", "lmpool", "worker", "--workers", "2", "--url", server.url,
          "--pool", "two", "--engine", "mock", "--metrics-port", str(port)],

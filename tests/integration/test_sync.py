@@ -94,7 +94,6 @@ def test_whoever_gives_up_withdraws(any_server: str, pool_name: str) -> None:
             lm.sync.batch_next_token_logprobs([[2], [3], [4]], timeout=0.15, progress=True)
         statistics = lm.statistics()
         assert statistics["withdrawn"] + statistics["expired"] == 6
-        assert statistics["withdrawn"] >= 1  # the first ran at once
 
 
 @pytest.mark.parametrize("progress", [False, True], ids=["silent", "with a bar"])

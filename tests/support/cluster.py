@@ -87,10 +87,9 @@ class ClusterNode(RealServer):
         """Where clients of the cluster and other nodes find it."""
         folder /= str(self.cluster_port)
         folder.mkdir()
-        super().__init__(tcp=True, binary=binary, folder=folder, bind=host, **options)
+        super().__init__(port=self.cluster_port, binary=binary, folder=folder, bind=host, **options)
         self.host = host
         self.group = group
-        self.port = self.cluster_port
         self.options.update(announce(self.cluster_port))
         if tls:  # the test itself speaks none
             self.port = node_port(host)

@@ -9,22 +9,24 @@ import socket
 import tempfile
 from collections import deque
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
-PORTS: Final = range(10_000, 22_000)
-"""No connection has one of these ports at its own end: who is started again finds its port free,
-and who connects meanwhile is refused, and never connected to itself."""
+PORTS: Final = range(12_700, 22_000)
+"""No connection has one of these ports at its own end, nor that of a bus: who is started again
+finds its port free, and who connects meanwhile is refused, and never connected to itself. Those of
+`lmpool demo` lie between these and their buses."""
 
 BUS: Final = 10_000
 """What a node of a cluster adds to its port for the port of the bus, unless it is told another."""
 
 KEPT: Final = 400
-"""How many ports a process holds; the oldest goes back first."""
+"""How many ports a process holds; the oldest goes back first, as its test is over."""
 
 
 class PortHolder:
-    """Ports that one process has picked, and no other picks while it lives.
+    """Ports that one process has picked, and no other picks while it lives and holds them.
 
     Nothing listens on a port between its picking and a server's start, nor while that server is
     down: a lock on the byte of that number of a common file says that it is taken.
@@ -45,29 +47,32 @@ class PortHolder:
             self._held.clear()
             self._process = os.getpid()
         first = random.SystemRandom().randrange(len(self._ports))
-        for port in (*self._ports[first:], *self._ports[:first]):
+        for port in chain(self._ports[first:], self._ports[:first]):
             wanted = [port, *(port + more for more in further)]
-            if self._hold(wanted) and all(_is_free(host, each) for each in wanted):
+            if not self._lock(wanted):
+                continue
+            if all(_is_free(host, each) for each in wanted):
+                self._held.extend(wanted)
                 while len(self._held) > self._kept:
-                    self._give_back(self._held.popleft())
+                    self._unlock(self._held.popleft())
                 return port
+            self._unlock(*wanted)
         raise OSError(f"no port of {self._ports} is free")
 
-    def _hold(self, ports: list[int]) -> bool:
+    def _lock(self, ports: list[int]) -> bool:
         if any(port in self._held for port in ports):
             return False
         for at, port in enumerate(ports):
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
             except OSError:
-                for earlier in ports[:at]:
-                    self._give_back(earlier)
+                self._unlock(*ports[:at])
                 return False
-        self._held.extend(ports)
         return True
 
-    def _give_back(self, port: int) -> None:
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, port)
+    def _unlock(self, *ports: int) -> None:
+        for port in ports:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, port)
 
 
 def _is_free(host: str, port: int) -> bool:
@@ -81,9 +86,9 @@ def _is_free(host: str, port: int) -> bool:
 _HOLDER: Final = PortHolder(Path(tempfile.gettempdir()) / f"lmpool-test-ports-{os.getuid()}")
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface on which nothing listens."""
-    return _HOLDER.pick()
+def free_port(*further: int) -> int:
+    """A TCP port of the loopback interface on which nothing listens, nor that much further up."""
+    return _HOLDER.pick("127.0.0.1", *further)
 
 
 def node_port(host: str = "127.0.0.1") -> int:

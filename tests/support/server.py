@@ -44,14 +44,15 @@ class RealServer:
     """A server process of its own, without persistence unless `options` say otherwise.
 
     `options` are configuration directives: ``RealServer(maxmemory="50mb", requirepass="secret")``,
-    with ``_`` for ``-``. It listens on a unix socket, or on a loopback port with ``tcp=True``; its
-    address stays the same when it is started again, and so does its folder.
+    with ``_`` for ``-``. It listens on a unix socket, or on a loopback port with ``tcp=True`` or
+    ``port=``; its address stays the same when it is started again, and so does its folder.
     """
 
     def __init__(
         self,
         *,
         tcp: bool = False,
+        port: int = 0,
         binary: str | None = None,
         folder: Path | None = None,
         **options: str,
@@ -62,7 +63,7 @@ class RealServer:
         self.binary: str = chosen
         self.folder = folder or Path(tempfile.mkdtemp(prefix="lmpool-"))
         self.socket = self.folder / "s"
-        self.port = free_port() if tcp else 0
+        self.port = port or (free_port() if tcp else 0)
         self.options = {"save": "", "appendonly": "no", **options}
         self.password = options.get("requirepass")
         self.group: int | None = None

@@ -135,11 +135,9 @@ class PrivateCluster:
     # --- starting ------------------------------------------------------------------------------
 
     def _form(self) -> None:
-        self.nodes = [self._start_node() for _ in range(2 * self._count)]
+        self._start_nodes()
         clients = [self._client(node) for node in self.nodes]
         try:
-            for client in clients:
-                _until(lambda client=client: _answers(client), "a node to answer")  # type: ignore[misc]
             for number, client in enumerate(clients):
                 _cluster(client, "SET-CONFIG-EPOCH", number + 1)
                 if number < self._count:
@@ -158,8 +156,34 @@ class PrivateCluster:
             for client in clients:
                 client.close()
 
-    def _start_node(self) -> Process:
-        port = _free_port()
+    def _start_nodes(self) -> None:
+        ports = iter(random.SystemRandom().sample(PORTS, len(PORTS)))
+        while len(self.nodes) < 2 * self._count:
+            port = next((port for port in ports if _is_free(port)), None)
+            if port is None:
+                raise LmpoolError(
+                    f"the demo's cluster has too few ports: {len(self.nodes)} of "
+                    f"{2 * self._count} free from {PORTS.start} to {PORTS.stop - 1} "
+                    f"(each with the one {BUS} above it)"
+                )
+            node = self._start_node(port)
+            self.nodes.append(node)
+            if not self._listens(node):  # somebody was faster
+                self.nodes.remove(node)
+
+    def _listens(self, node: Process) -> bool:
+        """Once it does, or has ended as its port was taken meanwhile."""
+        with self._client(node) as client:
+            _until(lambda: node.popen.poll() is not None or _answers(client), "a node to answer")
+        if node.popen.poll() is None:
+            return True
+        said = (self.folder / f"{node.port}.log").read_text("utf-8", "replace")
+        if "Address already in use" not in said:
+            last = "\n".join(said.splitlines()[-12:])
+            raise LmpoolError(f"a node of the demo's cluster ended at its start:\n{last}")
+        return False
+
+    def _start_node(self, port: int) -> Process:
         folder = self.folder / str(port)
         folder.mkdir(mode=0o700)
         memory = max(SMALLEST_MEMORY, machine_memory() // 4 // (2 * self._count))
@@ -210,15 +234,13 @@ class PrivateCluster:
             )
 
 
-def _free_port() -> int:
-    """One that is free, and its bus's port, too."""
-    chance = random.SystemRandom()
-    while True:
-        port = chance.choice(PORTS)
-        with socket.socket() as one, socket.socket() as other, suppress(OSError):
-            one.bind((HOST, port))
-            other.bind((HOST, port + BUS))
-            return port
+def _is_free(port: int) -> bool:
+    """Whether nobody listens there, nor on its bus's port."""
+    with socket.socket() as one, socket.socket() as other, suppress(OSError):
+        one.bind((HOST, port))
+        other.bind((HOST, port + BUS))
+        return True
+    return False
 
 
 def _cluster(client: redis.Redis, *words: str | int) -> Any:
@@ -228,7 +250,7 @@ def _cluster(client: redis.Redis, *words: str | int) -> Any:
 def _answers(client: redis.Redis) -> bool:
     try:
         return bool(client.ping())
-    except redis.exceptions.ConnectionError:
+    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
         return False
 
 
