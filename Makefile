@@ -13,7 +13,8 @@ READY   := .venv/.installed
 TORCH        := torch==2.13.0
 # A process that crashes ends the run: pytest-xdist may wait forever for one that it replaces.
 TOGETHER     := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-INSTALL      := bin/python -m pip install --quiet --disable-pip-version-check
+# What is never imported need not be compiled: half of an installation's time.
+INSTALL      := bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 REQUIREMENTS := tests/engines/requirements
 OTHERS       := $(patsubst $(REQUIREMENTS)/%.txt,%,$(wildcard $(REQUIREMENTS)/*.txt))
 ELSEWHERE    := not chaos and not genlm and not types and not bench and not mutants

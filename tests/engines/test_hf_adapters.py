@@ -366,6 +366,7 @@ def keep_prefixes(lm: lmpool.PooledLM, count: int) -> None:
         lm.cache_kv(np.random.default_rng(number).integers(0, 2_000, 500).tolist())
 
 
+@pytest.mark.one_server
 @pytest.mark.slow
 @pytest.mark.server
 def test_a_pool_of_two_workers(server_url: str, pool_name: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.support.run_blocks import EXAMPLE_GATEWAYS, EXAMPLE_POOL
 from tests.support.waiting import until
 from tests.support.workers import clean_environment
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.one_server]
 
 RUN = {d: [block for block in blocks(d) if block.runs] for d in DOCUMENTS}
 WITH_CODE = [d for d, found in RUN.items() if any(not block.has_tests for block in found)]

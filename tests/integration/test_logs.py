@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.support.clients import connected
 from tests.support.gateways import GatewayProcess
@@ -18,6 +19,7 @@ def objects(log: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.splitlines() if line.strip()]
 
 
+@pytest.mark.one_server
 def test_a_worker_says_all_in_json(server_binary: str) -> None:
     with (
         RealServer(binary=server_binary) as server,
@@ -35,6 +37,7 @@ def test_a_worker_says_all_in_json(server_binary: str) -> None:
     assert any("refused an entry" in line["message"] for line in lines)
 
 
+@pytest.mark.one_server
 def test_a_gateway_says_all_in_json(server_binary: str) -> None:
     options = ("--log-format", "json")
     with (

@@ -171,6 +171,7 @@ def test_a_port_that_is_taken_keeps_no_worker_from_its_work(server: RealServer) 
             until(lambda: status(port)[0] == 200, what="the port to be taken")
 
 
+@pytest.mark.one_server
 def test_every_worker_of_a_launcher_has_a_port(server: RealServer) -> None:
     port = free_port(1)
     process = subprocess.Popen(
@@ -188,6 +189,7 @@ def test_every_worker_of_a_launcher_has_a_port(server: RealServer) -> None:
         assert process.wait(60) == 0
 
 
+@pytest.mark.one_server
 def test_each_metric_is_shown_where_its_name_says(server: RealServer) -> None:
     port, pool = free_port(), "all"
     with (

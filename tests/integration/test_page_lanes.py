@@ -20,7 +20,7 @@ from tests.support.pools import some_prompts, worker_processes
 from tests.support.server import RealServer
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.server]
+pytestmark = [pytest.mark.slow, pytest.mark.server, pytest.mark.one_server]
 
 LANES = 64
 

@@ -18,7 +18,7 @@ from tests.support.browser import Tab, chromium, tab
 from tests.support.gateways import GatewayProcess
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.server]
+pytestmark = [pytest.mark.slow, pytest.mark.server, pytest.mark.one_server]
 
 TEXT = "Return the number of"
 LEVELS = (1, 3, 6, 10)

@@ -22,7 +22,7 @@ from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import clean_environment, in_process_worker
 
-pytestmark = [pytest.mark.slow, pytest.mark.server]
+pytestmark = [pytest.mark.slow, pytest.mark.server, pytest.mark.one_server]
 
 PAGE = [sys.executable, "-m", "lmpool", "page"]
 

@@ -17,7 +17,7 @@ from tests.support.pools import pool_shards
 from tests.support.server import RealServer
 from tests.support.workers import in_process_worker
 
-pytestmark = [pytest.mark.slow, pytest.mark.server]
+pytestmark = [pytest.mark.slow, pytest.mark.server, pytest.mark.one_server]
 
 POOL = "guarded"
 LOOKS, ACTS, SEES = new_key(), new_key(), new_key()

@@ -14,7 +14,7 @@ from tests.support.workers import worker_process
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.one_server]
 
 ASKS = """
 import asyncio, sys

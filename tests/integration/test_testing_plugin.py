@@ -106,6 +106,7 @@ def test_tests_on_fakeredis_do_not_disturb_each_other(
     assert not list(suite.temporary.glob("lmpool*"))
 
 
+@pytest.mark.one_server
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "-n 2"])
 def test_tests_on_a_server_do_not_disturb_each_other(
     suite: Suite, workers: tuple[str, ...], server_binary: str
@@ -150,6 +151,7 @@ def test_a_test_that_fails_leaves_nothing(lmpool_pool):
 """
 
 
+@pytest.mark.one_server
 def test_a_session_has_one_server_which_ends_with_it(suite: Suite, server_binary: str) -> None:
     suite.write(test_server=SERVER)
     done = suite.attempt()

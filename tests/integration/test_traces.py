@@ -27,7 +27,7 @@ from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker, worker_process
 
-pytestmark = [pytest.mark.server]
+pytestmark = [pytest.mark.server, pytest.mark.one_server]
 
 SECRET = "sesame"
 FAILS = 63
