@@ -429,6 +429,9 @@ class Service:
             for seat in seats:
                 if not seat.join(name, limit):
                     logger.error("the %s is still busy after %g s: leaving without it", name, limit)
+        released = 0
+        if self._batcher is not None and self._batcher.busy:
+            released = self._give_back_rest(seats, self._batcher)
         # An engine that is being loaded has nothing to finish: the process ends without it.
         busy = False
         for name in ("watchdog", "engine") if serves else ():
@@ -444,7 +447,7 @@ class Service:
             if thread is not None:
                 thread.join(limit)
                 busy |= thread.is_alive()
-            self._leave(seats)
+            self._leave(seats, released)
             self._publisher = None
         for seat in seats:
             seat.end_heartbeat()
@@ -455,7 +458,22 @@ class Service:
         """Where it serves, and before that where it still has jobs."""
         return [*self._mover.former, *(() if self.seat is None else (self.seat,))]
 
-    def _leave(self, seats: Sequence[Seat]) -> None:
+    def _give_back_rest(self, seats: Sequence[Seat], batcher: Batcher) -> int:
+        """Let others run at once what waits here for a batch to end, however long that takes.
+        Returns how many jobs that were."""
+        left = batcher.take_out(lambda delivery: delivery.settled is None)
+        self.status.let_go(left)
+        known = {delivery.place: delivery.job for delivery in left}
+        held = frozenset(self.status.held)
+        released, servers = 0, self._open()
+        try:
+            for seat in seats:
+                released += release(servers, seat.shards, self.consumer, known, held)
+        except (redis.exceptions.RedisError, OSError) as error:
+            logger.warning("what waits here is given back once the batch has ended: %s", error)
+        return released
+
+    def _leave(self, seats: Sequence[Seat], released: int) -> None:
         left = self._batcher.close() if self._batcher is not None else []
         known = {delivery.place: delivery.job for delivery in left}
         # What the engine could not finish is not given back as if it were new: others try it alone,
@@ -471,7 +489,6 @@ class Service:
             for delivery in untried:
                 uncount_it = partial(self._uncount, servers, delivery)
                 servers.apart([delivery.stream.shard], uncount_it)
-            released = 0
             for seat in seats:
                 released += release(servers, seat.shards, self.consumer, known, keep)
                 seat.end_heartbeat()  # a beat on its way would bring the worker back

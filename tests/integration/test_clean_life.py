@@ -6,8 +6,10 @@ import asyncio
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -23,6 +25,7 @@ from lmpool.wire import pack_job
 from lmpool.worker import intake, service
 from tests.support.clients import connected
 from tests.support.gate import Gate
+from tests.support.hold import Hold
 from tests.support.mock_rows import rows_of
 from tests.support.pools import (
     Asking,
@@ -33,6 +36,7 @@ from tests.support.pools import (
     until_at_rest,
     worker_processes,
 )
+from tests.support.ports import free_port
 from tests.support.protocol import new_job
 from tests.support.server import RealServer
 from tests.support.waiting import until
@@ -134,14 +138,47 @@ def test_a_leaving_worker_finishes_its_batch_and_gives_the_rest_back(
     assert [size for pid, size in gate.batches() if pid == one.pid] == [4]
 
 
+def test_what_waits_in_a_worker_that_leaves_waits_for_no_batch(any_server, pool_name, caplog):
+    """A batch may run for minutes, while others are idle."""
+    caplog.set_level("INFO", "lmpool.worker.service")
+    prompts = [[n] * 10 for n in range(1, 7)]
+    leaving = ExitStack()
+    # It takes all of them at once, and two a batch.
+    small = {"batch_size": 8, "max_prompt_tokens": 10, "max_batch_tokens": 20, "shards": 1}
+    worker = leaving.enter_context(
+        in_process_worker(any_server, pool_name, timeout=0.5, drain_timeout=150.0, **small)
+    )
+    with (
+        leaving,
+        connected(any_server, pool_name) as lm,
+        ThreadPoolExecutor(1) as threads,
+        Hold(worker.service.engine) as hold,
+    ):
+        asking = Asking(lm, prompts)
+        assert hold.begun.wait(60)
+        ending = threads.submit(leaving.close)
+        until(worker.service.status.stopping.is_set, what="it to begin to leave")
+        with in_process_worker(any_server, pool_name, **small):
+            until(
+                lambda: lm.pool_statistics_sync()["computed"] == 4, what="the others to be computed"
+            )
+            assert not ending.done()
+            hold.open()
+            ending.result(60)
+            np.testing.assert_array_equal(asking.rows(), rows_of(prompts))
+            assert lm.pool_statistics_sync()["computed"] == 6
+    assert "took over" not in caplog.text
+
+
 @pytest.mark.one_shard
 def test_a_job_taken_over_and_never_run_counts_no_delivery(
     server_url, redis_client, pool_name, tmp_path
 ):
     """Workers that leave one after the other use up no innocent's deliveries."""
-    gate = Gate(tmp_path)
+    gate, port = Gate(tmp_path), free_port()
+    options = {"batch_size": 1, "metrics_port": port, **gate.settings()}
     with (
-        worker_process(server_url, pool_name, batch_size=1, **gate.settings()) as worker,
+        worker_process(server_url, pool_name, **options) as worker,
         connected(server_url, pool_name) as lm,
     ):
         asking = Asking(lm, [[1, 2]])
@@ -160,6 +197,11 @@ def test_a_job_taken_over_and_never_run_counts_no_delivery(
 
         assert until(held, what="the job to be taken over") == 3
         worker.terminate()
+        # Or it might begin the job yet.
+        until(
+            lambda: httpx.get(f"http://127.0.0.1:{port}/ready").json()["status"] == "stopping",
+            what="the worker to hear of it",
+        )
         gate.open()
         assert worker.wait() == 0
         assert held() == 2
@@ -274,7 +316,7 @@ def test_nothing_is_left_behind(server_binary, tmp_path):
             with connected(server.url, "p") as lm:
                 assert lm.pool_statistics_sync()["backlog"] == 0
                 lm.remove_lora("one")
-            assert not set(threading.enumerate()) - threads
+            until(lambda: not set(threading.enumerate()) - threads, what="its threads to end")
         assert_at_rest(client, "p")
         assert _lasting_keys(client) == lasting
         # The workers have left in order: no consumer, no heartbeat, no queue of theirs.
