@@ -78,8 +78,12 @@ class Node(RealServer):
 class ReplicatedPool:
     """Workers with the worker's role and a load with the producer's, through the Sentinels."""
 
-    def __init__(self, folder: Path, binary: str, *, seed: int, append_only: bool) -> None:
+    def __init__(
+        self, folder: Path, binary: str, *, seed: int, append_only: bool, patience: float = 0.0
+    ) -> None:
         self.random = random.Random(seed)
+        self.back_within = BACK_WITHIN + patience
+        """`patience`: seconds more than is promised, where other tests run beside this one."""
         self.longest_return = 0.0
         """Seconds, at most, from a primary's return until everybody was served."""
         self.done: list[str] = []
@@ -167,7 +171,7 @@ class ReplicatedPool:
             back = time.monotonic()
             until(
                 lambda: self._is_served(load, back),
-                BACK_WITHIN,
+                self.back_within,
                 what="the load to be served",
                 every=0.05,
             )

@@ -44,24 +44,28 @@ def test_a_full_batch_leaves_at_once(server_url, pool_name, tmp_path):
 
 def test_a_partial_batch_leaves_a_timeout_after_its_first_job(server_url, pool_name, tmp_path):
     """Jobs keep trickling in: one that waited for the last of them would leave after them all."""
-    timeout, every, count = 1.2, 0.25, 14
-    prompts = some_prompts(count, seed=2)
+    timeout, every, fewest = 1.2, 0.25, 14
+    prompts = some_prompts(10 * fewest, seed=2)
     log = tmp_path / "log"
 
-    async def trickle() -> tuple[float, float]:
+    async def trickle() -> tuple[float, float, int]:
         async with lmpool.connect(server_url, pool_name, framework="numpy") as lm:
             began = time.monotonic()
             calls = []
             for prompt in prompts:
                 calls.append(asyncio.create_task(lm.next_token_logprobs(prompt)))
                 await asyncio.sleep(every)
+                # On a machine of whatever pace: while jobs come, two leave.
+                if len(calls) >= fewest and len(read_batches(log)) >= 2:
+                    break
             ended = time.monotonic()
-            np.testing.assert_array_equal(await asyncio.gather(*calls), rows_of(prompts))
-            return began, ended
+            found = await asyncio.gather(*calls)
+            np.testing.assert_array_equal(found, rows_of(prompts[: len(calls)]))
+            return began, ended, len(calls)
 
     options = {"batch_size": 64, "timeout": timeout, "engine_opts": {"log": str(log)}}
     with worker_process(server_url, pool_name, **options):
-        began, ended = asyncio.run(trickle())
+        began, ended, count = asyncio.run(trickle())
     batches = read_batches(log)
     assert sum(batch.size for batch in batches) == count
     # Not before its time, and while jobs were still coming (they came for more than 3 s).
@@ -69,7 +73,7 @@ def test_a_partial_batch_leaves_a_timeout_after_its_first_job(server_url, pool_n
     assert ended - began >= every * count
     # Each batch took what came meanwhile, and the next one began with the next job.
     assert 2 <= len(batches) <= 2 + (ended - began) / timeout
-    assert batches[0].size >= 2
+    assert max(batch.size for batch in batches) >= 2
     for before, batch in itertools.pairwise(batches):
         assert batch.start - before.start >= timeout - 0.1
 

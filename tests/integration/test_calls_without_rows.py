@@ -52,7 +52,7 @@ def test_a_cancelled_call_is_withdrawn_and_its_job_not_run(
 
         async def main() -> None:
             running = asyncio.create_task(lm.next_token_logprobs([1]))
-            assert await asyncio.to_thread(hold.begun.wait, 10)
+            assert await asyncio.to_thread(hold.begun.wait, 60)
             waiting = asyncio.create_task(lm.next_token_logprobs([2]))
             both = asyncio.gather(lm.next_token_logprobs([3]), lm.next_token_logprobs([3]))
             await asyncio.to_thread(until, lambda: lm.statistics()["queued"] == 3)
@@ -144,7 +144,7 @@ def test_a_timeout_of_the_client_holds_for_calls_that_name_none(
         with pytest.raises(PoolTimeout):
             lm.next_token_logprobs_sync([1])
         hold.open()
-        assert np.array_equal(lm.next_token_logprobs_sync([1], timeout=20), mock_row([1], VOCAB))
+        assert np.array_equal(lm.next_token_logprobs_sync([1], timeout=60), mock_row([1], VOCAB))
 
 
 @pytest.mark.one_shard

@@ -212,6 +212,13 @@ def test_bench_measures(served: list[str]) -> None:
 # --- the doctor ----------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def _at_any_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor finds nothing in how long a server takes to answer."""
+    monkeypatch.setattr("lmpool.diagnosis.SLOW", 60.0)
+
+
+@pytest.mark.usefixtures("_at_any_pace")
 def test_the_doctor_finds_a_healthy_pool_healthy(pool_name: str, server_binary: str) -> None:
     with RealServer(maxmemory="100mb") as server, in_process_worker(server.url, pool_name):
         shown = lmpool("doctor", "--url", server.url, "--pool", pool_name)
@@ -220,6 +227,7 @@ def test_the_doctor_finds_a_healthy_pool_healthy(pool_name: str, server_binary: 
     assert "1 workers alive" in shown.stdout
 
 
+@pytest.mark.usefixtures("_at_any_pace")
 def test_the_doctor_finds_what_is_wrong(pool_name: str, server_binary: str) -> None:
     options = {"maxmemory": "100mb", "maxmemory_policy": "allkeys-lru", "save": "3600 1"}
     with RealServer(**options) as server:

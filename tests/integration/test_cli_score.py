@@ -146,7 +146,7 @@ def test_a_process_of_its_own_prints_nothing_else(served: list[str], tmp_path: P
         capture_output=True,
         text=True,
         env=clean_environment(),
-        timeout=50,
+        timeout=150,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["scored"] == 8

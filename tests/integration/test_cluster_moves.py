@@ -22,7 +22,7 @@ from tests.support.redis_client import open_redis
 from tests.support.waiting import until
 from tests.support.workers import InProcessWorker, in_process_worker
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.one_server]
+pytestmark = [pytest.mark.one_server]
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_what_is_registered_in_a_shard_that_is_just_back_comes_beside_the_rest(
             for shard in shards:
                 until(
                     lambda shard=shard: adapters_in(client, shard) == {"two", "three"},
-                    30,
+                    60,
                     what="the newest of each to be everywhere",
                 )
 
@@ -222,6 +222,6 @@ def test_what_is_registered_two_layouts_behind_comes_along(
         for shard in shards:
             until(
                 lambda shard=shard: adapters_in(client, shard) == {"two", "three"},
-                30,
+                60,
                 what="the changes to come along",
             )

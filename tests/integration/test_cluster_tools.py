@@ -41,23 +41,34 @@ QUIET = {
 """What the doctor asks for, as far as one machine can do it."""
 
 
+PATIENT = 5.0
+"""Seconds after which nodes miss one another: none of a machine that is busy, and no more than the
+doctor takes for well."""
+
+
+@pytest.fixture(autouse=True)
+def _at_any_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor finds nothing in how long a server takes to answer."""
+    monkeypatch.setattr("lmpool.diagnosis.SLOW", 60.0)
+
+
 @pytest.fixture(scope="module")
 def cluster(server_binary: str) -> Iterator[Cluster]:
     """Three primaries, each with a replica, which tests leave as it is."""
-    with Cluster(3, 1, node_timeout=1.0, **QUIET) as cluster:
+    with Cluster(3, 1, node_timeout=PATIENT, **QUIET) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def own_cluster(server_binary: str) -> Iterator[Cluster]:
     """The same, for one test."""
-    with Cluster(3, 1, node_timeout=1.0, **QUIET) as cluster:
+    with Cluster(3, 1, node_timeout=PATIENT, **QUIET) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def _bare(server_binary: str) -> Iterator[Cluster]:
-    with Cluster(3, node_timeout=1.0, **QUIET) as cluster:
+    with Cluster(3, node_timeout=PATIENT, **QUIET) as cluster:
         yield cluster
 
 
@@ -335,7 +346,7 @@ def test_the_doctor_finds_an_address_that_leads_nowhere(server_binary: str, pool
         # As behind a NAT that nobody told it of: other nodes reach its bus, and clients nothing.
         return {"cluster_announce_port": "1", "cluster_announce_bus_port": str(port + 10_000)}
 
-    with Cluster(3, node_timeout=1.0, announce=announce, **QUIET) as cluster:
+    with Cluster(3, node_timeout=PATIENT, announce=announce, **QUIET) as cluster:
         found = inspection.diagnose(cluster.url, pool_name)
     (away,) = [finding for finding in found if "does not reach it there" in finding.what]
     assert away.level == "wrong"
@@ -393,7 +404,7 @@ def acl_users() -> str:
 
 
 def test_each_user_sees_what_it_may(server_binary: str, pool_name: str) -> None:
-    with Cluster(3, 1, node_timeout=1.0, users=acl_users(), **QUIET) as cluster:
+    with Cluster(3, 1, node_timeout=PATIENT, users=acl_users(), **QUIET) as cluster:
         url = {
             name: cluster.url_of(name, f"change-this-{name}")
             for name in ("producer", "worker", "exporter", "operator")

@@ -17,6 +17,8 @@ from tests.support.cluster import Cluster
 from tests.support.workers import in_process_worker
 
 VOCAB = 256
+PATIENT = {"node_timeout": 15.0}
+"""No node is to be missed here, however busy the machine."""
 
 
 def assert_serves(url: str, pool: str) -> None:
@@ -51,7 +53,7 @@ def options(tmp_path: Path, kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["tls", "ipv6", "names", "no endpoints", "users"])
 def test_a_pool_is_served(kind: str, server_binary: str, tmp_path: Path, pool_name: str) -> None:
-    with where_tls_is_spoken(Cluster(3, **options(tmp_path, kind))) as cluster:
+    with where_tls_is_spoken(Cluster(3, **PATIENT, **options(tmp_path, kind))) as cluster:
         url = cluster.url
         if kind == "users":
             url = cluster.url_of("someone", "it's%40secret")
@@ -59,7 +61,7 @@ def test_a_pool_is_served(kind: str, server_binary: str, tmp_path: Path, pool_na
 
 
 def test_one_seed_that_lives_is_enough(server_binary: str, pool_name: str) -> None:
-    with Cluster(3) as cluster:
+    with Cluster(3, **PATIENT) as cluster:
         last = cluster.nodes[-1].cluster_port
         assert_serves(f"redis+cluster://127.0.0.1:1,127.0.0.1:{last}", pool_name)
 

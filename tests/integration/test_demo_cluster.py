@@ -53,7 +53,7 @@ def demo(folder: Path, server_binary: str, *options: str) -> subprocess.Popen[st
 
 def test_a_primary_is_killed_and_nothing_is_lost(folder: Path, server_binary: str) -> None:
     with demo(folder, server_binary, "--prompts", "6000") as running:
-        output, errors = running.communicate(timeout=100)
+        output, errors = running.communicate(timeout=250)
     assert running.returncode == 0, errors
     assert errors == ""
     assert "\x1b" not in output  # piped
@@ -74,9 +74,10 @@ def test_a_primary_is_killed_and_nothing_is_lost(folder: Path, server_binary: st
     }
     assert next(numbers[words] for words in numbers if words.startswith("rows in")) == 6000
     assert numbers["prompts lost"] == 0
-    outage = float(re.findall(r"had its place after ([\d.]+) s", after)[0])
-    # It was killed under load: somebody waited for what lay there.
-    assert outage - 1.0 < numbers["seconds, the longest call"] < 20
+    assert re.search(r"had its place after [\d.]+ s", after)
+    # It was killed under load: somebody waited for what lay there, most of the time until others
+    # missed it, and for less than a client waits for a server that is lost.
+    assert private_cluster.NODE_TIMEOUT_MS / 2000 < numbers["seconds, the longest call"] < 60
     assert "rows are the same bytes in all 3 clients" in after
     # Each lane in use has one home, and every job that was computed was taken by somebody.
     (used, lanes) = re.findall(r"^Lanes: (\d+) of (\d+) in use$", before, re.M)[0]

@@ -71,14 +71,15 @@ def test_a_failover_of_sentinels_loses_nothing(server_binary, pool_name):
         stack.enter_context(worker_process(url, pool_name, alive=False))
         until(lambda: living_workers(primary.url, pool_name), what="the worker to be alive")
         lm = stack.enter_context(
-            connected(url, pool_name, cache_bytes=0, workers_timeout=40, reconnect_timeout=40)
+            connected(url, pool_name, cache_bytes=0, workers_timeout=100, reconnect_timeout=100)
         )
         row = lm.next_token_logprobs_sync([1, 2], timeout=60)
         np.testing.assert_array_equal(row, mock_row([1, 2], 256))
         primary.kill()
+        # Sentinels that were paused for two seconds trust no clock for half a minute.
         for number in range(5):
             prompt = [3, number]
-            row = lm.next_token_logprobs_sync(prompt, timeout=60)
+            row = lm.next_token_logprobs_sync(prompt, timeout=150)
             np.testing.assert_array_equal(row, mock_row(prompt, 256))
         with replica.client() as client:
             assert client.info("replication")["role"] == "master"

@@ -30,7 +30,7 @@ def test_an_exception_ends_it(pool_folder: Path) -> None:
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    wait_until_gone(pids, timeout=10)
+    wait_until_gone(pids)
 
 
 def test_nobody_holding_it_ends_it(pool_folder: Path) -> None:
@@ -39,7 +39,7 @@ def test_nobody_holding_it_ends_it(pool_folder: Path) -> None:
     pids = processes(lm)
     del lm
     gc.collect()
-    wait_until_gone(pids, timeout=10)
+    wait_until_gone(pids)
 
 
 def test_a_killed_worker_is_replaced_under_load(pool_folder: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_killed_worker_is_replaced_under_load(pool_folder: Path) -> None:
         finally:
             stop.set()
             loader.join(60)
-    wait_until_gone(before | now, timeout=10)
+    wait_until_gone(before | now)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="children outlive it elsewhere")
@@ -97,4 +97,4 @@ def test_a_frozen_worker_does_not_stop_the_end(pool_folder: Path) -> None:
     started = time.monotonic()
     lm.close()
     assert time.monotonic() - started < 60
-    wait_until_gone(pids, timeout=10)
+    wait_until_gone(pids)

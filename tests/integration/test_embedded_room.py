@@ -24,7 +24,7 @@ filling = os.open(folder + "/filling", os.O_CREAT | os.O_WRONLY)
 room = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
 os.posix_fallocate(filling, 0, room - left)
 try:
-    lmpool.embedded(engine="mock", start_timeout=20)
+    lmpool.embedded(engine="mock", start_timeout=60)
 except lmpool.errors.PoolError as error:
     print("PoolError:", error)
     print("left:", sorted(os.listdir(folder)))

@@ -249,8 +249,12 @@ def test_results_that_ended_leave_the_account_of_an_idle_pool(server_binary, poo
         in_process_worker(server.url, pool_name, result_ttl=0.5),
         connected(server.url, pool_name, cache_bytes=0) as lm,
     ):
-        ask_for(lm, 10, seed=12, vocab_size=256)
-        assert lm.pool_statistics_sync()["held_bytes"] > 0
+
+        def held() -> int:
+            ask_for(lm, 10, seed=12, vocab_size=256)
+            return lm.pool_statistics_sync()["held_bytes"]
+
+        until(held, what="some to be seen before they end")
         until(lambda: lm.pool_statistics_sync()["held_bytes"] == 0, every=0.05)
         assert lm.pool_statistics_sync()["oldest_seconds"] is None
 

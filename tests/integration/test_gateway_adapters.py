@@ -172,7 +172,7 @@ def test_one_that_is_added_is_found_and_one_that_is_removed_is_not(
     assert (status("later"), status("tiny:later")) == (404, 404)
     lm.add_new_lora(str(folder / "later"), "later")
     until(lambda: status("later") == status("tiny:later") == 200, what="it to be there")
-    assert listed() == ["tiny", "tiny:later", "tiny:style"]
+    until(lambda: listed() == ["tiny", "tiny:later", "tiny:style"], what="it to be listed")
     lm.remove_lora("later")
     until(lambda: status("later") == status("tiny:later") == 404, what="it to be gone")
     until(lambda: listed() == ["tiny", "tiny:style"], what="it to be listed no more")

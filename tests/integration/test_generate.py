@@ -24,7 +24,7 @@ LONGEST = 64
 def lm(any_server: str, pool_name: str) -> Iterator[lmpool.PooledLM]:
     with (
         in_process_worker(any_server, pool_name, engine_opts={"max_prompt_tokens": LONGEST}),
-        connected(any_server, pool_name, request_timeout=20) as lm,
+        connected(any_server, pool_name, request_timeout=60) as lm,
     ):
         yield lm
 

@@ -255,7 +255,8 @@ def test_job_streams_are_mended_while_callers_wait(
     # Which reads them as well: there may be one such entry in each.
     assert lm.pool_statistics_sync()["backlog"] < 10 + len(served.streams)
     ask(lm, some_prompts(20, seed=1))
-    assert redis_client.type(served.stream().key) == b"stream"
+    until(lambda: redis_client.type(served.stream().key) == b"stream")
+    until(lambda: redis_client.xinfo_groups(served.stream().key))
     assert redis_client.xinfo_groups(served.stream().key)[0]["name"] == GROUP.encode()
 
 
@@ -289,7 +290,7 @@ def test_counters_dead_letters_registry_and_model_info_are_mended(
     until(lambda: redis_client.type(served.bounds) == b"hash")
     ask(lm, [[1, 2]])
     assert lm.pool_statistics_sync()["computed"] >= 1
-    assert {redis_client.type(key) for key in keys} <= {b"none", b"hash", b"stream"}
+    until(lambda: {redis_client.type(key) for key in keys} <= {b"none", b"hash", b"stream"})
 
 
 def test_a_counter_that_is_no_number(
@@ -306,9 +307,13 @@ def test_statistics_of_damaged_keys(
     any_server: str, pool: str, redis_client: redis.Redis, served: ShardKeys
 ) -> None:
     consumers = redis_client.xinfo_consumers(served.stream().key, GROUP)
-    redis_client.set(served.alive(consumers[0]["name"].decode()), b"\xc1")
     servers = Servers(lambda: redis_client)  # type: ignore[arg-type,return-value]
-    assert pool_statistics(servers, [served])["workers"] == []
+
+    def unread() -> bool:  # unless the worker's next beat comes in between
+        redis_client.set(served.alive(consumers[0]["name"].decode()), b"\xc1")
+        return pool_statistics(servers, [served])["workers"] == []
+
+    until(unread)
 
 
 # --- bounds ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import numpy as np
@@ -36,7 +37,7 @@ def rows_of(prompts: list[list[int]]) -> np.ndarray:
 
 def connecting(url: str, pool: str) -> closing[lmpool.PooledLM]:
     """A client that may come before its workers."""
-    return closing(lmpool.connect(url, pool, framework="numpy", workers_timeout=30))
+    return closing(lmpool.connect(url, pool, framework="numpy", workers_timeout=60))
 
 
 def ask(url: str, pool: str, prompts: list[list[int]]) -> tuple[np.ndarray, dict[str, int]]:
@@ -49,17 +50,28 @@ def ask(url: str, pool: str, prompts: list[list[int]]) -> tuple[np.ndarray, dict
 def test_rows_and_shared_work(server_url, redis_client, pool_name, shards, tmp_path):
     prompts = some_prompts(600, seed=1)
     log = tmp_path / "log"
-    options = {
-        "lanes": 16,
-        "shards": shards,
-        "batch_size": 16,
-        "engine_opts": {"delay": 0.03, "log": str(log)},
-    }
-    with worker_processes(server_url, pool_name, 3, **options) as workers:
-        answers = in_processes(
-            ask, [(server_url, pool_name, prompts), (server_url, pool_name, prompts[::-1])]
-        )
+    gate = Gate(tmp_path)
+    options = {"lanes": 16, "shards": shards, "batch_size": 16}
+    gated = gate.settings(delay=0.03, log=str(log))
+    arguments = [(server_url, pool_name, prompts), (server_url, pool_name, prompts[::-1])]
+    with (
+        worker_processes(server_url, pool_name, 3, **options, **gated) as workers,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        asking = thread.submit(in_processes, ask, arguments)
         found = pool_shards(redis_client, pool_name)
+        everyone = {worker.pid for worker in workers}
+
+        def all_are_there() -> bool:
+            """Each worker has begun a batch, and both clients have asked."""
+            replies = list(redis_client.scan_iter(f"{found[0].prefix}:reply:*", count=1000))
+            return len(replies) == 2 and {pid for pid, _ in gate.batches()} == everyone
+
+        try:
+            until(lambda: asking.done() or all_are_there(), what="all to be there", every=0.05)
+        finally:
+            gate.open()
+        answers = asking.result()
         assert [shard.lanes for shard in found] == [16] * shards
         with connected(server_url, pool_name) as lm:
             assert lm.pool_statistics_sync()["computed"] == len(prompts)
@@ -76,7 +88,7 @@ def test_rows_and_shared_work(server_url, redis_client, pool_name, shards, tmp_p
     by_worker = Counter[int]()
     for one in read_batches(log):
         by_worker[one.pid] += one.size
-    assert by_worker.keys() == {worker.pid for worker in workers}
+    assert by_worker.keys() == everyone
     # Batches fill across lanes, however few jobs each has.
     assert max(one.size for one in read_batches(log)) == 16
     # Nothing is left of those that have left.
@@ -149,6 +161,15 @@ def test_no_worker_idles_while_one_lane_has_all_the_work(
         np.testing.assert_array_equal(asking.rows(), rows_of(prompts))
 
 
+def held(client: redis.Redis, shard) -> int:
+    """How many jobs of a shard workers have taken."""
+    return sum(
+        consumer["pending"]
+        for stream in shard.streams
+        for consumer in client.xinfo_consumers(stream.key, GROUP)
+    )
+
+
 def test_lanes_of_a_dead_home_are_served_at_once_and_its_jobs_recovered(
     server_url, redis_client, pool_name
 ):
@@ -161,15 +182,7 @@ def test_lanes_of_a_dead_home_are_served_at_once_and_its_jobs_recovered(
     ):
         asking = Asking(lm, prompts)
         (shard,) = pool_shards(redis_client, pool_name)
-
-        def held() -> int:
-            return sum(
-                consumer["pending"]
-                for stream in shard.streams
-                for consumer in redis_client.xinfo_consumers(stream.key, GROUP)
-            )
-
-        until(lambda: held() == 200, what="all jobs to be taken")
+        until(lambda: held(redis_client, shard) == 200, what="all jobs to be taken")
         with worker_process(server_url, pool_name, lanes=16, shards=1) as other:
             know_each_other(redis_client, shard, 2)
             (name,) = {w["id"] for w in lm.pool_statistics_sync()["workers"]} - {
@@ -203,8 +216,7 @@ def test_jobs_are_given_back_from_every_lane(server_url, redis_client, pool_name
         with worker_process(server_url, pool_name, **never) as worker:
             asking = Asking(lm, prompts)
             (shard,) = pool_shards(redis_client, pool_name)
-            until(lambda: sum(map(redis_client.xlen, shard.groups[:-1])) == 100)
-            time.sleep(0.2)
+            until(lambda: held(redis_client, shard) == 100, what="all jobs to be taken")
             worker.terminate()
             assert worker.wait() == 0
             assert "100 jobs given back" in worker.log

@@ -233,7 +233,9 @@ def test_the_exporter_tells_what_waits_and_what_was_given_up(
     ):
         (shard,) = pool_shards(client, pool)
         client.xadd(shard.dead, {"job": b"x", "reason": "by hand"})
-        asked = [threads.submit(lm.sync.next_token_logprobs, [1, n]) for n in range(5)]
+        asked = [threads.submit(lm.sync.next_token_logprobs, [1, 0])]
+        gate.wait_for_batch()  # its one job is pending, and no other's
+        asked += [threads.submit(lm.sync.next_token_logprobs, [1, n]) for n in range(1, 5)]
         asked += [
             threads.submit(lm.sync.next_token_logprobs, [2, n], priority="batch") for n in range(3)
         ]

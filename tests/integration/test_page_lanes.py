@@ -73,10 +73,11 @@ def test_lanes_homes_and_steals_are_shown(
                     expect(mine.locator("[data-label=Lanes]")).to_have_text(str(count))
                 rows = page["#lanes-rows tr"]
                 expect(rows).to_have_count(5)
-                for number in range(5):
-                    lane = int(rows.nth(number).locator("[data-label=Lane]").inner_text())
-                    home = rows.nth(number).locator("[data-label=Home]").inner_text()
-                    assert lane in own_lanes(home, homes(), 0, LANES)
+                # Each lane and its home in one look: rows are made anew.
+                said = """rows => rows.map(row => ["Lane", "Home"].map(label =>
+                    row.querySelector(`[data-label=${label}]`).innerText))"""
+                for lane, home in rows.evaluate_all(said):
+                    assert int(lane) in own_lanes(home, homes(), 0, LANES)
                 first = rows.first.locator("[data-label=Waiting]")
                 until(lambda: first.inner_text() == str(lanes()["longest"][0]["waiting"]))
                 assert page.barriers() == []

@@ -226,15 +226,15 @@ def test_what_is_out_of_bounds_is_refused(
     gateway: GatewayProcess, path: str, body: dict[str, Any], status: int, said: str
 ) -> None:
     sent, headers = json.dumps(body).encode(), {"content-type": "application/json"}
-    answer = httpx.post(gateway.base_url + path, content=sent, headers=headers)
+    answer = httpx.post(gateway.base_url + path, content=sent, headers=headers, timeout=60)
     assert answer.status_code == status, answer.text
     assert said in answer.json()["error"]["message"]
 
 
 def test_no_more_of_the_likeliest_are_told_than_the_gateway_tells(gateway: GatewayProcess) -> None:
     path = gateway.base_url + "/live/next-tokens"
-    assert httpx.post(path, json={"text": "a", "k": 51}).status_code == 400
-    answer = httpx.post(path, json={"text": "a", "k": 50}).json()
+    assert httpx.post(path, json={"text": "a", "k": 51}, timeout=60).status_code == 400
+    answer = httpx.post(path, json={"text": "a", "k": 50}, timeout=60).json()
     assert len(answer["likeliest"]) == 20
     total = sum(each["probability"] for each in answer["likeliest"]) + answer["rest"]
     assert total == pytest.approx(1, abs=1e-4)

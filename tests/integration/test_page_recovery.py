@@ -115,8 +115,8 @@ def test_a_page_that_nobody_sees_watches_nothing_and_holds_up_no_end(
     ):
         page.state("serving")
         running = "lmpool_gateway_requests_running"
-        metrics = httpx.get(gateway.base_url + "/metrics").text
-        assert value(metrics, running) == 2  # the stream, and who asks
+        # The stream, and who asks: what else the page has asked for may still be on its way.
+        until(lambda: value(httpx.get(gateway.base_url + "/metrics").text, running) == 2)
         hide = "(how) => { Object.defineProperty(document, 'hidden', {value: how, "
         hide += "configurable: true}); document.dispatchEvent(new Event('visibilitychange')); }"
         page.page.evaluate(hide, True)

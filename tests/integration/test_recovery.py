@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from contextlib import ExitStack
@@ -49,6 +50,12 @@ def test_workers_killed_at_every_step_lose_nothing(server_url, redis_client, poo
         with connected(server_url, pool_name) as lm:
             rows = lm.batch_next_token_logprobs_sync(prompts, timeout=150)
             np.testing.assert_array_equal(rows, rows_of(prompts))
+            for seed in itertools.count(2):  # who was late to read has yet to get its batch
+                if all(worker.process.poll() is not None for worker in dying):
+                    break
+                more = some_prompts(100, seed=seed)
+                rows = lm.batch_next_token_logprobs_sync(more, timeout=150)
+                np.testing.assert_array_equal(rows, rows_of(more))
         assert [worker.wait() for worker in dying] == [-9] * len(STEPS)
         assert last.process.poll() is None
         until_at_rest(redis_client, pool_name)

@@ -13,6 +13,7 @@ import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.errors import ServerRefused, UnknownPool
 from tests.support.clients import connected
+from tests.support.hold import Hold
 from tests.support.pools import Asking, pool_shards, some_prompts, until_at_rest
 from tests.support.server import RealServer
 from tests.support.waiting import until
@@ -98,10 +99,10 @@ def test_a_start_that_fails_leaves_nothing(server_url, redis_client, pool_name, 
 
 
 def test_withdrawn_is_counted_to_the_last(server_url, pool_name):
-    slow = {"batch_size": 1, "engine_opts": {"delay": 0.5}}
     with (
-        in_process_worker(server_url, pool_name, **slow),
+        in_process_worker(server_url, pool_name, batch_size=1),
         connected(server_url, pool_name) as lm,
+        Hold(),
     ):
         asking = Asking(lm, some_prompts(20, seed=1))
         until(lambda: lm.statistics()["queued"] == 20)

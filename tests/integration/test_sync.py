@@ -14,10 +14,9 @@ import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.errors import ClientClosed, PoolTimeout, PromptError
 from tests.support.clients import connected
+from tests.support.hold import Hold
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker
-
-SLOW = {"engine_opts": {"delay": 0.5}}
 
 
 @pytest.fixture
@@ -76,7 +75,11 @@ def test_many_threads_block_at_once(lm: lmpool.PooledLM) -> None:
 
 
 def test_whoever_gives_up_withdraws(any_server: str, pool_name: str) -> None:
-    with in_process_worker(any_server, pool_name, **SLOW), connected(any_server, pool_name) as lm:
+    with (
+        in_process_worker(any_server, pool_name),
+        connected(any_server, pool_name) as lm,
+        Hold(),
+    ):
 
         async def ask(timeout: float, progress: bool) -> None:
             await lm.batch_next_token_logprobs([[5]], timeout=timeout, progress=progress)
@@ -98,7 +101,11 @@ def test_whoever_gives_up_withdraws(any_server: str, pool_name: str) -> None:
 
 @pytest.mark.parametrize("progress", [False, True], ids=["silent", "with a bar"])
 def test_ctrl_c_withdraws(any_server: str, pool_name: str, progress: bool) -> None:
-    with in_process_worker(any_server, pool_name, **SLOW), connected(any_server, pool_name) as lm:
+    with (
+        in_process_worker(any_server, pool_name),
+        connected(any_server, pool_name) as lm,
+        Hold(),
+    ):
 
         def interrupt() -> None:
             until(lambda: lm.statistics()["queued"] == 1, what="the job to be queued")

@@ -79,12 +79,12 @@ def test_a_refused_withdrawal_is_not_tried_again_and_again(
 ) -> None:
     with (
         RealServer(binary=server_binary) as server,
-        in_process_worker(server.url, pool_name, engine_opts={"delay": 0.3}),
+        in_process_worker(server.url, pool_name),
         server.client() as admin,
     ):
         admin.execute_command("ACL", "SETUSER", "user", "on", ">pw", "~*", "+@all")
         url = server.url.replace("unix://", "unix://user:pw@")
-        with connected(url, pool_name) as lm:
+        with connected(url, pool_name) as lm, Hold() as hold:
             waiting = threading.Thread(target=_swallow, args=(lm, [1, 2]))
             waiting.start()
             until(lambda: lm.statistics()["queued"])
@@ -95,6 +95,7 @@ def test_a_refused_withdrawal_is_not_tried_again_and_again(
             time.sleep(0.5)
             assert time.process_time() - before < 0.3
             admin.execute_command("ACL", "SETUSER", "user", "+@all")
+            hold.open()
             assert lm.next_token_logprobs_sync([3], timeout=60).shape == (256,)
 
 
