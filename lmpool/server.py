@@ -233,9 +233,9 @@ def _refuse_fakeredis(server: Server, url: str) -> None:
             continue
     if "fakeredis" in found:
         raise ServerError(
-            f"{mask_url(url)} is fakeredis's own server, which is none for lmpool: it has no INFO, "
-            "its XREADGROUP does not wait, and it ends a connection after an error. Test with "
-            "lmpool.testing, which makes up for that: the fixture lmpool_fake, MockPool, FakeServer"
+            f"{mask_url(url)} is fakeredis's own server, which is none for lmpool: it has no INFO. "
+            "Test with lmpool.testing, which makes up for that: the fixture lmpool_fake, MockPool, "
+            "FakeServer"
         )
 
 

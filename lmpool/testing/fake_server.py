@@ -1,8 +1,8 @@
 """fakeredis on a loopback port: the product connects to it as to any server.
 
 One command at a time, as Redis runs them. What fakeredis lacks or does otherwise is made up for
-here: it has no INFO, its ``XREADGROUP ... COUNT n BLOCK ms`` answers at once, with nothing, and of
-a stream that is not there it says something else than ``NOGROUP``.
+here: it has no INFO, before 2.41 its ``XREADGROUP ... COUNT n BLOCK ms`` answers at once, with
+nothing, and of a stream that is not there it says something else than ``NOGROUP``.
 """
 
 from __future__ import annotations
