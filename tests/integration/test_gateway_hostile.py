@@ -4,6 +4,7 @@ callers that go away."""
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
@@ -346,6 +347,7 @@ def test_who_hangs_up_leaves_no_job(
     until_at_rest(redis_client, POOL, timeout=60)
 
 
+@pytest.mark.usefixtures("gateway")  # whose worker serves the pool
 def test_who_does_not_read_is_ended_and_holds_nothing_up(
     server: RealServer, redis_client: redis.Redis
 ) -> None:
@@ -362,7 +364,8 @@ def test_who_does_not_read_is_ended_and_holds_nothing_up(
             until_at_rest(redis_client, POOL, timeout=60)
             data = everything(raw)
             assert b'"error"' in data
-            assert b"it was withdrawn" in data
+            # Of a job that it began too late a busy machine's worker says so first.
+            assert re.search(rb"it was withdrawn|deadline passed before a worker ran it", data)
 
 
 # --- without room, without workers, without a server ---------------------------------------------
