@@ -298,7 +298,9 @@ class Service:
             seat.heartbeat.beat(servers)  # whoever told the pool to move sees it
             enter(servers, self.keys, info, before.shards)  # what was registered meanwhile
             gone = without(before.shards, seat.shards)
-            self._give_back(servers, gone, batcher)
+            if gone:
+                prefixes = {shard.prefix for shard in gone}
+                self._give_back(servers, gone, batcher, lambda d: d.stream.shard.prefix in prefixes)
             before.end_heartbeat()
             # Whoever waits there, of whatever release, sees that nobody serves it, and follows.
             before.leave(servers, gone)
@@ -314,14 +316,19 @@ class Service:
         self._appear(servers, seat)
         return True
 
-    def _give_back(self, servers: Servers, shards: Sequence[ShardKeys], batcher: Batcher) -> None:
-        """Let others run what came from these shards and was not begun."""
-        gone = {shard.prefix for shard in shards}
-        left = batcher.take_out(lambda delivery: delivery.stream.shard.prefix in gone)
+    def _give_back(
+        self,
+        servers: Servers,
+        shards: Sequence[ShardKeys],
+        batcher: Batcher,
+        unwanted: Callable[[Delivery], bool],
+    ) -> int:
+        """Let others run what came from these shards and was not begun: of what waits here those
+        that are `unwanted`, and all that was never read. Returns how many jobs that were."""
+        left = batcher.take_out(unwanted)
         self.status.let_go(left)
-        if shards:
-            known = {delivery.place: delivery.job for delivery in left}
-            release(servers, shards, self.consumer, known, frozenset(self.status.held))
+        known = {delivery.place: delivery.job for delivery in left}
+        return release(servers, shards, self.consumer, known, frozenset(self.status.held))
 
     def wait_no_longer(self, shards: Sequence[ShardKeys]) -> None:
         """Let go of answers that could not be written in shards which the pool has left."""
@@ -461,17 +468,12 @@ class Service:
     def _give_back_rest(self, seats: Sequence[Seat], batcher: Batcher) -> int:
         """Let others run at once what waits here for a batch to end, however long that takes.
         Returns how many jobs that were."""
-        left = batcher.take_out(lambda delivery: delivery.settled is None)
-        self.status.let_go(left)
-        known = {delivery.place: delivery.job for delivery in left}
-        held = frozenset(self.status.held)
-        released, servers = 0, self._open()
+        shards = [shard for seat in seats for shard in seat.shards]
         try:
-            for seat in seats:
-                released += release(servers, seat.shards, self.consumer, known, held)
+            return self._give_back(self._open(), shards, batcher, lambda d: d.settled is None)
         except (redis.exceptions.RedisError, OSError) as error:
             logger.warning("what waits here is given back once the batch has ended: %s", error)
-        return released
+            return 0
 
     def _leave(self, seats: Sequence[Seat], released: int) -> None:
         left = self._batcher.close() if self._batcher is not None else []

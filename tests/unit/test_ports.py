@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -21,24 +22,30 @@ def _another(file: Path, count: int, said: Connection) -> None:
         said.recv()
 
 
-def test_a_port_that_another_process_picked_is_not_picked_before_that_ends(tmp_path: Path) -> None:
-    file = tmp_path / "ports"
+@contextmanager
+def picked_elsewhere(file: Path, count: int) -> Iterator[list[int]]:
+    """What another process picks, which lives as long as the block."""
     ours, theirs = multiprocessing.Pipe()
     spawn = multiprocessing.get_context("spawn")
-    other = spawn.Process(target=_another, args=(file, 100, theirs))
+    other = spawn.Process(target=_another, args=(file, count, theirs))
     other.start()
     theirs.close()
     try:
-        taken = ours.recv()
+        yield ours.recv()
+    finally:
+        ours.close()
+        other.join()
+
+
+def test_a_port_that_another_process_picked_is_not_picked_before_that_ends(tmp_path: Path) -> None:
+    file = tmp_path / "ports"
+    with picked_elsewhere(file, 100) as taken:
         holder = PortHolder(file, FEW)
         picked = {holder.pick() for _ in range(200)}
         assert len(picked) == 200
         assert not picked & set(taken)
         with pytest.raises(OSError, match="no port of range"):  # 100 at most are left
             _ = [holder.pick() for _ in range(101)]
-    finally:
-        ours.close()
-        other.join()
     assert holder.pick() in taken
 
 
@@ -71,13 +78,5 @@ def test_the_oldest_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     picked = [holder.pick() for _ in range(len(FEW))]
     assert len({*picked[-20:]}) == 20
     # What it no longer holds is there for another process, and no more than that.
-    ours, theirs = multiprocessing.Pipe()
-    spawn = multiprocessing.get_context("spawn")
-    other = spawn.Process(target=_another, args=(file, 200, theirs))
-    other.start()
-    theirs.close()
-    try:
-        assert not {*ours.recv()} & {*picked[-20:]}
-    finally:
-        ours.close()
-        other.join()
+    with picked_elsewhere(file, 200) as others:
+        assert not {*others} & {*picked[-20:]}
