@@ -114,8 +114,7 @@ def test_next_tokens_are_drawn_as_they_are_beside_rows(size: int, spread: float)
 def engines(folder: str, **options: Any) -> tuple[HFEngine, HFEngine]:
     """One that reduces where the logits are, and one that gives rows."""
     both = HFEngine(folder, threads=1, **options), HFEngine(folder, threads=1, **options)
-    both[0]._reduce = True
-    assert not both[1]._reduce
+    both[0]._reduce, both[1]._reduce = True, False
     return both
 
 
