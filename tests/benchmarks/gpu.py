@@ -40,6 +40,7 @@ TOLERANCE: Final = 0.05
 """Of a row's spread: what bfloat16 may differ by between batches of other shapes."""
 CHECKED: Final = 4
 ALONE, POOL, BARE = "engine", "pool", "the model's forward passes alone"
+BY_HAND, EAGER = "by hand (DynamicCache)", "engine, enforce_eager"
 
 Rows = npt.NDArray[np.float32]
 
@@ -53,6 +54,7 @@ class Sizes:
     batch: int
     length: int
     text: int
+    singles: int
     particles: tuple[int, int]
     """How many, and their steps."""
     kv_bytes: int
@@ -73,6 +75,7 @@ LARGE: Final = Sizes(
     batch=64,
     length=64,
     text=512,
+    singles=32,
     particles=(32, 32),
     kv_bytes=4 << 30,
 )
@@ -90,6 +93,7 @@ SMALL: Final = Sizes(
     batch=16,
     length=16,
     text=32,
+    singles=4,
     particles=(4, 3),
     kv_bytes=16 << 20,
 )
@@ -242,6 +246,7 @@ class _Engine:
         self.compare("answers/s", "Top 20", self.sides(Top(20), self.sizes.prompts, 0))
         texts = self.sides(Score(), self.sizes.prompts // 8, self.sizes.text)
         self.compare("texts/s", f"Scores of texts of {self.sizes.text} tokens", texts)
+        self.compare("rows/s", "One prompt after another", self.singles())
         count, steps = self.sizes.particles
         self.compare("rows/s", f"{count} particles, {steps} steps", self.particles())
         self.idle()
@@ -274,6 +279,8 @@ class _Engine:
 
     def ask_pool(self, prompts: Prompts, want: Want) -> list[Any]:
         """Answers of the pool, all asked at once."""
+        if isinstance(want, Row):
+            return list(self._lm.sync.batch_next_token_logprobs(prompts))
         return list(self._lm.sync.ask_many([(prompt, want) for prompt in prompts]))
 
     def sides(self, want: Want, count: int, size: int) -> dict[str, Callable[[int], float]]:
@@ -287,6 +294,18 @@ class _Engine:
             if number == 0:
                 self.check(want, prompts, found)
             return count / took
+
+        return {ALONE: partial(timed, self.ask_engine), POOL: partial(timed, self.ask_pool)}
+
+    def singles(self) -> dict[str, Callable[[int], float]]:
+        """The same of prompts of which each is asked when the row before is there."""
+
+        def timed(ask: Callable[[Prompts, Want], list[Any]], _: int) -> float:
+            prompts = self.fresh(self.sizes.singles, 0)
+            began = time.perf_counter()
+            for prompt in prompts:
+                ask(Prompts([prompt]), Row())
+            return len(prompts) / (time.perf_counter() - began)
 
         return {ALONE: partial(timed, self.ask_engine), POOL: partial(timed, self.ask_pool)}
 
@@ -315,8 +334,11 @@ class _Engine:
         for name, values in taken.items():
             self.report.add(heading, Measured(name, unit, tuple(values)))
         self.report.add(heading, ratio("pool / engine", taken[POOL], taken[ALONE]))
-        if BARE in taken:
-            self.report.add(heading, ratio(f"engine / {BARE}", taken[ALONE], taken[BARE]))
+        for other in (BARE, BY_HAND, EAGER):
+            if other in taken:
+                self.report.add(heading, ratio(f"engine / {other}", taken[ALONE], taken[other]))
+        if BY_HAND in taken:
+            self.report.add(heading, ratio(f"pool / {BY_HAND}", taken[POOL], taken[BY_HAND]))
 
     def bare(self) -> Callable[[int], float] | None:
         """What no engine can beat: rows' forward passes, of which nothing is copied."""
@@ -400,6 +422,61 @@ class _Hf(_Engine):
         super().parts()
         self.copies()
         self.pinned()
+
+    def singles(self) -> dict[str, Callable[[int], float]]:
+        sides = super().singles()
+        return {**sides, EAGER: self.without_graphs(sides[ALONE]), BARE: self.one_by_one}
+
+    def particles(self) -> dict[str, Callable[[int], float]]:
+        sides = super().particles()
+        return {**sides, EAGER: self.without_graphs(sides[ALONE]), BY_HAND: self.particles_by_hand}
+
+    def without_graphs(self, side: Callable[[int], float]) -> Callable[[int], float]:
+        """The same of the engine as it is with `enforce_eager`."""
+
+        def run(number: int) -> float:
+            graphs, self.engine._packed.graphs = self.engine._packed.graphs, None
+            try:
+                return side(number)
+            finally:
+                self.engine._packed.graphs = graphs
+
+        return run
+
+    def one_by_one(self, _: int) -> float:
+        """A forward pass a prompt, and its row to the host."""
+        import torch
+
+        prompts = self.fresh(self.sizes.singles, 0)
+        began = time.perf_counter()
+        with torch.inference_mode():
+            for prompt in prompts:
+                ids = torch.tensor([list(prompt)], device=self.device)
+                logits = self.model(ids, use_cache=False, logits_to_keep=1).logits[:, -1]
+                torch.log_softmax(logits.float(), -1).cpu()
+        return len(prompts) / (time.perf_counter() - began)
+
+    def particles_by_hand(self, _: int) -> float:
+        """What one writes without an engine: a batch of them on one cache of transformers."""
+        import torch
+        from transformers import DynamicCache
+
+        from lmpool.backends.hf.head import cache_name
+
+        count, steps = self.sizes.particles
+        (start,) = self.fresh(1, 4 * self.sizes.length)
+        drawn = torch.tensor([list(particle) for particle in self.fresh(count, steps)])
+        began = time.perf_counter()
+        with torch.inference_mode():
+            cache = DynamicCache()
+            inputs = {cache_name(self.model): cache, "logits_to_keep": 1}
+            self.model(torch.tensor([list(start)], device=self.device), **inputs)
+            cache.batch_repeat_interleave(count)
+            for step in range(steps):
+                ids = drawn[:, step : step + 1].to(self.device)
+                logits = self.model(ids, **inputs).logits[:, -1]
+                torch.log_softmax(logits.float(), -1).cpu()
+        return count * steps / (time.perf_counter() - began)
 
     def bare(self) -> Callable[[int], float]:
         import torch
