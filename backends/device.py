@@ -20,6 +20,25 @@ def to_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor
     return tensor.to(device)
 
 
+def all_to_device(
+    arrays: Sequence[np.ndarray[Any, Any]], device: torch.device
+) -> list[torch.Tensor]:
+    """Several arrays of one dtype as tensors on `device`; to a GPU they go in one copy."""
+    if device.type != "cuda":
+        return [to_device(array, device) for array in arrays]
+    flat = to_device(np.concatenate([array.ravel() for array in arrays]), device)
+    parts = flat.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def refill(target: torch.Tensor, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
+    """Put arrays one after another where a tensor is; on a GPU in order with what it runs."""
+    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+    if target.device.type == "cuda":
+        flat = flat.pin_memory()
+    target.copy_(flat, non_blocking=True)
+
+
 class HostCopies:
     """Brings tensors to the host: from a GPU on a stream of its own, into pinned memory."""
 

@@ -66,7 +66,8 @@ class HFEngine(BatchEngine):
     positions, padding included (by default 1,024 on a CPU, else 16,384), or one prompt.
     `kv_cache_bytes` bounds the memory in which keys and values are kept between batches: by
     default an eighth of what is available to a CPU, at most 4 GiB, or half of what is free on a
-    GPU, at most 32 GiB; 0 keeps nothing. `threads`
+    GPU, at most 32 GiB; 0 keeps nothing. On a GPU small forward passes are recorded as CUDA graphs
+    and replayed, where the model bears that, unless `enforce_eager`. `threads`
     are those that torch computes with on a CPU, in the whole process: where workers share a CPU,
     all their threads together should be no more than its cores.
     `model_kwargs` go to `from_pretrained`; bitsandbytes' options (``load_in_4bit``,
@@ -90,6 +91,7 @@ class HFEngine(BatchEngine):
         max_prompt_tokens: int | None = None,
         forward_tokens: int | None = None,
         kv_cache_bytes: int | None = None,
+        enforce_eager: bool = False,
         threads: int | None = None,
         trust_remote_code: bool = False,
         model_kwargs: Mapping[str, object] | None = None,
@@ -128,6 +130,7 @@ class HFEngine(BatchEngine):
         self._head_rows = _head_rows(probe.shape[-1], loaded.device)
         bounds = prompt_bounds(loaded.model, self.model_files.tokenizer)
         longest = longest_placed(forward, longest_prompt(bounds, max_prompt_tokens))
+        forward.places = longest
         self.info = self._describe(model, revision, loaded, kwargs, probe.shape[-1], longest)
         self._model_head, reason = head_of(loaded.model, forward, self.info.vocab_size)
         head = None if self._model_head is None else self._model_head.form
@@ -140,6 +143,7 @@ class HFEngine(BatchEngine):
             kv_cache_bytes=kv_cache_bytes,
             longest=longest,
             bounds=Bounds(self._forward_tokens, max(1, MAX_LOGITS // self.info.vocab_size)),
+            recorded=loaded.device.type == "cuda" and not enforce_eager,
         )
         self._packed, self._packed_longest = fit.packed, fit.longest
         self._padded_tokens = 0

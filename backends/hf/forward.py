@@ -15,6 +15,7 @@ from lmpool.backends.engine import Tokens
 from lmpool.backends.grouping import forward_passes
 from lmpool.backends.hf.head import Head
 from lmpool.backends.hf.numbers import Number
+from lmpool.backends.hf.packed_layout import QUERY_BLOCK, leaves_one
 
 Indices = npt.NDArray[np.int64]
 
@@ -56,6 +57,9 @@ class Forward:
         self.special = _special_tokens(model.config, self.embedded)
         """Token ids that the model may treat in a way of their own."""
         self.sharing = Sharing()
+        self.query_block = QUERY_BLOCK if device.type == "cuda" else None
+        self.places = 0
+        """The longest prompt, once it is known: what is padded is no longer."""
         self.numbers: list[Number] = []
         """Those of the model that may be lengths, from where it computes otherwise."""
         self._model: Any = model
@@ -86,6 +90,9 @@ class Forward:
     ) -> tuple[Indices, dict[str, Any]]:
         """The places of the wanted logits, and what the model is called with."""
         longest = max(prompt.size for prompt in prompts)
+        sharing = self.sharing
+        if leaves_one(longest, self.query_block) and longest < self.places:
+            longest += sharing.padded and sharing.padded_beyond
         padded = np.zeros((len(prompts), longest), dtype=np.int64)
         for row, prompt in zip(padded, prompts, strict=True):
             row[: prompt.size] = prompt

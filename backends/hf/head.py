@@ -88,6 +88,11 @@ class Head:
             else:
                 yield self.logits(wanted[at : at + rows], **inputs)
 
+    @property
+    def gives_states(self) -> bool:
+        """Whether it gives states in the place of logits now."""
+        return self._gives_states
+
     @contextmanager
     def giving_states(self) -> Iterator[None]:
         """Give the states that the head is applied to, in the place of logits."""

@@ -18,16 +18,20 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from lmpool.backends.device import to_device
+from lmpool.backends.device import all_to_device, to_device
 from lmpool.backends.engine import Measures, Tokens
+from lmpool.backends.hf.graphs import PassGraphs, Shape
 from lmpool.backends.hf.head import Head
 from lmpool.backends.hf.packed_layout import (
+    QUERY_BLOCK,
     RESERVED_SLOTS,
     Bounds,
     Indices,
     Layout,
     Pass,
     lay_out,
+    leaves_one,
+    padded,
     passes,
 )
 from lmpool.backends.trie import TokenTrie
@@ -150,7 +154,7 @@ class PackedForward:
         head_rows: int = 128,
     ) -> None:
         self._head = head
-        self._device = device
+        self.device = device
         self._dtype = dtype
         self.bounds = bounds
         self.head_rows = head_rows
@@ -160,6 +164,9 @@ class PackedForward:
         layers = [ArenaLayer(self._arena, layer) for layer in range(len(shapes))]
         self._cache = cache_utils.Cache(layers=layers)
         self._prefixes: dict[bytes, Lease] = {}
+        self.query_block = QUERY_BLOCK if device.type == "cuda" else None
+        self.graphs: PassGraphs | None = None
+        """Where small passes are recorded, once it is known that they may be."""
         self.reach: Reach | Mapping[str, Reach] = Reach()
         """That of every layer, or that of each kind of layer, by its name in the model's config."""
 
@@ -194,7 +201,8 @@ class PackedForward:
                 batch, waiting = waiting[: len(leases)], waiting[len(leases) :]
                 if leases:
                     wanted = None if counts is None else [counts[i] for i in batch]
-                    refused = self._compute(leases, batch, take, wanted)
+                    graphs = self.graphs if adapter is None else None
+                    refused = self._compute(leases, batch, take, wanted, graphs)
                     left.extend(refused)
                     # A state that is no number is in all that shared a row with it.
                     if not refused:
@@ -223,8 +231,10 @@ class PackedForward:
         return True
 
     def forget(self, adapter: str) -> None:
-        """Forget what was computed with an adapter."""
+        """Forget what was computed with an adapter, which was put into the model or taken out."""
         self._trie.forget(adapter)
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def want_contiguous(self) -> None:
         """Give the model keys and values in one piece."""
@@ -271,31 +281,30 @@ class PackedForward:
         numbers: Sequence[int],
         take: Take,
         counts: Sequence[int] | None,
+        graphs: PassGraphs | None,
     ) -> list[int]:
         layout = lay_out(leases, counts)
         bounds, rows = self.bounds, None
         if counts is not None:  # what bounds the logits is the block
             bounds, rows = dataclasses.replace(bounds, outputs=bounds.positions), self.head_rows
+        if counts is not None or self._head.gives_states:
+            graphs = None
         taken: list[Callable[[], list[int]]] = []
         with torch.inference_mode():
             for part in passes(layout, bounds):
-                for chosen, logits in self._forward(layout, part, rows):
+                for chosen, logits in self._forward(layout, part, rows, graphs):
                     owners = [numbers[i] for i in part.prompts[chosen]]
                     taken.append(take(owners, part.depths[chosen], logits))
                     del logits  # before the next block is computed
         return list(dict.fromkeys(number for finish in taken for number in finish()))
 
     def _forward(
-        self, layout: Layout, part: Pass, rows: int | None
+        self, layout: Layout, part: Pass, rows: int | None, graphs: PassGraphs | None
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """The logits of a pass, in blocks of `rows`; None: all at once."""
-        places, which = np.unique(part.outputs, return_inverse=True)
-        inputs = self._inputs(layout, part)
-        if not places.size:
-            self._head.logits(self._place(np.zeros(1, np.int64)), **inputs)
-            return
+        which = np.unique(part.outputs, return_inverse=True)[1]
         begin = 0
-        for logits in self._head.blocks(self._place(places), rows or places.size, **inputs):
+        for logits in self._blocks(layout, part, rows, graphs):
             first, last = np.searchsorted(which, (begin, begin + len(logits)))
             if last - first == len(logits):
                 yield slice(first, last), logits
@@ -303,46 +312,101 @@ class PackedForward:
                 # Several prompts want the same: each is given its own.
                 for at in range(first, last, rows or last):
                     some = slice(at, min(at + (rows or last), last))
-                    yield some, logits[self._place(which[some] - begin)]
+                    yield some, logits[to_device(which[some] - begin, self.device)]
             begin += len(logits)
             del logits  # before the next block is computed
 
-    def _inputs(self, layout: Layout, part: Pass) -> dict[str, Any]:
-        """What the model is called with; the arena is told where it writes and what is seen."""
-        arena, queries = self._arena, part.queries
-        arena.writes = self._place(part.writes)
-        arena.columns = mask = None
+    def _blocks(
+        self, layout: Layout, part: Pass, rows: int | None, graphs: PassGraphs | None
+    ) -> Iterator[torch.Tensor]:
+        """The logits at the distinct outputs of a pass; of one that has none, nothing."""
+        shape = None if graphs is None else graphs.fit(part)
+        if graphs is not None and shape is not None:
+            yield from self._recorded(graphs, shape, layout, part)
+            return
+        queries = part.queries
         # Rows of new beginnings need nothing that is kept, and a plainly causal mask where each of
         # them is one prompt's.
-        begin = np.array_equal(part.columns, queries) and bool(layout.fresh[queries].all())
-        if not begin:
-            arena.columns = self._place(layout.slots[part.columns])
-        if (
-            not begin
-            or arena.claimed
-            or not (layout.depths[queries] == np.arange(queries.shape[1])).all()
-        ):
-            mask = self._mask(layout, part)
+        begins = np.array_equal(part.columns, queries) and bool(layout.fresh[queries].all())
+        ordered = (layout.depths[queries] == np.arange(queries.shape[1])).all()
+        masked = not begins or bool(self._arena.claimed) or not ordered
+        lines, width, columns = part.shape
+        if masked and leaves_one(width, self.query_block):
+            part, begins = padded(part, (lines, width + 1, columns), layout.blank), False
+        places = np.unique(part.outputs)
+        wanted = places if places.size else np.zeros(1, np.int64)
+        arrays = self._arrays(layout, part, wanted, gathered=not begins, masked=masked)
+        at = dict(zip(arrays, all_to_device([*arrays.values()], self.device), strict=True))
+        blocks = self._head.blocks(at["wanted"], rows or wanted.size, **self._inputs(at))
+        for logits in blocks:
+            if places.size:
+                yield logits
+            del logits  # before the next block is computed
+
+    def _recorded(
+        self, graphs: PassGraphs, shape: Shape, layout: Layout, part: Pass
+    ) -> Iterator[torch.Tensor]:
+        """The same of a pass that is recorded, or is to be: in a shape that others have, too."""
+        part = padded(part, shape[:3], layout.blank)
+        places = np.unique(part.outputs)
+        wanted = np.zeros(shape.outputs, np.int64)
+        wanted[: places.size] = places
+        logits = graphs.logits(self._arrays(layout, part, wanted), self._logits)
+        if places.size:
+            yield logits[: places.size]
+
+    def _arrays(
+        self,
+        layout: Layout,
+        part: Pass,
+        wanted: Indices,
+        *,
+        gathered: bool = True,
+        masked: bool = True,
+    ) -> dict[str, Indices]:
+        """What a pass is computed of, int64: of its queries and of the columns that they see, as
+        far as these are `gathered` and `masked`."""
+        queries, columns = part.queries, part.columns
+        arrays = {
+            "tokens": layout.tokens[queries],
+            "depths": layout.depths[queries],
+            "writes": part.writes,
+            "wanted": wanted,
+        }
+        if gathered:
+            arrays["slots"] = layout.slots[columns]
+        if masked:
+            arrays |= {"queries": queries, "columns": columns, "ends": layout.ends[columns]}
+            if self.reach != Reach():
+                arrays["seen"] = layout.depths[columns]
+        return arrays
+
+    def _logits(self, at: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self._head.logits(at["wanted"], **self._inputs(at))
+
+    def _inputs(self, at: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """What the model is called with; the arena is told where it writes and what is seen."""
+        self._arena.writes, self._arena.columns = at["writes"], at.get("slots")
         return {
-            "input_ids": self._place(layout.tokens[queries]),
-            "position_ids": self._place(layout.depths[queries]),
-            "attention_mask": mask,
+            "input_ids": at["tokens"],
+            "position_ids": at["depths"],
+            "attention_mask": self._mask(at) if "ends" in at else None,
             self._head.cache_name: self._cache,
             "use_cache": True,
         }
 
-    def _mask(self, layout: Layout, part: Pass) -> torch.Tensor | dict[str, torch.Tensor]:
+    def _mask(self, at: Mapping[str, torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor]:
         """[rows, 1, width, columns]: 0 where a position sees a column, else the least number.
 
         Where layers differ in what they see, a mask for each kind of layer.
         """
         # A CPU compares numbers into numbers many times faster than into bools; float32 tells more
         # positions apart than there are slots.
-        queries = self._place(part.queries).float()[:, :, None]
-        columns = self._place(part.columns).float()[:, None, :]
-        ends = self._place(layout.ends[part.columns]).float()[:, None, :]
-        shape = (*part.queries.shape, part.columns.shape[1])
-        unrelated = torch.empty(shape, dtype=self._dtype, device=self._device)
+        queries = at["queries"].float()[:, :, None]
+        columns = at["columns"].float()[:, None, :]
+        ends = at["ends"].float()[:, None, :]
+        shape = (*at["queries"].shape, at["columns"].shape[1])
+        unrelated = torch.empty(shape, dtype=self._dtype, device=self.device)
         ended = torch.empty_like(unrelated)
         torch.gt(columns, queries, out=unrelated)
         torch.ge(queries, ends, out=ended)
@@ -352,18 +416,14 @@ class PackedForward:
         def mask(reach: Reach) -> torch.Tensor:
             hidden = unrelated
             if reach != Reach():
-                at = self._place(layout.depths[part.queries])[:, :, None]
-                seen = self._place(layout.depths[part.columns])[:, None, :]
+                depths, seen = at["depths"][:, :, None], at["seen"][:, None, :]
                 if reach.window is not None:
-                    hidden = torch.maximum(hidden, (at - seen >= reach.window).to(hidden))
+                    hidden = torch.maximum(hidden, (depths - seen >= reach.window).to(hidden))
                 if reach.chunk is not None:
-                    apart = at // reach.chunk != seen // reach.chunk
+                    apart = depths // reach.chunk != seen // reach.chunk
                     hidden = torch.maximum(hidden, apart.to(hidden))
             return (hidden * torch.finfo(self._dtype).min)[:, None]
 
         if isinstance(self.reach, Reach):
             return mask(self.reach)
         return {kind: mask(reach) for kind, reach in self.reach.items()}
-
-    def _place(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        return to_device(array, self._device)

@@ -17,10 +17,17 @@ import torch
 
 from lmpool.backends.cache_memory import MOST_POSITIONS, default_cache_bytes
 from lmpool.backends.hf.forward import Forward, Sharing
+from lmpool.backends.hf.graphs import CudaRecorder, PassGraphs
 from lmpool.backends.hf.numbers import LOWERED
 from lmpool.backends.hf.packed import LayerShape, PackedForward, Reach, cache_utils
 from lmpool.backends.hf.packed_layout import RESERVED_SLOTS, Bounds
-from lmpool.backends.hf.packed_trial import FEW_WIDTHS, Unfit, compare, longest_by_cache_length
+from lmpool.backends.hf.packed_trial import (
+    FEW_WIDTHS,
+    Unfit,
+    compare,
+    longest_by_cache_length,
+    try_graphs,
+)
 from lmpool.errors import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -57,8 +64,9 @@ def packed_forward(
     kv_cache_bytes: int | None,
     longest: int,
     bounds: Bounds,
+    recorded: bool = False,
 ) -> Fit:
-    """A packed forward for `model`.
+    """A packed forward for `model`, whose small passes are `recorded` where they can be.
 
     There is none where `kv_cache_bytes` is 0, and for a model that it cannot serve; the log says
     why. Raises `SettingsError` where `kv_cache_bytes` is too little for a few positions.
@@ -79,6 +87,8 @@ def packed_forward(
         limit = _longest_right(packed, forward, model, min(limit, longest))
         limit = longest_by_cache_length(packed, forward, limit)
         limit = _within_numbers(packed, forward, limit)
+        if recorded:
+            _record(packed, forward, limit)
     except Unfit as reason:
         logger.warning(
             "%s keeps nothing between batches, and computes shared prefixes for each prompt: %s",
@@ -107,6 +117,21 @@ def packed_forward(
             name,
         )
     return Fit(packed, limit)
+
+
+def _record(packed: PackedForward, forward: Forward, longest: int) -> None:
+    """Have small passes recorded from now on, if the model bears that."""
+    packed.graphs = PassGraphs(CudaRecorder(packed.device), forward.difference, packed.device)
+    try:
+        try_graphs(packed, forward, longest)
+        reason = packed.graphs.reason
+    except Unfit as error:
+        reason = str(error)
+    if reason:
+        packed.graphs = None
+        logger.info("%s launches the kernels of every pass: %s", forward.name, reason)
+    else:
+        logger.info("%s has small passes recorded as CUDA graphs", forward.name)
 
 
 def execution(fit: Fit, sharing: Sharing, longest: int) -> str:

@@ -9,7 +9,7 @@ what lies between its first and its last.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -29,6 +29,12 @@ RESERVED_SLOTS: Final = 2
 # positions that attend to each other.
 _GATHER_COST: Final = 24
 _POSITION_COST: Final = 1_000
+
+QUERY_BLOCK: Final = 32
+"""Queries of a row that one block of a GPU's kernel computes, or a divisor of that. Where a row
+leaves a single query to its last block, and all heads share one head of keys, PyTorch's
+memory-efficient kernel (up to 2.13 at least) takes the heads for queries there, and gives all but
+the first of them the masks of whatever lies behind: such rows get a position more."""
 
 _ALIGNMENT: Final = 8
 """Attention kernels of a GPU would copy a mask whose rows are no multiple of this."""
@@ -58,6 +64,11 @@ class Layout:
     outputs: Indices
     prompts: Indices
 
+    @property
+    def blank(self) -> int:
+        """The number of the blank position."""
+        return self.slots.size - 1
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pass:
@@ -77,6 +88,12 @@ class Pass:
     prompts: Indices
     depths: Indices
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Its rows, their width, and the columns that each sees."""
+        rows, width = self.queries.shape
+        return rows, width, self.columns.shape[1]
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -93,6 +110,29 @@ class Bounds:
     columns: int = 1 << 16
     widest: int = 1 << 62
     width: int | None = None
+
+
+def leaves_one(width: int, block: int | None) -> bool:
+    """Whether rows of so many queries leave a single one to the last of a kernel's blocks."""
+    return block is not None and width > 1 and width % block == 1
+
+
+def padded(part: Pass, shape: tuple[int, int, int], blank: int) -> Pass:
+    """The same in a `shape` that is no smaller. Of what is added nothing comes and nothing is kept:
+    rows and positions repeat the last ones, and columns hold the `blank` position."""
+    rows, width, columns = shape
+    had, narrow = part.queries.shape
+    queries = np.empty((rows, width), np.int64)
+    queries[:had, :narrow] = part.queries
+    queries[:had, narrow:] = part.queries[:, -1:]
+    queries[had:] = queries[had - 1]
+    seen = np.full((rows, columns), blank)
+    seen[:had, : part.columns.shape[1]] = part.columns
+    seen[had:] = seen[had - 1]
+    writes = np.full((rows, width), SPARE)
+    writes[:had, :narrow] = part.writes.reshape(had, narrow)
+    outputs = part.outputs + part.outputs // narrow * (width - narrow)
+    return replace(part, queries=queries, columns=seen, writes=writes.reshape(-1), outputs=outputs)
 
 
 def lay_out(leases: Sequence[Lease], counts: Sequence[int] | None = None) -> Layout:
@@ -296,8 +336,8 @@ def _pass(layout: Layout, queries: Indices, width: int, outputs: Indices, given:
     filled = np.full(rows * width, queries[-1])
     filled[: queries.size] = queries
     placed = filled.reshape(rows, width)
-    blank = layout.slots.size - 1
-    columns = np.full((rows, _row_length(queries, _ancestors(layout, queries), width)), blank)
+    length = _row_length(queries, _ancestors(layout, queries), width)
+    columns = np.full((rows, length), layout.blank)
     for row, first, final in zip(
         columns, placed[:, 0].tolist(), placed[:, -1].tolist(), strict=True
     ):

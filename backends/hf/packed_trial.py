@@ -11,6 +11,7 @@ import torch
 
 from lmpool.backends.engine import Tokens
 from lmpool.backends.hf.forward import Forward
+from lmpool.backends.hf.graphs import RECORDED_AFTER
 from lmpool.backends.hf.packed import PackedForward
 from lmpool.backends.hf.packed_layout import Indices
 from lmpool.backends.hf.probes import greatest
@@ -53,6 +54,8 @@ def _compare(packed: PackedForward, trial: _Trial, widths: Sequence[int]) -> Non
     with packed.on_trial():
         for batch in ([long], [head, *branches], [long, branches[2], trial.random(1)]):
             trial.check(batch, "a trial")
+    if packed.query_block is not None:
+        widths = (*widths, packed.query_block + 1)
     for width in widths:
         what = f"a trial in rows of {min(width, trial.positions)}"
         with packed.on_trial(width=width):
@@ -88,6 +91,14 @@ def longest_by_cache_length(packed: PackedForward, forward: Forward, longest: in
     return limit
 
 
+def try_graphs(packed: PackedForward, forward: Forward, longest: int) -> None:
+    """Have a small pass recorded and replayed. Raises `Unfit` where it gives other rows then."""
+    trial = _Trial(packed, forward, longest)
+    for _ in range(RECORDED_AFTER + 1):
+        with packed.on_trial():
+            trial.check([trial.family[0]], "a recorded pass")
+
+
 class _Trial:
     """Prompts with a common beginning, and their rows by plain forward passes."""
 
@@ -96,7 +107,9 @@ class _Trial:
         self._forward = forward
         self._rng = np.random.default_rng(0)
         self._plain: dict[bytes, torch.Tensor] = {}
-        long = self.random(min(_TOKENS, longest, packed.slots // 2))
+        # Of a GPU's kernel some rows are to take more than one block.
+        tokens = _TOKENS if packed.query_block is None else 3 * packed.query_block
+        long = self.random(min(tokens, longest, packed.slots // 2))
         head, length = long[: (long.size + 1) // 2], long.size
         branches = [np.concatenate((head, self.random(n)))[:length] for n in (1, 3, 9)]
         self.family = [head, long, *branches, self.random(min(3, longest))]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from lmpool.backends.device import all_to_device
 from lmpool.backends.hf.packed import PackedForward
 from lmpool.backends.hf.packed_layout import RESERVED_SLOTS, Bounds, Layout, Pass, lay_out, passes
 from lmpool.backends.trie import TokenTrie
@@ -131,8 +132,11 @@ def _masked(
         bounds=Bounds(1, 1),
     )
 
+    arrays = packed._arrays(layout, part, np.zeros(1, np.int64))
+
     def run() -> torch.Tensor:
-        mask = packed._mask(layout, part)
+        tensors = all_to_device([*arrays.values()], device)
+        mask = packed._mask(dict(zip(arrays, tensors, strict=True)))
         assert isinstance(mask, torch.Tensor)
         for _ in range(LAYERS):
             found = torch.nn.functional.scaled_dot_product_attention(

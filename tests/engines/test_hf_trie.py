@@ -184,8 +184,8 @@ def test_a_model_that_fails_the_trial_is_computed_plainly(
 ) -> None:
     from lmpool.backends.hf import packed
 
-    def blind(self: Any, layout: Any, part: Any) -> Any:
-        return mask(self, layout, part) * 0
+    def blind(self: Any, at: Any) -> Any:
+        return mask(self, at) * 0
 
     mask = packed.PackedForward._mask
     monkeypatch.setattr(packed.PackedForward, "_mask", blind)

@@ -1,0 +1,229 @@
+"""Small forward passes as CUDA graphs: to launch their kernels takes a GPU's host several times as
+long as the GPU takes to run them.
+
+A graph repeats what it recorded, for inputs of the same shapes at the same places. So a pass is
+padded to a shape that others have, too, and recorded when that has come up often enough; a recorded
+pass is one copy to the device and one launch.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from lmpool.backends.device import all_to_device, refill
+from lmpool.backends.hf.packed_layout import Indices, Pass
+
+logger = logging.getLogger(__name__)
+
+Tensors = Mapping[str, torch.Tensor]
+Compute = Callable[[Tensors], torch.Tensor]
+"""A forward pass: from what it is computed of to logits [outputs, vocab]."""
+Record = Callable[[Callable[[], None]], Callable[[], None]]
+"""Records what a function has the device do, once it has run; what it returns does it again."""
+Key = tuple[tuple[str, tuple[int, ...]], ...]
+
+MOST_POSITIONS: Final = 1_024
+"""Of more than these the kernels take longer than their launches."""
+MOST_PAIRS: Final = 1 << 22
+MOST_COLUMNS: Final = 1 << 15
+MOST_OUTPUTS: Final = 64
+MOST_GRAPHS: Final = 64
+RECORDED_AFTER: Final = 3
+"""Passes of one shape: to record one takes about as long as three."""
+STALE_AFTER: Final = 1_000
+"""Passes after which a graph that was not used may give way to another."""
+
+
+class Shape(NamedTuple):
+    """Of a pass: `rows` of `width` positions that see `columns`, and of `outputs` the logits."""
+
+    rows: int
+    width: int
+    columns: int
+    outputs: int
+
+
+@dataclass(slots=True, eq=False)
+class _Graph:
+    inputs: torch.Tensor
+    """Where it reads its numbers, one after another: a part of what all read."""
+    logits: torch.Tensor
+    """Where it puts its logits: a part of where all do."""
+    replay: Callable[[], None]
+    used: int
+
+
+class PassGraphs:
+    """The graphs of one model.
+
+    `record` is `CudaRecorder`'s, or another's in tests; `difference` tells how far logits are from
+    those that a pass gave that was not replayed, where that is more than rounding.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        difference: Callable[[torch.Tensor, torch.Tensor], float | None],
+        device: torch.device,
+    ) -> None:
+        self._record = record
+        self._difference = difference
+        self._device = device
+        self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
+        """Those that were used least lately first."""
+        self._seen: Counter[Key] = Counter()
+        self._passes = 0
+        # One graph runs at a time, in one stream: all read and write the same memory.
+        self._inputs = torch.empty(0, dtype=torch.int64, device=device)
+        self._logits: torch.Tensor | None = None
+        self.reason = ""
+        """Why nothing is recorded any more."""
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def fit(self, part: Pass) -> Shape | None:
+        """The shape in which a pass is recorded; None where it is too large, or nothing is."""
+        if self.reason:
+            return None
+        rows, width, columns = map(_rounded, part.shape)
+        outputs = _rounded(max(1, part.outputs.size))
+        if (
+            rows * width > MOST_POSITIONS
+            or rows * width * columns > MOST_PAIRS
+            or rows * columns > MOST_COLUMNS
+            or outputs > MOST_OUTPUTS
+        ):
+            return None
+        return Shape(rows, width, columns, outputs)
+
+    def logits(self, arrays: Mapping[str, Indices], compute: Compute) -> torch.Tensor:
+        """The logits [outputs, vocab] that `compute` gives of these arrays on the device."""
+        key = tuple((name, array.shape) for name, array in arrays.items())
+        self._passes += 1
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            graph.used = self._passes
+            refill(graph.inputs, [*arrays.values()])
+            graph.replay()
+            return graph.logits.clone()  # the next one's come to the same place
+        tensors = all_to_device([*arrays.values()], self._device)
+        logits = compute(dict(zip(arrays, tensors, strict=True)))
+        self._seen[key] += 1
+        if self._seen[key] >= RECORDED_AFTER and not self.reason and self._has_room():
+            self._try(key, arrays, compute, logits)
+        elif len(self._seen) > 16 * MOST_GRAPHS:
+            self._seen.clear()
+        return logits
+
+    def clear(self) -> None:
+        """Forget them all: the model is another."""
+        self._graphs.clear()
+        self._seen.clear()
+
+    def _has_room(self) -> bool:
+        if len(self._graphs) < MOST_GRAPHS:
+            return True
+        key, oldest = next(iter(self._graphs.items()))
+        if self._passes - oldest.used < STALE_AFTER:
+            return False
+        del self._graphs[key]
+        self._seen.pop(key, None)
+        return True
+
+    def _try(
+        self,
+        key: Key,
+        arrays: Mapping[str, Indices],
+        compute: Compute,
+        right: torch.Tensor,
+    ) -> None:
+        """Record a pass, and keep it if it gives again what it gave."""
+        try:
+            graph = self._recorded(arrays, compute, right)
+            graph.replay()
+            difference = self._difference(graph.logits, right)
+            if difference is None:
+                self._graphs[key] = graph
+                return
+            self.reason = f"a graph gave other logits than its pass, by {difference:.2g}"
+        except Exception as error:  # a model that asks the device in between cannot be recorded
+            self.reason = f"{type(error).__name__}: {error}"
+        self.clear()
+        logger.info("no forward pass is recorded as a CUDA graph any more: %s", self.reason)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # raises where the device is lost with it
+
+    def _recorded(
+        self, arrays: Mapping[str, Indices], compute: Compute, right: torch.Tensor
+    ) -> _Graph:
+        sizes = [array.size for array in arrays.values()]
+        if sum(sizes) > self._inputs.numel() or self._logits is None:
+            self._graphs.clear()  # they read and write what is let go here
+            most = max(2 * sum(sizes), 1 << 16)
+            self._inputs = torch.zeros(most, dtype=torch.int64, device=self._device)
+            self._logits = right.new_empty((MOST_OUTPUTS, right.shape[1]))
+        inputs = self._inputs[: sum(sizes)]
+        parts = zip(arrays.items(), inputs.split(sizes), strict=True)
+        tensors = {name: part.view(array.shape) for (name, array), part in parts}
+        logits = self._logits[: len(right)]
+
+        def run() -> None:
+            logits.copy_(compute(tensors))
+
+        refill(inputs, [*arrays.values()])
+        return _Graph(inputs, logits, self._record(run), self._passes)
+
+
+class CudaRecorder:
+    """Records CUDA graphs, which share the memory that they need in between."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record what `run` launches. Raises what it raises, and where it waits for the device."""
+        graph = torch.cuda.CUDAGraph()
+        computing = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(computing)
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.stream(self._stream), _no_collection():
+            run()  # what libraries set up at first cannot be recorded
+            # Other threads' calls, such as freeing a row's pinned memory, are theirs.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        computing.wait_stream(self._stream)
+        self._pool = self._pool or graph.pool()
+        return graph.replay
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """What a collection frees may need the device, which takes no such calls meanwhile."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _rounded(size: int) -> int:
+    """The next of 1, 2, 4, 8, 16, 20, 24, 28, 32, 40, ...: four to an octave from 16 on."""
+    step = 1 << max(0, (size - 1).bit_length() - 3)
+    return 1 << (size - 1).bit_length() if size <= 16 else -(-size // step) * step
