@@ -231,6 +231,8 @@ class HFEngine(BatchEngine):
             for finish in taken:
                 finish()
         except torch.OutOfMemoryError:
+            if self._packed is not None and self._packed.graphs is not None:
+                self._packed.graphs.clear()  # they hold on to memory
             torch.cuda.empty_cache()
             raise  # a smaller batch may fit
         except torch.AcceleratorError as error:

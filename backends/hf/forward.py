@@ -91,8 +91,14 @@ class Forward:
         """The places of the wanted logits, and what the model is called with."""
         longest = max(prompt.size for prompt in prompts)
         sharing = self.sharing
-        if leaves_one(longest, self.query_block) and longest < self.places:
-            longest += sharing.padded and sharing.padded_beyond
+        if (
+            leaves_one(longest, self.query_block)
+            and self.places
+            and longest not in (self.places, sharing.limit)
+            and sharing.padded
+            and sharing.padded_beyond
+        ):
+            longest += 1
         padded = np.zeros((len(prompts), longest), dtype=np.int64)
         for row, prompt in zip(padded, prompts, strict=True):
             row[: prompt.size] = prompt

@@ -8,18 +8,19 @@ pass is one copy to the device and one launch.
 
 from __future__ import annotations
 
-import gc
 import logging
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from lmpool.backends.device import all_to_device, refill
-from lmpool.backends.hf.packed_layout import Indices, Pass
+from lmpool.backends.hf.packed_layout import ALIGNMENT, Indices, Pass
+from lmpool.garbage import uncollected
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ RECORDED_AFTER: Final = 3
 """Passes of one shape: to record one takes about as long as three."""
 STALE_AFTER: Final = 1_000
 """Passes after which a graph that was not used may give way to another."""
+_MOST_NUMBERS: Final = 4 * MOST_POSITIONS + 4 * MOST_COLUMNS + MOST_OUTPUTS
+"""What a pass is computed of at most: four numbers of each position, and of each column."""
 
 
 class Shape(NamedTuple):
@@ -81,8 +84,9 @@ class PassGraphs:
         """Those that were used least lately first."""
         self._seen: Counter[Key] = Counter()
         self._passes = 0
+        self._pauses_until = 0
         # One graph runs at a time, in one stream: all read and write the same memory.
-        self._inputs = torch.empty(0, dtype=torch.int64, device=device)
+        self._inputs = torch.zeros(_MOST_NUMBERS, dtype=torch.int64, device=device)
         self._logits: torch.Tensor | None = None
         self.reason = ""
         """Why nothing is recorded any more."""
@@ -90,14 +94,18 @@ class PassGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def fit(self, part: Pass) -> Shape | None:
-        """The shape in which a pass is recorded; None where it is too large, or nothing is."""
+    def fit(self, part: Pass, widest: int) -> Shape | None:
+        """The shape in which a pass is recorded; None where it is too large, its rows would be
+        longer than the `widest` that may be, or nothing is recorded."""
         if self.reason:
             return None
-        rows, width, columns = map(_rounded, part.shape)
+        had, narrow, seen = part.shape
+        rows, width = _rounded(had), _rounded(narrow)
+        columns = _rounded(-(-seen // ALIGNMENT) * ALIGNMENT)
         outputs = _rounded(max(1, part.outputs.size))
         if (
-            rows * width > MOST_POSITIONS
+            width > max(narrow, widest)
+            or rows * width > MOST_POSITIONS
             or rows * width * columns > MOST_PAIRS
             or rows * columns > MOST_COLUMNS
             or outputs > MOST_OUTPUTS
@@ -119,7 +127,7 @@ class PassGraphs:
         tensors = all_to_device([*arrays.values()], self._device)
         logits = compute(dict(zip(arrays, tensors, strict=True)))
         self._seen[key] += 1
-        if self._seen[key] >= RECORDED_AFTER and not self.reason and self._has_room():
+        if self._seen[key] >= RECORDED_AFTER and self._may_record():
             self._try(key, arrays, compute, logits)
         elif len(self._seen) > 16 * MOST_GRAPHS:
             self._seen.clear()
@@ -130,7 +138,9 @@ class PassGraphs:
         self._graphs.clear()
         self._seen.clear()
 
-    def _has_room(self) -> bool:
+    def _may_record(self) -> bool:
+        if self.reason or self._passes < self._pauses_until:
+            return False
         if len(self._graphs) < MOST_GRAPHS:
             return True
         key, oldest = next(iter(self._graphs.items()))
@@ -156,6 +166,10 @@ class PassGraphs:
                 self._graphs[key] = graph
                 return
             self.reason = f"a graph gave other logits than its pass, by {difference:.2g}"
+        except torch.OutOfMemoryError:  # there may be some later
+            self._pauses_until = self._passes + STALE_AFTER
+            self.clear()
+            return
         except Exception as error:  # a model that asks the device in between cannot be recorded
             self.reason = f"{type(error).__name__}: {error}"
         self.clear()
@@ -167,10 +181,7 @@ class PassGraphs:
         self, arrays: Mapping[str, Indices], compute: Compute, right: torch.Tensor
     ) -> _Graph:
         sizes = [array.size for array in arrays.values()]
-        if sum(sizes) > self._inputs.numel() or self._logits is None:
-            self._graphs.clear()  # they read and write what is let go here
-            most = max(2 * sum(sizes), 1 << 16)
-            self._inputs = torch.zeros(most, dtype=torch.int64, device=self._device)
+        if self._logits is None:
             self._logits = right.new_empty((MOST_OUTPUTS, right.shape[1]))
         inputs = self._inputs[: sum(sizes)]
         parts = zip(arrays.items(), inputs.split(sizes), strict=True)
@@ -190,37 +201,66 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool: Any = None
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        # Memory that no graph owns any more cannot be shared by another.
+        self._owner = torch.cuda.CUDAGraph()
+        with (
+            warnings.catch_warnings(action="ignore"),  # that it is empty
+            torch.cuda.stream(self._stream),
+            self._capturing(self._owner),
+        ):
+            pass
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record what `run` launches. Raises what it raises, and where it waits for the device."""
         graph = torch.cuda.CUDAGraph()
         computing = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(computing)
+        with torch.cuda.stream(self._stream):
+            # What libraries set up at first cannot be recorded; and who waits for the device is to
+            # be found out before: a recording that is broken off leaves torch's allocator in it.
+            with _no_waiting():
+                run()
+            with self._capturing(graph):
+                run()
+        computing.wait_stream(self._stream)
+        return graph.replay
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         torch.cuda.synchronize(self._device)
-        with torch.cuda.stream(self._stream), _no_collection():
-            run()  # what libraries set up at first cannot be recorded
-            # Other threads' calls, such as freeing a row's pinned memory, are theirs.
+        # What a collection frees may need the device, which takes no such calls meanwhile; other
+        # threads' calls, such as freeing a row's pinned memory, are theirs.
+        with uncollected():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                run()
-            finally:
-                graph.capture_end()
-        computing.wait_stream(self._stream)
-        self._pool = self._pool or graph.pool()
-        return graph.replay
+                yield
+            except BaseException:
+                with suppress(Exception):  # that it was broken off: the first error says more
+                    self._end(graph)
+                raise
+            self._end(graph)
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except BaseException:
+            end_allocating = getattr(torch._C, "_cuda_endAllocateToPool", None)
+            if end_allocating is not None:
+                end_allocating(torch.cuda.current_device(), self._pool)
+            raise
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """What a collection frees may need the device, which takes no such calls meanwhile."""
-    was_on = gc.isenabled()
-    gc.disable()
+def _no_waiting() -> Iterator[None]:
+    """What waits for the device raises `RuntimeError`."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(action="ignore"):  # that it does not find all
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _rounded(size: int) -> int:

@@ -320,7 +320,7 @@ class PackedForward:
         self, layout: Layout, part: Pass, rows: int | None, graphs: PassGraphs | None
     ) -> Iterator[torch.Tensor]:
         """The logits at the distinct outputs of a pass; of one that has none, nothing."""
-        shape = None if graphs is None else graphs.fit(part)
+        shape = None if graphs is None else graphs.fit(part, self.bounds.widest)
         if graphs is not None and shape is not None:
             yield from self._recorded(graphs, shape, layout, part)
             return

@@ -36,7 +36,7 @@ leaves a single query to its last block, and all heads share one head of keys, P
 memory-efficient kernel (up to 2.13 at least) takes the heads for queries there, and gives all but
 the first of them the masks of whatever lies behind: such rows get a position more."""
 
-_ALIGNMENT: Final = 8
+ALIGNMENT: Final = 8
 """Attention kernels of a GPU would copy a mask whose rows are no multiple of this."""
 
 
@@ -323,7 +323,7 @@ def _row_length(queries: Indices, ancestors: Indices, width: int) -> int:
     most = int(ancestors[rest] + queries[-1])
     if rest:
         most = max(most, int((ancestors[:rest:width] + queries[width - 1 : rest : width]).max()))
-    return most if most == width else -(-most // _ALIGNMENT) * _ALIGNMENT
+    return most if most == width else -(-most // ALIGNMENT) * ALIGNMENT
 
 
 def _ancestors(layout: Layout, queries: Indices) -> Indices:

@@ -13,7 +13,7 @@ from lmpool.backends.engine import Tokens
 from lmpool.backends.hf.forward import Forward
 from lmpool.backends.hf.graphs import RECORDED_AFTER
 from lmpool.backends.hf.packed import PackedForward
-from lmpool.backends.hf.packed_layout import Indices
+from lmpool.backends.hf.packed_layout import Indices, leaves_one
 from lmpool.backends.hf.probes import greatest
 
 _TOKENS: Final = 32
@@ -87,16 +87,19 @@ def longest_by_cache_length(packed: PackedForward, forward: Forward, longest: in
         limit = 1 + greatest(right, 0, claimed)
     if limit < longest and limit < _FEWEST_TOKENS:
         raise Unfit("its rows depend on how long its cache says that it is")
-    packed.bounds = replace(packed.bounds, widest=limit)
+    # Rows of a position more, which such a width takes, would be too long.
+    widest = limit - leaves_one(limit, packed.query_block)
+    packed.bounds = replace(packed.bounds, widest=widest)
     return limit
 
 
 def try_graphs(packed: PackedForward, forward: Forward, longest: int) -> None:
     """Have a small pass recorded and replayed. Raises `Unfit` where it gives other rows then."""
     trial = _Trial(packed, forward, longest)
-    for _ in range(RECORDED_AFTER + 1):
-        with packed.on_trial():
-            trial.check([trial.family[0]], "a recorded pass")
+    length = trial.family[0].size
+    for _ in range(RECORDED_AFTER + 2):
+        with packed.on_trial():  # each time others: it is to be computed of what is new
+            trial.check([trial.random(length)], "a recorded pass")
 
 
 class _Trial:

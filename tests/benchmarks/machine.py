@@ -130,6 +130,7 @@ def command(names: list[str]) -> str:
     """How to run these benchmarks again, in the environment of an engine if it is that one."""
     place = Path(sys.prefix).name
     engine = place.removeprefix(".venv") if place.startswith(".venv-") else ""
+    engine = engine.removesuffix("-gpu")  # which `make bench` finds by itself
     return f"make bench{engine} ARGS={' '.join([*names, '--save'])!r}"
 
 

@@ -7,6 +7,8 @@ were recorded, stands for a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ torch = pytest.importorskip("torch")
 
 from lmpool.backends.hf import HFEngine, graphs  # noqa: E402
 from lmpool.backends.hf.graphs import RECORDED_AFTER, PassGraphs  # noqa: E402
-from lmpool.backends.hf.packed_layout import QUERY_BLOCK, Pass  # noqa: E402
+from lmpool.backends.hf.packed_layout import ALIGNMENT, QUERY_BLOCK, Pass  # noqa: E402
 from lmpool.errors import SettingsError  # noqa: E402
+from lmpool.wants import Hidden, Score, Want  # noqa: E402
 from tests.support.engines import ask, requests_of, rows_of  # noqa: E402
 from tests.support.hf_texts import Texts, reference_rows, save_adapter  # noqa: E402
 from tests.support.models import LONGEST, SERVED, VOCAB, WINDOWED, save_model  # noqa: E402
@@ -174,15 +177,52 @@ def test_adapters_are_not_recorded_and_end_what_was(llama: str, tmp_path: Path) 
     check(None)
 
 
-def test_texts_and_states_are_not_recorded(llama: str) -> None:
-    from lmpool.wants import Score
-
+@pytest.mark.parametrize("want", [Score(), Hidden()])
+def test_texts_and_states_are_not_recorded(llama: str, want: Want) -> None:
     record = Again()
     engine = recording(llama, record)
     for turn in range(6):
-        (outcome,) = ask(engine, requests_of([[1, 2, 3, 4 + turn]], want=Score()))
+        (outcome,) = ask(engine, requests_of([[1, 2, 3, 4 + turn]], want=want))
         assert outcome.error is None
     assert record.recorded == 0
+
+
+def test_without_memory_it_is_tried_again_later(
+    llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "STALE_AFTER", 20)
+    record, refusals = Again(), [torch.OutOfMemoryError("none left"), None]
+
+    def refuse_once(run: Callable[[], None]) -> Callable[[], None]:
+        if (error := refusals.pop(0) if refusals else None) is not None:
+            raise error
+        return record(run)
+
+    engine = recording(llama, refuse_once)
+    texts = Texts(llama, seed=2)
+    for batch in batches(texts):
+        texts.compare(engine, batch)
+    assert record.replayed > 0
+    assert not graphs_of(engine).reason
+
+
+def test_rows_are_no_longer_than_may_be(llama: str) -> None:
+    record = Again()
+    engine = recording(llama, record)
+    packed = engine._packed
+    assert packed is not None
+    packed.bounds = replace(packed.bounds, widest=42)
+    seen: list[int] = []
+    engine._open()._model.register_forward_pre_hook(
+        lambda _module, _inputs, kwargs: seen.append(kwargs["input_ids"].shape[1]),
+        with_kwargs=True,
+    )
+    for length in (42, 41, 40, 33):
+        for turn in range(RECORDED_AFTER + 1):
+            engine.clear_cache()
+            rows_of(engine, [[turn, *range(length - 1)]])
+    assert max(seen) == 42
+    assert record.recorded == 1  # of 40 positions, where 33 are padded, too
 
 
 # --- which shapes -------------------------------------------------------------------------------
@@ -202,8 +242,10 @@ def alone(record: Any = None) -> PassGraphs:
 def test_shapes_are_no_smaller_and_few() -> None:
     shapes = set()
     for size in range(1, 1_025):
-        shape = alone().fit(part_of(1, size, size))
+        shape = alone().fit(part_of(1, size, size), 1 << 62)
         assert shape is not None
+        assert size <= shape.columns <= max(size * 1.25 + 8, 16)
+        assert shape.columns % ALIGNMENT == 0
         assert size <= shape.width <= max(size * 1.25, 2 * size if size <= 16 else 0)
         assert shape.width == 1 or shape.width % QUERY_BLOCK != 1
         shapes.add(shape.width)
@@ -221,7 +263,7 @@ def test_shapes_are_no_smaller_and_few() -> None:
     ],
 )
 def test_what_is_large_is_not_recorded(shape: tuple[int, int, int, int]) -> None:
-    assert alone().fit(part_of(*shape)) is None
+    assert alone().fit(part_of(*shape), 1 << 62) is None
 
 
 def double(tensors: Mapping[str, Any]) -> Any:
@@ -248,20 +290,6 @@ def test_graphs_in_use_give_way_to_none(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(3):
         assert give(found, 5) == [10]
     assert record.recorded == 3
-
-
-def test_inputs_of_more_numbers_are_recorded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Again()
-    found = alone(record)
-    many = 200_000
-    found.logits({"numbers": np.arange(3)}, double)
-    for _ in range(RECORDED_AFTER + 1):
-        logits = found.logits({"numbers": np.arange(3), "more": np.arange(many)}, double)
-        assert logits[:, 0].tolist() == [0, 2, 4]
-    for _ in range(RECORDED_AFTER + 1):
-        assert give(found, 7, 8) == [14, 16]
-    assert record.recorded == 2
-    assert record.replayed == 4
 
 
 def test_an_option_that_is_no_truth_value_is_named(llama: str) -> None:
@@ -353,6 +381,59 @@ def test_a_gpu_knows_no_other_rows(llama: str, dtype: str) -> None:
                 rows = rows_of(engine, prompts)
             assert np.abs(rows - right).max() < tolerance
         engine.close()
+
+
+@on_a_gpu
+def test_a_gpu_knows_no_other_rows_of_one_query_each(llama: str) -> None:
+    engine = HFEngine(llama)
+    assert engine._packed is not None
+    prompts = [[*range(n), 7] for n in (1, 30, 3, 20, 5)]
+    with engine._packed.on_trial(width=1):
+        rows = rows_of(engine, prompts)
+    assert np.abs(rows - reference_rows(llama, prompts)).max() < 5e-5
+    engine.close()
+
+
+@on_a_gpu
+def test_a_gpu_records_anew_after_an_adapter(llama: str, tmp_path: Path) -> None:
+    engine = HFEngine(llama)
+    adapter = save_adapter(llama, tmp_path)
+    prompts = [[1, 2, 3], [4, 5]]
+    for turn in range(3):
+        for _ in range(RECORDED_AFTER + 2):
+            engine.clear_cache()
+            rows = rows_of(engine, prompts)
+            assert np.abs(rows - reference_rows(llama, prompts)).max() < 5e-5
+        assert len(graphs_of(engine)) == 1
+        assert not graphs_of(engine).reason
+        engine.add_adapter(f"a{turn}", adapter)
+        assert len(graphs_of(engine)) == 0
+        rows = rows_of(engine, prompts, adapter=f"a{turn}")
+        assert np.abs(rows - reference_rows(llama, prompts, adapter)).max() < 5e-5
+    engine.close()
+
+
+@on_a_gpu
+@pytest.mark.parametrize("found_before", [True, False])
+def test_a_gpu_goes_on_where_a_model_waits_for_it(
+    llama: str, found_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not found_before:  # and breaks off the recording
+        monkeypatch.setattr(graphs, "_no_waiting", nullcontext)
+    engine = HFEngine(llama)
+    assert len(graphs_of(engine)) > 0
+    graphs_of(engine).clear()
+    engine._open()._model.register_forward_pre_hook(
+        lambda _module, _inputs, kwargs: kwargs["input_ids"].sum().item(), with_kwargs=True
+    )
+    prompts = [[1, 2, 3], [4, 5]]
+    for _ in range(RECORDED_AFTER + 2):
+        engine.clear_cache()
+        rows = rows_of(engine, prompts)
+        assert np.abs(rows - reference_rows(llama, prompts)).max() < 5e-5
+    assert graphs_of(engine).reason
+    torch.cuda.empty_cache()
+    engine.close()
 
 
 @on_a_gpu

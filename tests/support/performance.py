@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -106,6 +107,50 @@ LINES: Final = (
     Line("the worker's memory", "memory", "Growth", ("worker",)),
 )
 
+GPU_ROWS: Final = "hf: Rows"
+GPU_SINGLE: Final = "hf: One prompt after another"
+GPU_PARTICLES: Final = "hf: 32 particles, 32 steps"
+GPU_LINES: Final = (
+    Line("512 distinct prompts of 64 tokens: the engine", "gpu", GPU_ROWS, ("engine",)),
+    Line("the same: a pool of one worker", "gpu", GPU_ROWS, ("pool",)),
+    Line(
+        "the same: the model's forward passes alone",
+        "gpu",
+        GPU_ROWS,
+        ("the model's forward passes alone",),
+    ),
+    Line("their likeliest 20: a pool", "gpu", "hf: Top 20", ("pool",)),
+    Line(
+        "texts of 512 tokens scored: a pool", "gpu", "hf: Scores of texts of 512 tokens", ("pool",)
+    ),
+    Line("one prompt after another: the engine", "gpu", GPU_SINGLE, ("engine",)),
+    Line("the same: without CUDA graphs", "gpu", GPU_SINGLE, ("engine, enforce_eager",)),
+    Line("the same: a pool", "gpu", GPU_SINGLE, ("pool",)),
+    Line("the same: by hand in transformers", "gpu", GPU_SINGLE, ("by hand",)),
+    Line(
+        "32 particles of one 256-token prompt, 32 steps: the engine",
+        "gpu",
+        GPU_PARTICLES,
+        ("engine",),
+    ),
+    Line("the same: without CUDA graphs", "gpu", GPU_PARTICLES, ("engine, enforce_eager",)),
+    Line("the same: a pool", "gpu", GPU_PARTICLES, ("pool",)),
+    Line("the same: by hand in transformers", "gpu", GPU_PARTICLES, ("by hand (DynamicCache)",)),
+    Line("the same: a pool / by hand", "gpu", GPU_PARTICLES, ("pool / by hand (DynamicCache)",)),
+    Line(
+        "the GPU's idle share, the engine alone",
+        "gpu",
+        "hf: idle share of the GPU",
+        ("engine, rows (by kernel)",),
+    ),
+    Line(
+        "copying of rows beside a forward pass, four passes a batch",
+        "gpu",
+        "hf: copies of rows, by CUDA events",
+        ("four passes a batch: beside a forward pass",),
+    ),
+)
+
 
 @cache
 def saved(name: str) -> dict[str, Any]:
@@ -128,6 +173,17 @@ def figure(report: str, heading: str, what: str, unit: str | None = None) -> dic
 
 def measures_table() -> str:
     """Every measure of the table."""
+    return _table(LINES)
+
+
+def gpu_table() -> str:
+    """The same of a GPU, and which."""
+    report = saved("gpu")
+    gpu = report["facts"]["gpu"]
+    return f"{report['title']}, on one {gpu}:\n\n{_table(GPU_LINES)}"
+
+
+def _table(lines: Sequence[Line]) -> str:
     rows = [("what", "median", "of all runs", "taken", "all of it"), ("---",) * 5]
-    rows += [line.cells() for line in LINES]
+    rows += [line.cells() for line in lines]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -18,7 +18,7 @@ from lmpool.settings import (
     WorkerOptions,
 )
 from tests.support.figures import comparison_figures, engine_figures, readme_figures
-from tests.support.performance import measures_table
+from tests.support.performance import gpu_table, measures_table
 from tests.support.scale import scale_table
 
 README = Path(__file__).parents[2] / "README.md"
@@ -99,6 +99,7 @@ SECTIONS: Final = (
     (GATEWAY, "settings", gateway_table),
     (OPERATING, "metrics", metrics_table),
     (PERFORMANCE, "measures", measures_table),
+    (PERFORMANCE, "gpu", gpu_table),
     (SCALE, "plan", scale_table),
     (README, "figures", readme_figures),
     (COMPARISON, "figures", comparison_figures),
