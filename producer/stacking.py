@@ -68,7 +68,7 @@ class Stack(Generic[RowT_co]):
         landed = self._landed
         while landed:
             place, row = landed.popleft()
-            self._block[place] = row.logprobs()
+            row.logprobs_into(self._block[place])
 
     def whole(self, rows: Sequence[Answer]) -> RowT_co:
         """The block of a call that is done, with its answers."""
@@ -79,7 +79,7 @@ class Stack(Generic[RowT_co]):
             block[:] = self._block
         for place, row in (*self._crossed, *enumerate(rows)):
             if row is not STACKED:
-                block[place] = cast(EncodedRow, row).logprobs()
+                cast(EncodedRow, row).logprobs_into(block[place])
         return self._framework.whole(block)
 
 
