@@ -21,15 +21,15 @@ from hypothesis.stateful import (
 )
 
 from lmpool.errors import LmpoolError
-from lmpool.producer import answers as answers_module
 from lmpool.producer import caller as caller_module
-from lmpool.producer.answers import AnswerReader, Room, are_stacked
+from lmpool.producer import stacking as stacking_module
+from lmpool.producer.answers import AnswerReader, Room
 from lmpool.producer.cache import AnswerCache
 from lmpool.producer.client import Client
 from lmpool.producer.frameworks import framework
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.session import Session
-from lmpool.producer.stacking import STACKED, Stack
+from lmpool.producer.stacking import STACKED, Stack, Stacks, are_stacked
 from lmpool.result_memory import CACHED_BYTES
 from lmpool.rows import EncodedRow, PackedRow, f32_header, pack_values, unpack_row
 from lmpool.servers import Servers
@@ -382,8 +382,10 @@ def test_only_large_rows_of_several_prompts_are_stacked_as_they_come(
 ) -> None:
     info = info_of()
     assert not are_stacked(JOBS, info)
-    monkeypatch.setattr(answers_module, "LARGE", 4 * VOCAB)
+    assert Stacks(framework("numpy")).begin(JOBS, info) is None
+    monkeypatch.setattr(stacking_module, "LARGE", 4 * VOCAB)
     assert are_stacked(JOBS, info)
+    assert Stacks(framework("numpy")).begin(JOBS, info) is not None
     assert not are_stacked(JOBS[:1], info)
     assert not are_stacked(jobs_of([[1], [2]], Top(2)), info)
 
