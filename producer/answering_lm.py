@@ -21,7 +21,7 @@ from lmpool.producer.frameworks import Framework, RowT_co, framework
 from lmpool.producer.jobs import JobMaker
 from lmpool.producer.pending import PendingCall
 from lmpool.producer.served_model import ServedModel, ServedModels
-from lmpool.producer.stacking import Stacks
+from lmpool.producer.stacking import Conversions, Stacks
 from lmpool.rows import EncodedRow
 from lmpool.settings import ClientOptions
 from lmpool.token_ids import TokenIds
@@ -189,11 +189,11 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
         make: MakeJobs,
         names: Collection[str | None],
         options: CallOptions,
-        stacks: Stacks[Any] | None = None,
+        stacks: Stacks[Any] | Conversions[Any] | None = None,
     ) -> tuple[ModelInfo, list[Found]]:
         """The answers to what `make` makes, and the model whose they are.
 
-        Rows may be in a stack, where `stacks` makes one, and then say so. Asked anew of a pool
+        Rows may be in what `stacks` makes for them, and then say so. Asked anew of a pool
         that was replaced, if the client follows, and once of an adapter that was replaced: all
         answers of a call are of one model and one adapter of a name.
         """
@@ -204,7 +204,7 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
             info = model.info
             found: list[Found] = []
             jobs = make(model.jobs, partial(adapter_of, model), jobs)
-            stack = None if stacks is None else stacks.begin(len(jobs), info.vocab_size)
+            stack = None if stacks is None else stacks.begin(jobs, info)
             if not jobs:
                 return info, found
             self._reduce_rows(model, jobs)

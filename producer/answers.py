@@ -11,22 +11,18 @@ import redis.exceptions
 from lmpool.commands import Values
 from lmpool.errors import AnswerFormatError, LmpoolError, PromptFailed
 from lmpool.keys import ShardKeys
-from lmpool.model_info import ModelInfo
 from lmpool.producer.flights import Flight
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.session import Session
-from lmpool.producer.stacking import Stack
+from lmpool.producer.stacking import LARGE, Stack
 from lmpool.rows import ROW_HEADER_BYTES, PackedRow, f32_header
 from lmpool.servers import Servers
 from lmpool.wants import Digest, Row, Want, decode_all
-from lmpool.wire import Job
 
 logger = logging.getLogger(__name__)
 
 FETCH_BYTES: Final = 2 << 20
 """Answers read by one command."""
-LARGE: Final = 32 << 10
-"""Bytes from which a row is received into memory of its own: less is copied as quickly."""
 SMALLEST: Final = 1 << 10
 """Bytes that any answer counts as at least: a command reads some thousands of them."""
 MAX_TRIES: Final = 5
@@ -35,11 +31,6 @@ NOTHING: Final[Mapping[str, bytes | None]] = {}
 
 Room: TypeAlias = tuple[Stack[Any], int, PackedRow]
 """Where a row is received in place: in whose block, which row of it, and what is to come there."""
-
-
-def are_stacked(jobs: Sequence[Job], info: ModelInfo) -> bool:
-    """Whether the rows of these jobs are worth being put in their place as they come."""
-    return len(jobs) > 1 and jobs[0].want.stored_bytes(info) >= LARGE
 
 
 class AnswerReader:
@@ -111,7 +102,7 @@ class AnswerReader:
 
     def _room_of(self, flight: Flight | None, size: int) -> Room | None:
         call = None if flight is None else flight.call
-        if flight is None or call is None or call.stack is None:
+        if flight is None or call is None or not isinstance(call.stack, Stack):
             return None
         stack, want, cache = call.stack, flight.job.want, self._session.cache
         if not isinstance(want, Row) or want.encoding != "f32":

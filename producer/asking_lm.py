@@ -22,6 +22,7 @@ from lmpool.producer.asks import Ask, Asks, all_asks, check_want, each_ask
 from lmpool.producer.call_options import CallOptions, Errors
 from lmpool.producer.frameworks import RowT_co
 from lmpool.producer.jobs import JobMaker
+from lmpool.producer.stacking import Conversions
 from lmpool.producer.window import Window
 from lmpool.token_ids import TokenIds
 from lmpool.wants import (
@@ -135,8 +136,9 @@ class AskingLM(AnsweringLM[RowT_co], Generic[RowT_co]):
             return made
 
         names = {ask.lora_name for ask in given if is_text(ask.lora_name)}
-        _, answers = await self._answers(make, names, options)
-        left = iter(answers)
+        conversions = Conversions(self._framework)
+        _, answers = await self._answers(make, names, options, conversions)
+        left = iter(conversions.whole(answers))
         return [self._given(bad[n] if n in bad else next(left), n) for n in range(len(given))]
 
     async def ask_iter(

@@ -7,17 +7,16 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from lmpool.errors import LmpoolError
 from lmpool.model_info import ModelInfo
-from lmpool.producer.answers import are_stacked
 from lmpool.producer.blocking import loop_or_blocking
 from lmpool.producer.call_options import CallOptions
 from lmpool.producer.client import Client
 from lmpool.producer.jobs import TOGETHER, JobMaker
 from lmpool.producer.pending import LoneCall, PendingCall
-from lmpool.producer.stacking import Stack
+from lmpool.producer.stacking import Taking
 from lmpool.token_ids import TokenIds
 from lmpool.tracing import active, begin_call
 from lmpool.wants import Answer, Row, Want
@@ -71,18 +70,17 @@ class Caller:
         info: ModelInfo,
         jobs: Sequence[Job],
         options: CallOptions,
-        stack: Stack[Any] | None = None,
+        stack: Taking | None = None,
     ) -> list[Answer | LmpoolError]:
-        """The answers to these jobs, which were made for the model `info`. Large rows are in the
-        `stack`, where one is given.
+        """The answers to these jobs, which were made for the model `info`. Rows that a `stack`
+        takes are there.
 
         Whoever stops waiting, by `options`, cancellation or Ctrl-C, withdraws them. Raises
         `PoolTimeout`, and what the pool found wrong; where `options` keep errors, they stand in the
         answers' places.
         """
         call = self.begin(info, jobs, options)
-        if stack is not None and are_stacked(jobs, info):
-            call.stack = stack
+        call.stack = stack
         try:
             await self.wait(call, options)
         except BaseException as error:
@@ -221,7 +219,7 @@ async def _wait_in_steps(
     call: PendingCall, timeout: float | None, update: Callable[[int], None] | None = None
 ) -> None:
     """Wait until `call` is done, or `timeout` seconds went by; meanwhile rows that came are taken
-    into its stack, and a bar is told how many answers are there."""
+    in by what takes them, and a bar is told how many answers are there."""
     end = None if timeout is None else time.monotonic() + timeout
     while True:
         if call.stack is not None:

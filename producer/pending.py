@@ -6,12 +6,12 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import cast
 
 from lmpool.errors import LmpoolError
 from lmpool.keys import Priority
 from lmpool.model_info import ModelInfo
-from lmpool.producer.stacking import STACKED, Stack
+from lmpool.producer.stacking import STACKED, Taking
 from lmpool.rows import EncodedRow
 from lmpool.tracing import CallSpan
 from lmpool.wants import Answer
@@ -52,8 +52,8 @@ class PendingCall:
         """To be ended with the call."""
         self.trace = trace
         """The traceparent of its span, where it has one."""
-        self.stack: Stack[Any] | None = None
-        """Where its rows are put as they come: who waits is woken for those, too."""
+        self.stack: Taking | None = None
+        """What takes its rows as they come: who waits is woken for those, too."""
         self.placed = 0
         """How many of its rows it asked for first."""
         self.info = info
@@ -75,11 +75,11 @@ class PendingCall:
 
     def take(self, place: int, answer: Answer) -> bool:
         """A job's answer is there. Whether who waits is to be woken: the call is done by that, or
-        there is something to be stacked. Under the client's lock."""
+        there is something to be taken in. Under the client's lock."""
         if self.answers[place] is not None:
             return False
         is_first = False
-        if self.stack is not None and answer is not STACKED:
+        if self.stack is not None and self.stack.takes(answer):
             is_first = self.stack.land(place, cast(EncodedRow, answer))
             answer = STACKED
         self.answers[place] = answer

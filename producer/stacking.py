@@ -1,23 +1,43 @@
-"""One block for a call's rows: received there, or put there by who waits, while others come."""
+"""A call's rows while others come: received in one block, put there by who waits, or converted."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final, Generic, cast
+from typing import Any, Final, Generic, TypeAlias, cast
 
 import numpy as np
 
+from lmpool.errors import LmpoolError
+from lmpool.model_info import ModelInfo
 from lmpool.producer.blocks import memory_of
 from lmpool.producer.cache import Together
 from lmpool.producer.frameworks import Framework, RowT_co
-from lmpool.rows import EncodedRow
-from lmpool.wants import Answer
+from lmpool.rows import ENTRY_BYTES, EncodedRow
+from lmpool.wants import Answer, Row
+from lmpool.wire import Job
 
+LARGE: Final = 32 << 10
+"""Bytes from which a row is received into memory of its own: less is copied as quickly."""
 STACKED: Final = EncodedRow("f32", 0, 0.0, np.empty(0, "<f4"))
 """Stands where a row was that is in its place, or on its way there."""
 IS_NATIVE: Final = np.dtype("<f4").isnative
 """Whether rows lie in memory as they travel."""
+
+Taking: TypeAlias = "Stack[Any] | Conversion[Any]"
+"""What takes the rows of a call as they come."""
+
+
+def are_stacked(jobs: Sequence[Job], info: ModelInfo) -> bool:
+    """Whether the rows of these jobs are worth being put in their place as they come."""
+    return len(jobs) > 1 and jobs[0].want.stored_bytes(info) >= LARGE
+
+
+def are_converted(jobs: Sequence[Job], info: ModelInfo) -> bool:
+    """Whether any rows of these jobs are worth being converted as they come."""
+    if len(jobs) < 2 or ENTRY_BYTES["bf16"] * info.vocab_size < LARGE:
+        return False  # of small rows no job is looked at
+    return any(isinstance(job.want, Row) and job.want.encoding != "f32" for job in jobs)
 
 
 class Stack(Generic[RowT_co]):
@@ -55,6 +75,10 @@ class Stack(Generic[RowT_co]):
         """Nobody writes there any more."""
         self._lent.discard(place)
 
+    def takes(self, answer: Answer) -> bool:
+        """Whether an answer is to land here: all that are not in their place."""
+        return answer is not STACKED
+
     def land(self, place: int, row: EncodedRow) -> bool:
         """A row came that is not in its place. Whether who waits knows of no other yet."""
         if place in self._lent:
@@ -68,7 +92,7 @@ class Stack(Generic[RowT_co]):
         landed = self._landed
         while landed:
             place, row = landed.popleft()
-            self._block[place] = row.logprobs()
+            row.logprobs_into(self._block[place])
 
     def whole(self, rows: Sequence[Answer]) -> RowT_co:
         """The block of a call that is done, with its answers."""
@@ -79,7 +103,7 @@ class Stack(Generic[RowT_co]):
             block[:] = self._block
         for place, row in (*self._crossed, *enumerate(rows)):
             if row is not STACKED:
-                block[place] = cast(EncodedRow, row).logprobs()
+                cast(EncodedRow, row).logprobs_into(block[place])
         return self._framework.whole(block)
 
 
@@ -90,12 +114,62 @@ class Stacks(Generic[RowT_co]):
         self._framework = framework
         self._stack: Stack[RowT_co] | None = None
 
-    def begin(self, rows: int, vocab_size: int) -> Stack[RowT_co]:
-        """One for so many rows."""
-        self._stack = Stack(self._framework, rows, vocab_size)
-        return self._stack
+    def begin(self, jobs: Sequence[Job], info: ModelInfo) -> Stack[RowT_co] | None:
+        """One for the rows of these jobs; None where they come to it at the end alone."""
+        self._stack = Stack(self._framework, len(jobs), info.vocab_size)
+        return self._stack if are_stacked(jobs, info) else None
 
     def whole(self, rows: Sequence[Answer]) -> RowT_co:
         """The last one's block, once the call is done, with its answers."""
         assert self._stack is not None
         return self._stack.whole(rows)
+
+
+class Conversion(Generic[RowT_co]):
+    """The rows of one call that do not travel as callers have them: each gets memory of its own,
+    and what it came in is free again."""
+
+    def __init__(self, framework: Framework[RowT_co]) -> None:
+        self._framework = framework
+        self._landed: deque[tuple[int, EncodedRow]] = deque()
+        self._rows: dict[int, RowT_co] = {}
+
+    def takes(self, answer: Answer) -> bool:
+        """Whether an answer is to land here: a row that the caller cannot have as it came."""
+        return isinstance(answer, EncodedRow) and answer.encoding != "f32"
+
+    def land(self, place: int, row: EncodedRow) -> bool:
+        """Such a row came. Whether who waits knows of no other yet. Under the client's lock."""
+        self._landed.append((place, row))
+        return len(self._landed) == 1
+
+    def take_in(self) -> None:
+        """Convert what came: for who waits."""
+        landed = self._landed
+        while landed:
+            place, row = landed.popleft()
+            self._rows[place] = self._framework.one(row)
+
+    def whole(self, found: Sequence[Answer | LmpoolError]) -> list[Any]:
+        """The answers of a call that is done, and such rows as the caller gets them."""
+        self.take_in()
+        rows = self._rows
+        return [rows[place] if each is STACKED else each for place, each in enumerate(found)]
+
+
+class Conversions(Generic[RowT_co]):
+    """Makes the conversion of a call: another one where that is asked anew."""
+
+    def __init__(self, framework: Framework[RowT_co]) -> None:
+        self._framework = framework
+        self._conversion: Conversion[RowT_co] | None = None
+
+    def begin(self, jobs: Sequence[Job], info: ModelInfo) -> Conversion[RowT_co] | None:
+        """One for these jobs; None where nothing is worth it."""
+        worth = are_converted(jobs, info)
+        self._conversion = Conversion(self._framework) if worth else None
+        return self._conversion
+
+    def whole(self, found: Sequence[Answer | LmpoolError]) -> Sequence[Any]:
+        """What the last call was answered with, once it is done: see `Conversion.whole`."""
+        return found if self._conversion is None else self._conversion.whole(found)

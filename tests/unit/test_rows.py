@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from typing import Any
 
 import msgpack
@@ -16,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 from lmpool.errors import RowFormatError
 from lmpool.rows import (
     ROW_HEADER_BYTES,
+    EncodedRow,
     bf16_to_f32,
     pack_logprobs,
     pack_values,
@@ -62,6 +64,56 @@ def test_bf16_rows_are_the_logits_less_their_logsumexp(
     assert found.dtype == np.float32
     assert np.array_equal(found, expected, equal_nan=True)
     assert found.flags.writeable  # a fresh array, the caller's own
+
+
+@given(
+    bits=st.one_of(BITS, st.just(np.arange(2**16, dtype=np.uint16))),
+    encoding=st.sampled_from(["bf16", "f16"]),
+    scale=st.floats(width=32, allow_nan=False),
+)
+def test_rows_are_decoded_bit_for_bit_into_given_memory_and_into_their_own(
+    bits: npt.NDArray[np.uint16], encoding: Any, scale: float
+) -> None:
+    """Infinities, NaN and all: each of the numbers that there are in 16 bits."""
+    row = unpack_row(pack_values(encoding, bits, scale).joined(), bits.size)
+    with np.errstate(all="ignore"):
+        if encoding == "bf16":
+            wide = (bits.astype(np.uint32) << 16).view(np.float32)
+        else:
+            wide = bits.view(np.float16).astype(np.float32)
+        expected = (wide - np.float32(scale)).tobytes()
+        block = np.full((3, bits.size), 5, np.float32)
+        row.logprobs_into(block[1])
+        assert block[1].tobytes() == row.logprobs().tobytes() == expected
+    assert (block[::2] == 5).all()
+
+
+@pytest.mark.parametrize("encoding", ["bf16", "f16"])
+def test_numbers_of_another_byte_order_are_read_as_numbers(encoding: Any) -> None:
+    """What is stored is little-endian; where that is not the machine's own, it is the other."""
+    row = unpack_row(written(encoding, 300))
+    swapped = EncodedRow(encoding, 300, row.scale, row.data.astype(row.data.dtype.newbyteorder()))
+    assert swapped.logprobs().tobytes() == row.logprobs().tobytes()
+
+
+@given(row=F32_ROWS)
+def test_f32_rows_are_copied_into_given_memory(row: npt.NDArray[np.float32]) -> None:
+    out = np.full(row.size, 5, np.float32)
+    unpack_row(pack_logprobs(row).joined(), row.size).logprobs_into(out)
+    assert out.tobytes() == row.tobytes()
+
+
+@pytest.mark.parametrize("encoding", ["f32", "f16", "bf16"])
+def test_nothing_is_made_on_the_way_into_given_memory(encoding: str) -> None:
+    row, out = unpack_row(written(encoding, 50_000)), np.empty(50_000, np.float32)
+    with np.errstate(invalid="ignore"):  # some of so many bits are of NaN
+        tracemalloc.start()
+        try:
+            row.logprobs_into(out)
+            most = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert most < 50_000
 
 
 def test_bf16_is_what_torch_means_by_it() -> None:

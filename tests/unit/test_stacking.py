@@ -21,17 +21,17 @@ from hypothesis.stateful import (
 )
 
 from lmpool.errors import LmpoolError
-from lmpool.producer import answers as answers_module
 from lmpool.producer import caller as caller_module
-from lmpool.producer.answers import AnswerReader, Room, are_stacked
+from lmpool.producer import stacking as stacking_module
+from lmpool.producer.answers import AnswerReader, Room
 from lmpool.producer.cache import AnswerCache
 from lmpool.producer.client import Client
 from lmpool.producer.frameworks import framework
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.session import Session
-from lmpool.producer.stacking import STACKED, Stack
+from lmpool.producer.stacking import STACKED, Stack, Stacks, are_stacked
 from lmpool.result_memory import CACHED_BYTES
-from lmpool.rows import EncodedRow, PackedRow, f32_header, unpack_row
+from lmpool.rows import EncodedRow, PackedRow, f32_header, pack_values, unpack_row
 from lmpool.servers import Servers
 from lmpool.wants import Digest, Row, Top
 from tests.support.parts import VOCAB, info_of, jobs_of, new_session, row_of
@@ -382,8 +382,10 @@ def test_only_large_rows_of_several_prompts_are_stacked_as_they_come(
 ) -> None:
     info = info_of()
     assert not are_stacked(JOBS, info)
-    monkeypatch.setattr(answers_module, "LARGE", 4 * VOCAB)
+    assert Stacks(framework("numpy")).begin(JOBS, info) is None
+    monkeypatch.setattr(stacking_module, "LARGE", 4 * VOCAB)
     assert are_stacked(JOBS, info)
+    assert Stacks(framework("numpy")).begin(JOBS, info) is not None
     assert not are_stacked(JOBS[:1], info)
     assert not are_stacked(jobs_of([[1], [2]], Top(2)), info)
 
@@ -530,3 +532,29 @@ def test_rows_that_the_cache_had_keep_nobody_from_hearing_of_others(session: Ses
         waiting.cancel()
 
     asyncio.run(main())
+
+
+def narrow(encoding: Any, number: int) -> EncodedRow:
+    """A row of its own in two bytes a number, of which one is impossible."""
+    values = np.arange(number, number + VOCAB, dtype=np.float32)
+    values[number % VOCAB] = -np.inf
+    numbers = (values.view(np.uint32) >> 16).astype("<u2")
+    return unpack_row(
+        pack_values("bf16", numbers, number + 0.25).joined()
+        if encoding == "bf16"
+        else pack_values("f16", values.astype("<f2"), number + 0.25).joined()
+    )
+
+
+@pytest.mark.parametrize("encoding", ["bf16", "f16"])
+@pytest.mark.parametrize("made", [framework("numpy"), framework("auto"), Owned()])
+def test_rows_are_decoded_where_they_stay(made: Any, encoding: Any) -> None:
+    rows = [narrow(encoding, n) for n in range(3)]
+    stack = Stack[Any](made, 3, VOCAB)
+    stack.land(1, rows[1])
+    stack.take_in()
+    stack.land(2, rows[2])
+    block = np.asarray(stack.whole([rows[0], STACKED, STACKED]))
+    assert block.dtype == np.float32
+    for found, row in zip(block, rows, strict=True):
+        assert found.tobytes() == row.logprobs().tobytes()
