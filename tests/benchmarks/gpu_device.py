@@ -137,7 +137,7 @@ def length(spans: Sequence[Span]) -> float:
 
 def together(one: Sequence[Span], other: Sequence[Span]) -> float:
     """Seconds in which something of both went on."""
-    return length(one) + length(other) - length([*one, *other])
+    return max(0.0, length(one) + length(other) - length([*one, *other]))
 
 
 def idle_share(device: torch.device, work: Callable[[], object]) -> float | None:

@@ -399,6 +399,7 @@ def test_a_gpu_records_anew_after_an_adapter(llama: str, tmp_path: Path) -> None
     engine = HFEngine(llama)
     adapter = save_adapter(llama, tmp_path)
     prompts = [[1, 2, 3], [4, 5]]
+    graphs_of(engine).clear()
     for turn in range(3):
         for _ in range(RECORDED_AFTER + 2):
             engine.clear_cache()
@@ -423,9 +424,11 @@ def test_a_gpu_goes_on_where_a_model_waits_for_it(
     engine = HFEngine(llama)
     assert len(graphs_of(engine)) > 0
     graphs_of(engine).clear()
-    engine._open()._model.register_forward_pre_hook(
-        lambda _module, _inputs, kwargs: kwargs["input_ids"].sum().item(), with_kwargs=True
-    )
+
+    def wait(_module: object, _inputs: object, kwargs: dict[str, Any]) -> None:
+        kwargs["input_ids"].sum().item()
+
+    engine._open()._model.register_forward_pre_hook(wait, with_kwargs=True)
     prompts = [[1, 2, 3], [4, 5]]
     for _ in range(RECORDED_AFTER + 2):
         engine.clear_cache()

@@ -12,6 +12,8 @@ from tests.benchmarks.measure import number
 from tests.support.performance import (
     BATCHES,
     GATHERED,
+    GPU_PARTICLES,
+    GPU_SINGLE,
     LARGE,
     PARTICLES,
     SINGLE,
@@ -92,7 +94,26 @@ def readme_figures() -> str:
         ),
     )
     head = f"On {machine('jobs')}, one worker with the mock engine, medians ({bench}):"
-    return f"{head}\n\n{table}"
+    return f"{head}\n\n{table}\n\n{_on_a_gpu()}"
+
+
+def _on_a_gpu() -> str:
+    gpu = saved("gpu")["facts"]["gpu"].split(",")[0]
+    particles, single = partial(median, "gpu", GPU_PARTICLES), partial(median, "gpu", GPU_SINGLE)
+    return _wrapped(
+        f"With the `hf` engine and {_model('gpu')} on one {gpu} (`make bench ARGS=gpu`): 32 "
+        "particles of one prompt get "
+        f"{particles('pool')} rows a second through the pool, beside "
+        f"{particles('by hand (DynamicCache)')} of a `DynamicCache` by hand in the process that "
+        f"asks; the engine alone gives {particles('engine')}, and without its CUDA graphs "
+        f"{particles('engine, enforce_eager')}. One prompt after another: {single('pool')} through "
+        f"the pool, {single('by hand')} by hand."
+    )
+
+
+def _model(report: str) -> str:
+    title = saved(report)["title"]
+    return f"{title[0].lower()}{title[1:]}".rpartition(", ")[0]
 
 
 def comparison_figures() -> str:
@@ -178,4 +199,8 @@ def engine_figures() -> str:
         f"{max(flex):.1f} times as fast as flex attention, which there compiles a kernel for each "
         "shape (`make bench ARGS=masks`)."
     )
+    return _wrapped(said)
+
+
+def _wrapped(said: str) -> str:
     return textwrap.fill(said, 110, break_long_words=False, break_on_hyphens=False)
