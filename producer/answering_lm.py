@@ -215,7 +215,7 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
                 found = await self._caller.answers(info, jobs, options, stack)
                 for each in found if options.keeps_errors else ():
                     if isinstance(each, (PoolMismatch, UnknownAdapter)):
-                        raise each
+                        raise each.of(each.index)  # not one that would hold on to the answers
                 return info, found
             except (PoolMismatch, UnknownAdapter) as error:
                 adapter = isinstance(error, UnknownAdapter)

@@ -221,9 +221,13 @@ async def _wait_in_steps(
     """Wait until `call` is done, or `timeout` seconds went by; meanwhile rows that came are taken
     in by what takes them, and a bar is told how many answers are there."""
     end = None if timeout is None else time.monotonic() + timeout
+
+    def goes_on() -> bool:
+        return call.error is None and (end is None or time.monotonic() < end)
+
     while True:
         if call.stack is not None:
-            call.stack.take_in()
+            call.stack.take_in(goes_on)
         if update is not None:
             update(len(call.jobs) - call.left)
         left = None if end is None else end - time.monotonic()

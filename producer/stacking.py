@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, TypeAlias, cast
 
 import numpy as np
@@ -26,6 +26,8 @@ IS_NATIVE: Final = np.dtype("<f4").isnative
 
 Taking: TypeAlias = "Stack[Any] | Conversion[Any]"
 """What takes the rows of a call as they come."""
+GoesOn: TypeAlias = Callable[[], bool]
+"""Whether who waits still does: it is not over time, and nothing failed."""
 
 
 def are_stacked(jobs: Sequence[Job], info: ModelInfo) -> bool:
@@ -38,6 +40,11 @@ def are_converted(jobs: Sequence[Job], info: ModelInfo) -> bool:
     if len(jobs) < 2 or ENTRY_BYTES["bf16"] * info.vocab_size < LARGE:
         return False  # of small rows no job is looked at
     return any(isinstance(job.want, Row) and job.want.encoding != "f32" for job in jobs)
+
+
+def always() -> bool:
+    """Of a call that is done: all that came is wanted."""
+    return True
 
 
 class Stack(Generic[RowT_co]):
@@ -87,10 +94,10 @@ class Stack(Generic[RowT_co]):
         self._landed.append((place, row))
         return len(self._landed) == 1
 
-    def take_in(self) -> None:
-        """Put what came in its place: for who waits."""
+    def take_in(self, goes_on: GoesOn = always) -> None:
+        """Put what came in its place, as long as the call `goes_on`: for who waits."""
         landed = self._landed
-        while landed:
+        while landed and goes_on():
             place, row = landed.popleft()
             row.logprobs_into(self._block[place])
 
@@ -143,10 +150,10 @@ class Conversion(Generic[RowT_co]):
         self._landed.append((place, row))
         return len(self._landed) == 1
 
-    def take_in(self) -> None:
-        """Convert what came: for who waits."""
+    def take_in(self, goes_on: GoesOn = always) -> None:
+        """Convert what came, as long as the call `goes_on`: for who waits."""
         landed = self._landed
-        while landed:
+        while landed and goes_on():
             place, row = landed.popleft()
             self._rows[place] = self._framework.one(row)
 

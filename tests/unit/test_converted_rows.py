@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lmpool.errors import LmpoolError, PoolMismatch, PoolTimeout, PromptError, PromptFailed
+from lmpool.errors import (
+    LmpoolError,
+    PoolMismatch,
+    PoolTimeout,
+    PromptError,
+    PromptFailed,
+    UnknownAdapter,
+)
+from lmpool.producer import caller as caller_module
 from lmpool.producer import stacking as stacking_module
+from lmpool.producer.answers import AnswerReader
 from lmpool.producer.frameworks import framework
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.pooled_lm import PooledLM
 from lmpool.producer.stacking import Conversion, are_converted
 from lmpool.rows import EncodedRow, pack_values, unpack_row
+from lmpool.servers import Servers
 from lmpool.wants import Digest, Row, Top, TopLogprobs
 from tests.support.parts import VOCAB, info_of, jobs_of, new_session
 from tests.support.waiting import until
@@ -317,3 +330,107 @@ def test_rows_in_f32_are_left_to_the_caller_as_they_came() -> None:
     assert not conversion.takes(row)
     assert conversion.takes(came(0))
     assert conversion.whole([row]) == [row]
+
+
+def test_the_last_row_may_land_after_others_were_taken_in(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def bar(_: int) -> Iterator[Callable[[int], None]]:
+        def update(done: int) -> None:
+            if not done:
+                for number in range(len(ASKS)):
+                    held.land(number, came(number))
+
+        yield update
+
+    monkeypatch.setattr(caller_module, "_bar", bar)
+    for number, row in enumerate(held.lm.sync.ask_many(ASKS, progress=True)):
+        np.testing.assert_array_equal(row, right(number))
+
+
+def test_rows_that_are_converted_are_received_elsewhere(held: Held) -> None:
+    """Also those in f32 among them."""
+
+    def answer(call: PendingCall) -> None:
+        reader = AnswerReader(held.session, Servers.of_url("redis://127.0.0.1:1/0"))
+        digests = [job.digest for job in call.jobs]
+        assert reader._lend(digests, [24 + 4 * VOCAB] * len(digests)) == [None] * len(digests)
+        for number in range(2):
+            held.land(number, came(number))
+        held.land(2, unpack_row(pack_values("f32", right(2)).joined()))
+
+    held.then = answer
+    found = held.lm.sync.ask_many([*ASKS[:2], (PROMPTS[2], Row("f32"))])
+    for number, row in enumerate(found):
+        np.testing.assert_array_equal(row, right(number))
+
+
+@pytest.mark.parametrize("error", [UnknownAdapter, PoolMismatch])
+def test_errors_that_are_kept_hold_on_to_no_row(held: Held, error: type[LmpoolError]) -> None:
+    def answer(_: PendingCall) -> None:
+        held.land(0, came(0))
+        held.fail(1, error("gone"))
+        held.land(2, came(2))
+
+    held.then = answer
+    gc.disable()
+    try:
+        found = held.lm.sync.ask_many(ASKS, errors="return")
+        row = weakref.ref(found[0])
+        assert isinstance(found[1], error)
+        held.submitted.clear()
+        for unsent in held.session.table.unsent.values():
+            unsent.clear()
+        del found
+        assert row() is None
+    finally:
+        gc.enable()
+
+
+class Late(Watched):
+    """Of whose rows each takes until something happened."""
+
+    def __init__(self, happens: Callable[[], object]) -> None:
+        super().__init__()
+        self.happens = happens
+        self.count = 0
+
+    def one(self, row: EncodedRow) -> Any:
+        self.count += 1
+        self.happens()
+        return super().one(row)
+
+
+def test_an_error_is_told_before_all_that_came_is_converted(held: Held) -> None:
+    def answer(_: PendingCall) -> None:
+        held.land(0, came(0))
+        held.land(1, came(1))
+
+    held.then = answer
+    slow = Late(lambda: held.fail(2, PromptFailed("no")) if slow.count == 1 else None)
+    held.lm._framework = slow  # type: ignore[assignment]
+    with pytest.raises(PromptFailed):
+        held.lm.sync.ask_many(ASKS)
+    assert slow.count == 1
+
+
+def test_the_time_is_over_before_all_that_came_is_converted(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(_: PendingCall) -> None:
+        held.land(0, came(0))
+        held.land(1, came(1))
+
+    now = 0.0
+    monkeypatch.setattr(caller_module.time, "monotonic", lambda: time.perf_counter() + now)
+
+    def pass_by() -> None:
+        nonlocal now
+        now += 1_000
+
+    held.then = answer
+    held.lm._framework = slow = Late(pass_by)  # type: ignore[assignment]
+    with pytest.raises(PoolTimeout, match="1 of 3"):
+        held.lm.sync.ask_many(ASKS, timeout=100)
+    assert slow.count == 1

@@ -94,6 +94,9 @@ def test_numbers_of_another_byte_order_are_read_as_numbers(encoding: Any) -> Non
     row = unpack_row(written(encoding, 300))
     swapped = EncodedRow(encoding, 300, row.scale, row.data.astype(row.data.dtype.newbyteorder()))
     assert swapped.logprobs().tobytes() == row.logprobs().tobytes()
+    out = np.empty(300, np.float32)
+    swapped.logprobs_into(out)
+    assert out.tobytes() == row.logprobs().tobytes()
 
 
 @given(row=F32_ROWS)
