@@ -39,6 +39,14 @@ def refill(target: torch.Tensor, arrays: Sequence[np.ndarray[Any, Any]]) -> None
     target.copy_(flat, non_blocking=True)
 
 
+def avoid_cudnn_attention(device: torch.device) -> None:
+    """Switch cuDNN's attention off in this process, which torch prefers on newer GPUs: it builds a
+    plan for each shape that it has not seen, which takes about half a second, and batches come in
+    all shapes. The other kernels need none."""
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 class HostCopies:
     """Brings tensors to the host: from a GPU on a stream of its own, into pinned memory."""
 

@@ -20,7 +20,7 @@ import torch
 
 from lmpool.backends.admission import of_another_head
 from lmpool.backends.batch import BatchEngine
-from lmpool.backends.device import HostCopies
+from lmpool.backends.device import HostCopies, avoid_cudnn_attention
 from lmpool.backends.engine import EngineInfo, Measures, Outcome, Request, Tokens
 from lmpool.backends.grouping import MAX_LOGITS
 from lmpool.backends.hf.adapters import LoraAdapters
@@ -67,7 +67,8 @@ class HFEngine(BatchEngine):
     `kv_cache_bytes` bounds the memory in which keys and values are kept between batches: by
     default an eighth of what is available to a CPU, at most 4 GiB, or half of what is free on a
     GPU, at most 32 GiB; 0 keeps nothing. On a GPU small forward passes are recorded as CUDA graphs
-    and replayed, where the model bears that, unless `enforce_eager`. `threads`
+    and replayed, where the model bears that, unless `enforce_eager`; and cuDNN's attention is
+    switched off in the whole process, as it builds a plan for each new shape. `threads`
     are those that torch computes with on a CPU, in the whole process: where workers share a CPU,
     all their threads together should be no more than its cores.
     `model_kwargs` go to `from_pretrained`; bitsandbytes' options (``load_in_4bit``,
@@ -115,6 +116,7 @@ class HFEngine(BatchEngine):
             trust_remote_code=trust_remote_code,
             model_kwargs=kwargs,
         )
+        avoid_cudnn_attention(loaded.device)
         automatic = _FORWARD_TOKENS_CPU if loaded.device.type == "cpu" else _FORWARD_TOKENS_GPU
         self._forward_tokens = forward_tokens or automatic
         self.score_tokens = _SCORED_PASSES * self._forward_tokens

@@ -17,6 +17,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from lmpool.backends.device import avoid_cudnn_attention  # noqa: E402
 from lmpool.backends.hf import HFEngine, graphs  # noqa: E402
 from lmpool.backends.hf.graphs import RECORDED_AFTER, PassGraphs  # noqa: E402
 from lmpool.backends.hf.packed_layout import ALIGNMENT, QUERY_BLOCK, Pass  # noqa: E402
@@ -381,6 +382,25 @@ def test_a_gpu_knows_no_other_rows(llama: str, dtype: str) -> None:
                 rows = rows_of(engine, prompts)
             assert np.abs(rows - right).max() < tolerance
         engine.close()
+
+
+def test_attention_that_plans_for_each_shape_is_switched_off_on_a_gpu(llama: str) -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        HFEngine(llama, device="cpu").close()
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        avoid_cudnn_attention(torch.device("cuda:0"))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@on_a_gpu
+def test_a_gpu_computes_without_it(llama: str) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    HFEngine(llama).close()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @on_a_gpu
