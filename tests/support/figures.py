@@ -101,7 +101,7 @@ def _on_a_gpu() -> str:
     gpu = saved("gpu")["facts"]["gpu"].split(",")[0]
     particles, single = partial(median, "gpu", GPU_PARTICLES), partial(median, "gpu", GPU_SINGLE)
     return _wrapped(
-        f"With the `hf` engine and {_model('gpu')} on one {gpu} (`make bench ARGS=gpu`): 32 "
+        f"With the `hf` engine, {_model('gpu')}, on one {gpu} (`make bench ARGS=gpu`): 32 "
         "particles of one prompt get "
         f"{particles('pool')} rows a second through the pool, beside "
         f"{particles('by hand (DynamicCache)')} of a `DynamicCache` by hand in the process that "
@@ -112,8 +112,10 @@ def _on_a_gpu() -> str:
 
 
 def _model(report: str) -> str:
+    """The model and its rows, of a title that goes on with the prompts."""
     title = saved(report)["title"]
-    return f"{title[0].lower()}{title[1:]}".rpartition(", ")[0]
+    model, rows, _ = f"{title[0].lower()}{title[1:]}".rsplit(", ", 2)
+    return f"{model} and {rows}"
 
 
 def comparison_figures() -> str:
