@@ -302,9 +302,9 @@ class PackedForward:
         self, layout: Layout, part: Pass, rows: int | None, graphs: PassGraphs | None
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """The logits of a pass, in blocks of `rows`; None: all at once."""
-        which = np.unique(part.outputs, return_inverse=True)[1]
+        places, which = np.unique(part.outputs, return_inverse=True)
         begin = 0
-        for logits in self._blocks(layout, part, rows, graphs):
+        for logits in self._blocks(layout, part, places, rows, graphs):
             first, last = np.searchsorted(which, (begin, begin + len(logits)))
             if last - first == len(logits):
                 yield slice(first, last), logits
@@ -317,9 +317,14 @@ class PackedForward:
             del logits  # before the next block is computed
 
     def _blocks(
-        self, layout: Layout, part: Pass, rows: int | None, graphs: PassGraphs | None
+        self,
+        layout: Layout,
+        part: Pass,
+        places: Indices,
+        rows: int | None,
+        graphs: PassGraphs | None,
     ) -> Iterator[torch.Tensor]:
-        """The logits at the distinct outputs of a pass; of one that has none, nothing."""
+        """The logits at the distinct outputs of a pass, `places`; of one that has none, nothing."""
         shape = None if graphs is None else graphs.fit(part, self.bounds.widest)
         if graphs is not None and shape is not None:
             yield from self._recorded(graphs, shape, layout, part)
@@ -328,12 +333,15 @@ class PackedForward:
         # Rows of new beginnings need nothing that is kept, and a plainly causal mask where each of
         # them is one prompt's.
         begins = np.array_equal(part.columns, queries) and bool(layout.fresh[queries].all())
-        ordered = (layout.depths[queries] == np.arange(queries.shape[1])).all()
-        masked = not begins or bool(self._arena.claimed) or not ordered
+        masked = (
+            not begins
+            or bool(self._arena.claimed)
+            or not (layout.depths[queries] == np.arange(queries.shape[1])).all()
+        )
         lines, width, columns = part.shape
         if masked and leaves_one(width, self.query_block):
             part, begins = padded(part, (lines, width + 1, columns), layout.blank), False
-        places = np.unique(part.outputs)
+            places = np.unique(part.outputs)
         wanted = places if places.size else np.zeros(1, np.int64)
         arrays = self._arrays(layout, part, wanted, gathered=not begins, masked=masked)
         at = dict(zip(arrays, all_to_device([*arrays.values()], self.device), strict=True))
