@@ -335,11 +335,13 @@ class Cluster:
     # ---- waiting
 
     def wait_until_ok(self, timeout: float = 60.0) -> None:
-        """Until every running node serves, all agree on who has which slot, and replicas follow."""
+        """Until every running node serves, all agree on who has which slot and which of them
+        follows whom, and replicas follow."""
         with _Asking() as asking:
 
             def state() -> str | None:
-                maps = set()
+                maps, followers = set(), set()
+                running = {node.id for node in self.running}
                 for node in self.running:
                     try:
                         info = asking.of(node).execute_command("CLUSTER", "INFO")
@@ -353,7 +355,12 @@ class Cluster:
                         return f"{node} follows nobody"
                     members = _members(nodes)
                     maps.add(frozenset((m.id, m.slots) for m in members if m.serves))
-                if len(maps) != 1:
+                    followers.add(
+                        frozenset(
+                            (m.id, m.primary) for m in members if m.primary and m.id in running
+                        )
+                    )
+                if len(maps) != 1 or len(followers) != 1:
                     return "they do not agree"
                 covered = sum(last - first + 1 for _, s in maps.pop() for first, last in s)
                 return None if covered == SLOTS else f"{covered} slots are served"
