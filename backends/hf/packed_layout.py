@@ -33,7 +33,7 @@ _POSITION_COST: Final = 1_000
 QUERY_BLOCK: Final = 32
 """Queries of a row that one block of a GPU's kernel computes, or a divisor of that. Where a row
 leaves a single query to its last block, and all heads share one head of keys, PyTorch's
-memory-efficient kernel (up to 2.13 at least) takes the heads for queries there, and gives all but
+memory-efficient kernel (seen with 2.11) takes the heads for queries there, and gives all but
 the first of them the masks of whatever lies behind: such rows get a position more."""
 
 ALIGNMENT: Final = 8
