@@ -47,10 +47,33 @@ def always() -> bool:
     return True
 
 
-class Stack(Generic[RowT_co]):
+class _Landing:
+    """Rows that came, until who waits takes them in."""
+
+    def __init__(self) -> None:
+        self._landed: deque[tuple[int, EncodedRow]] = deque()
+
+    def land(self, place: int, row: EncodedRow) -> bool:
+        """A row came that it takes. Whether who waits knows of no other yet. Under the client's
+        lock."""
+        self._landed.append((place, row))
+        return len(self._landed) == 1
+
+    def take_in(self, goes_on: GoesOn = always) -> None:
+        """Put what came where it belongs, as long as the call `goes_on`: for who waits."""
+        landed = self._landed
+        while landed and goes_on():
+            self._put(*landed.popleft())
+
+    def _put(self, place: int, row: EncodedRow) -> None:
+        raise NotImplementedError
+
+
+class Stack(_Landing, Generic[RowT_co]):
     """The block of one call, float32 [rows, vocab_size]."""
 
     def __init__(self, framework: Framework[RowT_co], rows: int, vocab_size: int) -> None:
+        super().__init__()
         self._framework = framework
         self._shape = rows, vocab_size
         self.nbytes = 4 * rows * vocab_size
@@ -60,7 +83,6 @@ class Stack(Generic[RowT_co]):
         """Those of its rows that the local cache has."""
         self._lent: set[int] = set()
         """Places that somebody receives a row into."""
-        self._landed: deque[tuple[int, EncodedRow]] = deque()
         self._crossed: list[tuple[int, EncodedRow]] = []
         """What came by another way than the one that its place is lent to."""
 
@@ -87,19 +109,13 @@ class Stack(Generic[RowT_co]):
         return answer is not STACKED
 
     def land(self, place: int, row: EncodedRow) -> bool:
-        """A row came that is not in its place. Whether who waits knows of no other yet."""
         if place in self._lent:
             self._crossed.append((place, row))
             return False
-        self._landed.append((place, row))
-        return len(self._landed) == 1
+        return super().land(place, row)
 
-    def take_in(self, goes_on: GoesOn = always) -> None:
-        """Put what came in its place, as long as the call `goes_on`: for who waits."""
-        landed = self._landed
-        while landed and goes_on():
-            place, row = landed.popleft()
-            row.logprobs_into(self._block[place])
+    def _put(self, place: int, row: EncodedRow) -> None:
+        row.logprobs_into(self._block[place])
 
     def whole(self, rows: Sequence[Answer]) -> RowT_co:
         """The block of a call that is done, with its answers."""
@@ -132,30 +148,21 @@ class Stacks(Generic[RowT_co]):
         return self._stack.whole(rows)
 
 
-class Conversion(Generic[RowT_co]):
+class Conversion(_Landing, Generic[RowT_co]):
     """The rows of one call that do not travel as callers have them: each gets memory of its own,
     and what it came in is free again."""
 
     def __init__(self, framework: Framework[RowT_co]) -> None:
+        super().__init__()
         self._framework = framework
-        self._landed: deque[tuple[int, EncodedRow]] = deque()
         self._rows: dict[int, RowT_co] = {}
 
     def takes(self, answer: Answer) -> bool:
         """Whether an answer is to land here: a row that the caller cannot have as it came."""
         return isinstance(answer, EncodedRow) and answer.encoding != "f32"
 
-    def land(self, place: int, row: EncodedRow) -> bool:
-        """Such a row came. Whether who waits knows of no other yet. Under the client's lock."""
-        self._landed.append((place, row))
-        return len(self._landed) == 1
-
-    def take_in(self, goes_on: GoesOn = always) -> None:
-        """Convert what came, as long as the call `goes_on`: for who waits."""
-        landed = self._landed
-        while landed and goes_on():
-            place, row = landed.popleft()
-            self._rows[place] = self._framework.one(row)
+    def _put(self, place: int, row: EncodedRow) -> None:
+        self._rows[place] = self._framework.one(row)
 
     def whole(self, found: Sequence[Answer | LmpoolError]) -> list[Any]:
         """The answers of a call that is done, and such rows as the caller gets them."""
