@@ -42,6 +42,7 @@ CHECKED: Final = 4
 ALONE, POOL, BARE = "engine", "pool", "the model's forward passes alone"
 BY_HAND, ONE_BY_ONE = "by hand (DynamicCache)", "by hand"
 EAGER = "engine, enforce_eager"
+CUDNN = "engine, cuDNN's attention"
 
 Rows = npt.NDArray[np.float32]
 
@@ -244,6 +245,8 @@ class _Engine:
         if (bare := self.bare()) is not None:
             rows[BARE] = bare
         self.compare("rows/s", "Rows", rows)
+        longest = self.longest()
+        self.compare("rows/s", f"Rows of prompts of 1 to {longest} tokens", self.lengths())
         self.compare("answers/s", "Top 20", self.sides(Top(20), self.sizes.prompts, 0))
         texts = self.sides(Score(), self.sizes.prompts // 8, self.sizes.text)
         self.compare("texts/s", f"Scores of texts of {self.sizes.text} tokens", texts)
@@ -302,6 +305,27 @@ class _Engine:
 
         return {ALONE: partial(timed, self.ask_engine), POOL: partial(timed, self.ask_pool)}
 
+    def longest(self) -> int:
+        """Tokens that one of prompts of all lengths may have."""
+        return 8 * self.sizes.length
+
+    def lengths(self) -> dict[str, Callable[[int], float]]:
+        """The same of prompts of all lengths: no two batches have the same shape."""
+
+        def timed(ask: Callable[[Prompts, Want], list[Any]], number: int) -> float:
+            count = self.sizes.prompts // 2
+            prompts = self.fresh(count, self.longest())
+            lengths = np.random.default_rng(self._asked).integers(1, self.longest() + 1, count)
+            prompts = Prompts([p[:n] for p, n in zip(prompts, lengths.tolist(), strict=True)])
+            began = time.perf_counter()
+            found = ask(prompts, Row())
+            took = time.perf_counter() - began
+            if number == 0:
+                self.check(Row(), prompts, found)
+            return count / took
+
+        return {ALONE: partial(timed, self.ask_engine), POOL: partial(timed, self.ask_pool)}
+
     def singles(self) -> dict[str, Callable[[int], float]]:
         """The same of prompts of which each is asked when the row before is there."""
 
@@ -341,7 +365,7 @@ class _Engine:
         for name, values in taken.items():
             self.report.add(heading, Measured(name, unit, tuple(values)))
         self.report.add(heading, ratio("pool / engine", taken[POOL], taken[ALONE]))
-        for other in (BARE, BY_HAND, ONE_BY_ONE, EAGER):
+        for other in (BARE, BY_HAND, ONE_BY_ONE, EAGER, CUDNN):
             if other in taken:
                 self.report.add(heading, ratio(f"engine / {other}", taken[ALONE], taken[other]))
         for other in (BY_HAND, ONE_BY_ONE):
@@ -430,6 +454,12 @@ class _Hf(_Engine):
         super().parts()
         self.copies()
         self.pinned()
+
+    def lengths(self) -> dict[str, Callable[[int], float]]:
+        sides = super().lengths()
+        if self.device.type == "cuda":
+            sides[CUDNN] = _with_cudnn(sides[ALONE])
+        return sides
 
     def singles(self) -> dict[str, Callable[[int], float]]:
         sides = super().singles()
@@ -573,6 +603,20 @@ class _Hf(_Engine):
             batches = self.sizes.prompts / self.sizes.batch
             more = (after - before) / batches
             self.report.add(heading, Measured("blocks asked of CUDA", "a batch", (more,)))
+
+
+def _with_cudnn(side: Callable[[int], float]) -> Callable[[int], float]:
+    """The same with the attention that PyTorch prefers, and that the engine switches off."""
+    import torch
+
+    def run(number: int) -> float:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        try:
+            return side(number)
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(False)
+
+    return run
 
 
 class _Vllm(_Engine):
