@@ -24,6 +24,7 @@ from lmpool.backends.device import HostCopies, avoid_cudnn_attention
 from lmpool.backends.engine import EngineInfo, Measures, Outcome, Request, Tokens
 from lmpool.backends.grouping import MAX_LOGITS
 from lmpool.backends.hf.adapters import LoraAdapters
+from lmpool.backends.hf.attention import share_keys
 from lmpool.backends.hf.forward import Forward
 from lmpool.backends.hf.hidden import States, head_of, parted
 from lmpool.backends.hf.model import (
@@ -68,7 +69,9 @@ class HFEngine(BatchEngine):
     default an eighth of what is available to a CPU, at most 4 GiB, or half of what is free on a
     GPU, at most 32 GiB; 0 keeps nothing. On a GPU small forward passes are recorded as CUDA graphs
     and replayed, where the model bears that, unless `enforce_eager`; and cuDNN's attention is
-    switched off in the whole process, as it builds a plan for each new shape. `threads`
+    switched off in the whole process, as it builds a plan for each new shape. On a CPU heads that
+    share keys read them from one place, in the whole process, where transformers would copy them
+    for each. `threads`
     are those that torch computes with on a CPU, in the whole process: where workers share a CPU,
     all their threads together should be no more than its cores.
     `model_kwargs` go to `from_pretrained`; bitsandbytes' options (``load_in_4bit``,
@@ -117,6 +120,7 @@ class HFEngine(BatchEngine):
             model_kwargs=kwargs,
         )
         avoid_cudnn_attention(loaded.device)
+        share_keys(loaded.device)
         automatic = _FORWARD_TOKENS_CPU if loaded.device.type == "cpu" else _FORWARD_TOKENS_GPU
         self._forward_tokens = forward_tokens or automatic
         self.score_tokens = _SCORED_PASSES * self._forward_tokens
