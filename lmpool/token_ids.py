@@ -5,7 +5,7 @@ from __future__ import annotations
 import marshal
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, Protocol, TypeAlias, cast
 
@@ -65,6 +65,46 @@ def listed(given: TokenIds, most: int, what: str = PROMPT, of: str = "token ids"
         raise PromptError(f"{what} of dtype {found.dtype}: integers are needed")
     ids: list[int] = found.tolist()
     return ids
+
+
+def held(given: Any, most: int, what: str) -> Any:
+    """What a caller gave, as it is now, for what may be read again: an iterator is read, one more
+    than `most` at most, a list, an array or a tensor is copied, and so are those in a list.
+
+    What else it is stays, to be refused where it is checked. Raises `PromptError` for an iterator
+    that fails.
+    """
+    found = _held_by_itself(given, most, what)
+    if type(found) is tuple and found and as_integer(found[0]) is None:
+        return tuple([_held_by_itself(each, most, what) for each in found])
+    return found
+
+
+def _held_by_itself(given: Any, most: int, what: str) -> Any:
+    if type(given) is list:
+        return tuple(given)
+    if isinstance(given, Iterator):
+        try:
+            return tuple(islice(given, most + 1))
+        except LmpoolError:  # of a call that it makes
+            raise
+        except Exception as error:
+            raise PromptError(
+                f"{what} of type {type(given).__name__}: a list of token ids is needed "
+                f"({said(error)})"
+            ) from error
+    if isinstance(given, np.ndarray):
+        if given.base is None and not given.flags.writeable:
+            return given
+        copy = given.copy()
+        copy.flags.writeable = False
+        return copy
+    if hasattr(given, "detach") and hasattr(given, "clone"):
+        try:
+            return given.detach().clone()
+        except Exception:  # of the value's own, which is told where its ids are read
+            return given
+    return given
 
 
 def packed(ids: Sequence[int], vocab_size: int, what: str = "") -> bytes:

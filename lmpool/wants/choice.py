@@ -16,6 +16,8 @@ TokenSet: TypeAlias = TokenIds | npt.NDArray[np.int32]
 bit i of word i // 32 stands for token i, as xgrammar has it."""
 
 Form = Literal["only", "but", "mask"]
+MAX_IDS: Final = 1 << 20
+"""Ids of a set that are read before the vocabulary's size is known."""
 MAX_BYTES: Final = 4 << 20
 
 

@@ -15,9 +15,10 @@ from lmpool.model_info import ModelInfo
 from lmpool.uniforms import uniforms
 from lmpool.wants import packing
 from lmpool.wants.answers import Draws, Logprobs, TokenArray
-from lmpool.wants.choice import Choice, TokenSet
+from lmpool.wants.choice import MAX_IDS, Choice, TokenSet
 from lmpool.wants.distribution import Distribution, Weights
 from lmpool.wants.drawing import checked_seed, checked_temperature, seeds_of
+from lmpool.wants.held import hold
 from lmpool.wants.of_row import OfRow
 from lmpool.wants.top import likeliest
 
@@ -50,6 +51,9 @@ class Draw(OfRow[Draws]):
     replacement: bool = True
     allowed: TokenSet | Choice | None = None
     excluded: TokenSet | None = None
+
+    def __post_init__(self) -> None:
+        hold(self, allowed=MAX_IDS, excluded=MAX_IDS)
 
     def checked(self, info: ModelInfo) -> Draw:
         """With every default but the seed resolved for a model. Raises `PromptError`."""

@@ -17,6 +17,7 @@ from lmpool.token_ids import TokenIds, listed, packed
 from lmpool.wants import packing
 from lmpool.wants.answers import FINISH_REASONS, Computed, Generation, TopLogprobs
 from lmpool.wants.drawing import checked_seed, checked_temperature, seeds_of
+from lmpool.wants.held import hold
 from lmpool.wants.of_prompt import OfPrompt
 from lmpool.wants.score import MAX_NUMBERS
 
@@ -71,6 +72,9 @@ class Generate(OfPrompt[Generation]):
     stop: StopSequences = ()
     logprobs: bool = False
     top_logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        hold(self, eos_token_ids=EOS_READ, stop=MAX_STOP_TOKENS)
 
     def checked(self, info: ModelInfo) -> Self:
         """With every default but the seed resolved for a model. Raises `PromptError`.

@@ -16,9 +16,18 @@ from lmpool.model_info import ModelInfo
 from lmpool.wants import packing
 from lmpool.wants.answers import Computed, Logprobs, TextScores, TokenArray, TopLogprobs
 from lmpool.wants.distribution import scale
+from lmpool.wants.held import hold
 from lmpool.wants.of_prompt import OfPrompt
 from lmpool.wants.of_row import NOT_A_NUMBER
-from lmpool.wants.position_ids import AskedIds, PositionIds, as_array, beyond, checked_ids, read_ids
+from lmpool.wants.position_ids import (
+    MAX_TOKEN_IDS,
+    AskedIds,
+    PositionIds,
+    as_array,
+    beyond,
+    checked_ids,
+    read_ids,
+)
 from lmpool.wants.top import MAX_K, likeliest
 
 MAX_NUMBERS: Final = 1 << 23
@@ -48,6 +57,9 @@ class Score(OfPrompt[TextScores]):
     top_logprobs: int = 0
     token_ids: AskedIds | None = None
     temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        hold(self, token_ids=MAX_TOKEN_IDS)
 
     def checked(self, info: ModelInfo) -> Score:
         """With the ids as bytes. Raises `PromptError`."""

@@ -13,6 +13,7 @@ from lmpool.model_info import ModelInfo
 from lmpool.token_ids import TokenIds, listed, packed
 from lmpool.wants import packing
 from lmpool.wants.answers import Logprobs
+from lmpool.wants.held import hold
 from lmpool.wants.of_row import OfRow
 
 MAX_TOKEN_IDS: Final = 1 << 18
@@ -31,6 +32,9 @@ class Tokens(OfRow[Logprobs]):
     form: ClassVar[int] = 3
 
     token_ids: TokenIds | bytes
+
+    def __post_init__(self) -> None:
+        hold(self, token_ids=MAX_TOKEN_IDS)
 
     def checked(self, info: ModelInfo) -> Tokens:
         """With the ids as bytes. Raises `PromptError` for ids that the vocabulary does not have."""

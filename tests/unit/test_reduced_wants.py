@@ -14,7 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmpool.errors import JobFormatError, PromptError
-from lmpool.wants import Choice, Digester, Draw, OfRow, Tokens, Top, want_from_wire
+from lmpool.wants import (
+    Choice,
+    Digester,
+    Draw,
+    Generate,
+    OfRow,
+    Score,
+    Stream,
+    Tokens,
+    Top,
+    Want,
+    want_from_wire,
+)
 from lmpool.wants.top import likeliest
 from tests.support.parts import info_of
 from tests.support.strategies import token_bytes
@@ -119,6 +131,37 @@ def test_an_iterator_that_raises_is_told(name: str) -> None:
     make: Callable[..., Any] = Tokens if name == "token_ids" else Draw
     with pytest.raises(PromptError, match=f"{name} of type generator.*OSError: midway"):
         make(**{name: _raising()}).checked(INFO)
+
+
+def _forms(ids: list[int]) -> list[Any]:
+    """The same ids in whatever a caller may have, and may change, or read only once."""
+    forms = [iter(ids), (i for i in ids), [*ids], np.array(ids), torch.tensor(ids), map(int, ids)]
+    return [*forms, reversed(ids[::-1])]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ids: Tokens(ids),
+        lambda ids: Draw(seed=1, allowed=ids),
+        lambda ids: Draw(seed=1, excluded=ids),
+        lambda ids: Score(token_ids=ids),
+        lambda ids: Score(token_ids=[ids, [1, 2, 3]]),
+        lambda ids: Generate(seed=1, eos_token_ids=ids),
+        lambda ids: Generate(seed=1, stop=[ids]),
+        lambda ids: Generate(seed=1, stop=iter([ids])),
+        lambda ids: Stream(seed=1, stop=[[5], ids]),
+    ],
+)
+def test_a_want_stays_as_it_was_made_however_often_it_is_read(make: Callable[[Any], Want]) -> None:
+    right = make((3, 7, 9)).checked(INFO)
+    for ids in _forms([3, 7, 9]):
+        want = make(ids)
+        if not isinstance(ids, Iterator):
+            ids[0] = 200
+        for _ in range(2):
+            assert want.checked(INFO) == right
+    assert want.checked(info_of(vocab_size=VOCAB + 1)) is not None
 
 
 # --- which tokens may be drawn -----------------------------------------------------------------
