@@ -246,7 +246,10 @@ class AskingLM(AnsweringLM[RowT_co], Generic[RowT_co]):
         """`token_logprobs` after several prompts, float32 [prompts, n]."""
         options = self._options(timeout, priority, progress)
         want = Tokens(token_ids)
-        _, found = await self._several(prompt_token_ids_list, want, lora_name, options)
+        info, found = await self._several(prompt_token_ids_list, want, lora_name, options)
+        if not found:  # as many columns as there would be
+            checked = want.checked(info)
+            return np.empty((0, checked.stored_bytes(info) // 4), np.float32)
         return np.array(found, np.float32)
 
     async def score(

@@ -36,7 +36,7 @@ class AnswerCache:
         self._together: dict[Digest, Together] = {}
         self._used: set[Digest] = set()
         """Those of them that were asked for since."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may ask, too
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -60,6 +60,23 @@ class AnswerCache:
             # Who asks may be interrupted: what is counted is for those who put.
             self._used.add(digest)
             return cast(EncodedRow, answer).copy()
+
+    def touch(self, digest: Digest) -> None:
+        """An answer, if it is there, becomes the most recently used."""
+        with self._lock:
+            if digest in self._answers:
+                self._answers.move_to_end(digest)
+
+    def take(self, digest: Digest) -> Answer | None:
+        """The answer, which is kept no longer, or None. Not for rows."""
+        if digest not in self._answers:
+            return None
+        with self._lock:
+            answer = self._answers.pop(digest, None)
+            if answer is not None:
+                self._uncount(answer)
+                self._bytes -= answer.nbytes
+            return answer
 
     def peek(self, digest: Digest) -> Answer | None:
         """The answer, which is used no more recently by that, or None."""
@@ -132,4 +149,4 @@ class AnswerCache:
 
     def unlock(self) -> None:
         """A new lock, for a forked child: another thread may have held the old one."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, cast
 
+from lmpool.checks import said
 from lmpool.errors import LmpoolError
 from lmpool.model_info import ModelInfo
 from lmpool.producer.blocking import loop_or_blocking
@@ -59,9 +59,7 @@ class Caller:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Turn] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._turns: dict[asyncio.AbstractEventLoop, _Turn] = {}
         self._latest: _Turn | None = None
         """That of the loop which asked last: to look it up takes longer than all else."""
 
@@ -180,6 +178,8 @@ class Caller:
     def _turn_of(self, loop: asyncio.AbstractEventLoop) -> _Turn:
         turn = self._turns.get(loop)
         if turn is None:
+            for other in [other for other in list(self._turns) if other.is_closed()]:
+                self._turns.pop(other, None)  # it was closed before its turn ended
             turn = self._turns[loop] = _Turn(loop)
             loop.call_soon(self._end_turn, loop)
         return turn
@@ -191,16 +191,9 @@ class Caller:
         try:
             turn.make_jobs()
             self._client.submit(calls)
-        except Exception as error:
-            failure = (
-                error
-                if isinstance(error, LmpoolError)
-                else LmpoolError(f"{type(error).__name__}: {error}")
-            )
-            for call in calls:
-                if not call.done:
-                    call.error = failure
-                call._wake()
+        except BaseException as error:  # Ctrl-C, too, after which the loop may run on
+            failure = error if isinstance(error, LmpoolError) else LmpoolError(said(error))
+            self._client.fail(calls, failure)
             if failure is not error:
                 raise
 

@@ -45,8 +45,6 @@ FAREWELL: Final = 3.0
 """Seconds for which a client that closes waits for the server, unless it is told otherwise."""
 CUT_WAIT: Final = 0.2
 """Seconds in which a thread ends whose connection was cut."""
-LOCK_MOST: Final = 1.0
-"""Seconds after which nobody but this very thread can be holding the lock."""
 
 
 class Client:
@@ -104,7 +102,7 @@ class Client:
         future: Future[T] = Future()
         session = self._session
         self._start()
-        with session.lock:
+        with session.for_caller():
             if session.closed:
                 raise closed()
             session.tasks.append((function, future))
@@ -162,7 +160,7 @@ class Client:
         answered = []
         now = time.monotonic()
         session = self._session
-        with session.lock:
+        with session.for_caller():
             if session.closed:
                 raise closed()
             table = session.table
@@ -182,7 +180,7 @@ class Client:
                 table.statistics.requests += len(jobs)
                 is_woken = False
                 for place, job in enumerate(jobs if looks else ()):
-                    answer = self.cache.get(job.digest)
+                    answer = self._cached(job)
                     if answer is not None:
                         is_woken |= call.take(place, answer)
                         table.statistics.local_hits += 1
@@ -206,21 +204,27 @@ class Client:
             raise closed()
         if not session.is_confirmed(time.monotonic()):
             return None
-        answer = self.cache.get(job.digest)
+        answer = self._cached(job)
         if answer is not None:
-            with session.lock:
+            with session.for_caller():
                 session.table.statistics.requests += 1
                 session.table.statistics.local_hits += 1
         return answer
+
+    def _cached(self, job: Job) -> Answer | None:
+        """The local cache's answer; what it is not to keep is given out once."""
+        return (self.cache.get if job.want.cached else self.cache.take)(job.digest)
 
     def reduce_rows(self, jobs: Sequence[Job], row_digest: Callable[[Job], Digest]) -> None:
         """Answer by rows of the local cache what follows from them, into that cache."""
         for job in jobs:
             if not isinstance(job.want, OfRow) or self.cache.peek(job.digest) is not None:
                 continue
-            row = self.cache.peek(row_digest(job))
+            digest = row_digest(job)
+            row = self.cache.peek(digest)
             # Of numbers that lost precision on their way something else would follow.
             if isinstance(row, EncodedRow) and row.encoding != "f16":
+                self.cache.touch(digest)
                 with suppress(PromptFailed):  # which a worker can say as well
                     self.cache.put(job.digest, job.want.reduce(row.logprobs()))
 
@@ -240,15 +244,34 @@ class Client:
         """`forget`, at once unless somebody holds the lock, who may be this very thread: for what
         ends with a loop, or when the garbage collector finds it."""
         session = self._session
-        if not session.lock.acquire(blocking=False):
+        if session.is_interrupted:
             self.abandon(call)
             return
+        taken: list[bool] = []
         try:
-            session.forget(call)
-            if session.table.withdrawn:
-                session.work.notify()
+            # In one step: Ctrl-C that came between the lock and `taken` would leave it held.
+            taken.extend(map(session.lock.acquire, (False,)))
+            if taken[0]:
+                session.forget(call)
+                if session.table.withdrawn:
+                    session.work.notify()
+            else:
+                self.abandon(call)
         finally:
-            session.lock.release()
+            if taken and taken[0]:  # no call before it is released: behind one Ctrl-C may come
+                session.lock.release()
+
+    def fail(self, calls: Iterable[PendingCall], error: LmpoolError) -> None:
+        """Calls end with an error, as far as they have not ended, however much of them was taken
+        in: what nobody else wants of it is withdrawn."""
+        session, ended = self._session, []
+        with session.lock:
+            for call in calls:
+                if session.forget(call):
+                    call.error = error
+                ended.append(call)
+            session.work.notify()
+        wake(ended)
 
     def abandon(self, call: PendingCall) -> None:
         """`forget` soon, without waiting for a lock: for what the garbage collector ends."""
@@ -257,7 +280,7 @@ class Client:
     def withdraw_all(self) -> None:
         """Nobody waits any longer for anything asked so far."""
         session = self._session
-        with session.lock:
+        with session.for_caller():
             ended = session.fail_all(LmpoolError("withdrawn by reset_async_queries()"))
             session.work.notify()
         wake(ended)
@@ -291,18 +314,16 @@ class Client:
 
     def close_soon(self, timeout: float | None = None) -> None:
         """`close` for a finalizer, which may run in a thread that holds the lock."""
-        lock = self._session.lock
-        if lock.acquire(timeout=LOCK_MOST):
-            lock.release()
-            self.close(timeout)
-        else:
+        if self._session.is_interrupted:
             threading.Thread(target=self.close, name="lmpool-close", daemon=True).start()
+        else:
+            self.close(timeout)
 
     def _start(self) -> None:
         session = self._session
         if self._threads:
             return
-        with session.lock:
+        with session.for_caller():
             if self._threads or session.closed:
                 return
             collector = Collector(session)

@@ -9,7 +9,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from lmpool.affinity import Placement
 from lmpool.errors import LmpoolError
@@ -20,6 +20,10 @@ from lmpool.producer.stacking import STACKED, Stack
 from lmpool.rows import EncodedRow
 from lmpool.wants import Answer, Digest, Stream
 from lmpool.wire import Job
+
+PASSED_OVER: Final = 1024
+"""Flights of a queue that nobody waits for any more, and as many as there are others: with more
+they are taken out."""
 
 
 @dataclass
@@ -50,7 +54,7 @@ class Flight:
 
     __slots__ = (
         "call", "counted", "deadline", "doubts", "job", "lane", "others", "pieces", "place",
-        "priority", "sent", "shard", "since", "trace", "tries",
+        "priority", "queued", "sent", "shard", "since", "takes", "trace", "tries",
     )  # fmt: skip
 
     def __init__(
@@ -73,7 +77,9 @@ class Flight:
         self.lane = lane
         self.priority: Priority = call.priority  # "batch" only while all who wait agree
         self.deadline = call.deadline  # monotonic; None waits without end
+        self.queued = True  # whether it is to be sent, by the queue of its priority
         self.sent = False  # whether the server may know of it
+        self.takes = 0  # bytes of the job, once that was sent
         self.counted = False
         self.tries = 0
         self.doubts = 0  # notices that said what others may have made a worker say
@@ -117,7 +123,12 @@ class FlightTable:
         self.streamed: dict[Digest, Flight] = {}
         """Those of `flights` whose pieces are read as they come."""
         self.unsent: dict[Priority, deque[Flight]] = {priority: deque() for priority in PRIORITIES}
+        """Those to be sent, in order, among others that are passed over as they are not `queued` by
+        this priority."""
         self._counts: dict[Priority, int] = dict.fromkeys(PRIORITIES, 0)
+        self._queued: dict[Priority, int] = dict.fromkeys(PRIORITIES, 0)
+        self.bytes_sent = 0
+        """Of the jobs of flights that the server may know of, about."""
         self.withdrawn: list[tuple[int, Digest]] = []
         """What the server is to forget, by shard."""
         self.placement = Placement()
@@ -142,6 +153,7 @@ class FlightTable:
                     shard, lane = place_of(job.tokens, job.adapter)
                 flight = flights[digest] = Flight(job, call, place, now, shard, lane)
                 self._counts[priority] += 1
+                self._queued[priority] += 1
                 append(flight)
                 if flight.pieces is not None:
                     self.streamed[digest] = flight
@@ -151,12 +163,12 @@ class FlightTable:
                 # The server's deadline must follow the longest wait.
                 resend = flight.extend(deadline) and flight.sent
                 if flight.priority != priority == "interactive":
-                    # Where it was among those of priority batch, it is passed over.
+                    self._unqueue(flight)
                     flight.priority, resend = "interactive", True
                     self._counts["batch"] -= 1
                     self._counts["interactive"] += 1
                 if resend:
-                    self.unsent[flight.priority].append(flight)
+                    self._queue(flight)
             if flight.pieces is not None and isinstance(call, StreamCall):
                 call.pieces = flight.pieces
         if call.stack is not None:
@@ -171,10 +183,15 @@ class FlightTable:
         unsent = self.unsent[priority]
         while unsent and len(taken) < most and size < most_bytes:
             flight = unsent.popleft()
-            if flight.priority == priority and self.is_waiting(flight):
-                flight.sent = True
+            if flight.queued and flight.priority == priority and self.is_waiting(flight):
+                flight.queued, flight.sent = False, True
+                self._queued[priority] -= 1
+                if not flight.takes:
+                    job = flight.job
+                    flight.takes = len(job.tokens) + job.want.travelling_bytes()
+                    self.bytes_sent += flight.takes
                 taken.append(flight)
-                size += len(flight.job.tokens)
+                size += flight.takes
         return taken
 
     def take_withdrawn(self) -> list[tuple[int, Digest]]:
@@ -190,33 +207,54 @@ class FlightTable:
         return left
 
     def under_way(self, priority: Priority) -> int:
-        """How many flights the server may know of and has not answered, about."""
-        return max(0, self._counts[priority] - len(self.unsent[priority]))
+        """How many flights the server may know of and has not answered."""
+        return max(0, self._counts[priority] - self._queued[priority])
+
+    def to_be_sent(self, priority: Priority) -> int:
+        """How many flights are to be sent."""
+        return max(0, self._queued[priority])
 
     def has_unsent(self) -> bool:
         """Whether anything is to be sent."""
-        return any(self.unsent.values())
+        return any(self._queued.values())
 
     def put_back(self, flights: Iterable[Flight]) -> None:
         """Flights whose sending failed: they go first again."""
         for flight in reversed(list(flights)):
             if self.is_waiting(flight):
-                self.unsent[flight.priority].appendleft(flight)
+                self._queue(flight, first=True)
 
     def ask_again(self) -> None:
         """All is to be sent, where it belongs now: the shards are others."""
-        for unsent in self.unsent.values():
-            unsent.clear()
         for flight in self.flights.values():
             flight.shard, flight.lane = self.placement.of(flight.job.tokens, flight.job.adapter)
             self.statistics.resubmitted += flight.sent
-            self.unsent[flight.priority].append(flight)
+            self._queue(flight)
 
     def resend(self, flight: Flight) -> None:
         """The server lost this one: send it again."""
         if self.is_waiting(flight):
             self.statistics.resubmitted += 1
-            self.unsent[flight.priority].append(flight)
+            self._queue(flight)
+
+    def _queue(self, flight: Flight, *, first: bool = False) -> None:
+        if not flight.queued:
+            flight.queued = True
+            self._queued[flight.priority] += 1
+            unsent = self.unsent[flight.priority]
+            (unsent.appendleft if first else unsent.append)(flight)
+
+    def _unqueue(self, flight: Flight) -> None:
+        """It is not to be sent, by its priority: where it stands in the queue it is passed over."""
+        if flight.queued:
+            flight.queued = False
+            priority = flight.priority
+            left = self._queued[priority] = self._queued[priority] - 1
+            unsent = self.unsent[priority]
+            if len(unsent) > PASSED_OVER + 2 * left:
+                kept = [f for f in unsent if f.queued and f.priority == priority]
+                unsent.clear()
+                unsent.extend(kept)
 
     def is_waiting(self, flight: Flight) -> bool:
         """Whether anybody still waits for it."""
@@ -274,9 +312,22 @@ class FlightTable:
         flight = self.flights.pop(digest, None)
         if flight is not None:
             self._counts[flight.priority] -= 1
+            self.bytes_sent -= flight.takes
+            if flight.queued:
+                self._unqueue(flight)
             if flight.pieces is not None:
-                del self.streamed[digest]
+                self.streamed.pop(digest, None)
+            if not self.flights:
+                self._begin_anew()
         return flight
+
+    def _begin_anew(self) -> None:
+        """Nobody waits: what Ctrl-C kept from being counted is right again."""
+        self.bytes_sent = 0
+        self.streamed.clear()
+        for priority in PRIORITIES:
+            self._counts[priority] = self._queued[priority] = 0
+            self.unsent[priority].clear()
 
     def _digests_of(self, call: PendingCall) -> list[Digest]:
         # A call that was left in the turn in which it was made has no job yet.

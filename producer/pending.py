@@ -119,6 +119,11 @@ class PendingCall:
         return self.done or self._asleep.acquire(timeout=-1 if timeout is None else timeout)
 
     @property
+    def is_left(self) -> bool:
+        """Whether nobody can wait for it any more: its event loop was closed."""
+        return self._future is not None and self._future.get_loop().is_closed()
+
+    @property
     def has_future(self) -> bool:
         """Whether it was prepared to be awaited."""
         return self._future is not None
@@ -228,5 +233,9 @@ def _call_soon(
 
 
 def _wake_all(calls: list[PendingCall]) -> None:
-    for call in calls:
-        call._wake()
+    try:
+        for call in calls:
+            call._wake()
+    except BaseException:  # Ctrl-C, after which the loop may run on
+        _call_soon(calls[0].future.get_loop(), _wake_all, calls)
+        raise

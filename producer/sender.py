@@ -517,6 +517,9 @@ class Sender:
             self._servers.follow()
         with session.lock:
             flights = session.table.overdue(now, every, 10 * CHECK_MOST)
+            for call in [c for flight in flights for c, _ in flight.waiters if c.is_left]:
+                session.forget(call)
+            flights = [flight for flight in flights if session.table.is_waiting(flight)]
         for shard, mine in by_shard(self._session.shards, flights):
             if not self._check_all(shard, mine):
                 self._outages.of(shard)

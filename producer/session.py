@@ -28,7 +28,9 @@ CONFIRMED_FOR: Final = 5.0
 """Seconds for which the pool is taken to serve what it did when that was last looked at: answers of
 a model that it no longer serves, from the client's cache or the server's, are no older."""
 CLAIM_BYTES: Final = 1 << 20
-"""Of the tokens in one claim, about."""
+"""Of the jobs in one claim, about: their tokens, and what is wanted of them."""
+UNDER_WAY_BYTES: Final = 64 << 20
+"""Of the jobs of a client that the server has, about: more wait at the client."""
 CLAIM_MOST: Final = 512
 """Jobs in one claim: about 3 ms of the server's time, which is everybody's."""
 
@@ -49,7 +51,7 @@ class Session:
         self.info: ModelInfo | None = None
         self.shards: tuple[ShardKeys, ...] = ()
         self.table = FlightTable(statistics)
-        self.lock = threading.Lock()
+        self.lock: Any = threading.RLock()
         self.work = threading.Condition(self.lock)
         """Notified when the sender has something to do; nobody else waits on it."""
         self.tasks: list[Task] = []
@@ -79,6 +81,23 @@ class Session:
     def _go_to(self, primary: Address) -> None:
         for servers in self._connections:
             servers.go_to(primary)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether this very thread holds the lock: what runs now is a signal's handler, or what the
+        garbage collector found, in the middle of another call."""
+        found: bool = self.lock._is_owned()
+        return found
+
+    def for_caller(self) -> Any:
+        """The lock, for a thread that asks something. Raises `LmpoolError` in a signal's handler
+        that came in the middle of another call of its thread's, which would wait for itself."""
+        if self.is_interrupted:
+            raise LmpoolError(
+                "asked by a signal's handler that interrupted another call of the same client: set "
+                "a flag there and ask afterwards, or ask in a thread of its own"
+            )
+        return self.lock
 
     def join(self, info: ModelInfo) -> None:
         """Take over what the pool serves."""
@@ -116,7 +135,7 @@ class Session:
         """Answer what is unsent and in the cache: the calls that this ends. Under the lock."""
         ended = []
         for unsent in self.table.unsent.values():
-            for flight in unsent:
+            for flight in list(unsent):
                 answer = None if flight.sent else self.cache.get(flight.job.digest)
                 if answer is not None and self.table.is_waiting(flight):
                     self.table.statistics.local_hits += 1
@@ -136,17 +155,16 @@ class Session:
 
     def fail_all(self, error: LmpoolError) -> list[PendingCall]:
         """Nothing that is waited for will come: the calls that this ends. Under the lock."""
-        ended = self.end_all(error)
-        self.table.statistics.failed += len(ended)
-        return ended
+        return self.end_all(error, count_failed=True)
 
-    def end_all(self, error: LmpoolError) -> list[PendingCall]:
+    def end_all(self, error: LmpoolError, *, count_failed: bool = False) -> list[PendingCall]:
         """Withdraw all that is waited for: the calls that this ends. Under the lock."""
         ended = []
         for digest in list(self.table.flights):
             flight = self.table.flights.get(digest)
             if flight is not None:
                 self.table.statistics.withdrawn += 1
+                self.table.statistics.failed += count_failed
                 if flight.sent:
                     self.table.withdrawn.append((flight.shard, digest))
                 ended += self.table.fail(digest, error)
@@ -170,11 +188,14 @@ class Session:
     def may_send(self, priority: Priority) -> int:
         """How many flights may be sent now: the client's jobs on the server have a bound.
 
-        It is 0 until there is room for a good part of a request. Under the lock.
+        It is 0 until there is room for a good part of a request, and while they are too large
+        together. Under the lock.
         """
-        unsent = len(self.table.unsent[priority])
+        unsent = self.table.to_be_sent(priority)
         if self.info is None or not unsent:
             return unsent
+        if self.table.bytes_sent >= UNDER_WAY_BYTES:
+            return 0
         bound = self.info.client_backlog * len(self.shards)
         room = bound - self.table.under_way(priority)
         return room if room >= min(unsent, max(1, bound // 4)) else 0

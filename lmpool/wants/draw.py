@@ -91,6 +91,10 @@ class Draw(OfRow[Draws]):
         """What a checked one's answer takes, about."""
         return 12 * self.n
 
+    def travelling_bytes(self) -> int:
+        """That of what may be drawn."""
+        return len(self.allowed.data) if isinstance(self.allowed, Choice) else 0
+
     def fields(self) -> list[object]:
         """As it travels, and as the digest covers it."""
         choice = self.allowed

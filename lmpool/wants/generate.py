@@ -115,6 +115,10 @@ class Generate(OfPrompt[Generation]):
         """What a checked one's answer takes at most, about."""
         return self.max_tokens * self._token_bytes(info.vocab_size)
 
+    def travelling_bytes(self) -> int:
+        """That of what ends it."""
+        return 5 * (len(self.eos_token_ids or ()) + sum(map(len, self.stop_sequences)))
+
     def fields(self) -> list[object]:
         """As it travels, and as the digest covers it."""
         eos, stop = list(self.eos_token_ids or ()), [list(ids) for ids in self.stop_sequences]

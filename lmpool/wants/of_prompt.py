@@ -27,6 +27,10 @@ class OfPrompt(Generic[AnswerT]):
         """This want for `count` prompts of a call."""
         return (self,) * count
 
+    def travelling_bytes(self) -> int:
+        """What a checked one adds to the size of its job, besides a few numbers, about."""
+        return 0
+
     def longest_prompt(self, most: int) -> int:
         """How long its prompt may be, of a model that computes rows after up to `most` tokens."""
         return most

@@ -90,6 +90,10 @@ class Score(OfPrompt[TextScores]):
         count = ids.positions if isinstance(ids, PositionIds) else most
         return count * self._position_bytes(info.vocab_size)
 
+    def travelling_bytes(self) -> int:
+        """That of the ids."""
+        return 0 if self.token_ids is None else as_array(self.token_ids).nbytes
+
     def fields(self) -> list[object]:
         """As it travels, and as the digest covers it."""
         width, data = None, self.token_ids

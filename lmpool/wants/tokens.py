@@ -53,6 +53,10 @@ class Tokens(OfRow[Logprobs]):
         """What a checked one's answer takes, about."""
         return len(as_bytes(self.token_ids))
 
+    def travelling_bytes(self) -> int:
+        """That of the ids."""
+        return len(as_bytes(self.token_ids))
+
     def fields(self) -> list[object]:
         """As it travels, and as the digest covers it."""
         return [self.token_ids]

@@ -17,7 +17,7 @@ import pytest
 
 import lmpool
 from lmpool.backends.mock import mock_row
-from lmpool.errors import PromptError
+from lmpool.errors import LmpoolError, PromptError
 from tests.support.clients import connected
 from tests.support.mock_rows import VOCAB, prompts_of, rows_of
 from tests.support.server import RealServer
@@ -266,3 +266,88 @@ def test_context_managers(any_server: str, pool: str) -> None:
             assert np.array_equal(await lm.next_token_logprobs([1]), mock_row([1], VOCAB))
 
     asyncio.run(main())
+
+
+def test_ctrl_c_as_a_turn_ends_ends_its_calls(
+    lm: lmpool.PooledLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook's loop runs on, and whoever waits must hear of it."""
+    submit, pressed = lm._client.submit, threading.Event()
+
+    def interrupted(calls: Any) -> None:
+        submit(calls[: len(calls) // 2])
+        if not pressed.is_set():
+            pressed.set()
+            raise KeyboardInterrupt
+
+    async def ask(seed: int) -> list[Any]:
+        rows = map(lm.next_token_logprobs, prompts_of(20, seed=seed))
+        return await asyncio.wait_for(asyncio.gather(*rows, return_exceptions=True), 20)
+
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(ask(1))
+        monkeypatch.setattr(lm._client, "submit", interrupted)
+        asked = loop.create_task(ask(2))
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(asked)
+        assert pressed.is_set()
+        monkeypatch.undo()
+        found = loop.run_until_complete(asked)
+        assert {type(each) for each in found} == {LmpoolError}
+        assert "KeyboardInterrupt" in str(found[0])
+        found = loop.run_until_complete(ask(2))
+        assert np.array_equal(np.stack(found), rows_of(prompts_of(20, seed=2)))
+    finally:
+        loop.close()
+
+
+def test_a_signals_handler_that_interrupts_a_call_is_told_so(lm: lmpool.PooledLM) -> None:
+    """It runs in the thread that holds the client's lock, and would wait for itself."""
+    lm.sync.next_token_logprobs([1])
+    client = lm._client
+    with client._session.lock:  # as in the middle of another call
+        with pytest.raises(LmpoolError, match="a signal's handler"):
+            lm.sync.next_token_logprobs([2, 3], timeout=30)
+        with pytest.raises(LmpoolError, match="a signal's handler"):
+            lm.reset_async_queries()
+        assert lm.statistics()["requests"] == 1
+        lm.close()  # by a thread of its own, once this one lets go
+    until(lambda: client._session.closed and not any(t.is_alive() for t in client._threads))
+
+
+def test_loops_that_were_closed_before_their_turn_ended_are_let_go(lm: lmpool.PooledLM) -> None:
+    async def begin() -> None:
+        asyncio.ensure_future(lm.next_token_logprobs([7, 7, 7]))
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.stop)
+        await asyncio.sleep(0)
+
+    async def main(*prompt: int) -> None:
+        await lm.next_token_logprobs(prompt)
+
+    asyncio.run(main(8))
+    for _ in range(5):
+        loop = asyncio.new_event_loop()
+        loop.create_task(begin())
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+    assert any(loop.is_closed() for loop in lm._caller._turns)
+    asyncio.run(main(8, 8))
+    assert all(not loop.is_closed() for loop in lm._caller._turns)
+
+
+def test_jobs_of_a_loop_that_was_closed_are_withdrawn(
+    any_server: str, start_pool: Callable[..., str]
+) -> None:
+    pool = start_pool(delay=8.0)
+    with connected(any_server, pool) as lm:
+        loop = asyncio.new_event_loop()
+        tasks = [loop.create_task(lm.next_token_logprobs([9, number])) for number in range(5)]
+        loop.run_until_complete(asyncio.wait(tasks, timeout=0.2))
+        table = lm._client._session.table
+        until(lambda: len(table.flights) == 5)
+        loop.close()  # and its tasks are kept
+        until(lambda: not table.flights, 20)
+        assert lm.statistics()["withdrawn"] == 5
+        del tasks

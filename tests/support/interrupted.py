@@ -7,22 +7,48 @@ import itertools
 import random
 import signal
 import sys
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 import lmpool
 from lmpool.backends.mock import mock_row
+from lmpool.wants import Draw
 
 SIZE = 64
 NUMBERS = itertools.count()
 
 
-def ask(lm: lmpool.PooledLM, timeout: float) -> None:
-    """One prompt, which was never asked."""
+def prompt() -> list[int]:
+    """One that was never asked."""
     number = next(NUMBERS)
-    prompt = [number % SIZE, number // SIZE % SIZE, number // SIZE**2 % SIZE]
-    row = lm.sync.next_token_logprobs(prompt, timeout=timeout)
-    np.testing.assert_array_equal(row, mock_row(prompt, SIZE))
+    return [number % SIZE, number // SIZE % SIZE, number // SIZE**2 % SIZE]
+
+
+def ask(lm: lmpool.PooledLM, timeout: float) -> None:
+    """One prompt."""
+    asked = prompt()
+    row = lm.sync.next_token_logprobs(asked, timeout=timeout)
+    np.testing.assert_array_equal(row, mock_row(asked, SIZE))
+
+
+def leave_a_stream(lm: lmpool.PooledLM, timeout: float) -> None:
+    """A continuation that is left after its first piece."""
+    pieces = lm.sync.stream(prompt(), max_tokens=100, timeout=timeout)
+    next(pieces)
+    pieces.close()
+
+
+def leave_an_iterator(lm: lmpool.PooledLM, timeout: float) -> None:
+    """Asks without end that are left after the first answer."""
+    asks = ((prompt(), Draw()) for _ in itertools.count())
+    answers = lm.sync.ask_iter(asks, in_flight=8, timeout=timeout)
+    next(answers)
+    answers.close()
+
+
+WAYS: Sequence[Callable[[lmpool.PooledLM, float], None]] = (ask, leave_a_stream, leave_an_iterator)
 
 
 def main(url: str, pool: str, rounds: int, seed: int) -> None:
@@ -31,16 +57,19 @@ def main(url: str, pool: str, rounds: int, seed: int) -> None:
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     with lmpool.connect(url, pool, framework="numpy", cache_bytes=0) as lm:
         ask(lm, 60)
-        for _ in range(rounds):
+        for number in range(rounds):
+            way = WAYS[number % len(WAYS)]
             try:
                 signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-5, 1.5e-3))
                 while True:
-                    ask(lm, 60)
+                    way(lm, 60)
             except KeyboardInterrupt:
                 pass
             ask(lm, 20)  # at once, but for a machine that is busy
-        table = lm._client._session.table
-        if table.flights or any(table._counts.values()):
+        table, until = lm._client._session.table, time.monotonic() + 20
+        while table.flights and time.monotonic() < until:
+            time.sleep(0.01)  # what was left is withdrawn soon
+        if table.flights or any(table._counts.values()) or table.has_unsent():
             sys.exit(f"still waited for: {table.flights} {table._counts}")
 
 

@@ -106,6 +106,16 @@ class CacheAgainstModel(RuleBasedStateMachine):
             self.model = [entry for entry in self.model if entry[0] != digest]
             self.model.append((digest, expected))
 
+    @rule(digest=st.sampled_from(sorted(D.values())))
+    def touch(self, digest: Digest) -> None:
+        self.cache.touch(digest)
+        self.model.sort(key=lambda entry: entry[0] == digest)
+
+    @rule(digest=st.sampled_from(sorted(D.values())))
+    def take(self, digest: Digest) -> None:
+        assert self.cache.take(digest) is dict(self.model).get(digest)
+        self.model = [entry for entry in self.model if entry[0] != digest]
+
     @rule()
     def clear(self) -> None:
         self.cache.clear()
@@ -147,6 +157,8 @@ def test_threads_may_share_it(seeds: list[int]) -> None:
 def test_a_forked_child_gets_a_lock_of_its_own() -> None:
     cache = AnswerCache(1 << 20)
     cache.put(D["a"], row(1))
-    cache._lock.acquire()  # as another thread of the parent may have
+    other = threading.Thread(target=cache._lock.acquire)  # as one of the parent may have
+    other.start()
+    other.join()
     cache.unlock()
     assert cache.get(D["a"]) is not None

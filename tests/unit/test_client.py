@@ -218,3 +218,36 @@ def test_many_flights_are_all_looked_after() -> None:
     session.table.take_unsent(10, 1 << 20)
     seen = [session.table.overdue(now, 2.0, 2) for now in (2.0, 4.0, 6.0)]
     assert {f.job.digest for found in seen for f in found} == {job(n).digest for n in "abcde"}
+
+
+def test_draws_of_a_cached_row_are_not_kept_and_the_row_stays(
+    any_server: str, pool_name: str, worker: InProcessWorker
+) -> None:
+    """Each is asked once; a row that answers is used as often."""
+    with connected(any_server, pool_name, cache_bytes=40_000) as lm:
+        size = lm.sync.next_token_logprobs([1]).nbytes
+        kept = lm.sync.next_token_logprobs([1])
+        others = 40_000 // (size + 200) - 1
+        for number in range(others):
+            lm.sync.next_token_logprobs([2, number % 50, number // 50])
+        entries = len(lm._client.cache)
+        asked = lm.statistics()["queued"]
+        for number in range(300):
+            drawn = lm.sync.draw([1], n=3, seed=number)
+            assert drawn.logprobs.tolist() == kept[drawn.token_ids].tolist()
+        assert lm.statistics()["queued"] == asked
+        assert len(lm._client.cache) == entries
+        lm.sync.next_token_logprobs([3, 3])  # another has to go
+        lm.sync.top_logprobs([1], 2)
+        assert lm.statistics()["queued"] == asked + 1
+
+
+def test_no_prompts_have_answers_of_the_usual_shape(
+    any_server: str, pool_name: str, worker: InProcessWorker
+) -> None:
+    with connected(any_server, pool_name) as lm:
+        size = lm.sync.next_token_logprobs([1]).shape[0]
+        assert lm.sync.batch_next_token_logprobs([]).shape == (0, size)
+        for ids in ([1, 2, 3], iter([1, 2, 3]), range(1, 4)):
+            assert lm.sync.batch_token_logprobs([], ids).shape == (0, 3)
+            assert lm.sync.batch_token_logprobs([[5]], [1, 2, 3]).shape == (1, 3)

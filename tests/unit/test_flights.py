@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from lmpool.affinity import Placement
 from lmpool.errors import LmpoolError
 from lmpool.keys import PRIORITIES, Priority
-from lmpool.producer.flights import Flight, FlightTable
+from lmpool.producer.flights import PASSED_OVER, Flight, FlightTable
 from lmpool.producer.pending import LoneCall, PendingCall
 from lmpool.rows import EncodedRow, pack_logprobs, unpack_row
 from lmpool.wants import Digest, Row
@@ -360,6 +360,19 @@ class FlightsAgainstCallers(RuleBasedStateMachine):
         assert counts == self.table._counts
 
     @invariant()
+    def what_is_under_way_was_sent_and_has_not_to_be_sent_again(self) -> None:
+        flights = list(self.table.flights.values())
+        for priority in PRIORITIES:
+            queued = [f for f in flights if f.priority == priority and f.queued]
+            others = [f for f in flights if f.priority == priority and not f.queued]
+            assert all(flight.sent for flight in others)
+            assert self.table.under_way(priority) == len(others)
+            assert self.table.to_be_sent(priority) == len(queued)
+            found = [f for f in self.table.unsent[priority] if f.queued and f.priority == priority]
+            assert sorted(map(id, found)) == sorted(map(id, queued))
+        assert self.table.bytes_sent == sum(flight.takes for flight in flights)
+
+    @invariant()
     def a_flight_waits_for_all_of_its_waiters(self) -> None:
         for flight in self.table.flights.values():
             for waiter, _ in flight.waiters:
@@ -385,6 +398,33 @@ class FlightsAgainstCallers(RuleBasedStateMachine):
 
 TestFlightsAgainstCallers = FlightsAgainstCallers.TestCase
 TestFlightsAgainstCallers.settings = settings(stateful_step_count=30, max_examples=60)
+
+
+def test_those_that_gave_up_before_they_were_sent_do_not_stay(table: FlightTable) -> None:
+    stays = call("a")
+    table.add(stays, 0.0)
+    for number in range(3 * PASSED_OVER):
+        name = Digest(number.to_bytes(16, "big"))
+        left = PendingCall([Job(Row("f32"), name, b"0000", None)], None)
+        table.add(left, 0.0)
+        table.forget(left)
+    assert len(table.unsent["interactive"]) <= PASSED_OVER + 2
+    assert (table.to_be_sent("interactive"), table.under_way("interactive")) == (1, 0)
+    assert sent(table) == "a"
+    assert (table.to_be_sent("interactive"), table.under_way("interactive")) == (0, 1)
+
+
+def test_what_was_not_counted_to_its_end_is_right_once_nobody_waits(table: FlightTable) -> None:
+    """Ctrl-C may come between any two steps of a thread that asks."""
+    table.add(call("ab"), 0.0)
+    table._counts["interactive"] += 3
+    table._queued["batch"] += 2
+    table.bytes_sent += 7
+    for name in "ab":
+        table.land(digest(name), row())
+    assert under_way(table) == (0, 0)
+    assert not table.has_unsent()
+    assert table.bytes_sent == 0
 
 
 def test_a_call_that_is_left_before_its_job_is_made_leaves_nothing() -> None:

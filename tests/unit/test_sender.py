@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -22,11 +22,12 @@ from lmpool.errors import (
 )
 from lmpool.keys import PRIORITIES, Priority
 from lmpool.producer import sender as sender_module
+from lmpool.producer.flights import Flight
 from lmpool.producer.sender import CHECK_EVERY, Sender
 from lmpool.producer.session import CLAIM_BYTES, CLAIM_MOST, FLIGHT_TTL, REPLY_TTL, Session
 from lmpool.servers import Servers
-from lmpool.wants import Digest, Generate, Row
-from lmpool.wire import Job, unpack_job
+from lmpool.wants import Digest, Draw, Generate, Row, Score, Tokens, Want
+from lmpool.wire import Job, JobPacker, unpack_job
 from tests.support.fake import FakeServer
 from tests.support.parts import (
     Flag,
@@ -206,6 +207,39 @@ def test_a_claim_is_bounded_in_jobs_and_bytes(
     ask(session, small)
     sender._serve()
     assert sizes == [CLAIM_MOST, CLAIM_MOST, 1200 - 2 * CLAIM_MOST]
+
+
+@pytest.mark.parametrize(
+    "want",
+    [
+        Tokens(list(range(100)) * 200),
+        Score(token_ids=[list(range(50))] * 1000),
+        Score(token_ids=list(range(5000))),
+        Draw(seed=1, allowed=list(range(1, 20_000, 2))),
+        Generate(seed=1, stop=[[token] * 250 for token in range(60)]),
+    ],
+    ids=lambda want: want.kind,
+)
+def test_what_is_wanted_counts_in_the_size_of_a_claim(
+    want: Want, session: Session, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = info_of(1, vocab_size=20_000, client_backlog=10_000)
+    session.join(info)
+    pack, claims = JobPacker(0).pack, []
+
+    def claim(shard: Any, flights: Sequence[Flight], priority: Priority) -> None:
+        jobs = [flight.job for flight in flights]
+        claims.append([len(pack(j.want, None, j.digest, j.tokens, None, None)) for j in jobs])
+
+    monkeypatch.setattr(sender, "_claim_in", claim)
+    want = want.checked(info)
+    size = len(pack(want, None, Digest(bytes(16)), b"0000", None, None))
+    count = 3 * min(CLAIM_MOST, CLAIM_BYTES // size)
+    digests = [Digest(number.to_bytes(16, "big")) for number in range(count)]
+    ask(session, [Job(want, digest, b"0000", None) for digest in digests])
+    sender._serve()
+    assert sum(map(len, claims)) == count
+    assert max(map(sum, claims)) <= 2 * CLAIM_BYTES
 
 
 def test_results_that_are_there_are_fetched_at_once_from_each_shard(

@@ -12,9 +12,11 @@ from lmpool.errors import LmpoolError, PoolMismatch, ServerUnreachable
 from lmpool.keys import Priority
 from lmpool.producer.cache import AnswerCache
 from lmpool.producer.flights import Statistics
-from lmpool.producer.session import Session, client_id
+from lmpool.producer.pending import PendingCall
+from lmpool.producer.session import UNDER_WAY_BYTES, Session, client_id
 from lmpool.settings import ClientOptions
-from lmpool.wants import Row
+from lmpool.wants import Digest, Row
+from lmpool.wire import Job
 from tests.support.parts import ask, info_of, jobs_of, new_session, row_of, some_prompts
 
 URL = "redis://nowhere:1/0"
@@ -64,6 +66,27 @@ def test_what_may_be_sent_is_what_has_room_on_the_server() -> None:
     assert session.may_send("batch") == 16
 
 
+def test_what_the_server_has_of_a_client_is_bounded_in_bytes() -> None:
+    session = new_session(URL, "p", info_of(1, max_prompt_tokens=10**9))
+    long = bytes(UNDER_WAY_BYTES // 4)
+    jobs = [Job(Row("f32"), Digest(bytes([number] * 16)), long, None) for number in range(8)]
+    for job in jobs:
+        ask(session, [job])
+    for _ in range(4):
+        assert session.may_send("interactive")
+        assert send(session, 1) == 1
+    assert session.may_send("interactive") == 0
+    session.table.fail(jobs[0].digest, LmpoolError("it failed"))
+    assert session.may_send("interactive")
+    # What the server lost is no more than it was.
+    session.table.resend(session.table.flights[jobs[1].digest])
+    send(session, 2)
+    assert session.may_send("interactive") == 0
+    for job in jobs:
+        session.table.fail(job.digest, LmpoolError("it failed"))
+    assert session.table.bytes_sent == 0
+
+
 def test_the_last_few_are_sent_into_any_room() -> None:
     session = new_session(URL, "p", info_of(1, client_backlog=8))
     ask(session, jobs_of(some_prompts(8)))
@@ -101,6 +124,17 @@ def test_a_server_that_is_gone_is_told_nothing(session: Session) -> None:
     session.fail_everything(ServerUnreachable("gone"))
     assert call.wait(0)
     assert session.table.withdrawn == []
+
+
+def test_of_a_call_that_keeps_errors_each_prompt_fails(session: Session) -> None:
+    session.join(info_of(1))
+    jobs = jobs_of(some_prompts(5))
+    call = PendingCall(jobs, None, info=session.info, keeps_errors=True)
+    with session.lock:
+        session.table.add(call, 0.0)
+        assert session.fail_all(LmpoolError("all")) == [call]
+    assert [str(answer) for answer in call.answers] == ["all"] * 5
+    assert session.table.statistics.failed == 5
 
 
 def test_a_prompt_that_failed_is_counted_once(session: Session) -> None:
