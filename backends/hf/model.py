@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from lmpool.backends.hf.leftovers import check_all_used
 from lmpool.backends.model_config import LONGEST_PROMPT_NAMES, SpecialTokens, special_tokens
 from lmpool.backends.options import check_dtype
 from lmpool.errors import SettingsError
@@ -43,7 +44,7 @@ def load_model(
     """Load the model in `folder`.
 
     Raises `SettingsError` where an option or the folder cannot be used, or where the weights in
-    it do not fill the model.
+    it do not fill the model, or mean something else than what it takes them for.
     """
     place = resolve_device(device)
     check_dtype(dtype)
@@ -51,7 +52,8 @@ def load_model(
     config: Any = None
     try:
         config = _load_config(folder, trust_remote_code)
-        if "quantization_config" in kwargs or hasattr(config, "quantization_config"):
+        stored = _stored_quantization(config, folder)
+        if "quantization_config" in kwargs or stored is not None:
             # Quantized weights are made on their device and cannot be moved there later.
             kwargs.setdefault("device_map", {"": str(place)})
         if dtype == "auto":
@@ -82,6 +84,8 @@ def load_model(
             f"the weights in {str(folder)!r} lack {len(missing)} of the model's tensors, "
             f"{missing[0]} for one: they are not those of the model in its config.json"
         )
+    if stored is None and "gguf_file" not in kwargs:
+        check_all_used(model, folder, loading["unexpected_keys"])
     model.eval()
     return LoadedModel(
         model=model,
@@ -102,6 +106,26 @@ def _load_config(folder: Path, trust_remote_code: bool) -> Any:
             "depends on a second text, which a prompt does not have; serve a decoder-only model"
         )
     return config
+
+
+def _stored_quantization(config: Any, folder: Path) -> object:
+    """What a config says of how its weights are quantized; None: nothing.
+
+    Raises `SettingsError` for a way that transformers does not know: it would take what is stored
+    for the weights themselves.
+    """
+    said = getattr(config, "quantization_config", None)
+    said = said or getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if said is None:
+        return None
+    as_dict = said if isinstance(said, Mapping) else said.to_dict()
+    if not transformers.quantizers.AutoHfQuantizer.supports_quant_method(as_dict):
+        raise SettingsError(
+            f"the model in {str(folder)!r} is quantized by {as_dict['quant_method']!r}, which "
+            "transformers does not know: serve it with another engine, or serve weights that are "
+            "not quantized"
+        )
+    return as_dict
 
 
 def resolve_device(device: str) -> torch.device:
