@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from lmpool.backends.hf.leftovers import check_all_used
+from lmpool.backends.lora import CONFIG as ADAPTER_CONFIG
 from lmpool.backends.model_config import LONGEST_PROMPT_NAMES, SpecialTokens, special_tokens
 from lmpool.backends.options import check_dtype
 from lmpool.errors import SettingsError
@@ -95,6 +96,13 @@ def load_model(
 
 
 def _load_config(folder: Path, trust_remote_code: bool) -> Any:
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise SettingsError(
+            f"the folder {str(folder)!r} holds an adapter beside the model ({ADAPTER_CONFIG}), "
+            "which transformers would apply to its rows until another adapter is added: serve a "
+            "copy without the adapter's files, and either merge the adapter into it with PEFT or "
+            "load it by add_new_lora() from a folder of its own"
+        )
     with uncollected():  # they import much
         importlib.import_module("transformers.modeling_utils")
         config = transformers.AutoConfig.from_pretrained(

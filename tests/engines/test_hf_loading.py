@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from lmpool.backends.hf import HFEngine  # noqa: E402
+from tests.support.hf_texts import save_adapter  # noqa: E402
 from tests.support.models import save_model  # noqa: E402
 
 Weights = dict[str, Any]
@@ -124,3 +125,14 @@ def test_what_does_not_matter_is_left_out(folder: Path) -> None:
     plain["lm_head.weight"] = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     change_weights(folder, lambda _: {**plain, **eights, **masks})
     assert HFEngine(str(folder)).info.max_prompt_tokens
+
+
+def test_an_adapter_beside_the_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    adapter = Path(save_adapter(str(folder), tmp_path / "adapter"))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(adapter / name, folder)
+    with pytest.raises(SettingsError, match="holds an adapter beside the model"):
+        HFEngine(str(folder))
+    (folder / "adapter_config.json").unlink()
+    HFEngine(str(folder)).add_adapter("own", str(adapter))
