@@ -24,6 +24,9 @@ transformers: Any = importlib.import_module("transformers")
 
 _BITSANDBYTES_PREFIXES: Final = ("load_in_", "bnb_", "llm_int8_")
 
+_OTHER_ATTENTION: Final = ("flex_attention", "paged|")
+"""How the implementations of attention begin that plain forward passes are not made for."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
@@ -87,6 +90,12 @@ def load_model(
         )
     if stored is None and "gguf_file" not in kwargs:
         check_all_used(model, folder, loading["unexpected_keys"])
+    attention = str(getattr(model.config.get_text_config(), "_attn_implementation", None))
+    if attention.startswith(_OTHER_ATTENTION):
+        raise SettingsError(
+            f"attn_implementation={attention!r}: it is compiled anew for each shape, or computes "
+            "no prompt without a cache of its own; write 'sdpa' (the default) or 'eager'"
+        )
     model.eval()
     return LoadedModel(
         model=model,

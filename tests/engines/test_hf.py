@@ -264,6 +264,8 @@ def test_the_identity_tells_dtypes_and_arguments_apart(llama: str) -> None:
         ({"max_prompt_tokens": "9"}, "max_prompt_tokens='9'"),
         ({"model_kwargs": {"trust_remote_code": True}}, "trust_remote_code"),
         ({"model_kwargs": {"attn_implementation": "psychic"}}, "psychic"),
+        ({"model_kwargs": {"attn_implementation": "flex_attention"}}, "='flex_attention': it is"),
+        ({"model_kwargs": {"attn_implementation": "paged|eager"}}, r"='paged\|eager': it is"),
         ({"revision": "main"}, "revision='main'"),
     ],
 )
