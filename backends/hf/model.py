@@ -70,19 +70,23 @@ def load_model(
                 config=config,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
-                **kwargs,
+                **{**kwargs, "ignore_mismatched_sizes": True},  # to name them
             )
         if "device_map" not in kwargs:
             model.to(place)
     except SettingsError:
         raise
     except Exception as error:
-        # transformers lists all that it knows below the first line.
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        reason = f"{type(error).__name__}: {_beginning(str(error))}"
         kind = "" if config is None else f" ({config.model_type})"
         raise SettingsError(
             f"the model in {str(folder)!r}{kind} cannot be loaded: {reason}"
         ) from error
+    for name, stored_shape, shape in sorted(loading["mismatched_keys"]):
+        raise SettingsError(
+            f"the weights in {str(folder)!r} are not those of the model in its config.json: {name} "
+            f"is {list(stored_shape)}, and {list(shape)} is expected"
+        )
     if missing := sorted(loading["missing_keys"]):
         raise SettingsError(
             f"the weights in {str(folder)!r} lack {len(missing)} of the model's tensors, "
@@ -102,6 +106,13 @@ def load_model(
         device=model.device,
         dtype=str(model.dtype).removeprefix("torch."),
     )
+
+
+def _beginning(text: str) -> str:
+    """The first line, with the next where that says what it announces: transformers lists all that
+    it knows below."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
 def _load_config(folder: Path, trust_remote_code: bool) -> Any:

@@ -136,3 +136,17 @@ def test_an_adapter_beside_the_model_is_refused(folder: Path, tmp_path: Path) ->
         HFEngine(str(folder))
     (folder / "adapter_config.json").unlink()
     HFEngine(str(folder)).add_adapter("own", str(adapter))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"ignore_mismatched_sizes": True}])
+def test_a_weight_of_another_shape_is_named(folder: Path, kwargs: dict[str, object]) -> None:
+    change_config(folder, intermediate_size=40)
+    said = r"mlp.down_proj.weight is \[32, 48\], and \[32, 40\] is expected"
+    with pytest.raises(SettingsError, match=said):
+        HFEngine(str(folder), model_kwargs=kwargs)
+
+
+def test_what_is_wrong_with_a_config_is_said(folder: Path) -> None:
+    change_config(folder, hidden_size="many")
+    with pytest.raises(SettingsError, match=r"'hidden_size': TypeError: .* expected int, got str"):
+        HFEngine(str(folder))
