@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from lmpool.backends.model_identity import weight_files
 from lmpool.errors import SettingsError
 from lmpool.tensor_files import StoredTensor, stored_tensors
@@ -51,7 +53,7 @@ def check_all_used(model: Any, folder: Path, unused: Collection[str]) -> None:
                 "its quantization_config"
             )
     if unused:
-        logger.info(
+        logger.warning(
             "%s has no place for %d tensors in %s, %s for one",
             type(model).__name__,
             len(unused),
@@ -84,14 +86,14 @@ def _stored(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _is_float(model: Any, name: str) -> bool:
-    """Whether the model has numbers by this name of a file, and floating-point ones."""
+    """Whether the model has a weight by this name of a file, of floating-point numbers."""
     prefix = f"{model.base_model_prefix}."
     for known in (name, prefix + name, name.removeprefix(prefix)):
         owner, _, leaf = known.rpartition(".")
         try:
-            found: Any = getattr(model.get_submodule(owner), leaf, None)
+            found = getattr(model.get_submodule(owner), leaf, None)
         except AttributeError:
             continue
-        if found is not None:
-            return bool(found.is_floating_point())
+        if isinstance(found, torch.nn.Parameter):
+            return found.is_floating_point()
     return False
