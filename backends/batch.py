@@ -6,7 +6,7 @@ import logging
 import sys
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from typing import assert_never
+from typing import Final, assert_never
 
 from lmpool.backends.admission import are_plain, reason_to_refuse
 from lmpool.backends.answers import answered, head_part
@@ -19,6 +19,9 @@ from lmpool.logs import about
 from lmpool.wants import Generate, Generation, HeadPart, Hidden, OfRow, Row, Score, Stream
 
 logger = logging.getLogger(__name__)
+
+_TRUSTED: Final = 64
+"""After so many batches that fitted into memory, larger ones are tried again."""
 
 
 class BatchEngine(Engine):
@@ -37,6 +40,10 @@ class BatchEngine(Engine):
         self.adapters: dict[str, str] = {}
         self._most_prompts = sys.maxsize
         """What fits into memory, once a batch did not."""
+        self._fitted = 0
+        """How many batches of so many prompts did fit since."""
+        self._too_large = 0
+        """How many prompts were too large for memory all by themselves."""
         self._waiting: list[Request] = []
         self._continuations: dict[bytes, Continuation] = {}
         self._streaming = Streaming()
@@ -198,30 +205,40 @@ class BatchEngine(Engine):
             portions = [batch[i : i + most] for i in range(0, len(batch), most)]
             return [outcome for portion in portions for outcome in self._attempt(portion)]
         half = len(batch) // 2
+        short = False
         try:
             computed = {outcome.id: outcome for outcome in self.compute(batch)}
         except EngineBroken:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
+            short = is_out_of_memory(error)
             if len(batch) == 1:
+                self._too_large += short
                 logger.warning("a prompt failed: %s", reason, extra=about(batch[0].want.kind))
                 return [Outcome(batch[0].id, error=PromptFailed(reason))]
-            if is_out_of_memory(error):
-                self._most_prompts = half
-                logger.warning(
-                    "out of memory at %d prompts, from now on %d at most: %s",
-                    len(batch),
-                    half,
-                    reason,
-                )
-            else:
-                logger.warning("a batch of %d failed (%s): halving it", len(batch), reason)
+            what = "out of memory at %d prompts" if short else "a batch of %d failed"
+            logger.warning(f"{what} (%s): halving it", len(batch), reason)
         else:
+            self._grow(len(batch))
             return [
                 answered(r, computed.get(r.id) or Outcome(r.id, error=_forgotten())) for r in batch
             ]
-        return self._attempt(batch[:half]) + self._attempt(batch[half:])
+        too_large = self._too_large
+        outcomes = self._attempt(batch[:half]) + self._attempt(batch[half:])
+        # A prompt that does not fit alone says nothing of how many others do.
+        if short and self._too_large == too_large:
+            self._most_prompts = min(self._most_prompts, len(batch) - half)
+            self._fitted = 0
+        return outcomes
+
+    def _grow(self, fitted: int) -> None:
+        """Try more prompts at once after batches that fitted: those that did not may have been of
+        long prompts, or memory is free again."""
+        if fitted == self._most_prompts:
+            self._fitted += 1
+            if self._fitted >= _TRUSTED:
+                self._most_prompts *= 2
 
 
 def _generated(continuation: Continuation) -> Outcome:

@@ -49,7 +49,7 @@ def model_identity(folder: str | os.PathLike[str], *, code: bool = False) -> dic
     Raises `SettingsError` where weights are missing.
     """
     root = Path(folder)
-    weights, index = _weights(root)
+    weights, index = weight_files(root)
     missing = [name for name in weights if not (root / name).is_file()]
     if missing or not weights:
         what = f"lacks {', '.join(missing)}" if missing else "has no weights (*.safetensors, *.bin)"
@@ -63,8 +63,8 @@ def model_identity(folder: str | os.PathLike[str], *, code: bool = False) -> dic
     return dict(sorted(identity.items()))
 
 
-def _weights(root: Path) -> tuple[list[str], list[str]]:
-    """The names of the weights that engines load, and of their index."""
+def weight_files(root: Path) -> tuple[list[str], list[str]]:
+    """The names of the weights in a folder that engines load, and of their index."""
     for single, index, pattern in _WEIGHTS:
         if (root / single).is_file():
             return [single], []

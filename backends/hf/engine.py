@@ -56,6 +56,9 @@ _HEAD_BYTES_GPU: Final = 256 << 20
 _HEAD_ROWS: Final = (16, 256)
 """Few rows waste the head's matrix product; on a CPU more than these do not help it."""
 
+_MOST_THREADS: Final = 1_024
+"""Of how many torch does not refuse to begin, and cannot make."""
+
 
 class HFEngine(BatchEngine):
     """Computes rows with a causal language model of transformers.
@@ -108,6 +111,8 @@ class HFEngine(BatchEngine):
                 f"{1 << 30}, or 0 to keep nothing between batches"
             )
         if threads is not None:
+            if threads > _MOST_THREADS:
+                raise SettingsError(f"threads={threads}: at most {_MOST_THREADS} expected")
             torch.set_num_threads(threads)
         kwargs = dict(model_kwargs or {})
         self.model_files = ModelFiles(model, revision, trust_remote_code=trust_remote_code)
@@ -326,10 +331,12 @@ class HFEngine(BatchEngine):
                 self._packed.forget(name)
 
     def head_weights(self, rows: slice) -> npt.NDArray[Any]:
+        self._open()
         assert self._model_head is not None
         return self._model_head.weights(rows)
 
     def head_bias(self) -> npt.NDArray[np.float32]:
+        self._open()
         assert self._model_head is not None
         return self._model_head.bias()
 

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import torch
 
+from lmpool.backends.hf.leftovers import check_all_used
+from lmpool.backends.lora import CONFIG as ADAPTER_CONFIG
 from lmpool.backends.model_config import LONGEST_PROMPT_NAMES, SpecialTokens, special_tokens
 from lmpool.backends.options import check_dtype
 from lmpool.errors import SettingsError
@@ -21,6 +23,9 @@ from lmpool.garbage import uncollected
 transformers: Any = importlib.import_module("transformers")
 
 _BITSANDBYTES_PREFIXES: Final = ("load_in_", "bnb_", "llm_int8_")
+
+_OTHER_ATTENTION: Final = ("flex_attention", "paged|")
+"""How the implementations of attention begin that plain forward passes are not made for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +48,7 @@ def load_model(
     """Load the model in `folder`.
 
     Raises `SettingsError` where an option or the folder cannot be used, or where the weights in
-    it do not fill the model.
+    it do not fill the model, or mean something else than what it takes them for.
     """
     place = resolve_device(device)
     check_dtype(dtype)
@@ -51,7 +56,8 @@ def load_model(
     config: Any = None
     try:
         config = _load_config(folder, trust_remote_code)
-        if "quantization_config" in kwargs or hasattr(config, "quantization_config"):
+        stored = _stored_quantization(config, folder)
+        if "quantization_config" in kwargs or stored is not None:
             # Quantized weights are made on their device and cannot be moved there later.
             kwargs.setdefault("device_map", {"": str(place)})
         if dtype == "auto":
@@ -64,23 +70,35 @@ def load_model(
                 config=config,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
-                **kwargs,
+                **{**kwargs, "ignore_mismatched_sizes": True},  # to name them
             )
         if "device_map" not in kwargs:
             model.to(place)
     except SettingsError:
         raise
     except Exception as error:
-        # transformers lists all that it knows below the first line.
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        reason = f"{type(error).__name__}: {_beginning(str(error))}"
         kind = "" if config is None else f" ({config.model_type})"
         raise SettingsError(
             f"the model in {str(folder)!r}{kind} cannot be loaded: {reason}"
         ) from error
+    for name, stored_shape, shape in sorted(loading["mismatched_keys"]):
+        raise SettingsError(
+            f"the weights in {str(folder)!r} are not those of the model in its config.json: {name} "
+            f"is {list(stored_shape)}, and {list(shape)} is expected"
+        )
     if missing := sorted(loading["missing_keys"]):
         raise SettingsError(
             f"the weights in {str(folder)!r} lack {len(missing)} of the model's tensors, "
             f"{missing[0]} for one: they are not those of the model in its config.json"
+        )
+    if stored is None and "gguf_file" not in kwargs:
+        check_all_used(model, folder, loading["unexpected_keys"])
+    attention = str(getattr(model.config.get_text_config(), "_attn_implementation", None))
+    if attention.startswith(_OTHER_ATTENTION):
+        raise SettingsError(
+            f"attn_implementation={attention!r}: it is compiled anew for each shape, or computes "
+            "no prompt without a cache of its own; write 'sdpa' (the default) or 'eager'"
         )
     model.eval()
     return LoadedModel(
@@ -90,7 +108,21 @@ def load_model(
     )
 
 
+def _beginning(text: str) -> str:
+    """The first line, with the next where that says what it announces: transformers lists all that
+    it knows below."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])
+
+
 def _load_config(folder: Path, trust_remote_code: bool) -> Any:
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise SettingsError(
+            f"the folder {str(folder)!r} holds an adapter beside the model ({ADAPTER_CONFIG}), "
+            "which transformers would apply to its rows until another adapter is added: serve a "
+            "copy without the adapter's files, and either merge the adapter into it with PEFT or "
+            "load it by add_new_lora() from a folder of its own"
+        )
     with uncollected():  # they import much
         importlib.import_module("transformers.modeling_utils")
         config = transformers.AutoConfig.from_pretrained(
@@ -102,6 +134,26 @@ def _load_config(folder: Path, trust_remote_code: bool) -> Any:
             "depends on a second text, which a prompt does not have; serve a decoder-only model"
         )
     return config
+
+
+def _stored_quantization(config: Any, folder: Path) -> object:
+    """What a config says of how its weights are quantized; None: nothing.
+
+    Raises `SettingsError` for a way that transformers does not know: it would take what is stored
+    for the weights themselves.
+    """
+    said = getattr(config, "quantization_config", None)
+    said = said or getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if said is None:
+        return None
+    as_dict = said if isinstance(said, Mapping) else said.to_dict()
+    if not transformers.quantizers.AutoHfQuantizer.supports_quant_method(as_dict):
+        raise SettingsError(
+            f"the model in {str(folder)!r} is quantized by {as_dict['quant_method']!r}, which "
+            "transformers does not know: serve it with another engine, or serve weights that are "
+            "not quantized"
+        )
+    return as_dict
 
 
 def resolve_device(device: str) -> torch.device:

@@ -100,8 +100,9 @@ class Bounds:
     """What a forward pass may hold at most, where one position does not need more.
 
     `positions` to compute; `outputs` with logits; `pairs` of positions in the attention mask;
-    `columns` of all rows, whose keys and values are gathered. Rows are at most `widest`, and all
-    of one `width` where a trial asks for that.
+    `columns` of all rows, whose keys and values are gathered: a row alone may have as many beside
+    those that its deepest position sees. Rows are at most `widest`, and all of one `width` where a
+    trial asks for that.
     """
 
     positions: int
@@ -301,12 +302,14 @@ def _width(layout: Layout, queries: Indices, first: int, bounds: Bounds) -> int:
     if bounds.width is not None:
         widths = [min(bounds.width, count)]
     ancestors = _ancestors(layout, queries)
+    deepest = int(layout.depths[queries].max()) + 1
     best, least = 0, np.inf
     for width in widths:
         rows = -(-count // width)
         columns = _row_length(queries, ancestors, width)
         pairs, gathered = rows * width * columns, rows * columns
-        if (pairs <= bounds.pairs and gathered <= bounds.columns) or count == 1:
+        shared = gathered if rows > 1 else gathered - deepest
+        if (pairs <= bounds.pairs and shared <= bounds.columns) or count == 1:
             cost = pairs + _GATHER_COST * gathered + _POSITION_COST * rows * width
             if cost < least:
                 best, least = width, cost

@@ -261,9 +261,12 @@ def test_the_identity_tells_dtypes_and_arguments_apart(llama: str) -> None:
         ({"device": "toaster"}, "device='toaster'"),
         ({"forward_tokens": 0}, "forward_tokens=0"),
         ({"threads": "2"}, "threads='2'"),
+        ({"threads": 10**9}, "threads=1000000000: at most 1024"),
         ({"max_prompt_tokens": "9"}, "max_prompt_tokens='9'"),
         ({"model_kwargs": {"trust_remote_code": True}}, "trust_remote_code"),
         ({"model_kwargs": {"attn_implementation": "psychic"}}, "psychic"),
+        ({"model_kwargs": {"attn_implementation": "flex_attention"}}, "='flex_attention': it is"),
+        ({"model_kwargs": {"attn_implementation": "paged|eager"}}, r"='paged\|eager': it is"),
         ({"revision": "main"}, "revision='main'"),
     ],
 )
@@ -310,6 +313,9 @@ def test_a_closed_engine_is_broken(llama: str) -> None:
     engine.submit(requests_of([[1]]))
     with pytest.raises(EngineBroken, match="closed"):
         engine.step()
+    for part in (lambda: engine.head_weights(slice(0, 1)), engine.head_bias):
+        with pytest.raises(EngineBroken, match="closed"):
+            part()
 
 
 def test_a_model_that_transformers_has_no_language_model_for_is_named(tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ def test_passes(
             assert count <= positions + width
             assert part.outputs.size <= outputs
             assert count * part.columns.shape[1] <= pairs
-            assert part.columns.size <= columns
+            alone = layout.depths[part.queries].max() + 1 if rows == 1 else 0
+            assert part.columns.size - alone <= columns
         new = [int(slot) for slot in part.writes if slot != SPARE]
         assert len(new) == len(set(new))
         assert not written & set(new)
@@ -103,6 +104,30 @@ def test_particles_share_the_keys_of_their_prompt() -> None:
     (part,) = passes(layout, Bounds(1_024, 1_024))
     assert part.queries.size == 32
     assert part.columns.size < 2 * 1_032
+
+
+def test_a_prompt_of_more_columns_than_rows_share_is_computed_in_no_smaller_parts() -> None:
+    trie = TokenTrie(10_000)
+    prompt = tuple(range(1_000))
+    first = leases_of(trie, [prompt])
+    bounds = Bounds(64, 64, pairs=64 * 1_000, columns=100)
+    parts = list(passes(lay_out(first), bounds))
+    assert [part.queries.shape for part in parts] == [(1, 64)] * 15 + [(1, 40)]
+    trie.commit(first)
+    (part,) = passes(lay_out(leases_of(trie, [(*prompt, n) for n in range(32)])), bounds)
+    assert part.shape == (1, 32, 1_032)
+
+
+def test_rows_beside_each_other_share_their_columns() -> None:
+    trie = TokenTrie(10_000)
+    longer = [tuple(range(n, n + 90)) for n in (0, 1_000, 2_000)]
+    first = leases_of(trie, longer)
+    trie.commit(first)
+    layout = lay_out(leases_of(trie, [(*prompt, 7) for prompt in longer]))
+    parts = list(passes(layout, Bounds(64, 64, columns=100)))
+    assert sum(part.queries.size for part in parts) == 3
+    assert all(part.columns.size <= 100 + 91 for part in parts)
+    assert len(list(passes(layout, Bounds(64, 64, columns=1_000)))) == 1
 
 
 def test_strangers_do_not_share_a_row() -> None:

@@ -1,0 +1,153 @@
+"""Folders that transformers would load as something else than what they hold."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmpool.errors import SettingsError
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from lmpool.backends.hf import HFEngine  # noqa: E402
+from tests.support.hf_texts import save_adapter  # noqa: E402
+from tests.support.models import save_model  # noqa: E402
+
+Weights = dict[str, Any]
+PROJECTION = "model.layers.0.self_attn.q_proj"
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("llama"), "llama", tie_word_embeddings=True)
+
+
+@pytest.fixture
+def folder(llama: str, tmp_path: Path) -> Path:
+    """A copy, to be changed."""
+    return shutil.copytree(llama, tmp_path / "model")
+
+
+def change_weights(folder: Path, change: Callable[[Weights], Weights]) -> None:
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    save_file({**weights, **change(weights)}, file, metadata={"format": "pt"})
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def scaled(weights: Weights, dtype: Any = FP8) -> Weights:
+    """The projections as they are quantized, each by one scale."""
+    found: Weights = {}
+    for name, weight in weights.items():
+        if "proj" in name:
+            scale = weight.abs().max() / 100
+            found[name] = (weight / scale).to(dtype)
+            found[f"{name}_scale"] = scale.reshape(1)
+    return found
+
+
+def test_a_quantization_that_transformers_does_not_know_is_named(folder: Path) -> None:
+    change_weights(folder, scaled)
+    change_config(folder, quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+    with pytest.raises(SettingsError, match="is quantized by 'modelopt', which transformers does"):
+        HFEngine(str(folder))
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.int8])
+@pytest.mark.parametrize("without", ["", "model."])
+def test_quantized_weights_without_a_word_of_it_are_refused(
+    folder: Path, dtype: Any, without: str
+) -> None:
+    change_weights(folder, lambda weights: scaled(weights, dtype))
+    weights = {
+        k.removeprefix(without): v for k, v in load_file(folder / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SettingsError, match=r"14 tensors that belong.*_proj.weight_scale for one"):
+        HFEngine(str(folder))
+    kept = {name: weight for name, weight in weights.items() if not name.endswith("_scale")}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SettingsError, match=r"are quantized .*_proj.weight is of [FI]8"):
+        HFEngine(str(folder))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "weight_scale_inv",
+        "weight.absmax",
+        "weight_quantizer._amax",
+        "input_scale",
+        "pre_quant_scale",
+        "qzeros",
+        "g_idx",
+        "SCB",
+        "bias",
+        "lora_A.weight",
+    ],
+)
+def test_what_belongs_to_a_weight_is_not_left_out(folder: Path, name: str) -> None:
+    change_weights(folder, lambda _: {f"{PROJECTION}.{name}": torch.ones(1)})
+    with pytest.raises(SettingsError, match=rf"1 tensors that belong.* {PROJECTION}.{name} for"):
+        HFEngine(str(folder))
+
+
+def test_what_does_not_matter_is_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = (
+        "lm_head.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.0.self_attn.bias",
+        "model.layers.0.self_attn.masked_bias",
+        "model.layers.0.self_attn.k_scale",
+        f"{PROJECTION}._extra_state",
+        f"{PROJECTION}.output_scale",
+        "model.layers.2.eh_proj.weight",
+        "model.layers.2.eh_proj.weight_scale_inv",
+        "model.visual.blocks.0.attn.qkv.bias",
+        "mtp.fc.weight",
+    )
+    eights = {"model.layers.2.mlp.up_proj.weight": torch.ones(2, 2).to(FP8)}
+    masks = {"model.layers.1.self_attn.bias": torch.ones(2, 2, dtype=torch.uint8)}
+    plain = {n: torch.ones(2, 2) for n in names}
+    plain["lm_head.weight"] = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    change_weights(folder, lambda _: {**plain, **eights, **masks})
+    HFEngine(str(folder))
+    assert "has no place for " in caplog.text
+
+
+def test_an_adapter_beside_the_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    adapter = Path(save_adapter(str(folder), tmp_path / "adapter"))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(adapter / name, folder)
+    with pytest.raises(SettingsError, match="holds an adapter beside the model"):
+        HFEngine(str(folder))
+    (folder / "adapter_config.json").unlink()
+    HFEngine(str(folder)).add_adapter("own", str(adapter))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"ignore_mismatched_sizes": True}])
+def test_a_weight_of_another_shape_is_named(folder: Path, kwargs: dict[str, object]) -> None:
+    change_config(folder, intermediate_size=40)
+    said = r"mlp.down_proj.weight is \[32, 48\], and \[32, 40\] is expected"
+    with pytest.raises(SettingsError, match=said):
+        HFEngine(str(folder), model_kwargs=kwargs)
+
+
+def test_what_is_wrong_with_a_config_is_said(folder: Path) -> None:
+    change_config(folder, hidden_size="many")
+    with pytest.raises(SettingsError, match=r"'hidden_size': TypeError: .* expected int, got str"):
+        HFEngine(str(folder))
