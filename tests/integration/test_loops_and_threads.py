@@ -317,9 +317,11 @@ def test_a_signals_handler_that_interrupts_a_call_is_told_so(lm: lmpool.PooledLM
 
 
 def test_loops_that_were_closed_before_their_turn_ended_are_let_go(lm: lmpool.PooledLM) -> None:
+    tasks: list[asyncio.Task[Any]] = []
+
     async def begin() -> None:
-        asyncio.ensure_future(lm.next_token_logprobs([7, 7, 7]))
         loop = asyncio.get_running_loop()
+        tasks.append(loop.create_task(lm.next_token_logprobs([7, 7, 7])))
         loop.call_soon(loop.stop)
         await asyncio.sleep(0)
 
@@ -329,7 +331,7 @@ def test_loops_that_were_closed_before_their_turn_ended_are_let_go(lm: lmpool.Po
     asyncio.run(main(8))
     for _ in range(5):
         loop = asyncio.new_event_loop()
-        loop.create_task(begin())
+        tasks.append(loop.create_task(begin()))
         loop.run_until_complete(asyncio.sleep(0))
         loop.close()
     assert any(loop.is_closed() for loop in lm._caller._turns)
