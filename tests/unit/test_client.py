@@ -14,7 +14,6 @@ import redis
 
 import lmpool
 from lmpool.errors import LmpoolError, NoWorkers, PromptFailed
-from lmpool.producer import client as client_module
 from lmpool.producer import withdrawal as withdrawal_module
 from lmpool.producer.cache import AnswerCache
 from lmpool.producer.collector import Collector
@@ -199,9 +198,8 @@ def test_a_call_may_be_collected_in_a_thread_that_holds_the_lock(
 
 
 def test_a_client_may_be_collected_in_a_thread_that_holds_its_lock(
-    any_server: str, pool_name: str, worker: InProcessWorker, monkeypatch: pytest.MonkeyPatch
+    any_server: str, pool_name: str, worker: InProcessWorker
 ) -> None:
-    monkeypatch.setattr(client_module, "LOCK_MOST", 0.05)
     lm = lmpool.connect(any_server, pool_name, framework="numpy")
     lm.next_token_logprobs_sync([1], timeout=60)
     session = lm._client._session
