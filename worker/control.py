@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import redis.exceptions
 
-from lmpool.checks import said
+from lmpool.checks import said, words
 from lmpool.errors import LmpoolError
 from lmpool.server import is_lost
 from lmpool.worker.service import Service
@@ -99,7 +99,7 @@ async def _on_engine(
             async with asyncio.timeout(deadline - time.monotonic()):
                 return {"result": await asyncio.wrap_future(call)}
         except LmpoolError as error:
-            return {"error": str(error)}
+            return {"error": words(error)}
         except redis.exceptions.RedisError as error:
             # A shard's server fails over, or its slot moves: not for the engine to wait for.
             if not is_lost(error) or time.monotonic() + AGAIN > deadline - limit / 10:

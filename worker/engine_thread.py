@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 import redis.exceptions
 
 from lmpool.backends.engine import Engine, Outcome, Part, Request
+from lmpool.checks import words
 from lmpool.clock import ServerClock
 from lmpool.errors import EngineBroken, PromptFailed
 from lmpool.keys import COUNTERS_TTL_MS, GROUP
@@ -269,7 +270,7 @@ class EngineLoop:
             except Exception as error:  # a registry or a folder that holds nonsense
                 if isinstance(error, redis.exceptions.RedisError) and is_lost(error):
                     raise  # the server was asked in vain: that says nothing of the adapter
-                unusable[adapter] = str(error) or type(error).__name__
+                unusable[adapter] = words(error) or type(error).__name__
         return unusable[adapter]
 
     def _step(self) -> None:

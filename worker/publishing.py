@@ -16,6 +16,7 @@ from typing import Final, Literal
 import redis.exceptions
 
 from lmpool.backends.engine import Outcome, Part
+from lmpool.checks import said, words
 from lmpool.commands import Server, Value
 from lmpool.counters import BATCHES, COMPUTED, FAILED, answers
 from lmpool.errors import PromptFailed, ServerRefused
@@ -111,8 +112,8 @@ class _Writing:
 def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
     """An outcome as it is stored: the answer to the job's want, or the error."""
     if outcome.error is not None:
-        text = str(outcome.error)[:MAX_ERROR_CHARS]
-        return Done(delivery, None, "failed", text or type(outcome.error).__name__)
+        text = words(outcome.error) or type(outcome.error).__name__
+        return Done(delivery, None, "failed", text[:MAX_ERROR_CHARS])
     try:
         want = delivery.job.want
         if isinstance(want, Row) and vocab_size * ENTRY_BYTES[want.encoding or "f32"] >= LARGE:
@@ -121,13 +122,13 @@ def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
         value = want.encode(outcome, vocab_size)
         return Done(delivery, value, "ok", "", len(value))
     except PromptFailed as error:
-        return Done(delivery, None, "failed", str(error)[:MAX_ERROR_CHARS])
+        return Done(delivery, None, "failed", words(error)[:MAX_ERROR_CHARS])
     except Exception as error:
         # One outcome that makes no sense must not keep the others from being written.
         logger.exception(
             "an outcome of the engine cannot be stored", extra=about(delivery.job.want.kind)
         )
-        return Done(delivery, None, "failed", f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
+        return Done(delivery, None, "failed", said(error, MAX_ERROR_CHARS))
 
 
 def _stream_of(done: Done) -> JobStream:

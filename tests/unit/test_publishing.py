@@ -327,6 +327,39 @@ def test_an_error_is_told_and_no_row_written(
     assert (failure["reason"], failure["jobs"]) == ("too odd", 1)
 
 
+class Speechless(PromptFailed):
+    """An error that cannot even be worded."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(PromptFailed("no file mod\udce8le"), "no file mod\\udce8le"), (Speechless(), "Speechless")],
+    ids=["no UTF-8", "no words"],
+)
+def test_an_error_that_cannot_travel_as_it_is_is_told(
+    error: PromptFailed,
+    words: str,
+    start: Callable[..., Writer],
+    any_server: str,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+) -> None:
+    caller, consumer, ((first, _), second) = prepare(redis_client, shard, 2)  # type: ignore[misc]
+    writer = start(any_server)
+    writer.put([(first, Outcome(b"", error=error)), second])
+    writer.finish()
+    told = {n.digest: (n.status, n.error) for n in caller.notices()}
+    assert told[first.job.digest] == ("failed", words)
+    assert sorted(status for status, _ in told.values()) == ["failed", "ok"]
+    assert consumer.held() == []
+    assert not writer.failed
+    (failure,) = msgpack.unpackb(writer.status.heartbeat())["failures"]
+    assert failure["reason"] == words
+
+
 def test_what_is_there_already_is_only_announced(
     start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
