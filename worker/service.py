@@ -480,10 +480,14 @@ class Service:
         known = {delivery.place: delivery.job for delivery in left}
         # What the engine could not finish is not given back as if it were new: others try it alone,
         # and what was tried alone before keeps its deliveries, without this one that ran nothing.
-        suspects = untried = [delivery for delivery in left if delivery.settled is not None]
+        untried = [delivery for delivery in left if delivery.settled is not None]
+        keep = {delivery.place for delivery in untried}
         if self.loop is not None:
-            suspects = untried + self.loop.running()
-        keep = {delivery.place for delivery in suspects}
+            keep |= {delivery.place for delivery in self.loop.running()}
+        if self.status.failure is not None:
+            # It may have failed of any job that it had begun, also before the engine had it, or as
+            # it was to be published.
+            keep |= frozenset(self.status.held) - known.keys()
         servers = self._open()
         try:
             for seat in seats:

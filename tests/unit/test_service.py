@@ -23,6 +23,7 @@ from lmpool.worker import intake as intake_module
 from lmpool.worker import moving, patience
 from lmpool.worker import service as service_module
 from lmpool.worker.carrying import enter
+from lmpool.worker.engine_thread import EngineLoop
 from lmpool.worker.heartbeat import ANSWER_WITHIN, Heartbeat
 from lmpool.worker.publishing import Publisher
 from lmpool.worker.recovery import Recovery
@@ -560,6 +561,40 @@ def test_an_engine_that_breaks_ends_the_worker_and_its_jobs_are_for_others(
     assert len(Consumer(server, shards[0], "other").read()) == 4 - len(pending)
     assert caller.notices() == []
     assert not any(server.exists(shard.alive(worker.id)) for shard in shards)
+
+
+@pytest.mark.parametrize("at", ["starting", "publishing at leisure", "publishing"])
+def test_a_job_that_a_thread_fails_of_counts_as_delivered(
+    at: str,
+    new: Callable[..., InProcessWorker],
+    engine: GatedEngine,
+    server: redis.Redis,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or its next worker would fail of it, and the next, without end."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a defect")
+
+    owner, name = {
+        "starting": (EngineLoop, "_admit"),
+        "publishing at leisure": (Publisher, "_begin"),
+        "publishing": (Publisher, "_chunks"),
+    }[at]
+    monkeypatch.setattr(owner, name, fail)
+    if at == "publishing":
+        monkeypatch.setattr(Publisher, "_begin", lambda _, finished: (None, finished))
+    engine.gate.set()
+    worker = new()
+    worker.start()
+    info, shards = served(server, keys)
+    enqueue(server, shards[0], info, 1)
+    assert worker.failed.wait(60)
+    worker.stop()
+    (item,) = server.xpending_range(shards[0].stream().key, GROUP, "-", "+", 10)  # type: ignore[misc, union-attr]
+    assert (item["consumer"].decode(), item["times_delivered"]) == (worker.id, 1)
+    assert not server.exists(shards[0].alive(worker.id))
 
 
 @pytest.mark.parametrize("name", ["intake", "recovery", "heartbeat"])
