@@ -319,7 +319,8 @@ class EngineLoop:
                 self._tellings.end(digest)
                 # Not acknowledged: found again if whoever is faster does not end it.
                 self._status.let_go(self._held.pop(digest))
-            self._engine.cancel(lost)
+            with self._status.step():
+                self._engine.cancel(lost)
             self._traces.end(lost)
 
     def _review(self) -> None:

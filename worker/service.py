@@ -54,7 +54,7 @@ from lmpool.worker.seat import Seat
 from lmpool.worker.status import WorkerStatus
 from lmpool.worker.tally import Tally
 from lmpool.worker.traces import BatchTraces
-from lmpool.worker.watchdog import Watchdog
+from lmpool.worker.watchdog import Watchdog, watched
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,8 @@ class Service:
             shares_up_to=engine.shares_up_to,
         )
         self._publisher = self._publishing(seat)
-        self.adapters = Adapters(engine, control, seat.shards, options.adapter_dirs)
+        at_hand = watched(engine, self.status)
+        self.adapters = Adapters(at_hand, control, seat.shards, options.adapter_dirs)
         self.loop = EngineLoop(
             engine,
             self._batcher,
@@ -383,13 +384,14 @@ class Service:
         """What is to be done for a server that has lost everything: clients that come now need
         heartbeat, vocabulary and adapters, too, and workers that come the name of the layout."""
         loop, adapters, control = self.loop, self.adapters, self._control
+        at_hand = watched(engine, self.status)
         assert loop is not None
         assert adapters is not None
 
         def restore(servers: Servers) -> None:
             seat.heartbeat.beat(servers)
             # On the engine's thread, and so with its connections.
-            loop.call(lambda: publish_vocabulary(control, self.keys, seat.info, engine))
+            loop.call(lambda: publish_vocabulary(control, self.keys, seat.info, at_hand))
             loop.call(lambda: self._mover.bring(control))
             loop.call(adapters.restore)
 
