@@ -178,8 +178,20 @@ def nan_row(*places: int) -> npt.NDArray[np.float32]:
         Outcome(b"", nan_row(*range(VOCAB))),
         Outcome(b"", nan_row(0)),
         Outcome(b"", bf16_logits()[0], float("nan")),
+        Outcome(b"", bf16_logits()[0], float("inf")),
+        Outcome(b"", np.full(VOCAB, np.inf, np.float32)),
+        Outcome(b"", np.full(VOCAB, -np.inf, np.float32)),
+        Outcome(b"", np.array([-np.inf] * (VOCAB - 1) + [np.nan], np.float32)),
     ],
-    ids=["every entry", "the first entry", "bfloat16"],
+    ids=[
+        "every entry",
+        "the first entry",
+        "bfloat16",
+        "bfloat16 of infinity",
+        "infinity",
+        "minus infinity",
+        "an overflow",
+    ],
 )
 @pytest.mark.parametrize("wanted", ["f32", "f16", "bf16"])
 def test_rows_that_are_no_numbers_fail_with_a_hint(outcome: Outcome, wanted: str) -> None:
@@ -188,6 +200,17 @@ def test_rows_that_are_no_numbers_fail_with_a_hint(outcome: Outcome, wanted: str
     assert done.status == "failed"
     assert "NaN" in done.error
     assert "another dtype" in done.error
+
+
+@pytest.mark.parametrize("wanted", ["f32", "f16"])
+def test_a_row_whose_first_token_is_ruled_out_is_stored(wanted: str) -> None:
+    row = log_softmax()
+    row[0] = -np.inf
+    done = encode(delivery(new_job(1, encoding=wanted)), Outcome(b"", row), VOCAB)
+    assert done.value is not None
+    found = unpack_row(done.value, VOCAB).logprobs()
+    assert found[0] == -np.inf
+    assert np.isfinite(found[1:]).all()
 
 
 def test_errors_are_told_and_cut() -> None:
