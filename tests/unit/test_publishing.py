@@ -17,7 +17,7 @@ import redis
 import lmpool
 from lmpool.backends.engine import Outcome
 from lmpool.backends.mock import mock_row
-from lmpool.errors import EngineBroken, PromptFailed, ServerRefused
+from lmpool.errors import EngineBroken, PromptFailed, ServerRefused, ServerUnreachable
 from lmpool.keys import ShardKeys
 from lmpool.rows import LARGE, PackedRow, bf16_to_f32, pack_logprobs, unpack_row
 from lmpool.scripts import script
@@ -880,6 +880,57 @@ def test_a_server_that_refuses_for_good_ends_the_worker(
     assert isinstance(writer.status.failure, ServerRefused)
     assert str(writer.status.failure) == "rows cannot be written: no permissions"
     assert len(consumer.held()) == 1  # the job stays with the pool
+
+
+def test_a_worker_whose_heartbeats_alone_reach_the_server_ends(
+    start: Callable[..., Writer],
+    any_server: str,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its jobs are for others, whose rows may pass."""
+    _, consumer, finished = prepare(redis_client, shard, 1)
+    writer = start(any_server)
+    monkeypatch.setattr(publishing, "CUT_OFF_AFTER", 0.0)
+    monkeypatch.setattr(writer.status.stopping, "wait", lambda _: False)  # no back-off here
+    writer.status.metrics.beat_at = time.monotonic() + 3600  # as if it had just been
+    fail_first(writer, [redis.exceptions.ConnectionError("reset")] * 1000)
+    writer.put(finished)
+    until(lambda: writer.failed)
+    assert isinstance(writer.status.failure, ServerUnreachable)
+    assert "while heartbeats reach the server: reset" in str(writer.status.failure)
+    assert len(consumer.held()) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "beats"),
+    [
+        (redis.exceptions.ConnectionError("reset"), False),
+        (redis.exceptions.BusyLoadingError("loading"), True),
+        (redis.exceptions.ReadOnlyError("a replica"), True),
+    ],
+    ids=["away", "loading", "a replica"],
+)
+def test_a_server_that_is_away_or_not_ready_is_waited_for_however_long(
+    error: Exception,
+    beats: bool,
+    start: Callable[..., Writer],
+    any_server: str,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caller, _, finished = prepare(redis_client, shard, 1)
+    writer = start(any_server)
+    monkeypatch.setattr(publishing, "CUT_OFF_AFTER", 0.0)
+    monkeypatch.setattr(writer.status.stopping, "wait", lambda _: False)  # no back-off here
+    writer.status.metrics.beat_at = time.monotonic() + (3600 if beats else -3600)
+    fail_first(writer, [error] * 20)
+    writer.put(finished)
+    writer.finish()
+    assert [notice.status for notice in caller.notices()] == ["ok"]
+    assert not writer.failed
 
 
 def refuse(writer: Writer, refused: Callable[[Sequence[Done]], bool]) -> None:
