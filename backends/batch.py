@@ -14,12 +14,15 @@ from lmpool.backends.engine import Engine, Outcome, Part, Request
 from lmpool.backends.sampling import Continuation, Sampler
 from lmpool.backends.scoring import Scorings
 from lmpool.backends.streaming import Streaming
+from lmpool.checks import said, words
 from lmpool.errors import EngineBroken, PromptFailed
 from lmpool.logs import about
 from lmpool.wants import Generate, Generation, HeadPart, Hidden, OfRow, Row, Score, Stream
 
 logger = logging.getLogger(__name__)
 
+REASON_CHARS: Final = 2000
+"""Of what an exception says, which fails a prompt or a batch."""
 _TRUSTED: Final = 64
 """After so many batches that fitted into memory, larger ones are tried again."""
 
@@ -188,7 +191,7 @@ class BatchEngine(Engine):
                 try:
                     continuation.take(outcome.logprobs())
                 except ValueError as error:
-                    outcome = Outcome(outcome.id, error=PromptFailed(str(error)))
+                    outcome = Outcome(outcome.id, error=PromptFailed(words(error)))
             if outcome.error is not None:
                 del self._continuations[outcome.id]
                 self._streaming.end([outcome.id])
@@ -211,7 +214,7 @@ class BatchEngine(Engine):
         except EngineBroken:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = said(error, REASON_CHARS)
             short = is_out_of_memory(error)
             if len(batch) == 1:
                 self._too_large += short
@@ -248,7 +251,7 @@ def _generated(continuation: Continuation) -> Outcome:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether memory was short, of the machine or of its GPU: another time it may do."""
     # torch.OutOfMemoryError, and what libraries of a GPU say under names of their own.
-    text = f"{type(error).__name__} {error}".lower()
+    text = f"{type(error).__name__} {words(error)}".lower()
     return isinstance(error, MemoryError) or "outofmemory" in text or "out of memory" in text
 
 

@@ -19,12 +19,18 @@ def quoted(value: object, most: int = SHOWN) -> str:
         return f"<{type(value).__name__}>"
 
 
-def said(error: BaseException) -> str:
-    """An error that is none of ours, as part of a message: its kind and its words."""
+def words(error: BaseException) -> str:
+    """What an error says, as it can travel; '' where it says nothing."""
     try:
-        text = str(error)[:200]
+        # Paths that are no UTF-8 have lone surrogates.
+        return str(error).encode("utf-8", "backslashreplace").decode()
     except Exception:  # of the error's own
-        text = ""
+        return ""
+
+
+def said(error: BaseException, most: int = 200) -> str:
+    """An error that is none of ours, as part of a message: its kind and its words."""
+    text = words(error)[:most]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -13,6 +13,7 @@ from typing import Final
 import redis.exceptions
 
 from lmpool.backends.engine import Engine
+from lmpool.checks import said
 from lmpool.commands import Server, Value
 from lmpool.errors import AdapterError, EngineBroken
 from lmpool.keys import ShardKeys
@@ -22,6 +23,8 @@ from lmpool.servers import Servers
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
+REASON_CHARS: Final = 1000
+"""Of what an engine says of one that it cannot load."""
 MAX_LOADED: Final = 32
 """Adapters that an engine keeps. Requests of others wait until those of one of them have ended."""
 
@@ -211,8 +214,7 @@ class Adapters:
                 raise
             except Exception as error:  # files that are no adapter of this model
                 raise AdapterError(
-                    f"adapter folder {str(folder)!r} cannot be loaded: "
-                    f"{type(error).__name__}: {error}"
+                    f"adapter folder {str(folder)!r} cannot be loaded: {said(error, REASON_CHARS)}"
                 ) from error
             self._loaded[reference] = None
             if adapter_fingerprint(folder) != fingerprint:

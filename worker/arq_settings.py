@@ -151,7 +151,8 @@ refuse_unknown_variables()
 _options = WorkerOptions()
 _new_service = Service(_options, _end)
 _keys = _new_service.keys
-_pack = partial(msgpack.packb, default=said)  # arq puts exceptions into what it says of jobs
+# Arq puts exceptions into what it says of jobs.
+_pack = partial(msgpack.packb, default=said, unicode_errors="backslashreplace")
 # What arq has as names of its own, and no settings for.
 setattr(arq.worker, "abort_jobs_ss", _keys.aborted)  # noqa: B010
 setattr(arq.worker, "create_pool", _server_to_check)  # noqa: B010

@@ -2,7 +2,8 @@
 
 Each returns ``{"result": ...}`` or ``{"error": text}``: an exception of ours is a reply, not a
 failed job to be tried again. The last argument is the seconds for which their caller waits. What a
-server that was lost has forgotten is done once more: twice is as good as once.
+server that was lost has forgotten is done once more: twice is as good as once. A worker that fails
+meanwhile, as where the engine hangs at it, answers as it ends.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Final
 
 import numpy as np
 import redis.exceptions
 
-from lmpool.checks import said
-from lmpool.errors import LmpoolError
+from lmpool.backends.engine import Engine
+from lmpool.checks import said, words
+from lmpool.errors import EngineBroken, LmpoolError
 from lmpool.server import is_lost
 from lmpool.worker.service import Service
+from lmpool.worker.status import WorkerStatus
+from lmpool.worker.watchdog import watched
 
 ControlReply = dict[str, Any]
 
@@ -28,6 +33,9 @@ AGAIN: Final = 0.2
 """Seconds until what failed of a server that was lost is done again."""
 LONGEST: Final = 600.0
 """Seconds that a control function may take, whoever waits for it."""
+LOOK_EVERY: Final = 0.2
+"""Seconds between two looks whether the worker has failed: one that ends waits a second for control
+functions to end."""
 
 
 async def add_lora(
@@ -49,17 +57,14 @@ async def remove_lora(ctx: dict[str, Any], name: str, limit: float = LONGEST) ->
 
 async def cache_prefix(ctx: dict[str, Any], tokens: bytes, limit: float = LONGEST) -> ControlReply:
     """Compute and keep a prefix's state (ids as little-endian uint32)."""
-    engine = _service(ctx).engine
-    assert engine is not None
+    engine = _engine(ctx)
     ids = np.frombuffer(tokens, dtype="<u4")
     return await _on_engine(ctx, limit, lambda: engine.cache_prefix(ids))
 
 
 async def clear_cache(ctx: dict[str, Any], limit: float = LONGEST) -> ControlReply:
     """Drop the engine's state."""
-    engine = _service(ctx).engine
-    assert engine is not None
-    return await _on_engine(ctx, limit, engine.clear_cache)
+    return await _on_engine(ctx, limit, _engine(ctx).clear_cache)
 
 
 async def drain(ctx: dict[str, Any], limit: float = LONGEST) -> ControlReply:
@@ -82,6 +87,12 @@ def _service(ctx: dict[str, Any]) -> Service:
     return service
 
 
+def _engine(ctx: dict[str, Any]) -> Engine:
+    service = _service(ctx)
+    assert service.engine is not None
+    return watched(service.engine, service.status)
+
+
 async def _on_engine(
     ctx: dict[str, Any], limit: float, function: Callable[[], Any]
 ) -> ControlReply:
@@ -90,16 +101,16 @@ async def _on_engine(
     One that has not begun when its caller leaves never will: whoever waits for the engine does not
     wait for what nobody wants.
     """
-    loop = _service(ctx).loop
+    loop, status = _service(ctx).loop, _service(ctx).status
     assert loop is not None
     deadline = time.monotonic() + limit
     while True:
         call = loop.call(function)
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                return {"result": await asyncio.wrap_future(call)}
+                return {"result": await _returned(call, status)}
         except LmpoolError as error:
-            return {"error": str(error)}
+            return {"error": words(error)}
         except redis.exceptions.RedisError as error:
             # A shard's server fails over, or its slot moves: not for the engine to wait for.
             if not is_lost(error) or time.monotonic() + AGAIN > deadline - limit / 10:
@@ -107,3 +118,16 @@ async def _on_engine(
             await asyncio.sleep(AGAIN)
         except Exception as error:
             return {"error": said(error)}
+
+
+async def _returned(call: Future[Any], status: WorkerStatus) -> Any:
+    """What a call on the engine's thread returns. Raises `EngineBroken` once the worker fails."""
+    future = asyncio.wrap_future(call)
+    try:
+        while not future.done():
+            await asyncio.wait([future], timeout=LOOK_EVERY)
+            if status.failure is not None and not future.done():
+                raise EngineBroken(f"the worker ends: {words(status.failure)}")
+        return future.result()
+    finally:
+        future.cancel()

@@ -9,6 +9,7 @@ from typing import Final
 
 import redis.exceptions
 
+from lmpool.checks import words
 from lmpool.commands import Value
 from lmpool.errors import JobFormatError
 from lmpool.isolation import is_about_entries
@@ -45,7 +46,7 @@ class DeadLetters:
         logger.warning("refused an entry of the job stream: %s", error)
         digest = error.digest.hex() if isinstance(error, RefusedJob) else ""
         self._bury(
-            stream, entry, data[:GARBAGE_BYTES], digest, "refused", str(error), 0, self._consumer
+            stream, entry, data[:GARBAGE_BYTES], digest, "refused", words(error), 0, self._consumer
         )
 
     def give_up(

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 import redis.exceptions
 
 from lmpool.backends.engine import Engine, Outcome, Part, Request
+from lmpool.checks import words
 from lmpool.clock import ServerClock
 from lmpool.errors import EngineBroken, PromptFailed
 from lmpool.keys import COUNTERS_TTL_MS, GROUP
@@ -269,7 +270,7 @@ class EngineLoop:
             except Exception as error:  # a registry or a folder that holds nonsense
                 if isinstance(error, redis.exceptions.RedisError) and is_lost(error):
                     raise  # the server was asked in vain: that says nothing of the adapter
-                unusable[adapter] = str(error) or type(error).__name__
+                unusable[adapter] = words(error) or type(error).__name__
         return unusable[adapter]
 
     def _step(self) -> None:
@@ -318,7 +319,8 @@ class EngineLoop:
                 self._tellings.end(digest)
                 # Not acknowledged: found again if whoever is faster does not end it.
                 self._status.let_go(self._held.pop(digest))
-            self._engine.cancel(lost)
+            with self._status.step():
+                self._engine.cancel(lost)
             self._traces.end(lost)
 
     def _review(self) -> None:

@@ -16,16 +16,18 @@ from typing import Final, Literal
 import redis.exceptions
 
 from lmpool.backends.engine import Outcome, Part
+from lmpool.checks import said, words
 from lmpool.commands import Server, Value
 from lmpool.counters import BATCHES, COMPUTED, FAILED, answers
-from lmpool.errors import PromptFailed, ServerRefused
+from lmpool.errors import PromptFailed, ServerRefused, ServerUnreachable
 from lmpool.isolation import isolate
 from lmpool.keys import COUNTERS_TTL_MS, GROUP, JobStream, ShardKeys
+from lmpool.liveness import LIFE_MS
 from lmpool.logs import about
 from lmpool.result_memory import footprint
 from lmpool.rows import ENTRY_BYTES, LARGE, PackedRow
 from lmpool.scripts import script
-from lmpool.server import is_full, is_lost
+from lmpool.server import LOST, is_full, is_lost
 from lmpool.servers import Servers
 from lmpool.wants import Row, Stream
 from lmpool.worker.batching import Delivery
@@ -55,6 +57,11 @@ ASIDE_PAUSE: Final = 0.05
 """Seconds between two attempts to write them."""
 ASIDE_FAREWELL: Final = 10.0
 """Seconds for which a worker that leaves waits for their shards."""
+CUT_OFF_AFTER: Final = 60.0
+"""Seconds for which rows may be lost on their way to a server that heartbeats reach. What lies
+between may let small commands pass alone; other workers may be better off."""
+CUT_OFF_FAILURES: Final = 4
+"""Attempts to write them in that time, at least."""
 MAX_ERROR_CHARS: Final = 2000
 LEFT_OUT_MOST: Final = 32
 """Jobs refused in succession, in one call or many: after so many it is not the jobs."""
@@ -111,8 +118,8 @@ class _Writing:
 def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
     """An outcome as it is stored: the answer to the job's want, or the error."""
     if outcome.error is not None:
-        text = str(outcome.error)[:MAX_ERROR_CHARS]
-        return Done(delivery, None, "failed", text or type(outcome.error).__name__)
+        text = words(outcome.error) or type(outcome.error).__name__
+        return Done(delivery, None, "failed", text[:MAX_ERROR_CHARS])
     try:
         want = delivery.job.want
         if isinstance(want, Row) and vocab_size * ENTRY_BYTES[want.encoding or "f32"] >= LARGE:
@@ -121,13 +128,13 @@ def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
         value = want.encode(outcome, vocab_size)
         return Done(delivery, value, "ok", "", len(value))
     except PromptFailed as error:
-        return Done(delivery, None, "failed", str(error)[:MAX_ERROR_CHARS])
+        return Done(delivery, None, "failed", words(error)[:MAX_ERROR_CHARS])
     except Exception as error:
         # One outcome that makes no sense must not keep the others from being written.
         logger.exception(
             "an outcome of the engine cannot be stored", extra=about(delivery.job.want.kind)
         )
-        return Done(delivery, None, "failed", f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS])
+        return Done(delivery, None, "failed", said(error, MAX_ERROR_CHARS))
 
 
 def _stream_of(done: Done) -> JobStream:
@@ -365,7 +372,7 @@ class Publisher:
     def _write(self, chunk: Sequence[Done]) -> None:
         """Write one chunk, again and again until the server takes it: results are idempotent."""
         failures = 0
-        began = time.monotonic()
+        began = beaten_since = time.monotonic()
         left = by_shard(chunk, _stream_of)
         while True:
             try:
@@ -400,8 +407,25 @@ class Publisher:
                 if not (full or is_lost(error)) and failures > 5:
                     self._status.fail(ServerRefused(f"rows cannot be written: {reason}"))
                     return
+                now = time.monotonic()
+                if not (self._beats(now) and _is_lost_on_the_way(error)):
+                    beaten_since = now
+                elif now - beaten_since > CUT_OFF_AFTER and failures >= CUT_OFF_FAILURES:
+                    self._status.fail(
+                        ServerUnreachable(
+                            f"rows cannot be written for {now - beaten_since:.0f} s, while "
+                            f"heartbeats reach the server: {reason}. Does something between let "
+                            "only small packets pass?"
+                        )
+                    )
+                    return
                 pause = min(2.0, 0.05 * 2 ** min(failures, 6))
                 self._status.stopping.wait(pause * random.uniform(0.5, 1.0))
+
+    def _beats(self, now: float) -> bool:
+        """Whether the server knows that this worker lives."""
+        beat_at = self._metrics.beat_at
+        return beat_at is not None and now - beat_at < LIFE_MS / 1000
 
     def _write_all(self, shard: ShardKeys, chunk: Sequence[Done], server: Server) -> bool:
         """Write what is of one shard."""
@@ -569,6 +593,13 @@ class Publisher:
         ]
         if streamed:
             self._pieces.forget(shard, streamed)
+
+
+def _is_lost_on_the_way(error: Exception) -> bool:
+    """Whether nothing was heard of the server: not even that it is not ready."""
+    if isinstance(error, redis.exceptions.BusyLoadingError):
+        return False
+    return isinstance(error, (*LOST, OSError))
 
 
 def _told(done: Done) -> tuple[Value, ...]:

@@ -125,18 +125,19 @@ class Recovery:
             found = script("reclaim")(server, [shard.steady, *keys, *calls], arguments)
             if not found:
                 break
-            place, owner, entry, deliveries, *values = found
+            place, name, entry, deliveries, *values = found
+            owner = name.decode("utf-8", "replace")  # anybody may be a consumer
             stream = streams[place]
             if entry in forgotten[stream.key]:
                 forgotten[stream.key].remove(entry)
-            owners[owner.decode()] = owners.get(owner.decode(), 0) + 1
+            owners[owner] = owners.get(owner, 0) + 1
             fields = fields_of(values)
             if fields.keys() == {b"bytes"}:
                 size = fields[b"bytes"].decode("ascii", "replace")
                 error = JobFormatError(f"an entry of {size!r:.40} bytes: too long")
                 self._dead_letters.refuse(stream, entry, b"", error)
                 continue
-            self._take_over(stream, owner.decode(), entry, int(deliveries), fields.get(b"job", b""))
+            self._take_over(stream, owner, entry, int(deliveries), fields.get(b"job", b""))
         for name, count in owners.items():
             whose = "forgotten here" if name == self._consumer else f"of {name}, which is gone"
             logger.warning("took over %d jobs %s", count, whose)

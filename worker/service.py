@@ -54,7 +54,7 @@ from lmpool.worker.seat import Seat
 from lmpool.worker.status import WorkerStatus
 from lmpool.worker.tally import Tally
 from lmpool.worker.traces import BatchTraces
-from lmpool.worker.watchdog import Watchdog
+from lmpool.worker.watchdog import Watchdog, watched
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,8 @@ class Service:
             shares_up_to=engine.shares_up_to,
         )
         self._publisher = self._publishing(seat)
-        self.adapters = Adapters(engine, control, seat.shards, options.adapter_dirs)
+        at_hand = watched(engine, self.status)
+        self.adapters = Adapters(at_hand, control, seat.shards, options.adapter_dirs)
         self.loop = EngineLoop(
             engine,
             self._batcher,
@@ -383,13 +384,14 @@ class Service:
         """What is to be done for a server that has lost everything: clients that come now need
         heartbeat, vocabulary and adapters, too, and workers that come the name of the layout."""
         loop, adapters, control = self.loop, self.adapters, self._control
+        at_hand = watched(engine, self.status)
         assert loop is not None
         assert adapters is not None
 
         def restore(servers: Servers) -> None:
             seat.heartbeat.beat(servers)
             # On the engine's thread, and so with its connections.
-            loop.call(lambda: publish_vocabulary(control, self.keys, seat.info, engine))
+            loop.call(lambda: publish_vocabulary(control, self.keys, seat.info, at_hand))
             loop.call(lambda: self._mover.bring(control))
             loop.call(adapters.restore)
 
@@ -480,10 +482,14 @@ class Service:
         known = {delivery.place: delivery.job for delivery in left}
         # What the engine could not finish is not given back as if it were new: others try it alone,
         # and what was tried alone before keeps its deliveries, without this one that ran nothing.
-        suspects = untried = [delivery for delivery in left if delivery.settled is not None]
+        untried = [delivery for delivery in left if delivery.settled is not None]
+        keep = {delivery.place for delivery in untried}
         if self.loop is not None:
-            suspects = untried + self.loop.running()
-        keep = {delivery.place for delivery in suspects}
+            keep |= {delivery.place for delivery in self.loop.running()}
+        if self.status.failure is not None:
+            # It may have failed of any job that it had begun, also before the engine had it, or as
+            # it was to be published.
+            keep |= frozenset(self.status.held) - known.keys()
         servers = self._open()
         try:
             for seat in seats:

@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgpack
 
 from lmpool.affinity import LEAST_PATIENCE, patience
+from lmpool.checks import words
 from lmpool.clock import ServerClock
 from lmpool.counters import OWN, STOLEN, TOKENS_ASKED, TOKENS_COMPUTED, Counter
 from lmpool.keys import JobStream
@@ -83,7 +84,7 @@ class WorkerStatus:
             if self.failure is not None:
                 return
             self.failure = error
-        logger.error("the worker cannot go on: %s", error, exc_info=error)
+        logger.error("the worker cannot go on: %s", words(error), exc_info=error)
         self._on_failure()
 
     def step(self) -> AbstractContextManager[None]:
@@ -165,7 +166,8 @@ class WorkerStatus:
             beat["stolen_per_second"] = round(self._stolen_per_second(), 1)
             if self._failures:
                 beat["failures"] = list(self._failures)
-        packed: bytes = msgpack.packb(beat)
+        # Reasons, and what an engine says of itself, may quote paths that are no UTF-8.
+        packed: bytes = msgpack.packb(beat, unicode_errors="backslashreplace")
         return packed
 
     def _stolen_per_second(self) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Final
+from functools import wraps
+from typing import Any, Final, cast
 
+from lmpool.backends.engine import Engine
 from lmpool.errors import EngineBroken
 from lmpool.worker.status import WorkerStatus
 
@@ -13,7 +15,7 @@ LOOKS: Final = 10
 
 
 class Watchdog:
-    """Fails the worker once one step of its engine takes longer than `limit` seconds."""
+    """Fails the worker once its engine is at one step, or one call, for more than `limit` s."""
 
     def __init__(self, status: WorkerStatus, limit: float) -> None:
         self._status = status
@@ -26,8 +28,34 @@ class Watchdog:
             if since is not None and time.monotonic() - since > self._limit:
                 self._status.fail(
                     EngineBroken(
-                        f"the engine has been at one batch for more than {self._limit:g} s: raise "
-                        "LMPOOL_ENGINE_TIMEOUT if batches may take that long"
+                        "the engine has been at one batch, or one call, for more than "
+                        f"{self._limit:g} s: raise LMPOOL_ENGINE_TIMEOUT if they may take that long"
                     )
                 )
                 return
+
+
+def watched(engine: Engine, status: WorkerStatus) -> Engine:
+    """The engine for whoever calls it between its steps: each call is looked at as a step is.
+
+    What else they do there, such as waiting for the server, is not.
+    """
+    return cast(Engine, _Watched(engine, status))
+
+
+class _Watched:
+    def __init__(self, engine: Engine, status: WorkerStatus) -> None:
+        self._engine = engine
+        self._status = status
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._engine, name)
+        if not callable(found):
+            return found
+
+        @wraps(found)
+        def call(*arguments: Any, **named: Any) -> Any:
+            with self._status.step():
+                return found(*arguments, **named)
+
+        return call

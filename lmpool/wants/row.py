@@ -27,11 +27,11 @@ from lmpool.rows import (
 )
 from lmpool.wants.answers import Computed
 from lmpool.wants.of_prompt import OfPrompt
-from lmpool.wants.of_row import NOT_A_NUMBER
 from lmpool.wants.packing import expect
 
 _FLOAT32, _UINT16 = np.dtype(np.float32), np.dtype(np.uint16)
 _STORED: Final = np.dtype("<f4")
+NO_NUMBERS: Final = "the model computed infinities or NaN for this prompt; another dtype may help"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,13 @@ class Row(OfPrompt[EncodedRow]):
         return _ROWS[encoding]
 
     def encode(self, computed: Computed, vocab_size: int) -> bytes:
-        """What is stored of the row. Raises `PromptFailed` for what no client could use."""
+        """What is stored of the row. Raises `PromptFailed` for what no client could use.
+
+        That is a row of another shape or type, and one whose first number is none, or infinite, if
+        no other shows that it may be: such as overflow leaves. The others are not all looked at,
+        which would take a worker a tenth more for a large row: a single NaN among them, as only an
+        engine can give that does not normalize, is stored.
+        """
         row = computed.row
         if self._is_stored_so(row, vocab_size):
             return joined_f32(row)
@@ -88,7 +94,7 @@ class Row(OfPrompt[EncodedRow]):
             and self.encoding == "f32"
             and row.dtype is _STORED
             and row.shape == (vocab_size,)
-            and (first := row.item(0)) == first
+            and -math.inf < row.item(0) < math.inf
         )
 
     def packed(self, computed: Computed, vocab_size: int) -> PackedRow:
@@ -105,14 +111,15 @@ class Row(OfPrompt[EncodedRow]):
                 f"{kind or type(row).__name__}: {(vocab_size,)} was expected"
             )
         if kind == _UINT16:
-            if math.isnan(computed.logsumexp):
-                raise PromptFailed(NOT_A_NUMBER)
+            if not math.isfinite(computed.logsumexp):
+                raise PromptFailed(NO_NUMBERS)
             if self.encoding == "bf16":
                 return pack_values("bf16", row, computed.logsumexp)
             row = bf16_to_f32(row.view(np.uint16)) - np.float32(computed.logsumexp)
-        # Normalizing spreads one NaN to all entries: the first one tells.
-        if row[0] != row[0]:
-            raise PromptFailed(NOT_A_NUMBER)
+        # Normalizing spreads one NaN to all entries, and an overflow leaves none that is finite:
+        # the first one tells, unless it is of a token that is ruled out.
+        if not math.isfinite(row[0]) and not math.isfinite(row.max()):
+            raise PromptFailed(NO_NUMBERS)
         return pack_logprobs(row.view(np.float32), "f16" if self.encoding == "f16" else "f32")
 
     def decode(self, data: bytes | memoryview, info: ModelInfo) -> EncodedRow:

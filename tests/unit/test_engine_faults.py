@@ -25,6 +25,13 @@ def _row(change: Callable[[Any], Any]) -> Callable[[Outcome], list[Outcome]]:
     return lambda outcome: [Outcome(outcome.id, change(outcome.row))]
 
 
+class Speechless(Exception):
+    """An error that cannot even be worded."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
 FAULTS: dict[str, Callable[[Outcome], Any]] = {
     "no outcome": lambda outcome: [],
     "another's outcome": lambda outcome: [Outcome(b"?" * 16, outcome.row)],
@@ -40,6 +47,11 @@ FAULTS: dict[str, Callable[[Outcome], Any]] = {
     "NaN": _row(lambda row: row * np.nan),
     "None": lambda outcome: [None],
     "raises": lambda outcome: 1 / 0,
+    "raises no words": lambda outcome: (_ for _ in ()).throw(Speechless()),
+    "raises what is no UTF-8": lambda outcome: (_ for _ in ()).throw(OSError("mod\udce8le")),
+    "an error that is no UTF-8": lambda outcome: [
+        Outcome(outcome.id, error=PromptFailed("mod\udce8le"))
+    ],
     "out of memory": lambda outcome: (_ for _ in ()).throw(MemoryError),
 }
 

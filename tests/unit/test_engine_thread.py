@@ -479,20 +479,23 @@ def test_a_job_whose_adapter_cannot_be_used_is_refused_alone_and_asked_once_a_ba
     loop.adapters.refused = {
         "gone@1": AdapterError("adapter 'gone' was removed"),
         "odd@2": ValueError(),
+        "far@4": AdapterError("not inside mod\udce8les"),
     }
     gone = [loop.delivery(i, adapter="gone@1") for i in range(3)]
     odd, good = loop.delivery(4, adapter="odd@2"), loop.delivery(5, adapter="x@3")
     other, base = loop.delivery(7, adapter="x@3"), loop.delivery(6)
+    far = loop.delivery(8, adapter="far@4")
     loop.engine.gate.release()
-    loop.batcher.add([*gone, odd, good, other, base])
+    loop.batcher.add([*gone, odd, good, other, base, far])
     loop.start()
-    loop.wait_for(7)
+    loop.wait_for(8)
     refused = {c: i for i in loop.published if isinstance(i, Done) for c in [i.delivery]}
-    assert set(refused) == {*gone, odd}
+    assert set(refused) == {*gone, odd, far}
     assert all(item.status == "unknown_adapter" for item in refused.values())
     assert refused[gone[0]].error == "adapter 'gone' was removed"
     assert refused[odd].error == "ValueError"
-    assert sorted(loop.adapters.ensured) == ["gone@1", "odd@2", "x@3"]
+    assert refused[far].error == "not inside mod\\udce8les"  # which can be sent
+    assert sorted(loop.adapters.ensured) == ["far@4", "gone@1", "odd@2", "x@3"]
     assert loop.engine.submitted == [[c.job.digest for c in (good, other, base)]]
 
 

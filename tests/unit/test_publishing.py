@@ -17,7 +17,7 @@ import redis
 import lmpool
 from lmpool.backends.engine import Outcome
 from lmpool.backends.mock import mock_row
-from lmpool.errors import EngineBroken, PromptFailed, ServerRefused
+from lmpool.errors import EngineBroken, PromptFailed, ServerRefused, ServerUnreachable
 from lmpool.keys import ShardKeys
 from lmpool.rows import LARGE, PackedRow, bf16_to_f32, pack_logprobs, unpack_row
 from lmpool.scripts import script
@@ -178,8 +178,20 @@ def nan_row(*places: int) -> npt.NDArray[np.float32]:
         Outcome(b"", nan_row(*range(VOCAB))),
         Outcome(b"", nan_row(0)),
         Outcome(b"", bf16_logits()[0], float("nan")),
+        Outcome(b"", bf16_logits()[0], float("inf")),
+        Outcome(b"", np.full(VOCAB, np.inf, np.float32)),
+        Outcome(b"", np.full(VOCAB, -np.inf, np.float32)),
+        Outcome(b"", np.array([-np.inf] * (VOCAB - 1) + [np.nan], np.float32)),
     ],
-    ids=["every entry", "the first entry", "bfloat16"],
+    ids=[
+        "every entry",
+        "the first entry",
+        "bfloat16",
+        "bfloat16 of infinity",
+        "infinity",
+        "minus infinity",
+        "an overflow",
+    ],
 )
 @pytest.mark.parametrize("wanted", ["f32", "f16", "bf16"])
 def test_rows_that_are_no_numbers_fail_with_a_hint(outcome: Outcome, wanted: str) -> None:
@@ -188,6 +200,17 @@ def test_rows_that_are_no_numbers_fail_with_a_hint(outcome: Outcome, wanted: str
     assert done.status == "failed"
     assert "NaN" in done.error
     assert "another dtype" in done.error
+
+
+@pytest.mark.parametrize("wanted", ["f32", "f16"])
+def test_a_row_whose_first_token_is_ruled_out_is_stored(wanted: str) -> None:
+    row = log_softmax()
+    row[0] = -np.inf
+    done = encode(delivery(new_job(1, encoding=wanted)), Outcome(b"", row), VOCAB)
+    assert done.value is not None
+    found = unpack_row(done.value, VOCAB).logprobs()
+    assert found[0] == -np.inf
+    assert np.isfinite(found[1:]).all()
 
 
 def test_errors_are_told_and_cut() -> None:
@@ -325,6 +348,39 @@ def test_an_error_is_told_and_no_row_written(
     }
     (failure,) = msgpack.unpackb(writer.status.heartbeat())["failures"]
     assert (failure["reason"], failure["jobs"]) == ("too odd", 1)
+
+
+class Speechless(PromptFailed):
+    """An error that cannot even be worded."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(PromptFailed("no file mod\udce8le"), "no file mod\\udce8le"), (Speechless(), "Speechless")],
+    ids=["no UTF-8", "no words"],
+)
+def test_an_error_that_cannot_travel_as_it_is_is_told(
+    error: PromptFailed,
+    words: str,
+    start: Callable[..., Writer],
+    any_server: str,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+) -> None:
+    caller, consumer, ((first, _), second) = prepare(redis_client, shard, 2)  # type: ignore[misc]
+    writer = start(any_server)
+    writer.put([(first, Outcome(b"", error=error)), second])
+    writer.finish()
+    told = {n.digest: (n.status, n.error) for n in caller.notices()}
+    assert told[first.job.digest] == ("failed", words)
+    assert sorted(status for status, _ in told.values()) == ["failed", "ok"]
+    assert consumer.held() == []
+    assert not writer.failed
+    (failure,) = msgpack.unpackb(writer.status.heartbeat())["failures"]
+    assert failure["reason"] == words
 
 
 def test_what_is_there_already_is_only_announced(
@@ -824,6 +880,57 @@ def test_a_server_that_refuses_for_good_ends_the_worker(
     assert isinstance(writer.status.failure, ServerRefused)
     assert str(writer.status.failure) == "rows cannot be written: no permissions"
     assert len(consumer.held()) == 1  # the job stays with the pool
+
+
+def test_a_worker_whose_heartbeats_alone_reach_the_server_ends(
+    start: Callable[..., Writer],
+    any_server: str,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its jobs are for others, whose rows may pass."""
+    _, consumer, finished = prepare(redis_client, shard, 1)
+    writer = start(any_server)
+    monkeypatch.setattr(publishing, "CUT_OFF_AFTER", 0.0)
+    monkeypatch.setattr(writer.status.stopping, "wait", lambda _: False)  # no back-off here
+    writer.status.metrics.beat_at = time.monotonic() + 3600  # as if it had just been
+    fail_first(writer, [redis.exceptions.ConnectionError("reset")] * 1000)
+    writer.put(finished)
+    until(lambda: writer.failed)
+    assert isinstance(writer.status.failure, ServerUnreachable)
+    assert "while heartbeats reach the server: reset" in str(writer.status.failure)
+    assert len(consumer.held()) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "beats"),
+    [
+        (redis.exceptions.ConnectionError("reset"), False),
+        (redis.exceptions.BusyLoadingError("loading"), True),
+        (redis.exceptions.ReadOnlyError("a replica"), True),
+    ],
+    ids=["away", "loading", "a replica"],
+)
+def test_a_server_that_is_away_or_not_ready_is_waited_for_however_long(
+    error: Exception,
+    beats: bool,
+    start: Callable[..., Writer],
+    any_server: str,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caller, _, finished = prepare(redis_client, shard, 1)
+    writer = start(any_server)
+    monkeypatch.setattr(publishing, "CUT_OFF_AFTER", 0.0)
+    monkeypatch.setattr(writer.status.stopping, "wait", lambda _: False)  # no back-off here
+    writer.status.metrics.beat_at = time.monotonic() + (3600 if beats else -3600)
+    fail_first(writer, [error] * 20)
+    writer.put(finished)
+    writer.finish()
+    assert [notice.status for notice in caller.notices()] == ["ok"]
+    assert not writer.failed
 
 
 def refuse(writer: Writer, refused: Callable[[Sequence[Done]], bool]) -> None:

@@ -157,6 +157,22 @@ def test_jobs_of_the_dead_are_run_from_every_stream_of_every_shard(
     assert caplog.text.count("took over 2 jobs of dead, which is gone") == 3
 
 
+def test_jobs_of_a_consumer_whose_name_is_no_utf8_are_run(
+    start: Start, server: redis.Redis, shards: list[ShardKeys], caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = start()
+    for number in range(2):
+        server.xadd(shards[0].stream().key, {"job": pack_job(new_job(number))})
+    server.xreadgroup(GROUP, b"de\xffad", {shards[0].stream().key: ">"})
+    for number in range(2):
+        delivery = worker.take()
+        assert delivery.job == new_job(number)
+        worker.settle(delivery)
+    worker.looks_again()
+    assert consumers(server, shards[0].stream()) == {b"me": 0}
+    assert "took over 2 jobs of de\ufffdad, which is gone" in caplog.text
+
+
 def test_shards_on_several_servers_are_looked_through_where_they_lie(
     start: Start, shards: list[ShardKeys]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +20,11 @@ from lmpool.model_info import ModelInfo
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
 from lmpool.wire import pack_job
+from lmpool.worker import control, moving, patience
 from lmpool.worker import intake as intake_module
-from lmpool.worker import moving, patience
 from lmpool.worker import service as service_module
 from lmpool.worker.carrying import enter
+from lmpool.worker.engine_thread import EngineLoop
 from lmpool.worker.heartbeat import ANSWER_WITHIN, Heartbeat
 from lmpool.worker.publishing import Publisher
 from lmpool.worker.recovery import Recovery
@@ -560,6 +562,99 @@ def test_an_engine_that_breaks_ends_the_worker_and_its_jobs_are_for_others(
     assert len(Consumer(server, shards[0], "other").read()) == 4 - len(pending)
     assert caller.notices() == []
     assert not any(server.exists(shard.alive(worker.id)) for shard in shards)
+
+
+def adapter_in(folder: Path) -> str:
+    """The folder of one, as the mock engine takes it."""
+    place = folder / "adapter"
+    place.mkdir()
+    (place / "adapter_config.json").write_text("{}")
+    (place / "adapter_model.safetensors").write_bytes(b"x")
+    return str(place)
+
+
+@pytest.mark.parametrize("call", ["clear_cache", "cache_prefix", "add_lora"])
+def test_an_engine_that_hangs_at_a_call_ends_the_worker_which_says_so(
+    call: str,
+    new: Callable[..., InProcessWorker],
+    engine: GatedEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = new(engine_timeout=0.2, adapter_dirs=[str(tmp_path)])
+
+    answered = threading.Event()
+    name = {"add_lora": "add_adapter"}.get(call, call)
+    monkeypatch.setattr(engine, name, lambda *_: answered.wait(60))
+    worker.start()
+    given: dict[str, tuple[Any, ...]] = {
+        "cache_prefix": (b"\1\0\0\0",),
+        "add_lora": ("fr", adapter_in(tmp_path)),
+    }
+    asked = getattr(control, call)({"service": worker.service}, *given.get(call, ()))
+    said = asyncio.run(asked)["error"]
+    answered.set()
+    assert "the worker ends: the engine has been at one batch, or one call" in said
+    assert isinstance(worker.service.status.failure, EngineBroken)
+
+
+def test_a_job_whose_adapter_an_engine_hangs_at_counts_as_delivered(
+    new: Callable[..., InProcessWorker],
+    engine: GatedEngine,
+    server: redis.Redis,
+    keys: PoolKeys,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker, path = new(engine_timeout=0.2, adapter_dirs=[str(tmp_path)]), adapter_in(tmp_path)
+    worker.start()
+    added = asyncio.run(control.add_lora({"service": worker.service}, "fr", path))
+    adapters, ended = worker.service.adapters, threading.Event()
+    assert adapters is not None
+    adapters._loaded.clear()
+    monkeypatch.setattr(engine, "add_adapter", lambda *_: ended.wait(60))
+    info, shards = served(server, keys)
+    job = new_job(1, adapter=f"fr@{added['result']}", fingerprint=info.fingerprint)
+    Caller(server, shards[0]).enqueue(job)
+    assert worker.failed.wait(60)
+    worker.stop()
+    ended.set()
+    (item,) = server.xpending_range(shards[0].stream().key, GROUP, "-", "+", 10)  # type: ignore[misc, union-attr]
+    assert (item["consumer"].decode(), item["times_delivered"]) == (worker.id, 1)
+
+
+@pytest.mark.parametrize("at", ["starting", "publishing at leisure", "publishing"])
+def test_a_job_that_a_thread_fails_of_counts_as_delivered(
+    at: str,
+    new: Callable[..., InProcessWorker],
+    engine: GatedEngine,
+    server: redis.Redis,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or its next worker would fail of it, and the next, without end."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a defect")
+
+    owner, name = {
+        "starting": (EngineLoop, "_admit"),
+        "publishing at leisure": (Publisher, "_begin"),
+        "publishing": (Publisher, "_chunks"),
+    }[at]
+    monkeypatch.setattr(owner, name, fail)
+    if at == "publishing":
+        monkeypatch.setattr(Publisher, "_begin", lambda _, finished: (None, finished))
+    engine.gate.set()
+    worker = new()
+    worker.start()
+    info, shards = served(server, keys)
+    enqueue(server, shards[0], info, 1)
+    assert worker.failed.wait(60)
+    worker.stop()
+    (item,) = server.xpending_range(shards[0].stream().key, GROUP, "-", "+", 10)  # type: ignore[misc, union-attr]
+    assert (item["consumer"].decode(), item["times_delivered"]) == (worker.id, 1)
+    assert not server.exists(shards[0].alive(worker.id))
 
 
 @pytest.mark.parametrize("name", ["intake", "recovery", "heartbeat"])

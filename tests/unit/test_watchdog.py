@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import time
 
-from lmpool.errors import EngineBroken
+import pytest
+
+from lmpool.backends.mock import MockEngine
+from lmpool.errors import AdapterError, EngineBroken
 from lmpool.worker.status import WorkerStatus
-from lmpool.worker.watchdog import Watchdog
+from lmpool.worker.watchdog import Watchdog, watched
 
 
 def test_a_step_that_takes_too_long_ends_the_worker() -> None:
@@ -16,6 +19,38 @@ def test_a_step_that_takes_too_long_ends_the_worker() -> None:
     assert ended == [1]
     assert isinstance(state.failure, EngineBroken)
     assert "LMPOOL_ENGINE_TIMEOUT" in str(state.failure)
+
+
+class Slow(MockEngine):
+    """Takes long over one of its calls, and fails at another."""
+
+    def __init__(self, status: WorkerStatus) -> None:
+        super().__init__()
+        self.status = status
+
+    def clear_cache(self) -> None:
+        time.sleep(0.25)
+        Watchdog(self.status, 0.2).run()
+
+    def add_adapter(self, name: str, path: str) -> None:
+        assert self.status.step_since is not None
+        raise AdapterError("no room")
+
+
+def test_a_call_between_steps_that_takes_too_long_ends_the_worker() -> None:
+    state = WorkerStatus({}, lambda: None)
+    watched(Slow(state), state).clear_cache()
+    assert isinstance(state.failure, EngineBroken)
+    assert state.step_since is None
+
+
+def test_a_call_that_fails_is_over_and_what_is_no_call_is_none() -> None:
+    state = WorkerStatus({}, lambda: None)
+    engine = watched(Slow(state), state)
+    assert engine.info.vocab_size == 256
+    with pytest.raises(AdapterError, match="no room"):
+        engine.add_adapter("x@1", "/nowhere")
+    assert state.step_since is None
 
 
 def test_waiting_between_steps_is_not_hanging() -> None:

@@ -103,6 +103,15 @@ def test_the_heartbeat_tells_the_latest_failures_and_those_alike_once() -> None:
     assert reasons == [*(f"why {n}" for n in range(FAILURES_MOST - 1)), "one more"]
 
 
+def test_a_heartbeat_tells_what_is_no_utf8_as_well() -> None:
+    status = new_status()
+    status.description["execution"] = "not compiled: /mod\udce8le"
+    status.note_failure("failed", "no file \udce8")
+    beat = msgpack.unpackb(status.heartbeat())
+    assert beat["execution"] == "not compiled: /mod\\udce8le"
+    assert [each["reason"] for each in beat["failures"]] == ["no file \\udce8"]
+
+
 def test_the_first_failure_is_the_workers(caplog: pytest.LogCaptureFixture) -> None:
     failures: list[int] = []
     status = WorkerStatus({}, lambda: failures.append(1))
