@@ -28,7 +28,7 @@ from lmpool.gateway.door import OPEN, App, Door
 from lmpool.gateway.errors import ApiError, phrase
 from lmpool.gateway.keys import KeyFile
 from lmpool.gateway.options import GatewayOptions
-from lmpool.gateway.page import assets, live, playground
+from lmpool.gateway.page import assets, described, live, playground
 from lmpool.gateway.sampling import TOKEN_ID
 from lmpool.gateway.state import Gateway
 from lmpool.gateway.traces import NATIVE, Traced
@@ -65,12 +65,14 @@ def create_app(options: GatewayOptions, *, page_alone: bool = False) -> App:
         description="Language models of lmpool's pools, as OpenAI's API has them.",
         lifespan=life,
         separate_input_output_schemas=False,
-        # The pages that describe an API come with scripts of others.
+        # FastAPI's own pages come with scripts of others, beside one that holds keys.
+        docs_url=None,
+        redoc_url=None,
         openapi_url=None if page_alone else "/openapi.json",
         telemetry=NATIVE,  # which earlier releases keep, and do nothing with
     )
     app.state.gateway, app.state.page = gateway, page
-    apis = (models, completions, chat, tokens, binary, inference)
+    apis = (described, models, completions, chat, tokens, binary, inference)
     modules = (assets, live, playground, health, metrics, *(() if page_alone else apis))
     for module in modules:
         app.include_router(module.router)
@@ -146,13 +148,9 @@ def _is_unsupported(found: Mapping[str, Any], app: FastAPI) -> bool:
     kind: str = found["type"]
     if kind in ("less_than_equal", "greater_than_equal"):
         name = found["loc"][-1]
-        schemas = app.openapi()["components"]["schemas"]
-        forms = [
-            form
-            for each in schemas.values()
-            for form in each.get("properties", {}).get(name, {}).get("anyOf", ())
-        ]
-        return any(form.get("minimum", 0) == form.get("maximum") for form in forms)
+        schemas = app.openapi()["components"]["schemas"].values()
+        fields = (each.get("properties", {}).get(name) for each in schemas)
+        return any(described.is_neutral(field) for field in fields if field is not None)
     if kind == "literal_error":
         return str(bounds.get("expected")) == "False"
     return kind == "none_required" or bool(bounds.get("max_length") == 0)
