@@ -231,7 +231,8 @@ def workers_table(workers: list[WorkerStatistics], console: Console) -> Renderab
         f"  {escape(worker['host'])}, pid {worker['pid']}, {escape(worker['engine'])}, "
         f"gpu {escape(worker['gpu']) or '-'}, {worker['rows_per_second']:,.0f} rows/s"
         + (
-            f", home of {worker['lanes']:,} lanes, {stolen(worker)} stolen{stolen_now(worker)}"
+            f", home of {counted(worker['lanes'], 'lane')}, {stolen(worker)} stolen"
+            f"{stolen_now(worker)}"
             if homes
             else ""
         )

@@ -266,7 +266,7 @@ def test_the_doctor_finds_a_healthy_pool_healthy(pool_name: str, server_binary: 
         shown = lmpool("doctor", "--url", server.url, "--pool", pool_name)
     assert shown.exit_code == 0, shown.output
     assert "nothing is wrong, 0 to note" in shown.stdout
-    assert "1 workers alive" in shown.stdout
+    assert "1 worker alive" in shown.stdout
 
 
 @pytest.mark.usefixtures("_at_any_pace")
@@ -309,7 +309,7 @@ def test_the_doctor_examines_a_server_that_tells_little(pool_name: str, server_b
     assert shown.exit_code == 1
     assert "no permissions to run the 'evalsha' command" in shown.stdout
     assert "no permissions to run the 'time' command" in shown.stdout
-    assert "1 workers alive" in shown.stdout
+    assert "1 worker alive" in shown.stdout
     assert "secret" not in shown.stdout
 
 
