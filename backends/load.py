@@ -142,8 +142,8 @@ def _check_options(name: str, make: Callable[..., object], options: dict[str, An
     for option in options:
         if option not in known:
             close = difflib.get_close_matches(option, known, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
+            there_is = f"did you mean {close[0]!r}? It has" if close else "it has"
             raise SettingsError(
-                f"the engine {name!r} has no option {option!r}; {hint}It has "
+                f"the engine {name!r} has no option {option!r}; {there_is} "
                 f"{', '.join(known) or 'none'}"
             )

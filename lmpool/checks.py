@@ -1,4 +1,4 @@
-"""What counts as a number, of whichever library it is, and how a bad value is shown."""
+"""What counts as a number, of whichever library it is, and how values are shown."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def quoted(value: object, most: int = SHOWN) -> str:
         return repr(value)[:most]
     except Exception:  # of the value's own, or an integer of thousands of digits
         return f"<{type(value).__name__}>"
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things, whose plural has an s."""
+    return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 
 def words(error: BaseException) -> str:

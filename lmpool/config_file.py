@@ -51,8 +51,9 @@ def read_config(environ: Mapping[str, str] | None = None) -> ConfigFile | None:
         return ConfigFile(path, tomllib.loads(data.decode()))
     except (OSError, UnicodeDecodeError) as error:
         name = f"{VARIABLE}={named}" if named else str(path)
+        reason = getattr(error, "strerror", None) or said(error)
         raise SettingsError(
-            f"{name} cannot be read ({said(error)}): write the path of a TOML file"
+            f"{name} cannot be read: {reason}; write the path of a TOML file"
         ) from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise SettingsError(

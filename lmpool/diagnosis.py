@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from lmpool.affinity import LANES_PER_WORKER, lanes_in_use
+from lmpool.checks import counted
 from lmpool.errors import LmpoolError
 from lmpool.model_info import MAX_LANES, ModelInfo
 from lmpool.server import check_version
@@ -284,8 +285,8 @@ def check_pool(facts: Facts) -> Iterator[Finding]:
     if alive:
         yield Finding(
             "ok",
-            f"{shown}: {alive} workers alive, backlog {facts.backlog:,} (XLEN of its job streams; "
-            "the lag of XINFO GROUPS is wrong once jobs were withdrawn)",
+            f"{shown}: {counted(alive, 'worker')} alive, backlog {facts.backlog:,} (XLEN of its "
+            "job streams; the lag of XINFO GROUPS is wrong once jobs were withdrawn)",
         )
     else:
         yield Finding(
@@ -295,7 +296,8 @@ def check_pool(facts: Facts) -> Iterator[Finding]:
     if sum(stuck.values()):
         yield Finding(
             "wrong" if alive == 0 else "note",
-            f"{sum(stuck.values()):,} jobs are held by {len(stuck)} workers without a heartbeat",
+            f"{counted(sum(stuck.values()), 'job')} held by {counted(len(stuck), 'worker')} "
+            "without a heartbeat",
             "a living worker takes them within ten seconds" if alive else "start a worker",
         )
     if facts.backlog >= facts.model.max_backlog * FULL:
@@ -308,7 +310,7 @@ def check_pool(facts: Facts) -> Iterator[Finding]:
     if facts.dead:
         yield Finding(
             "note",
-            f"{facts.dead:,} jobs were given up",
+            f"{counted(facts.dead, 'job')} given up",
             "see which and why: lmpool dead list; try them again: lmpool dead retry",
         )
 

@@ -14,7 +14,7 @@ import redis.exceptions
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from lmpool.address import connection_pool, is_cluster
+from lmpool.address import connection_pool, is_cluster, is_sentinel
 from lmpool.checks import said
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
@@ -167,6 +167,11 @@ def explained(url: str) -> Iterator[None]:
             raise ServerRefused(
                 f"{shown} is no node of a Redis Cluster: write redis://host:port/db"
             ) from None
+        if is_sentinel(url) and "unknown command" in str(error) and "SENTINEL" in str(error):
+            raise ServerRefused(
+                f"{shown} is no Sentinel: write redis://[user:password@]host:port/db for a server, "
+                "or the port of its Sentinels, mostly 26379"
+            ) from None
         if "unknown command" in str(error):
             raise ServerTooOld(
                 f"{shown} lacks a command: {error}. lmpool needs Redis 7.0 or Valkey 8"
@@ -215,9 +220,14 @@ def greet(server: Server, url: str, clock: ServerClock | None = None) -> str:
 
 
 def refuse_node(info: Mapping[str, Any], url: str) -> None:
-    """Raise `ServerRefused` where ``INFO server`` is of a node of a cluster that a URL of one
-    server names."""
+    """Raise `ServerRefused` where ``INFO server`` is of a Sentinel, or of a node of a cluster,
+    that a URL of one server names."""
     mode = info.get("redis_mode") or info.get("server_mode")
+    if mode == "sentinel":
+        raise ServerRefused(
+            f"{mask_url(url)} is a Sentinel: write redis+sentinel://[user:password@]host:port/"
+            "service/db"
+        )
     if mode == "cluster" and not is_cluster(url):
         raise ServerRefused(f"{mask_url(url)} is {NODE}")
 

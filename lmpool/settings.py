@@ -92,7 +92,10 @@ def check_url(url: str) -> str:
     shown = mask_url(url)
     if "%00" in url:
         raise SettingsError(f"url={shown!r} has a null character: leave %00 out")
-    remedy = "write redis://[user:password@]host:port/db, rediss://... (TLS) or unix:///path?db=0"
+    remedy = (
+        "write redis://[user:password@]host:port/db, rediss://... (TLS), unix:///path?db=0, "
+        "redis+sentinel://host:port/service/db or redis+cluster://host:port"
+    )
     scheme, separator, _ = url.partition("://")
     if separator and scheme in SEVERAL_HOSTS:
         kind, form = SEVERAL_HOSTS[scheme]
@@ -111,8 +114,10 @@ def check_url(url: str) -> str:
         # The message of urlsplit may quote the password.
         reason = "its port is no number from 0 to 65535" if "ort" in str(error) else "malformed"
         raise SettingsError(f"url={shown}: {reason}; {remedy}") from None
-    if parts.scheme not in SCHEMES:
-        raise SettingsError(f"url={shown!r}: unknown scheme {parts.scheme!r}; {remedy}")
+    if not separator:
+        raise SettingsError(f"url={shown!r} has no scheme; {remedy}")
+    if parts.scheme not in SCHEMES:  # urlsplit takes none that is not ASCII for one
+        raise SettingsError(f"url={shown!r}: unknown scheme {scheme!r:.60}; {remedy}")
     _check_url_options(url, shown, parts.scheme == "rediss", remedy)
     if parts.scheme == "unix":
         if not parts.path:

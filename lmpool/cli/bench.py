@@ -9,6 +9,7 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from lmpool.checks import counted
 from lmpool.cli.options import AsJson, Pool, Url
 from lmpool.cli.terminal import escape, fits, json_text, tables
 
@@ -57,7 +58,7 @@ def _shown(found: Measurement, console: Console) -> RenderableType:
     )
     title = (
         f"[italic]pool {found.pool}: {escape(found.model)} ({escape(found.engine)}), "
-        f"{found.workers} workers, prompts of {found.prompt_tokens} tokens[/]"
+        f"{counted(found.workers, 'worker')}, prompts of {counted(found.prompt_tokens, 'token')}[/]"
     )
     table = Table(show_header=False)
     for name, lines in figures:

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from pydantic_settings import BaseSettings
 
-from lmpool.checks import said
 from lmpool.cli.options import AsJson
 from lmpool.cli.terminal import escape, json_text, lines
 from lmpool.config_file import VARIABLE, read_config
@@ -37,7 +36,15 @@ SECRET: Final = ("token", "password", "secret", "key")
 def use(path: Path | None) -> Path | None:
     """Have this process, and those that it starts, read this file."""
     if path is not None:
-        os.environ[VARIABLE] = str(path.expanduser().absolute())
+        file = path.expanduser().absolute()
+        try:
+            file.open("rb").close()
+        except (OSError, ValueError) as error:  # it may have a null character
+            reason = getattr(error, "strerror", None) or error
+            raise SettingsError(
+                f"--config {path} cannot be read: {reason}; write the path of a TOML file"
+            ) from None
+        os.environ[VARIABLE] = str(file)
     return path
 
 
@@ -65,7 +72,7 @@ def _found() -> Iterator[dict[str, Any]]:
         try:
             settings = options()
         except SettingsError as error:
-            raise SettingsError(f"the settings of a {of}: {said(error)}") from None
+            raise SettingsError(f"the settings of a {of}: {error}") from None
         in_file = {} if file is None else settings_of(file, options)
         for name in options.model_fields:
             variable, source = variable_of(options, name), "default"

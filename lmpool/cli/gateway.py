@@ -83,7 +83,7 @@ def _options() -> list[inspect.Parameter]:
         parameter(
             "url",
             str,
-            "The server. [dim]\\[$LMPOOL_URL, or localhost:6379][/]",
+            "The server, as redis://HOST/0. [dim]\\[$LMPOOL_URL, or that of localhost][/]",
             metavar="URL",
             panel=_WHERE,
         ),

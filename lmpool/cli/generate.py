@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmpool.cli.options import AsJson, Pool, Url
+from lmpool.checks import counted
+from lmpool.cli.options import Adapter, AsJson, Lora, Pool, Url
 from lmpool.cli.terminal import errors, json_text, lines, printable, speaks_unicode
 
 if TYPE_CHECKING:
@@ -35,9 +36,8 @@ def generate(
         list[str] | None,
         typer.Option(metavar="TEXT", help="End before this text. More than one may be given."),
     ] = None,
-    lora: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A LoRA adapter of the pool.")
-    ] = None,
+    adapter: Adapter = None,
+    lora: Lora = None,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long all of it may take.", min=0.001)
     ] = 600.0,
@@ -57,7 +57,7 @@ def generate(
         vocabulary = read_vocabulary(lm)
         ids = encoder(lm, vocabulary)(text)
         pieces = lm.sync.stream(
-            ids, max_tokens, temperature, top_p, top_k, min_p, seed, lora_name=lora,
+            ids, max_tokens, temperature, top_p, top_k, min_p, seed, lora_name=adapter or lora,
             timeout=timeout,
         )  # fmt: skip
         told = Told(vocabulary.tokens, stop or ())
@@ -70,7 +70,7 @@ def generate(
     show("\n")
     if errors().is_terminal:
         rate = len(told.token_ids) / max(1e-9, time.monotonic() - began)
-        count = f"{len(told.token_ids):,} tokens, {rate:,.0f} a second"
+        count = f"{counted(len(told.token_ids), 'token')}, {rate:,.0f} a second"
         errors().print(f"[dim]{count}; ended by {told.finish_reason}[/]")
 
 

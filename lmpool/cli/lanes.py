@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from lmpool.checks import counted
 from lmpool.cli.terminal import escape
 
 SHOWN: Final = 3
@@ -80,7 +81,7 @@ def _taken(found: PoolStatistics) -> str:
     taken = found["own_jobs"] + found["stolen_jobs"]
     if not taken:
         return ""
-    return f", {share(found['stolen_jobs'] / taken)} of {taken:,} jobs stolen"
+    return f", {share(found['stolen_jobs'] / taken)} of {counted(taken, 'job')} stolen"
 
 
 def _longest(lanes: LanesStatistics, shards: int) -> str:

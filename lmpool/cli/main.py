@@ -5,8 +5,12 @@ Each command imports what it needs when it runs: ``lmpool --help`` is quick.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
@@ -30,9 +34,31 @@ from lmpool.cli.top import top
 from lmpool.cli.worker import worker
 from lmpool.errors import LmpoolError
 
+UNWRITTEN: Final = (errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE)
+"""Why a file or a pipe takes nothing more."""
+
 
 class _Commands(TyperGroup):
     """Says errors of ours in one line, without a traceback."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """All of a command, with what is printed last."""
+        try:
+            try:
+                return super().main(*args, **extra)
+            finally:
+                sys.stdout.flush()
+        except LmpoolError as error:  # of an option that comes before the command
+            print_error(error)
+            sys.exit(FAILED)
+        except OSError as error:
+            if error.errno not in UNWRITTEN or error.filename is not None:
+                raise
+            _drop_output()
+            if error.errno == errno.EPIPE:  # whoever read it has seen enough
+                sys.exit(1)
+            print_error(LmpoolError(f"what it says cannot be written: {error.strerror}"))
+            sys.exit(FAILED)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -42,6 +68,14 @@ class _Commands(TyperGroup):
             raise typer.Exit(FAILED) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
+
+
+def _drop_output() -> None:
+    """What is left of it would be written once more as Python ends, and fail again."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 app = typer.Typer(

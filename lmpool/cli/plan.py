@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from lmpool.checks import counted
 from lmpool.cli.options import AsJson
 from lmpool.cli.terminal import escape, json_text, lines
 from lmpool.errors import SettingsError
@@ -122,7 +123,7 @@ def show(found: Plan, console: Console) -> None:
     model, section = found.demand.model, ""
     console.print(
         f"[bold]{escape(model.name)}[/]: a vocabulary of {model.vocab_size:,}, {model.dtype}; "
-        f"{found.demand.gpus:,} GPUs"
+        f"{counted(found.demand.gpus, 'GPU')}"
     )
     for line in found.lines:
         if line.section != section:

@@ -12,8 +12,9 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
+from lmpool.checks import counted
 from lmpool.cli.lanes import at_home, lane_lines, stolen, stolen_now
-from lmpool.cli.options import AsJson, Every, Pool, Url
+from lmpool.cli.options import Adapter, AsJson, Every, Lora, Pool, Url
 from lmpool.cli.terminal import escape, fits, grid, json_text, lines, speaks_unicode, tables, titled
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 def logprobs(
     text: Annotated[str, typer.Argument(help="The prompt.")],
     k: Annotated[int, typer.Option("-k", metavar="N", help="How many tokens to show.", min=1)] = 10,
-    adapter: Annotated[str | None, typer.Option(help="A LoRA adapter of the pool.")] = None,
+    adapter: Adapter = None,
+    lora: Lora = None,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long to wait.", min=0.001)
     ] = 60.0,
@@ -45,12 +47,11 @@ def logprobs(
         vocabulary = read_vocabulary(lm)
         ids = encoder(lm, vocabulary)(text)
         most = min(k, lm.info.vocab_size)
-        top = lm.sync.top_logprobs(ids, most, adapter, timeout=timeout)
+        top = lm.sync.top_logprobs(ids, most, adapter or lora, timeout=timeout)
     if as_json:
         print(json_text(_as_json(top, vocabulary.tokens)))
         return
-    plural = "token" if len(ids) == 1 else "tokens"
-    console.print(f"[dim]{escape(lm.info.model)}, {len(ids)} {plural}[/]")
+    console.print(f"[dim]{escape(lm.info.model)}, {counted(len(ids), 'token')}[/]")
     for line in bar_lines(
         vocabulary.tokens,
         top.token_ids,
@@ -230,7 +231,8 @@ def workers_table(workers: list[WorkerStatistics], console: Console) -> Renderab
         f"  {escape(worker['host'])}, pid {worker['pid']}, {escape(worker['engine'])}, "
         f"gpu {escape(worker['gpu']) or '-'}, {worker['rows_per_second']:,.0f} rows/s"
         + (
-            f", home of {worker['lanes']:,} lanes, {stolen(worker)} stolen{stolen_now(worker)}"
+            f", home of {counted(worker['lanes'], 'lane')}, {stolen(worker)} stolen"
+            f"{stolen_now(worker)}"
             if homes
             else ""
         )

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from lmpool.cli.options import AsJson, Pool, Url
+from lmpool.checks import counted
+from lmpool.cli.options import Adapter, AsJson, Lora, Pool, Url
 from lmpool.cli.terminal import escape, json_text, lines
 from lmpool.errors import PromptError
 
@@ -31,7 +32,8 @@ def score(
     top: Top = 0,
     window: Window = None,
     stride: Stride = None,
-    adapter: Annotated[str | None, typer.Option(help="A LoRA adapter of the pool.")] = None,
+    adapter: Adapter = None,
+    lora: Lora = None,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long a window may take.", min=0.001)
     ] = 60.0,
@@ -59,7 +61,7 @@ def score(
             window=window,
             stride=stride,
             top_logprobs=min(top, lm.info.vocab_size),
-            lora_name=adapter,
+            lora_name=adapter or lora,
             timeout=timeout,
         )
         # What a tokenizer puts before every text is none of it.
@@ -69,8 +71,8 @@ def score(
         print(json_text(found.as_json()))
         return
     console = lines()
-    console.print(f"[dim]{escape(model)}, {escape(file)}, {len(ids):,} tokens[/]")
-    if top or console.color_system is None:
+    console.print(f"[dim]{escape(model)}, {escape(file)}, {counted(len(ids), 'token')}[/]")
+    if top or console.color_system is None or console.no_color:
         for line in found.lines(console):
             console.print(line)
     else:

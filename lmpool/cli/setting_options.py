@@ -23,7 +23,7 @@ def option(name: str, field: FieldInfo, panel: str | None = None) -> inspect.Par
         if isinstance(default, ByteSize):
             shown = f"{default >> 20}MiB"
         if name == "url":  # too long a word for a narrow terminal
-            shown = str(shown).removeprefix("redis://").removesuffix("/0")
+            text, shown = f"{text}, as redis://HOST/0", "that of localhost"
         text += f" [dim]\\[{shown}][/]"
     if field.annotation is bool:
         return parameter(name, bool, text, metavar=None, panel=panel, default=False)

@@ -12,6 +12,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
+from lmpool.checks import counted
 from lmpool.cli.bars import ascii_text, token_text
 from lmpool.cli.terminal import printable, shortened, speaks_unicode
 from lmpool.wants import TextScores
@@ -101,7 +102,7 @@ class ScoredText:
         """All of it in some numbers."""
         count, total = self.scores.logprobs.size, self.scores.total
         return (
-            f"{count:,} tokens scored: perplexity {_exp(-total / count):,.2f}, "
+            f"{counted(count, 'token')} scored: perplexity {_exp(-total / count):,.2f}, "
             f"{-total / _NATS / count:.2f} bits a token, {-total / _NATS / self._bytes():.2f} a "
             f"byte; log-probability {total:,.2f}"
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from rich.console import Console, Group, RenderableType
 from rich.styled import Styled
 
+from lmpool.checks import counted
 from lmpool.cli.bars import bar
 from lmpool.cli.lanes import lane_lines
 from lmpool.cli.pool import executions, in_time, workers_table
@@ -79,7 +80,8 @@ def _body(view: PoolView, rates: dict[str, float] | None, console: Console) -> R
     if view.workers:
         parts += [workers_table(view.workers, console), *executions(view.workers)]
     else:
-        waiting = f", and {did['backlog']:,} jobs wait" if did["backlog"] else ""
+        jobs = did["backlog"]
+        waiting = f", and {counted(jobs, 'job')} wait{'s' if jobs == 1 else ''}" if jobs else ""
         parts.append(
             f"[red]no worker is alive[/]{waiting}: start one with lmpool worker --pool {view.pool}"
         )
@@ -91,7 +93,7 @@ def _shards(view: PoolView) -> str:
     nodes = []
     for node in view.nodes:
         here = ", ".join(map(str, node["shards"])) or "none"
-        state = f"{node['jobs']:,} jobs" if node["answers"] else "[red]does not answer[/]"
+        state = counted(node["jobs"], "job") if node["answers"] else "[red]does not answer[/]"
         nodes.append(f"{escape(node['address'] or 'nowhere')}: {here} ({state})")
     return "\n".join(nodes)
 
@@ -136,7 +138,7 @@ def _given_up(view: PoolView, rates: dict[str, float] | None) -> str:
     text = f"{did['failed']:,} failed{_pace(rates, 'failed')}, {did['expired']:,} expired"
     if view.dead_letters is None:
         return f"{text}, dead letters: not for this user of the server"
-    letters = f"{view.dead_letters:,} dead letters"
+    letters = counted(view.dead_letters, "dead letter")
     if not view.dead_letters:
         return f"{text}, {letters}"
     return f"{text}, [yellow]{letters}[/]: see lmpool dead list"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -27,13 +28,17 @@ from lmpool.gateway.door import OPEN, App, Door
 from lmpool.gateway.errors import ApiError, phrase
 from lmpool.gateway.keys import KeyFile
 from lmpool.gateway.options import GatewayOptions
-from lmpool.gateway.page import assets, live, playground
+from lmpool.gateway.page import assets, described, live, playground
 from lmpool.gateway.sampling import TOKEN_ID
 from lmpool.gateway.state import Gateway
 from lmpool.gateway.traces import NATIVE, Traced
 
 _WRONG_TYPE: Final = ("missing", "_type", "_parsing", "_unicode")
 """Ends of pydantic's names for what is of another type than a field; the rest is out of bounds."""
+
+_SHAPE: Final = re.compile(r"[A-Z]|.*[\[-]|(str|int|float|bool|list|dict)$")
+"""What pydantic calls one of several shapes, where its path has the names of fields."""
+_SHOULD: Final = "Input should be "
 
 
 def create_app(options: GatewayOptions, *, page_alone: bool = False) -> App:
@@ -60,12 +65,14 @@ def create_app(options: GatewayOptions, *, page_alone: bool = False) -> App:
         description="Language models of lmpool's pools, as OpenAI's API has them.",
         lifespan=life,
         separate_input_output_schemas=False,
-        # The pages that describe an API come with scripts of others.
+        # FastAPI's own pages come with scripts of others, beside one that holds keys.
+        docs_url=None,
+        redoc_url=None,
         openapi_url=None if page_alone else "/openapi.json",
         telemetry=NATIVE,  # which earlier releases keep, and do nothing with
     )
     app.state.gateway, app.state.page = gateway, page
-    apis = (models, completions, chat, tokens, binary, inference)
+    apis = (described, models, completions, chat, tokens, binary, inference)
     modules = (assets, live, playground, health, metrics, *(() if page_alone else apis))
     for module in modules:
         app.include_router(module.router)
@@ -104,24 +111,54 @@ async def _failed(_: HttpRequest, error: Exception) -> Response:
 async def _invalid(request: HttpRequest, error: Exception) -> Response:
     """What is not as the description says: 400 for what is out of bounds, 422 for another type."""
     assert isinstance(error, RequestValidationError)
-    found = max(error.errors(), key=_weight)
+    every = error.errors()
+    found = max(every, key=_weight)
     if found["type"] == "json_invalid":
         return _respond(ApiError(400, f"the body is not JSON: {found['ctx']['error']}"))
-    # Of several shapes that a body may have, the shape's name is none of a field.
-    place = [str(part) for part in found["loc"][1:] if not str(part)[:1].isupper()]
+    place = _place(found)
     name = place[0] if place else None
-    text = f"{'.'.join(place) or 'the body'}: {found['msg']}"
+    says = [found["msg"]]
+    if _is_type(found):  # as several shapes may have been taken
+        others = (each for each in every if _place(each) == place and _is_type(each))
+        says += [each["msg"].removeprefix(_SHOULD) for each in others if each is not found]
+    text = f"{'.'.join(place) or 'the body'}: {', or '.join(dict.fromkeys(says))}"
     if not place and "json" not in request.headers.get("content-type", ""):
         text = "the body is not read as JSON: send 'Content-Type: application/json'"
-    status = 422 if found["type"].endswith(_WRONG_TYPE) else 400
-    if status == 400 and found["type"] in ("too_long", "literal_error", "none_required"):
+    status = 422 if _is_type(found) else 400
+    if _is_unsupported(found, request.app):
+        text = f"{'.'.join(place)}: not supported: leave it out"
+    elif status == 400 and found["type"] in ("too_long", "literal_error"):
         text += ": not supported beyond this"
     return _respond(ApiError(status, text[:500], param=name))
 
 
+def _place(found: Mapping[str, Any]) -> list[str]:
+    """Names of fields and numbers of items: where a field may have several shapes, pydantic's path
+    has their names too."""
+    return [str(part) for part in found["loc"][1:] if not _SHAPE.match(str(part))]
+
+
+def _is_type(found: Mapping[str, Any]) -> bool:
+    return str(found["type"]).endswith(_WRONG_TYPE)
+
+
+def _is_unsupported(found: Mapping[str, Any], app: FastAPI) -> bool:
+    """Whether the field is there to be refused: nothing but its neutral value is taken."""
+    bounds: Mapping[str, Any] = found.get("ctx", {})
+    kind: str = found["type"]
+    if kind in ("less_than_equal", "greater_than_equal"):
+        name = found["loc"][-1]
+        schemas = app.openapi()["components"]["schemas"].values()
+        fields = (each.get("properties", {}).get(name) for each in schemas)
+        return any(described.is_neutral(field) for field in fields if field is not None)
+    if kind == "literal_error":
+        return str(bounds.get("expected")) == "False"
+    return kind == "none_required" or bool(bounds.get("max_length") == 0)
+
+
 def _weight(found: Mapping[str, Any]) -> tuple[int, bool]:
     """Of several findings, as of a union, the one that came furthest says most."""
-    return len(found["loc"]), not found["type"].endswith(_WRONG_TYPE)
+    return len(found["loc"]), not _is_type(found)
 
 
 # --- description ---------------------------------------------------------------------------------

@@ -247,7 +247,7 @@ class _Call:
             )
         self.wants = _wants(body.want, len(prompts))
         special = body.add_special_tokens is not False
-        most = self._model.longest_text
+        most = self._model.info.max_prompt_tokens
         for number, prompt in enumerate(prompts):
             if isinstance(prompt, str):
                 error = self._model.words.refused(prompt, most=most)
@@ -296,7 +296,7 @@ class _Call:
             if number in self._refused:
                 yield number, self._refused[number]
             elif len(prompt) > most:
-                yield number, too_long(len(prompt), most)
+                yield number, too_long(len(prompt), self._model.info.max_prompt_tokens)
             else:
                 left.append(number)
         in_flight = min(in_flight, max(1, len(left)))

@@ -114,10 +114,9 @@ class Call(ABC):
 
         Raises `ApiError`.
         """
-        # The last token of a text that is only scored needs no answer after it.
-        bound = self.model.info.max_prompt_tokens + (drawn == 0)
+        most = self.model.info.max_prompt_tokens
         for prompt in prompts:
-            check_length(len(prompt.ids), bound, param)
+            check_length(len(prompt.ids), most, param, scored=drawn == 0)
         self.prompts = list(prompts)
 
     @property

@@ -126,7 +126,7 @@ async def chat_ids(model: Model, body: ChatTurns) -> list[int]:
         arguments=body.chat_template_kwargs,
     )
     special = bool(body.add_special_tokens)
-    return await model.words.encode(text, special, "messages", model.longest_text)
+    return await model.words.encode(text, special, "messages", model.info.max_prompt_tokens)
 
 
 def _plain(message: Message) -> dict[str, Any]:

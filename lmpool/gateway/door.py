@@ -27,7 +27,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 OPEN: Final = PATHS | {
-    "/health", "/ready", "/metrics", "/version", "/openapi.json", "/docs", "/redoc",
+    "/health", "/ready", "/metrics", "/version", "/openapi.json", "/docs",
 }  # fmt: skip
 """What costs nothing, and needs no key."""
 WATCHING: Final = "/live/events"

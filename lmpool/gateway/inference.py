@@ -134,7 +134,7 @@ class _Call:
         check_bound("prompt_logprobs", params.prompt_logprobs, options.max_logprobs)
         room = info.max_prompt_tokens + 1 - len(self.ids)
         most = max(1, room) if params.max_tokens is None else params.max_tokens
-        check_length(len(self.ids), info.max_prompt_tokens + (most == 0), "token_ids")
+        check_length(len(self.ids), info.max_prompt_tokens, "token_ids", scored=most == 0)
         self._model.check_ids(self.ids, "token_ids")
         self._model.check_ids(params.logprob_token_ids or (), "logprob_token_ids")
         asked = params.logprob_token_ids

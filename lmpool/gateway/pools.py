@@ -86,16 +86,11 @@ class Model:
         """Its tokens, and text to ids."""
         return self.served.words
 
-    @property
-    def longest_text(self) -> int:
-        """Tokens of a text whose last token is only scored."""
-        return self.info.max_prompt_tokens + 1
-
     async def ids_of(self, prompts: Sequence[str | list[int]], special: bool) -> list[list[int]]:
         """Prompts as token ids; with `special` those around texts. Raises `ApiError`."""
         texts = [each for each in prompts if isinstance(each, str)]
-        encode = self.words.encode_all
-        encoded = iter(await encode(texts, special, most=self.longest_text) if texts else ())
+        encode, most = self.words.encode_all, self.info.max_prompt_tokens
+        encoded = iter(await encode(texts, special, most=most) if texts else ())
         return [next(encoded) if isinstance(each, str) else each for each in prompts]
 
     def check_ids(self, ids: Iterable[int], param: str) -> None:

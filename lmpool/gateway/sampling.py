@@ -219,11 +219,14 @@ def _is_one(prompt: list[int] | list[str] | list[list[int]]) -> TypeGuard[list[i
     return bool(prompt) and isinstance(prompt[0], int)
 
 
-def check_length(count: int, most: int, param: str = "prompt") -> None:
-    """Refuse a prompt that the model does not take. Raises `ApiError`."""
+def check_length(count: int, most: int, param: str = "prompt", *, scored: bool = False) -> None:
+    """Refuse a prompt that the model, which takes `most` tokens, does not take. Raises `ApiError`.
+
+    The last token of a text that is only `scored` needs no answer after it.
+    """
     if not count:
         raise ApiError(400, "an empty prompt: at least one token is needed", param=param)
-    if count > most:
+    if count > most + scored:
         raise too_long(count, most, param)
 
 

@@ -14,11 +14,10 @@ from typing import Any, ClassVar, Final
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from lmpool.checks import said
-from lmpool.errors import SettingsError
 from lmpool.gateway.app import create_app
 from lmpool.gateway.door import ABORT, ENDING
 from lmpool.gateway.options import GatewayOptions
+from lmpool.listening import cannot_listen
 from lmpool.tracing import set_up
 
 MAX_HEAD_BYTES: Final = 65_536
@@ -42,11 +41,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # and what it takes in
         return listener
-    except (OSError, OverflowError) as error:
-        raise SettingsError(
-            f"host={host!r}, port={port}: cannot listen there ({said(error)}): "
-            "stop what does, or write another --port"
-        ) from None
+    except (OSError, OverflowError, TypeError, ValueError) as error:
+        raise cannot_listen(host, port, error) from None
 
 
 class _Protocol(HttpToolsProtocol):

@@ -124,8 +124,9 @@ def read_template(path: Path) -> str:
         source = data.decode()
         ChatTemplate(source, {})
     except (OSError, UnicodeDecodeError, SettingsError) as error:
+        reason = error if isinstance(error, SettingsError) else said(error)
         raise SettingsError(
-            f"chat_template={str(path)!r} cannot be used ({said(error)}): write the path of a file "
+            f"chat_template={str(path)!r} cannot be used ({reason}): write the path of a file "
             "with a Jinja template"
         ) from None
     return source

@@ -72,7 +72,8 @@ class Words:
         """The ids of texts; with `special` those around each, as its tokenizer has them.
 
         Where a text begins with the BOS token there is no second one. One that is longer than
-        `most` of the longest tokens is refused before it is read. Raises `ApiError`.
+        `most` of the longest tokens, and one that is only scored, is refused before it is read.
+        Raises `ApiError`.
         """
         encode = self._encode
         if encode is None:
@@ -95,7 +96,7 @@ class Words:
             return ApiError(
                 400, f"a text of {len(text)} characters: send at most {MAX_CHARACTERS}", param=param
             )
-        if most is not None and len(text) > most * self._longest:
+        if most is not None and len(text) > (most + 1) * self._longest:
             return ApiError(
                 400,
                 f"This model's maximum context length is {most} tokens. However, a text of "

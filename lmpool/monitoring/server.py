@@ -17,8 +17,8 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from lmpool.checks import said
 from lmpool.errors import SettingsError
+from lmpool.listening import cannot_listen
 
 logger = logging.getLogger(__name__)
 
@@ -192,10 +192,7 @@ class MonitoringServer:
         try:
             server = _Server((self._host, self._port))
         except (OSError, OverflowError, TypeError, ValueError) as error:
-            raise SettingsError(
-                f"host={self._host!r}, port={self._port}: cannot listen there ({said(error)}): "
-                "stop what does, or write another port"
-            ) from None
+            raise cannot_listen(self._host, self._port, error) from None
         server.set_app(self._app)
         server.timeout = LOOK_EVERY
         self._server = server

@@ -377,7 +377,12 @@ def _warnings(demand: Demand, wants: Sequence[PlannedWant], lines: dict[str, Lin
             f"(redis+cluster://), or: {smaller}"
         )
     ttl = lines.get("memory_ttl")
-    if ttl is not None and ttl.value < demand.ttl:
+    if ttl is not None and ttl.value < min(1, demand.ttl):
+        found.append(
+            "the server's memory holds less than a second of results, which are evicted before "
+            f"they are read: give it more, or: {smaller}"
+        )
+    elif ttl is not None and ttl.value < demand.ttl:
         found.append(
             f"of {n(demand.ttl)} s to live, the server's memory holds the last {n(ttl.value)} s: "
             f"older results are evicted. Set result_ttl to that, or: {smaller}"

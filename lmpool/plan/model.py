@@ -118,9 +118,10 @@ def _cached(name: str) -> Path:
 def _of_config(name: str, config: Mapping[str, Any], folder: Path) -> PlannedModel:
     vocab_size = _number(config, ("vocab_size",))
     if vocab_size is None or vocab_size > MAX_K:
+        shown = quoted(config.get("vocab_size"))
         raise SettingsError(
-            f"model={quoted(name)}: its config.json has vocab_size={quoted(vocab_size)}, so the "
-            "size of a row is not known; name the config.json of a language model"
+            f"model={quoted(name)}: its config.json has vocab_size={shown}, so the size "
+            "of a row is not known; name the config.json of a language model"
         )
     unknown: list[str] = []
     dtype = config.get("dtype", config.get("torch_dtype"))

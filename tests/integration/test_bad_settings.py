@@ -36,7 +36,7 @@ def test_wrong_address():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "localhost:6379"}, r"url='localhost:6379': unknown scheme.*write redis://"),
+        ({"url": "localhost:6379"}, r"url='localhost:6379' has no scheme; write redis://"),
         (
             {"url": "redis://:s3cret@host:port/0"},
             r"url=redis://:\*\*\*@host:port/0: its port is no",

@@ -95,6 +95,40 @@ def test_a_command_that_is_none_is_refused() -> None:
     assert "No such command" in refused.output
 
 
+@pytest.mark.parametrize("arguments", [["config"], ["config", "--json"], ["--version"], ["--help"]])
+def test_output_that_finds_no_room_is_said_in_a_line(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:  # a device of Linux, which is always full
+        done = subprocess.run(
+            [*LMPOOL, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=150,
+            env=clean_environment(), check=False,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "error: what it says cannot be written: No space left on device\n"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [*LMPOOL, "config", "--json"], stdout=writer, stderr=subprocess.PIPE, text=True,
+        timeout=150, env=clean_environment(), check=False,
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_file_of_settings_is_blamed_on_the_option_that_names_it(tmp_path: Path) -> None:
+    refused = lmpool("--config", str(tmp_path / "nope.toml"), "config")
+    assert refused.exit_code == 2
+    said = re.sub(r"\s+", " ", refused.stderr)
+    assert re.match(r"error: --config /\S+nope.toml cannot be read: No such file or dir", said)
+
+
+def test_the_settings_of_a_worker_are_refused_in_their_own_words() -> None:
+    refused = CliRunner(env={"LMPOOL_BATCH_SIZE": "x"}).invoke(app, ["config"])
+    assert refused.stderr.startswith("error: the settings of a worker: LMPOOL_BATCH_SIZE='x': ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -117,6 +151,14 @@ def test_errors_are_one_line_without_passwords(arguments: list[str], said: str) 
 
 
 # --- commands that ask a pool --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["--adapter", "--lora"])
+@pytest.mark.parametrize("command", ["logprobs", "generate"])
+def test_an_adapter_has_both_names(served: list[str], command: str, option: str) -> None:
+    refused = lmpool(command, "abc", option, "nobody", *served)
+    assert refused.exit_code == 2
+    assert "nobody" in refused.output
 
 
 def test_logprobs_shows_the_likeliest_tokens(served: list[str]) -> None:
@@ -224,7 +266,7 @@ def test_the_doctor_finds_a_healthy_pool_healthy(pool_name: str, server_binary: 
         shown = lmpool("doctor", "--url", server.url, "--pool", pool_name)
     assert shown.exit_code == 0, shown.output
     assert "nothing is wrong, 0 to note" in shown.stdout
-    assert "1 workers alive" in shown.stdout
+    assert "1 worker alive" in shown.stdout
 
 
 @pytest.mark.usefixtures("_at_any_pace")
@@ -267,7 +309,7 @@ def test_the_doctor_examines_a_server_that_tells_little(pool_name: str, server_b
     assert shown.exit_code == 1
     assert "no permissions to run the 'evalsha' command" in shown.stdout
     assert "no permissions to run the 'time' command" in shown.stdout
-    assert "1 workers alive" in shown.stdout
+    assert "1 worker alive" in shown.stdout
     assert "secret" not in shown.stdout
 
 

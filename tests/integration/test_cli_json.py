@@ -69,7 +69,7 @@ def test_the_doctor_for_programs(lmpool: Commands, pool: str) -> None:
     assert found["pool"] == pool
     assert found["good"] is all(each["level"] != "wrong" for each in found["findings"])
     assert {"ok", "note", "wrong"} >= {each["level"] for each in found["findings"]}
-    assert any("1 workers alive" in each["what"] for each in found["findings"])
+    assert any("1 worker alive" in each["what"] for each in found["findings"])
 
 
 def test_the_doctor_for_programs_says_when_nobody_answers() -> None:

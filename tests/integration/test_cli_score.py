@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,10 +67,18 @@ def test_json_has_every_token_of_a_text_longer_than_prompts(
         assert found["scored"] == 8
 
 
-def test_without_colours_there_is_a_line_a_token(served: list[str]) -> None:
-    shown = score("-", *served, given=TEXT)
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": "1"}],
+    ids=["no terminal", "no colour"],
+)
+def test_without_colours_there_is_a_line_a_token(
+    served: list[str], environment: dict[str, str]
+) -> None:
+    shown = score("-", *served, given=TEXT, **environment)
     assert shown.exit_code == 0, shown.output
-    title, head, *lines, summary = shown.stdout.splitlines()
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown.stdout)
+    title, head, *lines, summary = plain.splitlines()
     assert title.endswith("9 tokens")
     assert head.split() == ["bits", "rank", "token"]
     assert [line.split()[-1] for line in lines] == ["a", "b", "c", "d", "⏎", "e", "f", "g", "h"]

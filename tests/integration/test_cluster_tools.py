@@ -304,7 +304,7 @@ def test_the_doctor_finds_nothing_wrong_with_a_cluster_as_it_should_be(
         assert "all 16,384 slots are assigned, to 3 primaries" in texts
         assert "each primary has a replica in sync" in texts
         assert any(text.startswith("the pool's 6 shards lie 2 on ") for text in texts)
-        assert any("1 workers alive" in text for text in texts)
+        assert any("1 worker alive" in text for text in texts)
 
 
 def test_the_doctor_says_what_a_fresh_cluster_lacks(server_binary: str, pool_name: str) -> None:
@@ -423,7 +423,7 @@ def test_each_user_sees_what_it_may(server_binary: str, pool_name: str) -> None:
             wrong = [finding.what for finding in findings if finding.level == "wrong"]
             allowed = "not allowed what clients and workers do"
             assert not [text for text in wrong if name != "exporter" or allowed not in text], wrong
-            assert any("1 workers alive" in finding.what for finding in findings), findings
+            assert any("1 worker alive" in finding.what for finding in findings), findings
         assert len(found["operator"]) > len(found["producer"])
         # A replica without the users: after a failover nobody would get in.
         replica = cluster.replicas()[0]

@@ -446,6 +446,9 @@ def test_a_prompt_that_is_too_long_is_said_in_the_words_that_clients_look_for(
     status, error = refused(http, prompt=[[1] * (most + 1)], max_tokens=1)
     assert (status, error["code"]) == (400, "context_length_exceeded")
     assert f"maximum context length is {most} tokens" in error["message"]
+    for prompt in ([[1] * (most + 2)], "a" * 100_000):
+        status, error = refused(http, prompt=prompt, max_tokens=0, echo=True, logprobs=0)
+        assert f"maximum context length is {most} tokens" in error["message"]
     # The last token of a text that is only scored needs no answer after it.
     body = {"max_tokens": 0, "echo": True, "logprobs": 0}
     assert asked(http, prompt=[[1] * (most + 1)], **body)["usage"]["completion_tokens"] == 0

@@ -275,6 +275,16 @@ def test_axe_finds_nothing_serious(
         client.delete(shard.adapters)
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_description_is_for_everybody(
+    browser: Browser, gateway: GatewayProcess, scheme: str
+) -> None:
+    where = f"{gateway.base_url}/docs"
+    with tab(browser, where, color_scheme=scheme, viewport=NARROW) as page:
+        assert page.barriers() == []
+        assert page.overflow() <= 0
+
+
 def test_there_is_room_at_320_pixels(browser: Browser, gateway: GatewayProcess) -> None:
     with tab(browser, gateway.base_url, viewport={"width": 320, "height": 640}) as page:
         page.state("serving")

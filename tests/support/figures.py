@@ -62,6 +62,7 @@ def _table(*rows: tuple[str, str, str]) -> str:
 _ROWS: Final = partial(median, "rows", LARGE)
 _SMALLER: Final = partial(median, "rows", SMALLER)
 _TIME: Final = partial(median, "latency", "Time")
+_MOST_OF_SCORES: Final = "by hand / rows of all prefixes at once: the most that scores can gain"
 _SOCKETS: Final = "of bare sockets that SET and GET as many bytes"
 
 
@@ -169,6 +170,99 @@ def comparison_figures() -> str:
     return f"{head}\n\n{table}"
 
 
+def smaller_figures() -> str:
+    """Those of what is smaller than rows in docs/comparison.md."""
+    texts, choices = "500 texts", "8 choices of 20 tokens after 400"
+    scores, streams = partial(median, "scores", texts), partial(median, "streams", "Time")
+    kept, vllm = "trunk in pieces", partial(median, "vllm_scores", "The pool against")
+    answers, awrs = partial(median, "answers"), partial(median, "awrs", "Ratios")
+    processors = "Ratios of processor time, all three processes"
+    top, drawn = "Top-20 of the next token", "bytes of values, draws / rows"
+    share = 100 * statistics.median(values_of("awrs", "Ratios", drawn))
+    lines = [
+        (
+            "answers",
+            "the likeliest 20 of 128,256 tokens, mock engine",
+            f"{answers('Pace', 'top 20')} answers/s of {answers('Stored', 'top 20')} bytes",
+            (
+                f"{answers('Ratios of pace', 'top 20 / rows')} times rows of "
+                f"{answers('Stored', 'rows')} bytes, "
+                f"{answers(processors, 'top 20 / a row')} of "
+                "their processor time"
+            ),
+        ),
+        (
+            "scores",
+            "scores of 500 texts of 200 tokens, `hf`, one thread, V=16,000",
+            f"{scores('batch_score')} positions/s",
+            (
+                f"{scores('batch_score / by hand')} of transformers by hand in batches; "
+                f"{scores('batch_score / rows of all prefixes at once')} times rows of all "
+                f"prefixes at once (by hand {scores(_MOST_OF_SCORES)} times), "
+                f"{scores('batch_score / rows one after another')} times row after row"
+            ),
+        ),
+        (
+            "scores",
+            "scores of 8 choices of 20 tokens behind a context of 400",
+            f"{median('scores', choices, 'one context')} positions/s",
+            (
+                f"{median('scores', choices, 'one context / contexts of their own')} times choices "
+                "behind contexts of their own"
+            ),
+        ),
+        (
+            "vllm_scores",
+            "the likeliest 20 of the next token, `vllm`, V=16,000",
+            f"{median('vllm_scores', top, 'pool')} answers/s",
+            f"{vllm('top-20 of the next token: own')} of vLLM's own `logprobs=20` in process",
+        ),
+        (
+            "vllm_scores",
+            "the likeliest 20 at each position of texts of 200 tokens, `vllm`",
+            f"{median('vllm_scores', 'Texts of 200, top-20', 'pool')} texts/s",
+            (
+                f"{vllm('texts of 200, top-20: own')} times its own `prompt_logprobs=20`; choices "
+                "behind common contexts "
+                f"{vllm('32 choices of 20 on 4 contexts of 400, top-20: own')} times"
+            ),
+        ),
+        (
+            "scores_memory",
+            "scores of a text of 8,000 tokens at V=128,256, `hf`",
+            (
+                f"{median('scores_memory', kept, 'scores')} MiB at most, beside the model and the "
+                "text's states"
+            ),
+            "",
+        ),
+        (
+            "streams",
+            "the next token of a stream, mock engine",
+            f"{streams('alone: a token')} ms",
+            (
+                "with an engine of 5 ms a token: "
+                f"{streams('5 ms a token: to the next, less these')} ms after it is drawn"
+            ),
+        ),
+        (
+            "awrs",
+            "genlm's AWRS on draws, V=128,256, mock engine",
+            f"{median('awrs', 'Stored', 'draws')} bytes of values a token",
+            (
+                f"{awrs('accepted tokens a second, draws / rows')} times the accepted tokens a "
+                f"second of AWRS on rows, {number(share)} % of their bytes"
+            ),
+        ),
+    ]
+    machines = sorted({machine(report) for report, *_ in lines})
+    marks = dict(zip(machines, ("", " \\*"), strict=True))
+    table = _table(
+        *((f"{what}{marks[machine(of)]}", found, beside) for of, what, found, beside in lines)
+    )
+    return f"One worker, medians, on {machines[0]} (\\*: on {machines[1]}):\n\n{table}"
+
+
 def _grown(side: str) -> str:
     return f"{statistics.median(values_of('memory', 'Growth', side)):+.2f}"
 
@@ -202,6 +296,23 @@ def engine_figures() -> str:
         "shape (`make bench ARGS=masks`)."
     )
     return _wrapped(said)
+
+
+def vllm_figures() -> str:
+    """Those of the vllm engine in docs/engines.md."""
+    live, capture = (
+        partial(median, "vllm", heading) for heading in ("Live prompts against", "Capture against")
+    )
+    return _wrapped(
+        "Particles on live prompts get "
+        f"{live('prefix cache of 32-token blocks alone')} times the rows a second of prefix "
+        f"caching with small blocks, {live('a fresh request a row, no reuse')} times those of "
+        f"fresh requests. Capture runs at {capture('no capture')} of the pace at which vLLM "
+        f"generates without any, {capture('logprobs=-1')} times that of `logprobs=-1`, "
+        f"{capture('vllm serve over HTTP')} times that of `vllm serve` over HTTP (one "
+        f"thread on {machine('vllm')}, medians, V=32,000: `make bench-vllm`; "
+        "`tests/benchmarks/results/vllm.md`)."
+    )
 
 
 def _wrapped(said: str) -> str:

@@ -17,7 +17,13 @@ from lmpool.settings import (
     GatewaySettings,
     WorkerOptions,
 )
-from tests.support.figures import comparison_figures, engine_figures, readme_figures
+from tests.support.figures import (
+    comparison_figures,
+    engine_figures,
+    readme_figures,
+    smaller_figures,
+    vllm_figures,
+)
 from tests.support.performance import gpu_table, measures_table
 from tests.support.scale import scale_table
 
@@ -103,6 +109,8 @@ SECTIONS: Final = (
     (SCALE, "plan", scale_table),
     (README, "figures", readme_figures),
     (COMPARISON, "figures", comparison_figures),
+    (COMPARISON, "smaller", smaller_figures),
+    (ENGINES, "vllm", vllm_figures),
     (ENGINES, "figures", engine_figures),
 )
 """Which page has which part, and what makes it."""

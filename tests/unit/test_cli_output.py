@@ -218,6 +218,7 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 def test_nothing_of_a_commands_help_is_cut(path: tuple[str, ...], command: Any) -> None:
     shown = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "60"}).stdout
     assert "…" not in shown
+    assert "localhost:" not in shown, "which is no URL"
     for parameter in command.params:
         for name in parameter.opts:
             if name.startswith("-") and not parameter.hidden:

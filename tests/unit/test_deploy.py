@@ -203,6 +203,20 @@ def make_secrets(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([script, *arguments], capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [(["-h"], 0), (["--help"], 0), (["--nope"], 2), (["secrets", "--cluster"], 2), (["a"] * 3, 2)],
+)
+def test_make_secrets_says_how_it_is_used_and_writes_nothing(
+    given: list[str], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = make_secrets(*given)
+    assert done.returncode == status
+    assert "usage: make-secrets [--cluster] [DIR" in (done.stderr if status else done.stdout)
+    assert not any(tmp_path.iterdir())
+
+
 def test_passwords_are_made_for_every_user_and_read_by_their_owner_alone(tmp_path: Path) -> None:
     folder = tmp_path / "secrets"
     assert make_secrets(str(folder), "redis.example").returncode == 0

@@ -89,9 +89,9 @@ def test_nothing_is_wrong_with_a_healthy_pool() -> None:
         ({"model": None}, "note", "no pool"),
         ({"model_error": "not msgpack"}, "wrong", "not msgpack"),
         ({"workers": {"w1": False}, "pending": {}}, "wrong", "none of its workers"),
-        ({"workers": {"w1": True, "w2": False}, "pending": {"w2": 9}}, "note", "9 jobs are held"),
+        ({"workers": {"w1": True, "w2": False}, "pending": {"w2": 9}}, "note", "9 jobs held by 1"),
         ({"backlog": 999}, "wrong", "near its bound"),
-        ({"dead": 3}, "note", "3 jobs were given up"),
+        ({"dead": 3}, "note", "3 jobs given up"),
     ],
 )  # fmt: skip
 def test_what_is_not_well_is_found_with_a_remedy(

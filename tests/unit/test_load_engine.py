@@ -47,7 +47,7 @@ def test_a_start_is_told_stage_by_stage() -> None:
         ("mok", {}, r"one of auto, .*hf, .*mock.* expected; did you mean 'mock'\?"),
         ("", {}, "engine='': one of auto"),
         ("mock", {"dely": 1.0}, r"no option 'dely'; did you mean 'delay'\? It has revision, dtype"),
-        ("mock", {"model_kwargs": {}}, r"no option 'model_kwargs'; It has"),
+        ("mock", {"model_kwargs": {}}, r"no option 'model_kwargs'; it has"),
         ("mock", {"delay": "1"}, "delay='1'"),
         ("mock", {"vocab_size": "9"}, "vocab_size='9': int expected"),
         ("mock", {"vocab_size": True}, "vocab_size=True"),

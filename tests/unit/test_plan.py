@@ -127,7 +127,8 @@ def test_what_is_unknown_is_said(
         ("{", "is no JSON"),
         ("[1]", "no JSON object"),
         ("{}", "vocab_size=None"),
-        ('{"vocab_size": -5}', "vocab_size=None"),
+        ('{"vocab_size": -5}', "vocab_size=-5"),
+        ('{"vocab_size": "a"}', "vocab_size='a'"),
         ('{"vocab_size": 99999999999}', "vocab_size=99999999999"),
         ("[" * 100_000, "is no JSON"),
     ],
@@ -257,6 +258,9 @@ def test_a_memory_gives_the_time_to_live_that_fits() -> None:
     small = of("row", ttl=50.0, memory=memory // 2)
     assert small["memory_ttl"].value < 26
     assert any("older results are evicted" in text for text in small.warnings)
+    full = of("row", ttl=50.0, memory=1)
+    (warned,) = [text for text in full.warnings if "server's memory" in text]
+    assert "less than a second of results" in warned
 
 
 def test_more_than_one_primary_is_warned_of() -> None:

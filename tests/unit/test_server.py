@@ -129,6 +129,19 @@ def test_a_server_without_a_command_is_too_old(stub: Callable[..., str]) -> None
     assert "lacks a command" in refusal(url, ServerTooOld)
 
 
+def test_a_server_that_is_no_sentinel_is_told_from_an_old_one(stub: Callable[..., str]) -> None:
+    """In the words that Redis 7.0 has for it."""
+    unknown = b"-ERR unknown command 'SENTINEL', with args beginning with: "
+    url = stub(lambda command: unknown + b"\r\n" if command[0] == b"SENTINEL" else b"+OK\r\n")
+    url = url.replace("redis://", "redis+sentinel://").replace("/0", "/service/0")
+    assert "is no Sentinel: write redis://" in refusal(url, ServerRefused)
+
+
+def test_a_sentinel_is_no_server(stub: Callable[..., str]) -> None:
+    url = stub(a_server_that_says("redis_version:7.2.0\r\nredis_mode:sentinel\r\n"))
+    assert "is a Sentinel: write redis+sentinel://" in refusal(url, ServerRefused)
+
+
 @pytest.mark.parametrize(
     ("info", "said"),
     [

@@ -86,7 +86,7 @@ async def surprise(body: Asked, request: HttpRequest) -> Response:
     gateway = page.gateway
     deadline = Deadline(min(PATIENCE, gateway.options.request_timeout))
     model = await _model(page, body, deadline)
-    ids = await _ids(model, body, min(MOST_SCORED, model.longest_text))
+    ids = await _ids(model, body, min(MOST_SCORED, model.info.max_prompt_tokens), scored=True)
     bits, ranks, size = list[float](), list[int](), 0
     if len(ids) > 1:
         (scores,) = await gateway.answers(model, [(ids, Score(1))], deadline)
@@ -117,7 +117,7 @@ async def _model(page: LivePage, body: Asked, deadline: Deadline) -> Model:
     return Model(pool.name, pool, served, body.adapter or None)
 
 
-async def _ids(model: Model, body: Asked, most: int) -> list[int]:
+async def _ids(model: Model, body: Asked, most: int, *, scored: bool = False) -> list[int]:
     """Their ids. Where there is no tokenizer the text may be ids itself. Raises `ApiError`."""
     text, words = body.text, body.text.split()
     if model.words.has_text:
@@ -128,7 +128,7 @@ async def _ids(model: Model, body: Asked, most: int) -> list[int]:
         raise ApiError(400, "this pool has no tokenizer: write token ids, as 1 5 9", param="text")
     ids += body.appended
     model.check_ids(ids, "text")
-    check_length(len(ids), most, "text")
+    check_length(len(ids), most, "text", scored=scored)
     return ids
 
 
