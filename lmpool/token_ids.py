@@ -5,7 +5,7 @@ from __future__ import annotations
 import marshal
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from itertools import islice
 from typing import Any, Final, Protocol, TypeAlias, cast
 
@@ -81,7 +81,7 @@ def held(given: Any, most: int, what: str) -> Any:
 
 
 def _held_by_itself(given: Any, most: int, what: str) -> Any:
-    if type(given) is list:
+    if isinstance(given, (list, array, Set, ValuesView)):
         return tuple(given)
     if isinstance(given, Iterator):
         try:

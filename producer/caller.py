@@ -180,12 +180,15 @@ class Caller:
         if turn is None:
             for other in [other for other in list(self._turns) if other.is_closed()]:
                 self._turns.pop(other, None)  # it was closed before its turn ended
-            turn = self._turns[loop] = _Turn(loop)
+            # In this order: one that Ctrl-C kept from ending would keep all that join it waiting.
             loop.call_soon(self._end_turn, loop)
+            turn = self._turns[loop] = _Turn(loop)
         return turn
 
     def _end_turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        turn = self._turns.pop(loop)
+        turn = self._turns.pop(loop, None)
+        if turn is None:
+            return
         self._latest = None  # another loop's is looked up again
         calls = turn.calls
         try:

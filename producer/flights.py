@@ -127,8 +127,8 @@ class FlightTable:
         this priority."""
         self._counts: dict[Priority, int] = dict.fromkeys(PRIORITIES, 0)
         self._queued: dict[Priority, int] = dict.fromkeys(PRIORITIES, 0)
-        self.bytes_sent = 0
-        """Of the jobs of flights that the server may know of, about."""
+        self.bytes_sent: dict[Priority, int] = dict.fromkeys(PRIORITIES, 0)
+        """Of the jobs of flights that are under way, about."""
         self.withdrawn: list[tuple[int, Digest]] = []
         """What the server is to forget, by shard."""
         self.placement = Placement()
@@ -164,6 +164,7 @@ class FlightTable:
                 resend = flight.extend(deadline) and flight.sent
                 if flight.priority != priority == "interactive":
                     self._unqueue(flight)
+                    self.give_back(flight)
                     flight.priority, resend = "interactive", True
                     self._counts["batch"] -= 1
                     self._counts["interactive"] += 1
@@ -182,17 +183,23 @@ class FlightTable:
         size = 0
         unsent = self.unsent[priority]
         while unsent and len(taken) < most and size < most_bytes:
-            flight = unsent.popleft()
+            flight = unsent[0]  # until it is among those taken: Ctrl-C may come between
             if flight.queued and flight.priority == priority and self.is_waiting(flight):
-                flight.queued, flight.sent = False, True
-                self._queued[priority] -= 1
-                if not flight.takes:
-                    job = flight.job
-                    flight.takes = len(job.tokens) + job.want.travelling_bytes()
-                    self.bytes_sent += flight.takes
+                flight.sent = True
                 taken.append(flight)
+                flight.queued = False
+                self._queued[priority] -= 1
+                job = flight.job
+                flight.takes = len(job.tokens) + job.want.travelling_bytes()
+                self.bytes_sent[priority] += flight.takes
                 size += flight.takes
+            unsent.popleft()
         return taken
+
+    def give_back(self, flight: Flight) -> None:
+        """The server does not have the job, or not for certain: it takes no bytes there."""
+        self.bytes_sent[flight.priority] -= flight.takes
+        flight.takes = 0
 
     def take_withdrawn(self) -> list[tuple[int, Digest]]:
         """What the server is to forget now, without what somebody here waits for again."""
@@ -239,6 +246,7 @@ class FlightTable:
 
     def _queue(self, flight: Flight, *, first: bool = False) -> None:
         if not flight.queued:
+            self.give_back(flight)
             flight.queued = True
             self._queued[flight.priority] += 1
             unsent = self.unsent[flight.priority]
@@ -312,7 +320,7 @@ class FlightTable:
         flight = self.flights.pop(digest, None)
         if flight is not None:
             self._counts[flight.priority] -= 1
-            self.bytes_sent -= flight.takes
+            self.give_back(flight)
             if flight.queued:
                 self._unqueue(flight)
             if flight.pieces is not None:
@@ -323,10 +331,9 @@ class FlightTable:
 
     def _begin_anew(self) -> None:
         """Nobody waits: what Ctrl-C kept from being counted is right again."""
-        self.bytes_sent = 0
         self.streamed.clear()
         for priority in PRIORITIES:
-            self._counts[priority] = self._queued[priority] = 0
+            self._counts[priority] = self._queued[priority] = self.bytes_sent[priority] = 0
             self.unsent[priority].clear()
 
     def _digests_of(self, call: PendingCall) -> list[Digest]:

@@ -366,6 +366,10 @@ class Sender:
             with session.lock:
                 session.table.put_back(flights)
             raise
+        if away:
+            with session.lock:
+                for flight in away:  # which must not be in the way of others
+                    session.table.give_back(flight)
         for flight in away:
             self._outages.of(session.shards[flight.shard]).claims.append(flight)
         return True

@@ -30,7 +30,7 @@ a model that it no longer serves, from the client's cache or the server's, are n
 CLAIM_BYTES: Final = 1 << 20
 """Of the jobs in one claim, about: their tokens, and what is wanted of them."""
 UNDER_WAY_BYTES: Final = 64 << 20
-"""Of the jobs of a client that the server has, about: more wait at the client."""
+"""Of the jobs of a client and priority that are under way, about: more wait at the client."""
 CLAIM_MOST: Final = 512
 """Jobs in one claim: about 3 ms of the server's time, which is everybody's."""
 
@@ -194,7 +194,7 @@ class Session:
         unsent = self.table.to_be_sent(priority)
         if self.info is None or not unsent:
             return unsent
-        if self.table.bytes_sent >= UNDER_WAY_BYTES:
+        if self.table.bytes_sent[priority] >= UNDER_WAY_BYTES:
             return 0
         bound = self.info.client_backlog * len(self.shards)
         room = bound - self.table.under_way(priority)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Final, Literal
 
 import redis.exceptions
+import redis.sentinel
 
 from lmpool.backends.engine import Outcome, Part
 from lmpool.checks import said, words
@@ -597,7 +598,7 @@ class Publisher:
 
 def _is_lost_on_the_way(error: Exception) -> bool:
     """Whether nothing was heard of the server: not even that it is not ready."""
-    if isinstance(error, redis.exceptions.BusyLoadingError):
+    if isinstance(error, (redis.exceptions.BusyLoadingError, redis.sentinel.MasterNotFoundError)):
         return False
     return isinstance(error, (*LOST, OSError))
 

@@ -19,7 +19,7 @@ from lmpool.backends.engine import Engine
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
 from lmpool.diagnosis import Facts, check_eviction, check_persistence
-from lmpool.errors import LmpoolError, SettingsError
+from lmpool.errors import LmpoolError, ServerUnreachable, SettingsError
 from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.liveness import LIFE_MS, any_alive
 from lmpool.model_info import ModelInfo
@@ -486,7 +486,9 @@ class Service:
         keep = {delivery.place for delivery in untried}
         if self.loop is not None:
             keep |= {delivery.place for delivery in self.loop.running()}
-        if self.status.failure is not None:
+        if isinstance(self.status.failure, ServerUnreachable):
+            keep = {delivery.place for delivery in untried}  # which is no job's doing
+        elif self.status.failure is not None:
             # It may have failed of any job that it had begun, also before the engine had it, or as
             # it was to be published.
             keep |= frozenset(self.status.held) - known.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
@@ -135,7 +136,8 @@ def test_an_iterator_that_raises_is_told(name: str) -> None:
 
 def _forms(ids: list[int]) -> list[Any]:
     """The same ids in whatever a caller may have, and may change, or read only once."""
-    return [iter(ids), (i for i in ids), [*ids], np.array(ids), torch.tensor(ids), map(int, ids)]
+    read_once = [iter(ids), (i for i in ids), map(int, ids)]
+    return [*read_once, [*ids], array("i", ids), np.array(ids), torch.tensor(ids)]
 
 
 @pytest.mark.parametrize(

@@ -623,6 +623,32 @@ def test_a_job_whose_adapter_an_engine_hangs_at_counts_as_delivered(
     assert (item["consumer"].decode(), item["times_delivered"]) == (worker.id, 1)
 
 
+def test_a_worker_that_is_cut_off_blames_no_job(
+    new: Callable[..., InProcessWorker],
+    engine: GatedEngine,
+    server: redis.Redis,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its rows were computed, and others can write them."""
+
+    def fail(publisher: Publisher, *_: Any) -> None:
+        publisher._status.fail(ServerUnreachable("rows cannot be written"))
+
+    monkeypatch.setattr(Publisher, "_begin", lambda _, finished: (None, finished))
+    monkeypatch.setattr(Publisher, "_write", fail)
+    engine.gate.set()
+    worker = new()
+    worker.start()
+    info, shards = served(server, keys)
+    enqueue(server, shards[0], info, 1)
+    assert worker.failed.wait(60)
+    worker.stop()
+    stream = shards[0].stream().key
+    assert server.xpending(stream, GROUP)["pending"] == 0  # type: ignore[index]
+    assert server.xlen(stream) == 1  # as if it were new
+
+
 @pytest.mark.parametrize("at", ["starting", "publishing at leisure", "publishing"])
 def test_a_job_that_a_thread_fails_of_counts_as_delivered(
     at: str,

@@ -78,13 +78,22 @@ def test_what_the_server_has_of_a_client_is_bounded_in_bytes() -> None:
     assert session.may_send("interactive") == 0
     session.table.fail(jobs[0].digest, LmpoolError("it failed"))
     assert session.may_send("interactive")
-    # What the server lost is no more than it was.
-    session.table.resend(session.table.flights[jobs[1].digest])
-    send(session, 2)
+    send(session, 1)
     assert session.may_send("interactive") == 0
+    # Each priority has the bound for itself, and what is asked so by somebody is of that.
+    ask(session, jobs_of(some_prompts(3)), priority="batch")
+    assert session.may_send("batch")
+    # The server may lose all of it, and nothing would come that made room.
+    for flight in list(session.table.flights.values()):
+        if flight.sent:
+            session.table.resend(flight)
+    assert session.may_send("interactive")
+    assert send(session, 3) == 3
+    session.spread(info_of(2))
+    assert session.table.bytes_sent == {"interactive": 0, "batch": 0}
     for job in jobs:
         session.table.fail(job.digest, LmpoolError("it failed"))
-    assert session.table.bytes_sent == 0
+    assert session.table.bytes_sent == {"interactive": 0, "batch": 0}
 
 
 def test_the_last_few_are_sent_into_any_room() -> None:
