@@ -75,17 +75,17 @@ def held(given: Any, most: int, what: str) -> Any:
     that fails.
     """
     found = _held_by_itself(given, most, what)
-    if type(found) is tuple and found and as_integer(found[0]) is None:
-        return tuple([_held_by_itself(each, most, what) for each in found])
+    if type(found) in (list, tuple) and len(found) and as_integer(found[0]) is None:
+        return type(found)([_held_by_itself(each, most, what) for each in found])
     return found
 
 
 def _held_by_itself(given: Any, most: int, what: str) -> Any:
     if isinstance(given, (list, array, Set, ValuesView)):
-        return tuple(given)
+        return list(given)
     if isinstance(given, Iterator):
         try:
-            return tuple(islice(given, most + 1))
+            return list(islice(given, most + 1))
         except LmpoolError:  # of a call that it makes
             raise
         except Exception as error:
