@@ -215,5 +215,5 @@ def test_a_port_that_is_taken_is_said_in_a_line() -> None:
         said = command.process.communicate(timeout=150)[0]
     assert command.process.returncode == 2
     assert f"port={port}: cannot listen there" in said
-    assert "write another --port" in said
+    assert "write another port" in said
     assert "Traceback" not in said

@@ -166,7 +166,7 @@ def test_texts_are_encoded_in_groups_and_in_their_order() -> None:
     assert asyncio.run(words.encode_all([])) == []
 
 
-@pytest.mark.parametrize(("most", "longest"), [(4, 12), (None, MAX_CHARACTERS)])
+@pytest.mark.parametrize(("most", "longest"), [(4, 15), (None, MAX_CHARACTERS)])
 def test_a_text_is_not_read_that_has_more_characters_than_all_its_tokens_could(
     most: int | None, longest: int
 ) -> None:
