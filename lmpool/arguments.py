@@ -50,6 +50,7 @@ class WorkerArguments(TypedDict, total=False):
     client_backlog: int | None
     result_ttl: float | None
     result_bytes: int | str | None
+    near_bytes: int | str | None
     max_deliveries: int | None
     engine_timeout: float | None
     adapter_dirs: Sequence[str] | None

@@ -358,6 +358,13 @@ class WorkerOptions(_Options):
         description="most memory for results, e.g. 4GiB; the oldest go first. By default what the "
         "server's maxmemory leaves",
     )
+    near_bytes: ByteSize = Field(
+        ByteSize(32 << 20),
+        ge=0,
+        le=16 << 30,
+        description="memory in which clients of the same machine and user read large rows, e.g. "
+        "64MiB; 0 is none",
+    )
     max_deliveries: int = Field(
         3, ge=1, le=100, description="times a prompt is tried whose workers die of it"
     )

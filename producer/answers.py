@@ -15,6 +15,7 @@ from lmpool.producer.flights import Flight
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.session import Session
 from lmpool.producer.stacking import LARGE, Stack
+from lmpool.rows import LARGE as LAID
 from lmpool.rows import ROW_HEADER_BYTES, PackedRow, f32_header
 from lmpool.servers import Servers
 from lmpool.wants import Digest, Row, Want, decode_all
@@ -57,12 +58,13 @@ class AnswerReader:
             if there:
                 read += self._take(shard, [*there], [*there.values()])
                 digests = [digest for digest in digests if digest not in there]
-        for part, sizes in self._parts(digests):
+        for part, sizes in self._parts(digests, LARGE):
             server = self._servers.for_shard(shard)
             keys = [start + digest.hex() for digest in part]
             if not sizes:
                 read += self._take(shard, part, server.mget(keys))
                 continue
+            self._session.near.are_usual = False
             rooms = self._lend(part, sizes)
             try:
                 memory = [None if room is None else room[2] for room in rooms]
@@ -71,6 +73,32 @@ class AnswerReader:
                     self._give_back(rooms)  # another reply came
                     rooms = []
                 read += self._take(shard, part, values, rooms)
+            finally:
+                self._give_back(rooms)
+        return read
+
+    def fetch_near(self, name: str, digests: Sequence[Digest]) -> int:
+        """Hand out the large rows among these answers that lie in the memory of that name; all else
+        is to be fetched once it is stored. Returns how many bytes were read."""
+        near = self._session.near
+        ring = near.ring(name) if digests else None
+        if ring is None:
+            return 0
+        read = 0
+        for part, sizes in self._parts(digests, LAID):
+            rooms = self._lend(part, sizes) if sizes else []
+            try:
+                rows = [
+                    (digest, row, room)
+                    for digest, size, room in zip(part, sizes, rooms, strict=False)
+                    if (row := ring.copy(digest, size, None if room is None else room[2]))
+                    is not None
+                ]
+                if rows:
+                    # What is no row here is judged where it is stored.
+                    refused = self._hand_out(*map(list, zip(*rows, strict=True)))
+                    near.are_usual = len(refused) < len(rows)
+                    read += _bytes_of([row for _, row, _ in rows])
             finally:
                 self._give_back(rooms)
         return read
@@ -85,11 +113,7 @@ class AnswerReader:
         spoiled = self._hand_out(digests, values, rooms)
         if spoiled:
             self._compute_again(shard, spoiled)
-        return sum(
-            value.nbytes if isinstance(value, PackedRow) else len(value)
-            for value in values
-            if value is not None
-        )
+        return _bytes_of(values)
 
     def _lend(self, digests: Sequence[Digest], sizes: Sequence[int]) -> list[Room | None]:
         """Where rows are received at once, as far as whoever waits for them has a place."""
@@ -123,8 +147,11 @@ class AnswerReader:
                 if room is not None:
                     room[0].give_back(room[1])
 
-    def _parts(self, digests: Sequence[Digest]) -> Iterator[tuple[list[Digest], list[int]]]:
-        """Those that one command reads, few rows or many small answers; the sizes of large rows."""
+    def _parts(
+        self, digests: Sequence[Digest], large: int
+    ) -> Iterator[tuple[list[Digest], list[int]]]:
+        """Those that one command reads, few rows or many small answers; the sizes of rows that take
+        `large` bytes and more."""
         info, flights = self._session.info, self._session.table.flights
         assert info is not None
         rows: list[Digest] = []
@@ -139,7 +166,7 @@ class AnswerReader:
                 want = flight.job.want
                 if want is not last:  # which many have in common
                     last, takes = want, max(SMALLEST, want.stored_bytes(info))
-                if takes >= LARGE and isinstance(want, Row):
+                if takes >= large and isinstance(want, Row):
                     rows.append(digest)
                     sizes.append(takes + ROW_HEADER_BYTES)
                     if takes * len(rows) >= FETCH_BYTES:
@@ -228,6 +255,14 @@ class AnswerReader:
                     ended += session.fail(flight, error)
             session.work.notify()
         wake(ended)
+
+
+def _bytes_of(values: Values) -> int:
+    return sum(
+        value.nbytes if isinstance(value, PackedRow) else len(value)
+        for value in values
+        if value is not None
+    )
 
 
 def _vanished(flight: Flight) -> LmpoolError:

@@ -303,6 +303,7 @@ class Client:
             ended = session.fail_all(closed())
             session.work.notify()
             threads = list(self._threads)
+        session.near.leave()
         wake(ended)
         threads = [thread for thread in threads if thread is not threading.current_thread()]
         for thread in threads:
@@ -326,6 +327,8 @@ class Client:
         with session.for_caller():
             if self._threads or session.closed:
                 return
+            if session.info is not None:  # in a fork, which knows it from its parent
+                session.near.enter(self.options.pool, session.info)
             collector = Collector(session)
             collecting = self._thread("collector", collector.run)
 
@@ -364,6 +367,7 @@ class Client:
                 f"with LMPOOL_POOL={options.pool} lmpool worker, or check the name"
             )
         info = ModelInfo.unpack(found)
+        session.near.enter(options.pool, info)
         session.join(info)
         session.confirmed = began
         return info

@@ -29,10 +29,11 @@ from lmpool.producer.flights import Flight
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.pieces import StreamCall
 from lmpool.producer.session import Session
+from lmpool.rows import LARGE
 from lmpool.server import is_lost, senseless
 from lmpool.servers import Servers
 from lmpool.wants import Digest
-from lmpool.wire import Notice, read_done, read_notices
+from lmpool.wire import Notice, read_done, read_near, read_notices
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,8 @@ class Collector:
             shard, job = session.shards[flight.shard], flight.job
             server = self._servers.at_hand(shard)
             size = job.want.stored_bytes(session.info)
+            if size >= LARGE and session.near.are_usual:
+                continue
             if server is not None and size <= left:
                 left -= size
                 server.get_behind(shard.result(job.digest))
@@ -180,9 +183,13 @@ class Collector:
             shard = replies[reply]
             errors: list[Notice] = []
             digests: list[Digest] = []
+            near: dict[str, list[Digest]] = {}
             for entry_id, fields in entries:
                 if b"ok" in fields:
                     digests += read_done(fields)
+                elif b"near" in fields:
+                    memory, some = read_near(fields)
+                    near.setdefault(memory, []).extend(some)
                 else:
                     errors += read_notices(fields)
                 session.last_ids[reply] = entry_id.decode()
@@ -190,6 +197,9 @@ class Collector:
                     self._begun[reply] = max(self._begun[reply] + 1, session.made[reply])
             if errors:
                 self._take_errors(shard, errors)
+            for memory, some in near.items():
+                waited_for = [digest for digest in some if digest in session.table.flights]
+                self._fetched += self._answers.fetch_near(memory, waited_for)
             done.append((shard, digests))
         if told:
             self._take_pieces(told)

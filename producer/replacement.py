@@ -113,6 +113,7 @@ def _move(session: Session, servers: Servers, known: ModelInfo, info: ModelInfo)
     try:
         withdraw(session, servers)
     finally:
+        session.near.enter(session.options.pool, info)
         ended += session.move(info, error)
         wake(ended)
     wake_collector(session, servers, left)

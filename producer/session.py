@@ -18,6 +18,7 @@ from lmpool.keys import PoolKeys, Priority, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.cache import AnswerCache
 from lmpool.producer.flights import Flight, FlightTable, Statistics
+from lmpool.producer.near_rows import NearRows
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions
@@ -65,6 +66,7 @@ class Session:
         """How often each reply stream was made: again once it expired, or the server forgot it."""
         self.confirmed = -math.inf
         """When the pool was last known to serve what `info` says, on the monotonic clock."""
+        self.near = NearRows(self.id)
         self.last_ids: dict[str, str] = {}
         """The last notice read, by reply stream."""
         self._connections: list[Servers] = []

@@ -33,6 +33,7 @@ from lmpool.servers import Servers
 from lmpool.wants import Row, Stream
 from lmpool.worker.batching import Delivery
 from lmpool.worker.by_stream import by_shard
+from lmpool.worker.laying import Laying
 from lmpool.worker.pieces import PieceWriter, Telling
 from lmpool.worker.result_store import LOOK_EVERY, ResultStore
 from lmpool.worker.status import WorkerStatus
@@ -153,6 +154,7 @@ class Publisher:
         result_ttl_ms: int,
         store: ResultStore,
         status: WorkerStatus,
+        laying: Laying | None = None,
     ) -> None:
         self._servers = servers
         self._vocab_size = vocab_size
@@ -160,6 +162,7 @@ class Publisher:
         self._store = store
         self._status = status
         self._metrics = status.metrics
+        self._laying = laying
         self._queue: queue.SimpleQueue[Sequence[Finished] | None] = queue.SimpleQueue()
         self._pieces = PieceWriter(servers, vocab_size)
         self._is_called = False
@@ -320,6 +323,9 @@ class Publisher:
                     logger.error("%d jobs were not written and stay with the pool", left)
         finally:
             self._ended = True
+            if self._laying is not None:
+                with self._writing:  # whoever may begin to write has done so, or sees the end
+                    self._laying.close()
 
     def _next(self) -> Sequence[Finished] | None:
         """What is to be written next. Meanwhile others may need what was stored's room."""
@@ -553,6 +559,7 @@ class Publisher:
                         jobs += _told(done)
         values = [done.value for done in stored if done.value is not None]
         digests = [done.delivery.job.digest for done in stored]
+        near = None if self._laying is None else self._laying.lay(shard, digests, values)
         kinds = Counter([done.delivery.job.want.kind for done in stored])
         counters: list[Value] = []
         for field, by in (
@@ -574,6 +581,7 @@ class Publisher:
             self._result_ttl_ms,
             Call(script("complete"), [shard.account, *streams], arguments),
             before,
+            near,
             check_health=not at_leisure,  # the answer to a PING would have to be waited for
         )
         return _Writing(shard, chunk, size, kinds, before is not None, transaction, began)

@@ -23,6 +23,7 @@ from lmpool.errors import LmpoolError, ServerUnreachable, SettingsError
 from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.liveness import LIFE_MS, any_alive
 from lmpool.model_info import ModelInfo
+from lmpool.neighbours import Neighbourhood
 from lmpool.server import ANSWER_TIMEOUT, explained, greet
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions, mask_url, place_of
@@ -35,6 +36,7 @@ from lmpool.worker.engine_thread import EngineLoop, spawn
 from lmpool.worker.heartbeat import ANSWER_WITHIN
 from lmpool.worker.holding import release, uncount
 from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups
+from lmpool.worker.laying import Laying
 from lmpool.worker.membership import (
     batch_budget,
     join,
@@ -341,7 +343,9 @@ class Service:
         store = ResultStore(
             servers, seat.shards, self.options.result_bytes, self.status.stopping.is_set
         )
-        return Publisher(servers, info.vocab_size, info.result_ttl_ms, store, self.status)
+        neighbourhood = Neighbourhood.of_pool(self.options.pool, info.fingerprint8)
+        laying = Laying(neighbourhood, self.options.near_bytes)
+        return Publisher(servers, info.vocab_size, info.result_ttl_ms, store, self.status, laying)
 
     def _intake(self, seat: Seat, engine: Engine) -> Intake:
         servers = self._open(blocks_for=IDLE_BLOCK_MS / 1000, bounded=True)

@@ -160,6 +160,8 @@ def embedded(
         result_ttl: seconds a row stays in the result cache
         result_bytes: most memory for results, e.g. 4GiB; the oldest go first. By default what the
             server's maxmemory leaves
+        near_bytes: memory in which clients of the same machine and user read large rows,
+            e.g. 64MiB; 0 is none
         max_deliveries: times a prompt is tried whose workers die of it
         engine_timeout: seconds a batch may take before the engine counts as hung
         adapter_dirs: folders that adapters may be loaded from, as a JSON list

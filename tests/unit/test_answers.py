@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,13 @@ from lmpool.backends.engine import Outcome
 from lmpool.errors import AnswerFormatError, PromptFailed
 from lmpool.producer import answers as answers_module
 from lmpool.producer.answers import MAX_TRIES, AnswerReader
+from lmpool.producer.cache import AnswerCache
+from lmpool.producer.frameworks import framework
+from lmpool.producer.pending import PendingCall
 from lmpool.producer.session import Session
-from lmpool.rows import pack_logprobs
+from lmpool.producer.stacking import Stack
+from lmpool.row_ring import RowRing, RowRingReader
+from lmpool.rows import ROW_HEADER_BYTES, PackedRow, pack_logprobs
 from lmpool.server import open_server
 from lmpool.servers import Servers
 from lmpool.wants import Generate, Generation
@@ -299,3 +305,214 @@ def test_the_sender_hears_of_what_is_to_be_asked_again(
     send(session)
     fetch(reader, session, [job])
     assert notified == [True]
+
+
+# --- rows that lie near ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ring(
+    session: Session, server: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> RowRing:
+    """What is found as "near", for a session that takes its rows for large. The server is not
+    asked."""
+    with open(tmp_path / "ring", "w+b") as file:
+        ring = RowRing(file.fileno(), 1 << 16)
+        monkeypatch.setattr(session.near, "ring", {"near": RowRingReader(file.fileno())}.get)
+    monkeypatch.setattr(answers_module, "SMALLEST", 1)
+    monkeypatch.setattr(answers_module, "LAID", 4 * VOCAB)
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the server was asked")
+
+    monkeypatch.setattr(server, "execute_command", never)
+    return ring
+
+
+def lay(ring: RowRing, jobs: list[Job]) -> None:
+    for job in jobs:
+        assert ring.lay(job.digest, packed(row_of(job)))
+
+
+def packed(row: bytes) -> PackedRow:
+    return PackedRow(row[:ROW_HEADER_BYTES], memoryview(row)[ROW_HEADER_BYTES:])
+
+
+def fetch_near(reader: AnswerReader, jobs: list[Job], name: str = "near") -> int:
+    return reader.fetch_near(name, [job.digest for job in jobs])
+
+
+def ask_stacked(session: Session, jobs: list[Job]) -> tuple[PendingCall, Stack[Any]]:
+    """A call for rows that come to one block."""
+    call = PendingCall(jobs, None, info=session.info).for_thread()
+    stack: Stack[Any] = Stack(framework("numpy"), len(jobs), VOCAB)
+    call.stack = stack
+    with session.lock:
+        session.table.add(call, 0.0)
+    return call, stack
+
+
+def test_rows_that_lie_near_are_handed_out(
+    session: Session, reader: AnswerReader, ring: RowRing
+) -> None:
+    jobs = jobs_of(some_prompts(5))
+    call, other = ask(session, jobs), ask(session, jobs[:2])
+    send(session)
+    lay(ring, jobs)
+    assert fetch_near(reader, jobs) == sum(len(row_of(job)) for job in jobs)
+    for waiting in (call, other):
+        assert waiting.wait(0)
+        pairs = zip(waiting.jobs, waiting.answers, strict=True)
+        assert all(is_row_of(job, answer) for job, answer in pairs)
+    assert not session.table.flights
+    assert session.near.are_usual
+    for job in jobs:
+        assert is_row_of(job, session.cache.get(job.digest))
+    for _ in range(20):  # over what was there
+        lay(ring, jobs_of(some_prompts(100, start=100)))
+    there = session.near.ring("near")
+    assert there is not None
+    assert not any(there.copy(job.digest, len(row_of(job))) for job in jobs)
+    assert all(is_row_of(job, answer) for job, answer in zip(jobs, call.answers, strict=True))
+
+
+@pytest.mark.parametrize("cache", [0, 1 << 20])
+def test_rows_that_lie_near_are_copied_to_their_place(
+    session: Session, reader: AnswerReader, ring: RowRing, cache: int
+) -> None:
+    session.cache = AnswerCache(cache)
+    jobs = jobs_of(some_prompts(4))
+    call, stack = ask_stacked(session, jobs)
+    send(session)
+    lay(ring, jobs[:3])
+    assert fetch_near(reader, jobs) == 3 * len(row_of(jobs[0]))
+    assert not stack._lent
+    assert not stack._landed
+    assert not stack._crossed  # each is in its place
+    assert call.left == 1
+    assert [*session.table.flights] == [jobs[3].digest]
+    lay(ring, jobs[3:])
+    assert fetch_near(reader, jobs) == len(row_of(jobs[3]))
+    assert call.wait(0)
+    block = stack.whole(call.answers)  # type: ignore[arg-type]
+    assert block.tobytes() == b"".join(row_of(job)[ROW_HEADER_BYTES:] for job in jobs)
+
+
+def test_what_does_not_lie_near_is_waited_for(
+    session: Session, reader: AnswerReader, ring: RowRing
+) -> None:
+    jobs = jobs_of(some_prompts(5))
+    call = ask(session, jobs)
+    send(session)
+    assert (fetch_near(reader, jobs), session.near.are_usual) == (0, False)
+    lay(ring, jobs[1:3])
+    size = 2 * len(row_of(jobs[0]))
+    assert (fetch_near(reader, jobs), session.near.are_usual) == (size, True)
+    assert not call.done
+    assert {*session.table.flights} == {job.digest for job in (jobs[0], *jobs[3:])}
+    assert all(not flight.tries for flight in session.table.flights.values())
+    assert not session.table.has_unsent()
+    assert session.table.statistics.resubmitted == 0
+
+
+NAN = pack_logprobs(np.full(VOCAB, np.nan, np.float32))
+GARBAGE = PackedRow(b"x" * ROW_HEADER_BYTES, memoryview(bytes(4 * VOCAB)))
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["alone", "in its place"])
+@pytest.mark.parametrize("row", [NAN, GARBAGE], ids=["of NaN", "of another header"])
+def test_what_lies_near_and_is_no_row_is_passed_over(
+    session: Session,
+    server: redis.Redis,
+    reader: AnswerReader,
+    ring: RowRing,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    row: PackedRow,
+    in_place: bool,
+) -> None:
+    """It is judged where it is stored, if it is: nothing is deleted or asked anew."""
+    session.join(info_of(1))
+    jobs = jobs_of(some_prompts(3))
+    call = ask_stacked(session, jobs)[0] if in_place else ask(session, jobs)
+    send(session)
+    lay(ring, jobs[1:])
+    assert ring.lay(jobs[0].digest, row)
+    for _ in range(MAX_TRIES + 1):
+        fetch_near(reader, jobs)
+    if isinstance(call.stack, Stack):
+        assert not call.stack._lent
+        assert not call.stack._landed
+        assert not call.stack._crossed  # the others are in their place
+    assert call.left == 1
+    assert call.error is None
+    (flight,) = session.table.flights.values()
+    assert flight.job is jobs[0]
+    assert flight.tries == 0
+    assert not session.table.has_unsent()
+    assert session.table.statistics.resubmitted == 0
+    assert session.cache.get(jobs[0].digest) is None
+    assert not caplog.records
+    monkeypatch.undo()  # the server is asked, for what is small there
+    put(server, session, jobs[:1])
+    fetch(reader, session, jobs[:1])
+    assert call.wait(0)
+    if isinstance(call.stack, Stack):
+        assert not call.stack._lent
+        block = call.stack.whole(call.answers)  # type: ignore[arg-type]
+        assert block.tobytes() == b"".join(row_of(job)[ROW_HEADER_BYTES:] for job in jobs)
+    else:
+        assert all(is_row_of(job, answer) for job, answer in zip(jobs, call.answers, strict=True))
+
+
+def test_small_answers_and_what_nobody_waits_for_are_not_looked_for_near(
+    session: Session, reader: AnswerReader, ring: RowRing
+) -> None:
+    rows, small = jobs_of(some_prompts(3)), jobs_of([[1, 2]], Generate(3, (), 1.0, 7))
+    call, written = ask(session, rows[:2]), ask(session, small)
+    withdrawn = ask(session, rows[2:])
+    send(session)
+    session.forget(withdrawn)
+    lay(ring, rows)
+    assert ring.lay(small[0].digest, packed(row_of(small[0])))
+    assert fetch_near(reader, [*small, *rows, *small]) == 2 * len(row_of(rows[0]))
+    assert call.wait(0)
+    assert not written.done
+    assert [*session.table.flights] == [small[0].digest]
+    assert session.cache.get(rows[2].digest) is None
+    session.near.are_usual = False
+    assert fetch_near(reader, [*rows, *small]) == 0
+    assert not session.near.are_usual
+    assert len(session.cache) == 2
+
+
+def test_a_few_rows_that_lie_near_are_copied_at_a_time(
+    session: Session, reader: AnswerReader, ring: RowRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers_module, "FETCH_BYTES", 3 * 4 * VOCAB)
+    handed, usual = list[int](), reader._hand_out
+
+    def counted(digests: Any, values: Any, rooms: Any) -> Any:
+        handed.append(len(digests))
+        return usual(digests, values, rooms)
+
+    monkeypatch.setattr(reader, "_hand_out", counted)
+    jobs = jobs_of(some_prompts(8))
+    call = ask(session, jobs)
+    lay(ring, jobs)
+    assert fetch_near(reader, jobs) == 8 * len(row_of(jobs[0]))
+    assert handed == [3, 3, 2]
+    assert call.wait(0)
+
+
+def test_from_memory_that_is_not_there_nothing_is_read(
+    session: Session, reader: AnswerReader, ring: RowRing
+) -> None:
+    jobs = jobs_of(some_prompts(2))
+    call = ask(session, jobs)
+    lay(ring, jobs)
+    assert fetch_near(reader, jobs, "elsewhere") == 0
+    assert fetch_near(reader, []) == 0
+    assert not call.done
+    assert len(session.table.flights) == 2
+    assert not session.near.are_usual

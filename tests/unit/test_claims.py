@@ -317,8 +317,9 @@ def test_the_answer_to_a_lone_prompt_comes_together_with_its_notice(
 ) -> None:
     """Nothing is asked for it once that is there; and where it does not come so, it is fetched."""
     prompts = ([n % 16, n // 16 % 16, n // 256] for n in itertools.count())
+    opts = {"vocab_size": vocab_size}
     with (
-        in_process_worker(any_server, pool_name, engine_opts={"vocab_size": vocab_size}),
+        in_process_worker(any_server, pool_name, engine_opts=opts, near_bytes=0),
         lmpool.connect(any_server, pool_name, framework="numpy", cache_bytes=0) as lm,
     ):
 

@@ -301,7 +301,7 @@ def test_another_reply_takes_no_second_block(session: Session) -> None:
             return [row_of(job) for job in JOBS[:2]]
 
     reader = AnswerReader(session, Servers(lambda: Plain()))  # type: ignore[arg-type,return-value]
-    reader._parts = lambda digests: iter([(DIGESTS[:2], [len(row_of(JOBS[0]))] * 2)])  # type: ignore[method-assign]
+    reader._parts = lambda digests, large: iter([(DIGESTS[:2], [len(row_of(JOBS[0]))] * 2)])  # type: ignore[method-assign]
     reader.fetch(session.shards[0], DIGESTS[:2])
     assert call.done
     assert call.stack is not None
@@ -343,7 +343,7 @@ def test_a_place_is_free_again_after_a_connection_was_lost(session: Session) -> 
 
     servers = Servers(lambda: Failing())  # type: ignore[arg-type,return-value]
     reader = AnswerReader(session, servers)
-    reader._parts = lambda digests: iter([(DIGESTS[:2], [len(row_of(JOBS[0]))] * 2)])  # type: ignore[method-assign]
+    reader._parts = lambda digests, large: iter([(DIGESTS[:2], [len(row_of(JOBS[0]))] * 2)])  # type: ignore[method-assign]
     with pytest.raises(redis.exceptions.ConnectionError):
         reader.fetch(session.shards[0], DIGESTS[:2])
     assert not call.done

@@ -36,9 +36,9 @@ def rows(pool_name: str) -> list[tuple[str, bytes | PackedRow]]:
     return [(f"{{{pool_name}}}:row:{i}", value) for i, value in enumerate(values)]
 
 
-def written(server: Server, found: Any, *calls: Call) -> tuple[Any, Any]:
+def written(server: Server, found: Any, *calls: Call | None) -> tuple[Any, Any]:
     """What was answered to a transaction of these rows and calls."""
-    return Transaction(server, found, 60_000, *calls).answers()
+    return Transaction(server, found, 60_000, *calls).answers()  # type: ignore[arg-type]
 
 
 def stored(value: bytes | PackedRow) -> bytes:
@@ -157,3 +157,195 @@ def test_what_makes_room_is_called_before(
     for name, value in rows(pool_name):
         assert redis_client.get(name) == stored(value)
     redis_client.delete(key, *(name for name, _ in rows(pool_name)))
+
+
+# --- what goes ahead ---------------------------------------------------------------------------
+
+
+def tagged(pool_name: str) -> str:
+    """A key of the rows' slot."""
+    return f"{{{pool_name}}}:key"
+
+
+def near(pool_name: str) -> Call:
+    """What tells nobody."""
+    return Call(script("near"), [tagged(pool_name)], [pool_name, "00" * 16, "there", " nobody "])
+
+
+def tidy(redis_client: redis.Redis, pool_name: str) -> None:
+    names = [name for name, _ in rows(pool_name)]
+    redis_client.delete(PoolKeys(pool_name).info, tagged(pool_name), *names)
+
+
+def assert_done(redis_client: redis.Redis, pool_name: str) -> None:
+    for name, value in rows(pool_name):
+        assert redis_client.get(name) == stored(value)
+        assert 0 < redis_client.pttl(name) <= 60_000  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("count", [0, 1, 9], ids=["no row", "a row", "several rows"])
+def test_what_goes_ahead_is_done_before_all_else(
+    server: Server, redis_client: redis.Redis, pool_name: str, count: int
+) -> None:
+    replace, key = script("replace"), tagged(pool_name)
+    server.script_load(replace.source)
+    steps = [Call(replace, [key], ["" if n == 1 else str(n - 1), str(n)]) for n in (1, 2, 3)]
+    for _ in range(2):  # the connection is fit for the next one
+        found = Transaction(server, rows(pool_name)[:count], 60_000, steps[1], None, steps[0])
+        assert found.answers() == (None, 1)
+        assert redis_client.get(key) == b"2"
+        server.delete(key)
+        found = Transaction(server, rows(pool_name)[:count], 60_000, steps[2], steps[1], steps[0])
+        assert found.answers() == (1, 1)
+        assert redis_client.get(key) == b"3"
+        server.delete(key)
+        assert server.ping() is True
+    for name, value in rows(pool_name)[:count]:
+        assert redis_client.get(name) == stored(value)
+    tidy(redis_client, pool_name)
+
+
+def test_what_went_ahead_is_answered_with_all_else(
+    server: Server, redis_client: redis.Redis, pool_name: str
+) -> None:
+    replace, ahead = script("replace"), near(pool_name)
+    server.script_load(replace.source)
+    server.script_load(ahead.script.source)
+    call = Call(replace, [PoolKeys(pool_name).info], ["", "v"])
+    transaction = Transaction(server, rows(pool_name), 60_000, call, None, ahead)
+    until(lambda: transaction.is_answered_within(60))
+    assert transaction.read() is True
+    assert transaction.answers() == (None, 1)
+    assert_done(redis_client, pool_name)
+    tidy(redis_client, pool_name)
+
+
+def test_what_went_ahead_is_not_taken_for_the_answer(
+    server: Server, redis_client: redis.Redis, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+
+    def comes_within(seconds: float, count: int) -> bool:
+        asked.append(count)
+        return False
+
+    call = Call(script("replace"), [PoolKeys(pool_name).info], ["", "v"])
+    for ahead in (None, near(pool_name)):
+        transaction = Transaction(server, rows(pool_name), 60_000, call, None, ahead)
+        with monkeypatch.context() as patch:
+            patch.setattr(transaction._connection._parser, "comes_within", comes_within)
+            assert not transaction.is_answered_within(60)
+        transaction.answers()
+    assert asked[1] == asked[0] + len(":0\r\n")
+    tidy(redis_client, pool_name)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["the others known", "all forgotten"])
+def test_a_script_that_goes_ahead_and_is_unknown_is_known_afterwards(
+    server: Server, redis_client: redis.Redis, pool_name: str, known: bool
+) -> None:
+    replace, ahead, key = script("replace"), near(pool_name), PoolKeys(pool_name).info
+    redis_client.script_flush()
+    if known:
+        server.script_load(replace.source)
+    for _ in range(2):
+        first, second = Call(replace, [key], ["", "one"]), Call(replace, [key], ["one", "two"])
+        assert written(server, rows(pool_name), second, first, ahead) == (1, 1)
+        assert redis_client.get(key) == b"two"
+        assert_done(redis_client, pool_name)
+        assert redis_client.script_exists(ahead.script.sha) == [True]
+        assert server.ping() is True
+        redis_client.delete(key)
+    tidy(redis_client, pool_name)
+
+
+def test_the_replies_say_that_what_went_ahead_is_to_be_sent(
+    server: Server, redis_client: redis.Redis, pool_name: str
+) -> None:
+    replace, ahead = script("replace"), near(pool_name)
+    redis_client.script_flush()
+    server.script_load(replace.source)
+    call = Call(replace, [PoolKeys(pool_name).info], ["", "v"])
+    transaction = Transaction(server, rows(pool_name), 60_000, call, None, ahead)
+    try:
+        assert transaction.read() is False
+    finally:
+        transaction.answers()
+        tidy(redis_client, pool_name)
+
+
+def test_what_is_refused_ahead_holds_nothing_up(
+    server: Server, redis_client: redis.Redis, pool_name: str
+) -> None:
+    replace, key = script("replace"), PoolKeys(pool_name).info
+    refused = Call(script("near"), [tagged(pool_name)], [])  # the script fails
+    server.script_load(replace.source)
+    server.script_load(refused.script.source)
+    for _ in range(2):
+        call = Call(replace, [key], ["", "v"])
+        transaction = Transaction(server, rows(pool_name), 60_000, call, None, refused)
+        until(lambda t=transaction: t.is_answered_within(60))
+        assert transaction.read() is True
+        assert transaction.answers() == (None, 1)
+        assert_done(redis_client, pool_name)
+        assert server.ping() is True
+        redis_client.delete(key, *(name for name, _ in rows(pool_name)))
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["script known", "script forgotten"])
+def test_what_went_ahead_of_what_is_refused_leaves_the_connection_in_step(
+    server_binary: str, pool_name: str, known: bool
+) -> None:
+    with RealServer(maxmemory="3mb", maxmemory_policy="noeviction") as full:
+        server = open_server(full.url)
+        key, ahead = PoolKeys(pool_name).info, near(pool_name)
+        call = Call(script("replace"), [key], ["", "v"])
+        try:
+            if known:
+                server.script_load(ahead.script.source)
+            with full.client() as admin:
+                while True:
+                    try:
+                        admin.rpush("filler", b"x" * 50_000)
+                    except redis.exceptions.OutOfMemoryError:
+                        break
+                with pytest.raises(redis.exceptions.OutOfMemoryError):
+                    written(server, rows(pool_name), call, None, ahead)
+                assert admin.exists(key, *(name for name, _ in rows(pool_name))) == 0
+                admin.config_set("maxmemory", 0)
+            assert server.ping() is True
+            assert written(server, rows(pool_name), call, None, ahead) == (None, 1)
+            assert server.get(key) == b"v"
+        finally:
+            server.close()
+            server.connection_pool.disconnect()
+
+
+@pytest.mark.parametrize("reads", [0, 1], ids=["before any answer", "after the first"])
+def test_a_connection_cut_behind_what_went_ahead_is_not_used_again(
+    server: Server,
+    redis_client: redis.Redis,
+    pool_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    reads: int,
+) -> None:
+    replace, ahead = script("replace"), near(pool_name)
+    server.script_load(replace.source)
+    connection = server.connection_pool.get_connection()
+    server.connection_pool.release(connection)
+    usual, left = connection.read_response, [None] * reads
+
+    def cut(*arguments: Any, **options: Any) -> Any:
+        if left:
+            left.pop()
+            return usual(*arguments, **options)
+        raise redis.exceptions.ConnectionError("cut")  # what was answered is there, unread
+
+    monkeypatch.setattr(connection, "read_response", cut)
+    call = Call(replace, [PoolKeys(pool_name).info], ["", "v"])
+    with pytest.raises(redis.exceptions.ConnectionError):
+        written(server, rows(pool_name), call, None, ahead)
+    monkeypatch.undo()
+    assert not left
+    assert server.ping() is True
+    tidy(redis_client, pool_name)
