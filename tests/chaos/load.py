@@ -91,7 +91,8 @@ class Load:
     """Callers, each in a thread with a client of its own, who ask again once they are answered.
 
     `streams` more of them read one continuation after another, piece by piece; each counts as a
-    prompt, right if it is the whole of it and nothing is there twice.
+    prompt, right if it is the whole of it and nothing is there twice. (None where rows are of
+    another `vocab_size`.)
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Load:
         most: int | None = None,
         streams: int = 1,
         longest_stream: int = 16,
+        vocab_size: int = VOCAB,
         **options: Any,
     ) -> None:
         self.outcomes = Outcomes()
@@ -114,6 +116,7 @@ class Load:
         self._options = options
         self._most = most
         self._longest_stream = longest_stream
+        self._vocab_size = vocab_size
         self._waiting: dict[int, float] = {}
         """When the call began that a thread waits for."""
         self._connected = 0
@@ -125,7 +128,7 @@ class Load:
         ]
         self._readers = [
             threading.Thread(target=self._read, args=(random.Random(f"{seed} reader {number}"),))
-            for number in range(streams)
+            for number in range(streams if vocab_size == VOCAB else 0)
         ]
 
     def __enter__(self) -> Self:
@@ -231,7 +234,7 @@ class Load:
             return
         end = time.monotonic()
         right = sum(
-            bool((row == mock_row(prompt, VOCAB)).all())
+            bool((row == mock_row(prompt, self._vocab_size)).all())
             for row, prompt in zip(rows, prompts, strict=True)
         )
         with self._lock:

@@ -13,7 +13,7 @@ from typing import Any, Self
 import redis
 
 from lmpool.shards import change, look
-from tests.chaos.load import Load, Outcomes
+from tests.chaos.load import VOCAB, Load, Outcomes
 from tests.support.faults import Faults
 from tests.support.pools import until_at_rest
 from tests.support.proxy import Proxy
@@ -49,6 +49,7 @@ class ChaosPool:
         acts: dict[str, str] | None = None,
         clocks: float = 0.0,
         replicated: bool = False,
+        vocab_size: int = VOCAB,
         **settings: Any,
     ) -> None:
         self.random = random.Random(seed)
@@ -59,7 +60,8 @@ class ChaosPool:
         self._seed = seed
         self._count = workers
         self._steals = folder / "steals"
-        self._load = load or {}
+        self._load = {"vocab_size": vocab_size, **(load or {})}
+        self._vocab_size = vocab_size
         self._clocks = clocks
         self._replicated = replicated
         self._server_options = server or {}
@@ -160,7 +162,8 @@ class ChaosPool:
 
     def _start(self) -> WorkerProcess:
         settings = dict(self._settings)
-        settings["engine_opts"] = {**settings["engine_opts"], "steals": str(self._steals)}
+        opts = {"steals": str(self._steals), "vocab_size": self._vocab_size}
+        settings["engine_opts"] = {**settings["engine_opts"], **opts}
         if self._clocks:
             settings["engine_opts"]["clock"] = self._clocks
             self._clocks = -self._clocks

@@ -1,0 +1,384 @@
+"""Large rows that a worker of the same machine lays in shared memory, from end to end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+import lmpool
+from lmpool.backends.mock import mock_row
+from lmpool.connections import OneConnectionClient
+from lmpool.neighbours import Neighbourhood
+from lmpool.row_ring import IS_ORDERED, RowRingReader
+from lmpool.worker.transaction import Transaction
+from tests.support.hold import Hold
+from tests.support.waiting import until
+from tests.support.workers import in_process_worker, worker_process
+
+pytestmark = pytest.mark.skipif(
+    not (IS_ORDERED and os.path.isdir("/dev/shm")), reason="no memory that is shared in order"
+)
+
+VOCAB = 8192
+"""Rows of 32 KiB."""
+OPTS = {"vocab_size": VOCAB}
+
+
+class Reads:
+    """Where large rows came from."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: Counter[str] = Counter()
+        copy, values, mget = (
+            RowRingReader.copy,
+            OneConnectionClient.values,
+            OneConnectionClient.mget,
+        )
+
+        def copied(ring: RowRingReader, *given: Any) -> Any:
+            row = copy(ring, *given)
+            self.found["near" if row is not None else "gone"] += 1
+            return row
+
+        def fetched(client: OneConnectionClient, keys: Any, *given: Any) -> Any:
+            self.found["server"] += len(keys)
+            return values(client, keys, *given)
+
+        def got(client: OneConnectionClient, keys: Any, *given: Any) -> Any:
+            self.found["server"] += len(keys)
+            return mget(client, keys, *given)
+
+        monkeypatch.setattr(RowRingReader, "copy", copied)
+        monkeypatch.setattr(OneConnectionClient, "values", fetched)
+        monkeypatch.setattr(OneConnectionClient, "mget", got)
+
+    def since(self, before: Counter[str]) -> Counter[str]:
+        return self.found - before
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    return Reads(monkeypatch)
+
+
+@pytest.fixture
+def lm(any_server: str, pool_name: str) -> Iterator[lmpool.PooledLM]:
+    with (
+        in_process_worker(any_server, pool_name, engine_opts=OPTS),
+        lmpool.connect(any_server, pool_name, framework="numpy", cache_bytes=0) as lm,
+    ):
+        yield lm
+
+
+def folder_of(lm: lmpool.PooledLM) -> Neighbourhood:
+    return Neighbourhood.of_pool(lm.pool, lm.info.fingerprint8)
+
+
+def some(count: int, seed: int) -> list[list[int]]:
+    return np.random.default_rng(seed).integers(0, VOCAB, (count, 6)).tolist()
+
+
+def right(prompts: list[list[int]]) -> Any:
+    return np.stack([mock_row(prompt, VOCAB) for prompt in prompts])
+
+
+def until_all_come_near(lm: lmpool.PooledLM, reads: Reads) -> None:
+    """The first rows may be written before the worker has seen who is there."""
+    seeds = iter(range(10**6, 2 * 10**6))
+
+    def all_near() -> bool:
+        before = reads.found.copy()
+        lm.sync.next_token_logprobs(some(1, next(seeds))[0])
+        return reads.since(before) == Counter(near=1)
+
+    until(all_near)
+
+
+def test_rows_come_from_the_workers_memory(lm: lmpool.PooledLM, reads: Reads) -> None:
+    until_all_come_near(lm, reads)
+    for seed, count in enumerate((1, 40, 2)):
+        before, prompts = reads.found.copy(), some(count, seed)
+        assert np.array_equal(lm.batch_next_token_logprobs_sync(prompts), right(prompts))
+        assert reads.since(before) == Counter(near=count)
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_rows_of_a_worker_process_are_right_in_every_way_to_ask(
+    any_server: str, pool_name: str, cache_bytes: int, framework: Any, reads: Reads
+) -> None:
+    pytest.importorskip(framework)
+    options = {"framework": framework, "cache_bytes": cache_bytes}
+    with (
+        worker_process(any_server, pool_name, engine_opts=OPTS),
+        lmpool.connect(any_server, pool_name, **options) as lm,
+    ):
+        until_all_come_near(lm, reads)
+
+        async def gathered(prompts: list[list[int]]) -> Any:
+            return np.stack(
+                [
+                    np.asarray(row)
+                    for row in await asyncio.gather(*map(lm.next_token_logprobs, prompts))
+                ]
+            )
+
+        prompts = some(80, 1)
+        assert np.array_equal(
+            np.asarray(lm.batch_next_token_logprobs_sync(prompts)), right(prompts)
+        )
+        prompts = some(80, 2)
+        assert np.array_equal(asyncio.run(gathered(prompts)), right(prompts))
+        assert np.array_equal(asyncio.run(gathered(prompts)), right(prompts))
+        text = some(1, 3)[0] * 10
+        found = lm.sync.logprobs_at(text, [3, 9, 60])
+        assert np.array_equal(np.asarray(found), right([text[:3], text[:9], text]))
+        asks = [(prompt, lmpool.wants.Row()) for prompt in some(40, 4)]
+        for (prompt, _), row in zip(asks, lm.sync.ask_many(asks), strict=True):
+            assert np.array_equal(np.asarray(row), mock_row(prompt, VOCAB))
+        assert reads.found["near"] > 200
+
+
+@pytest.mark.one_shard
+def test_a_row_is_there_before_it_is_stored(
+    lm: lmpool.PooledLM, reads: Reads, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until_all_come_near(lm, reads)
+    (shard,) = lm._client.shards
+    store, began = threading.Event(), threading.Event()
+    begin = Transaction.__init__
+
+    def held(
+        transaction: Transaction, server: Any, rows: Any, ttl: int, call: Any,
+        before: Any = None, ahead: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
+        if ahead is not None:
+            began.set()
+            ahead.script(server, ahead.keys, ahead.arguments)
+            store.wait(60)
+        begin(transaction, server, rows, ttl, call, before, **options)
+
+    def stored() -> int:
+        return len(redis_client.keys(f"{shard.prefix}:result:*"))  # type: ignore[arg-type]
+
+    until(lambda: not redis_client.keys(f"{shard.prefix}:flight:*"))
+    known, prompts = stored(), some(3, 1)
+    monkeypatch.setattr(Transaction, "__init__", held)
+    try:
+        rows = lm.batch_next_token_logprobs_sync(prompts, timeout=60)
+        assert np.array_equal(rows, right(prompts))
+        assert began.is_set()
+        assert stored() == known
+        # Who asks now waits with the job that is on its way, and finds the row when it is told.
+        again = threading.Thread(
+            target=lambda: lm.batch_next_token_logprobs_sync(prompts, timeout=60)
+        )
+        again.start()
+        until(lambda: lm.statistics()["joined"] == 3)
+    finally:
+        store.set()
+    again.join(60)
+    until(lambda: stored() == known + 3)
+    until(lambda: not redis_client.keys(f"{shard.prefix}:flight:*"))
+    before = reads.found.copy()
+    assert np.array_equal(lm.batch_next_token_logprobs_sync(prompts), right(prompts))
+    assert reads.since(before) == Counter(server=3)  # which alone knows what is stored
+    assert lm.statistics()["cache_hits"] == 3
+
+
+def test_all_that_wait_for_a_row_find_it_near(
+    any_server: str, pool_name: str, lm: lmpool.PooledLM, reads: Reads
+) -> None:
+    prompts = some(5, 1)
+    with lmpool.connect(any_server, pool_name, framework="numpy", cache_bytes=0) as other:
+        until_all_come_near(lm, reads)
+        until_all_come_near(other, reads)
+        before = reads.found.copy()
+        with Hold() as hold:
+            found: list[Any] = []
+            asking = [
+                threading.Thread(
+                    target=lambda lm=lm: found.append(lm.sync.batch_next_token_logprobs(prompts))
+                )
+                for lm in (lm, other)
+            ]
+            for thread in asking:
+                thread.start()
+            until(lambda: other.statistics()["joined"] + lm.statistics()["joined"] == 5)
+            hold.open()
+            for thread in asking:
+                thread.join(60)
+        assert len(found) == 2
+        assert all(np.array_equal(rows, right(prompts)) for rows in found)
+        assert reads.since(before) == Counter(near=10)
+
+
+def test_what_was_written_over_comes_from_the_server(
+    any_server: str, pool_name: str, reads: Reads
+) -> None:
+    with (
+        in_process_worker(any_server, pool_name, engine_opts=OPTS, near_bytes="512KiB"),
+        lmpool.connect(any_server, pool_name, framework="numpy", cache_bytes=0) as lm,
+    ):
+        until_all_come_near(lm, reads)
+        prompts = some(200, 1)
+        assert np.array_equal(lm.batch_next_token_logprobs_sync(prompts), right(prompts))
+        # The oldest of them cannot be there any more.
+        before = reads.found.copy()
+        assert np.array_equal(
+            lm.batch_next_token_logprobs_sync(prompts[:100]), right(prompts[:100])
+        )
+        assert reads.since(before)["server"] == 100
+
+
+def test_a_worker_that_is_to_lay_nothing_takes_no_memory(
+    any_server: str, pool_name: str, reads: Reads
+) -> None:
+    with (
+        in_process_worker(any_server, pool_name, engine_opts=OPTS, near_bytes=0),
+        lmpool.connect(any_server, pool_name, framework="numpy", cache_bytes=0) as lm,
+    ):
+        prompts = some(20, 1)
+        assert np.array_equal(lm.batch_next_token_logprobs_sync(prompts), right(prompts))
+        assert folder_of(lm).look("rows") == {}
+        assert set(reads.found) == {"server"}
+
+
+def test_a_worker_that_is_killed_leaves_nothing(
+    any_server: str, pool_name: str, reads: Reads
+) -> None:
+    with (
+        worker_process(any_server, pool_name, engine_opts=OPTS) as worker,
+        lmpool.connect(any_server, pool_name, framework="numpy", cache_bytes=0) as lm,
+    ):
+        until_all_come_near(lm, reads)
+        (ring,) = folder_of(lm).look("rows").values()
+        worker.kill()
+        with worker_process(any_server, pool_name, engine_opts=OPTS):
+            until_all_come_near(lm, reads)
+            assert folder_of(lm).look("rows")
+            assert not os.path.exists(ring)
+        folder = folder_of(lm).folder
+    assert not os.path.exists(folder)
+
+
+CLIENT = """
+import sys, lmpool
+lm = lmpool.connect(sys.argv[1], sys.argv[2], framework="numpy")
+lm.next_token_logprobs_sync([1, 2, 3])
+print("here", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_client_that_is_killed_leaves_nothing(
+    any_server: str, pool_name: str, lm: lmpool.PooledLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmpool.neighbours.LOOK_EVERY", 0.05)
+    lm.sync.next_token_logprobs([1])
+    neighbourhood = folder_of(lm)
+    (mine,) = neighbourhood.look("client")
+    command = [sys.executable, "-c", CLIENT, any_server, pool_name]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "here\n"
+        assert len(neighbourhood.look("client")) == 2
+        (gone,) = [path for name, path in neighbourhood.look("client").items() if name != mine]
+        other.send_signal(signal.SIGKILL)
+        other.wait(60)
+    # The worker takes its file away, which nobody else looks for here.
+    seeds = iter(range(10**6))
+    until(
+        lambda: (
+            lm.sync.next_token_logprobs(some(1, next(seeds))[0]) is not None
+            and not os.path.exists(gone)
+        )
+    )
+    assert list(neighbourhood.look("client")) == [mine]
+
+
+FORK = """
+import os, sys, lmpool
+from lmpool.neighbours import Neighbourhood
+lm = lmpool.connect(sys.argv[1], sys.argv[2], framework="numpy", cache_bytes=0)
+parent = lm.next_token_logprobs_sync([1, 2, 3])
+there = Neighbourhood.of_pool(lm.pool, lm.info.fingerprint8)
+before = set(there.look("client"))
+child = os.fork()
+if not child:
+    same = (lm.next_token_logprobs_sync([1, 2, 3]) == parent).all()
+    both = before < set(there.look("client"))
+    lm.close()
+    sys.exit(0 if same and both else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert set(there.look("client")) == before, "the child took its parent's file along"
+mine = lm._client._session.id
+lm.close()
+assert set(there.look("client")) == before - {mine}
+"""
+
+
+def test_a_forked_child_is_a_client_of_its_own(
+    any_server: str, pool_name: str, lm: lmpool.PooledLM
+) -> None:
+    lm.sync.next_token_logprobs([1])
+    command = [sys.executable, "-c", FORK, any_server, pool_name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.one_shard
+def test_a_notice_of_what_was_never_laid_is_nothing(
+    lm: lmpool.PooledLM, reads: Reads, redis_client: redis.Redis
+) -> None:
+    until_all_come_near(lm, reads)
+    (shard,) = lm._client.shards
+    reply, prompt = shard.reply(lm._client._session.id), some(1, 1)[0]
+    with Hold() as hold:
+        found: list[Any] = []
+        asking = threading.Thread(target=lambda: found.append(lm.sync.next_token_logprobs(prompt)))
+        asking.start()
+        assert hold.begun.wait(60)
+        (digest,) = lm._client._session.table.flights
+        (ring,) = folder_of(lm).look("rows")
+        before = reads.found.copy()
+        for text in ("zz" * 16, digest.hex()[:31], "00" * 16, "", digest.hex()):
+            for name in ("", "../rows", "0" * 16, b"\xff", ring):
+                redis_client.xadd(reply, {"near": text, "in": name})
+            redis_client.xadd(reply, {"near": text})
+        until(lambda: reads.since(before) == Counter(gone=1))
+        assert not found
+        hold.open()
+        asking.join(60)
+    assert np.array_equal(found[0], mock_row(prompt, VOCAB))
+
+
+def test_nothing_is_left_of_those_that_leave(any_server: str, pool_name: str) -> None:
+    with (
+        in_process_worker(any_server, pool_name, engine_opts=OPTS),
+        closing(lmpool.connect(any_server, pool_name, framework="numpy")) as lm,
+    ):
+        lm.sync.next_token_logprobs([1])
+        folder = folder_of(lm).folder
+        assert os.path.isdir(folder)
+    assert not os.path.exists(folder)
+
+
+def test_clients_of_small_vocabularies_are_not_there(any_server: str, pool: str) -> None:
+    with lmpool.connect(any_server, pool) as lm:
+        lm.sync.next_token_logprobs([1])
+        assert not os.path.exists(folder_of(lm).folder)
