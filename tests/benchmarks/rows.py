@@ -23,6 +23,7 @@ LINE = "rows of 256 KiB and of 64 KB a second, against the server's own SET and 
 RESULT_TTL = 3.0
 """Seconds; the rows of a run must fit into the server's memory."""
 BUSY = ", beside a busy process for each core"
+FAR = ", as for a client elsewhere"
 WARM_UP = 2**31
 """The number of the run before the first: each is taken by a side that has just made another."""
 
@@ -70,9 +71,16 @@ def measure(scale: Scale) -> Report:
                 if size.beside_busy:
                     with busy_cores():
                         _measure_one(report, server, pool, size, scale, BUSY)
+            far = {"near_bytes": 0, "result_ttl": RESULT_TTL}
+            with serving(server, f"{size.name}-far", size.vocab_size, **far) as pool:
+                _measure_one(report, server, pool, size, scale, FAR)
     report.note(
         "pool: distinct prompts, until every row is in the caller's hands (batch calls: in one "
         "array), default settings but for result_ttl"
+    )
+    report.note(
+        "the pool's rows come through shared memory, beside being stored; as for a client "
+        "elsewhere: through the server alone (near_bytes=0)"
     )
     report.note(
         "every side makes another run just before each, and what a run left on the server is "
