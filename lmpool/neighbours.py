@@ -21,10 +21,11 @@ from typing import Any, Final, Literal, TypeAlias
 
 from lmpool.keys import PROTOCOL
 
+fcntl: Any
 try:
     import fcntl
 except ImportError:  # Windows, where there is no such folder either
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Neighbourhood:
         try:
             # By another opening of it: what `fill` maps would hold on to the lock in forks, too.
             lock = os.open(draft, os.O_RDONLY | os.O_CLOEXEC)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if fill is not None:
                 fill(file)
             path = self.path(kind, name)
@@ -184,7 +185,7 @@ class Neighbours:
 
     def __init__(self, neighbourhood: Neighbourhood, kind: Kind) -> None:
         self._neighbourhood = neighbourhood
-        self._kind = kind
+        self._kind: Kind = kind
         self._looking = threading.Lock()
         self._changed = 0
         """When the folder last changed, in ns; below 0 while another change may have that time."""
@@ -238,11 +239,11 @@ def _is_left(path: str) -> bool:
     except OSError as error:
         return error.errno not in (errno.EMFILE, errno.ENFILE)
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         found = os.fstat(file)
         is_draft = os.path.basename(path).startswith(".")
         if is_draft and abs(time.time() - found.st_mtime) < DRAFT_SECONDS:
             return False
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if _which(os.stat(path)) == _which(found):  # not one that has just come under its name
             os.unlink(path)
     except OSError:  # it is held; or another took it away

@@ -34,8 +34,8 @@ SLOTS: Final = 1 << 14
 """A multiple of the rows that there are in a ring of usual size: few fall into one slot."""
 FRONT: Final = 4096 + 8 * SLOTS
 SPARE: Final = 8
-"""One part in so many is counted as written over before it is: far more than what one core writes
-before the others see how far it is. A row is no larger."""
+"""A row takes one part in so many at most, and as much is counted as written over before it is:
+more than one core writes before others see how far it is."""
 ALIGNED: Final = 64
 
 _HEAD: Final = struct.Struct("<16sQQ")

@@ -64,7 +64,6 @@ class AnswerReader:
             if not sizes:
                 read += self._take(shard, part, server.mget(keys))
                 continue
-            self._session.near.are_usual = False
             rooms = self._lend(part, sizes)
             try:
                 memory = [None if room is None else room[2] for room in rooms]
@@ -96,8 +95,8 @@ class AnswerReader:
                 ]
                 if rows:
                     # What is no row here is judged where it is stored.
-                    refused = self._hand_out(*map(list, zip(*rows, strict=True)))
-                    near.are_usual = len(refused) < len(rows)
+                    there, values, places = map(list, zip(*rows, strict=True))
+                    self._hand_out(there, values, places, are_near=True)
                     read += _bytes_of([row for _, row, _ in rows])
             finally:
                 self._give_back(rooms)
@@ -184,7 +183,12 @@ class AnswerReader:
             yield part, []
 
     def _hand_out(
-        self, digests: Sequence[Digest], values: Values, rooms: Sequence[Room | None]
+        self,
+        digests: Sequence[Digest],
+        values: Values,
+        rooms: Sequence[Room | None],
+        *,
+        are_near: bool = False,
     ) -> dict[Digest, AnswerFormatError]:
         """Give answers to whoever waits. Returns what was refused, and why."""
         session = self._session
@@ -219,6 +223,8 @@ class AnswerReader:
                     ended += session.fail(flight, _vanished(flight))
             for want, some, stored in there.values():
                 cached = want.cached and session.cache.max_bytes
+                if isinstance(want, Row) and want.stored_bytes(info) >= LAID:
+                    session.near.are_usual = are_near
                 for digest, answer in zip(some, decode_all(want, stored, info), strict=True):
                     if isinstance(answer, AnswerFormatError):
                         spoiled[digest] = answer

@@ -70,6 +70,7 @@ class Client:
         """In a forked child: threads, locks and connections of its own."""
         before = self._session
         self.cache.unlock()
+        before.near.after_fork()
         self._begin(before.table.statistics)
         self._session.closed = before.closed
         if before.info is not None:

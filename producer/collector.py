@@ -32,7 +32,7 @@ from lmpool.producer.session import Session
 from lmpool.rows import LARGE
 from lmpool.server import is_lost, senseless
 from lmpool.servers import Servers
-from lmpool.wants import Digest
+from lmpool.wants import Digest, Row
 from lmpool.wire import Notice, read_done, read_near, read_notices
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,8 @@ class Collector:
         """What is streamed that each blocking read covers, by the prefix of its first shard."""
         self._fetched = 0
         """Bytes of answers since that was last done."""
+        self._near = 0
+        """Bytes of those that were read before they were stored: no notice keeps these yet."""
         self._took_off = 0.0
 
     def run(self) -> None:
@@ -119,7 +121,7 @@ class Collector:
             shard, job = session.shards[flight.shard], flight.job
             server = self._servers.at_hand(shard)
             size = job.want.stored_bytes(session.info)
-            if size >= LARGE and session.near.are_usual:
+            if session.near.are_usual and size >= LARGE and isinstance(job.want, Row):
                 continue
             if server is not None and size <= left:
                 left -= size
@@ -199,11 +201,13 @@ class Collector:
                 self._take_errors(shard, errors)
             for memory, some in near.items():
                 waited_for = [digest for digest in some if digest in session.table.flights]
-                self._fetched += self._answers.fetch_near(memory, waited_for)
+                self._near += self._answers.fetch_near(memory, waited_for)
             done.append((shard, digests))
         if told:
             self._take_pieces(told)
         for shard, digests in done:
+            if digests:
+                self._fetched, self._near = self._fetched + self._near, 0
             waited_for = [digest for digest in digests if digest in session.table.flights]
             if waited_for:
                 server = self._servers.at_hand(shard)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import stat
 import threading
 from typing import Final
 
@@ -23,9 +24,10 @@ class NearRows:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._entering = threading.Lock()
-        self._fingerprint: str | None = ""
-        """Of the model whose rows are read; None once nothing is to be."""
+        self._entering = threading.RLock()  # a finalizer or a signal's handler may close the client
+        self._fingerprint = ""
+        """Of the model whose rows are read."""
+        self._closed = threading.Event()
         self._membership: Membership | None = None
         self._neighbourhood: Neighbourhood | None = None
         self._rings: dict[str, RowRingReader] = {}
@@ -34,9 +36,13 @@ class NearRows:
 
     def enter(self, pool: str, info: ModelInfo) -> None:
         """Let workers of this machine know that somebody reads what they lay, if any rows are worth
-        it. Where that cannot be, all come from the server."""
+        it; once more where the system has taken that away. Where it cannot be, all rows come from
+        the server."""
         with self._entering:
-            if self._fingerprint in (None, info.fingerprint):
+            knows = self._fingerprint == info.fingerprint
+            if self._closed.is_set() or (
+                knows and (self._membership is None or self._membership.is_there)
+            ):
                 return
             self._leave()
             self._fingerprint = info.fingerprint
@@ -44,17 +50,26 @@ class NearRows:
                 return
             neighbourhood = Neighbourhood.of_pool(pool, info.fingerprint8)
             try:
-                self._membership = neighbourhood.enter("client", self._name)
+                membership = neighbourhood.enter("client", self._name)
             except OSError as error:
+                self._fingerprint = ""  # it is tried again
                 logger.debug("no rows are read from shared memory: %s", error)
                 return
-            self._neighbourhood = neighbourhood
+            if self._closed.is_set():
+                membership.leave()  # it was closed in the middle of this
+                return
+            self._membership, self._neighbourhood = membership, neighbourhood
 
     def leave(self) -> None:
         """Nothing is read any more."""
         with self._entering:
-            self._fingerprint = None
+            self._closed.set()
             self._leave()
+
+    def after_fork(self) -> None:
+        """In a forked child, which is another client: its parent's memory is let go of now, and not
+        once its descriptors may be another's."""
+        self._rings = {}
 
     def _leave(self) -> None:
         if self._membership is not None:
@@ -85,6 +100,9 @@ def _open(path: str) -> RowRingReader | None:
     except OSError:
         return None
     try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise RingError("it is no file of this user's")
         return RowRingReader(file)
     except (OSError, ValueError, RingError) as error:
         logger.debug("%s is not read: %s", path, error)

@@ -320,6 +320,8 @@ class Sender:
         now = time.monotonic()
         if now < self._confirms_at():
             return
+        if session.info is not None:
+            session.near.enter(session.options.pool, session.info)
         current = self._read_info()
         if current is _AWAY:
             self._confirm_failed = time.monotonic()  # it may have taken long

@@ -111,6 +111,8 @@ class _Writing:
     size: int
     kinds: Counter[str]
     evicts: bool
+    is_laid: bool
+    """Whether clients of this machine were told of any of it."""
     transaction: Transaction
     began: float
     has_failed: bool = False
@@ -584,10 +586,14 @@ class Publisher:
             near,
             check_health=not at_leisure,  # the answer to a PING would have to be waited for
         )
-        return _Writing(shard, chunk, size, kinds, before is not None, transaction, began)
+        return _Writing(
+            shard, chunk, size, kinds, before is not None, near is not None, transaction, began
+        )
 
     def _take_answer(self, writing: _Writing) -> None:
         made, told = writing.transaction.answers()
+        if writing.is_laid and self._laying is not None:
+            self._laying.hear(writing.transaction.said_ahead)
         self._uncounted = self._left_out = 0
         self._metrics.answers.update(writing.kinds)
         shard, size = writing.shard, writing.size

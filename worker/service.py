@@ -24,6 +24,8 @@ from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.liveness import LIFE_MS, any_alive
 from lmpool.model_info import ModelInfo
 from lmpool.neighbours import Neighbourhood
+from lmpool.row_ring import SPARE
+from lmpool.rows import ENTRY_BYTES
 from lmpool.server import ANSWER_TIMEOUT, explained, greet
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions, mask_url, place_of
@@ -344,7 +346,13 @@ class Service:
             servers, seat.shards, self.options.result_bytes, self.status.stopping.is_set
         )
         neighbourhood = Neighbourhood.of_pool(self.options.pool, info.fingerprint8)
-        laying = Laying(neighbourhood, self.options.near_bytes)
+        near_bytes, least = self.options.near_bytes, SPARE * ENTRY_BYTES["f32"] * info.vocab_size
+        if 0 < near_bytes < least:
+            logger.warning(
+                "LMPOOL_NEAR_BYTES=%d: an eighth of it holds no row of this model; at least %d",
+                *(near_bytes, least),
+            )
+        laying = Laying(neighbourhood, near_bytes)
         return Publisher(servers, info.vocab_size, info.result_ttl_ms, store, self.status, laying)
 
     def _intake(self, seat: Seat, engine: Engine) -> Intake:

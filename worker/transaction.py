@@ -1,4 +1,4 @@
-"""Rows and the script that announces them, as one MULTI written by hand.
+"""Rows and the script that announces them, as one MULTI written by hand, and what goes ahead of it.
 
 redis-py's pipeline spends five times as long on a small row as the server does, and joins a large
 one into its command. Here a command is formatted once, and large values go to the socket from where
@@ -22,7 +22,8 @@ from lmpool.scripts import Script
 
 _BEGUN: Final = b"+OK\r\n"
 _QUEUED: Final = b"+QUEUED\r\n"
-LEAST_REPLY: Final = len(b":0\r\n")
+_LEAST_REPLY: Final = len(b":0\r\n")
+"""Of a script that goes ahead: a number."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +66,13 @@ class Transaction:
         """What each command answered, once that was read."""
         self._unknown: Script | None = None
         """What went ahead, and was not known to the server."""
+        self.said_ahead: Any = None
+        """What that returned, once `answers` were read."""
         calls = self._calls = 1 if before is None else 2
         self._before_exec = len(_BEGUN) + len(_QUEUED) * (len(rows) + calls)
         """Bytes of the replies that say nothing yet."""
         if ahead is not None:
-            self._before_exec += LEAST_REPLY
+            self._before_exec += _LEAST_REPLY
         connection = self._connection = server.connection_pool.get_connection()
         try:
             pieces = _packed(connection, rows, ttl_ms, call, before, ahead)
@@ -105,14 +108,14 @@ class Transaction:
             self._give_up()
             raise
         self._server.connection_pool.release(self._connection)
-        refused = any(isinstance(outcome, Exception) for outcome in outcomes)
         if self._unknown is not None:
             return False
+        refused = any(isinstance(outcome, Exception) for outcome in outcomes)
         return not refused and outcomes[self._calls - 1 : -1].count(b"OK") == len(self._rows)
 
     def _read_ahead(self, ahead: Script) -> None:
         try:
-            self._connection.read_response(disconnect_on_error=False)
+            self.said_ahead = self._connection.read_response(disconnect_on_error=False)
         except redis.exceptions.NoScriptError:
             self._unknown = ahead
         except redis.exceptions.ResponseError as error:

@@ -492,9 +492,9 @@ def test_a_few_rows_that_lie_near_are_copied_at_a_time(
     monkeypatch.setattr(answers_module, "FETCH_BYTES", 3 * 4 * VOCAB)
     handed, usual = list[int](), reader._hand_out
 
-    def counted(digests: Any, values: Any, rooms: Any) -> Any:
+    def counted(digests: Any, values: Any, rooms: Any, **options: Any) -> Any:
         handed.append(len(digests))
-        return usual(digests, values, rooms)
+        return usual(digests, values, rooms, **options)
 
     monkeypatch.setattr(reader, "_hand_out", counted)
     jobs = jobs_of(some_prompts(8))

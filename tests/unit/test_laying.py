@@ -224,7 +224,7 @@ def test_where_there_is_no_room_it_is_said_once(
     assert len(left) == 1
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "it is full. Make room in /dev/shm, or set LMPOOL_NEAR_BYTES=0" in record.message
+    assert "it is full. Mend that, or set LMPOOL_NEAR_BYTES=0" in record.message
     caplog.clear()
     for _ in range(3):  # though there is room by now
         assert laying.lay(SHARD, DIGESTS[:1], [large_row()]) is None
@@ -305,7 +305,7 @@ def test_where_there_is_less_there_is_no_ring(
             set_free(monkeypatch, left)
             assert laying.lay(SHARD, DIGESTS[:1], [large_row()]) is None
     (record,) = caplog.records
-    assert f"there is room for {free // 2:,} bytes. Make room" in record.message
+    assert f" has room for {free // 2:,} bytes. Mend that" in record.message
     assert os.listdir(here.folder) == ["client-c"]
     laying.close()
     client.leave()
@@ -424,3 +424,31 @@ def test_a_ring_goes_with_its_worker_whatever_was_forked(
         finally:
             parent.kill()
     client.leave()
+
+
+def test_it_rests_while_those_who_are_near_wait_for_nothing(
+    here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    client, laying = here.enter("client", "c"), Laying(here, SIZE)
+    monkeypatch.setattr(laying_module.time, "monotonic", lambda: now)
+
+    def lays() -> bool:
+        return laying.lay(SHARD, DIGESTS[:1], [large_row()]) is not None
+
+    for told in (0, None, 0, 0, 0, 0, 0, 1, *[0] * 7, 2, *[0] * 8):  # 1 and 2 begin anew
+        assert lays()
+        laying.hear(told)
+    assert not lays()
+    now += laying_module.REST / 2
+    assert not lays()
+    other = here.enter("client", "d")  # who may wait for something
+    assert lays()
+    for _ in range(8):
+        laying.hear(0)
+    assert not lays()
+    now += laying_module.REST + 1
+    assert lays()
+    laying.close()
+    for each in (client, other):
+        each.leave()

@@ -367,6 +367,57 @@ def test_no_file_stays_open_after_leaving(memory: Path, here: Neighbourhood) -> 
         worker.leave()
 
 
+# --- what comes in between ---------------------------------------------------------------------
+
+
+def test_a_client_whose_file_was_taken_away_comes_back(near: NearRows, here: Neighbourhood) -> None:
+    (path,) = here.look("client").values()
+    near.enter("p", large_info())
+    os.unlink(path)
+    assert here.look("client") == {}
+    near.enter("p", large_info())
+    assert set(here.look("client")) == {"me"}
+
+
+def test_who_could_not_enter_tries_again(
+    here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = NearRows("me")
+    with monkeypatch.context() as patch:
+        patch.setattr(neighbours, "MEMORY", "/nowhere")
+        near.enter("p", large_info())
+    near.enter("p", large_info())
+    assert set(here.look("client")) == {"me"}
+    near.leave()
+
+
+def test_who_is_closed_in_the_middle_of_entering_is_not_there(
+    here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a finalizer, or a signal's handler, in the same thread."""
+    near, enter = NearRows("me"), Neighbourhood.enter
+
+    def interrupted(neighbourhood: Neighbourhood, *given: Any) -> Any:
+        found = enter(neighbourhood, *given)
+        near.leave()
+        return found
+
+    monkeypatch.setattr(Neighbourhood, "enter", interrupted)
+    near.enter("p", large_info())
+    assert here.look("client") == {}
+
+
+def test_memory_of_another_user_is_not_read(
+    near: NearRows, here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(here, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(near_rows_module.os, "geteuid", lambda: 12345)
+        assert near.ring("0" * 16) is None
+    assert near.ring("0" * 16) is not None
+    worker.leave()
+
+
 # --- forks -------------------------------------------------------------------------------------
 
 FORKS = """

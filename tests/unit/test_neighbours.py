@@ -288,6 +288,23 @@ def test_who_comes_takes_away_what_all_pools_dead_left(here: Neighbourhood, memo
     assert not os.path.exists(here.folder)
 
 
+def test_who_looks_at_a_fresh_draft_takes_no_lock_of_it(
+    here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """He may be frozen at any moment, and whose it is would wait, or not get in."""
+    mine, locked = here.enter("client", "a"), []
+    Path(here.folder, ".fresh").touch()
+    monkeypatch.setattr(
+        fcntl, "flock", lambda file, _: locked.append(os.readlink(f"/proc/self/fd/{file}"))
+    )
+    assert not neighbours._is_left(f"{here.folder}/.fresh")
+    assert not locked
+    os.utime(f"{here.folder}/.fresh", (1.0, 1.0))
+    assert neighbours._is_left(f"{here.folder}/.fresh")
+    assert locked == [f"{here.folder}/.fresh"]
+    mine.leave()
+
+
 # --- folders -----------------------------------------------------------------------------------
 
 
