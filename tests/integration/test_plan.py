@@ -41,7 +41,12 @@ def test_memory_and_bytes_are_as_reckoned(
     found = reckoned(text, vocab_size, count)
     rng = np.random.default_rng(7)
     prompts = rng.integers(0, vocab_size, (count, TOKENS)).tolist()
-    options: dict[str, Any] = {"engine_opts": {"vocab_size": vocab_size}, "log_level": "warning"}
+    # As for a client elsewhere: one on the worker's machine has large rows of the worker.
+    options: dict[str, Any] = {
+        "engine_opts": {"vocab_size": vocab_size},
+        "near_bytes": 0,
+        "log_level": "warning",
+    }
     with (
         RealServer(maxmemory="1gb") as server,
         server.client() as client,
