@@ -336,7 +336,7 @@ def test_a_forked_child_is_a_client_of_its_own(
     any_server: str, pool_name: str, lm: lmpool.PooledLM
 ) -> None:
     lm.sync.next_token_logprobs([1])
-    command = [sys.executable, "-c", FORK, any_server, pool_name]
+    command = [sys.executable, "-W", "ignore", "-c", FORK, any_server, pool_name]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
 
