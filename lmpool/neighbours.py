@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import logging
 import os
 import secrets
 import stat
@@ -27,8 +26,6 @@ try:
 except ImportError:  # Windows, where there is no such folder either
     fcntl = None
 
-logger = logging.getLogger(__name__)
-
 MEMORY: Final = "/dev/shm"
 """Where files are memory that processes share: Linux's."""
 LOOK_EVERY: Final = 5.0
@@ -36,6 +33,7 @@ LOOK_EVERY: Final = 5.0
 UNSETTLED: Final = 0.05
 """Seconds in which two changes of a folder may have the same time."""
 TRIES: Final = 100
+"""To come into a folder that others leave, and take away, at the same moment."""
 DRAFT_SECONDS: Final = 60.0
 """Seconds after which a file that is not whole yet will not be."""
 

@@ -25,7 +25,7 @@ from lmpool.liveness import LIFE_MS, any_alive
 from lmpool.model_info import ModelInfo
 from lmpool.neighbours import Neighbourhood
 from lmpool.row_ring import SPARE
-from lmpool.rows import ENTRY_BYTES
+from lmpool.rows import ENTRY_BYTES, LARGE
 from lmpool.server import ANSWER_TIMEOUT, explained, greet
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions, mask_url, place_of
@@ -345,15 +345,20 @@ class Service:
         store = ResultStore(
             servers, seat.shards, self.options.result_bytes, self.status.stopping.is_set
         )
-        neighbourhood = Neighbourhood.of_pool(self.options.pool, info.fingerprint8)
-        near_bytes, least = self.options.near_bytes, SPARE * ENTRY_BYTES["f32"] * info.vocab_size
-        if 0 < near_bytes < least:
+        laying = self._laying(info)
+        return Publisher(servers, info.vocab_size, info.result_ttl_ms, store, self.status, laying)
+
+    def _laying(self, info: ModelInfo) -> Laying | None:
+        """What lays rows for clients of this machine, if they are large enough to gain by it."""
+        near_bytes, row = self.options.near_bytes, ENTRY_BYTES["f32"] * info.vocab_size
+        if not near_bytes or row < LARGE:
+            return None
+        if near_bytes < SPARE * row:
             logger.warning(
                 "LMPOOL_NEAR_BYTES=%d: an eighth of it holds no row of this model; at least %d",
-                *(near_bytes, least),
+                *(near_bytes, SPARE * row),
             )
-        laying = Laying(neighbourhood, near_bytes)
-        return Publisher(servers, info.vocab_size, info.result_ttl_ms, store, self.status, laying)
+        return Laying(Neighbourhood.of_pool(self.options.pool, info.fingerprint8), near_bytes)
 
     def _intake(self, seat: Seat, engine: Engine) -> Intake:
         servers = self._open(blocks_for=IDLE_BLOCK_MS / 1000, bounded=True)
