@@ -37,7 +37,8 @@ TRIES: Final = 100
 DRAFT_SECONDS: Final = 60.0
 """Seconds after which a file that is not whole yet will not be."""
 
-Kind: TypeAlias = Literal["client", "rows"]
+Kind: TypeAlias = Literal["client", "notices", "rows"]
+"""What a client waits for; the pipe that it is told by; a worker's rows."""
 
 
 class Neighbourhood:
@@ -52,18 +53,26 @@ class Neighbourhood:
         """That of the pool of a name, while it serves one model."""
         return cls(f"{pool}:{fingerprint8}:{PROTOCOL}")
 
-    def enter(self, kind: Kind, name: str, fill: Callable[[int], Any] | None = None) -> Membership:
-        """Be there, with a file that `fill` writes, from when it is whole. `name` is of letters,
-        digits, ``_``, ``.`` and ``-``. Raises `OSError` where that cannot be."""
+    def enter(
+        self,
+        kind: Kind,
+        name: str,
+        fill: Callable[[int], Any] | None = None,
+        *,
+        is_pipe: bool = False,
+    ) -> Membership:
+        """Be there, with a file that `fill` writes, or a pipe that it takes an end of, from when
+        that is whole. `name` is of letters, digits, ``_``, ``.`` and ``-``. Raises `OSError` where
+        that cannot be."""
         if fcntl is None or not os.path.isdir(MEMORY):
             raise FileNotFoundError(f"no {MEMORY}")
         _make(self._root)
         self._sweep()
-        draft, file = self._begin()
+        draft, file = self._begin(_pipe if is_pipe else _file)
         lock = -1
         try:
             # By another opening of it: what `fill` maps would hold on to the lock in forks, too.
-            lock = os.open(draft, os.O_RDONLY | os.O_CLOEXEC)
+            lock = os.open(draft, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if fill is not None:
                 fill(file)
@@ -81,14 +90,13 @@ class Neighbourhood:
             os.close(file)
         return Membership(lock, path)
 
-    def _begin(self) -> tuple[str, int]:
-        """An empty file that nobody knows of."""
+    def _begin(self, make: Callable[[str], int]) -> tuple[str, int]:
+        """An empty file or pipe that nobody knows of."""
         for left in reversed(range(TRIES)):
             try:
                 _make(self.folder)
                 draft = f"{self.folder}/.{secrets.token_hex(8)}"
-                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                return draft, os.open(draft, flags, 0o600)
+                return draft, make(draft)
             except FileNotFoundError:  # the last one there has just taken the folder away
                 if not left:
                     raise
@@ -133,7 +141,7 @@ class Membership:
 
     def __init__(self, lock: int, path: str) -> None:
         self._path = path
-        self._which = _which(os.fstat(lock))
+        self._which = which(os.fstat(lock))
         self._end = weakref.finalize(self, _leave, lock, self._which, path, os.getpid())
         _MEMBERSHIPS.add(self)
 
@@ -145,7 +153,7 @@ class Membership:
     def is_there(self) -> bool:
         """Whether others find it: a system may take files of shared memory away."""
         try:
-            return self._end.alive and _which(os.stat(self._path)) == self._which
+            return self._end.alive and which(os.stat(self._path)) == self._which
         except OSError:
             return False
 
@@ -162,9 +170,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _leave(lock: int, which: tuple[int, int], path: str, whose: int) -> None:
+def _leave(lock: int, mine: tuple[int, int], path: str, whose: int) -> None:
     with suppress(OSError):
-        if _which(os.fstat(lock)) == which:  # not another's, after all were closed, as daemons do
+        if which(os.fstat(lock)) == mine:  # not another's, after all were closed, as daemons do
             os.close(lock)
     if os.getpid() != whose:
         return
@@ -174,7 +182,8 @@ def _leave(lock: int, which: tuple[int, int], path: str, whose: int) -> None:
         os.rmdir(os.path.dirname(path))
 
 
-def _which(file: os.stat_result) -> tuple[int, int]:
+def which(file: os.stat_result) -> tuple[int, int]:
+    """What tells a file from all others that there are now."""
     return file.st_dev, file.st_ino
 
 
@@ -206,6 +215,15 @@ class Neighbours:
             if found != self._found:
                 self._found = found
             return self._found
+
+
+def _file(path: str) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+
+def _pipe(path: str) -> int:
+    os.mkfifo(path, 0o600)
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)  # with both ends: it is open for who reads
 
 
 def _user() -> int:
@@ -242,7 +260,7 @@ def _is_left(path: str) -> bool:
         if is_draft and abs(time.time() - found.st_mtime) < DRAFT_SECONDS:
             return False
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if _which(os.stat(path)) == _which(found):  # not one that has just come under its name
+        if which(os.stat(path)) == which(found):  # not one that has just come under its name
             os.unlink(path)
     except OSError:  # it is held; or another took it away
         return not os.path.exists(path)

@@ -8,6 +8,7 @@ A file of `FRONT` bytes and the rows behind them, each from a multiple of 64 byt
 
     0    magic, uint64 bytes of rows, uint64 number of slots
     64   uint64: the position up to which the ring is, or is about to be, written
+    128  the name of the worker that writes it, in UTF-8, and zeros behind
     4096 uint64 for each slot: the position of the last row whose digest falls there
     row  digest, uint64 position, uint64 length, 8 bytes of nothing; the row as it is stored
 
@@ -29,7 +30,7 @@ from lmpool.wants import DIGEST_BYTES, Digest
 
 IS_ORDERED: Final = platform.machine() in ("x86_64", "AMD64")
 """Whether another core sees what one writes in that order, without a fence that Python lacks."""
-MAGIC: Final = b"lmpool rows 1\0\0\0"
+MAGIC: Final = b"lmpool rows 2\0\0\0"
 SLOTS: Final = 1 << 14
 """A multiple of the rows that there are in a ring of usual size: few fall into one slot."""
 FRONT: Final = 4096 + 8 * SLOTS
@@ -39,6 +40,7 @@ more than one core writes before others see how far it is."""
 ALIGNED: Final = 64
 
 _HEAD: Final = struct.Struct("<16sQQ")
+_OWNER: Final = slice(128, 1024)
 _ROW: Final = struct.Struct(f"<{DIGEST_BYTES}sQQ8x")
 _ROW_HEAD: Final = _ROW.size + ROW_HEADER_BYTES
 """The numbers come behind as many bytes, at a multiple of 64."""
@@ -68,12 +70,15 @@ class _Ring:
 class RowRing(_Ring):
     """A ring that is written, by one thread at a time."""
 
-    def __init__(self, file: int, size: int) -> None:
-        """A new one of `size` bytes of rows in an empty file. Raises `OSError` where there is no
-        room for it: all of it is taken now, as there is no error to come later."""
+    def __init__(self, file: int, size: int, owner: str) -> None:
+        """A new one of `size` bytes of rows in an empty file, of the worker `owner`. Raises
+        `OSError` where there is no room for it: all of it is taken now, as there is no error to
+        come later."""
         os.posix_fallocate(file, 0, FRONT + size)
         memory = mmap.mmap(file, FRONT + size)
         memory[: _HEAD.size] = _HEAD.pack(MAGIC, size, SLOTS)
+        name = owner.encode("utf-8", "surrogateescape")[: _OWNER.stop - _OWNER.start]
+        memory[_OWNER.start : _OWNER.start + len(name)] = name
         super().__init__(memory, size)
         self._at = ALIGNED
         """The position of the next row; at 0 there is none, which empty slots say."""
@@ -108,7 +113,10 @@ class RowRingReader(_Ring):
         magic, size, slots = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, 0)
         if magic != MAGIC or slots != SLOTS or not 0 < size == whole - FRONT:
             raise RingError(f"{whole} bytes that begin with {magic!r}")
-        super().__init__(mmap.mmap(file, whole, access=mmap.ACCESS_READ), size)
+        memory = mmap.mmap(file, whole, access=mmap.ACCESS_READ)
+        self.owner = memory[_OWNER].rstrip(b"\0").decode("utf-8", "surrogateescape")
+        """The name of the worker that writes it, as far as the file says."""
+        super().__init__(memory, size)
 
     def copy(
         self, digest: Digest, size: int, room: PackedRow | None = None

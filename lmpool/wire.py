@@ -319,13 +319,6 @@ def read_done(fields: Mapping[bytes, bytes]) -> list[Digest]:
     return _digests(fields.get(b"ok", b""))
 
 
-def read_near(fields: Mapping[bytes, bytes]) -> tuple[str, list[Digest]]:
-    """Those that an entry says to lie in memory near the client, and what that is called: any
-    text."""
-    name = fields.get(b"in", b"").decode("utf-8", "replace")
-    return name, _digests(fields.get(b"near", b""))
-
-
 def _digests(text: bytes) -> list[Digest]:
     """Digests written as 32 hex digits each, one after another; none from anything else.
 

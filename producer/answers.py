@@ -34,85 +34,11 @@ Room: TypeAlias = tuple[Stack[Any], int, PackedRow]
 """Where a row is received in place: in whose block, which row of it, and what is to come there."""
 
 
-class AnswerReader:
-    """Reads answers with the connections of the thread that owns it."""
+class Landing:
+    """Hands answers to whoever waits for them, for one thread."""
 
-    def __init__(self, session: Session, servers: Servers) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self._servers = servers
-
-    def fetch(
-        self,
-        shard: ShardKeys,
-        digests: Sequence[Digest],
-        known: Mapping[str, bytes | None] = NOTHING,
-    ) -> int:
-        """Read answers that are there and hand them out; ask again for those that are gone.
-
-        Those that are `known`, by key, were read already. Returns how many bytes were read.
-        """
-        read = 0
-        start = f"{shard.prefix}:result:"
-        if known:
-            there = {d: known[k] for d in digests if known.get(k := start + d.hex()) is not None}
-            if there:
-                read += self._take(shard, [*there], [*there.values()])
-                digests = [digest for digest in digests if digest not in there]
-        for part, sizes in self._parts(digests, LARGE):
-            server = self._servers.for_shard(shard)
-            keys = [start + digest.hex() for digest in part]
-            if not sizes:
-                read += self._take(shard, part, server.mget(keys))
-                continue
-            rooms = self._lend(part, sizes)
-            try:
-                memory = [None if room is None else room[2] for room in rooms]
-                values = server.values(keys, sizes, memory)
-                if not any(isinstance(value, PackedRow) for value in values):
-                    self._give_back(rooms)  # another reply came
-                    rooms = []
-                read += self._take(shard, part, values, rooms)
-            finally:
-                self._give_back(rooms)
-        return read
-
-    def fetch_near(self, name: str, digests: Sequence[Digest]) -> int:
-        """Hand out the large rows among these answers that lie in the memory of that name; all else
-        is to be fetched once it is stored. Returns how many bytes were read."""
-        near = self._session.near
-        ring = near.ring(name) if digests else None
-        if ring is None:
-            return 0
-        read = 0
-        for part, sizes in self._parts(digests, LAID):
-            rooms = self._lend(part, sizes) if sizes else []
-            try:
-                rows = [
-                    (digest, row, room)
-                    for digest, size, room in zip(part, sizes, rooms, strict=False)
-                    if (row := ring.copy(digest, size, None if room is None else room[2]))
-                    is not None
-                ]
-                if rows:
-                    # What is no row here is judged where it is stored.
-                    there, values, places = map(list, zip(*rows, strict=True))
-                    self._hand_out(there, values, places, are_near=True)
-                    read += _bytes_of([row for _, row, _ in rows])
-            finally:
-                self._give_back(rooms)
-        return read
-
-    def _take(
-        self,
-        shard: ShardKeys,
-        digests: Sequence[Digest],
-        values: Values,
-        rooms: Sequence[Room | None] = (),
-    ) -> int:
-        spoiled = self._hand_out(digests, values, rooms)
-        if spoiled:
-            self._compute_again(shard, spoiled)
-        return _bytes_of(values)
 
     def _lend(self, digests: Sequence[Digest], sizes: Sequence[int]) -> list[Room | None]:
         """Where rows are received at once, as far as whoever waits for them has a place."""
@@ -238,6 +164,61 @@ class AnswerReader:
         wake(ended)
         return spoiled
 
+
+class AnswerReader(Landing):
+    """Reads answers with the connections of the thread that owns it."""
+
+    def __init__(self, session: Session, servers: Servers) -> None:
+        super().__init__(session)
+        self._servers = servers
+
+    def fetch(
+        self,
+        shard: ShardKeys,
+        digests: Sequence[Digest],
+        known: Mapping[str, bytes | None] = NOTHING,
+    ) -> int:
+        """Read answers that are there and hand them out; ask again for those that are gone.
+
+        Those that are `known`, by key, were read already. Returns how many bytes were read.
+        """
+        read = 0
+        start = f"{shard.prefix}:result:"
+        if known:
+            there = {d: known[k] for d in digests if known.get(k := start + d.hex()) is not None}
+            if there:
+                read += self._take(shard, [*there], [*there.values()])
+                digests = [digest for digest in digests if digest not in there]
+        for part, sizes in self._parts(digests, LARGE):
+            server = self._servers.for_shard(shard)
+            keys = [start + digest.hex() for digest in part]
+            if not sizes:
+                read += self._take(shard, part, server.mget(keys))
+                continue
+            rooms = self._lend(part, sizes)
+            try:
+                memory = [None if room is None else room[2] for room in rooms]
+                values = server.values(keys, sizes, memory)
+                if not any(isinstance(value, PackedRow) for value in values):
+                    self._give_back(rooms)  # another reply came
+                    rooms = []
+                read += self._take(shard, part, values, rooms)
+            finally:
+                self._give_back(rooms)
+        return read
+
+    def _take(
+        self,
+        shard: ShardKeys,
+        digests: Sequence[Digest],
+        values: Values,
+        rooms: Sequence[Room | None] = (),
+    ) -> int:
+        spoiled = self._hand_out(digests, values, rooms)
+        if spoiled:
+            self._compute_again(shard, spoiled)
+        return bytes_of(values)
+
     def _compute_again(self, shard: ShardKeys, spoiled: dict[Digest, AnswerFormatError]) -> None:
         """Delete values that are no answers, and ask for them anew; not without end."""
         session = self._session
@@ -263,7 +244,8 @@ class AnswerReader:
         wake(ended)
 
 
-def _bytes_of(values: Values) -> int:
+def bytes_of(values: Values) -> int:
+    """How many bytes of answers were read."""
     return sum(
         value.nbytes if isinstance(value, PackedRow) else len(value)
         for value in values

@@ -1,23 +1,24 @@
-"""Memory for blocks of rows, of which a large one is used again once its caller has dropped it.
+"""Memory for blocks of rows, which is used again once its caller has dropped it.
 
-What is as large is the system's as soon as it is free: its pages are filled with zeros anew for
-each call, which takes as long as the rows' copying.
+New memory has to be given by the system, filled with zeros page by page: that takes longer than the
+rows' copying, and what is freed goes back to the system, as it is large.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-LEAST: Final = 32 << 20
-"""Bytes from which memory goes back to the system at once; glibc keeps less by itself."""
+LEAST: Final = 1 << 20
+"""Bytes of a block that is worth it."""
 MOST: Final = 128 << 20
-"""Bytes that are kept for the next call, at most."""
+"""Bytes that are kept for the next calls, all together."""
 
 
 def memory_of(needed: int) -> int:
@@ -26,10 +27,11 @@ def memory_of(needed: int) -> int:
 
 
 class Blocks:
-    """Makes blocks, for any thread; keeps the memory of one."""
+    """Makes blocks, for any thread; keeps the memory of those that were dropped last."""
 
     def __init__(self) -> None:
-        self._spare: deque[npt.NDArray[np.uint8]] = deque(maxlen=1)
+        # Each step of it is one of the interpreter's: blocks are dropped in the midst of anything.
+        self._spare: deque[npt.NDArray[np.uint8]] = deque()
         self._lent: dict[int, tuple[weakref.ref[Any], npt.NDArray[np.uint8]]] = {}
         """What callers have, by number: how their dropping it is heard of, and the memory."""
 
@@ -38,16 +40,32 @@ class Blocks:
         needed = 4 * rows * size
         if not LEAST <= needed <= MOST:
             return np.empty((rows, size), np.float32)
-        try:
-            memory = self._spare.pop()  # no two threads get the same
-        except IndexError:
-            memory = None
-        if memory is None or not needed <= memory.size <= memory_of(needed):
+        memory = self._spare_of(needed)
+        if memory is None:
             memory = np.empty(needed, np.uint8)
         lent = memory[:needed]
         self._lent[id(memory)] = weakref.ref(lent, partial(self._take_back, id(memory))), memory
         # Whatever is made of the array holds on to this view of `lent`, and none to `memory`.
         return np.frombuffer(lent.data, np.float32).reshape(rows, size)
 
+    def _spare_of(self, needed: int) -> npt.NDArray[np.uint8] | None:
+        """Memory of about that size, which is taken from what is spare: no two threads get the
+        same."""
+        spare = self._spare
+        for _ in range(len(spare)):
+            try:
+                memory = spare.pop()  # what was dropped last is likely to be at hand
+            except IndexError:
+                break
+            if needed <= memory.size <= memory_of(needed):
+                return memory
+            spare.appendleft(memory)
+        return None
+
     def _take_back(self, number: int, _: object) -> None:
-        self._spare.append(self._lent.pop(number)[1])
+        spare = self._spare
+        spare.append(self._lent.pop(number)[1])
+        left = sum(memory.size for memory in tuple(spare)) - MOST
+        with suppress(IndexError):  # another thread may take some meanwhile
+            while left > 0:
+                left -= spare.popleft().size

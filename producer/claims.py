@@ -73,6 +73,7 @@ def claim_arguments(
         most_bytes -= len(packed[-1])
         if most_bytes < 0:
             return None
+    session.near.expect(flights)
     return [*arguments, "".join(heads), len(adapters), *adapters, *packed]
 
 

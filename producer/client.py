@@ -27,6 +27,7 @@ from lmpool.model_info import ModelInfo
 from lmpool.producer.cache import AnswerCache
 from lmpool.producer.collector import Collector
 from lmpool.producer.flights import Flight, Statistics
+from lmpool.producer.near_answers import NearAnswers
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.replacement import has_moved, look_at, replaced
 from lmpool.producer.sender import Sender
@@ -59,7 +60,8 @@ class Client:
         _CLIENTS.add(self)
 
     def _begin(self, statistics: Statistics) -> None:
-        self._session = Session(self.options, self.cache, statistics)
+        session = self._session = Session(self.options, self.cache, statistics)
+        session.near.hear = NearAnswers(session).hear
         self._threads: list[threading.Thread] = []
         self._cut: Callable[[], None] = lambda: None
         self._claim_ahead: Callable[[], Sequence[Flight]] = lambda: ()

@@ -33,7 +33,7 @@ from lmpool.rows import LARGE
 from lmpool.server import is_lost, senseless
 from lmpool.servers import Servers
 from lmpool.wants import Digest, Row
-from lmpool.wire import Notice, read_done, read_near, read_notices
+from lmpool.wire import Notice, read_done, read_notices
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +76,6 @@ class Collector:
         """What is streamed that each blocking read covers, by the prefix of its first shard."""
         self._fetched = 0
         """Bytes of answers since that was last done."""
-        self._near = 0
-        """Bytes of those that were read before they were stored: no notice keeps these yet."""
         self._took_off = 0.0
 
     def run(self) -> None:
@@ -185,13 +183,9 @@ class Collector:
             shard = replies[reply]
             errors: list[Notice] = []
             digests: list[Digest] = []
-            near: dict[str, list[Digest]] = {}
             for entry_id, fields in entries:
                 if b"ok" in fields:
                     digests += read_done(fields)
-                elif b"near" in fields:
-                    memory, some = read_near(fields)
-                    near.setdefault(memory, []).extend(some)
                 else:
                     errors += read_notices(fields)
                 session.last_ids[reply] = entry_id.decode()
@@ -199,16 +193,14 @@ class Collector:
                     self._begun[reply] = max(self._begun[reply] + 1, session.made[reply])
             if errors:
                 self._take_errors(shard, errors)
-            for memory, some in near.items():
-                waited_for = [digest for digest in some if digest in session.table.flights]
-                self._near += self._answers.fetch_near(memory, waited_for)
             done.append((shard, digests))
         if told:
             self._take_pieces(told)
         for shard, digests in done:
-            if digests:
-                self._fetched, self._near = self._fetched + self._near, 0
-            waited_for = [digest for digest in digests if digest in session.table.flights]
+            with session.near.reading:
+                if digests:
+                    self._fetched += session.near.settle()
+                waited_for = [digest for digest in digests if digest in session.table.flights]
             if waited_for:
                 server = self._servers.at_hand(shard)
                 known = {} if server is None else server.behind

@@ -1,4 +1,4 @@
-"""Who reads the next job: the intake's thread or, where jobs come one by one, the engine's own."""
+"""Who reads the next jobs: the intake's thread or, where batches come one by one, the engine's."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ class Reader(Protocol):
 
     def read_for_engine(self, bell: Bell) -> bool:
         """Read what comes next into the batcher, until the bell rings. Whether to go on so: what
-        came leaves at once, and alone."""
+        came leaves at once, and is all that there was."""
         ...
 
 
 class Baton:
     """Whose turn it is to read, under the batcher's lock.
 
-    A job that comes alone to an idle worker would wake the intake's thread, which wakes the
-    engine's, which wakes it again at both ends of the batch: as long, together, as a small model
-    computes. So an intake that sees no company passes the baton on and sleeps, and the engine's
-    thread, once it has nothing to do, reads with the intake's connection, until more jobs come than
-    one, or it is called away.
+    What comes to an idle worker would wake the intake's thread, which wakes the engine's, which
+    wakes it again at both ends of the batch: as long, together, as a small model computes. So an
+    intake that sees no company of what it read passes the baton on and sleeps, and the engine's
+    thread, once it has nothing to do, reads with the intake's connection, until there is more than
+    a batch takes, something waited while it was at work, or it is called away.
     """
 
     def __init__(self, lock: threading.RLock) -> None:

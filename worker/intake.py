@@ -120,8 +120,8 @@ class Intake:
         """Whether the last read brought as many jobs as there was room for."""
         self._company = Company(batcher.timeout)
         self._reader = JobReader()
-        self._came_alone = False
-        """Whether the last read brought one job, which leaves at once."""
+        self._came_whole = False
+        """Whether the last read brought all that there was, which leaves at once."""
         self._bell: Bell | None = None
         """What calls the engine's thread away, while that reads."""
         self._ahead: CommandAhead | None = None
@@ -142,9 +142,9 @@ class Intake:
         group_is_gone = False
         while self._ahead is not None or not self._ended.is_set():
             try:
-                if self._came_alone and self._may_lend():
+                if self._came_whole and self._may_lend():
                     self._batcher.lend(self, self._ended)
-                self._came_alone = False
+                self._came_whole = False
                 if (failure := self._failure) is not None:
                     self._failure = None
                     raise failure
@@ -172,8 +172,8 @@ class Intake:
                 self._ended.wait(min(2.0, 0.05 * 2 ** min(failures, 6)))
 
     def _may_lend(self) -> bool:
-        """Whether the engine's thread may read what comes next: that will be one job, as far as can
-        be told, and nothing else is to be done meanwhile."""
+        """Whether the engine's thread may read what comes next: that will be a batch by itself, as
+        far as can be told, and nothing else is to be done meanwhile."""
         if not (self._batcher.baton.is_accepted and self._company.is_missing) or self._continuous:
             return False
         if self._unsure or self._too_long or self._ahead is not None or len(self._shards) > 1:
@@ -198,10 +198,10 @@ class Intake:
         finally:
             self._bell = None
         self._add(jobs, busy=False)
-        came_alone, self._came_alone = self._came_alone, False
+        came_whole, self._came_whole = self._came_whole, False
         # One that waited for the batch before has company, which an intake would have found.
         waited = any(_queued_ms(found) < began - 1 for found in jobs)
-        return came_alone and not waited and self._may_lend()
+        return came_whole and not waited and self._may_lend()
 
     def _turn(self) -> None:
         if self._ahead is not None:
@@ -272,7 +272,7 @@ class Intake:
             self._company.came()
         else:
             waits = self._company.is_likely(jobs[0])
-            self._came_alone = not waits and len(jobs) == 1
+            self._came_whole = not waits and not self._more_wait
         self._batcher.add(jobs, waits)
 
     def _ends_alone(self) -> bool:

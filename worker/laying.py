@@ -4,79 +4,75 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
-from lmpool.commands import Value
-from lmpool.keys import ShardKeys
-from lmpool.neighbours import MEMORY, Membership, Neighbourhood, Neighbours
+import numpy as np
+
+from lmpool.neighbours import MEMORY, Membership, Neighbourhood
 from lmpool.row_ring import IS_ORDERED, RowRing
 from lmpool.rows import PackedRow
-from lmpool.scripts import script
 from lmpool.wants import Digest
-from lmpool.worker.transaction import Call
+from lmpool.worker.near_clients import NearClients
 
 logger = logging.getLogger(__name__)
 
-TOLD_MOST: Final = 64
-"""Clients that are told; for others rows come from the server."""
-IN_VAIN_MOST: Final = 8
-"""Writes in succession of which nobody near was told: then it rests."""
-REST: Final = 5.0
-"""Seconds for which it does, unless somebody comes or goes."""
+TOLD_BYTES: Final = 1 << 20
+"""Bytes that are laid before clients are told of them: they copy them while more is laid."""
 LEAST_BYTES: Final = 1 << 20
 """Of a ring, where there is no room for what it should have."""
 
 
 class Laying:
-    """The ring of one worker, for the clients of `neighbourhood`; made once there is one. For one
-    thread at a time."""
+    """The ring of one worker, `owner`, for the clients of `neighbourhood`; made once one of them
+    waits for a row. For one thread at a time."""
 
-    def __init__(self, neighbourhood: Neighbourhood, size: int) -> None:
+    def __init__(self, neighbourhood: Neighbourhood, size: int, owner: str) -> None:
         self._neighbourhood = neighbourhood
         self._size = size
-        self._clients = Neighbours(neighbourhood, "client")
-        self._known: Mapping[str, str] = {}
-        """The clients at the last look."""
+        self._owner = owner
+        self._clients = NearClients(neighbourhood)
         self._ring: RowRing | None = None
         self._name = ""
         self._membership: Membership | None = None
         self._is_possible = size > 0 and IS_ORDERED
-        self._in_vain = 0
-        """How often in succession nobody was told."""
-        self._rests_until = 0.0
 
-    def lay(
-        self, shard: ShardKeys, digests: Sequence[Digest], values: Sequence[bytes | PackedRow]
-    ) -> Call | None:
-        """Lay the large rows among what is stored. What tells who waits, if anybody is near."""
-        clients = self._clients.look() if self._is_possible else None
-        if not clients or (clients is self._known and time.monotonic() < self._rests_until):
-            return None
+    def lay(self, digests: Sequence[Digest], values: Sequence[bytes | PackedRow | None]) -> None:
+        """Lay the large rows among these answers that anybody near waits for, and tell them."""
+        if not self._is_possible:
+            return
+        if self._clients.look() and self._membership is not None and not self._membership.is_there:
+            self._drop()  # the system has taken it away: who came would not find it
         large = [
             (digest, value)
             for digest, value in zip(digests, values, strict=True)
             if isinstance(value, PackedRow)
         ]
-        ring = self._ring_for(clients) if large else None
+        waiting = self._clients.who_wait([digest for digest, _ in large]) if large else {}
+        ring = self._ring_at_hand() if waiting else None
         if ring is None:
-            return None
-        laid = [digest for digest, value in large if ring.lay(digest, value)]
-        if not laid:
-            return None
-        near = [*clients][:TOLD_MOST]
-        arguments: list[Value] = [
-            *(shard.prefix, b"".join(laid).hex(), self._name, f" {' '.join(near)} "),
+            return
+        who = [
+            [name for name, waits in zip(waiting, row, strict=True) if waits]
+            for row in np.transpose([*waiting.values()]).tolist()
         ]
-        return Call(script("near"), [shard.reply(near[0])], arguments)
+        laid: dict[str, list[Digest]] = {name: [] for name in waiting}
+        size = 0
+        for names, (digest, row) in zip(who, large, strict=True):
+            if names and ring.lay(digest, row):
+                size += row.nbytes
+                for name in names:
+                    laid[name].append(digest)
+            if size >= TOLD_BYTES:
+                self._tell(laid)
+                size = 0
+        self._tell(laid)
 
-    def hear(self, told: Any) -> None:
-        """So many clients waited for what was laid last, or nobody knows: laying rests where none
-        of those that are near have for a while."""
-        self._in_vain = 0 if told else self._in_vain + 1
-        if self._in_vain >= IN_VAIN_MOST:
-            self._in_vain, self._rests_until = 0, time.monotonic() + REST
+    def _tell(self, laid: dict[str, list[Digest]]) -> None:
+        for name, digests in laid.items():
+            if digests:
+                self._clients.tell(name, self._name, digests)
+                laid[name] = []
 
     def close(self) -> None:
         """Nobody finds the ring any more; who has found it keeps it."""
@@ -88,13 +84,8 @@ class Laying:
         if self._membership is not None:
             self._membership.leave()
 
-    def _ring_for(self, clients: Mapping[str, str]) -> RowRing | None:
-        """The ring, which those who came lately find, too."""
-        if clients is not self._known:
-            self._known = clients
-            if self._membership is not None and not self._membership.is_there:
-                self._drop()  # the system has taken it away
-        if self._ring is None:
+    def _ring_at_hand(self) -> RowRing | None:
+        if self._ring is None and self._is_possible:
             self._begin()
         return self._ring
 
@@ -106,7 +97,7 @@ class Laying:
                 raise OSError(f"{MEMORY} has room for {size:,} bytes")
             name = secrets.token_hex(8)
             self._membership = self._neighbourhood.enter(
-                "rows", name, lambda file: rings.append(RowRing(file, size))
+                "rows", name, lambda file: rings.append(RowRing(file, size, self._owner))
             )
         except (OSError, ValueError) as error:
             self._is_possible = False

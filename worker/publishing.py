@@ -84,6 +84,8 @@ class Done:
     status: Literal["ok", "failed", "unknown_adapter"] = "ok"
     error: str = ""
     size: int = 0
+    is_laid: bool = False
+    """Whether clients of this machine have had their turn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,8 +113,6 @@ class _Writing:
     size: int
     kinds: Counter[str]
     evicts: bool
-    is_laid: bool
-    """Whether clients of this machine were told of any of it."""
     transaction: Transaction
     began: float
     has_failed: bool = False
@@ -204,9 +204,9 @@ class Publisher:
 
         Of an engine that has nothing else to do a small one is sent `at_leisure`, in its thread,
         while the publisher's rests: that would have to wake up first. Then it is True, and `end`
-        is next.
+        is next. Large rows are laid there, too.
         """
-        if at_leisure and len(finished) <= BEGIN_MOST and self._writing.acquire(blocking=False):
+        if at_leisure and self._writing.acquire(blocking=False):
             begun: _Writing | None = None
             try:
                 if self._begun is None and not self._ended:
@@ -247,23 +247,40 @@ class Publisher:
         ended = [item for item in finished if isinstance(item, tuple)]
         if len(ended) < len(finished):  # others were told as they were drawn
             return None, finished
-        shards = {delivery.stream.shard for delivery, _ in ended}
-        if len(shards) != 1:
-            return None, finished
-        shard, store = shards.pop(), self._store
-        server = self._servers.at_hand(shard)
-        if server is None or not server.may_go_ahead():
-            return None, finished
-        most = BEGIN_BYTES_NEAR if server.is_near else BEGIN_BYTES
-        if 4 * self._vocab_size * sum(outcome.row is not None for _, outcome in ended) > most:
+        rows = 4 * self._vocab_size * sum(outcome.row is not None for _, outcome in ended)
+        most = self._begins_with(ended)
+        is_sent = rows <= most
+        if not is_sent and (self._laying is None or not 0 < rows <= CHUNK_BYTES):
             return None, finished
         chunk = [encode(delivery, outcome, self._vocab_size) for delivery, outcome in ended]
-        size = _size(chunk)
-        if sum(done.size for done in chunk) > most or not store.has_room(shard, size):
+        self._lay(chunk)
+        shard, size = ended[0][0].stream.shard, _size(chunk)
+        is_sent = is_sent and sum(done.size for done in chunk) <= most
+        if not is_sent or not self._store.has_room(shard, size):
             return None, chunk
         self._uncounted = 1
         with self._servers.in_step():
             return self._send(shard, chunk, size, at_leisure=True), chunk
+
+    def _begins_with(self, ended: Sequence[tuple[Delivery, Outcome]]) -> int:
+        """How many bytes of these the engine's thread may send; less than 0 where it may not."""
+        shards = {delivery.stream.shard for delivery, _ in ended[: BEGIN_MOST + 1]}
+        if len(ended) > BEGIN_MOST or len(shards) != 1:
+            return -1
+        server = self._servers.at_hand(*shards)
+        if server is None or not server.may_go_ahead():
+            return -1
+        return BEGIN_BYTES_NEAR if server.is_near else BEGIN_BYTES
+
+    def _lay(self, chunk: Sequence[Done]) -> None:
+        """Let clients of this machine have the large rows, before all of it is stored."""
+        fresh = [done for done in chunk if not done.is_laid]
+        if self._laying is not None and fresh:
+            self._laying.lay(
+                [done.delivery.job.digest for done in fresh], [done.value for done in fresh]
+            )
+            for done in fresh:
+                done.is_laid = True
 
     def _end_begun(self, begun: _Writing) -> None:
         with self._servers.in_step():
@@ -314,6 +331,7 @@ class Publisher:
                     self._uncounted = 1
                     began = time.monotonic()
                     for chunk in self._chunks(finished):
+                        self._lay(chunk)
                         self._write(chunk)
                     self._metrics.publish.add(time.monotonic() - began)
                 until = time.monotonic() + ASIDE_FAREWELL
@@ -561,7 +579,6 @@ class Publisher:
                         jobs += _told(done)
         values = [done.value for done in stored if done.value is not None]
         digests = [done.delivery.job.digest for done in stored]
-        near = None if self._laying is None else self._laying.lay(shard, digests, values)
         kinds = Counter([done.delivery.job.want.kind for done in stored])
         counters: list[Value] = []
         for field, by in (
@@ -583,17 +600,12 @@ class Publisher:
             self._result_ttl_ms,
             Call(script("complete"), [shard.account, *streams], arguments),
             before,
-            near,
             check_health=not at_leisure,  # the answer to a PING would have to be waited for
         )
-        return _Writing(
-            shard, chunk, size, kinds, before is not None, near is not None, transaction, began
-        )
+        return _Writing(shard, chunk, size, kinds, before is not None, transaction, began)
 
     def _take_answer(self, writing: _Writing) -> None:
         made, told = writing.transaction.answers()
-        if writing.is_laid and self._laying is not None:
-            self._laying.hear(writing.transaction.said_ahead)
         self._uncounted = self._left_out = 0
         self._metrics.answers.update(writing.kinds)
         shard, size = writing.shard, writing.size

@@ -358,7 +358,8 @@ class Service:
                 "LMPOOL_NEAR_BYTES=%d: an eighth of it holds no row of this model; at least %d",
                 *(near_bytes, SPARE * row),
             )
-        return Laying(Neighbourhood.of_pool(self.options.pool, info.fingerprint8), near_bytes)
+        neighbourhood = Neighbourhood.of_pool(self.options.pool, info.fingerprint8)
+        return Laying(neighbourhood, near_bytes, self.consumer)
 
     def _intake(self, seat: Seat, engine: Engine) -> Intake:
         servers = self._open(blocks_for=IDLE_BLOCK_MS / 1000, bounded=True)

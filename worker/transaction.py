@@ -1,4 +1,4 @@
-"""Rows and the script that announces them, as one MULTI written by hand, and what goes ahead of it.
+"""Rows and the script that announces them, as one MULTI written by hand.
 
 redis-py's pipeline spends five times as long on a small row as the server does, and joins a large
 one into its command. Here a command is formatted once, and large values go to the socket from where
@@ -7,7 +7,6 @@ they are, together with what is around them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,10 +21,6 @@ from lmpool.scripts import Script
 
 _BEGUN: Final = b"+OK\r\n"
 _QUEUED: Final = b"+QUEUED\r\n"
-_LEAST_REPLY: Final = len(b":0\r\n")
-"""Of a script that goes ahead: a number."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +34,7 @@ class Call:
 
 class Transaction:
     """SET each row (key, value) with its TTL unless one is there, then `call`, and `before` all of
-    that another: all is done or nothing. `ahead` of it goes a call that nothing depends on.
+    that another: all is done or nothing.
 
     It is sent as it is made, after a PING where redis-py's `check_health` is due; until its
     `answers` were read its connection serves for nothing else. Raises redis-py's exceptions.
@@ -52,7 +47,6 @@ class Transaction:
         ttl_ms: int,
         call: Call,
         before: Call | None = None,
-        ahead: Call | None = None,
         *,
         check_health: bool = True,
     ) -> None:
@@ -61,21 +55,14 @@ class Transaction:
         self._ttl_ms = ttl_ms
         self._call = call
         self._before = before
-        self._ahead = ahead
         self._outcomes: list[Any] | None = None
         """What each command answered, once that was read."""
-        self._unknown: Script | None = None
-        """What went ahead, and was not known to the server."""
-        self.said_ahead: Any = None
-        """What that returned, once `answers` were read."""
         calls = self._calls = 1 if before is None else 2
         self._before_exec = len(_BEGUN) + len(_QUEUED) * (len(rows) + calls)
         """Bytes of the replies that say nothing yet."""
-        if ahead is not None:
-            self._before_exec += _LEAST_REPLY
         connection = self._connection = server.connection_pool.get_connection()
         try:
-            pieces = _packed(connection, rows, ttl_ms, call, before, ahead)
+            pieces = _packed(connection, rows, ttl_ms, call, before)
             connection.send_packed_command(Gathered(connection, pieces), check_health=check_health)
         except BaseException:
             self._give_up()
@@ -96,8 +83,6 @@ class Transaction:
         Raises redis-py's exceptions, the first one where several commands were refused.
         """
         try:
-            if self._ahead is not None:
-                self._read_ahead(self._ahead.script)
             self._connection._parser.expect_several(len(self._rows) + self._calls + 2)
             # EXEC answers with what each command answered, errors among them.
             outcomes = self._outcomes = self._connection.read_response()[-1]
@@ -108,18 +93,8 @@ class Transaction:
             self._give_up()
             raise
         self._server.connection_pool.release(self._connection)
-        if self._unknown is not None:
-            return False
         refused = any(isinstance(outcome, Exception) for outcome in outcomes)
         return not refused and outcomes[self._calls - 1 : -1].count(b"OK") == len(self._rows)
-
-    def _read_ahead(self, ahead: Script) -> None:
-        try:
-            self.said_ahead = self._connection.read_response(disconnect_on_error=False)
-        except redis.exceptions.NoScriptError:
-            self._unknown = ahead
-        except redis.exceptions.ResponseError as error:
-            logger.debug("%r was refused: %s", ahead, error)
 
     def answers(self) -> tuple[Any, Any]:
         """What `before` and `call` returned, once a script that was unknown was sent, too, and a
@@ -129,11 +104,6 @@ class Transaction:
         outcomes = self._outcomes
         assert outcomes is not None
         server, rows, call = self._server, self._rows, self._call
-        if self._unknown is not None:
-            try:
-                self._unknown.load(server)
-            except redis.exceptions.ResponseError as error:
-                logger.debug("%r cannot be loaded: %s", self._unknown, error)
         first = None if self._before is None else _made_up_for(server, self._before, outcomes[0])
         last = _made_up_for(server, call, outcomes[-1])
         written = outcomes[self._calls - 1 : -1]
@@ -170,7 +140,6 @@ def _packed(
     ttl_ms: int,
     call: Call,
     before: Call | None,
-    ahead: Call | None,
 ) -> list[bytes | memoryview]:
     ttl = str(ttl_ms).encode()
     tail = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n$2\r\nNX\r\n" % (len(ttl), ttl)
@@ -183,8 +152,7 @@ def _packed(
     sets[1::5] = keys
     sets[2::5] = map(_value_head, sizes)
     sets[3::5] = values
-    parts: list[Any] = [] if ahead is None else _evalsha(connection, ahead)
-    parts.append(b"*1\r\n$5\r\nMULTI\r\n")
+    parts: list[Any] = [b"*1\r\n$5\r\nMULTI\r\n"]
     if before is not None:
         parts += _evalsha(connection, before)
     begun = len(parts)
