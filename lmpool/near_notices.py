@@ -53,10 +53,11 @@ class NoticeReader:
     def read(self) -> list[NearNotice] | None:
         """The notices that have come, once there are any; None once it was closed: then nothing is
         read any more."""
-        if not self._closed:
-            data = os.read(self._pipe, READ_BYTES)
+        with suppress(BlockingIOError):  # it was closed in the midst of this
             if not self._closed:
-                return [*self._notices(data)]
+                data = os.read(self._pipe, READ_BYTES)
+                if not self._closed:
+                    return [*self._notices(data)]
         with self._ending:
             self._let_go()
         return None
@@ -81,7 +82,7 @@ class NoticeReader:
         """End `read`, for another thread, or in the midst of anything of its own."""
         with self._ending:
             self._closed = True
-            if self._pipe >= 0:
+            if self._is_mine():
                 os.set_blocking(self._pipe, False)
                 with suppress(OSError):  # it is full: there is something to be read
                     os.write(self._pipe, _MARK)
@@ -91,10 +92,16 @@ class NoticeReader:
         self._let_go()
 
     def _let_go(self) -> None:
-        pipe, self._pipe = self._pipe, -1
-        with suppress(OSError):
-            if which(os.fstat(pipe)) == self._which:  # not another's, after all were closed
-                os.close(pipe)
+        is_mine, pipe, self._pipe = self._is_mine(), self._pipe, -1
+        if is_mine:
+            os.close(pipe)
+
+    def _is_mine(self) -> bool:
+        """Whether its number is not another's, as after all were closed, which daemons do."""
+        try:
+            return self._pipe >= 0 and which(os.fstat(self._pipe)) == self._which
+        except OSError:
+            return False
 
 
 class NoticeWriter:

@@ -223,7 +223,11 @@ def _file(path: str) -> int:
 
 def _pipe(path: str) -> int:
     os.mkfifo(path, 0o600)
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC)  # with both ends: it is open for who reads
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)  # both ends: it is open for who reads
+    except OSError:
+        os.unlink(path)
+        raise
 
 
 def _user() -> int:

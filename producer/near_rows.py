@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import stat
 import threading
 from collections.abc import Callable, Iterable
@@ -84,9 +85,10 @@ class NearRows:
 
         try:
             # The pipe first: by the list workers know who is there.
-            told = neighbourhood.enter("notices", self._name, take, is_pipe=True)
+            name = f"{self._name}.{secrets.token_hex(4)}"  # whose files these are, and no others
+            told = neighbourhood.enter("notices", name, take, is_pipe=True)
             self._memberships.append(told)
-            self._memberships.append(neighbourhood.enter("client", self._name, write))
+            self._memberships.append(neighbourhood.enter("client", name, write))
             thread = threading.Thread(
                 target=self._listen,
                 args=pipes,

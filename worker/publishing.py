@@ -210,8 +210,9 @@ class Publisher:
             begun: _Writing | None = None
             try:
                 if self._begun is None and not self._ended:
-                    begun, finished = self._begin(finished)
-                    self._begun = begun or self._begun
+                    finished, is_sent = self._prepare(finished)
+                    if is_sent:
+                        begun = self._begun = self._begin(finished)
             except (redis.exceptions.RedisError, OSError) as error:
                 logger.debug("the publisher writes it: %s", error)
             finally:
@@ -240,27 +241,30 @@ class Publisher:
                 self._call()
             self._writing.release()
 
-    def _begin(self, finished: Sequence[Finished]) -> tuple[_Writing | None, Sequence[Finished]]:
-        """Send a batch where that is soon done; else what the publisher is to write."""
+    def _prepare(self, finished: Sequence[Finished]) -> tuple[Sequence[Finished], bool]:
+        """What is to be written, some of it encoded and laid already, and whether the engine's
+        thread may send it: where that is soon done."""
         if self._aside or self._is_called or not self._queue.empty():
-            return None, finished
+            return finished, False
         ended = [item for item in finished if isinstance(item, tuple)]
         if len(ended) < len(finished):  # others were told as they were drawn
-            return None, finished
+            return finished, False
         rows = 4 * self._vocab_size * sum(outcome.row is not None for _, outcome in ended)
         most = self._begins_with(ended)
-        is_sent = rows <= most
-        if not is_sent and (self._laying is None or not 0 < rows <= CHUNK_BYTES):
-            return None, finished
+        if rows > most and (self._laying is None or not 0 < rows <= CHUNK_BYTES):
+            return finished, False
         chunk = [encode(delivery, outcome, self._vocab_size) for delivery, outcome in ended]
         self._lay(chunk)
-        shard, size = ended[0][0].stream.shard, _size(chunk)
-        is_sent = is_sent and sum(done.size for done in chunk) <= most
-        if not is_sent or not self._store.has_room(shard, size):
-            return None, chunk
+        if max(rows, sum(done.size for done in chunk)) > most:
+            return chunk, False
+        return chunk, self._store.has_room(ended[0][0].stream.shard, _size(chunk))
+
+    def _begin(self, chunk: Sequence[Finished]) -> _Writing:
+        """Send what was prepared."""
+        done = [item for item in chunk if isinstance(item, Done)]
         self._uncounted = 1
         with self._servers.in_step():
-            return self._send(shard, chunk, size, at_leisure=True), chunk
+            return self._send(done[0].delivery.stream.shard, done, _size(done), at_leisure=True)
 
     def _begins_with(self, ended: Sequence[tuple[Delivery, Outcome]]) -> int:
         """How many bytes of these the engine's thread may send; less than 0 where it may not."""

@@ -20,10 +20,13 @@ import redis
 import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.connections import OneConnectionClient
+from lmpool.near_notices import NearNotice, NoticeWriter
 from lmpool.neighbours import Neighbourhood
 from lmpool.row_ring import IS_ORDERED, RowRingReader
+from lmpool.wants import Digest
 from lmpool.worker.transaction import Transaction
 from tests.support.hold import Hold
+from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker, worker_process
 
@@ -160,15 +163,10 @@ def test_a_row_is_there_before_it_is_stored(
     store, began = threading.Event(), threading.Event()
     begin = Transaction.__init__
 
-    def held(
-        transaction: Transaction, server: Any, rows: Any, ttl: int, call: Any,
-        before: Any = None, ahead: Any = None, **options: Any,
-    ) -> None:  # fmt: skip
-        if ahead is not None:
-            began.set()
-            ahead.script(server, ahead.keys, ahead.arguments)
-            store.wait(60)
-        begin(transaction, server, rows, ttl, call, before, **options)
+    def held(transaction: Transaction, *given: Any, **options: Any) -> None:
+        began.set()
+        store.wait(60)
+        begin(transaction, *given, **options)
 
     def stored() -> int:
         return len(redis_client.keys(f"{shard.prefix}:result:*"))  # type: ignore[arg-type]
@@ -331,9 +329,9 @@ if not child:
     sys.exit(0 if same and both else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 assert set(there.look("client")) == before, "the child took its parent's file along"
-mine = lm._client._session.id
+mine = {name for name in before if name.startswith(lm._client._session.id)}
 lm.close()
-assert set(there.look("client")) == before - {mine}
+assert len(mine) == 1 and set(there.look("client")) == before - mine
 """
 
 
@@ -346,30 +344,94 @@ def test_a_forked_child_is_a_client_of_its_own(
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.one_shard
-def test_a_notice_of_what_was_never_laid_is_nothing(
-    lm: lmpool.PooledLM, reads: Reads, redis_client: redis.Redis
-) -> None:
+def test_a_notice_of_what_was_never_laid_is_nothing(lm: lmpool.PooledLM, reads: Reads) -> None:
     until_all_come_near(lm, reads)
-    (shard,) = lm._client.shards
-    reply, prompt = shard.reply(lm._client._session.id), some(1, 1)[0]
+    prompt, here = some(1, 1)[0], folder_of(lm)
+    (name,) = here.look("notices")
+    pipe = NoticeWriter(here.path("notices", name))
     with Hold() as hold:
         found: list[Any] = []
         asking = threading.Thread(target=lambda: found.append(lm.sync.next_token_logprobs(prompt)))
         asking.start()
         assert hold.begun.wait(60)
         (digest,) = lm._client._session.table.flights
-        (ring,) = folder_of(lm).look("rows")
+        (ring,) = here.look("rows")
         before = reads.found.copy()
-        for text in ("zz" * 16, digest.hex()[:31], "00" * 16, "", digest.hex()):
-            for name in ("", "../rows", "0" * 16, b"\xff", ring):
-                redis_client.xadd(reply, {"near": text, "in": name})
-            redis_client.xadd(reply, {"near": text})
-        until(lambda: reads.since(before) == Counter(gone=1))
+        for digests in ([], [Digest(bytes(16))], [digest]):
+            for named in ("", "../rows", "0" * 16, ring):
+                pipe.tell(NearNotice(named, digests))
+        with open(here.path("notices", name), "wb") as garbage:
+            garbage.write(b"rows" * 100)
+
+        def is_heard_again() -> bool:  # what came together with garbage was not
+            pipe.tell(NearNotice(ring, [digest]))
+            return reads.since(before)["gone"] > 1
+
+        until(is_heard_again)
+        assert set(reads.since(before)) == {"gone"}
         assert not found
         hold.open()
         asking.join(60)
     assert np.array_equal(found[0], mock_row(prompt, VOCAB))
+
+
+def test_a_worker_of_another_server_is_not_read(pool_name: str) -> None:
+    """Though its pool has the name, the model and the system's user of this one."""
+    with (
+        RealServer() as mine,
+        RealServer() as other,
+        worker_process(mine.url, pool_name, engine_opts=OPTS) as worker,
+        worker_process(other.url, pool_name, engine_opts=OPTS),
+        lmpool.connect(mine.url, pool_name, framework="numpy", cache_bytes=0) as lm,
+        lmpool.connect(other.url, pool_name, framework="numpy", cache_bytes=0) as their_lm,
+    ):
+        prompts, found = some(3, 1), list[Any]()
+        lm.sync.next_token_logprobs([1])
+        their_lm.sync.next_token_logprobs([1])
+        worker.pause()
+        asking = threading.Thread(
+            target=lambda: found.append(lm.sync.batch_next_token_logprobs(prompts))
+        )
+        asking.start()
+        until(lambda: lm.statistics()["queued"] == 4)
+        answers: Any = lm._client._session.near.hear.__self__  # type: ignore[attr-defined]
+        asked = len(answers._asked)
+        assert np.array_equal(their_lm.sync.batch_next_token_logprobs(prompts), right(prompts))
+        until(lambda: len(answers._asked) > asked)
+        for _ in range(3):  # and once the server was asked
+            their_lm.sync.batch_next_token_logprobs(some(3, 2))
+        lm._client.any_worker().result(60)
+        assert len(lm._client._session.table.flights) == 3
+        worker.resume()
+        asking.join(60)
+        assert np.array_equal(found[0], right(prompts))
+        assert len(answers._ours) <= 1
+
+
+def test_a_client_that_does_not_read_its_pipe_has_its_rows(
+    lm: lmpool.PooledLM, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until_all_come_near(lm, reads)
+    heard, goes_on = threading.Event(), threading.Event()
+
+    def deaf(notice: NearNotice) -> None:
+        heard.set()
+        goes_on.wait(60)
+
+    monkeypatch.setattr(lm._client._session.near, "hear", deaf)
+    try:
+        for seed in range(40):
+            prompts = some(200, seed)
+            before = reads.found.copy()
+            assert np.array_equal(lm.batch_next_token_logprobs_sync(prompts), right(prompts))
+            assert reads.since(before) == Counter(server=200)
+        assert heard.is_set()
+    finally:
+        goes_on.set()
+
+
+def near_threads() -> int:
+    return sum(thread.name.startswith("lmpool-near") for thread in threading.enumerate())
 
 
 def test_nothing_is_left_of_those_that_leave(any_server: str, pool_name: str) -> None:
@@ -377,10 +439,13 @@ def test_nothing_is_left_of_those_that_leave(any_server: str, pool_name: str) ->
         in_process_worker(any_server, pool_name, engine_opts=OPTS),
         closing(lmpool.connect(any_server, pool_name, framework="numpy")) as lm,
     ):
+        before = near_threads()
         lm.sync.next_token_logprobs([1])
         folder = folder_of(lm).folder
         assert os.path.isdir(folder)
+        assert near_threads() == before + 1
     assert not os.path.exists(folder)
+    until(lambda: near_threads() == before)
 
 
 def test_clients_of_small_vocabularies_are_not_there(any_server: str, pool: str) -> None:

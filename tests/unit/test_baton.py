@@ -1,4 +1,4 @@
-"""Jobs that come one by one are read by the engine's thread, and nothing else changes by that."""
+"""What comes one batch after another is read by the engine's thread, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -201,6 +201,18 @@ def test_jobs_that_come_one_by_one_are_read_by_the_engines_thread(
     assert all(len(batch) == 1 for batch in both.taken)
 
 
+def test_batches_that_come_one_by_one_are_read_by_the_engines_thread(
+    both: Both, caller: Caller
+) -> None:
+    settle(both, caller)
+    before = both.own_reads
+    for first in range(0, 300, 5):
+        ask(both, caller, *range(first, first + 5))
+        time.sleep(0.002)
+    assert both.own_reads - before < 20
+    assert both.taken[-60:] == [[*range(first, first + 5)] for first in range(0, 300, 5)]
+
+
 def test_whether_others_come_by_now_is_tried_now_and_then(both: Both, caller: Caller) -> None:
     settle(both, caller)
     before = both.own_reads
@@ -210,7 +222,7 @@ def test_whether_others_come_by_now_is_tried_now_and_then(both: Both, caller: Ca
     assert both.own_reads > before
 
 
-def test_several_at_once_are_company(both: Both, caller: Caller) -> None:
+def test_more_than_a_batch_takes_is_the_intakes(both: Both, caller: Caller) -> None:
     settle(both, caller)
     before = both.own_reads
     ask(both, caller, *range(30))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 from typing import Any
 
@@ -76,16 +77,44 @@ def test_a_tensor_holds_its_memory(blocks: Blocks) -> None:
     assert bool((part == 1).all())
 
 
-def test_one_is_kept_and_none_that_is_much_too_large(blocks: Blocks) -> None:
-    several = [blocks.empty(30, SIZE), blocks.empty(30, SIZE)]
-    several.clear()
-    assert kept(blocks) == [4 * SIZE * 30]
-    block = blocks.empty(10, SIZE)
+def test_several_are_kept_up_to_a_bound_and_the_last_ones_longest(blocks: Blocks) -> None:
+    several = [blocks.empty(rows, SIZE) for rows in (10, 11, 12)]
+    places = [place(block) for block in several]
+    while several:
+        del several[0]
+    assert kept(blocks) == [4 * SIZE * rows for rows in (10, 11, 12)]
+    block = blocks.empty(15, SIZE)  # all fit
     del block
-    assert kept(blocks) == [4 * SIZE * 10]
-    block = blocks.empty(20, SIZE)
-    del block
-    assert kept(blocks) == [4 * SIZE * 20]
+    assert kept(blocks) == [4 * SIZE * rows for rows in (11, 12, 15)]  # 48 rows are too many
+    assert place(blocks.empty(11, SIZE)) in places[1:]
+
+
+@pytest.mark.parametrize(("asked", "is_used"), [(20, True), (18, True), (17, False), (21, False)])
+def test_memory_that_is_too_small_or_much_too_large_is_not_used(
+    blocks: Blocks, asked: int, is_used: bool
+) -> None:
+    first = blocks.empty(20, SIZE)
+    before = place(first)
+    del first
+    second = blocks.empty(asked, SIZE)
+    assert (place(second) == before) == is_used
+    assert kept(blocks) == ([] if is_used else [4 * SIZE * 20])
+
+
+def test_what_is_dropped_and_asked_for_at_random_is_kept_within_the_bound(blocks: Blocks) -> None:
+    draw = random.Random(1)
+    held: list[tuple[int, Any]] = []
+    for number in range(2000):
+        if held and draw.random() < 0.5:
+            held.pop(draw.randrange(len(held)))
+        else:
+            held.append((number, blocks.empty(draw.randrange(1, 30), SIZE)))
+            held[-1][1][:] = number
+        assert sum(kept(blocks)) <= blocks_module.MOST
+        assert all((block == number).all() for number, block in held)
+    held.clear()
+    assert 0 < sum(kept(blocks)) <= blocks_module.MOST
+    assert not blocks._lent
 
 
 @pytest.mark.parametrize("rows", [0, 1, 9, 41])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -15,24 +16,22 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-import redis
 
 from lmpool import neighbours
+from lmpool.near_notices import NOTICE_MOST, NearNotice, NoticeReader
 from lmpool.neighbours import Neighbourhood
-from lmpool.row_ring import FRONT, IS_ORDERED, SPARE, RowRingReader
+from lmpool.row_ring import FRONT, IS_ORDERED, SPARE, RowRing, RowRingReader
 from lmpool.rows import LARGE, PackedRow, pack_logprobs
-from lmpool.scripts import script
+from lmpool.wait_list import WaitList
 from lmpool.wants import Digest
-from lmpool.wire import read_near
 from lmpool.worker import laying as laying_module
-from lmpool.worker.laying import Laying
-from lmpool.worker.transaction import Call
-from tests.support.protocol import Caller, entries_of, new_job, shard_of_pool
+from lmpool.worker.laying import TOLD_BYTES, Laying
+from lmpool.worker.near_clients import NearClients
 
 pytestmark = pytest.mark.skipif(not IS_ORDERED, reason="no rows are laid on this machine")
 
 SIZE = 1 << 20
-SHARD = shard_of_pool("p")
+OWNER = "worker-1"
 DIGESTS = [Digest(bytes([n]) * 16) for n in range(1, 9)]
 
 
@@ -61,133 +60,220 @@ def read(ring: RowRingReader, digest: Digest, row: PackedRow) -> bytes | None:
     return None if found is None else bytes(found)
 
 
-def told(call: Call | None) -> tuple[Sequence[object], Sequence[object]]:
-    assert call is not None
-    assert call.script is script("near")
-    return call.keys, call.arguments
+class Client:
+    """One that is near, and waits for these; it is told of them as they are laid."""
+
+    def __init__(self, here: Neighbourhood, name: str, digests: Sequence[Digest] = DIGESTS) -> None:
+        self._pipe = here.enter("notices", name, self._take, is_pipe=True)
+        self._list = here.enter("client", name, self._fill)
+        self.wait_for(digests)
+
+    def _take(self, pipe: int) -> None:
+        self._reader = NoticeReader(pipe)
+        self._end = os.dup(pipe)
+
+    def _fill(self, file: int) -> None:
+        self._waits = WaitList(file)
+
+    def wait_for(self, digests: Sequence[Digest]) -> None:
+        self._waits.add(digests)
+
+    def heard(self) -> list[NearNotice]:
+        """What it was told since it was last asked."""
+        if not select.select([self._end], [], [], 0)[0]:
+            return []
+        notices = self._reader.read()
+        assert notices is not None
+        return notices
+
+    def leave(self) -> None:
+        self._list.leave()
+        self._pipe.leave()
+        self._reader.close()
+        assert self._reader.read() is None
+        os.close(self._end)
+
+
+def files(*clients: str) -> set[str]:
+    """Those of these clients."""
+    return {f"{kind}-{name}" for kind in ("client", "notices") for name in clients}
+
+
+def lay(laying: Laying, client: Client, number: int) -> str:
+    """Lay one row that a client waits for, and say where."""
+    laying.lay([DIGESTS[number]], [large_row(number)])
+    ((ring, digests),) = client.heard()
+    assert digests == [DIGESTS[number]]
+    return ring
+
+
+def digests_of(count: int) -> list[Digest]:
+    return [Digest(n.to_bytes(8, "little") * 2) for n in range(1, count + 1)]
 
 
 def test_nothing_is_laid_while_nobody_is_near(here: Neighbourhood) -> None:
-    laying = Laying(here, SIZE)
-    assert laying.lay(SHARD, DIGESTS[:1], [large_row()]) is None
+    laying = Laying(here, SIZE, OWNER)
+    laying.lay(DIGESTS[:1], [large_row()])
     other = here.enter("rows", "x")  # another worker is nobody who reads
-    assert laying.lay(SHARD, DIGESTS[:1], [large_row()]) is None
+    laying.lay(DIGESTS[:1], [large_row()])
     assert os.listdir(here.folder) == ["rows-x"]
     other.leave()
     laying.close()
     assert not os.path.exists(here.folder)
 
 
-def test_large_rows_are_laid_for_who_is_near(here: Neighbourhood) -> None:
-    client, laying = here.enter("client", "c-1"), Laying(here, SIZE)
-    rows = [large_row(0), large_row(1, LARGE // 2)]
-    values: list[bytes | PackedRow] = [rows[0], b"small", rows[1], rows[0].joined()]
-    keys, arguments = told(laying.lay(SHARD, DIGESTS[:4], values))
-    assert keys == [SHARD.reply("c-1")]
-    (name,) = here.look("rows")
-    assert arguments == [SHARD.prefix, DIGESTS[0].hex() + DIGESTS[2].hex(), name, " c-1 "]
+def test_nothing_is_laid_that_nobody_near_waits_for(here: Neighbourhood) -> None:
+    client, laying = Client(here, "c", DIGESTS[:1]), Laying(here, SIZE, OWNER)
+    for _ in range(3):
+        laying.lay(DIGESTS[1:3], [large_row(1), large_row(2)])
+    assert {*os.listdir(here.folder)} == files("c")  # nor is there a ring
+    laying.lay(DIGESTS[:3], [large_row(0), large_row(1), large_row(2)])
     (ring,) = rings(here)
-    for digest, row in ((DIGESTS[0], rows[0]), (DIGESTS[2], rows[1])):
+    (name,) = here.look("rows")
+    assert client.heard() == [NearNotice(name, DIGESTS[:1])]
+    laid = [read(ring, DIGESTS[n], large_row(n)) is not None for n in range(3)]
+    assert laid == [True, False, False]
+    laying.close()
+    client.leave()
+
+
+def test_large_rows_are_laid_for_who_waits_for_them(here: Neighbourhood) -> None:
+    client, laying = Client(here, "c-1"), Laying(here, SIZE, OWNER)
+    rows = [large_row(0), large_row(1, LARGE // 2)]
+    values: list[bytes | PackedRow | None] = [rows[0], b"small", None, rows[1], rows[0].joined()]
+    laying.lay(DIGESTS[:5], values)
+    (name,) = here.look("rows")
+    assert client.heard() == [NearNotice(name, [DIGESTS[0], DIGESTS[3]])]
+    (ring,) = rings(here)
+    assert ring.owner == OWNER
+    for digest, row in ((DIGESTS[0], rows[0]), (DIGESTS[3], rows[1])):
         assert read(ring, digest, row) == row.joined()
     assert ring.copy(DIGESTS[1], len(b"small")) is None
-    assert read(ring, DIGESTS[3], rows[0]) is None
+    assert read(ring, DIGESTS[2], rows[0]) is read(ring, DIGESTS[4], rows[0]) is None
     laying.close()
     client.leave()
 
 
 def test_there_is_one_ring_and_not_before_it_is_needed(here: Neighbourhood) -> None:
-    client, laying = here.enter("client", "c"), Laying(here, SIZE)
-    assert laying.lay(SHARD, DIGESTS[:2], [b"small", b""]) is None
-    assert laying.lay(SHARD, [], []) is None
+    client, laying = Client(here, "c"), Laying(here, SIZE, OWNER)
+    laying.lay(DIGESTS[:3], [b"small", b"", None])
+    laying.lay([], [])
     assert not rings(here)
     for number in range(5):
-        _, arguments = told(laying.lay(SHARD, [DIGESTS[number]], [large_row(number)]))
-        assert arguments[1] == DIGESTS[number].hex()
-        assert [arguments[2]] == [*here.look("rows")]
+        assert [lay(laying, client, number)] == [*here.look("rows")]
     (ring,) = rings(here)
     for number in range(5):
         assert read(ring, DIGESTS[number], large_row(number)) == large_row(number).joined()
-    assert os.stat(next(iter(here.look("rows").values()))).st_size >= SIZE
+    assert os.stat(next(iter(here.look("rows").values()))).st_size == FRONT + SIZE
     laying.close()
     client.leave()
 
 
 def test_workers_have_a_ring_each(here: Neighbourhood) -> None:
-    client = here.enter("client", "c")
-    several = [Laying(here, SIZE) for _ in range(3)]
-    names = [
-        str(told(laying.lay(SHARD, [DIGESTS[number]], [large_row(number)]))[1][2])
-        for number, laying in enumerate(several)
-    ]
-    assert {*names} == {*here.look("rows")}
-    for number, name in enumerate(names):
+    client = Client(here, "c")
+    several = [Laying(here, SIZE, f"worker-{number}") for number in range(3)]
+    found = [lay(laying, client, number) for number, laying in enumerate(several)]
+    assert {*found} == {*here.look("rows")}
+    for number, name in enumerate(found):
         ring = ring_of(here.path("rows", name))
-        found = [read(ring, DIGESTS[n], large_row(n)) is not None for n in range(3)]
-        assert found == [n == number for n in range(3)]
+        assert ring.owner == f"worker-{number}"
+        there = [read(ring, DIGESTS[n], large_row(n)) is not None for n in range(3)]
+        assert there == [n == number for n in range(3)]
     for laying in several:
         laying.close()
     client.leave()
 
 
 def test_rows_that_were_refused_are_not_told_of(here: Neighbourhood) -> None:
-    client, laying = here.enter("client", "c"), Laying(here, SIZE)
+    client, laying = Client(here, "c"), Laying(here, SIZE, OWNER)
     too_large = large_row(1, SIZE // SPARE // 4)
-    _, arguments = told(laying.lay(SHARD, DIGESTS[:2], [too_large, large_row()]))
-    assert arguments[1] == DIGESTS[1].hex()
-    assert laying.lay(SHARD, DIGESTS[:1], [too_large]) is None
+    laying.lay(DIGESTS[:2], [too_large, large_row()])
+    ((_, digests),) = client.heard()
+    assert digests == DIGESTS[1:2]
+    laying.lay(DIGESTS[:1], [too_large])
+    assert client.heard() == []
     laying.close()
     client.leave()
 
 
-def test_everybody_near_is_told_but_no_more_than_so_many(
-    here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(laying_module, "TOLD_MOST", 3)
-    clients, laying = [here.enter("client", f"c{n}") for n in range(3)], Laying(here, SIZE)
-    for count in (3, 4):
-        keys, arguments = told(laying.lay(SHARD, DIGESTS[:1], [large_row()]))
-        named = str(arguments[3])
-        assert named == f" {' '.join(named.split())} "
-        assert len(set(named.split())) == 3
-        assert set(named.split()) <= {f"c{n}" for n in range(count)}
-        assert keys == [SHARD.reply(named.split()[0])]
-        clients.append(here.enter("client", f"c{count}"))
+def test_each_is_told_of_what_it_waits_for(here: Neighbourhood) -> None:
+    waits = {"a": DIGESTS[:3], "b": DIGESTS[2:5], "c": DIGESTS[6:], "d": []}
+    clients = {name: Client(here, name, digests) for name, digests in waits.items()}
+    laying = Laying(here, SIZE, OWNER)
+    for count in (6, 6):  # once more, too
+        laying.lay(DIGESTS[:count], [large_row(number) for number in range(count)])
+        (name,) = here.look("rows")
+        heard = {each: client.heard() for each, client in clients.items()}
+        assert heard == {
+            "a": [NearNotice(name, DIGESTS[:3])],
+            "b": [NearNotice(name, DIGESTS[2:5])],
+            "c": [],
+            "d": [],
+        }
+    (ring,) = rings(here)
+    laid = [read(ring, DIGESTS[n], large_row(n)) is not None for n in range(8)]
+    assert laid == [True] * 5 + [False] * 3
+    laying.close()
+    for client in clients.values():
+        client.leave()
+
+
+def test_who_comes_later_is_told_and_who_went_is_not(here: Neighbourhood) -> None:
+    laying, first = Laying(here, SIZE, OWNER), Client(here, "c1")
+    ring = lay(laying, first, 0)
+    second = Client(here, "c2")
+    first.leave()
+    assert lay(laying, second, 1) == ring
+    second.leave()
+    laying.lay(DIGESTS[2:3], [large_row(2)])
+    assert len(rings(here)) == 1  # for the next one
+    assert read(rings(here)[0], DIGESTS[2], large_row(2)) is None
+    third = Client(here, "c3", DIGESTS[3:4])
+    assert lay(laying, third, 3) == ring
+    laying.close()
+    third.leave()
+
+
+def test_who_reads_no_more_costs_others_nothing(here: Neighbourhood) -> None:
+    clients, laying = [Client(here, name) for name in "abc"], Laying(here, SIZE, OWNER)
+    for _ in range(30):  # which fills the pipes of the first two
+        digests = DIGESTS * (NOTICE_MOST // 8)
+        laying.lay(digests, [large_row(0, 4096)] * len(digests))
+        told = [digest for notice in clients[2].heard() for digest in notice.digests]
+        assert told == digests
     laying.close()
     for client in clients:
         client.leave()
 
 
-def test_who_comes_later_is_told_and_who_went_is_not(here: Neighbourhood) -> None:
-    laying, first = Laying(here, SIZE), here.enter("client", "c1")
-    assert told(laying.lay(SHARD, DIGESTS[:1], [large_row()]))[1][3] == " c1 "
-    second = here.enter("client", "c2")
-    first.leave()
-    assert told(laying.lay(SHARD, DIGESTS[:1], [large_row()]))[1][3] == " c2 "
-    second.leave()
-    assert laying.lay(SHARD, DIGESTS[:1], [large_row()]) is None
-    assert len(rings(here)) == 1  # for the next one
-    laying.close()
+def test_clients_are_told_of_some_while_more_is_laid(
+    here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they are told of lies there by then, and they need not wait for the rest."""
+    size, digests = 16 * TOLD_BYTES, digests_of(70)
+    rows = [large_row(number, TOLD_BYTES // 80) for number in range(70)]
+    client, laying = Client(here, "c", digests[:68]), Laying(here, size, OWNER)
+    laid, told = list[Digest](), list[list[Digest]]()
+    usual_lay, usual_tell = RowRing.lay, NearClients.tell
 
+    def counted(ring: RowRing, digest: Digest, row: PackedRow) -> bool:
+        laid.append(digest)
+        return usual_lay(ring, digest, row)
 
-def test_the_call_tells_who_waits(here: Neighbourhood, fake_url: str, pool_name: str) -> None:
-    shard, jobs = shard_of_pool(pool_name), [new_job(1), new_job(2)]
-    members, laying = [here.enter("client", name) for name in "ab"], Laying(here, SIZE)
-    with redis.Redis.from_url(fake_url) as server:
-        callers = [Caller(server, shard, name) for name in "abc"]
-        for caller in callers[1:]:
-            caller.enqueue(*jobs)
-        call = laying.lay(shard, [job.digest for job in jobs], [large_row(), large_row()])
-        assert call is not None
-        assert call.script(server, call.keys, call.arguments) == 1
-        near = [
-            [read_near(f) for _, f in entries_of(server, shard.reply(name)) if b"near" in f]
-            for name in "abc"
-        ]
-        (ring,) = here.look("rows")
-        assert near == [[], [(ring, [job.digest for job in jobs])], []]
+    def tell(clients: NearClients, name: str, ring: str, some: list[Digest]) -> None:
+        assert laid == [digest for each in [*told, some] for digest in each]
+        told.append([*some])
+        usual_tell(clients, name, ring, some)
+
+    monkeypatch.setattr(RowRing, "lay", counted)
+    monkeypatch.setattr(NearClients, "tell", tell)
+    laying.lay(digests, rows)
+    each = -(-TOLD_BYTES // rows[0].nbytes)
+    assert told == [digests[n : min(n + each, 68)] for n in range(0, 68, each)]
+    assert len(told) > 3
+    assert [digests for _, digests in client.heard()] == told
     laying.close()
-    for member in members:
-        member.leave()
+    client.leave()
 
 
 @pytest.mark.parametrize(("size", "is_ordered"), [(0, True), (SIZE, False)])
@@ -195,9 +281,23 @@ def test_none_are_laid_where_that_is_not_wanted_or_not_safe(
     here: Neighbourhood, monkeypatch: pytest.MonkeyPatch, size: int, is_ordered: bool
 ) -> None:
     monkeypatch.setattr(laying_module, "IS_ORDERED", is_ordered)
-    client, laying = here.enter("client", "c"), Laying(here, size)
-    assert laying.lay(SHARD, DIGESTS[:1], [large_row()]) is None
-    assert os.listdir(here.folder) == ["client-c"]
+    client, laying = Client(here, "c"), Laying(here, size, OWNER)
+    laying.lay(DIGESTS[:1], [large_row()])
+    assert {*os.listdir(here.folder)} == files("c")
+    assert client.heard() == []
+    laying.close()
+    client.leave()
+
+
+def test_an_owner_that_is_no_text_is_told_of_once(
+    here: Neighbourhood, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, laying = Client(here, "c"), Laying(here, SIZE, "\ud800")
+    with caplog.at_level(logging.WARNING, "lmpool"):
+        for _ in range(3):
+            laying.lay(DIGESTS[:1], [large_row()])
+    assert len(caplog.records) == 1
+    assert {*os.listdir(here.folder)} == files("c")
     laying.close()
     client.leave()
 
@@ -217,32 +317,32 @@ def test_where_there_is_no_room_it_is_said_once(
         left.append(arguments)
         raise OSError(errno.ENOSPC, "it is full")
 
-    client, laying = here.enter("client", "c"), Laying(here, SIZE)
+    client, laying = Client(here, "c"), Laying(here, SIZE, OWNER)
     with caplog.at_level(logging.INFO, "lmpool"), monkeypatch.context() as patch:
         patch.setattr(os, fails, full)
-        assert laying.lay(SHARD, DIGESTS[:2], [large_row(), large_row()]) is None
+        laying.lay(DIGESTS[:2], [large_row(), large_row()])
     assert len(left) == 1
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "it is full. Mend that, or set LMPOOL_NEAR_BYTES=0" in record.message
     caplog.clear()
     for _ in range(3):  # though there is room by now
-        assert laying.lay(SHARD, DIGESTS[:1], [large_row()]) is None
+        laying.lay(DIGESTS[:1], [large_row()])
     assert not caplog.records
-    assert os.listdir(here.folder) == ["client-c"]
+    assert {*os.listdir(here.folder)} == files("c")
     laying.close()
     client.leave()
 
 
 def test_a_ring_that_was_closed_is_found_no_more(here: Neighbourhood) -> None:
-    client, laying = here.enter("client", "c"), Laying(here, SIZE)
-    assert laying.lay(SHARD, DIGESTS[:1], [large_row()])
+    client, laying = Client(here, "c"), Laying(here, SIZE, OWNER)
+    laying.lay(DIGESTS[:1], [large_row()])
     (ring,) = rings(here)
     laying.close()
-    assert os.listdir(here.folder) == ["client-c"]
+    assert {*os.listdir(here.folder)} == files("c")
     assert read(ring, DIGESTS[0], large_row()) == large_row().joined()  # who has it keeps it
-    assert laying.lay(SHARD, DIGESTS[1:2], [large_row()]) is None
-    assert os.listdir(here.folder) == ["client-c"]
+    laying.lay(DIGESTS[1:2], [large_row()])
+    assert {*os.listdir(here.folder)} == files("c")
     laying.close()
     client.leave()
     assert not os.path.exists(here.folder)
@@ -278,15 +378,15 @@ def test_where_there_is_little_room_a_ring_is_smaller(
     size: int,
 ) -> None:
     set_free(monkeypatch, free)
-    client, laying = here.enter("client", "c"), Laying(here, asked)
+    client, laying = Client(here, "c"), Laying(here, asked, OWNER)
     with caplog.at_level(logging.WARNING, "lmpool"):
-        assert laying.lay(SHARD, DIGESTS[:1], [large_row()])
+        laying.lay(DIGESTS[:1], [large_row()])
     (path,) = here.look("rows").values()
     assert os.stat(path).st_size == FRONT + size
     assert read(ring_of(path), DIGESTS[0], large_row()) == large_row().joined()
     assert not caplog.records
     set_free(monkeypatch, 0)  # it has what it has
-    assert laying.lay(SHARD, DIGESTS[1:2], [large_row()])
+    laying.lay(DIGESTS[1:2], [large_row()])
     laying.close()
     client.leave()
 
@@ -299,14 +399,14 @@ def test_where_there_is_less_there_is_no_ring(
     asked: int,
     free: int,
 ) -> None:
-    client, laying = here.enter("client", "c"), Laying(here, asked)
+    client, laying = Client(here, "c"), Laying(here, asked, OWNER)
     with caplog.at_level(logging.WARNING, "lmpool"):
         for left in (free, 100 * MIB):  # it is not tried again
             set_free(monkeypatch, left)
-            assert laying.lay(SHARD, DIGESTS[:1], [large_row()]) is None
+            laying.lay(DIGESTS[:1], [large_row()])
     (record,) = caplog.records
     assert f" has room for {free // 2:,} bytes. Mend that" in record.message
-    assert os.listdir(here.folder) == ["client-c"]
+    assert {*os.listdir(here.folder)} == files("c")
     laying.close()
     client.leave()
 
@@ -314,30 +414,23 @@ def test_where_there_is_less_there_is_no_ring(
 # --- a ring that was taken away ----------------------------------------------------------------
 
 
-def lay(laying: Laying, number: int) -> str:
-    """Lay one row, and say where."""
-    _, arguments = told(laying.lay(SHARD, [DIGESTS[number]], [large_row(number)]))
-    assert arguments[1] == DIGESTS[number].hex()
-    return str(arguments[2])
-
-
 def test_a_ring_that_was_taken_away_is_made_anew_for_who_comes(here: Neighbourhood) -> None:
-    clients, laying = [here.enter("client", "c1")], Laying(here, SIZE)
-    first = lay(laying, 0)
+    clients, laying = [Client(here, "c1")], Laying(here, SIZE, OWNER)
+    first = lay(laying, clients[-1], 0)
     (old,) = rings(here)
     os.unlink(here.path("rows", first))
-    assert lay(laying, 1) == first  # who has found it has it yet
+    assert lay(laying, clients[-1], 1) == first  # who has found it has it yet
     assert read(old, DIGESTS[1], large_row(1)) == large_row(1).joined()
     assert here.look("rows") == {}
-    clients.append(here.enter("client", "c2"))
-    second = lay(laying, 2)
+    clients.append(Client(here, "c2"))
+    second = lay(laying, clients[-1], 2)
     assert second != first
     assert [*here.look("rows")] == [second]
     (new,) = rings(here)
     assert read(new, DIGESTS[2], large_row(2)) == large_row(2).joined()
     assert read(new, DIGESTS[1], large_row(1)) is read(old, DIGESTS[2], large_row(2)) is None
-    clients.append(here.enter("client", "c3"))
-    assert lay(laying, 3) == second  # which is there
+    clients.append(Client(here, "c3"))
+    assert lay(laying, clients[-1], 3) == second  # which is there
     laying.close()
     assert here.look("rows") == {}
     for client in clients:
@@ -345,12 +438,12 @@ def test_a_ring_that_was_taken_away_is_made_anew_for_who_comes(here: Neighbourho
 
 
 def test_a_folder_that_was_taken_away_is_made_anew(here: Neighbourhood) -> None:
-    clients, laying = [here.enter("client", "c1")], Laying(here, SIZE)
-    first = lay(laying, 0)
+    clients, laying = [Client(here, "c1")], Laying(here, SIZE, OWNER)
+    first = lay(laying, clients[-1], 0)
     shutil.rmtree(here.folder)
-    assert laying.lay(SHARD, DIGESTS[:1], [large_row()]) is None
-    clients.append(here.enter("client", "c2"))
-    second = lay(laying, 1)
+    laying.lay(DIGESTS[:1], [large_row()])
+    clients.append(Client(here, "c2"))
+    second = lay(laying, clients[-1], 1)
     assert second != first
     assert [*here.look("rows")] == [second]
     laying.close()
@@ -362,13 +455,13 @@ def test_a_folder_that_was_taken_away_is_made_anew(here: Neighbourhood) -> None:
 def test_a_ring_that_cannot_be_made_anew_is_warned_of_once(
     here: Neighbourhood, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clients, laying = [here.enter("client", "c1")], Laying(here, SIZE)
-    os.unlink(here.path("rows", lay(laying, 0)))
+    clients, laying = [Client(here, "c1")], Laying(here, SIZE, OWNER)
+    os.unlink(here.path("rows", lay(laying, clients[-1], 0)))
     set_free(monkeypatch, 0)
-    clients.append(here.enter("client", "c2"))
+    clients.append(Client(here, "c2"))
     with caplog.at_level(logging.WARNING, "lmpool"):
         for _ in range(3):
-            assert laying.lay(SHARD, DIGESTS[:1], [large_row()]) is None
+            laying.lay(DIGESTS[:1], [large_row()])
     assert len(caplog.records) == 1
     assert here.look("rows") == {}
     laying.close()
@@ -385,13 +478,13 @@ from lmpool import neighbours
 from lmpool.rows import LARGE, pack_logprobs
 from lmpool.wants import Digest
 from lmpool.worker.laying import Laying
-from tests.support.protocol import shard_of_pool
 
 neighbours.MEMORY = sys.argv[1]
 here = neighbours.Neighbourhood("p")
-laying = Laying(here, 1 << 20)
+laying = Laying(here, 1 << 20, "w")
 row = pack_logprobs(np.zeros(LARGE // 4, np.float32))
-assert laying.lay(shard_of_pool("p"), [Digest(bytes(16))], [row])
+laying.lay([Digest(bytes([1]) * 16)], [row])
+assert here.look("rows")
 if os.fork() == 0:
     os.write(1, b"%d\\n" % os.getpid())
     os.close(1)
@@ -404,7 +497,7 @@ sys.stdin.read()
 def test_a_ring_goes_with_its_worker_whatever_was_forked(
     here: Neighbourhood, tmp_path: Path
 ) -> None:
-    client = here.enter("client", "c")
+    client = Client(here, "c")
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", FORKS, str(tmp_path)],
         stdin=subprocess.PIPE,
@@ -424,31 +517,3 @@ def test_a_ring_goes_with_its_worker_whatever_was_forked(
         finally:
             parent.kill()
     client.leave()
-
-
-def test_it_rests_while_those_who_are_near_wait_for_nothing(
-    here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 1000.0
-    client, laying = here.enter("client", "c"), Laying(here, SIZE)
-    monkeypatch.setattr(laying_module.time, "monotonic", lambda: now)
-
-    def lays() -> bool:
-        return laying.lay(SHARD, DIGESTS[:1], [large_row()]) is not None
-
-    for told in (0, None, 0, 0, 0, 0, 0, 1, *[0] * 7, 2, *[0] * 8):  # 1 and 2 begin anew
-        assert lays()
-        laying.hear(told)
-    assert not lays()
-    now += laying_module.REST / 2
-    assert not lays()
-    other = here.enter("client", "d")  # who may wait for something
-    assert lays()
-    for _ in range(8):
-        laying.hear(0)
-    assert not lays()
-    now += laying_module.REST + 1
-    assert lays()
-    laying.close()
-    for each in (client, other):
-        each.leave()

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import queue
+import stat
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,14 +20,19 @@ import psutil
 import pytest
 
 from lmpool import neighbours
+from lmpool.near_notices import NOTICE_MOST, NearNotice, NoticeWriter
 from lmpool.neighbours import Membership, Neighbourhood
 from lmpool.producer import near_rows as near_rows_module
 from lmpool.producer.near_rows import NearRows
 from lmpool.row_ring import FRONT, IS_ORDERED, MAGIC, RowRing, place_of
 from lmpool.rows import LARGE, PackedRow, pack_logprobs
-from lmpool.wants import Digest
+from lmpool.wait_list import WaitListReader, halves_of
+from lmpool.wants import Digest, Generate, Row, Top, Want
+from lmpool.wire import Job
 from tests.support.parts import info_of
 from tests.support.protocol import FINGERPRINT
+from tests.support.waiting import until
+from tests.support.workers import leaked_threads, lmpool_threads
 
 pytestmark = pytest.mark.skipif(not IS_ORDERED, reason="no rows are laid on this machine")
 
@@ -43,12 +55,20 @@ def here(memory: Path) -> Neighbourhood:
 
 
 @pytest.fixture
-def near(here: Neighbourhood) -> Any:
+def near(here: Neighbourhood) -> Iterator[NearRows]:
     """The rows of a client that has entered."""
     near = NearRows("me")
     near.enter("p", large_info())
     yield near
     near.leave()
+
+
+@pytest.fixture
+def heard(near: NearRows) -> queue.Queue[NearNotice]:
+    """What that client's thread was told."""
+    heard: queue.Queue[NearNotice] = queue.Queue()
+    near.hear = heard.put
+    return heard
 
 
 def large_info(fingerprint: str = FINGERPRINT, vocab_size: int = LEAST) -> Any:
@@ -67,7 +87,7 @@ class Worker:
         self.membership: Membership = here.enter("rows", self.name, self._fill)
 
     def _fill(self, file: int) -> None:
-        self.ring = RowRing(file, SIZE)
+        self.ring = RowRing(file, SIZE, self.name)
 
     def lay(self, *numbers: int) -> None:
         for number in numbers:
@@ -75,6 +95,13 @@ class Worker:
 
     def leave(self) -> None:
         self.membership.leave()
+
+
+def names(here: Neighbourhood) -> set[str]:
+    """The clients that are there: each says what it waits for and has a pipe, both of one name."""
+    told = set(here.look("notices"))
+    assert told == set(here.look("client"))
+    return {name.rpartition(".")[0] for name in told}
 
 
 def found(near: NearRows, worker: Worker) -> list[int] | None:
@@ -100,7 +127,7 @@ def test_a_client_is_there_where_any_rows_are_large(here: Neighbourhood) -> None
     for vocab_size, is_there in ((1, False), (LEAST - 1, False), (LEAST, True), (1 << 17, True)):
         near = NearRows("me")
         near.enter("p", large_info(vocab_size=vocab_size))
-        assert set(here.look("client")) == ({"me"} if is_there else set())
+        assert names(here) == ({"me"} if is_there else set())
         near.leave()
         assert here.look("client") == {}
 
@@ -143,7 +170,8 @@ def test_a_client_that_cannot_be_there_reads_nothing(
 
 def test_who_enters_again_stays(near: NearRows, here: Neighbourhood) -> None:
     def file() -> int:
-        return os.stat(here.look("client")["me"]).st_ino
+        (path,) = here.look("client").values()
+        return os.stat(path).st_ino
 
     before, worker = file(), Worker(here, 1)
     worker.lay(1)
@@ -166,11 +194,11 @@ def test_another_model_has_other_neighbours(near: NearRows, here: Neighbourhood)
     near.are_usual = True
     near.enter("p", large_info(OTHER))
     assert here.look("client") == {}
-    assert set(there.look("client")) == {"me"}
+    assert names(there) == {"me"}
     assert not near.are_usual
     assert (found(near, twin), found(near, theirs)) == ([4], [2, 3])
     near.enter("p", large_info())  # and back
-    assert set(here.look("client")) == {"me"}
+    assert names(here) == {"me"}
     assert there.look("client") == {}
     assert (found(near, mine), found(near, theirs)) == ([1, 2], None)
     near.are_usual = True
@@ -303,7 +331,7 @@ def test_any_text_may_be_a_name_but_is_not_looked_for(
 def test_a_ring_of_another_name_than_workers_give_is_not_read(
     near: NearRows, here: Neighbourhood
 ) -> None:
-    worker = here.enter("rows", "w", lambda file: RowRing(file, SIZE))
+    worker = here.enter("rows", "w", lambda file: RowRing(file, SIZE, "w"))
     assert near.ring("w") is None
     worker.leave()
 
@@ -367,6 +395,343 @@ def test_no_file_stays_open_after_leaving(memory: Path, here: Neighbourhood) -> 
         worker.leave()
 
 
+# --- what is waited for ------------------------------------------------------------------------
+
+
+def expects(near: NearRows, *numbers: int, want: Want | None = None) -> None:
+    jobs = [Job(want or Row("f32"), DIGESTS[number], b"\0" * 4, None) for number in numbers]
+    near.expect([SimpleNamespace(job=job) for job in jobs])  # type: ignore[misc]
+
+
+def awaited(here: Neighbourhood) -> list[int]:
+    """The numbers of the answers that the client which is there waits for, to a worker."""
+    (path,) = here.look("client").values()
+    with open(path, "rb") as file:
+        return [*np.flatnonzero(WaitListReader(file.fileno()).has(halves_of(DIGESTS))).tolist()]
+
+
+def test_workers_see_what_is_waited_for(near: NearRows, here: Neighbourhood) -> None:
+    assert awaited(here) == []
+    expects(near, 1, 3)
+    assert awaited(here) == [1, 3]
+    expects(near)
+    expects(near, 3, 3, 6)
+    assert awaited(here) == [1, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("want", "vocab_size", "is_large"),
+    [
+        (Row("f32"), LEAST, True),
+        (Row("bf16"), LEAST, False),
+        (Row("bf16"), 2 * LEAST - 1, False),
+        (Row("bf16"), 2 * LEAST, True),
+        (Row("f16"), 2 * LEAST, True),
+        (Top(5), 1 << 17, False),
+        (Generate(3, (), 1.0, 7), 1 << 17, False),
+    ],
+    ids=str,
+)
+def test_large_rows_alone_are_worth_it(
+    here: Neighbourhood, want: Want, vocab_size: int, is_large: bool
+) -> None:
+    near = NearRows("me")
+    near.enter("p", large_info(vocab_size=vocab_size))
+    expects(near, 2, want=want)
+    assert awaited(here) == ([2] if is_large else [])
+    near.leave()
+
+
+def test_what_is_large_is_told_among_others(near: NearRows, here: Neighbourhood) -> None:
+    row, top = Row("f32"), Top(5)
+    wants = [row, top, top, row, Row("f16"), row]
+    near.expect(
+        SimpleNamespace(job=Job(want, DIGESTS[number], b"", None))  # type: ignore[misc]
+        for number, want in enumerate(wants)
+    )
+    assert awaited(here) == [0, 3, 5]
+
+
+def test_nothing_is_expected_where_nobody_is_told(here: Neighbourhood) -> None:
+    near = NearRows("me")
+    expects(near, 1)
+    near.enter("p", large_info(OTHER, vocab_size=LEAST - 1))
+    expects(near, 1)
+    near.enter("p", large_info())
+    assert awaited(here) == []
+    near.leave()
+    expects(near, 1)
+
+
+def test_another_models_list_begins_empty(near: NearRows, here: Neighbourhood) -> None:
+    there = Neighbourhood.of_pool("p", OTHER[:8])
+    expects(near, 1)
+    with open(*here.look("client").values(), "rb") as file:
+        left = WaitListReader(file.fileno())
+    near.enter("p", large_info(OTHER))
+    assert awaited(there) == []
+    expects(near, 2)
+    assert awaited(there) == [2]
+    assert np.flatnonzero(left.has(halves_of(DIGESTS))).tolist() == [1]
+
+
+# --- what is told ------------------------------------------------------------------------------
+
+
+def pipe_of(here: Neighbourhood) -> str:
+    (path,) = here.look("notices").values()
+    return path
+
+
+def test_workers_tell_by_a_pipe_where_rows_lie(
+    here: Neighbourhood, heard: queue.Queue[NearNotice]
+) -> None:
+    first, second = (NoticeWriter(pipe_of(here)) for _ in range(2))
+    first.tell(NearNotice("1" * 16, DIGESTS[:3]))
+    second.tell(NearNotice("2" * 16, DIGESTS[3:]))
+    assert heard.get(timeout=60) == ("1" * 16, DIGESTS[:3])
+    assert heard.get(timeout=60) == ("2" * 16, DIGESTS[3:])
+    many = [Digest(number.to_bytes(16, "big")) for number in range(3 * NOTICE_MOST)]
+    first.tell(NearNotice("1" * 16, many))
+    told = list[Digest]()
+    while len(told) < len(many):
+        told += heard.get(timeout=60).digests
+    assert told == many
+
+
+def test_its_files_are_this_users_alone(near: NearRows, here: Neighbourhood) -> None:
+    for kind in ("client", "notices"):
+        (path,) = here.look(kind).values()  # type: ignore[arg-type]
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        *(b"x", b"x" * 10_000, b"rows", b"\0" * 22, b"rows\xff\xff" + b"1" * 16 + bytes(100)),
+        b"rows\x05\0" + b"1" * 16 + bytes(30),
+    ],
+    ids=["one", "many", "mark", "zeros", "too many", "cut"],
+)
+def test_who_writes_anything_else_is_passed_over(
+    here: Neighbourhood, heard: queue.Queue[NearNotice], garbage: bytes
+) -> None:
+    """And rows of which nobody hears by that come from the server."""
+    writer = NoticeWriter(pipe_of(here))
+    with open(pipe_of(here), "wb") as file:
+        file.write(garbage)
+    notice = NearNotice("1" * 16, DIGESTS[:3])
+
+    def is_heard() -> bool:  # what came together with garbage, or was taken for its end, was not
+        writer.tell(notice)
+        return any(heard.get() == notice for _ in range(heard.qsize()))
+
+    until(is_heard)
+
+
+def test_a_row_that_cannot_be_read_keeps_no_other_back(
+    near: NearRows, here: Neighbourhood, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: queue.Queue[NearNotice] = queue.Queue()
+
+    def fails_first(notice: NearNotice) -> None:
+        heard.put(notice)
+        if heard.qsize() == 1:
+            raise MemoryError("no room for it")
+
+    near.hear = fails_first
+    writer = NoticeWriter(pipe_of(here))
+    for number in range(3):
+        writer.tell(NearNotice(f"{number:016x}", DIGESTS[:1]))
+    until(lambda: heard.qsize() == 3)
+    assert caplog.text.count("rows in shared memory could not be read") == 1
+
+
+def test_what_was_copied_is_settled_once(near: NearRows) -> None:
+    with near.reading:
+        assert near.settle() == 0
+        near.read_bytes += 5
+        near.read_bytes += 7
+        assert near.settle() == 12
+        assert near.settle() == 0
+
+
+# --- how the thread ends -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def before() -> set[threading.Thread]:
+    return lmpool_threads()
+
+
+def mine(before: set[threading.Thread]) -> list[threading.Thread]:
+    return [*(lmpool_threads() - before)]
+
+
+def pipes() -> set[str]:
+    """Of this process, by number."""
+    found = set[str]()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            path = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue  # that of the list itself
+        if "/lmpool-" in path:
+            found.add(f"{number} {path}")
+    return found
+
+
+def test_the_thread_ends_with_who_leaves(
+    before: set[threading.Thread], here: Neighbourhood
+) -> None:
+    opened, near = pipes(), NearRows("me")
+    assert mine(before) == []
+    near.enter("p", large_info())
+    assert [thread.name for thread in mine(before)] == ["lmpool-near-me"]
+    assert all(thread.daemon for thread in mine(before))
+    assert len(pipes()) > len(opened)
+    near.leave()
+    assert leaked_threads(before) == []
+    assert pipes() == opened
+    assert not os.path.exists(here.folder)
+
+
+def test_nobody_is_heard_where_no_rows_are_large(before: set[threading.Thread]) -> None:
+    near = NearRows("me")
+    near.enter("p", large_info(vocab_size=LEAST - 1))
+    assert mine(before) == []
+    near.leave()
+
+
+def test_there_is_one_thread_whatever_comes_and_goes(
+    before: set[threading.Thread], here: Neighbourhood
+) -> None:
+    near = NearRows("me")
+    for fingerprint in (FINGERPRINT, FINGERPRINT, OTHER, FINGERPRINT):
+        near.enter("p", large_info(fingerprint))
+        until(lambda: len(mine(before)) == 1)
+    (known,) = mine(before)
+    os.unlink(pipe_of(here))
+    near.enter("p", large_info())
+    until(lambda: len(mine(before)) == 1)
+    assert mine(before) != [known]
+    near.enter("p", large_info(OTHER, vocab_size=LEAST - 1))
+    assert leaked_threads(before) == []
+    near.leave()
+
+
+def test_a_client_whose_pipe_alone_was_taken_away_comes_back(
+    near: NearRows, here: Neighbourhood, heard: queue.Queue[NearNotice]
+) -> None:
+    os.unlink(pipe_of(here))
+    near.enter("p", large_info())
+    assert names(here) == {"me"}
+    notice = NearNotice("1" * 16, DIGESTS)
+    NoticeWriter(pipe_of(here)).tell(notice)
+    assert heard.get(timeout=60) == notice
+
+
+def test_who_comes_back_is_found_as_somebody_new(near: NearRows, here: Neighbourhood) -> None:
+    """Workers keep what they have of one that they know by name."""
+    known = {*here.look("client")}
+    os.unlink(*here.look("client").values())
+    near.enter("p", large_info())
+    assert not known & {*here.look("client")}
+
+
+def test_who_leaves_does_not_wait_for_a_thread_that_hears_nothing(
+    before: set[threading.Thread], here: Neighbourhood
+) -> None:
+    """It may be in the midst of rows: then it ends behind them, however full its pipe is."""
+    near, heard, goes_on = NearRows("me"), list[NearNotice](), threading.Event()
+
+    def slowly(notice: NearNotice) -> None:
+        heard.append(notice)
+        assert goes_on.wait(60)
+
+    near.hear = slowly
+    near.enter("p", large_info())
+    fill = os.open(pipe_of(here), os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        NoticeWriter(pipe_of(here)).tell(NearNotice("1" * 16, DIGESTS))
+        until(lambda: heard)
+        with suppress(BlockingIOError):
+            while os.write(fill, b"x" * 4096):
+                pass
+        NoticeWriter(pipe_of(here)).tell(NearNotice("1" * 16, DIGESTS))  # nor does this wait
+        near.leave()
+        assert not os.path.exists(here.folder)
+        assert len(mine(before)) == 1
+    finally:
+        os.close(fill)
+        goes_on.set()
+    assert leaked_threads(before) == []
+    assert len(heard) == 1
+
+
+def test_the_thread_itself_may_close_the_client(
+    before: set[threading.Thread], here: Neighbourhood
+) -> None:
+    """A finalizer runs in any."""
+    near = NearRows("me")
+    near.hear = lambda notice: near.leave()
+    near.enter("p", large_info())
+    writer = NoticeWriter(pipe_of(here))
+    writer.tell(NearNotice("1" * 16, DIGESTS))
+    assert leaked_threads(before) == []
+    assert not os.path.exists(here.folder)
+    with pytest.raises(BrokenPipeError):
+        writer.tell(NearNotice("1" * 16, DIGESTS))
+
+
+def _no_list(patch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    patch.setattr(os, "posix_fallocate", full)
+
+
+def _no_pipe(patch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError("no pipes here")
+
+    patch.setattr(os, "mkfifo", refused)
+
+
+def _no_end_of_a_pipe(patch: pytest.MonkeyPatch) -> None:
+    def too_many(_: int) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    patch.setattr(os, "dup", too_many)
+
+
+def _no_thread(patch: pytest.MonkeyPatch) -> None:
+    def ending(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    patch.setattr(threading.Thread, "start", ending)
+
+
+@pytest.mark.parametrize("missing", [_no_list, _no_pipe, _no_end_of_a_pipe, _no_thread])
+def test_who_cannot_enter_whole_is_not_there_at_all(
+    before: set[threading.Thread],
+    here: Neighbourhood,
+    monkeypatch: pytest.MonkeyPatch,
+    missing: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    opened, near = pipes(), NearRows("me")
+    with monkeypatch.context() as patch:
+        missing(patch)
+        near.enter("p", large_info())
+        expects(near, 1)
+    assert not os.path.exists(here.folder) or os.listdir(here.folder) == []
+    assert pipes() == opened
+    assert mine(before) == []
+    near.enter("p", large_info())  # it is tried again
+    assert names(here) == {"me"}
+    near.leave()
+
+
 # --- what comes in between ---------------------------------------------------------------------
 
 
@@ -376,7 +741,7 @@ def test_a_client_whose_file_was_taken_away_comes_back(near: NearRows, here: Nei
     os.unlink(path)
     assert here.look("client") == {}
     near.enter("p", large_info())
-    assert set(here.look("client")) == {"me"}
+    assert names(here) == {"me"}
 
 
 def test_who_could_not_enter_tries_again(
@@ -387,24 +752,37 @@ def test_who_could_not_enter_tries_again(
         patch.setattr(neighbours, "MEMORY", "/nowhere")
         near.enter("p", large_info())
     near.enter("p", large_info())
-    assert set(here.look("client")) == {"me"}
+    assert names(here) == {"me"}
     near.leave()
 
 
+@pytest.mark.parametrize("place", [(Neighbourhood, "enter"), (threading.Thread, "start")])
+@pytest.mark.parametrize("turn", [1, 2])
 def test_who_is_closed_in_the_middle_of_entering_is_not_there(
-    here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
+    here: Neighbourhood,
+    before: set[threading.Thread],
+    monkeypatch: pytest.MonkeyPatch,
+    place: tuple[Any, str],
+    turn: int,
 ) -> None:
     """By a finalizer, or a signal's handler, in the same thread."""
-    near, enter = NearRows("me"), Neighbourhood.enter
+    near, opened, turns = NearRows("me"), pipes(), iter(range(1, 9))
+    step = getattr(*place)
 
-    def interrupted(neighbourhood: Neighbourhood, *given: Any) -> Any:
-        found = enter(neighbourhood, *given)
-        near.leave()
+    def interrupted(*given: Any, **options: Any) -> Any:
+        found = step(*given, **options)
+        if next(turns) == turn:
+            near.leave()
         return found
 
-    monkeypatch.setattr(Neighbourhood, "enter", interrupted)
+    monkeypatch.setattr(*place, interrupted)
     near.enter("p", large_info())
-    assert here.look("client") == {}
+    near.enter("p", large_info(OTHER))
+    monkeypatch.undo()
+    near.leave()
+    assert not os.path.exists(here.folder)
+    assert leaked_threads(before) == []
+    assert pipes() == opened
 
 
 def test_memory_of_another_user_is_not_read(
@@ -431,6 +809,7 @@ near = NearRows("parent")
 near.enter("p", info_of(vocab_size=int(sys.argv[2])))
 child = os.fork()
 if child == 0:
+    near.after_fork()
     mine = NearRows("child")
     mine.enter("p", info_of(vocab_size=int(sys.argv[2])))
     os.write(1, b"%d\\n" % os.getpid())
@@ -453,10 +832,15 @@ def test_a_forked_child_is_there_under_its_own_name_alone(
             assert parent.stdout is not None
             child = psutil.Process(int(parent.stdout.readline()))
             try:
-                assert set(here.look("client")) == {"parent", "child"}
+                assert names(here) == {"parent", "child"}
+                theirs = {name.partition(".")[0]: p for name, p in here.look("notices").items()}
+                NoticeWriter(theirs["child"])
                 parent.kill()
                 parent.wait(60)
-                assert set(here.look("client")) == {"child"}  # which holds nothing of its parent's
+                with pytest.raises(OSError, match="No such device"):
+                    NoticeWriter(theirs["parent"])  # nobody has an end of it
+                NoticeWriter(theirs["child"])
+                assert names(here) == {"child"}  # which holds nothing of its parent's
             finally:
                 child.kill()
         finally:

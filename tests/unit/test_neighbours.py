@@ -255,6 +255,216 @@ def test_a_child_keeps_nobody_there_who_left(here: Neighbourhood, memory: Path) 
         assert names(here) == set()
 
 
+# --- pipes -------------------------------------------------------------------------------------
+
+
+class Pipe:
+    """A pipe that one is told by: its end stays open when one has entered."""
+
+    def __init__(self, here: Neighbourhood, name: str) -> None:
+        self.seen = list[set[str]]()
+        self._here = here
+        self.membership = here.enter("notices", name, self._take, is_pipe=True)
+
+    def _take(self, pipe: int) -> None:
+        self.seen.append(names(self._here, "notices"))
+        self.end = os.dup(pipe)
+
+    def leave(self) -> None:
+        self.membership.leave()
+        os.close(self.end)
+
+
+def tell(here: Neighbourhood, name: str, data: bytes) -> None:
+    pipe = os.open(here.path("notices", name), os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        assert os.write(pipe, data) == len(data)
+    finally:
+        os.close(pipe)
+
+
+def test_a_pipe_is_there_until_its_reader_leaves(here: Neighbourhood) -> None:
+    before = os.umask(0)
+    try:
+        mine = Pipe(here, "a")
+    finally:
+        os.umask(before)
+    assert mine.seen == [set()]  # not before it is taken
+    (path,) = here.look("notices").values()
+    assert path == here.path("notices", "a") == f"{here.folder}/notices-a"
+    assert stat.S_ISFIFO(os.lstat(path).st_mode)
+    assert mode_of(path) == 0o600
+    there = [mine.membership.is_there]
+    for number in range(3):
+        tell(here, "a", b"%d" % number)
+        assert os.read(mine.end, 100) == b"%d" % number
+    mine.leave()
+    assert [*there, mine.membership.is_there] == [True, False]
+    assert here.look("notices") == {}
+    assert not os.path.exists(here.folder)
+
+
+def test_a_pipe_is_held_by_a_lock(here: Neighbourhood) -> None:
+    mine = Pipe(here, "a")
+    path = here.path("notices", "a")
+    other = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    for how in (fcntl.LOCK_SH, fcntl.LOCK_EX):
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, how | fcntl.LOCK_NB)
+    for _ in range(3):
+        Neighbourhood("q").enter("client", "b").leave()  # who comes looks at all there is
+        assert names(here, "notices") == {"a"}
+    tell(here, "a", b"told")
+    assert os.read(mine.end, 100) == b"told"
+    mine.leave()
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(other)
+
+
+def test_a_pipe_and_a_file_of_one_client_are_two(here: Neighbourhood) -> None:
+    pipe = Pipe(here, "a")
+    file = here.enter("client", "a", lambda file: os.write(file, b"list"))
+    assert here.look("client") == {"a": f"{here.folder}/client-a"}
+    assert here.look("notices") == {"a": f"{here.folder}/notices-a"}
+    assert Path(here.path("client", "a")).read_bytes() == b"list"
+    tell(here, "a", b"told")
+    assert os.read(pipe.end, 100) == b"told"
+    file.leave()
+    assert names(here) == set()
+    assert names(here, "notices") == {"a"}
+    assert pipe.membership.is_there
+    pipe.leave()
+    assert not os.path.exists(here.folder)
+
+
+def test_a_pipe_that_nobody_took_is_no_more(here: Neighbourhood) -> None:
+    other, held = here.enter("client", "a"), list[int]()
+
+    def take(pipe: int) -> None:
+        held.append(pipe)
+        raise OSError(errno.EMFILE, "too many")
+
+    with pytest.raises(OSError, match="too many"):
+        here.enter("notices", "b", take, is_pipe=True)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(held[0])
+    assert files(here) == {"client-a"}
+    other.leave()
+    assert not os.path.exists(here.folder)
+
+
+def test_who_entered_by_a_pipe_that_nobody_reads_is_there(here: Neighbourhood) -> None:
+    mine = here.enter("notices", "a", is_pipe=True)
+    assert names(here, "notices") == {"a"}
+    mine.leave()
+    assert not os.path.exists(here.folder)
+
+
+BOTH = """
+ends = []
+told = neighbours.Neighbourhood("p").enter(
+    "notices", "a", lambda pipe: ends.append(os.dup(pipe)), is_pipe=True
+)
+"""
+
+
+def test_the_pipe_of_one_who_is_killed_is_taken_away(here: Neighbourhood, memory: Path) -> None:
+    with program(memory, BOTH + STAYS) as (process, said):
+        assert said == "there"
+        assert files(here) == {"client-a", "notices-a"}
+        assert names(here) == names(here, "notices") == {"a"}
+        tell(here, "a", b"told")
+        process.kill()
+        process.wait(60)
+    assert names(here) == set()
+    assert files(here) == {"notices-a"}
+    Neighbourhood("q").enter("client", "b").leave()  # whoever comes, to whatever pool
+    assert not os.path.exists(here.folder)
+
+
+def test_a_pipe_of_the_dead_is_found_no_more_though_somebody_tells(
+    here: Neighbourhood, memory: Path
+) -> None:
+    with program(memory, BOTH + STAYS) as (process, _):
+        worker = os.open(here.path("notices", "a"), os.O_WRONLY | os.O_NONBLOCK)
+        process.kill()
+        process.wait(60)
+    try:
+        with pytest.raises(BrokenPipeError):
+            os.write(worker, b"told")
+        assert names(here, "notices") == set()
+        assert files(here) == {"client-a"}
+    finally:
+        os.close(worker)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_pipe_goes_with_its_process_whatever_was_forked(
+    here: Neighbourhood, memory: Path, keeps: bool
+) -> None:
+    in_child = "pass" if keeps else "os.close(ends[0])"
+    body = BOTH + f"child = os.fork()\nif child == 0:\n    {in_child}\n"
+    body += '    os.write(1, b"%d\\n" % os.getpid())\n    time.sleep(600)\n    os._exit(1)\n'
+    with program(memory, body + "sys.stdin.read()\n") as (process, said):
+        child = psutil.Process(int(said))
+        try:
+            worker = os.open(here.path("notices", "a"), os.O_WRONLY | os.O_NONBLOCK)
+            assert names(here) == names(here, "notices") == {"a"}
+            process.kill()
+            process.wait(60)
+            assert child.is_running()
+            assert child.status() != psutil.STATUS_ZOMBIE
+            if not keeps:
+                with pytest.raises(BrokenPipeError):  # the child has no end of it
+                    os.write(worker, b"told")
+            os.close(worker)
+            assert names(here) == names(here, "notices") == set()
+        finally:
+            child.kill()
+
+
+def test_a_child_that_ends_takes_no_pipe_of_its_parents(here: Neighbourhood, memory: Path) -> None:
+    body = (
+        "child = os.fork()\nif child == 0:\n    sys.exit(0)\nassert not os.waitpid(child, 0)[1]\n"
+    )
+    with program(memory, BOTH + body + STAYS) as (process, said):
+        assert said == "there"
+        assert names(here) == names(here, "notices") == {"a"}
+        tell(here, "a", b"told")
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    assert not os.path.exists(here.folder)
+
+
+def test_drafts_of_pipes_are_taken_away_after_a_minute(here: Neighbourhood) -> None:
+    mine, now = here.enter("client", "a"), time.time()
+    for name, age in (("old", 70.0), ("fresh", 50.0)):
+        os.mkfifo(f"{here.folder}/.{name}", 0o600)
+        os.utime(f"{here.folder}/.{name}", (now - age, now - age))
+    Neighbourhood("q").enter("client", "b").leave()  # it waits for nobody who writes
+    assert files(here) == {"client-a", ".fresh"}
+    os.unlink(f"{here.folder}/.fresh")
+    mine.leave()
+
+
+def test_a_pipe_that_cannot_be_opened_is_no_more(
+    here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, usual = here.enter("client", "a"), os.open
+
+    def full(path: str, *arguments: int) -> int:
+        if str(path).startswith(f"{here.folder}/."):
+            raise OSError(errno.EMFILE, "too many")
+        return usual(path, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        with pytest.raises(OSError, match="too many"):
+            here.enter("notices", "a", is_pipe=True)
+    assert files(here) == {"client-a"}
+    other.leave()
+
+
 # --- drafts ------------------------------------------------------------------------------------
 
 
@@ -667,7 +877,8 @@ def test_several_threads_find_who_comes(here: Neighbourhood) -> None:
         stays = here.enter("client", "stays")
         for number in range(50):
             mine = here.enter("client", str(number))
-            until(lambda n=number: set(near.look()) == {"stays", str(n)}, every=0)
+            right = {"stays", str(number)}
+            until(lambda right=right: set(near.look()) == right, every=0)  # type: ignore[misc]
             mine.leave()
             until(lambda: set(near.look()) == {"stays"}, every=0)
         stays.leave()

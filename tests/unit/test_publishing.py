@@ -23,7 +23,7 @@ from lmpool.rows import LARGE, PackedRow, bf16_to_f32, pack_logprobs, unpack_row
 from lmpool.scripts import script
 from lmpool.server import open_server
 from lmpool.servers import Servers
-from lmpool.wants import Generate, Generation
+from lmpool.wants import Digest, Generate, Generation
 from lmpool.wire import Job
 from lmpool.worker import publishing, transaction
 from lmpool.worker.batching import Delivery
@@ -804,6 +804,95 @@ def test_a_lone_prompt_is_written_in_the_engines_thread(
 
         until(is_written_there)
         assert sum(is_written_there() for _ in range(20)) >= 15  # not where room is looked for
+
+
+# --- rows that are laid near -------------------------------------------------------------------
+
+
+class Laid:
+    """In the place of a worker's laying: what was laid, in which thread, before what was stored."""
+
+    def __init__(self, publisher: Publisher, server: redis.Redis, shard: ShardKeys) -> None:
+        self.calls: list[tuple[bool, int]] = []
+        """Whether it was this thread, and how many rows that were."""
+        self.stored = 0
+        """Rows that were there by then."""
+        self._publisher, self._server, self._shard = publisher, server, shard
+        self._here = threading.current_thread()
+        self.closed_by: list[threading.Thread] = []
+        publisher._laying = self  # type: ignore[assignment]
+
+    def lay(self, digests: Sequence[Digest], values: Sequence[object]) -> None:
+        assert self._publisher._writing.locked()
+        assert len(digests) == len(values)
+        keys = [self._shard.result(digest) for digest in digests]
+        self.stored += self._server.exists(*keys)
+        self.calls.append((threading.current_thread() is self._here, len(digests)))
+
+    def close(self) -> None:
+        assert self._publisher._writing.locked()
+        self.closed_by.append(threading.current_thread())
+
+
+def test_rows_are_laid_before_they_are_stored_and_once(
+    start: Callable[..., Writer], any_server: str, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    writer = start(any_server)
+    laid = Laid(writer.publisher, redis_client, shard)
+    caller, consumer, finished = prepare(redis_client, shard, 30)
+    fail_first(writer, [redis.exceptions.ConnectionError("gone")])
+    for items in (finished[:3], finished[3:]):
+        writer.put(items)
+        until(lambda: writer.publisher._queue.empty())
+    until(lambda: consumer.held() == [])
+    assert len(caller.notices()) == 30
+    assert laid.stored == 0
+    assert laid.calls == [(writer.begins, 3), (writer.begins, 27)]
+    writer.finish()
+    assert laid.closed_by == [writer.thread]
+
+
+def test_more_than_is_written_at_once_is_laid_by_the_publisher(
+    beginner: Writer,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ring is not to be written over before the first of it was read."""
+    monkeypatch.setattr(publishing, "CHUNK_BYTES", 4 * 4 * VOCAB)
+    laid = Laid(beginner.publisher, redis_client, shard)
+    _, consumer, finished = prepare(redis_client, shard, 14)
+    beginner.put(finished[:4])
+    beginner.put(finished[4:])
+    until(lambda: consumer.held() == [])
+    assert laid.calls[0] == (True, 4)
+    assert {there for there, _ in laid.calls[1:]} == {False}
+    assert sum(count for _, count in laid.calls) == 14
+    assert len(laid.calls) > 3
+
+
+def test_rows_of_an_engine_that_goes_on_are_laid_by_the_publisher(
+    beginner: Writer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    laid = Laid(beginner.publisher, redis_client, shard)
+    _, consumer, finished = prepare(redis_client, shard, 3)
+    assert not beginner.publisher.put(finished)
+    until(lambda: consumer.held() == [])
+    assert laid.calls == [(False, 3)]
+
+
+def test_what_is_no_row_wakes_the_publisher_unless_it_is_little(
+    beginner: Writer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    laid = Laid(beginner.publisher, redis_client, shard)
+    _, consumer, finished = prepare(redis_client, shard, publishing.BEGIN_MOST + 1)
+    failed: list[Finished] = [
+        (item[0], Outcome(item[1].id, error=PromptFailed("no")))  # type: ignore[index,union-attr]
+        for item in finished
+    ]
+    beginner.put(failed)
+    until(lambda: consumer.held() == [])
+    assert [there for there, _ in laid.calls] == [False]
 
 
 # --- when the server does not take it ----------------------------------------------------------

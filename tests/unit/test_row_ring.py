@@ -38,6 +38,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory i
 SIZE = 1 << 16
 ROOM = SIZE // SPARE
 """The room of the largest row."""
+OWNER = "worker-1"
 BEFORE = 40
 """Bytes of a row's digest, position and length."""
 TYPES = {"f32": np.float32, "bf16": np.uint16, "f16": np.float16}
@@ -82,7 +83,7 @@ def read(
 
 def ring_of(size: int) -> tuple[RowRing, RowRingReader]:
     with tempfile.TemporaryFile() as file:
-        return RowRing(file.fileno(), size), RowRingReader(file.fileno())
+        return RowRing(file.fileno(), size, OWNER), RowRingReader(file.fileno())
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def ring(path: Path) -> RowRing:
     with path.open("w+b") as file:
-        return RowRing(file.fileno(), SIZE)
+        return RowRing(file.fileno(), SIZE, OWNER)
 
 
 @pytest.fixture
@@ -401,7 +402,7 @@ from lmpool.row_ring import RowRing
 from lmpool.rows import PackedRow
 
 with open(sys.argv[1], "w+b") as file:
-    ring = RowRing(file.fileno(), int(sys.argv[2]))
+    ring = RowRing(file.fileno(), int(sys.argv[2]), "w")
 rows = []
 for number in range(64):
     digest = number.to_bytes(4, "little") * 4
@@ -458,7 +459,8 @@ REFUSED = {
     "longer": (head(), WHOLE + 1),
     "zeros": (b"", WHOLE),
     "another magic": (head(MAGIC[:-1] + b"x"), WHOLE),
-    "another release": (head(MAGIC.replace(b"1", b"2")), WHOLE),
+    "the release before": (head(MAGIC.replace(b"2", b"1")), WHOLE),
+    "the next release": (head(MAGIC.replace(b"2", b"3")), WHOLE),
     "other slots": (head(slots=SLOTS * 2), WHOLE),
     "no bytes of rows": (head(size=0), FRONT),
     "less than no bytes": (head(size=(1 << 64) - 1), FRONT - 1),
@@ -503,6 +505,87 @@ def test_slots_that_lead_anywhere_lead_to_no_row(path: Path, ring: RowRing) -> N
     assert read(reader, digest_of(1), row) == row.joined()
 
 
+# --- whose it is -------------------------------------------------------------------------------
+
+MOST = 896
+"""Bytes of a name."""
+
+
+def owner_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return RowRingReader(file.fileno()).owner
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [
+        "",
+        "w",
+        "host-1:4711:0a1b2c",
+        "näher, 近く, 🦊",
+        "a b\n\tc",
+        "x" * MOST,
+        "é" * (MOST // 2),
+        "not UTF-8: \udcff\udc80",
+        "a\0b",
+        "\0a",
+    ],
+)
+def test_a_ring_says_whose_it_is(path: Path, owner: str) -> None:
+    with path.open("w+b") as file:
+        ring = RowRing(file.fileno(), SIZE, owner)
+    assert owner_of(path) == owner
+    lay_around(ring)
+    assert ring.lay(digest_of(0), row_of(64 - BEFORE))
+    assert owner_of(path) == owner  # whatever was laid
+
+
+def test_a_name_that_is_too_long_is_cut_and_nothing_else_is_written_over(path: Path) -> None:
+    for owner in ("x" * (MOST + 1), "y" * 10_000, "z" * SIZE):
+        with path.open("w+b") as file:
+            ring = RowRing(file.fileno(), SIZE, owner)
+        assert owner_of(path) == owner[:MOST]
+        front = path.read_bytes()
+        assert front[32:128] == bytes(96)
+        assert front[1024:] == bytes(WHOLE - 1024)
+        assert ring.lay(digest_of(1), row_of(100))
+        assert owner_of(path) == owner[:MOST]
+
+
+def test_a_name_cut_within_a_letter_is_read(path: Path) -> None:
+    owner = "x" + "é" * MOST
+    with path.open("w+b") as file:
+        RowRing(file.fileno(), SIZE, owner)
+    assert owner_of(path) == owner[: MOST // 2] + "\udcc3"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_name_of_garbage_is_read(path: Path, ring: RowRing, seed: int) -> None:
+    garbage = random.Random(seed).randbytes(MOST - 1) + b"\xff"
+    ring._memory[128:1024] = garbage
+    assert owner_of(path).encode("utf-8", "surrogateescape") == garbage
+    row = row_of(100)
+    assert ring.lay(digest_of(1), row)
+    with path.open("rb") as file:
+        assert read(RowRingReader(file.fileno()), digest_of(1), row) == row.joined()
+
+
+def test_a_name_that_is_no_text_makes_no_ring(path: Path) -> None:
+    with path.open("w+b") as file, pytest.raises(ValueError, match="surrogates not allowed"):
+        RowRing(file.fileno(), SIZE, "\ud800")
+
+
+def test_rings_are_each_their_workers(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a", "b")]
+    for path in paths:
+        with path.open("w+b") as file:
+            RowRing(file.fileno(), SIZE, path.name)
+    assert [owner_of(path) for path in paths] == ["a", "b"]
+
+
+# --- room --------------------------------------------------------------------------------------
+
+
 def test_all_room_is_taken_at_once(path: Path, ring: RowRing) -> None:
     found = path.stat()
     assert found.st_size == WHOLE
@@ -517,7 +600,7 @@ def test_where_there_is_no_room_there_is_no_ring(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with path.open("w+b") as file, pytest.raises(OSError, match="no space left"):
-        RowRing(file.fileno(), SIZE)
+        RowRing(file.fileno(), SIZE, OWNER)
 
 
 def test_a_limit_on_files_is_told_of(path: Path) -> None:
@@ -526,6 +609,6 @@ def test_a_limit_on_files_is_told_of(path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (FRONT, hard))
         try:
             with pytest.raises(OSError, match="File too large"):
-                RowRing(file.fileno(), SIZE)
+                RowRing(file.fileno(), SIZE, OWNER)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
