@@ -65,7 +65,8 @@ class Blocks:
     def _take_back(self, number: int, _: object) -> None:
         spare = self._spare
         spare.append(self._lent.pop(number)[1])
-        left = sum(memory.size for memory in tuple(spare)) - MOST
+        # A list, not a tuple: making one of those may collect garbage, blocks among it, on the way.
+        left = sum(memory.size for memory in [*spare]) - MOST
         with suppress(IndexError):  # another thread may take some meanwhile
             while left > 0:
                 left -= spare.popleft().size
