@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from lmpool.neighbours import which
+from lmpool.neighbours import close_own, which
 from lmpool.wants import DIGEST_BYTES, Digest
 
 PIPE_BYTES: Final = getattr(select, "PIPE_BUF", 512)
@@ -92,9 +92,8 @@ class NoticeReader:
         self._let_go()
 
     def _let_go(self) -> None:
-        is_mine, pipe, self._pipe = self._is_mine(), self._pipe, -1
-        if is_mine:
-            os.close(pipe)
+        pipe, self._pipe = self._pipe, -1
+        close_own(pipe, self._which)
 
     def _is_mine(self) -> bool:
         """Whether its number is not another's, as after all were closed, which daemons do."""
@@ -111,8 +110,8 @@ class NoticeWriter:
         """Raises `OSError` where that is no pipe of this user's, or nobody reads."""
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
         self._pipe = os.open(path, flags)
-        self._end = weakref.finalize(self, os.close, self._pipe)
         found = os.fstat(self._pipe)
+        self._end = weakref.finalize(self, close_own, self._pipe, which(found))
         if not stat.S_ISFIFO(found.st_mode) or found.st_uid != os.geteuid():
             raise PermissionError(f"{path} is no pipe of this user's")
 

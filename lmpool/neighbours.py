@@ -171,9 +171,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _leave(lock: int, mine: tuple[int, int], path: str, whose: int) -> None:
-    with suppress(OSError):
-        if which(os.fstat(lock)) == mine:  # not another's, after all were closed, as daemons do
-            os.close(lock)
+    close_own(lock, mine)
     if os.getpid() != whose:
         return
     with suppress(OSError):
@@ -185,6 +183,13 @@ def _leave(lock: int, mine: tuple[int, int], path: str, whose: int) -> None:
 def which(file: os.stat_result) -> tuple[int, int]:
     """What tells a file from all others that there are now."""
     return file.st_dev, file.st_ino
+
+
+def close_own(file: int, mine: tuple[int, int]) -> None:
+    """Close a file unless its number is another's, as after all were closed, which daemons do."""
+    with suppress(OSError):
+        if which(os.fstat(file)) == mine:
+            os.close(file)
 
 
 class Neighbours:

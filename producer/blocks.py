@@ -30,7 +30,7 @@ class Blocks:
     """Makes blocks, for any thread; keeps the memory of those that were dropped last."""
 
     def __init__(self) -> None:
-        # Each step of it is one of the interpreter's: blocks are dropped in the midst of anything.
+        # No lock: blocks are dropped in the midst of anything, this here among it.
         self._spare: deque[npt.NDArray[np.uint8]] = deque()
         self._lent: dict[int, tuple[weakref.ref[Any], npt.NDArray[np.uint8]]] = {}
         """What callers have, by number: how their dropping it is heard of, and the memory."""

@@ -317,8 +317,8 @@ class Client:
                 thread.join(CUT_WAIT)
 
     def close_soon(self, timeout: float | None = None) -> None:
-        """`close` for a finalizer, which may run in a thread that holds the lock."""
-        if self._session.is_interrupted:
+        """`close` for a finalizer, which may run in a thread that holds a lock."""
+        if self._session.is_interrupted or self._session.near.is_heard_here:
             threading.Thread(target=self.close, name="lmpool-close", daemon=True).start()
         else:
             self.close(timeout)

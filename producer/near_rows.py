@@ -111,6 +111,11 @@ class NearRows:
                 except Exception:  # these rows come from the server
                     logger.warning("rows in shared memory could not be read", exc_info=True)
 
+    @property
+    def is_heard_here(self) -> bool:
+        """Whether this very thread is the one that is told: it may be in the midst of rows."""
+        return threading.current_thread() is self._thread
+
     def leave(self) -> None:
         """Nothing is read any more."""
         with self._entering:
@@ -120,20 +125,21 @@ class NearRows:
     def after_fork(self) -> None:
         """In a forked child, which is another client: its parent's memory is let go of now, and not
         once its descriptors may be another's."""
-        self._rings = {}
+        self._rings, self._waits = {}, None
         if self._pipe is not None:
             self._pipe.after_fork()
 
     def _leave(self) -> None:
         self._waits = self._info = None
-        memberships, self._memberships = self._memberships, []
-        for membership in reversed(memberships):
+        # Forgotten once they are let go of: Ctrl-C may come between, and another call then.
+        for membership in reversed(self._memberships):
             membership.leave()
-        pipe, thread, self._pipe, self._thread = self._pipe, self._thread, None, None
-        if pipe is not None:
-            pipe.close()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(FAREWELL)
+        self._memberships = []
+        if self._pipe is not None:
+            self._pipe.close()
+        if self._thread is not None and not self.is_heard_here:
+            self._thread.join(FAREWELL)
+        self._pipe = self._thread = None
         self._neighbourhood = None
         self._rings = {}
         self.are_usual = False

@@ -128,6 +128,7 @@ class Sender:
                 lost_since = self._attempt(self._serve, lost_since)
             self._leave()
         finally:
+            session.near.leave()  # also where Ctrl-C kept who closes the client from it
             self._servers.close()
 
     def _attempt(self, step: Callable[[], None], lost_since: float | None) -> float | None:

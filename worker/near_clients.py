@@ -6,6 +6,7 @@ import logging
 import os
 import stat
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,10 @@ from lmpool.wait_list import WaitListError, WaitListReader, halves_of
 from lmpool.wants import Digest
 
 logger = logging.getLogger(__name__)
+
+CLIENTS_MOST: Final = 64
+"""Clients that are told, each of which takes two descriptors; for others rows come from the
+server."""
 
 
 class NearClient:
@@ -41,7 +46,10 @@ class NearClients:
         there = self._neighbours.look()
         if there is self._known:
             return False
-        clients = {name: self._clients.get(name) or self._open(name) for name in there}
+        self._neighbourhood.look("notices")  # those of the dead are taken away by that
+        known = [name for name in self._clients if name in there]
+        names = [*known, *(name for name in there if name not in self._clients)][:CLIENTS_MOST]
+        clients = {name: self._clients.get(name) or self._open(name) for name in names}
         self._clients = {name: client for name, client in clients.items() if client is not None}
         self._known = there
         return True

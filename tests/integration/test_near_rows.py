@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from lmpool.backends.mock import mock_row
 from lmpool.connections import OneConnectionClient
 from lmpool.near_notices import NearNotice, NoticeWriter
 from lmpool.neighbours import Neighbourhood
+from lmpool.producer.near_rows import NearRows
 from lmpool.row_ring import IS_ORDERED, RowRingReader
 from lmpool.wants import Digest
 from lmpool.worker.transaction import Transaction
@@ -177,7 +178,7 @@ def test_a_row_is_there_before_it_is_stored(
     try:
         rows = lm.batch_next_token_logprobs_sync(prompts, timeout=60)
         assert np.array_equal(rows, right(prompts))
-        assert began.is_set()
+        assert began.wait(60)
         assert stored() == known
         # Who asks now waits with the job that is on its way, and finds the row when it is told.
         again = threading.Thread(
@@ -452,3 +453,49 @@ def test_clients_of_small_vocabularies_are_not_there(any_server: str, pool: str)
     with lmpool.connect(any_server, pool) as lm:
         lm.sync.next_token_logprobs([1])
         assert not os.path.exists(folder_of(lm).folder)
+
+
+def test_a_client_whose_closing_is_interrupted_leaves_nothing(
+    any_server: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(near: NearRows) -> None:
+        patch.undo()
+        raise KeyboardInterrupt
+
+    with in_process_worker(any_server, pool_name, engine_opts=OPTS):
+        before = near_threads()
+        lm = lmpool.connect(any_server, pool_name, framework="numpy")
+        lm.sync.next_token_logprobs([1])
+        assert near_threads() == before + 1
+        with monkeypatch.context() as patch:
+            patch.setattr(NearRows, "leave", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                lm._client.close()
+        lm.close()
+        until(lambda: near_threads() == before)
+        assert folder_of(lm).look("client") == {}
+
+
+def test_a_client_that_ends_in_the_thread_that_is_told_is_closed_by_another(
+    lm: lmpool.PooledLM, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the garbage collector, in the midst of rows that the collector waits for."""
+    until_all_come_near(lm, reads)
+    session, by = lm._client._session, list[str]()
+    close = lm._client.close
+
+    def note(*given: Any) -> None:
+        by.append(threading.current_thread().name)
+        close(*given)
+
+    monkeypatch.setattr(lm._client, "close", note)
+    monkeypatch.setattr(session.near, "hear", lambda notice: lm._client.close_soon())
+    seeds = iter(range(1000))
+
+    def is_closed() -> bool:
+        with suppress(lmpool.errors.ClientClosed):
+            lm.sync.next_token_logprobs(some(1, next(seeds))[0])
+        return bool(by)
+
+    until(is_closed)
+    assert by[0] == "lmpool-close"

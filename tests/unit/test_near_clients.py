@@ -22,6 +22,7 @@ from lmpool.near_notices import NOTICE_MOST, NearNotice, NoticeReader
 from lmpool.neighbours import LOOK_EVERY, Neighbourhood
 from lmpool.wait_list import MAGIC, SIZE, WaitList
 from lmpool.wants import Digest
+from lmpool.worker import near_clients as near_clients_module
 from lmpool.worker.near_clients import NearClients
 from tests.support.waiting import until
 
@@ -501,3 +502,28 @@ def test_who_comes_again_after_it_was_missed_is_another(here: Neighbourhood) -> 
             assert waiting(clients) == {"a": [number]}
             assert hears(client, clients, number)
         assert clients.look() is True
+
+
+def test_no_more_than_so_many_are_told_and_those_who_are_stay(
+    here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(near_clients_module, "CLIENTS_MOST", 2)
+    clients = NearClients(here)
+    with clients_of(here, "c", "d") as some:
+        for client in some:
+            client.wait_for(1)
+        clients.look()
+        assert set(waiting(clients)) == {"c", "d"}
+        with clients_of(here, "a", "b") as others:
+            for client in others:
+                client.wait_for(1)
+            clients.look()
+            assert set(waiting(clients)) == {"c", "d"}
+
+
+def test_pipes_of_those_who_are_gone_are_taken_away(here: Neighbourhood) -> None:
+    clients = NearClients(here)
+    with clients_of(here, "a"):
+        os.mkfifo(here.path("notices", "gone"), 0o600)
+        clients.look()
+        assert set(os.listdir(here.folder)) == {"client-a", "notices-a"}

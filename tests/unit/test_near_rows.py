@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from lmpool import neighbours
-from lmpool.near_notices import NOTICE_MOST, NearNotice, NoticeWriter
+from lmpool.near_notices import NOTICE_MOST, NearNotice, NoticeReader, NoticeWriter
 from lmpool.neighbours import Membership, Neighbourhood
 from lmpool.producer import near_rows as near_rows_module
 from lmpool.producer.near_rows import NearRows
@@ -845,3 +845,32 @@ def test_a_forked_child_is_there_under_its_own_name_alone(
                 child.kill()
         finally:
             parent.kill()
+
+
+def test_who_is_interrupted_while_it_leaves_leaves_then(
+    before: set[threading.Thread], here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for owner, name in ((Membership, "leave"), (NoticeReader, "close")):
+        near = NearRows("me")
+        near.enter("p", large_info())
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                near.leave()
+        near.leave()
+        assert not os.path.exists(here.folder)
+        until(lambda: not mine(before))
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_forked_child_has_no_list_of_its_parents(near: NearRows) -> None:
+    assert near._waits is not None
+    reader = near._pipe
+    assert reader is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NoticeReader, "after_fork", lambda _: None)
+        near.after_fork()
+    assert near._waits is None
