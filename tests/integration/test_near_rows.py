@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import math
 import os
 import signal
 import subprocess
@@ -10,8 +12,10 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,10 +25,11 @@ import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.connections import OneConnectionClient
 from lmpool.near_notices import NearNotice, NoticeWriter
-from lmpool.neighbours import Neighbourhood
+from lmpool.neighbours import Kind, Neighbourhood
 from lmpool.producer.near_rows import NearRows
-from lmpool.row_ring import IS_ORDERED, RowRingReader
-from lmpool.wants import Digest
+from lmpool.row_ring import IS_ORDERED, RowRing, RowRingReader
+from lmpool.rows import PackedRow
+from lmpool.wants import Digest, Row
 from lmpool.worker.transaction import Transaction
 from tests.support.hold import Hold
 from tests.support.server import RealServer
@@ -51,9 +56,13 @@ class Reads:
             OneConnectionClient.mget,
         )
 
+        self.workers: Counter[str] = Counter()
+        """Whose rows were found near."""
+
         def copied(ring: RowRingReader, *given: Any) -> Any:
             row = copy(ring, *given)
             self.found["near" if row is not None else "gone"] += 1
+            self.workers[ring.owner] += row is not None
             return row
 
         def fetched(client: OneConnectionClient, keys: Any, *given: Any) -> Any:
@@ -78,7 +87,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
 
 @pytest.fixture
-def lm(any_server: str, pool_name: str) -> Iterator[lmpool.PooledLM]:
+def lm(any_server: str, pool_name: str) -> Iterator[lmpool.PooledLM[Any]]:
     with (
         in_process_worker(any_server, pool_name, engine_opts=OPTS),
         lmpool.connect(any_server, pool_name, framework="numpy", cache_bytes=0) as lm,
@@ -86,19 +95,20 @@ def lm(any_server: str, pool_name: str) -> Iterator[lmpool.PooledLM]:
         yield lm
 
 
-def folder_of(lm: lmpool.PooledLM) -> Neighbourhood:
+def folder_of(lm: lmpool.PooledLM[Any]) -> Neighbourhood:
     return Neighbourhood.of_pool(lm.pool, lm.info.fingerprint8)
 
 
 def some(count: int, seed: int) -> list[list[int]]:
-    return np.random.default_rng(seed).integers(0, VOCAB, (count, 6)).tolist()
+    prompts: list[list[int]] = np.random.default_rng(seed).integers(0, VOCAB, (count, 6)).tolist()
+    return prompts
 
 
 def right(prompts: list[list[int]]) -> Any:
     return np.stack([mock_row(prompt, VOCAB) for prompt in prompts])
 
 
-def until_all_come_near(lm: lmpool.PooledLM, reads: Reads) -> None:
+def until_all_come_near(lm: lmpool.PooledLM[Any], reads: Reads) -> None:
     """The first rows may be written before the worker has seen who is there."""
     seeds = iter(range(10**6, 2 * 10**6))
 
@@ -110,12 +120,37 @@ def until_all_come_near(lm: lmpool.PooledLM, reads: Reads) -> None:
     until(all_near)
 
 
-def test_rows_come_from_the_workers_memory(lm: lmpool.PooledLM, reads: Reads) -> None:
+@contextmanager
+def stored_late(*lms: lmpool.PooledLM[Any]) -> Iterator[None]:
+    """What is laid meanwhile is stored once these clients, who are told, have it: a busy machine
+    may let their threads wait."""
+    laid: list[Digest] = []
+    lay, begin = RowRing.lay, Transaction.__init__
+
+    def noted(ring: RowRing, digest: Digest, row: PackedRow) -> bool:
+        laid.append(digest)
+        return lay(ring, digest, row)
+
+    def waits(digest: Digest) -> bool:
+        return any(digest in lm._client._session.table.flights for lm in lms)
+
+    def late(transaction: Transaction, *given: Any, **options: Any) -> None:
+        with suppress(AssertionError):  # then a test finds that rows came from the server
+            until(lambda: not any(map(waits, laid)))
+        laid.clear()
+        begin(transaction, *given, **options)
+
+    with patch.object(RowRing, "lay", noted), patch.object(Transaction, "__init__", late):
+        yield
+
+
+def test_rows_come_from_the_workers_memory(lm: lmpool.PooledLM[Any], reads: Reads) -> None:
     until_all_come_near(lm, reads)
-    for seed, count in enumerate((1, 40, 2)):
-        before, prompts = reads.found.copy(), some(count, seed)
-        assert np.array_equal(lm.batch_next_token_logprobs_sync(prompts), right(prompts))
-        assert reads.since(before) == Counter(near=count)
+    with stored_late(lm):
+        for seed, count in enumerate((1, 40, 2)):
+            before, prompts = reads.found.copy(), some(count, seed)
+            assert np.array_equal(lm.batch_next_token_logprobs_sync(prompts), right(prompts))
+            assert reads.since(before) == Counter(near=count)
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 30])
@@ -124,7 +159,7 @@ def test_rows_of_a_worker_process_are_right_in_every_way_to_ask(
     any_server: str, pool_name: str, cache_bytes: int, framework: Any, reads: Reads
 ) -> None:
     pytest.importorskip(framework)
-    options = {"framework": framework, "cache_bytes": cache_bytes}
+    options: dict[str, Any] = {"framework": framework, "cache_bytes": cache_bytes}
     with (
         worker_process(any_server, pool_name, engine_opts=OPTS),
         lmpool.connect(any_server, pool_name, **options) as lm,
@@ -149,15 +184,26 @@ def test_rows_of_a_worker_process_are_right_in_every_way_to_ask(
         text = some(1, 3)[0] * 10
         found = lm.sync.logprobs_at(text, [3, 9, 60])
         assert np.array_equal(np.asarray(found), right([text[:3], text[:9], text]))
-        asks = [(prompt, lmpool.wants.Row()) for prompt in some(40, 4)]
+        asks = [(prompt, Row()) for prompt in some(40, 4)]
         for (prompt, _), row in zip(asks, lm.sync.ask_many(asks), strict=True):
             assert np.array_equal(np.asarray(row), mock_row(prompt, VOCAB))
+
+        def threaded(seed: int) -> bool:
+            prompts = some(20, seed // 2)  # which two threads ask for
+            return np.array_equal(np.asarray(lm.sync.batch_next_token_logprobs(prompts)),
+                                  right(prompts))  # fmt: skip
+
+        with ThreadPoolExecutor(6) as threads:
+            assert all(threads.map(threaded, range(10, 22)))
         assert reads.found["near"] > 200
 
 
 @pytest.mark.one_shard
 def test_a_row_is_there_before_it_is_stored(
-    lm: lmpool.PooledLM, reads: Reads, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    lm: lmpool.PooledLM[Any],
+    reads: Reads,
+    redis_client: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     until_all_come_near(lm, reads)
     (shard,) = lm._client.shards
@@ -198,7 +244,7 @@ def test_a_row_is_there_before_it_is_stored(
 
 
 def test_all_that_wait_for_a_row_find_it_near(
-    any_server: str, pool_name: str, lm: lmpool.PooledLM, reads: Reads
+    any_server: str, pool_name: str, lm: lmpool.PooledLM[Any], reads: Reads
 ) -> None:
     prompts = some(5, 1)
     with lmpool.connect(any_server, pool_name, framework="numpy", cache_bytes=0) as other:
@@ -221,9 +267,10 @@ def test_all_that_wait_for_a_row_find_it_near(
             for thread in asking:
                 thread.start()
             until(lambda: joined() == already + 5)
-            hold.open()
-            for thread in asking:
-                thread.join(60)
+            with stored_late(lm, other):
+                hold.open()
+                for thread in asking:
+                    thread.join(60)
         assert len(found) == 2
         assert all(np.array_equal(rows, right(prompts)) for rows in found)
         assert reads.since(before) == Counter(near=10)
@@ -288,7 +335,7 @@ sys.stdin.read()
 
 
 def test_a_client_that_is_killed_leaves_nothing(
-    any_server: str, pool_name: str, lm: lmpool.PooledLM, monkeypatch: pytest.MonkeyPatch
+    any_server: str, pool_name: str, lm: lmpool.PooledLM[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmpool.neighbours.LOOK_EVERY", 0.05)
     lm.sync.next_token_logprobs([1])
@@ -318,6 +365,7 @@ def test_a_client_that_is_killed_leaves_nothing(
 FORK = """
 import os, sys, lmpool
 from lmpool.neighbours import Neighbourhood
+from lmpool.row_ring import RowRingReader
 lm = lmpool.connect(sys.argv[1], sys.argv[2], framework="numpy", cache_bytes=0)
 parent = lm.next_token_logprobs_sync([1, 2, 3])
 there = Neighbourhood.of_pool(lm.pool, lm.info.fingerprint8)
@@ -326,8 +374,14 @@ child = os.fork()
 if not child:
     same = (lm.next_token_logprobs_sync([1, 2, 3]) == parent).all()
     both = before < set(there.look("client"))
+    near, copy = [], RowRingReader.copy
+    RowRingReader.copy = lambda *given: near.append(copy(*given)) or near[-1]
+    for n in range(1000):  # until the worker has seen who is there
+        lm.next_token_logprobs_sync([n, 7])
+        if any(row is not None for row in near):
+            break
     lm.close()
-    sys.exit(0 if same and both else 1)
+    sys.exit(0 if same and both and n < 999 else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 assert set(there.look("client")) == before, "the child took its parent's file along"
 mine = {name for name in before if name.startswith(lm._client._session.id)}
@@ -337,7 +391,7 @@ assert len(mine) == 1 and set(there.look("client")) == before - mine
 
 
 def test_a_forked_child_is_a_client_of_its_own(
-    any_server: str, pool_name: str, lm: lmpool.PooledLM
+    any_server: str, pool_name: str, lm: lmpool.PooledLM[Any]
 ) -> None:
     lm.sync.next_token_logprobs([1])
     command = [sys.executable, "-W", "ignore", "-c", FORK, any_server, pool_name]
@@ -345,7 +399,7 @@ def test_a_forked_child_is_a_client_of_its_own(
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_notice_of_what_was_never_laid_is_nothing(lm: lmpool.PooledLM, reads: Reads) -> None:
+def test_a_notice_of_what_was_never_laid_is_nothing(lm: lmpool.PooledLM[Any], reads: Reads) -> None:
     until_all_come_near(lm, reads)
     prompt, here = some(1, 1)[0], folder_of(lm)
     (name,) = here.look("notices")
@@ -409,8 +463,91 @@ def test_a_worker_of_another_server_is_not_read(pool_name: str) -> None:
         assert len(answers._ours) <= 1
 
 
+def test_a_worker_that_comes_later_is_read(
+    any_server: str, pool_name: str, lm: lmpool.PooledLM[Any], reads: Reads
+) -> None:
+    until_all_come_near(lm, reads)
+    (first,), seeds = reads.workers, iter(range(10**6))
+    with in_process_worker(any_server, pool_name, engine_opts=OPTS) as second:
+
+        def are_both_read() -> bool:
+            prompts = some(60, next(seeds))
+            assert np.array_equal(lm.batch_next_token_logprobs_sync(prompts), right(prompts))
+            return min(reads.workers[first], reads.workers[second.id]) > 100
+
+        until(are_both_read)
+
+
+def test_a_client_whose_files_were_taken_away_is_told_again(
+    lm: lmpool.PooledLM[Any], reads: Reads
+) -> None:
+    until_all_come_near(lm, reads)
+    there = folder_of(lm)
+    taken: list[tuple[Kind, ...]] = [("client", "notices"), ("client",), ("notices",)]
+    for kinds in taken:
+        for kind in kinds:
+            os.unlink(*there.look(kind).values())
+        lm._client._session.confirmed = -math.inf  # it looks before it asks
+        until_all_come_near(lm, reads)
+        assert len(there.look("client")) == len(there.look("notices")) == 1
+
+
+def test_a_client_whose_thread_ended_has_its_rows(lm: lmpool.PooledLM[Any], reads: Reads) -> None:
+    until_all_come_near(lm, reads)
+    near = lm._client._session.near
+    assert near._pipe is not None
+    assert near._thread is not None
+    near._pipe.close()
+    near._thread.join(60)
+    for seed in range(3):
+        prompts, before = some(40, seed), reads.found.copy()
+        assert np.array_equal(lm.batch_next_token_logprobs_sync(prompts), right(prompts))
+        assert reads.since(before) == Counter(server=40)
+
+
+def test_a_client_that_nobody_has_any_more_leaves_nothing(
+    any_server: str, pool_name: str, reads: Reads
+) -> None:
+    with in_process_worker(any_server, pool_name, engine_opts=OPTS):
+        before = near_threads()
+        lm = lmpool.connect(any_server, pool_name, framework="numpy")
+        until_all_come_near(lm, reads)
+        there = folder_of(lm)
+        assert near_threads() == before + 1
+        del lm
+        gc.collect()
+        until(lambda: near_threads() == before)
+        assert there.look("client") == there.look("notices") == {}
+
+
+def test_a_client_that_follows_its_pool_is_told_of_the_new_ones_rows(
+    any_server: str, pool_name: str, reads: Reads
+) -> None:
+    options: Any = {"framework": "numpy", "cache_bytes": 0, "when_replaced": "follow"}
+    new: dict[str, Any] = {"engine_opts": {"vocab_size": 2 * VOCAB}, "model": "new"}
+    before = near_threads()
+    with ExitStack() as stack:
+        with in_process_worker(any_server, pool_name, engine_opts=OPTS):
+            lm = stack.enter_context(lmpool.connect(any_server, pool_name, **options))
+            until_all_come_near(lm, reads)
+            old = folder_of(lm)
+        with in_process_worker(any_server, pool_name, **new) as worker:
+            seeds = iter(range(10**6))
+
+            def is_read() -> bool:
+                prompt = some(1, next(seeds))[0]
+                row = lm.sync.next_token_logprobs(prompt, timeout=60)
+                assert np.array_equal(row, mock_row(prompt, 2 * VOCAB))
+                return reads.workers[worker.id] > 0
+
+            until(is_read)
+            assert near_threads() == before + 1
+            assert not os.path.exists(old.folder)
+            assert len(folder_of(lm).look("notices")) == 1
+
+
 def test_a_client_that_does_not_read_its_pipe_has_its_rows(
-    lm: lmpool.PooledLM, reads: Reads, monkeypatch: pytest.MonkeyPatch
+    lm: lmpool.PooledLM[Any], reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     until_all_come_near(lm, reads)
     heard, goes_on = threading.Event(), threading.Event()
@@ -459,7 +596,7 @@ def test_a_client_whose_closing_is_interrupted_leaves_nothing(
     any_server: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(near: NearRows) -> None:
-        patch.undo()
+        patched.undo()
         raise KeyboardInterrupt
 
     with in_process_worker(any_server, pool_name, engine_opts=OPTS):
@@ -467,8 +604,8 @@ def test_a_client_whose_closing_is_interrupted_leaves_nothing(
         lm = lmpool.connect(any_server, pool_name, framework="numpy")
         lm.sync.next_token_logprobs([1])
         assert near_threads() == before + 1
-        with monkeypatch.context() as patch:
-            patch.setattr(NearRows, "leave", interrupt)
+        with monkeypatch.context() as patched:
+            patched.setattr(NearRows, "leave", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 lm._client.close()
         lm.close()
@@ -477,7 +614,7 @@ def test_a_client_whose_closing_is_interrupted_leaves_nothing(
 
 
 def test_a_client_that_ends_in_the_thread_that_is_told_is_closed_by_another(
-    lm: lmpool.PooledLM, reads: Reads, monkeypatch: pytest.MonkeyPatch
+    lm: lmpool.PooledLM[Any], reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by the garbage collector, in the midst of rows that the collector waits for."""
     until_all_come_near(lm, reads)

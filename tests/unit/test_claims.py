@@ -21,6 +21,7 @@ from lmpool.connections import CommandAhead, OneConnectionClient
 from lmpool.producer import collector
 from lmpool.producer.claims import AHEAD_BYTES, AHEAD_MOST
 from lmpool.producer.collector import BEHIND_BYTES
+from lmpool.producer.flights import Flight
 from lmpool.producer.sender import Sender
 from lmpool.producer.session import Session
 from lmpool.scripts import load_client_scripts, script
@@ -104,6 +105,32 @@ def test_what_is_there_is_fetched_by_the_sender(
     assert call.done
     assert call.error is None
     assert session.table.statistics.cache_hits == 1
+
+
+@pytest.mark.parametrize("is_ahead", [True, False], ids=["ahead", "by the sender"])
+def test_workers_near_know_what_is_waited_for_before_it_is_claimed(
+    session: Session,
+    sender: Sender,
+    server: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+    is_ahead: bool,
+) -> None:
+    expected: list[tuple[list[Digest], int]] = []
+
+    def note(flights: Sequence[Flight]) -> None:
+        digests = [flight.job.digest for flight in flights]
+        expected.append((digests, len(queued(server, session.shards[0]))))
+
+    monkeypatch.setattr(session.near, "expect", note)
+    jobs = jobs_of(some_prompts(3), info=ONE)
+    ask(session, jobs)
+    if is_ahead:
+        assert claim_ahead(session, sender)
+        sender._end_ahead()
+    else:
+        sender._serve()
+    assert len(queued(server, session.shards[0])) == 3
+    assert expected == [([job.digest for job in jobs], 0)]
 
 
 def _is_at_work(session: Session, sender: Sender) -> None:

@@ -429,6 +429,7 @@ def test_workers_see_what_is_waited_for(near: NearRows, here: Neighbourhood) -> 
         (Row("f16"), 2 * LEAST, True),
         (Top(5), 1 << 17, False),
         (Generate(3, (), 1.0, 7), 1 << 17, False),
+        (Generate(1 << 14, (), 1.0, 7), 1 << 17, False),
     ],
     ids=str,
 )
@@ -444,7 +445,7 @@ def test_large_rows_alone_are_worth_it(
 
 def test_what_is_large_is_told_among_others(near: NearRows, here: Neighbourhood) -> None:
     row, top = Row("f32"), Top(5)
-    wants = [row, top, top, row, Row("f16"), row]
+    wants: list[Want] = [row, top, top, row, Row("f16"), row]
     near.expect(
         SimpleNamespace(job=Job(want, DIGESTS[number], b"", None))  # type: ignore[misc]
         for number, want in enumerate(wants)
@@ -466,7 +467,8 @@ def test_nothing_is_expected_where_nobody_is_told(here: Neighbourhood) -> None:
 def test_another_models_list_begins_empty(near: NearRows, here: Neighbourhood) -> None:
     there = Neighbourhood.of_pool("p", OTHER[:8])
     expects(near, 1)
-    with open(*here.look("client").values(), "rb") as file:
+    (path,) = here.look("client").values()
+    with open(path, "rb") as file:
         left = WaitListReader(file.fileno())
     near.enter("p", large_info(OTHER))
     assert awaited(there) == []
@@ -500,8 +502,7 @@ def test_workers_tell_by_a_pipe_where_rows_lie(
 
 
 def test_its_files_are_this_users_alone(near: NearRows, here: Neighbourhood) -> None:
-    for kind in ("client", "notices"):
-        (path,) = here.look(kind).values()  # type: ignore[arg-type]
+    for path in (*here.look("client").values(), *here.look("notices").values()):
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
 
 
@@ -790,7 +791,7 @@ def test_memory_of_another_user_is_not_read(
 ) -> None:
     worker = Worker(here, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(near_rows_module.os, "geteuid", lambda: 12345)
+        patch.setattr(os, "geteuid", lambda: 12345)
         assert near.ring("0" * 16) is None
     assert near.ring("0" * 16) is not None
     worker.leave()

@@ -238,6 +238,7 @@ def test_what_is_wanted_counts_in_the_size_of_a_claim(
     digests = [Digest(number.to_bytes(16, "big")) for number in range(count)]
     ask(session, [Job(want, digest, b"0000", None) for digest in digests])
     sender._serve()
+    session.near.leave()  # as its thread does in the end
     assert sum(map(len, claims)) == count
     assert max(map(sum, claims)) <= 2 * CLAIM_BYTES
 

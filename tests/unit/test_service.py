@@ -635,7 +635,7 @@ def test_a_worker_that_is_cut_off_blames_no_job(
     def fail(publisher: Publisher, *_: Any) -> None:
         publisher._status.fail(ServerUnreachable("rows cannot be written"))
 
-    monkeypatch.setattr(Publisher, "_begin", lambda _, finished: (None, finished))
+    monkeypatch.setattr(Publisher, "_prepare", lambda _, finished: (finished, False))
     monkeypatch.setattr(Publisher, "_write", fail)
     engine.gate.set()
     worker = new()
@@ -665,12 +665,12 @@ def test_a_job_that_a_thread_fails_of_counts_as_delivered(
 
     owner, name = {
         "starting": (EngineLoop, "_admit"),
-        "publishing at leisure": (Publisher, "_begin"),
+        "publishing at leisure": (Publisher, "_prepare"),
         "publishing": (Publisher, "_chunks"),
     }[at]
     monkeypatch.setattr(owner, name, fail)
     if at == "publishing":
-        monkeypatch.setattr(Publisher, "_begin", lambda _, finished: (None, finished))
+        monkeypatch.setattr(Publisher, "_prepare", lambda _, finished: (finished, False))
     engine.gate.set()
     worker = new()
     worker.start()
