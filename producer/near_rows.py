@@ -70,6 +70,9 @@ class NearRows:
                 self._leave()  # it is tried again
                 logger.debug("no rows are read from shared memory: %s", error)
                 return
+            except BaseException:
+                self._leave()
+                raise
             if self._closed.is_set():
                 self._leave()  # it was closed in the middle of this
 
@@ -131,14 +134,15 @@ class NearRows:
 
     def _leave(self) -> None:
         self._waits = self._info = None
-        # Forgotten once they are let go of: Ctrl-C may come between, and another call then.
+        # Forgotten once they are let go of, and held here: Ctrl-C or another call may come between.
+        pipe, thread = self._pipe, self._thread
         for membership in reversed(self._memberships):
             membership.leave()
         self._memberships = []
-        if self._pipe is not None:
-            self._pipe.close()
-        if self._thread is not None and not self.is_heard_here:
-            self._thread.join(FAREWELL)
+        if pipe is not None:
+            pipe.close()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(FAREWELL)
         self._pipe = self._thread = None
         self._neighbourhood = None
         self._rings = {}

@@ -52,7 +52,8 @@ def check_faults(folder: Path, looked: Counter[bool], seconds: float, seed: int)
         max_deliveries=50,
     ) as pool:
         with pool.admin() as client:
-            info = ModelInfo.unpack(client.get(PoolKeys("chaos").info) or b"")  # type: ignore[arg-type]
+            packed: Any = client.get(PoolKeys("chaos").info)
+            info = ModelInfo.unpack(packed)
         neighbourhood = Neighbourhood.of_pool("chaos", info.fingerprint8)
         over = threading.Event()
 

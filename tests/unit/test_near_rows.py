@@ -875,3 +875,22 @@ def test_a_forked_child_has_no_list_of_its_parents(near: NearRows) -> None:
         patch.setattr(NoticeReader, "after_fork", lambda _: None)
         near.after_fork()
     assert near._waits is None
+
+
+def test_who_is_closed_in_the_midst_of_leaving_leaves(
+    before: set[threading.Thread], here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a finalizer, or a signal's handler, in the same thread."""
+    near, close = NearRows("me"), NoticeReader.close
+    near.enter("p", large_info())
+
+    def closes(pipe: NoticeReader) -> None:
+        monkeypatch.undo()
+        near.leave()
+        close(pipe)
+
+    monkeypatch.setattr(neighbours, "MEMORY", neighbours.MEMORY)
+    monkeypatch.setattr(NoticeReader, "close", closes)
+    near.leave()
+    assert not os.path.exists(here.folder)
+    until(lambda: not mine(before))
