@@ -206,7 +206,8 @@ class Publisher:
         while the publisher's rests: that would have to wake up first. Then it is True, and `end`
         is next. Large rows are laid there, too.
         """
-        if at_leisure and self._writing.acquire(blocking=False):
+        is_worth_it = len(finished) <= BEGIN_MOST or self._laying is not None
+        if at_leisure and is_worth_it and self._writing.acquire(blocking=False):
             begun: _Writing | None = None
             try:
                 if self._begun is None and not self._ended:
