@@ -97,8 +97,7 @@ class Client:
     @property
     def statistics(self) -> dict[str, int]:
         """This client's counters."""
-        with self._session.lock:
-            return self._session.table.statistics.as_dict()
+        return self._session.read_statistics()
 
     def run(self, function: Callable[[Servers], T]) -> Future[T]:
         """Run `function` with the sender's connections, on the sender's thread."""

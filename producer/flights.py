@@ -6,6 +6,7 @@ Pure bookkeeping, guarded by the client's lock; it sends nothing and wakes nobod
 from __future__ import annotations
 
 import heapq
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -131,6 +132,8 @@ class FlightTable:
         """Of the jobs of flights that are under way, about."""
         self.withdrawn: list[tuple[int, Digest]] = []
         """What the server is to forget, by shard."""
+        self.uncounted: dict[Flight, float] = {}
+        """Those that were answered before the server's word on their claims was read, and when."""
         self.placement = Placement()
         self.statistics = Statistics() if statistics is None else statistics
 
@@ -228,6 +231,7 @@ class FlightTable:
     def put_back(self, flights: Iterable[Flight]) -> None:
         """Flights whose sending failed: they go first again."""
         for flight in reversed(list(flights)):
+            self.uncounted.pop(flight, None)
             if self.is_waiting(flight):
                 self._queue(flight, first=True)
 
@@ -277,6 +281,8 @@ class FlightTable:
         woken: list[PendingCall] = []
         if flight is None:
             return woken
+        if flight.sent and not flight.counted:
+            self.uncounted[flight] = time.monotonic()
         call, is_there = flight.call, False
         if room is not None:
             is_there = call is not None and (call.stack, flight.place) == room[:2]

@@ -475,8 +475,10 @@ class Sender:
         counted: list[str] = []
         ended: list[PendingCall] = []
         with session.lock:
-            now = time.monotonic()
+            now, uncounted = time.monotonic(), session.table.uncounted
             for flight, claim in zip(flights, claims, strict=True):
+                if uncounted:
+                    uncounted.pop(flight, None)
                 if not flight.counted and claim in "hjq":
                     flight.counted = True
                     counted.append(claim)
@@ -493,6 +495,8 @@ class Sender:
             statistics.cache_hits += counted.count("h")
             statistics.joined += counted.count("j")
             statistics.queued += counted.count("q")
+            if not uncounted:
+                session.counted.notify_all()
             if full:
                 ended += self._wait_for_room(full, priority, now)
             if damaged:  # the stream: a worker mends it at its next heartbeat

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import threading
+import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable
@@ -28,6 +29,8 @@ FLIGHT_TTL: Final = 600.0
 CONFIRMED_FOR: Final = 5.0
 """Seconds for which the pool is taken to serve what it did when that was last looked at: answers of
 a model that it no longer serves, from the client's cache or the server's, are no older."""
+COUNTED_WITHIN: Final = 1.0
+"""Seconds from an answer until the server's word on its claim is given up, for the counters."""
 CLAIM_BYTES: Final = 1 << 20
 """Of the jobs in one claim, about: their tokens, and what is wanted of them."""
 UNDER_WAY_BYTES: Final = 64 << 20
@@ -55,6 +58,8 @@ class Session:
         self.lock: Any = threading.RLock()
         self.work = threading.Condition(self.lock)
         """Notified when the sender has something to do; nobody else waits on it."""
+        self.counted = threading.Condition(self.lock)
+        """Notified when no answered flight has yet to be counted."""
         self.tasks: list[Task] = []
         self.abandoned: deque[PendingCall] = deque()
         """Calls that the garbage collector ended: it may do so in a thread that holds `lock`."""
@@ -100,6 +105,18 @@ class Session:
                 "a flag there and ask afterwards, or ask in a thread of its own"
             )
         return self.lock
+
+    def read_statistics(self) -> dict[str, int]:
+        """The counters, with all that was answered: a notice may be quicker than the server's word
+        on the claim, which is waited for, though not for long."""
+        interrupted = self.is_interrupted  # its thread has to go on before anything is counted
+        with self.lock:
+            uncounted = self.table.uncounted
+            if uncounted and not interrupted:
+                left = max(uncounted.values()) + COUNTED_WITHIN - time.monotonic()
+                self.counted.wait_for(lambda: not uncounted or self.closed, left)
+                uncounted.clear()
+            return self.table.statistics.as_dict()
 
     def join(self, info: ModelInfo) -> None:
         """Take over what the pool serves."""
