@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import peft
 import torch
 
 from lmpool.backends.contract import ask
@@ -186,11 +185,11 @@ class _Check:
         place = Path(self._folder) / "adapter"
         load = transformers.AutoModelForCausalLM.from_pretrained
         try:
-            if not save_random_adapter(load(self._folder, dtype=torch.float32), place, self._seed):
+            base = load(self._folder, dtype=torch.float32)
+            self._adapted = save_random_adapter(base, place, self._seed)
+            if self._adapted is None:
                 self._found.adapters = "no linear layers"
                 return
-            base = load(self._folder, dtype=torch.float32)
-            self._adapted = peft.PeftModel.from_pretrained(base, place).eval()
         except Exception as error:
             self._found.adapters = f"PEFT cannot ({type(error).__name__})"
             return

@@ -25,6 +25,14 @@ OVERRIDES: Final[Mapping[str, Mapping[str, Any]]] = {
         }
     },
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8}},
+    # Layers before, in and after its loop.
+    "dory": {
+        "num_hidden_layers": 4,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "dots1": {"n_shared_experts": 1},
     "dots3_note": {
         "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},

@@ -171,6 +171,7 @@ _CHANGES: Final[Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
         },
     },
     "experts": {"doge": {"is_moe": True}},
+    "one cache for all loops": {"dory": {"recurrent_kv_cache_mode": "last_loop"}},
     "groups of states": {"mamba2": {"n_groups": 2}},
     "no biases": {"mamba": {"use_conv_bias": False, "use_bias": False}},
     "recurrent alone": {"recurrent_gemma": {"block_types": ["recurrent"]}},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -85,11 +84,15 @@ def _rows(model: Any, ids: torch.Tensor) -> torch.Tensor:
         return torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float(), -1)
 
 
-def save_random_adapter(model: Any, folder: Path, seed: int) -> Sequence[str]:
-    """Write a LoRA adapter of up to six kinds of modules, as PEFT saves it; these kinds."""
+def save_random_adapter(model: Any, folder: Path, seed: int) -> Any:
+    """Write a LoRA adapter of up to six kinds of modules, as PEFT saves it; the model with it, or
+    None of one that has no such modules.
+
+    PEFT's own loading names some models' weights otherwise than their saving does.
+    """
     kinds = _linear_kinds(model)
     if not kinds:
-        return ()
+        return None
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=kinds)
     adapted = peft.get_peft_model(model, config)
     generator = torch.Generator().manual_seed(seed)
@@ -98,7 +101,7 @@ def save_random_adapter(model: Any, folder: Path, seed: int) -> Sequence[str]:
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
     adapted.save_pretrained(str(folder), save_embedding_layers=False)
-    return kinds
+    return adapted.eval()
 
 
 def _linear_kinds(model: Any) -> list[str]:
