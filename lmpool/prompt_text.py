@@ -13,10 +13,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from lmpool.errors import PoolError, PromptError
-from lmpool.keys import PoolKeys
-from lmpool.server import understood
-from lmpool.servers import Servers
+from lmpool.errors import PromptError
 from lmpool.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -30,16 +27,7 @@ def read_vocabulary(lm: PooledLM[object]) -> Vocabulary:
 
     Raises `PoolError` where they published none.
     """
-    key = PoolKeys(lm.pool).vocabulary(lm.info.fingerprint8)
-    servers = Servers.of_url(lm.url)
-    try:
-        with understood(lm.url):
-            packed = servers.for_key(key).get(key)
-    finally:
-        servers.close()
-    if packed is None:
-        raise PoolError(f"pool {lm.pool!r} has published no vocabulary: ask by token ids")
-    return Vocabulary.unpack(packed)
+    return lm._read_vocabulary()
 
 
 def encoder(lm: PooledLM[object], vocabulary: Vocabulary, *, quick: bool = False) -> Encode:

@@ -29,6 +29,7 @@ from lmpool.producer.tokens import ByteToken, Tokenizer, encode_conversation
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
 from lmpool.token_ids import TokenIds, listed, packed
+from lmpool.vocabulary import Vocabulary
 
 INFO_POLL: Final = 0.1
 """Seconds between two looks whether a pool has come to be served."""
@@ -124,6 +125,9 @@ class BaseLM:
         model = self._model(deadline)
         model.read_vocabulary(deadline)
         return model
+
+    def _read_vocabulary(self) -> Vocabulary:
+        return self._model_with_vocabulary().vocabulary
 
     @property
     def shards(self) -> tuple[ShardKeys, ...]:

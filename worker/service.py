@@ -235,8 +235,9 @@ class Service:
         self.status.description["layout"] = info.layout
         try:
             enter(control, self.keys, info)  # whoever was told to move may have died before
-            self._appear(control, seat)
+            # Before anybody sees that it is there: it is read at once then.
             publish_vocabulary(control, self.keys, info, engine)
+            self._appear(control, seat)
         except BaseException:
             self._end_membership(control, seat)
             raise

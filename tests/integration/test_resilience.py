@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.errors import ServerRefused, UnknownPool
+from lmpool.worker import service as service_module
 from tests.support.clients import connected
 from tests.support.hold import Hold
 from tests.support.pools import Asking, pool_shards, some_prompts, until_at_rest
@@ -86,10 +88,13 @@ def test_a_stream_of_the_dead_that_cannot_be_written_stops_nobody(
 
 @pytest.mark.one_shard
 def test_a_start_that_fails_leaves_nothing(server_url, redis_client, pool_name, monkeypatch):
-    def refuse(*_: object) -> None:
+    create_groups = service_module.create_groups
+
+    def refuse(*arguments: Any) -> None:
+        create_groups(*arguments)
         raise ServerRefused("a test refuses")
 
-    monkeypatch.setattr("lmpool.worker.service.publish_vocabulary", refuse)
+    monkeypatch.setattr(service_module, "create_groups", refuse)
     with pytest.raises(ServerRefused), in_process_worker(server_url, pool_name):
         pass
     (shard,) = pool_shards(redis_client, pool_name)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import redis
 
 from lmpool.errors import PoolError, PromptError
 from lmpool.keys import PoolKeys
+from lmpool.producer import served_model
 from lmpool.prompt_text import decode, encoder, read_vocabulary
 from lmpool.vocabulary import Vocabulary
 from tests.support.clients import connected
@@ -25,8 +28,28 @@ def test_a_vocabulary_is_read_from_the_pool(fake_url: str, pool_name: str) -> No
             encode("\udc80")
         with redis.Redis.from_url(fake_url) as server:
             server.delete(PoolKeys(pool_name).vocabulary(lm.info.fingerprint8))
-        with pytest.raises(PoolError, match="ask by token ids"):
-            read_vocabulary(lm)
+        with connected(fake_url, pool_name) as other:
+            for _ in range(2):
+                with pytest.raises(PoolError, match="ask by token ids"):
+                    read_vocabulary(other)
+
+
+def test_a_vocabulary_that_is_about_to_be_published_is_waited_for(
+    fake_url: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients know of a pool a moment before its first worker has published it."""
+    monkeypatch.setattr(served_model, "VOCABULARY_PATIENCE", 60.0)
+    with (
+        in_process_worker(fake_url, pool_name),
+        connected(fake_url, pool_name) as lm,
+        redis.Redis.from_url(fake_url) as server,
+    ):
+        key = PoolKeys(pool_name).vocabulary(lm.info.fingerprint8)
+        server.rename(key, "elsewhere")
+        back = threading.Timer(0.3, server.rename, ("elsewhere", key))
+        back.start()
+        assert lm.encode("a") == [97]
+        back.join()
 
 
 def test_ids_become_text() -> None:

@@ -324,17 +324,43 @@ def test_what_others_had_end_while_it_joins_stays(
     worker.stop()
 
 
+def test_whoever_sees_a_worker_can_read_the_vocabulary(
+    new: Callable[..., InProcessWorker],
+    server: redis.Redis,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is there before the worker is."""
+    alive: list[int] = []
+    publish = service_module.publish_vocabulary
+
+    def look(*arguments: Any) -> None:
+        _, shards = served(server, keys)
+        alive.append(sum(server.exists(shard.alive(worker.id)) for shard in shards))
+        publish(*arguments)
+
+    monkeypatch.setattr(service_module, "publish_vocabulary", look)
+    worker = new()
+    worker.start()
+    assert alive == [0]
+
+
+@pytest.mark.parametrize("step", ["publish_vocabulary", "create_groups"])
 def test_a_worker_that_fails_in_the_midst_of_joining_is_nobody(
     new: Callable[..., InProcessWorker],
     engine: GatedEngine,
     server: redis.Redis,
     keys: PoolKeys,
     monkeypatch: pytest.MonkeyPatch,
+    step: str,
 ) -> None:
-    def fail(*_: Any) -> None:
+    do = getattr(service_module, step)
+
+    def fail(*arguments: Any) -> None:
+        do(*arguments)
         raise RuntimeError("the tokenizer cannot be read")
 
-    monkeypatch.setattr(service_module, "publish_vocabulary", fail)
+    monkeypatch.setattr(service_module, step, fail)
     worker = new()
     with pytest.raises(RuntimeError, match="tokenizer"):
         worker.start()
