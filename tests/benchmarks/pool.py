@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NewType
+from typing import Any, NewType
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from tests.benchmarks.machine import cpu_seconds
 from tests.support.clients import connected
 from tests.support.cluster import Cluster
 from tests.support.server import RealServer
-from tests.support.waiting import until
 from tests.support.workers import WorkerProcess, worker_process
 
 Prompts = NewType("Prompts", list[list[int]])
@@ -104,15 +103,8 @@ def serving(
         yield Pool(lm, worker, server)
 
 
-COUNTED_WITHIN: Final = 5.0
-"""Seconds in which a client has counted what it has had computed."""
-
-
 def must_be_computed(pool: Pool, before: int, asked: int) -> None:
     """Raise `WrongRows` where answers came from a cache: then something else was measured."""
-    # The client's sender may count a claim after its answers have come.
-    with suppress(AssertionError):
-        until(lambda: pool.queued() - before >= asked, COUNTED_WITHIN)
     queued = pool.queued() - before
     if queued != asked:
         raise WrongRows(f"{queued} jobs were computed where {asked} were to be")
