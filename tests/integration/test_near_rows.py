@@ -430,7 +430,7 @@ def test_a_notice_of_what_was_never_laid_is_nothing(lm: lmpool.PooledLM[Any], re
     assert np.array_equal(found[0], mock_row(prompt, VOCAB))
 
 
-def test_a_worker_of_another_server_is_not_read(pool_name: str) -> None:
+def test_a_worker_of_another_server_is_not_read(pool_name: str, reads: Reads) -> None:
     """Though its pool has the name, the model and the system's user of this one."""
     with (
         RealServer() as mine,
@@ -442,7 +442,7 @@ def test_a_worker_of_another_server_is_not_read(pool_name: str) -> None:
     ):
         prompts, found = some(3, 1), list[Any]()
         lm.sync.next_token_logprobs([1])
-        their_lm.sync.next_token_logprobs([1])
+        until_all_come_near(their_lm, reads)  # whose worker has seen both, as this one came later
         worker.pause()
         asking = threading.Thread(
             target=lambda: found.append(lm.sync.batch_next_token_logprobs(prompts))
