@@ -238,12 +238,16 @@ class Engine(ABC):
     def head_weights(self, rows: slice) -> npt.NDArray[Any]:
         """These rows of the head's matrix [rows, hidden_size], where `info.head` is one.
 
-        float32 or float16, or the bits of bfloat16 as uint16, as `info.head.numbers` says.
+        float32 or float16, or the bits of bfloat16 as uint16, as `info.head.numbers` says. Raises
+        `EngineBroken` once the engine is closed.
         """
         raise PromptFailed(self.info.no_head)
 
     def head_bias(self) -> npt.NDArray[np.float32]:
-        """The head's bias, float32 [vocab], where `info.head` says that there is one."""
+        """The head's bias, float32 [vocab], where `info.head` says that there is one.
+
+        Raises `EngineBroken` once the engine is closed.
+        """
         raise PromptFailed(self.info.no_head)
 
     def close(self) -> None:

@@ -110,12 +110,12 @@ def claim_ahead(session: Session, servers: Servers, priority: Priority) -> Claim
         # What is wanted may be far longer than the tokens: a number for each position.
         arguments = claim_arguments(session, shards[0], flights, priority, 2 * AHEAD_BYTES)
         if arguments is None:
-            session.table.put_back(flights)
+            session.put_back(flights)
             return None
         command = server.ahead(["EVALSHA", enqueue.sha, 1, first, *arguments])
         return ClaimAhead(shards[0], flights, priority, command)
     except BaseException:
-        session.table.put_back(flights)
+        session.put_back(flights)
         raise
 
 

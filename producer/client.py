@@ -304,6 +304,7 @@ class Client:
             session.joined.set()
             ended = session.fail_all(closed())
             session.work.notify()
+            session.counted.notify_all()
             threads = list(self._threads)
         session.near.leave()
         wake(ended)

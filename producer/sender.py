@@ -170,7 +170,7 @@ class Sender:
             self._take_answer(ahead.shard, ahead.flights, ahead.answer(), ahead.priority)
         except Exception as error:
             with self._session.lock:
-                self._session.table.put_back(ahead.flights)
+                self._session.put_back(ahead.flights)
             if not isinstance(error, redis.exceptions.ResponseError):
                 raise
             # The claim as it is made here finds what is to blame, or meets the same.
@@ -367,7 +367,7 @@ class Sender:
                     away += mine
         except Exception:
             with session.lock:
-                session.table.put_back(flights)
+                session.put_back(flights)
             raise
         if away:
             with session.lock:
@@ -403,7 +403,7 @@ class Sender:
             if found is not None and self._check_all(shard, self._claimed(number, outage)):
                 self._outages.end(shard)
                 with session.lock:
-                    session.table.put_back(outage.claims)
+                    session.put_back(outage.claims)
                     session.table.withdrawn += outage.withdrawn
             elif time.monotonic() - outage.since >= session.options.reconnect_timeout:
                 outage.claims.clear()  # whoever asks from now on is told at once
@@ -495,12 +495,11 @@ class Sender:
             statistics.cache_hits += counted.count("h")
             statistics.joined += counted.count("j")
             statistics.queued += counted.count("q")
-            if not uncounted:
-                session.counted.notify_all()
+            session.note_counted()
             if full:
                 ended += self._wait_for_room(full, priority, now)
             if damaged:  # the stream: a worker mends it at its next heartbeat
-                session.table.put_back(damaged)
+                session.put_back(damaged)
                 self._busy_until[priority] = now + random.uniform(0.1, 0.2)
         wake(ended)
         return there
@@ -513,7 +512,7 @@ class Sender:
         if session.options.when_busy == "raise":
             error = pool_busy(session)
             return [call for flight in full for call in session.fail(flight, error)]
-        session.table.put_back(full)
+        session.put_back(full)
         # The backlog drains at the workers' pace: ask again in a while, not at once.
         self._busy_until[priority] = now + random.uniform(0.01, 0.03)
         return []

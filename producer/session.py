@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -117,6 +117,16 @@ class Session:
                 self.counted.wait_for(lambda: not uncounted or self.closed, left)
                 uncounted.clear()
             return self.table.statistics.as_dict()
+
+    def put_back(self, flights: Iterable[Flight]) -> None:
+        """Flights whose sending failed: they go first again. Under the lock."""
+        self.table.put_back(flights)
+        self.note_counted()
+
+    def note_counted(self) -> None:
+        """Let `read_statistics` go on, if nothing is left for it to wait for. Under the lock."""
+        if not self.table.uncounted:
+            self.counted.notify_all()
 
     def join(self, info: ModelInfo) -> None:
         """Take over what the pool serves."""

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Final
 
 from lmpool.backends.contract.breaches import BrokenPromise, expect
 from lmpool.backends.contract.model import Model
@@ -15,6 +16,8 @@ from lmpool.backends.contract.truth import Truth
 from lmpool.backends.contract.wants import References
 from lmpool.backends.engine import Engine, Request
 from lmpool.errors import EngineBroken, SettingsError
+
+CLOSED: Final = "a closed engine raises EngineBroken when it is asked"
 
 
 def check_second(engine: Engine, model: Model, script: Script) -> bool:
@@ -99,18 +102,31 @@ def _live(truth: Truth, first: Engine, adapters: list[str]) -> bool:
 
 
 def _expect_broken(engine: Engine) -> None:
+    form = engine.info.head
+    if form is not None:
+        _expect_closed("the head's rows", lambda: engine.head_weights(slice(0, 1)))
+        if form.bias:
+            _expect_closed("the head's bias", engine.head_bias)
+    _expect_closed("a prompt", lambda: _ask(engine))
+
+
+def _ask(engine: Engine) -> None:
+    engine.submit([Request(b"after the end", Asked(1, (1, 2)).request().tokens)])
+    for _ in range(100):
+        if engine.step():
+            break
+
+
+def _expect_closed(what: str, ask: Callable[[], object]) -> None:
     try:
-        engine.submit([Request(b"after the end", Asked(1, (1, 2)).request().tokens)])
-        for _ in range(100):
-            if engine.step():
-                break
+        ask()
     except EngineBroken:
         return
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     else:
         found = "nothing is raised"
-    expect(False, "a closed engine raises EngineBroken when it is asked", found)
+    expect(False, CLOSED, f"{what}: {found}")
 
 
 def _on_a_thread(work: Callable[[], bool]) -> bool:

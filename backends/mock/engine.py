@@ -206,9 +206,12 @@ class MockEngine(BatchEngine):
         if self._kept is not None:
             self._kept.clear()
 
-    def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
+    def _check_open(self) -> None:
         if self._closed:
             raise EngineBroken("the engine was closed")
+
+    def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
+        self._check_open()
         started, clock = time.monotonic(), time.time()
         tokens = sum(request.tokens.size for request in requests)
         computed = tokens if self._kept is None else self._keep(self._kept, requests)

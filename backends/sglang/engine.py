@@ -316,6 +316,7 @@ class SGLangEngine(ContinuousEngine[str]):
     # --- the head ------------------------------------------------------------------------------
 
     def head_weights(self, rows: slice) -> npt.NDArray[Any]:
+        self._open()
         assert self._head is not None
         return self._head.matrix.weights(rows)
 

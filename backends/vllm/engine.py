@@ -493,12 +493,16 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
     # --- the head ------------------------------------------------------------------------------
 
     def head_weights(self, rows: slice) -> npt.NDArray[Any]:
-        assert self._head is not None
-        return self._head.weights(rows)
+        return self._open_head().weights(rows)
 
     def head_bias(self) -> npt.NDArray[np.float32]:
+        return self._open_head().bias()
+
+    def _open_head(self) -> ModelHead:
+        if self._engine is None:
+            raise EngineBroken("the engine was closed")
         assert self._head is not None
-        return self._head.bias()
+        return self._head
 
     # --- its life ------------------------------------------------------------------------------
 
@@ -524,6 +528,6 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         plain, self._plain = self._plain, None
         if plain is not None:
             plain.cleanup()
-        self._core = None
+        self._core = self._head = None
         self._rows.close()
         internals.shut_down(engine)

@@ -11,6 +11,7 @@ import pytest
 
 from lmpool.backends import Engine, Outcome, Request
 from lmpool.backends.contract import examine
+from lmpool.backends.contract.ends import CLOSED
 from lmpool.backends.contract.hidden import ROWS_OF_STATES
 from lmpool.backends.mock import MockEngine
 from lmpool.wants import Hidden
@@ -116,6 +117,13 @@ class Changing(HiddenEngine):
         return super().state(request) if self.reads < 2 else np.zeros(VOCAB, np.float32)
 
 
+class Outliving(HiddenEngine):
+    """A head that is there when its engine is not."""
+
+    def head_weights(self, rows: slice) -> F32:
+        return np.eye(self.info.vocab_size, dtype=np.float32)[rows]
+
+
 class Wide(HiddenEngine):
     """A state in float64."""
 
@@ -166,6 +174,13 @@ def test_a_broken_engine_is_found_out(make: type[Engine]) -> None:
     found = next(f for seed in range(3) if (f := examine(suite_of(make), parts=PARTS, seed=seed)))
     assert found is not None
     assert BROKEN[make] in found.promise, found
+
+
+def test_a_head_ends_with_its_engine() -> None:
+    found = examine(suite_of(Outliving), parts=["ends"])
+    assert found is not None
+    assert found.promise == CLOSED
+    assert examine(suite_of(HiddenEngine), parts=["ends"]) is None
 
 
 @pytest.mark.parametrize("seed", range(1))

@@ -42,8 +42,10 @@ class HiddenEngine(MockEngine):
         return found
 
     def head_weights(self, rows: slice) -> F32:
+        self._check_open()
         size = self.info.vocab_size
         return np.eye(size, dtype=np.float32)[rows]
 
     def head_bias(self) -> F32:
+        self._check_open()
         return np.linspace(-1, 1, self.info.vocab_size, dtype=np.float32)

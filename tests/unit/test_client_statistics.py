@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from lmpool.producer import session as session_module
 from lmpool.producer.flights import Flight
+from lmpool.producer.pending import PendingCall
 from lmpool.producer.sender import Sender
 from lmpool.producer.session import Session
 from lmpool.wants import decode_all
@@ -63,10 +66,33 @@ def test_it_is_not_waited_for_once_the_client_is_closed(
     assert session.read_statistics()["queued"] == 0
 
 
+@contextmanager
+def reading(session: Session) -> Iterator[None]:
+    """Meanwhile somebody waits for the counters, and has them soon after it."""
+    read: list[dict[str, int]] = []
+    reader = threading.Thread(target=lambda: read.append(session.read_statistics()))
+    reader.start()
+    reader.join(0.1)
+    assert reader.is_alive()
+    yield
+    reader.join(30)
+    assert len(read) == 1
+
+
 def test_nor_for_claims_that_failed(session: Session, answered: list[Flight]) -> None:
-    with session.lock:
-        session.table.put_back(answered)
-    assert session.read_statistics()["queued"] == 0
+    with reading(session), session.lock:
+        session.put_back(answered)
+
+
+def test_nor_beyond_the_end_of_its_client(any_server: str, pool_name: str) -> None:
+    with in_process_worker(any_server, pool_name), connected(any_server, pool_name) as lm:
+        session, (job,) = lm._client._session, jobs_of(some_prompts(1), info=INFO)
+        lm.sync.next_token_logprobs([1])
+        with session.lock:
+            flight = Flight(job, PendingCall([job], None), 0, 0.0, 0, 0)
+            session.table.uncounted[flight] = time.monotonic() + 60
+        with reading(session):
+            lm.sync.close()
 
 
 def test_nor_for_long(
