@@ -174,11 +174,12 @@ async def _load(
 
 def _cached(lm: PooledLM[NumpyRows], prompts: list[list[int]]) -> float:
     """Rows per second out of the result cache."""
-    rows, started = 0, time.perf_counter()
-    while time.perf_counter() - started < CACHED_SECONDS:
+    rows, took, started = 0, 0.0, time.perf_counter()
+    while took < CACHED_SECONDS:
         lm.batch_next_token_logprobs_sync(prompts)
         rows += len(prompts)
-    return rows / (time.perf_counter() - started)
+        took = time.perf_counter() - started
+    return rows / took
 
 
 def _ms(took: list[float], percentile: float) -> float:

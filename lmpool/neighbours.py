@@ -206,16 +206,18 @@ class Neighbours:
 
     def look(self) -> dict[str, str]:
         """The path of each one's file, by name: the same object as long as nothing has changed."""
-        now = time.time_ns()
+        before = time.time_ns()
         try:
             changed = os.stat(self._neighbourhood.folder).st_mtime_ns
         except OSError:
             changed = 0
+        after = time.time_ns()
         if changed == self._changed and time.monotonic() < self._next:
             return self._found
         with self._looking:
             found = self._neighbourhood.look(self._kind) if changed else {}
-            self._changed = changed if abs(now - changed) > UNSETTLED * 1e9 else -1
+            settled = changed < before - UNSETTLED * 1e9 or changed > after + UNSETTLED * 1e9
+            self._changed = changed if settled else -1
             self._next = time.monotonic() + LOOK_EVERY
             if found != self._found:
                 self._found = found

@@ -34,17 +34,29 @@ AGAIN: Final = 0.1
 """Seconds until a server that was lost is tried again."""
 
 
-class _OwnWords(Pipeline):
-    """A pipeline whose errors are the server's own words: redis-py puts the command before them."""
+class _ControlPipeline(Pipeline):
+    """A pipeline whose queues end by themselves, and whose errors are the server's own words:
+    redis-py puts the command before them."""
+
+    life_ms = 0
+
+    def zadd(self, name: Any, *arguments: Any, **options: Any) -> Any:
+        """Put a job into a queue. In the same step: whoever waits for it may leave at any time."""
+        super().zadd(name, *arguments, **options)
+        return self.pexpire(name, self.life_ms)  # of a worker that died nothing is left
 
     def annotate_exception(self, exception: Exception, number: int, command: object) -> None:
         """Leave it as it is."""
 
 
 class _ControlRedis(ArqRedis):
-    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> _OwnWords:
+    queue_life_ms = 0
+
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> _ControlPipeline:
         given: Any = (self.connection_pool, self.response_callbacks, transaction, shard_hint)
-        return _OwnWords(*given)
+        pipeline = _ControlPipeline(*given)
+        pipeline.life_ms = self.queue_life_ms
+        return pipeline
 
 
 class ControlJobs:
@@ -112,6 +124,7 @@ class ControlJobs:
     async def _enqueue(self, job: Job, queue: str) -> None:
         """Put a job into a queue, unless it is there: for as long as its caller waits."""
         left = max(self._deadline.left() or 0.0, 0.001)
+        self._server.queue_life_ms = to_ms(2 * left)
         await self._server.enqueue_job(
             self.function,
             *(*self._arguments, left),
@@ -119,7 +132,6 @@ class ControlJobs:
             _queue_name=queue,
             _expires=left,
         )
-        await self._server.pexpire(queue, to_ms(2 * left))  # of a worker that died nothing is left
 
     async def _patiently(self, step: Callable[[], Awaitable[T]]) -> T:
         """What it returns, done again while the server is away, for `reconnect_timeout`."""

@@ -16,6 +16,7 @@ import pytest
 import redis
 from hypothesis import HealthCheck, settings
 
+from lmpool.producer import session
 from tests.support.cluster import Cluster
 from tests.support.fake import FakeServer
 from tests.support.redis_client import open_redis
@@ -48,6 +49,9 @@ LONGEST = frozenset(
     {"test_moving", "test_streams", "test_recovery", "test_clean_life", "test_lanes"}
 )
 """Files that go first: processes that take a file each would wait for them at the end."""
+
+# A busy machine may let the thread wait that counts.
+session.COUNTED_WITHIN = 10.0  # type: ignore[misc]
 
 # Where tests run side by side there is no core to spare for a second thread of a library's.
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -216,8 +216,19 @@ def lose_writes(pool: ClusterPool) -> None:
     """Its replica has nothing of what it was told for 1.3 s."""
     node, slot = pool.busiest()  # prompts that begin alike lie together: others may have none
 
+    def queued() -> int:
+        with pool.admin() as client:
+            return sum(
+                client.xinfo_stream(stream.key)["entries-added"]
+                for shard in pool_shards(client, "chaos")
+                if slot_of(shard.prefix) == slot
+                for stream in shard.streams
+            )
+
     def go_on() -> None:
         time.sleep(1.3)
+        before = queued()
+        until(lambda: queued() > before, what="a job that will be lost")
         pool.kill_worker()
 
     with _comes_back(pool, node, slot):

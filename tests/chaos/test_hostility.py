@@ -20,7 +20,7 @@ from tests.support.workers import WorkerProcess
 
 pytestmark = [pytest.mark.server]
 
-TIMEOUT = 30.0
+TIMEOUT = 60.0
 
 
 class Pool:

@@ -50,18 +50,19 @@ class Lateness(threading.Thread):
         super().__init__(daemon=True)
         self.ended = threading.Event()
         self._found: list[tuple[float, float]] = []
+        self._due = time.monotonic() + 0.02
         self.start()
 
     def run(self) -> None:
-        due = time.monotonic() + 0.02
         while not self.ended.wait(0.02):
             now = time.monotonic()
-            self._found.append((now, now - due))
-            due = now + 0.02
+            self._found.append((now, now - self._due))
+            self._due = now + 0.02
 
     def since(self, began: float) -> float:
-        """Seconds, all together, that wakings came late since then."""
-        return sum(late for when, late in self._found if when >= began)
+        """Seconds, all together, that wakings came late since then; the next may be late by now."""
+        overdue = max(0.0, time.monotonic() - self._due)
+        return overdue + sum(late for when, late in self._found if when >= began)
 
 
 def calls(liar: Liar, url: str, pool: str, rng: random.Random, seconds: float) -> list[str]:

@@ -70,17 +70,17 @@ def check_faults(folder: Path, looked: Counter[bool], seconds: float, seed: int)
             disturbing = threading.Thread(target=disturb)
             disturbing.start()
             time.sleep(seconds)
+            until(lambda: pool.kills > 0, what="a worker to be killed")
             over.set()
             disturbing.join()
             answered = running.answered()
             until(lambda: running.answered() > answered + 500, what="the load to go on")
+            until(lambda: looked[True] > 100, what="rows that are found in time")
+            until(lambda: looked[False] > 0, what="rows that are there no more")
         pool.check_nothing_left()
         outcomes = running.outcomes
         assert (outcomes.wrong, outcomes.failed) == (0, [])
         assert outcomes.right == outcomes.asked
-        assert pool.kills > 0
-        assert looked[True] > 100
-        assert looked[False] > 0
         assert neighbourhood.look("client") == {}
     assert neighbourhood.look("rows") == {}
     assert not [name for name in _names(neighbourhood.folder) if not name.startswith(".")]

@@ -87,7 +87,7 @@ def hold(start_pool: Callable[..., str]) -> Iterator[Hold]:
 
 @pytest.fixture(scope="module")
 def _cluster(server_binary: str) -> Iterator[Cluster]:
-    with Cluster(3, 0, node_timeout=1.0, cluster_require_full_coverage="no") as cluster:
+    with Cluster(3, 0, node_timeout=2.0, cluster_require_full_coverage="no") as cluster:
         yield cluster
 
 
@@ -109,6 +109,13 @@ def nothing_is_left(any_server: str, pool_name: str) -> Iterator[None]:
     with open_redis(any_server) as server:
         if server.exists(PoolKeys(pool_name).info):
             until_at_rest(server, pool_name)
+
+
+@pytest.fixture
+def unhurried_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that are closed delete what is theirs, however late their threads are: after some
+    seconds they would leave it to end by itself."""
+    monkeypatch.setattr("lmpool.producer.client.FAREWELL", 60.0)
 
 
 @pytest.fixture

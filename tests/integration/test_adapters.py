@@ -65,6 +65,7 @@ def client_of(url: str, pool: str, **options: Any) -> lmpool.PooledLM:
 
 
 @pytest.mark.one_shard
+@pytest.mark.usefixtures("unhurried_closing")
 def test_adapters_come_are_replaced_and_go(server_url, redis_client, pool_name, tmp_path):
     roots = tmp_path / "adapters"
     style, tone = write_adapter(roots / "style"), write_adapter(roots / "deep" / "tone", "two")

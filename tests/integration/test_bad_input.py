@@ -247,6 +247,7 @@ class _Bomb:
         return os.mkdir, (self.path,)
 
 
+@pytest.mark.usefixtures("unhurried_closing")
 def test_garbage_in_the_job_stream(server_url, redis_client, pool_name, tmp_path):
     """The worker lives, the garbage ends among the dead with a reason, and others are answered."""
     good = some_prompts(30, seed=5)
@@ -304,6 +305,7 @@ def test_garbage_in_the_job_stream(server_url, redis_client, pool_name, tmp_path
         assert_at_rest(redis_client, pool_name)
 
 
+@pytest.mark.usefixtures("unhurried_closing")
 def test_garbage_in_the_result_cache(shared, caplog):
     url, pool = shared
     row = pack_logprobs(mock_row([1], 256)).joined()

@@ -68,8 +68,8 @@ def test_a_flight_knows_its_job_and_who_waits(
 def test_everything_that_a_client_leaves_has_an_end(
     caller: Caller, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    caller.enqueue(A, reply_ttl=5000, flight_ttl=7000)
-    for key, ttl in ((shard.reply("first"), 5000), (shard.flight(A.digest), 7000)):
+    caller.enqueue(A, reply_ttl=20_000, flight_ttl=30_000)
+    for key, ttl in ((shard.reply("first"), 20_000), (shard.flight(A.digest), 30_000)):
         assert 0 < redis_client.pttl(key) <= ttl  # type: ignore[operator]
     # Asking again renews both.
     caller.enqueue(A, reply_ttl=50_000, flight_ttl=70_000)
@@ -186,10 +186,10 @@ def test_a_flight_whose_job_is_gone_will_never_land(
 def test_looking_after_renews_the_leases(
     caller: Caller, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    caller.enqueue(A, reply_ttl=5000, flight_ttl=5000)
+    caller.enqueue(A, reply_ttl=20_000, flight_ttl=20_000)
     caller.check(A, reply_ttl=60_000, flight_ttl=60_000)
-    assert redis_client.pttl(shard.reply("first")) > 50_000  # type: ignore[operator]
-    assert redis_client.pttl(shard.flight(A.digest)) > 50_000  # type: ignore[operator]
+    assert redis_client.pttl(shard.reply("first")) > 30_000  # type: ignore[operator]
+    assert redis_client.pttl(shard.flight(A.digest)) > 30_000  # type: ignore[operator]
 
 
 def test_who_vanished_is_back_after_looking(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import threading
 import time
@@ -143,10 +144,7 @@ def test_a_client_of_another_server_of_control_jobs_is_told_which_to_set(
             worker.wait_until_alive()
             (said,) = lm.pool_statistics_sync()["workers"]
             assert said["control"] == place
-            with pytest.raises(PoolTimeout) as caught:
-                lm.clear_kv_cache(timeout=2)
-            text = str(caught.value)
-            assert f"take control jobs from {place}, and this client puts them into" in text
+            text = told(lm, f"take control jobs from {place}, and this client puts", timeout=2)
             assert "Set LMPOOL_CONTROL_URL" in text
             assert "s3cret" not in text
             with connected(pool.url, pool_name, control_url=control.url) as knowing:
@@ -157,11 +155,25 @@ def test_a_client_of_another_server_of_control_jobs_is_told_which_to_set(
             connected(pool.url, pool_name, control_url=control.url) as lm,
         ):
             worker.wait_until_alive()
-            with pytest.raises(PoolTimeout, match="Leave LMPOOL_CONTROL_URL") as caught:
-                lm.clear_kv_cache(timeout=2)
-            assert "s3cret" not in str(caught.value)
+            assert "s3cret" not in told(lm, "Leave LMPOOL_CONTROL_URL", timeout=2)
             with connected(pool.url, pool_name) as knowing:
                 knowing.clear_kv_cache(timeout=60)
+
+
+def told(lm: PooledLM, what: str, *, timeout: float) -> str:
+    """What a caller is told whom nobody answers, once `what` was found out before its time was
+    over: on a machine that stands still, that may be over first."""
+
+    def text() -> str | None:
+        began = time.monotonic()
+        with pytest.raises(PoolTimeout) as caught:
+            lm.clear_kv_cache(timeout=timeout)
+        assert time.monotonic() - began < 30
+        return str(caught.value) if re.search(what, str(caught.value)) else None
+
+    found = until(text, what=what)
+    assert found is not None
+    return found
 
 
 # ---- what befalls the node that they lie on
@@ -315,10 +327,7 @@ def test_a_caller_is_told_in_time_that_the_node_is_away(server_binary: str, pool
         lm.clear_kv_cache(timeout=60)
         node = owner_of(cluster, pool_name)
         node.pause()
-        began = time.monotonic()
-        with pytest.raises(PoolTimeout, match=r"after 4 s: redis\+cluster://.* is lost: "):
-            lm.clear_kv_cache(timeout=4)
-        assert time.monotonic() - began < 30
+        told(lm, r"after 4 s: redis\+cluster://.* is lost: ", timeout=4)
         node.kill()
         with (
             connected(pool.url, pool_name, control_url=cluster.url, reconnect_timeout=1.0) as hasty,

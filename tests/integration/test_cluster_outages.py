@@ -80,6 +80,18 @@ def victim_of(cluster: Cluster, lm: lmpool.PooledLM) -> tuple[ClusterNode, Shard
     return victim, away, there
 
 
+def times_of(lm: lmpool.PooledLM, shard: ShardKeys, start: int, seconds: float) -> list[float]:
+    """How long calls to a shard take, one after another: for so long, and nine at least."""
+    took: list[float] = []
+    until_then = time.monotonic() + seconds
+    while time.monotonic() < until_then or len(took) < 9:
+        prompts = prompts_of(lm, shard, 5, start + 100 * len(took))
+        began = time.monotonic()
+        assert_right(lm, prompts)
+        took.append(time.monotonic() - began)
+    return took
+
+
 @pytest.mark.one_server
 def test_a_cluster_has_two_shards_for_each_primary(cluster: Cluster, lm: lmpool.PooledLM) -> None:
     owners = [cluster.owner(shard.slot) for shard in lm.shards]
@@ -93,20 +105,15 @@ def test_a_cluster_has_two_shards_for_each_primary(cluster: Cluster, lm: lmpool.
 def test_other_shards_are_served_meanwhile(cluster: Cluster, lm: lmpool.PooledLM, how: str) -> None:
     victim, away, there = victim_of(cluster, lm)
     late = prompts_of(lm, away, 40, 0)
+    usual = median(times_of(lm, there, 5_000, 0.0))  # for this machine as it is
     with ThreadPoolExecutor() as pool:
         victim.kill() if how == "killed" else victim.pause()
         waiting = pool.submit(assert_right, lm, late)
-        took: list[float] = []
-        until_then = time.monotonic() + 4
-        while time.monotonic() < until_then or len(took) < 9:
-            prompts = prompts_of(lm, there, 5, 10_000 + 100 * len(took))
-            began = time.monotonic()
-            assert_right(lm, prompts)
-            took.append(time.monotonic() - began)
+        took = times_of(lm, there, 10_000, 4.0)
         assert not waiting.done()
         # Who is silent is found out by a command that times out, of each thread: few calls wait.
-        assert max(took) < 10
-        assert median(took) < 0.4
+        assert max(took) < 30
+        assert median(took) < 0.4 + 10 * usual
         victim.start() if how == "killed" else victim.resume()
         waiting.result(60)
     assert lm.statistics()["failed"] == 0
@@ -355,17 +362,11 @@ def test_a_node_that_is_full_holds_up_its_own_shards_alone(
     victim, away, there = victim_of(cluster, lm)
     (before,) = victim.command("CONFIG", "GET", "maxmemory")[1::2]
     with ThreadPoolExecutor() as pool:
-        assert_right(lm, prompts_of(lm, there, 5, 0))
+        usual = median(times_of(lm, there, 5_000, 0.0))
         victim.command("CONFIG", "SET", "maxmemory", "1mb")
         waiting = pool.submit(assert_right, lm, prompts_of(lm, away, 20, 0))
-        took: list[float] = []
-        until_then = time.monotonic() + 3
-        while time.monotonic() < until_then or len(took) < 9:
-            prompts = prompts_of(lm, there, 5, 10_000 + 100 * len(took))
-            began = time.monotonic()
-            assert_right(lm, prompts)
-            took.append(time.monotonic() - began)
-        assert median(took) < 0.4
+        took = times_of(lm, there, 10_000, 3.0)
+        assert median(took) < 0.4 + 10 * usual
         assert not waiting.done()
         victim.command("CONFIG", "SET", "maxmemory", before)
         waiting.result(60)
@@ -393,7 +394,7 @@ def test_rows_for_a_node_that_is_full_wait_for_it(
         hold.open()
         for number in range(4):
             assert_right(lm, prompts_of(lm, there, 3, 5000 * number))
-        assert "memory is full" in caplog.text
+        until(lambda: "memory is full" in caplog.text, what="the worker to be refused")
         assert not waiting.done()
         victim.command("CONFIG", "SET", "maxmemory", before)
         waiting.result(60)

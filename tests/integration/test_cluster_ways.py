@@ -21,6 +21,12 @@ PATIENT = {"node_timeout": 15.0}
 """No node is to be missed here, however busy the machine."""
 
 
+@pytest.fixture(autouse=True)
+def _at_any_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one that is slow to answer given up."""
+    monkeypatch.setattr("lmpool.cluster_servers.ANSWER_WITHIN", 60.0)
+
+
 def assert_serves(url: str, pool: str) -> None:
     """A worker and a client find all nodes: prompts of every shard are answered."""
     prompts = [[i % VOCAB, i // VOCAB] for i in range(600)]

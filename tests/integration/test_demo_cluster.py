@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -35,9 +35,33 @@ def folder(tmp_path: Path, server_binary: str) -> Iterator[Path]:
         until(lambda: not list(short.glob("lmpool*")), what=f"{short} to be empty")
 
 
-def demo(folder: Path, server_binary: str, *options: str) -> subprocess.Popen[str]:
+MISSED_AFTER = 5.0
+PATIENT = f"""
+import sys
+from lmpool.cli import app
+from lmpool.cli.demo import over_cluster
+from lmpool.cli.demo.private_cluster import PrivateCluster
+
+def form_patiently(cluster, form=PrivateCluster._form):
+    form(cluster)
+    for node in cluster.nodes:
+        with cluster._client(node) as client:
+            client.config_set("cluster-node-timeout", {round(1000 * MISSED_AFTER)})
+
+PrivateCluster._form = form_patiently
+over_cluster.REPLACED_WITHIN = over_cluster.SETTLED_WITHIN = 60.0
+over_cluster.MOCK_BATCH, over_cluster.BEAT_MS = 0.3, 5000
+app(sys.argv[1:], prog_name="lmpool")
+"""
+"""`lmpool` with a demo for busy machines: no node is missed that stands still for a moment, the
+load lasts until a primary was killed, however late, and what workers say late is shown."""
+
+
+def demo(
+    folder: Path, server_binary: str, *options: str, program: Sequence[str] = ("-m", "lmpool")
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "lmpool", "demo", "--cluster", *options],
+        [sys.executable, *program, "demo", "--cluster", *options],
         env={
             **clean_environment(),
             "TMPDIR": str(folder),
@@ -52,7 +76,8 @@ def demo(folder: Path, server_binary: str, *options: str) -> subprocess.Popen[st
 
 
 def test_a_primary_is_killed_and_nothing_is_lost(folder: Path, server_binary: str) -> None:
-    with demo(folder, server_binary, "--prompts", "6000") as running:
+    patient = ("-c", PATIENT)
+    with demo(folder, server_binary, "--prompts", "6000", program=patient) as running:
         output, errors = running.communicate(timeout=250)
     assert running.returncode == 0, errors
     assert errors == ""
@@ -77,7 +102,7 @@ def test_a_primary_is_killed_and_nothing_is_lost(folder: Path, server_binary: st
     assert re.search(r"had its place after [\d.]+ s", after)
     # It was killed under load: somebody waited for what lay there, most of the time until others
     # missed it, and for less than a client waits for a server that is lost.
-    assert private_cluster.NODE_TIMEOUT_MS / 2000 < numbers["seconds, the longest call"] < 60
+    assert MISSED_AFTER / 2 < numbers["seconds, the longest call"] < 60
     assert "rows are the same bytes in all 3 clients" in after
     # Each lane in use has one home, and every job that was computed was taken by somebody.
     (used, lanes) = re.findall(r"^Lanes: (\d+) of (\d+) in use$", before, re.M)[0]

@@ -43,9 +43,7 @@ def test_nobody_holding_it_ends_it(pool_folder: Path) -> None:
 
 
 def test_a_killed_worker_is_replaced_under_load(pool_folder: Path) -> None:
-    with lmpool.embedded(
-        **MOCK, workers=2, batch_size=4, engine_opts={"delay": 0.01}, request_timeout=3.0
-    ) as lm:
+    with lmpool.embedded(**MOCK, workers=2, batch_size=4, engine_opts={"delay": 0.01}) as lm:
         stop = threading.Event()
 
         def load() -> None:
@@ -54,7 +52,7 @@ def test_a_killed_worker_is_replaced_under_load(pool_folder: Path) -> None:
                 number += 1
                 try:
                     lm.batch_next_token_logprobs_sync(
-                        [[number % 256, number // 256, i] for i in range(32)]
+                        [[number % 256, number // 256, i] for i in range(32)], timeout=3
                     )
                 except lmpool.LmpoolError:
                     continue  # rows of the dead worker: recovery is not this test's business

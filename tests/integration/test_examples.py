@@ -8,6 +8,8 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +17,8 @@ import numpy as np
 import pytest
 
 import lmpool
-from lmpool.backends.mock import mock_row
+from lmpool.backends.engine import Outcome, Request
+from lmpool.backends.mock import MockEngine, mock_row
 from tests.support.clients import connected
 from tests.support.waiting import until
 from tests.support.workers import clean_environment, in_process_worker
@@ -145,12 +148,21 @@ def test_distilled_parts_go_on_where_a_kill_has_left_them(
     command = [str(ROOT / "examples/distill.py"), str(text_file(tmp_path, 60)), "--part", "8"]
     command += ["--out", str(out), "--url", server_url, "--pool", pool_name]
     environment = {**clean_environment(), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    slow = {"delay": 0.5}
-    with in_process_worker(server_url, pool_name, engine_opts=slow, batch_size=8):
-        killed = [sys.executable, *command, "-k", "3"]
-        with subprocess.Popen(killed, env=environment, stdout=subprocess.DEVNULL) as running:
+    killed, compute = threading.Event(), MockEngine.compute
+
+    def compute_some(engine: MockEngine, requests: Sequence[Request]) -> Iterable[Outcome]:
+        """What was asked before there were two parts: no more than six of them."""
+        if len(list(out.glob("*.npz"))) >= 2:
+            killed.wait(150)
+        return compute(engine, requests)
+
+    monkeypatch.setattr(MockEngine, "compute", compute_some)
+    with in_process_worker(server_url, pool_name, batch_size=8):
+        first = [sys.executable, *command, "-k", "3"]
+        with subprocess.Popen(first, env=environment, stdout=subprocess.DEVNULL) as running:
             until(lambda: len(parts(out)) >= 2, 120.0)
             running.kill()
+        killed.set()
         before = parts(out)
         assert 2 <= len(before) < 8
         (out / "part-00007.writing").write_bytes(b"half a pa")

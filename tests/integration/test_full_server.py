@@ -185,10 +185,11 @@ def test_a_pool_that_fills_the_server_gives_way_to_another(server_binary, pool_n
         number = 0
         deadline = time.monotonic() + 150
         # The first one idles meanwhile.
-        while held(second) < 0.6 * held(first) and time.monotonic() < deadline:
+        # Both as they are looked at here: what was asked last may be stored later.
+        while (theirs := held(second)) < (some := 0.6 * held(first)):
+            assert time.monotonic() < deadline, (theirs, some)
             number += 1
             ask_for(second, 500, seed=100 + number)
-        assert held(second) >= 0.6 * held(first)
         assert held(first) > full // 4
         assert first.statistics()["resubmitted"] == second.statistics()["resubmitted"] == 0
 

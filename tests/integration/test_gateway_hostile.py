@@ -49,7 +49,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def gateway(server: RealServer, keys: Path) -> Iterator[GatewayProcess]:
     options = (
-        "--api-keys", str(keys), "--max-body", str(BODY_BYTES), "--body-timeout", "2",
+        "--api-keys", str(keys), "--max-body", str(BODY_BYTES), "--body-timeout", "8",
         "--queue-timeout", "30",
     )  # fmt: skip
     url = server.url

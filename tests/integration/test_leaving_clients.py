@@ -144,7 +144,7 @@ def start_to_leave(
 
     async def ask() -> None:
         nonlocal task
-        limit = 3 if way == "timeout" else None
+        limit = 15 if way == "timeout" else None  # until then the other has joined
         task = asyncio.create_task(leaving.batch_next_token_logprobs(asked, timeout=limit))
         begun.set()
         try:

@@ -68,8 +68,8 @@ def test_a_single_call_that_waits_holds_few_objects(
             await asyncio.gather(*calls)
             return found
 
-        # The worker's own are counted, too, where it has read them by then.
-        assert any(asyncio.run(each_holds(seed)) < 6 for seed in range(3))
+        # The worker's own are counted, too, where it has read them by then, and the server's.
+        assert any(asyncio.run(each_holds(seed)) < 6 for seed in range(30))
 
 
 def test_prompts_of_one_turn_are_as_they_were_when_they_were_asked(lm: lmpool.PooledLM) -> None:
@@ -342,9 +342,9 @@ def test_loops_that_were_closed_before_their_turn_ended_are_let_go(lm: lmpool.Po
 
 
 def test_jobs_of_a_loop_that_was_closed_are_withdrawn(
-    any_server: str, start_pool: Callable[..., str]
+    any_server: str, start_pool: Callable[..., str], hold: Hold
 ) -> None:
-    pool = start_pool(delay=8.0)
+    pool = start_pool()
     with connected(any_server, pool) as lm:
         loop = asyncio.new_event_loop()
         tasks = [loop.create_task(lm.next_token_logprobs([9, number])) for number in range(5)]
@@ -352,6 +352,6 @@ def test_jobs_of_a_loop_that_was_closed_are_withdrawn(
         table = lm._client._session.table
         until(lambda: len(table.flights) == 5)
         loop.close()  # and its tasks are kept
-        until(lambda: not table.flights, 20)
+        until(lambda: not table.flights)
         assert lm.statistics()["withdrawn"] == 5
         del tasks

@@ -86,8 +86,9 @@ def test_a_worker_counts_what_it_did(server: RealServer) -> None:
         worker_process(server.url, pool, metrics_port=port, engine_opts=options, batch_size=16),
         connected(server.url, pool, cache_bytes=0) as lm,
     ):
-        before = Scrape(port)
-        assert before.value("lmpool_worker_ready", pool=pool) == 1
+        # It is a moment after it has said that it serves.
+        until(lambda: Scrape(port).value("lmpool_worker_ready", pool=pool) == 1, what="it to serve")
+        began = time.monotonic()
         lm.sync.batch_next_token_logprobs([[1, 2, n] for n in range(20, 60)])
         lm.sync.top_logprobs([1, 2, 3], 5)
         lm.sync.score([1, 2, 3], 1)
@@ -97,7 +98,9 @@ def test_a_worker_counts_what_it_did(server: RealServer) -> None:
         # A caller is told first, and then it is counted.
         failed = "lmpool_worker_failures_total"
         until(lambda: Scrape(port).value(failed, reason="failed"), what="it to be counted")
-        scrape = Scrape(port)
+        scrape, took = Scrape(port), time.monotonic() - began
+        age = "lmpool_worker_heartbeat_age_seconds"
+        until(lambda: Scrape(port).value(age) < 5, what="a heartbeat")  # type: ignore[operator]
     value = scrape.value
     assert value("lmpool_worker_answers_total", want="row") == 40
     assert value("lmpool_worker_answers_total", want="top") == 1
@@ -115,8 +118,7 @@ def test_a_worker_counts_what_it_did(server: RealServer) -> None:
     assert value("lmpool_worker_computed_tokens_total") >= 40 * 3 + 3 + 2  # type: ignore[operator]
     waited = value("lmpool_worker_queue_wait_seconds_sum")
     assert waited is not None
-    assert 0 <= waited < 60
-    assert value("lmpool_worker_heartbeat_age_seconds") < 5  # type: ignore[operator]
+    assert 0 <= waited <= 43 * (took + 1)
     (info,) = scrape.families["lmpool_worker_info"].samples
     assert info.labels["engine"] == "mock"
     assert (info.labels["pool"], info.labels["model_name"]) == (pool, "tiny")

@@ -195,7 +195,14 @@ def test_rows_of_a_worker_process_are_right_in_every_way_to_ask(
 
         with ThreadPoolExecutor(6) as threads:
             assert all(threads.map(threaded, range(10, 22)))
-        assert reads.found["near"] > 200
+        seeds = iter(range(100, 10**6, 2))
+
+        def many_were_near() -> bool:
+            """Those that its thread is late to hear of come from the server."""
+            assert threaded(next(seeds))
+            return reads.found["near"] > 200
+
+        until(many_were_near)
 
 
 @pytest.mark.one_shard
@@ -541,7 +548,7 @@ def test_a_client_that_follows_its_pool_is_told_of_the_new_ones_rows(
                 return reads.workers[worker.id] > 0
 
             until(is_read)
-            assert near_threads() == before + 1
+            until(lambda: near_threads() == before + 1)  # the old one's ends at its own pace
             assert not os.path.exists(old.folder)
             assert len(folder_of(lm).look("notices")) == 1
 

@@ -218,7 +218,7 @@ def test_with_keys_any_name_will_do(keyed: GatewayProcess) -> None:
 
 
 def test_the_pages_files_allow_nothing_but_themselves(unkeyed: GatewayProcess) -> None:
-    with httpx.Client(base_url=unkeyed.base_url) as http:
+    with httpx.Client(base_url=unkeyed.base_url, timeout=60) as http:
         page = http.get("/")
         rules = dict(
             each.strip().split(" ", 1)

@@ -126,7 +126,8 @@ def test_who_speaks_another_protocol_is_told_what_to_upgrade(
 def test_the_first_worker_of_a_pool_is_waited_for(
     asks: str, any_server: str, pool_name: str
 ) -> None:
-    with closing(lmpool.connect(any_server, pool_name, framework="numpy")) as lm:
+    options: dict[str, Any] = {"framework": "numpy", "workers_timeout": 60.0}
+    with closing(lmpool.connect(any_server, pool_name, **options)) as lm:
 
         async def ask() -> Any:
             return await lm.next_token_logprobs([7])

@@ -39,6 +39,15 @@ def read(file: Path) -> tuple[set[str], set[str]]:
     return threads, {frame["file"] for frame in found["shared"]["frames"]}
 
 
+def is_written(file: Path) -> bool:
+    """Whether all of a profile is there: it may be seen in the midst of that."""
+    try:
+        json.loads(file.read_text())
+    except ValueError:
+        return False
+    return True
+
+
 def keep_busy(url: str, pool: str, pids: Iterable[int]) -> None:
     """Have each of these workers compute for half a second of its processor's time."""
     workers = [psutil.Process(pid) for pid in pids]
@@ -85,7 +94,7 @@ def test_a_worker_that_is_killed_leaves_one_too(
         (file,) = tmp_path.iterdir()
         keep_busy(server_url, pool_name, [worker.pid])
         worker.kill()
-        until(lambda: file.stat().st_size > 0, what="the profile to be written", every=0.05)
+        until(lambda: is_written(file), what="the profile to be written", every=0.05)
     threads, code = read(file)
     assert threads
     assert code

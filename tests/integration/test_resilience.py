@@ -51,7 +51,7 @@ def test_two_models_that_join_at_once_are_one(server_url, redis_client, pool_nam
             alive = {worker["pid"] for worker in living_workers(server_url, pool_name)}
             return all(w.process.poll() is not None or w.pid in alive for w in workers)
 
-        until(decided, what="each to serve or to be refused", every=0.05)
+        until(decided, 150, what="each to serve or to be refused", every=0.05)
         ended = [worker.process.poll() for worker in workers]
         assert sorted(ended, key=str) == [78, 78, None, None]
         assert ended[:2] == ended[2:]

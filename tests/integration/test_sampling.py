@@ -12,7 +12,7 @@ import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.errors import LmpoolError
 from tests.support.clients import connected
-from tests.support.pools import Asking, assert_at_rest, some_prompts, worker_processes
+from tests.support.pools import Asking, some_prompts, until_at_rest, worker_processes
 from tests.support.waiting import until
 from tests.support.workers import worker_process
 
@@ -45,7 +45,7 @@ def test_a_seed_repeats_alone_and_in_company_on_any_worker(server_url, redis_cli
     elsewhere = f"{pool_name}-2"
     with worker_processes(server_url, elsewhere, 2, batch_size=16):
         assert asyncio.run(all_at_once(elsewhere)) == alone
-        assert_at_rest(redis_client, elsewhere)
+        until_at_rest(redis_client, elsewhere)
     for mine in alone:
         assert [len(ids) for ids in mine] == [24] * 4
         assert mine[0] == mine[3]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ import redis
 from lmpool.backends.mock import mock_row
 from lmpool.errors import PromptFailed
 from lmpool.keys import GROUP
+from lmpool.producer import sender as sender_module
 from lmpool.producer import session as session_module
 from tests.support.clients import connected
 from tests.support.gate import Gate
@@ -125,12 +125,15 @@ def test_answers_of_a_server_that_is_away_are_given_once_it_is_back(
 
 @pytest.mark.one_shard
 def test_notices_of_a_server_that_is_as_it_was_some_time_ago_are_read(
-    server_url: str, pool_name: str, redis_client: redis.Redis
+    server_url: str,
+    pool_name: str,
+    redis_client: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its streams go on with ids that are smaller than those that the client has read."""
     with (
         in_process_worker(server_url, pool_name, engine_opts={"fail_token": 255}),
-        connected(server_url, pool_name, cache_bytes=0) as lm,
+        connected(server_url, pool_name, cache_bytes=0, workers_timeout=480.0) as lm,
     ):
         (shard,) = pool_shards(redis_client, pool_name)
         reply = shard.reply(lm._client._session.id)
@@ -138,16 +141,16 @@ def test_notices_of_a_server_that_is_as_it_was_some_time_ago_are_read(
         ahead = f"{int(time.time() * 1000) + 3_600_000}-5"  # as of a clock that is set back later
         redis_client.xadd(reply, {"ok": b""}, id=ahead)
         until(lambda: lm._client._session.last_ids[reply] == ahead, what="the client to read it")
-        redis_client.delete(reply)
-        redis_client.xadd(reply, {"hello": "1"}, id="1-1")
-        redis_client.expire(reply, 30)
+        with redis_client.pipeline(transaction=True) as pipeline:  # the client may be looking
+            pipeline.delete(reply)
+            pipeline.xadd(reply, {"hello": "1"}, id="1-1")
+            pipeline.expire(reply, 30)
+            pipeline.execute()
         with pytest.raises(PromptFailed):
             lm.next_token_logprobs_sync([2, 255], timeout=60)
-        took: list[float] = []
+        assert lm.statistics()["resubmitted"] < 5  # a look each, until its notice is read
+        # From now on it learns of nothing in time by looking after it.
+        monkeypatch.setattr(sender_module, "CHECK_EVERY", 100.0)
         for number in range(3):
-            began = time.monotonic()
             with pytest.raises(PromptFailed):
                 lm.next_token_logprobs_sync([3, number, 255], timeout=60)
-            took.append(time.monotonic() - began)
-        assert median(took) < 1.5, "it learnt of it by looking after it"
-        assert lm.statistics()["resubmitted"] <= 1

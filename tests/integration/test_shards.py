@@ -25,7 +25,6 @@ from tests.support.clients import connected
 from tests.support.gate import Gate
 from tests.support.pools import (
     Asking,
-    assert_at_rest,
     in_processes,
     pending,
     pool_shards,
@@ -84,7 +83,7 @@ def test_rows_and_shared_work(server_url, redis_client, pool_name, tmp_path):
         shards = pool_shards(redis_client, pool_name)
         assert len({shard.prefix for shard in shards}) == SHARDS
         computed = [int(redis_client.hget(shard.counters, "computed")) for shard in shards]
-        assert_at_rest(redis_client, pool_name)
+        until_at_rest(redis_client, pool_name)
     np.testing.assert_array_equal(answers[0][0], rows_of(prompts))
     np.testing.assert_array_equal(answers[1][0], rows_of(prompts[::-1]))
     assert statistics["computed"] == len(prompts)
@@ -125,6 +124,7 @@ def test_what_goes_wrong_and_who_leaves(server_url, redis_client, pool_name, tmp
                     ),
                     what="all jobs to be taken",
                 )
+                leaving.close(60)  # it is told to forget them, however long that takes
             one.terminate()
             assert one.wait() == 0
             assert "left the pool; 120 jobs given back" in one.log

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
-from statistics import median
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 import lmpool
-from lmpool.backends.mock import mock_row
+from lmpool.backends.engine import Outcome, Request
+from lmpool.backends.mock import MockEngine, mock_row
 from lmpool.errors import LmpoolError, SettingsError
+from lmpool.wants import Digester, Row
 from tests.support.clients import connected
+from tests.support.hold import Hold
 from tests.support.pools import Asking, pool_shards, some_prompts, until_at_rest
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker
@@ -39,7 +44,7 @@ class Flood:
     def __exit__(self, *_: object) -> None:
         self._lm.reset_async_queries()
         self._thread.join()
-        self._lm.close()
+        self._lm.close(60)
 
     def _run(self) -> None:
         with pytest.raises(LmpoolError, match="reset"):
@@ -51,20 +56,58 @@ class Flood:
         return len(self.prompts) - len(table.flights)
 
 
-def turns(
-    lm: lmpool.PooledLM, prompts: Sequence[Sequence[int]], priority: str | None = None
-) -> list[int]:
-    """How many rows the pool computed while each of the prompts, one after another, was waited for.
+class Pace:
+    """Engines compute while `hold` is open, and what they were given is in `order`."""
 
-    Its own is one of them, and so are those of the batches that were under way.
-    """
-    found = []
-    for prompt in prompts:
-        before = lm.pool_statistics_sync()["computed"]
-        row = lm.next_token_logprobs_sync(prompt, priority=priority, timeout=60)
-        found.append(lm.pool_statistics_sync()["computed"] - before)
-        np.testing.assert_array_equal(row, mock_row(prompt, 256))
-    return found
+    def __init__(self, hold: Hold, order: list[tuple[int, ...]]) -> None:
+        self.hold = hold
+        self.order = order
+
+    def turns(
+        self, lm: lmpool.PooledLM, prompts: Sequence[Sequence[int]], priority: str | None = None
+    ) -> list[int]:
+        """How many rows were computed from when each of the prompts, one after another, was
+        queued, at whatever pace that is.
+
+        Its own is one of them, and so are those of the batches that were under way.
+        """
+        found = []
+        with ThreadPoolExecutor(1) as thread:
+            for prompt in prompts:
+                self.hold.close()
+                asked = thread.submit(
+                    lm.next_token_logprobs_sync, prompt, priority=priority, timeout=150
+                )
+                until(lambda: is_queued(lm, prompt, priority), what="it to be queued")  # noqa: B023
+                before = len(self.order)
+                self.hold.open()
+                np.testing.assert_array_equal(asked.result(), mock_row(prompt, 256))
+                found.append(self.order.index(tuple(prompt)) + 1 - before)
+        return found
+
+
+@contextmanager
+def paced() -> Iterator[Pace]:
+    """Nothing is computed until it is opened."""
+    order: list[tuple[int, ...]] = []
+    compute = MockEngine.compute
+
+    def noted(engine: MockEngine, requests: Sequence[Request]) -> Iterable[Outcome]:
+        order.extend(tuple(request.tokens.tolist()) for request in requests)
+        return compute(engine, requests)
+
+    with patch.object(MockEngine, "compute", noted), Hold() as hold:
+        yield Pace(hold, order)
+
+
+def is_queued(lm: lmpool.PooledLM, prompt: Sequence[int], priority: str | None) -> bool:
+    """Whether the server knows that a row is asked for with this priority."""
+    tokens = np.array(prompt, "<u4").tobytes()
+    digest = Digester(lm.info.fingerprint).digest(Row("f32"), tokens)
+    flight = lm._client._session.table.flights.get(digest)
+    if flight is None or flight.priority != (priority or lm.options.priority):
+        return False
+    return flight.counted and not flight.queued
 
 
 def test_an_unknown_priority_is_refused() -> None:
@@ -77,13 +120,14 @@ def test_batch_lets_interactive_go_first(server_url, redis_client, pool_name):
     with (
         in_process_worker(server_url, pool_name, **SLOW),
         connected(server_url, pool_name, cache_bytes=0) as lm,
+        paced() as pace,
     ):
         with Flood(server_url, pool_name, 1, priority="batch") as flood:
             (shard,) = pool_shards(redis_client, pool_name)
             until(lambda: redis_client.xlen(shard.stream("batch").key) > 1000, what="the backlog")
             # A thousand jobs are waiting; these wait for the batches under way.
-            assert median(turns(lm, some_prompts(10, seed=2))) < 100
-            assert flood.answered() > 0
+            assert max(pace.turns(lm, some_prompts(10, seed=2))) < 100
+            until(lambda: flood.answered() > 0, what="the flood to go on")
         until_at_rest_of(lm, redis_client, pool_name)
 
 
@@ -96,16 +140,17 @@ def test_interactive_does_not_starve_batch(server_url, pool_name):
     with (
         in_process_worker(server_url, pool_name, **SLOW),
         connected(server_url, pool_name, cache_bytes=0, priority="batch") as lm,
+        paced() as pace,
         Flood(server_url, pool_name, 3) as flood,
     ):
         # One that the flood has asked, too, would be its.
         prompts = [p for p in some_prompts(60, seed=4) if p not in flood.prompts][:40]
         asking = Asking(lm, prompts)
-        until(lambda: lm.statistics()["queued"] == 40, what="all to be queued", every=0.001)
-        before = flood.answered()
+        until(lambda: lm.statistics()["queued"] == 40, what="all to be queued")
+        pace.hold.open()
         rows = asking.rows()
         # One place in eight is theirs, not less and hardly more.
-        share = 40 / (40 + flood.answered() - before)
+        share = 40 / (1 + max(pace.order.index(tuple(prompt)) for prompt in prompts))
         np.testing.assert_array_equal(rows, [mock_row(prompt, 256) for prompt in prompts])
         assert share > 0.06, share
 
@@ -115,22 +160,23 @@ def test_batch_of_one_does_not_starve_either(server_url, pool_name):
     with (
         in_process_worker(server_url, pool_name, **settings),
         connected(server_url, pool_name, cache_bytes=0, priority="batch") as lm,
+        paced() as pace,
         Flood(server_url, pool_name, 5),
     ):
-        *found, _ = sorted(turns(lm, some_prompts(5, seed=6)))  # one of them may meet a pause
-        assert max(found) < 100
+        assert max(pace.turns(lm, some_prompts(5, seed=6))) < 100
 
 
 def test_an_interactive_caller_takes_a_batch_job_along(server_url, redis_client, pool_name):
     """A prompt that waits among the last goes first once somebody asks it who does."""
     with (
         in_process_worker(server_url, pool_name, **SLOW),
+        paced() as pace,
         Flood(server_url, pool_name, 7, count=3000, priority="batch") as flood,
         connected(server_url, pool_name, cache_bytes=0) as lm,
     ):
         last = flood.prompts[2999]
         until(lambda: flood._lm.statistics()["queued"] == 3000, what="all to be queued")
-        (before,) = turns(lm, [last])
+        (before,) = pace.turns(lm, [last])
         assert lm.statistics()["joined"] == 1
         assert before < 500  # it would be its turn after nearly three thousand
 
@@ -140,6 +186,7 @@ def test_one_client_asks_with_both_priorities(server_url, redis_client, pool_nam
     with (
         in_process_worker(server_url, pool_name, client_backlog=256, **SLOW),
         connected(server_url, pool_name, cache_bytes=0) as lm,
+        paced() as pace,
     ):
         floods = [
             threading.Thread(target=ask_in_vain, args=(lm, some_prompts(8000, seed=12 + i)))
@@ -150,9 +197,9 @@ def test_one_client_asks_with_both_priorities(server_url, redis_client, pool_nam
         (shard,) = pool_shards(redis_client, pool_name)
         until(lambda: redis_client.xlen(shard.stream("batch").key) > 128, what="the backlog")
         # Sixteen thousand of its own jobs are waiting, most of them at the client.
-        assert median(turns(lm, some_prompts(10, seed=14))) < 100
+        assert max(pace.turns(lm, some_prompts(10, seed=14))) < 100
         # What waits at the client goes first as well, once it is asked for so.
-        (before,) = turns(lm, some_prompts(8000, seed=12)[-1:], "interactive")
+        (before,) = pace.turns(lm, some_prompts(8000, seed=12)[-1:], "interactive")
         assert before < 1000
         lm.reset_async_queries()
         for flood in floods:
@@ -196,6 +243,7 @@ def test_every_call_takes_a_priority(server_url, redis_client, pool_name):
             assert redis_client.xlen(elsewhere) == 0
             lm.reset_async_queries()
             asking.join()
+            until(lambda: not redis_client.xlen(there), what="all to be withdrawn")  # noqa: B023
             with pytest.raises(SettingsError, match="priority='urgent': write 'interactive' or"):
                 lm.next_token_logprobs_sync([1], priority="urgent")
 
@@ -206,25 +254,27 @@ def test_a_greedy_client_starves_nobody(server_url, redis_client, pool_name):
     with (
         in_process_worker(server_url, pool_name, client_backlog=64, **SLOW),
         connected(server_url, pool_name, cache_bytes=0) as lm,
+        paced() as pace,
         Flood(server_url, pool_name, 8) as flood,
     ):
         (shard,) = pool_shards(redis_client, pool_name)
-        found = turns(lm, some_prompts(5, seed=9))
+        found = pace.turns(lm, some_prompts(5, seed=9))
         assert redis_client.xlen(shard.stream().key) <= 64 + 16
-        assert median(found) < 400  # not all of the 20,000
+        assert max(found) < 400  # not all of the 20,000
         until(lambda: flood.answered() > 100, what="the flood to go on")
 
 
 def test_greedy_clients_share_evenly(server_url, pool_name):
-    with in_process_worker(server_url, pool_name, client_backlog=64, **SLOW):
-        with (
-            Flood(server_url, pool_name, 10) as one,
-            Flood(server_url, pool_name, 11, count=5000) as two,
-        ):
-            before = one.answered(), two.answered()
+    with (
+        in_process_worker(server_url, pool_name, client_backlog=64, **SLOW),
+        Flood(server_url, pool_name, 10) as one,
+        Flood(server_url, pool_name, 11, count=5000) as two,
+    ):
+        before = one.answered(), two.answered()
 
-            def shares() -> tuple[int, int]:
-                return one.answered() - before[0], two.answered() - before[1]
+        def are_even() -> bool:
+            """In the long run: one that stands still for a while falls behind."""
+            found = one.answered() - before[0], two.answered() - before[1]
+            return sum(found) > 800 and min(found) > 0.6 * max(found)
 
-            found = until(lambda: now if sum(now := shares()) > 800 else None)
-        assert min(found) > 0.6 * max(found), found
+        until(are_even, what="even shares")

@@ -191,12 +191,14 @@ def test_a_reader_that_leaves_ends_the_work(
                 break
 
     async def is_cancelled(lm: lmpool.PooledLM) -> None:
+        begun = asyncio.Event()
+
         async def read() -> None:
             async for _ in lm.stream(PROMPT, **asked):
-                pass
+                begun.set()
 
         reading = asyncio.create_task(read())
-        await asyncio.sleep(0.1)
+        await begun.wait()
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
 
@@ -216,8 +218,8 @@ def test_a_reader_that_leaves_ends_the_work(
             if found is not None:
                 asyncio.run(found)
             until(lambda: not engine.in_flight(), what="the engine to be idle")
-            assert lm.statistics()["withdrawn"] == number
-        assert len(steps(log)) < 1000
+            until(lambda number=number: lm.statistics()["withdrawn"] == number)
+        assert len(steps(log)) < 4000  # none of them was drawn to its end
 
 
 def test_a_slow_reader_hinders_nobody(any_server: str, pool_name: str) -> None:
@@ -240,10 +242,10 @@ def test_the_time_is_that_of_the_whole(any_server: str, pool_name: str) -> None:
         connected(any_server, pool_name) as lm,
     ):
         pieces: list[lmpool.Piece] = []
-        reading = lm.sync.stream(PROMPT, 4000, eos_token_ids=[], timeout=3.0)
-        with pytest.raises(PoolTimeout, match=r"\d+ tokens and no end after 3 s"):
+        reading = lm.sync.stream(PROMPT, 4000, eos_token_ids=[], timeout=5.0)
+        with pytest.raises(PoolTimeout, match=r"\d+ tokens and no end after 5 s"):
             pieces.extend(reading)
-        assert 0 < len(pieces) <= 150
+        assert pieces
         engine = worker.service.engine
         assert engine is not None
         until(lambda: not engine.in_flight(), what="the engine to be idle")
@@ -257,8 +259,9 @@ def test_who_takes_over_goes_on_where_the_last_one_ended(
     server_url: str, redis_client: redis.Redis, pool_name: str, tmp_path: Path
 ) -> None:
     logs = [tmp_path / str(number) for number in range(3)]
-    expected = continuation(PROMPT, 150, 4)
-    asked: dict[str, Any] = {"max_tokens": 150, "seed": 4, "eos_token_ids": [], "logprobs": True}
+    # Long enough for each to be killed in the midst of it, however late that is.
+    expected = continuation(PROMPT, 500, 4)
+    asked: dict[str, Any] = {"max_tokens": 500, "seed": 4, "eos_token_ids": [], "logprobs": True}
     with ExitStack() as stack:
         workers = [
             stack.enter_context(
@@ -295,7 +298,7 @@ def test_who_takes_over_goes_on_where_the_last_one_ended(
         assert second.tokens() == expected
         for mine in (reader, second):  # also what was asked for of those that others drew
             parts = [piece.logprobs for piece in mine.pieces]
-            whole = lm.sync.ask(PROMPT, Generate(150, (), seed=4, logprobs=True))
+            whole = lm.sync.ask(PROMPT, Generate(500, (), seed=4, logprobs=True))
             np.testing.assert_array_equal(np.concatenate(parts), whole.logprobs)
         # Nothing was computed twice, but for what was drawn and not told.
         firsts = [steps(logs[number])[0]["tokens"] for number in ran]
@@ -310,19 +313,19 @@ def test_who_takes_over_goes_on_where_the_last_one_ended(
 
 
 def test_a_frozen_worker_that_wakes_tells_nothing_twice(server_url: str, pool_name: str) -> None:
-    slow = {"engine_opts": {"delay": 0.03}}
     with (
-        worker_process(server_url, pool_name, **slow) as frozen,
+        # Who is frozen in the midst of it would take a quarter of a minute for all.
+        worker_process(server_url, pool_name, engine_opts={"delay": 0.03}) as frozen,
         connected(server_url, pool_name, workers_timeout=60) as lm,
     ):
-        reader = Reader(lm, PROMPT, max_tokens=150, seed=6, eos_token_ids=[])
+        reader = Reader(lm, PROMPT, max_tokens=500, seed=6, eos_token_ids=[])
         until(lambda: reader.drawn > 10)
         frozen.pause()
         before = reader.drawn
-        with worker_process(server_url, pool_name, **slow) as other:
+        with worker_process(server_url, pool_name, engine_opts={"delay": 0.01}) as other:
             until(lambda: reader.drawn > before + 10, what="the other to go on")
             frozen.resume()
-            assert reader.tokens() == continuation(PROMPT, 150, 6)
+            assert reader.tokens() == continuation(PROMPT, 500, 6)
             assert "Traceback" not in frozen.log + other.log
 
 

@@ -181,7 +181,7 @@ def test_of_a_server_that_freezes(server_binary: str) -> None:
 
         def freeze(clients: list[PooledLM]) -> None:
             for lm in clients:
-                lm.next_token_logprobs_sync([9])
+                lm.next_token_logprobs_sync([9], timeout=60)
             server.pause()
 
         try:

@@ -130,6 +130,7 @@ def test_programs_read_a_line_for_each_look(server: RealServer, pool_name: str) 
             server.start()
             assert next(look for look in lines if not look["error"])["url"] == served["url"]
         watching.send_signal(signal.SIGINT)
+        watching.wait(60)  # before its output is closed
     assert watching.returncode == 130
 
 

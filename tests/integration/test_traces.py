@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import itertools
 import json
 import threading
 import urllib.request
@@ -125,9 +126,13 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
 
 
 def test_a_call_is_a_span_of_its_callers_trace_and_its_batch_follows(
-    lm: PooledLM, spans: Spans
+    server: RealServer, spans: Spans
 ) -> None:
-    with trace.get_tracer("test").start_as_current_span("mine") as mine:
+    with (
+        in_process_worker(server.url, "traced-two", batch_size=2, timeout=50),  # both together
+        connected(server.url, "traced-two") as lm,
+        trace.get_tracer("test").start_as_current_span("mine") as mine,
+    ):
         lm.sync.batch_next_token_logprobs([[1, 2], [1, 3, 4]])
     call, batch = spans.one("lmpool ask"), spans.one("lmpool batch")
     assert call.parent is not None
@@ -198,26 +203,35 @@ def test_where_nobody_takes_spans_none_are_made(lm: PooledLM) -> None:
 
 def test_a_request_is_followed_through_gateway_and_worker(server: RealServer) -> None:
     trace_id, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-    with Collector() as collector:
-        environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
-        with (
-            worker_process(server.url, "http", environment=environment),
-            GatewayProcess(server.url, "http", environment=environment) as gateway,
-        ):
-            request = urllib.request.Request(
-                f"{gateway.base_url}/v1/completions",
-                json.dumps({"model": "http", "prompt": [1, 2], "max_tokens": 1}).encode(),
-                {
-                    "Content-Type": "application/json",
-                    "traceparent": f"00-{trace_id}-{span_id}-01",
-                    "Authorization": f"Bearer {SECRET}",
-                },
-            )
-            with urllib.request.urlopen(request, timeout=60) as response:
-                assert response.status == 200
-        # Each sends what it has when it ends in order.
-        (asked,) = collector.named("POST /v1/completions")
-        calls, batches = collector.named("lmpool ask"), collector.named("lmpool batch")
+    tries = itertools.count(2)
+
+    def sent() -> Collector | None:
+        """What both have sent as they ended in order; that is not waited for for long."""
+        with Collector() as collector:
+            environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+            with (
+                worker_process(server.url, "http", environment=environment),
+                GatewayProcess(server.url, "http", environment=environment) as gateway,
+            ):
+                asks = {"model": "http", "prompt": [1, next(tries)], "max_tokens": 1}
+                request = urllib.request.Request(
+                    f"{gateway.base_url}/v1/completions",
+                    json.dumps(asks).encode(),
+                    {
+                        "Content-Type": "application/json",
+                        "traceparent": f"00-{trace_id}-{span_id}-01",
+                        "Authorization": f"Bearer {SECRET}",
+                    },
+                )
+                with urllib.request.urlopen(request, timeout=60) as response:
+                    assert response.status == 200
+        names = {"POST /v1/completions", "lmpool ask", "lmpool batch"}
+        return collector if names <= {span.name for _, span in collector.spans} else None
+
+    collector = until(sent, what="all spans to be sent")
+    assert collector is not None
+    (asked,) = collector.named("POST /v1/completions")
+    calls, batches = collector.named("lmpool ask"), collector.named("lmpool batch")
     assert {span.trace_id.hex() for span in (asked, *calls, *batches)} == {trace_id}
     assert asked.parent_span_id.hex() == span_id
     assert {call.parent_span_id for call in calls} == {asked.span_id}

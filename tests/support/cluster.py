@@ -115,8 +115,8 @@ class ClusterNode(RealServer):
             self.host,
             self.port,
             protocol=2,
-            socket_timeout=5.0,
-            socket_connect_timeout=5.0,
+            socket_timeout=15.0,
+            socket_connect_timeout=15.0,
             **self._login,  # type: ignore[arg-type]
         )
 
@@ -321,10 +321,10 @@ class Cluster:
         return [slot for first, last in ranges for slot in range(first, last + 1)]
 
     def owner(self, slot: int) -> ClusterNode:
-        """The primary that serves a slot."""
-        found = self._owner(self.members(), slot)
-        assert found is not None, f"nobody serves slot {slot}"
-        return found
+        """The primary that serves a slot, once there is one: a busy node may just be missed."""
+        return until(
+            lambda: self._owner(self.members(), slot), what=f"somebody to serve slot {slot}"
+        )
 
     def _owner(self, members: list[Member], slot: int) -> ClusterNode | None:
         for member in members:

@@ -8,7 +8,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +28,7 @@ from lmpool.connections import OneConnectionClient, OneConnectionPool
 from lmpool.rows import PackedRow
 from lmpool.server import is_lost, open_server
 from tests.support.certificates import certificates
+from tests.support.waiting import until
 
 KEYS = ["a", "b", "c"]
 SIZES = [300, 1, 70_000]
@@ -181,11 +183,18 @@ def test_a_row_with_another_header_is_read_as_ever(pieces: list[bytes]) -> None:
 
 
 class Slowly(list[bytes]):
-    """Pieces with a pause before each but the first."""
+    """Pieces with a pause before each but the first, which is `awaited` by then: told how many
+    came before."""
+
+    def __init__(self, pieces: Sequence[bytes], awaited: Callable[[int], bool]) -> None:
+        super().__init__(pieces)
+        self._awaited = awaited
 
     def __iter__(self) -> Iterator[bytes]:
         for number, piece in enumerate(super().__iter__()):
-            time.sleep(0.05 if number else 0)
+            if number:
+                until(partial(self._awaited, number))
+                time.sleep(0.05)
             yield piece
 
 
@@ -194,13 +203,14 @@ def test_only_what_is_on_its_way_is_waited_for_awake(
     large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moves: list[str] = []
+    first = ["first"] if large else []
 
     def noted(socket: Any) -> tuple[sockets.Move, sockets.Move]:
-        first, rest = sockets.reads(socket)
+        begin, rest = sockets.reads(socket)
 
         def asleep(pieces: Sequence[Any]) -> int:
             moves.append("first")
-            return first(pieces)
+            return begin(pieces)
 
         def awake(pieces: Sequence[Any]) -> int:
             moves.append("rest")
@@ -209,13 +219,13 @@ def test_only_what_is_on_its_way_is_waited_for_awake(
         return asleep, awake
 
     monkeypatch.setattr(replies, "reads", noted)
-    with Scripted(Slowly(cut_at(RIGHT, 1, 200))) as scripted:
+    pieces = Slowly(cut_at(RIGHT, 1, 200), lambda came: len(moves) >= came + len(first))
+    with Scripted(pieces) as scripted:
         for server in opened(scripted.url):
             assert server.ping()
             assert not moves  # redis-py's own way is the shortest
             found = server.values(KEYS, SIZES) if large else server.mget(KEYS)
             assert [*map(bytes, found)] == VALUES  # type: ignore[arg-type]
-            first = ["first"] if large else []
             assert len(moves) >= 2 + len(first)
             assert moves == first + ["rest"] * (len(moves) - len(first))
 
@@ -527,6 +537,7 @@ PARTS = [random.Random(n).randbytes(n) for n in (0, 10, 70_000, 1, 1, 0, 30_000,
 
 
 def test_pieces_leave_together_and_in_their_order(ends: Ends) -> None:
+    ends.connection._sock.settimeout(60)  # who reads may stand still
     whole = b"".join(PARTS)
     gathered = Gathered(ends.connection, [*map(memoryview, PARTS)])
     assert len(gathered) == len(whole)
@@ -563,6 +574,7 @@ def test_tls_is_sent_piece_by_piece(tmp_path: Path) -> None:
     far.start()
     trusting = ssl.create_default_context(cafile=made["tls_ca_cert_file"])
     near: Any = ends.connection._sock
+    near.settimeout(60)  # the other end may stand still
     ends.connection._sock = trusting.wrap_socket(near, server_hostname="localhost")
     far.join(60)
     ends._far = wrapped[0]

@@ -12,7 +12,6 @@ import pytest
 import redis
 
 from lmpool.keys import PoolKeys, ShardKeys
-from lmpool.liveness import LIFE_MS
 from lmpool.model_info import ModelInfo
 from lmpool.registry import REMOVED_MS, Change
 from lmpool.scripts import script
@@ -23,6 +22,9 @@ from lmpool.worker.homes import Homes
 from lmpool.worker.membership import OLD_KEYS_MS
 from lmpool.worker.mending import mend
 from tests.support.parts import info_of
+
+LONG_MS = 3_600_000
+"""Of a worker's life, however slow the machine is."""
 
 
 @pytest.fixture
@@ -171,7 +173,7 @@ def test_keys_end_once_nobody_lives_there_and_jobs_at_the_last(
     server.xadd(shard.account, entry)
     server.set(shard.result(digest), "row")
     millis = int(server.time()[0]) * 1000
-    server.zadd(shard.workers, {"": -3, "somebody": millis + LIFE_MS})
+    server.zadd(shard.workers, {"": -3, "somebody": millis + LONG_MS})
     bring(servers, keys, now, empty=True)
     assert (server.pttl(jobs), server.xlen(jobs)) == (-1, 1)
     assert server.exists(shard.result(digest))
@@ -318,7 +320,7 @@ def test_who_joins_as_the_layout_was_left_out_does_not_forget_it(
     enter(servers, keys, narrow)
     (shard,) = narrow.shard_keys(keys)
     note(server, [shard], two="2")
-    server.zadd(shard.workers, {"somebody": 1000 * int(server.time()[0]) + LIFE_MS})
+    server.zadd(shard.workers, {"somebody": 1000 * int(server.time()[0]) + LONG_MS})
     enter(servers, keys, layouts(1)[0])
     enter(servers, keys, narrow)
     assert known(server, keys, narrow) == [{b"one": b"1", b"two": b"2"}]
@@ -358,7 +360,7 @@ def test_a_pool_whose_shards_no_command_changed_brings_it_too(
 
 def somebody_lives(server: Any, shards: Sequence[ShardKeys]) -> None:
     for shard in shards:
-        server.zadd(shard.workers, {"somebody": 1000 * int(server.time()[0]) + LIFE_MS})
+        server.zadd(shard.workers, {"somebody": 1000 * int(server.time()[0]) + LONG_MS})
         server.hset(shard.bounds, "backlog", 1000)
 
 

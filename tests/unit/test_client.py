@@ -13,7 +13,8 @@ import pytest
 import redis
 
 import lmpool
-from lmpool.errors import LmpoolError, NoWorkers, PromptFailed
+from lmpool.errors import LmpoolError, NoWorkers, PoolTimeout, PromptFailed
+from lmpool.producer import session as session_module
 from lmpool.producer import withdrawal as withdrawal_module
 from lmpool.producer.cache import AnswerCache
 from lmpool.producer.collector import Collector
@@ -90,9 +91,10 @@ def test_a_refused_withdrawal_is_not_tried_again_and_again(
             admin.execute_command("ACL", "SETUSER", "user", "-evalsha", "-eval")
             lm.reset_async_queries()
             waiting.join()
-            before = time.process_time()
+            before, began = time.process_time(), time.monotonic()
             time.sleep(0.5)
-            assert time.process_time() - before < 0.3
+            took = time.monotonic() - began  # more where this thread stands still
+            assert time.process_time() - before < 0.6 * took
             admin.execute_command("ACL", "SETUSER", "user", "+@all")
             hold.open()
             assert lm.next_token_logprobs_sync([3], timeout=60).shape == (256,)
@@ -138,7 +140,8 @@ def test_workers_have_their_time_to_appear_however_long_ago_they_were_missed(
     with in_process_worker(any_server, pool_name):
         pass
     with connected(any_server, pool_name, workers_timeout=1.5) as lm:
-        with pytest.raises(lmpool.errors.PoolTimeout):
+        # The latter where this thread stands still for longer than workers have.
+        with pytest.raises((PoolTimeout, NoWorkers)):
             lm.next_token_logprobs_sync([1], timeout=0.3)
         time.sleep(2.0)
         began = time.monotonic()
@@ -219,9 +222,10 @@ def test_many_flights_are_all_looked_after() -> None:
 
 
 def test_draws_of_a_cached_row_are_not_kept_and_the_row_stays(
-    any_server: str, pool_name: str, worker: InProcessWorker
+    any_server: str, pool_name: str, worker: InProcessWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is asked once; a row that answers is used as often."""
+    monkeypatch.setattr(session_module, "COUNTED_WITHIN", 60.0)
     with connected(any_server, pool_name, cache_bytes=40_000) as lm:
         size = lm.sync.next_token_logprobs([1]).nbytes
         kept = lm.sync.next_token_logprobs([1])

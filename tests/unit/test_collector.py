@@ -434,11 +434,22 @@ def run(collector: Collector, session: Session) -> Iterator[Callable[[], Guarded
 
 
 def test_it_reads_what_comes_once_the_pool_is_known_until_the_client_closes(
-    session: Session, server: redis.Redis, run: Callable[[], Guarded]
+    session: Session,
+    server: redis.Redis,
+    run: Callable[[], Guarded],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shards, session.shards = session.shards, ()
     session.joined.clear()
+    wait, waits = session.joined.wait, threading.Event()
+
+    def note_and_wait() -> bool:
+        waits.set()
+        return wait()
+
+    monkeypatch.setattr(session.joined, "wait", note_and_wait)
     thread = run()
+    assert waits.wait(60)  # it has seen that nothing is known
     session.shards = shards
     jobs = jobs_of(some_prompts(6))
     call = waiting(session, jobs)

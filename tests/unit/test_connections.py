@@ -16,6 +16,7 @@ import pytest
 import redis
 from redis.sentinel import Sentinel
 
+from lmpool import connections
 from lmpool.commands import Server
 from lmpool.connections import BEHIND_MOST
 from lmpool.replies import BoundedParser, ReplyTooLong
@@ -138,6 +139,9 @@ def test_nothing_comes_between_the_parts_of_a_command(
     monkeypatch.setattr(connection, "next_health_check", 0)
     value = "b" * (16 << 20)
     ahead = server.ahead(["SET", pool_name, value])
+    write = connections._write_now
+    # However quickly the server reads.
+    monkeypatch.setattr(connections, "_write_now", lambda c, packed: write(c, packed[: 1 << 20]))
     Guarded(ahead.send).end()
     assert ahead._left
     assert ahead.reply() == b"OK"
@@ -204,9 +208,12 @@ def test_a_late_answer_is_not_taken_for_the_next_ones(
         named = (address.hostname, address.port)
         monkeypatch.setattr(Sentinel, "discover_master", lambda self, name: named)
         url = late.url if kind == "plain" else "redis+sentinel://127.0.0.1:1/main/0"
-        server = open_server(url, answers_within=1.0)
+        server = open_server(url, answers_within=60.0)
         server.set("a", b"late")
         server.set("b", b"in time")
+        connection: Any = server.connection_pool.get_connection()
+        connection._sock.settimeout(0.5)
+        server.connection_pool.release(connection)
         with pytest.raises(redis.exceptions.TimeoutError):
             ask(server)
         # Let go once the next command is on its way, whichever connection it takes.

@@ -30,6 +30,14 @@ from tests.support.protocol import be_steady
 from tests.support.waiting import until
 
 INFO = info_of(3)
+LONG_LIFE_MS, LONG_GAP_MS = 600_000, 300_000
+
+
+@pytest.fixture(autouse=True)
+def _nothing_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is."""
+    monkeypatch.setattr(heartbeat_module, "LIFE_MS", LONG_LIFE_MS)
+    monkeypatch.setattr(heartbeat_module, "GAP_MS", LONG_GAP_MS)
 
 
 @pytest.fixture
@@ -153,10 +161,12 @@ def test_a_beat_is_seen_in_every_shard_and_says_who_it_is(
         value: Any = server.get(shard.alive("me"))
         told = msgpack.unpackb(value)
         assert (told["id"], told["pid"], told["rows_per_second"]) == ("me", 7, 0.0)
-        assert LIFE_MS - 1000 < server.pttl(shard.alive("me")) <= LIFE_MS  # type: ignore[operator]
+        left: Any = server.pttl(shard.alive("me"))
+        assert LONG_LIFE_MS - 60_000 < left <= LONG_LIFE_MS
     assert server.get(keys.info) == INFO.pack()
     assert server.get(keys.serving) == INFO.mark()
-    assert LIFE_MS - 1000 < server.pttl(keys.serving) <= LIFE_MS  # type: ignore[operator]
+    left = server.pttl(keys.serving)
+    assert LONG_LIFE_MS - 60_000 < left <= LONG_LIFE_MS
 
 
 def test_shards_on_several_servers_get_theirs_where_they_lie(
@@ -378,19 +388,21 @@ def test_a_beat_says_since_when_there_was_no_gap(
     servers: Servers, server: redis.Redis, keys: PoolKeys, shards: tuple[ShardKeys, ...]
 ) -> None:
     def since() -> int:
+        began = now()
         new(servers, keys).beat(servers)  # whichever worker's
         found = [int(server.get(shard.steady)) for shard in shards]  # type: ignore[arg-type]
-        assert found[0] <= found[-1] < found[0] + 1000
+        assert found[0] <= found[-1] <= found[0] + now() - began
         return found[0]
 
     def now() -> int:
         seconds, micros = server.time()  # type: ignore[misc]
         return int(seconds * 1000 + micros // 1000)
 
-    first = since()
-    assert now() - 1000 < first <= now()
+    before, first = now(), since()
+    assert before <= first <= now()
     for shard in shards:
-        assert BEAT_MS < server.pttl(shard.steady) <= GAP_MS  # type: ignore[operator]
+        left: Any = server.pttl(shard.steady)
+        assert LONG_GAP_MS - 60_000 < left <= LONG_GAP_MS
     be_steady(server, *shards, for_ms=60_000)
     assert since() < now() - 50_000
     be_steady(server, *shards, for_ms=-60_000)  # the clock was set back
@@ -407,6 +419,7 @@ def test_a_beat_says_since_when_there_was_no_gap(
 
 
 def test_no_gap_ends_a_living_workers_heartbeat() -> None:
+    assert BEAT_MS < GAP_MS
     assert BEAT_MS + GAP_MS < LIFE_MS
     # Nor does a primary that answers nothing, and then a Sentinel that does not.
     assert ANSWER_WITHIN + AGAIN + SENTINEL_TIMEOUT < LIFE_MS / 1000

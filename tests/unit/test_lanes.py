@@ -349,9 +349,9 @@ def test_a_shard_knows_its_workers(redis_client: redis.Redis, shard: ShardKeys) 
     assert sorted(workers) == [b"a", b"b"]
     assert sorted(beat("a", first)[1:]) == [b"a", b"b"]
     # One whose life ends is gone, and so is one that leaves.
-    third, *workers = beat("c", second, life=200)
+    third, *workers = beat("c", second, life=60_000)
     assert len(workers) == 3
-    time.sleep(0.25)
+    redis_client.zincrby(shard.workers, -60_000, "c")  # as if so much time had passed
     fourth, *workers = beat("a", third)
     assert sorted(workers) == [b"a", b"b"]
     Consumer(redis_client, shard, "b").leave()
@@ -456,7 +456,7 @@ def test_what_waits_too_long_is_taken_by_who_is_idle(
     caller.enqueue(job, lane=lane_of("a", workers))
     idle = start("b", ["a"], patience=0.1)
     until(lambda: len(idle.batcher), every=0.001)
-    assert time.monotonic() - began >= 0.1
+    assert time.monotonic() - began >= 0.099  # the server counts whole milliseconds
     assert idle.jobs() == [job]
     assert idle.status.stolen_jobs == 1
     assert idle.status.visited == {shard.stream(lane=lane_of("a", workers)).key}

@@ -569,31 +569,31 @@ def mine(before: set[threading.Thread]) -> list[threading.Thread]:
     return [*(lmpool_threads() - before)]
 
 
-def pipes() -> set[str]:
-    """Of this process, by number."""
+def pipes(memory: Path) -> set[str]:
+    """Of this process, by number; what earlier tests left is no part of it."""
     found = set[str]()
     for number in os.listdir("/proc/self/fd"):
         try:
             path = os.readlink(f"/proc/self/fd/{number}")
         except OSError:
             continue  # that of the list itself
-        if "/lmpool-" in path:
+        if path.startswith(str(memory)):
             found.add(f"{number} {path}")
     return found
 
 
 def test_the_thread_ends_with_who_leaves(
-    before: set[threading.Thread], here: Neighbourhood
+    before: set[threading.Thread], here: Neighbourhood, memory: Path
 ) -> None:
-    opened, near = pipes(), NearRows("me")
+    opened, near = pipes(memory), NearRows("me")
     assert mine(before) == []
     near.enter("p", large_info())
     assert [thread.name for thread in mine(before)] == ["lmpool-near-me"]
     assert all(thread.daemon for thread in mine(before))
-    assert len(pipes()) > len(opened)
+    assert len(pipes(memory)) > len(opened)
     near.leave()
     assert leaked_threads(before) == []
-    assert pipes() == opened
+    assert pipes(memory) == opened
     assert not os.path.exists(here.folder)
 
 
@@ -717,16 +717,17 @@ def _no_thread(patch: pytest.MonkeyPatch) -> None:
 def test_who_cannot_enter_whole_is_not_there_at_all(
     before: set[threading.Thread],
     here: Neighbourhood,
+    memory: Path,
     monkeypatch: pytest.MonkeyPatch,
     missing: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
-    opened, near = pipes(), NearRows("me")
+    opened, near = pipes(memory), NearRows("me")
     with monkeypatch.context() as patch:
         missing(patch)
         near.enter("p", large_info())
         expects(near, 1)
     assert not os.path.exists(here.folder) or os.listdir(here.folder) == []
-    assert pipes() == opened
+    assert pipes(memory) == opened
     assert mine(before) == []
     near.enter("p", large_info())  # it is tried again
     assert names(here) == {"me"}
@@ -761,13 +762,14 @@ def test_who_could_not_enter_tries_again(
 @pytest.mark.parametrize("turn", [1, 2])
 def test_who_is_closed_in_the_middle_of_entering_is_not_there(
     here: Neighbourhood,
+    memory: Path,
     before: set[threading.Thread],
     monkeypatch: pytest.MonkeyPatch,
     place: tuple[Any, str],
     turn: int,
 ) -> None:
     """By a finalizer, or a signal's handler, in the same thread."""
-    near, opened, turns = NearRows("me"), pipes(), iter(range(1, 9))
+    near, opened, turns = NearRows("me"), pipes(memory), iter(range(1, 9))
     step = getattr(*place)
 
     def interrupted(*given: Any, **options: Any) -> Any:
@@ -783,7 +785,7 @@ def test_who_is_closed_in_the_middle_of_entering_is_not_there(
     near.leave()
     assert not os.path.exists(here.folder)
     assert leaked_threads(before) == []
-    assert pipes() == opened
+    assert pipes(memory) == opened
 
 
 def test_memory_of_another_user_is_not_read(

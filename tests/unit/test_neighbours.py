@@ -707,12 +707,15 @@ class Clock:
         self.now = 1000.0
         self.folder_ns = 0
         """What the clock says that files have their times of."""
+        self.stands_still_ns = 0
+        """How long who has looked at that clock does nothing."""
 
     def monotonic(self) -> float:
         return self.now
 
     def time_ns(self) -> int:
-        return self.folder_ns
+        self.folder_ns, now = self.folder_ns + self.stands_still_ns, self.folder_ns
+        return now
 
     def time(self) -> float:
         return time.time()
@@ -770,14 +773,18 @@ def test_the_same_is_found_as_long_as_nothing_changes(clock: Clock) -> None:
     assert found == {"a": f"{here.folder}/client-a"}  # who has it may be in the middle of it
 
 
-def test_who_comes_within_the_grain_of_the_clock_is_heard_of_at_once(clock: Clock) -> None:
+@pytest.mark.parametrize("stands_still", [0, 10**9])
+def test_who_comes_within_the_grain_of_the_clock_is_heard_of_at_once(
+    clock: Clock, stands_still: int
+) -> None:
     here = Counted("p")
     mine = [here.enter("client", "a")]
     near = Neighbours(here, "client")
     at = changed_ns(here)
-    clock.folder_ns = at + 10**6
+    clock.folder_ns, clock.stands_still_ns = at + 10**6 - stands_still, stands_still
     found = near.look()
     assert set(found) == {"a"}
+    clock.folder_ns, clock.stands_still_ns = at + 10**6, 0
     mine.append(here.enter("client", "b"))
     os.utime(here.folder, ns=(at, at))
     assert set(near.look()) == {"a", "b"}

@@ -77,7 +77,7 @@ def test_calls_of_a_loop_are_woken_from_another_thread_in_one_crossing() -> None
         calls = [PendingCall(jobs(1), None).for_loop(loop) for _ in range(50)]
         thread = threading.Thread(target=lambda: wake([fill(call) for call in calls]))
         thread.start()
-        await asyncio.wait_for(asyncio.gather(*(call.future for call in calls)), 5)
+        await asyncio.wait_for(asyncio.gather(*(call.future for call in calls)), 60)
         assert crossings == 1
         threads.append(thread)
 
@@ -95,7 +95,7 @@ def test_calls_of_several_loops_and_threads_are_woken_together() -> None:
             call = PendingCall(jobs(1), None).for_loop(asyncio.get_running_loop())
             calls.append(call)
             ready.release()
-            await asyncio.wait_for(call.future, 5)
+            await asyncio.wait_for(call.future, 60)
             done.append("loop")
 
         asyncio.run(main())
@@ -132,7 +132,7 @@ def test_waking_twice_does_no_harm() -> None:
         call = fill(PendingCall(jobs(1), None).for_loop(asyncio.get_running_loop()))
         wake([call])
         wake([call])
-        await asyncio.wait_for(call.future, 1)
+        await asyncio.wait_for(call.future, 60)
         await asyncio.sleep(0)
 
     asyncio.run(main())

@@ -232,10 +232,13 @@ def test_a_heartbeat_in_another_shard_keeps_nothing_here(
 
 
 def test_after_a_gap_in_a_shard_nobody_there_is_taken_for_dead(
-    start: Start, server: redis.Redis, shards: list[ShardKeys]
+    start: Start, server: redis.Redis, shards: list[ShardKeys], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    life_ms = 12 * LIFE_MS  # half of it does not go by meanwhile
+    monkeypatch.setattr(recovery_module, "LIFE_MS", life_ms)
     worker = start()
-    be_steady(server, shards[0], for_ms=LIFE_MS // 2)
+    be_steady(server, shards[0], for_ms=life_ms // 2)
+    be_steady(server, shards[1], for_ms=life_ms)
     for shard in shards[:2]:
         leave_behind(server, shard, new_job(1))
     delivery = worker.take()
@@ -243,7 +246,7 @@ def test_after_a_gap_in_a_shard_nobody_there_is_taken_for_dead(
     worker.settle(delivery)
     worker.looks_again()
     assert consumers(server, shards[0].stream())[b"dead"] == 1
-    be_steady(server, shards[0])
+    be_steady(server, shards[0], for_ms=life_ms)
     worker.settle(worker.take())
 
 
@@ -326,6 +329,7 @@ def test_what_it_has_forgotten_itself_comes_back_and_what_it_holds_does_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     shard = shards[2]
+    monkeypatch.setattr(recovery_module, "FORGOTTEN_MS", 60_000)
     worker = start()
     # Younger ones may be on their way to it.
     forgotten, held = leave_behind(server, shard, new_job(1), new_job(2), owner="me")

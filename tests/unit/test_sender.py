@@ -142,13 +142,14 @@ def test_a_job_travels_with_its_want_adapter_and_time(
         server.hset(shard.adapters, "x", "77\n/folder")
     (job,) = jobs_of([[5, 6]], Generate(3, (1,), 0.5, 9), "x@77")
     before = session.clock.now_ms()
-    ask(session, [job], deadline=time.monotonic() + 5)
+    ask(session, [job], deadline=time.monotonic() + 60)
     sender._serve()
+    took = session.clock.now_ms() - before
     ((found,),) = filter(None, waiting(server, session, "interactive"))
     assert replace(found, deadline=None, sent=0) == job
     assert before <= found.sent <= session.clock.now_ms()
     assert found.deadline is not None
-    assert abs(found.deadline - found.sent - 5000) < 1000
+    assert 60_000 - took - 2 <= found.deadline - found.sent <= 60_000
     flight = read_flight(server, shard_of_job(session, job), job)
     assert flight[b"deadline"] == str(found.deadline).encode()
 
@@ -626,10 +627,11 @@ def test_what_the_server_lost_is_asked_again_whatever_was_lost(
         server.xdel(shard.stream().key, read_flight(server, shard, job)[b"job"])
     for job in there:  # and the notice was lost
         server.set(shard_of_job(session, job).result(job.digest), row_of(job))
+    soon = int(REPLY_TTL * 500)
     for job in kept:
-        server.pexpire(shard_of_job(session, job).flight(job.digest), 1000)
+        server.pexpire(shard_of_job(session, job).flight(job.digest), soon)
     for shard in session.shards:
-        server.pexpire(shard.reply(session.id), 1000)
+        server.pexpire(shard.reply(session.id), soon)
     let_check(sender, session)
     sender._serve()
     assert [is_row_of(job, answer) for job, answer in zip(jobs, call.answers, strict=True)] == [
@@ -637,9 +639,9 @@ def test_what_the_server_lost_is_asked_again_whatever_was_lost(
     ]
     assert statistics(session)["resubmitted"] == 4
     for job in kept:
-        assert server.pttl(shard_of_job(session, job).flight(job.digest)) > 1000  # type: ignore[operator]
+        assert server.pttl(shard_of_job(session, job).flight(job.digest)) > soon  # type: ignore[operator]
     for shard in session.shards:
-        assert server.pttl(shard.reply(session.id)) > 1000  # type: ignore[operator]
+        assert server.pttl(shard.reply(session.id)) > soon  # type: ignore[operator]
     sender._serve()
     digests = {job.digest for mine in waiting(server, session, "interactive") for job in mine}
     assert digests >= {job.digest for job in (*flight_lost, *job_lost, *kept)}

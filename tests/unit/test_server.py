@@ -161,9 +161,11 @@ def test_a_real_server_is_greeted(server_url: str) -> None:
     clock = ServerClock()
     server = open_server(server_url)
     try:
+        began = time.monotonic()
         assert greet(server, server_url, clock).startswith(("Redis ", "Valkey "))
-        seconds, microseconds = server.time()
-        assert abs(clock.now_ms() - (seconds * 1000 + microseconds // 1000)) < 1000
+        late = (time.monotonic() - began) * 1000  # at most: its time was on the way meanwhile
+        before, now, after = server.time(), clock.now_ms(), server.time()
+        assert before[0] * 1000 - late - 1000 < now < after[0] * 1000 + 2000
     finally:
         server.close()
 

@@ -187,6 +187,7 @@ def test_a_pool_whose_shards_lie_on_several_servers_serves(
             assert int(here.hget(shard.counters, "computed") or 0) > 0  # type: ignore[arg-type]
             assert not list(elsewhere.scan_iter(f"{shard.prefix}:*", count=1000))
         assert lm.info.vocab_size == VOCAB
+        lm.close(60)  # one that is slow would leave its streams
     for client in clients:
         left = [key for key in client.keys("*") if b":reply:" in key or b":alive:" in key]
         assert left == []

@@ -20,7 +20,7 @@ from lmpool.model_info import ModelInfo
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
 from lmpool.wire import pack_job
-from lmpool.worker import control, moving, patience
+from lmpool.worker import control, moving, patience, publishing
 from lmpool.worker import intake as intake_module
 from lmpool.worker import service as service_module
 from lmpool.worker.carrying import enter
@@ -29,6 +29,7 @@ from lmpool.worker.heartbeat import ANSWER_WITHIN, Heartbeat
 from lmpool.worker.publishing import Publisher
 from lmpool.worker.recovery import Recovery
 from lmpool.worker.service import Service, consumer_name
+from lmpool.worker.watchdog import Watchdog
 from tests.support.clients import connected
 from tests.support.fake import FakeServer
 from tests.support.parts import Guarded
@@ -136,9 +137,8 @@ def test_a_worker_that_has_started_is_there_in_every_shard(
     info, shards = served(server, keys)
     assert len(shards) == SHARDS == info.shards
     until(lambda: members(server, shards) == [{worker.id}] * SHARDS * len(PRIORITIES))
-    for shard in shards:
-        assert server.exists(shard.alive(worker.id))
-    assert server.exists(keys.serving, keys.vocabulary(info.fingerprint8)) == 2
+    until(lambda: all(server.exists(shard.alive(worker.id)) for shard in shards))
+    until(lambda: server.exists(keys.serving, keys.vocabulary(info.fingerprint8)) == 2)
     names = {thread.name for thread in lmpool_threads()}
     expected = {"engine", "heartbeat", "publisher", "intake", "recovery", "watchdog"}
     assert {f"lmpool-{name}" for name in expected} <= names
@@ -155,8 +155,8 @@ def test_a_worker_that_has_stopped_leaves_the_pool_and_nothing_else(
     worker.stop()
     until(lambda: members(server, shards) == [{stays.id}] * SHARDS * len(PRIORITIES))
     assert not any(server.exists(shard.alive(worker.id)) for shard in shards)
-    assert all(server.exists(shard.alive(stays.id)) for shard in shards)
-    assert server.exists(keys.serving)  # somebody still serves
+    until(lambda: all(server.exists(shard.alive(stays.id)) for shard in shards))
+    until(lambda: server.exists(keys.serving), what="one that still serves to say so")
     stays.stop()
     assert members(server, shards) == [set()] * SHARDS * len(PRIORITIES)
     assert not server.exists(keys.serving)
@@ -633,12 +633,19 @@ def test_a_job_whose_adapter_an_engine_hangs_at_counts_as_delivered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worker, path = new(engine_timeout=0.2, adapter_dirs=[str(tmp_path)]), adapter_in(tmp_path)
+    look, hangs = Watchdog.run, threading.Event()
+
+    def look_later(watchdog: Watchdog) -> None:  # a call that is slow does not hang
+        hangs.wait(60)
+        look(watchdog)
+
+    monkeypatch.setattr(Watchdog, "run", look_later)
     worker.start()
     added = asyncio.run(control.add_lora({"service": worker.service}, "fr", path))
     adapters, ended = worker.service.adapters, threading.Event()
     assert adapters is not None
     adapters._loaded.clear()
-    monkeypatch.setattr(engine, "add_adapter", lambda *_: ended.wait(60))
+    monkeypatch.setattr(engine, "add_adapter", lambda *_: (hangs.set(), ended.wait(60)))
     info, shards = served(server, keys)
     job = new_job(1, adapter=f"fr@{added['result']}", fingerprint=info.fingerprint)
     Caller(server, shards[0]).enqueue(job)
@@ -698,9 +705,14 @@ def test_a_job_that_a_thread_fails_of_counts_as_delivered(
     if at == "publishing":
         monkeypatch.setattr(Publisher, "_prepare", lambda _, finished: (finished, False))
     engine.gate.set()
+    monkeypatch.setattr(publishing, "LOOK_EVERY", 3600.0)  # the publisher wakes up for no look
     worker = new()
     worker.start()
     info, shards = served(server, keys)
+    publisher = worker.service._publisher
+    assert publisher is not None
+    publisher._call()
+    until(lambda: not publisher._is_called and not publisher._writing.locked())
     enqueue(server, shards[0], info, 1)
     assert worker.failed.wait(60)
     worker.stop()
@@ -797,6 +809,7 @@ def test_a_thread_that_writes_yet_keeps_the_numbers_of_its_sockets(
         writing.set()
         assert left.wait(60)
 
+    monkeypatch.setattr(Publisher, "_prepare", lambda _, finished: (finished, False))
     monkeypatch.setattr(Publisher, "_write", write)
     engine.gate.set()
     worker = new(drain_timeout=0.1)

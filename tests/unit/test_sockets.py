@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from lmpool import sockets
+from tests.support.waiting import until
 
 WITHIN = 0.2
 
@@ -93,12 +95,21 @@ def test_what_takes_longer_is_slept_for(
     near.settimeout(30)
     _, read = sockets.reads(near)
     write = sockets.writes(near)
-    threading.Timer(0.1, far.send, (b"late",)).start()
+
+    def late(move: Callable[[], object], looks: int) -> None:
+        until(lambda: clock.looks >= looks)  # however long the other thread takes to begin
+        time.sleep(0.1)
+        move()
+
+    threading.Thread(target=late, args=(lambda: far.send(b"late"), 10)).start()
     came = bytearray(10)
     assert read([came]) == 4
     assert 10 <= clock.looks <= 13  # as often as the clock says, then no more
     waiting = full(near)
-    threading.Timer(0.1, far.recv, (waiting, socket.MSG_WAITALL)).start()
+    looks = clock.looks + 10
+    threading.Thread(
+        target=late, args=(lambda: far.recv(waiting, socket.MSG_WAITALL), looks)
+    ).start()
     assert write([b"late"]) == 4
     assert 20 <= clock.looks <= 26
 
@@ -116,6 +127,7 @@ def test_none_is_waited_for_awake_where_that_leads_nowhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     near, far = ends
+    near.settimeout(30)
     if why == "one core":  # which the other end needs
         monkeypatch.setattr(sockets, "_cores", lambda: 1)
     else:

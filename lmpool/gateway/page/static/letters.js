@@ -11,6 +11,7 @@ export class Letters {
     this.known = "";
     this.read = 0;
     this.reading = false;
+    this.loads = 0; // how often they were asked for: an answer to an earlier one may come later
   }
 
   // What a view says of them.
@@ -36,18 +37,21 @@ export class Letters {
   }
 
   async load(now) {
+    const mine = ++this.loads;
     this.reading = true;
     this.known = now;
     this.read = Date.now();
     try {
       const found = await json(`/live/dead-letters?pool=${encodeURIComponent(this.pool())}`);
+      if (mine !== this.loads) return;
       this.render(found.letters);
       put("letters-error", "");
     } catch (error) {
+      if (mine !== this.loads) return;
       this.read += 5000 - AGAIN; // it is tried again soon
       if (error.status !== 401) put("letters-error", `They could not be read: ${clean(error.message)}.`);
     } finally {
-      this.reading = false;
+      if (mine === this.loads) this.reading = false;
     }
   }
 
