@@ -12,7 +12,7 @@ import httpx
 import msgpack
 import pytest
 import redis
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import APIResponse, Browser, Route, expect
 
 from lmpool.errors import PromptFailed
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
@@ -326,3 +326,35 @@ def test_dead_letters_are_retried_and_dropped(
         page.shows("#letters-status", f"{letters[1]} was dropped")
         page.shows("#letters-none", "No job was given up")
         page.shows("#dead", "0")
+
+
+def test_a_list_that_was_asked_for_before_one_was_dropped_is_not_shown_after(
+    browser: Browser,
+    gateway: GatewayProcess,
+    letters: list[str],
+    client: redis.Redis,
+    shard: ShardKeys,
+) -> None:
+    late: list[tuple[Route, APIResponse]] = []
+    with tab(browser, gateway.base_url) as page:
+        expect(page["#letters-rows tr"]).to_have_count(2)
+        lists = re.compile(r"/live/dead-letters\?")
+        page.page.route(lists, lambda route: late.append((route, route.fetch())), times=1)
+        client.xdel(shard.dead, letters[0])  # so the page asks for them again
+        until(lambda: page.page.wait_for_timeout(20) or late)
+        page.page.get_by_role("button", name=f"Drop {letters[1]}").click()
+        page.page.get_by_role("button", name="Drop it").click()
+        page.shows("#letters-none", "No job was given up")
+        page.page.evaluate(
+            """() => {
+                window.cameBack = 0;
+                const rows = document.querySelector("#letters-rows");
+                new MutationObserver(() => { cameBack += rows.childElementCount; })
+                    .observe(rows, { childList: true });
+            }"""
+        )
+        (route, response) = late[0]
+        assert letters[1] in response.text()
+        route.fulfill(response=response)
+        page.page.wait_for_timeout(500)
+        assert page.page.evaluate("cameBack") == 0
