@@ -43,7 +43,9 @@ class _ControlPipeline(Pipeline):
     def zadd(self, name: Any, *arguments: Any, **options: Any) -> Any:
         """Put a job into a queue. In the same step: whoever waits for it may leave at any time."""
         super().zadd(name, *arguments, **options)
-        return self.pexpire(name, self.life_ms)  # of a worker that died nothing is left
+        # Of a worker that died nothing is left, and of what others wait for nothing goes sooner.
+        self.pexpire(name, self.life_ms, nx=True)
+        return self.pexpire(name, self.life_ms, gt=True)
 
     def annotate_exception(self, exception: Exception, number: int, command: object) -> None:
         """Leave it as it is."""

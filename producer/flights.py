@@ -231,7 +231,6 @@ class FlightTable:
     def put_back(self, flights: Iterable[Flight]) -> None:
         """Flights whose sending failed: they go first again."""
         for flight in reversed(list(flights)):
-            self.uncounted.pop(flight, None)
             if self.is_waiting(flight):
                 self._queue(flight, first=True)
 

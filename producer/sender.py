@@ -373,6 +373,7 @@ class Sender:
             with session.lock:
                 for flight in away:  # which must not be in the way of others
                     session.table.give_back(flight)
+                session.will_not_be_counted(away)
         for flight in away:
             self._outages.of(session.shards[flight.shard]).claims.append(flight)
         return True
@@ -442,6 +443,7 @@ class Sender:
         shown = mask_url(self._session.options.url)
         logger.warning("%s refused one prompt: %s", shown, error)
         with self._session.lock:
+            self._session.will_not_be_counted([flight])
             ended = self._session.fail(flight, ServerRefused(f"{shown}: {error}"))
         wake(ended)
 

@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -118,9 +118,15 @@ class Session:
                 uncounted.clear()
             return self.table.statistics.as_dict()
 
-    def put_back(self, flights: Iterable[Flight]) -> None:
+    def put_back(self, flights: Sequence[Flight]) -> None:
         """Flights whose sending failed: they go first again. Under the lock."""
         self.table.put_back(flights)
+        self.will_not_be_counted(flights)
+
+    def will_not_be_counted(self, flights: Iterable[Flight]) -> None:
+        """The server says nothing of these claims, answered or not. Under the lock."""
+        for flight in flights:
+            self.table.uncounted.pop(flight, None)
         self.note_counted()
 
     def note_counted(self) -> None:

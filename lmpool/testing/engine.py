@@ -83,6 +83,7 @@ class AnsweringEngine(MockEngine):
         return outcome
 
     def head_weights(self, rows: slice) -> F32:
+        self._check_open()
         size = self.info.vocab_size
         found = np.zeros((rows.stop - rows.start, size), np.float32)
         found[np.arange(rows.stop - rows.start), np.arange(rows.start, rows.stop)] = 1.0

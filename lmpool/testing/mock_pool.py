@@ -25,7 +25,7 @@ from lmpool.settings import WorkerOptions
 from lmpool.testing.answers import F32, Answers, Asked, Call, Failure, Meant, Set
 from lmpool.testing.engine import AnsweringEngine
 from lmpool.testing.given import Answered, meant_and_set, meant_by, row_with
-from lmpool.testing.worker import InProcessService
+from lmpool.testing.worker import LoneService
 from lmpool.token_ids import TokenIds, listed, packed
 from lmpool.wants import Want
 
@@ -69,7 +69,7 @@ class MockPool:
         self._ending = ExitStack()
         self._clients: weakref.WeakSet[PooledLM[NumpyRows]] = weakref.WeakSet()
         self._lm: PooledLM[NumpyRows] | None = None
-        self._service: InProcessService | None = None
+        self._service: LoneService | None = None
 
     # --- its life ------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class MockPool:
         """
         self._ending.close()
 
-    def _make_service(self) -> InProcessService:
+    def _make_service(self) -> LoneService:
         options = WorkerOptions(
             url=self.url,
             pool=self.pool,
@@ -109,9 +109,9 @@ class MockPool:
             adapter_dirs=(str(self._adapters),),
             drain_timeout=10.0,
         )
-        return InProcessService(options, instead=self._engine)
+        return LoneService(options, instead=self._engine)
 
-    def _stop(self, service: InProcessService) -> None:
+    def _stop(self, service: LoneService) -> None:
         self._answers.delay(0.0)
         for lm in list(self._clients):
             lm.close()
@@ -270,7 +270,7 @@ class MockPool:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _running(self) -> InProcessService:
+    def _running(self) -> LoneService:
         if self._service is None:
             raise SettingsError(
                 "a MockPool that does not run: use it by `with MockPool() as pool:`"

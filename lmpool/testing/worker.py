@@ -59,3 +59,16 @@ class InProcessService(Service):
         seat = super()._enter_pool(control, info, engine, beating)
         self.info = seat.info
         return seat
+
+
+class _LoneIntake(_BriefIntake):
+    """That of a pool's only worker: what it gave back would come to it again, behind the others."""
+
+    def _is_overdue(self) -> bool:
+        return False
+
+
+class LoneService(InProcessService):
+    """One whose pool never has another, and which runs jobs in the order in which they came."""
+
+    _new_intake = _LoneIntake

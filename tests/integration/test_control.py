@@ -49,10 +49,28 @@ def test_of_a_control_job_that_nobody_takes_nothing_is_left(
             ClientOptions(url=server_url, pool=pool_name),
             ["gone"],
             "clear_cache",
-            deadline=Deadline(2.0),
+            deadline=Deadline(4.0),
         )
+    assert ends
     assert -1 not in ends  # which has none
     until(lambda: not redis_client.exists(keys.control_queue("gone")))
+
+
+def test_who_waits_for_a_moment_takes_no_time_from_others(
+    server_url: str, redis_client: redis.Redis, pool_name: str
+) -> None:
+    def ask(seconds: float) -> None:
+        options = ClientOptions(url=server_url, pool=pool_name)
+        with pytest.raises(PoolTimeout):
+            ask_workers(options, ["gone"], "clear_cache", deadline=Deadline(seconds))
+
+    queue = PoolKeys(pool_name).control_queue("gone")
+    with ThreadPoolExecutor() as others:
+        patient = others.submit(ask, 10.0)
+        until(lambda: redis_client.exists(queue))
+        ask(0.5)
+        assert redis_client.pexpiretime(queue) - time.time() * 1000 > 5_000
+        patient.result(60)
 
 
 def test_a_control_job_that_runs_while_the_server_is_restarted_is_answered(

@@ -45,6 +45,7 @@ from lmpool.wants import (
     Top,
     TopLogprobs,
 )
+from lmpool.worker import intake
 from tests.support.waiting import until
 
 F32 = npt.NDArray[np.float32]
@@ -344,6 +345,21 @@ def test_calls_are_in_order(pool: MockPool, lm: LM) -> None:
     assert pool.calls == [Call(tuple(prompt), Top(3)) for prompt in prompts]
     lm.score([4, 5, 6])
     assert pool.calls[200:] == [Call((4, 5, 6), Score(1))]
+
+
+def test_they_are_where_a_batch_takes_long(
+    pool: MockPool, lm: LM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "GIVE_BACK_AFTER", 0.01)
+    lm.next_token_logprobs([1])
+    pool.delay(math.inf)
+    prompts = [[n, n + 1] for n in range(200)]
+    asking = threading.Thread(target=lm.ask_many, args=([(each, Top(3)) for each in prompts],))
+    asking.start()
+    asking.join(0.8)
+    pool.delay(0)
+    asking.join(60)
+    assert [call.prompt for call in pool.calls[1:]] == [*map(tuple, prompts)]
 
 
 def test_equal_asks_are_one_call(pool: MockPool) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -146,15 +147,26 @@ class PrivateCluster:
                 for other in self.nodes[:number]:  # gossip would take longer
                     _cluster(client, "MEET", HOST, other.port)
             names = [_cluster(client, "MYID").decode() for client in clients]
-            for client in clients:
-                _until(lambda client=client: _knows(client, names), "the nodes to meet")  # type: ignore[misc]
+            self._until_all(clients, partial(_knows, names), "the nodes to meet")
             for number, client in enumerate(clients[self._count :]):
                 _cluster(client, "REPLICATE", names[number])
-            for client in clients:
-                _until(lambda client=client: _serves(client), "the cluster to serve")  # type: ignore[misc]
+            self._until_all(clients, _serves, "the cluster to serve")
         finally:
             for client in clients:
                 client.close()
+
+    def _until_all(
+        self, clients: Sequence[redis.Redis], reached: Callable[[redis.Redis], bool], what: str
+    ) -> None:
+        """Wait for each node. Raises `LmpoolError` where one has ended."""
+        for node, client in zip(self.nodes, clients, strict=True):
+            _until(lambda: node.popen.poll() is not None or reached(client), what)  # noqa: B023
+            if node.popen.poll() is not None:
+                raise LmpoolError(f"a node of the demo's cluster ended:\n{self._last_words(node)}")
+
+    def _last_words(self, node: Process) -> str:
+        said = (self.folder / f"{node.port}.log").read_text("utf-8", "replace")
+        return "\n".join(said.splitlines()[-12:])
 
     def _start_nodes(self) -> None:
         ports = iter(random.SystemRandom().sample(PORTS, len(PORTS)))
@@ -177,10 +189,9 @@ class PrivateCluster:
             _until(lambda: node.popen.poll() is not None or _answers(client), "a node to answer")
         if node.popen.poll() is None:
             return True
-        said = (self.folder / f"{node.port}.log").read_text("utf-8", "replace")
+        said = self._last_words(node)
         if "Address already in use" not in said:
-            last = "\n".join(said.splitlines()[-12:])
-            raise LmpoolError(f"a node of the demo's cluster ended at its start:\n{last}")
+            raise LmpoolError(f"a node of the demo's cluster ended at its start:\n{said}")
         return False
 
     def _start_node(self, port: int) -> Process:
@@ -251,7 +262,7 @@ def _answers(client: redis.Redis) -> bool:
     return bool(client.ping())
 
 
-def _knows(client: redis.Redis, names: Sequence[str]) -> bool:
+def _knows(names: Sequence[str], client: redis.Redis) -> bool:
     lines = _cluster(client, "NODES").decode().splitlines()
     return {line.split()[0] for line in lines if "handshake" not in line} >= {*names}
 

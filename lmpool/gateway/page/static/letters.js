@@ -24,6 +24,8 @@ export class Letters {
       ? "The gateway's user of the server may not see them. The page shows them where it connects as operator."
       : "No job was given up.");
     if (!number) {
+      this.loads++; // an older list may be on its way
+      this.reading = false;
       this.known = now;
       this.render([]);
     } else if (!this.reading && !this.asks() && (now !== this.known || Date.now() - this.read > AGAIN)) {
@@ -37,17 +39,18 @@ export class Letters {
   }
 
   async load(now) {
-    const mine = ++this.loads;
+    const mine = ++this.loads, pool = this.pool();
+    const isLate = () => mine !== this.loads || pool !== this.pool();
     this.reading = true;
     this.known = now;
     this.read = Date.now();
     try {
-      const found = await json(`/live/dead-letters?pool=${encodeURIComponent(this.pool())}`);
-      if (mine !== this.loads) return;
+      const found = await json(`/live/dead-letters?pool=${encodeURIComponent(pool)}`);
+      if (isLate()) return;
       this.render(found.letters);
       put("letters-error", "");
     } catch (error) {
-      if (mine !== this.loads) return;
+      if (isLate()) return;
       this.read += 5000 - AGAIN; // it is tried again soon
       if (error.status !== 401) put("letters-error", `They could not be read: ${clean(error.message)}.`);
     } finally {
