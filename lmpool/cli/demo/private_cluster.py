@@ -162,10 +162,11 @@ class PrivateCluster:
         for node, client in zip(self.nodes, clients, strict=True):
             _until(lambda: node.popen.poll() is not None or reached(client), what)  # noqa: B023
             if node.popen.poll() is not None:
-                raise LmpoolError(f"a node of the demo's cluster ended:\n{self._last_words(node)}")
+                last = self._last_words(f"{node.port}.log")
+                raise LmpoolError(f"a node of the demo's cluster ended:\n{last}")
 
-    def _last_words(self, node: Process) -> str:
-        said = (self.folder / f"{node.port}.log").read_text("utf-8", "replace")
+    def _last_words(self, log: str) -> str:
+        said = (self.folder / log).read_text("utf-8", "replace")
         return "\n".join(said.splitlines()[-12:])
 
     def _start_nodes(self) -> None:
@@ -189,7 +190,7 @@ class PrivateCluster:
             _until(lambda: node.popen.poll() is not None or _answers(client), "a node to answer")
         if node.popen.poll() is None:
             return True
-        said = self._last_words(node)
+        said = self._last_words(f"{node.port}.log")
         if "Address already in use" not in said:
             raise LmpoolError(f"a node of the demo's cluster ended at its start:\n{said}")
         return False
@@ -224,8 +225,7 @@ class PrivateCluster:
         while alive() < len(self.workers):
             for number, worker in enumerate(self.workers):
                 if worker.popen.poll() is not None:
-                    said = (self.folder / f"worker-{number}.log").read_text("utf-8", "replace")
-                    last = "\n".join(said.splitlines()[-12:])
+                    last = self._last_words(f"worker-{number}.log")
                     raise LmpoolError(f"a worker ended before it was ready:\n{last}")
             if time.monotonic() > deadline:
                 raise LmpoolError(f"the workers are not ready after {within:g} s")
