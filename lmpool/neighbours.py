@@ -100,6 +100,10 @@ class Neighbourhood:
             except FileNotFoundError:  # the last one there has just taken the folder away
                 if not left:
                     raise
+            except OSError:
+                with suppress(OSError):  # others are there
+                    os.rmdir(self.folder)
+                raise
         raise AssertionError("unreachable")
 
     def _sweep(self) -> None:

@@ -369,7 +369,7 @@ class WorkerOptions(_Options):
         3, ge=1, le=100, description="times a prompt is tried whose workers die of it"
     )
     engine_timeout: Seconds = Field(
-        300.0, description="seconds a batch may take before the engine counts as hung"
+        300.0, description="seconds one step of the engine may take before it counts as hung"
     )
     adapter_dirs: tuple[str, ...] = Field(
         (), description="folders that adapters may be loaded from, as a JSON list"

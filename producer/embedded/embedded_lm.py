@@ -163,7 +163,7 @@ def embedded(
         near_bytes: memory in which clients of the same machine and user read large rows,
             e.g. 64MiB; 0 is none
         max_deliveries: times a prompt is tried whose workers die of it
-        engine_timeout: seconds a batch may take before the engine counts as hung
+        engine_timeout: seconds one step of the engine may take before it counts as hung
         adapter_dirs: folders that adapters may be loaded from, as a JSON list
         replace: take the pool over from workers that serve another model
         worker_name: what the worker is called in logs and statistics

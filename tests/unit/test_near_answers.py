@@ -494,6 +494,23 @@ def test_so_many_names_are_kept_of_those_that_were_asked_for(
     assert run_tasks(session, server) == 20
 
 
+def test_so_many_names_are_kept_of_workers_that_live(
+    session: Session,
+    server: redis.Redis,
+    answers: NearAnswers,
+    memory: Memory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(near_answers_module, "ASKED_MOST", 3)
+    for number in range(20):
+        monkeypatch.setattr(memory.there, "owner", str(number))
+        live(server, session, str(number))
+        assert not is_read(session, answers, memory, 2 * number)
+        assert run_tasks(session, server) == 1
+        assert is_read(session, answers, memory, 2 * number + 1)
+        assert len(answers._ours) <= 3
+
+
 def test_a_client_that_was_closed_asks_nothing(
     session: Session, answers: NearAnswers, memory: Memory
 ) -> None:

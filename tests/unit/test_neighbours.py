@@ -465,6 +465,19 @@ def test_a_pipe_that_cannot_be_opened_is_no_more(
     other.leave()
 
 
+def test_a_folder_goes_with_one_who_gets_no_pipe(
+    here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: str, *arguments: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkfifo", full)
+        with pytest.raises(OSError, match="full"):
+            here.enter("notices", "a", is_pipe=True)
+    assert not os.path.exists(here.folder)
+
+
 # --- drafts ------------------------------------------------------------------------------------
 
 
