@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
@@ -41,14 +43,19 @@ def steps(log: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def drawn_as_read(read: Callable[[], int]) -> Iterator[None]:
+def drawn_as_read(read: Callable[[], int], patience: float = math.inf) -> Iterator[None]:
     """A token is drawn once as many were read as were drawn before it: they come one by one,
-    at whatever pace that is."""
+    at whatever pace that is. Or `patience` seconds later, where it takes another one to be read."""
     compute, drawn = MockEngine.compute, 0
 
     def next_one(engine: MockEngine, requests: Sequence[Request]) -> Iterable[Outcome]:
         nonlocal drawn
-        until(lambda: read() >= drawn, what=f"{drawn} tokens to be read", every=0.001)
+        late = time.monotonic() + patience
+        until(
+            lambda: read() >= drawn or time.monotonic() > late,
+            what=f"{drawn} tokens to be read",
+            every=0.001,
+        )
         drawn += 1
         return compute(engine, requests)
 
