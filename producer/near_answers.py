@@ -85,8 +85,9 @@ class NearAnswers(Landing):
 
     def _learn(self, worker: str, asked: Future[bool]) -> None:
         if not asked.cancelled() and asked.exception() is None and asked.result():
-            # One that is gone is not known to be: those that are there are asked for again.
-            self._ours = {worker, *(() if len(self._ours) >= ASKED_MOST else self._ours)}
+            if len(self._ours) >= ASKED_MOST:
+                self._ours.clear()  # some may be gone: those that are there are asked for again
+            self._ours.add(worker)
 
 
 def _is_alive(shard: ShardKeys, worker: str, servers: Servers) -> bool:
