@@ -12,16 +12,26 @@ import stat
 import struct
 import threading
 import weakref
+from array import array
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from lmpool.neighbours import close_own, which
 from lmpool.wants import DIGEST_BYTES, Digest
 
+fcntl: Any
+termios: Any
+try:
+    import fcntl
+    import termios
+except ImportError:  # Windows, where nobody is told of anything
+    fcntl = termios = None
+
 PIPE_BYTES: Final = getattr(select, "PIPE_BUF", 512)
 """Bytes that arrive in one piece, whoever else writes."""
-READ_BYTES: Final = 64 << 10
+READ_BYTES: Final = 256
+"""No more at once: by what is left in its pipe workers see how far behind a client is."""
 RING_BYTES: Final = 16
 """Length of a ring's name, which is hexadecimal digits."""
 
@@ -70,7 +80,10 @@ class NoticeReader:
             begin = at + _HEAD.size
             end = begin + DIGEST_BYTES * count
             if mark != _MARK or count > NOTICE_MOST:
-                return  # nobody of ours wrote that: what comes next may begin well
+                # Nobody of ours wrote that: what comes next may begin well.
+                if behind := _unread(self._pipe):
+                    os.read(self._pipe, behind)
+                return
             if end > len(data):
                 break
             digests = [Digest(data[n : n + DIGEST_BYTES]) for n in range(begin, end, DIGEST_BYTES)]
@@ -115,6 +128,10 @@ class NoticeWriter:
         if not stat.S_ISFIFO(found.st_mode) or found.st_uid != os.geteuid():
             raise PermissionError(f"{path} is no pipe of this user's")
 
+    def unread(self) -> int:
+        """How many rows, about, its client was told of, by whomever, and has not come to."""
+        return _unread(self._pipe) // DIGEST_BYTES
+
     def tell(self, notice: NearNotice) -> None:
         """Say it, unless the pipe is full. Raises `OSError` where nobody reads any more."""
         ring, digests = notice
@@ -125,3 +142,10 @@ class NoticeWriter:
                     self._pipe,
                     _HEAD.pack(_MARK, len(some), ring.encode("ascii")) + b"".join(some),
                 )
+
+
+def _unread(pipe: int) -> int:
+    """Bytes that lie in a pipe."""
+    size = array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, size)
+    return size[0]

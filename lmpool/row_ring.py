@@ -59,7 +59,8 @@ class _Ring:
     """What both sides see of it."""
 
     def __init__(self, memory: mmap.mmap, size: int) -> None:
-        self._size = size
+        self.size = size
+        """Bytes of rows."""
         self._spare = size // SPARE
         self._memory = memoryview(memory)
         # Whole numbers that lie in one piece are read and written in one step.
@@ -91,10 +92,10 @@ class RowRing(_Ring):
         if needed > self._spare or len(row.header) != ROW_HEADER_BYTES:
             return False
         at = self._at
-        if at % self._size + needed > self._size:
-            at += self._size - at % self._size  # a row lies in one piece
+        if at % self.size + needed > self.size:
+            at += self.size - at % self.size  # a row lies in one piece
         self._written[0] = self._at = at + needed  # first: what is there is so no more
-        start = FRONT + at % self._size
+        start = FRONT + at % self.size
         numbers = start + _ROW_HEAD
         memory = self._memory
         memory[start:numbers] = _ROW.pack(digest, at, size) + row.header
@@ -130,7 +131,7 @@ class RowRingReader(_Ring):
         at = int(self._slots[place_of(digest)])
         if not at or not self._holds(at):
             return None
-        start = FRONT + at % self._size
+        start = FRONT + at % self.size
         end = start + _ROW.size + size
         memory = self._memory
         if end > len(memory) or bytes(memory[start : start + _ROW.size]) != _ROW.pack(
@@ -153,4 +154,4 @@ class RowRingReader(_Ring):
 
     def _holds(self, at: int) -> bool:
         """Whether what was laid at a position is there."""
-        return 0 <= int(self._written[0]) - at <= self._size - self._spare
+        return 0 <= int(self._written[0]) - at <= self.size - self._spare

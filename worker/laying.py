@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 from collections.abc import Sequence
 from typing import Final
 
@@ -25,7 +26,7 @@ LEAST_BYTES: Final = 1 << 20
 
 class Laying:
     """The ring of one worker, `owner`, for the clients of `neighbourhood`; made once one of them
-    waits for a row. For one thread at a time."""
+    waits for a row. For any thread."""
 
     def __init__(self, neighbourhood: Neighbourhood, size: int, owner: str) -> None:
         self._neighbourhood = neighbourhood
@@ -36,29 +37,52 @@ class Laying:
         self._name = ""
         self._membership: Membership | None = None
         self._is_possible = size > 0 and IS_ORDERED
+        self._writing = threading.Lock()
 
-    def lay(self, digests: Sequence[Digest], values: Sequence[bytes | PackedRow | None]) -> None:
-        """Lay the large rows among these answers that anybody near waits for, and tell them."""
-        if not self._is_possible:
-            return
-        if self._clients.look() and self._membership is not None and not self._membership.is_there:
-            self._drop()  # the system has taken it away: who came would not find it
+    def are_awaited(self, digests: Sequence[Digest]) -> bool:
+        """Whether anybody near waits for any of these answers."""
+        with self._writing:
+            self._look()
+            return self._is_possible and bool(self._clients.who_wait(digests))
+
+    def lay(
+        self,
+        digests: Sequence[Digest],
+        values: Sequence[bytes | PackedRow | None],
+        *,
+        ahead: bool = False,
+    ) -> int:
+        """Lay the large rows among these answers that anybody near waits for, and tell them.
+
+        Returns how many of the answers have had their turn: all, but `ahead` of others that are to
+        be stored first only as many as clients keep up with, lest the newest lie over what they
+        have not come to.
+        """
+        with self._writing:
+            return self._lay(digests, values, ahead)
+
+    def _lay(
+        self, digests: Sequence[Digest], values: Sequence[bytes | PackedRow | None], ahead: bool
+    ) -> int:
+        self._look()
         large = [
-            (digest, value)
-            for digest, value in zip(digests, values, strict=True)
+            (place, digest, value)
+            for place, (digest, value) in enumerate(zip(digests, values, strict=True))
             if isinstance(value, PackedRow)
         ]
-        waiting = self._clients.who_wait([digest for digest, _ in large]) if large else {}
+        waiting = self._clients.who_wait([digest for _, digest, _ in large]) if large else {}
         ring = self._ring_at_hand() if waiting else None
         if ring is None:
-            return
+            return len(values)
         who = [
             [name for name, waits in zip(waiting, row, strict=True) if waits]
             for row in np.transpose([*waiting.values()]).tolist()
         ]
         laid: dict[str, list[Digest]] = {name: [] for name in waiting}
         size = 0
-        for names, (digest, row) in zip(who, large, strict=True):
+        for names, (place, digest, row) in zip(who, large, strict=True):
+            if ahead and not size and self._clients.unread(waiting) * row.nbytes > ring.size // 2:
+                return place
             if names and ring.lay(digest, row):
                 size += row.nbytes
                 for name in names:
@@ -67,6 +91,14 @@ class Laying:
                 self._tell(laid)
                 size = 0
         self._tell(laid)
+        return len(values)
+
+    def _look(self) -> None:
+        """See who is near."""
+        if not self._is_possible:
+            return
+        if self._clients.look() and self._membership is not None and not self._membership.is_there:
+            self._drop()  # the system has taken it away: who came would not find it
 
     def _tell(self, laid: dict[str, list[Digest]]) -> None:
         for name, digests in laid.items():
@@ -76,8 +108,9 @@ class Laying:
 
     def close(self) -> None:
         """Nobody finds the ring any more; who has found it keeps it."""
-        self._is_possible = False
-        self._drop()
+        with self._writing:
+            self._is_possible = False
+            self._drop()
 
     def _drop(self) -> None:
         self._ring = None

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal
+from typing import Final, Literal, TypeGuard
 
 import redis.exceptions
 import redis.sentinel
@@ -141,6 +141,10 @@ def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
         return Done(delivery, None, "failed", said(error, MAX_ERROR_CHARS))
 
 
+def _is_row(item: Finished) -> TypeGuard[tuple[Delivery, Outcome]]:
+    return isinstance(item, tuple) and isinstance(item[0].job.want, Row)
+
+
 def _stream_of(done: Done) -> JobStream:
     return done.delivery.stream
 
@@ -204,7 +208,7 @@ class Publisher:
 
         Of an engine that has nothing else to do a small one is sent `at_leisure`, in its thread,
         while the publisher's rests: that would have to wake up first. Then it is True, and `end`
-        is next. Large rows are laid there, too.
+        is next. Large rows are laid there, too, and while the publisher is at work all of them.
         """
         is_worth_it = len(finished) <= BEGIN_MOST or self._laying is not None
         if at_leisure and is_worth_it and self._writing.acquire(blocking=False):
@@ -221,7 +225,7 @@ class Publisher:
                     self._writing.release()
             if begun is not None:
                 return True
-        self._put(finished)
+        self._put(self._lay_ahead(finished))
         return False
 
     def end(self) -> None:
@@ -277,15 +281,33 @@ class Publisher:
             return -1
         return BEGIN_BYTES_NEAR if server.is_near else BEGIN_BYTES
 
-    def _lay(self, chunk: Sequence[Done]) -> None:
+    def _lay(self, chunk: Sequence[Done], *, ahead: bool = False) -> None:
         """Let clients of this machine have the large rows, before all of it is stored."""
         fresh = [done for done in chunk if not done.is_laid]
         if self._laying is not None and fresh:
-            self._laying.lay(
-                [done.delivery.job.digest for done in fresh], [done.value for done in fresh]
-            )
-            for done in fresh:
+            digests = [done.delivery.job.digest for done in fresh]
+            count = self._laying.lay(digests, [done.value for done in fresh], ahead=ahead)
+            for done in fresh[:count]:
                 done.is_laid = True
+
+    def _lay_ahead(self, finished: Sequence[Finished]) -> Sequence[Finished]:
+        """Let clients of this machine have the large rows of a batch while the publisher is at one
+        before it: or they would wait for the server, which takes longer over rows than anybody."""
+        if self._laying is None or not (self._writing.locked() or not self._queue.empty()):
+            return finished
+        rows = [item[0].job.digest for item in finished if _is_row(item)]
+        if not rows or not self._laying.are_awaited(rows):
+            return finished
+        ahead: list[Finished] = []
+        done: list[Done] = []
+        for item in finished:
+            if _is_row(item):
+                done.append(encode(*item, self._vocab_size))
+                ahead.append(done[-1])
+            else:
+                ahead.append(item)
+        self._lay(done, ahead=True)
+        return ahead
 
     def _end_begun(self, begun: _Writing) -> None:
         with self._servers.in_step():

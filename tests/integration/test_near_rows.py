@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
@@ -30,6 +30,7 @@ from lmpool.producer.near_rows import NearRows
 from lmpool.row_ring import IS_ORDERED, RowRing, RowRingReader
 from lmpool.rows import PackedRow
 from lmpool.wants import Digest, Row
+from lmpool.worker.publishing import Done, Publisher
 from lmpool.worker.transaction import Transaction
 from tests.support.hold import Hold
 from tests.support.server import RealServer
@@ -248,6 +249,32 @@ def test_a_row_is_there_before_it_is_stored(
     assert np.array_equal(lm.batch_next_token_logprobs_sync(prompts), right(prompts))
     assert reads.since(before) == Counter(server=3)  # which alone knows what is stored
     assert lm.statistics()["cache_hits"] == 3
+
+
+def test_rows_are_there_however_long_others_take_to_be_stored(
+    any_server: str, pool_name: str, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_store, write = threading.Event(), Publisher._write
+
+    def held(publisher: Publisher, chunk: Sequence[Done]) -> None:
+        may_store.wait(60)
+        write(publisher, chunk)
+
+    prompts = some(12, 3)
+    with (
+        in_process_worker(any_server, pool_name, engine_opts=OPTS, batch_size=4),
+        lmpool.connect(any_server, pool_name, framework="numpy", cache_bytes=0) as lm,
+    ):
+        until_all_come_near(lm, reads)
+        before = reads.found.copy()
+        monkeypatch.setattr(Publisher, "_write", held)
+        try:
+            rows = lm.batch_next_token_logprobs_sync(prompts, timeout=30)
+            assert not may_store.is_set()
+        finally:
+            may_store.set()
+        np.testing.assert_array_equal(rows, right(prompts))
+        assert reads.since(before) == Counter(near=12)
 
 
 def test_all_that_wait_for_a_row_find_it_near(

@@ -9,6 +9,8 @@ import select
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,11 +82,12 @@ class Client:
 
     def heard(self) -> list[NearNotice]:
         """What it was told since it was last asked."""
-        if not select.select([self._end], [], [], 0)[0]:
-            return []
-        notices = self._reader.read()
-        assert notices is not None
-        return notices
+        heard: list[NearNotice] = []
+        while select.select([self._end], [], [], 0)[0]:
+            notices = self._reader.read()
+            assert notices is not None
+            heard += notices
+        return heard
 
     def leave(self) -> None:
         self._list.leave()
@@ -272,6 +275,81 @@ def test_clients_are_told_of_some_while_more_is_laid(
     assert told == [digests[n : min(n + each, 68)] for n in range(0, 68, each)]
     assert len(told) > 3
     assert [digests for _, digests in client.heard()] == told
+    laying.close()
+    client.leave()
+
+
+def test_ahead_of_others_no_more_is_laid_than_clients_keep_up_with(
+    here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that they have not come to is written over; what is left is for later."""
+    monkeypatch.setattr(laying_module, "TOLD_BYTES", 1)
+    row = large_row()
+    digests = digests_of(200)
+    rows: list[PackedRow | bytes | None] = [row] * 200
+    rows[0], rows[3] = None, b"small"
+    quick, slow = Client(here, "q", digests), Client(here, "s", digests)
+    laying = Laying(here, SIZE, OWNER)
+    most = SIZE // 2 // row.nbytes
+    done, told = 0, list[Digest]()
+    for _ in range(20):
+        count = laying.lay(digests[done:], rows[done:], ahead=True)
+        assert 0 < count <= most + 4
+        assert quick.heard()
+        assert laying.lay(digests[done + count :], rows[done + count :], ahead=True) == 0
+        (ring,) = rings(here)
+        heard = [digest for notice in slow.heard() for digest in notice.digests]
+        assert all(read(ring, digest, row) is not None for digest in heard)
+        told += heard
+        done += count
+        if done == 200:
+            break
+    assert told == [digest for n, digest in enumerate(digests) if n not in (0, 3)]
+    assert laying.lay(digests, rows) == 200  # what is next to be stored is laid whoever lags
+    laying.close()
+    assert laying.lay(digests, rows, ahead=True) == 200
+    for client in (quick, slow):
+        client.leave()
+
+
+def test_it_is_known_whether_anybody_waits(here: Neighbourhood) -> None:
+    laying = Laying(here, SIZE, OWNER)
+    assert not laying.are_awaited(DIGESTS)
+    client = Client(here, "c", DIGESTS[:2])
+    assert laying.are_awaited(DIGESTS)
+    assert not laying.are_awaited(DIGESTS[2:])
+    assert {*os.listdir(here.folder)} == files("c")  # no ring is made for that
+    laying.close()
+    assert not laying.are_awaited(DIGESTS)
+    client.leave()
+
+
+def test_two_threads_do_not_lay_at_once(
+    here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, laying = Client(here, "c"), Laying(here, SIZE, OWNER)
+    usual, inside, together = RowRing.lay, list[int](), list[int]()
+
+    def watched(ring: RowRing, digest: Digest, row: PackedRow) -> bool:
+        inside.append(1)
+        time.sleep(0.002)
+        together.append(len(inside))
+        inside.pop()
+        return usual(ring, digest, row)
+
+    monkeypatch.setattr(RowRing, "lay", watched)
+    both = threading.Barrier(2)
+
+    def lay() -> None:
+        both.wait(60)
+        for number in range(8):
+            laying.lay(DIGESTS[number : number + 1], [large_row(number)])
+
+    other = threading.Thread(target=lay)
+    other.start()
+    lay()
+    other.join(60)
+    assert together == [1] * 16
     laying.close()
     client.leave()
 

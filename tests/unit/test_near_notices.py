@@ -104,9 +104,17 @@ def write(path: str, data: bytes) -> None:
         os.close(pipe)
 
 
-def read(reader: NoticeReader) -> list[NearNotice]:
+def read_some(reader: NoticeReader) -> list[NearNotice]:
     notices = reader.read()
     assert notices is not None
+    return notices
+
+
+def read(reader: NoticeReader) -> list[NearNotice]:
+    """All that was told."""
+    notices = read_some(reader)
+    while near_notices._unread(reader._pipe):
+        notices += read_some(reader)
     return notices
 
 
@@ -114,7 +122,7 @@ def read_many(reader: NoticeReader, count: int) -> list[NearNotice]:
     """So many, which have been told."""
     notices: list[NearNotice] = []
     while len(notices) < count:
-        notices += read(reader)
+        notices += read_some(reader)
     return notices
 
 
@@ -128,7 +136,7 @@ def test_what_is_told_is_read(reader: NoticeReader, writer: NoticeWriter) -> Non
         assert read(reader) == [notice]
 
 
-def test_all_that_was_told_is_read_at_once_in_its_order(
+def test_all_that_was_told_is_read_in_its_order(
     path: str, reader: NoticeReader, writer: NoticeWriter
 ) -> None:
     other = NoticeWriter(path)
@@ -204,7 +212,7 @@ def test_notices_of_many_threads_all_arrive_whole(path: str, reader: NoticeReade
         thread.start()
     turns = [0] * threads
     while sum(turns) < threads * each:
-        for notice in read(reader):
+        for notice in read_some(reader):
             number = int(notice.ring[:8], 16)
             assert notice == notice_of(number, turns[number], 1 + 37 * turns[number] % NOTICE_MOST)
             turns[number] += 1
@@ -258,7 +266,7 @@ def test_notices_of_many_processes_all_arrive_whole(path: str, reader: NoticeRea
         for number in range(count):
             told.ask(number)
         while sum(turns) < count * each:
-            for notice in read(reader):
+            for notice in read_some(reader):
                 number, turn = int(notice.ring[:8], 16), int(notice.ring[8:], 16)
                 assert turn == turns[number]
                 assert notice == notice_of(number, turn, 1 + 37 * turn % NOTICE_MOST)
@@ -276,7 +284,7 @@ def test_what_arrives_of_more_than_is_read_is_whole(path: str, reader: NoticeRea
     try:
         last, seen = [-1, -1], [0, 0]
         while min(seen) < 500:
-            for notice in read(reader):
+            for notice in read_some(reader):
                 number, turn = int(notice.ring[:8], 16), int(notice.ring[8:], 16)
                 assert turn > last[number]
                 assert notice == notice_of(number, turn, 1 + 37 * turn % NOTICE_MOST)
@@ -284,6 +292,39 @@ def test_what_arrives_of_more_than_is_read_is_whole(path: str, reader: NoticeRea
                 seen[number] += 1
     finally:
         told.end()
+
+
+# --- how far behind a client is ----------------------------------------------------------------
+
+
+def test_a_worker_sees_how_many_rows_its_client_has_not_come_to(
+    path: str, reader: NoticeReader, writer: NoticeWriter
+) -> None:
+    assert writer.unread() == 0
+    other = NoticeWriter(path)
+    for number in range(100):
+        (other if number % 2 else writer).tell(notice_of(1, number, 4))
+    left = 100 * (HEAD_BYTES + 4 * DIGEST_BYTES)
+    for _ in range(10):
+        assert writer.unread() == other.unread() == left // DIGEST_BYTES
+        read_some(reader)
+        left -= near_notices.READ_BYTES
+    read(reader)
+    assert writer.unread() == 0
+    other._end()
+
+
+def test_a_client_takes_few_notices_at_once(reader: NoticeReader, writer: NoticeWriter) -> None:
+    """What it has taken nobody can see."""
+    notices = [notice_of(1, number, 4) for number in range(100)]
+    for notice in notices:
+        writer.tell(notice)
+    read_of: list[NearNotice] = []
+    while len(read_of) < 100:
+        before = len(read_of)
+        read_of += read_some(reader)
+        assert len(read_of) - before <= 4
+    assert read_of == notices
 
 
 # --- a pipe that is full -----------------------------------------------------------------------
@@ -311,7 +352,7 @@ def test_a_client_that_is_slow_gets_what_the_pipe_holds(
     for turn in range(0, 20 * FULL, FULL):
         for number in range(turn, turn + FULL):
             writer.tell(longest(number))
-        for notice in read(reader):
+        for notice in read_some(reader):
             number = int(notice.ring, 16)
             assert number > last
             assert notice == longest(number)

@@ -839,14 +839,26 @@ class Laid:
         self._publisher, self._server, self._shard = publisher, server, shard
         self._here = threading.current_thread()
         self.closed_by: list[threading.Thread] = []
+        self.awaited: set[Digest] = set()
+        self.keeps_up_with = 0
+        """Rows that are laid ahead of others."""
         publisher._laying = self  # type: ignore[assignment]
 
-    def lay(self, digests: Sequence[Digest], values: Sequence[object]) -> None:
+    def are_awaited(self, digests: Sequence[Digest]) -> bool:
+        assert digests
+        return not self.awaited.isdisjoint(digests)
+
+    def lay(
+        self, digests: Sequence[Digest], values: Sequence[object], *, ahead: bool = False
+    ) -> int:
         assert self._publisher._writing.locked()
         assert len(digests) == len(values)
+        if ahead:
+            digests = digests[: self.keeps_up_with]
         keys = [self._shard.result(digest) for digest in digests]
-        self.stored += self._server.exists(*keys)
+        self.stored += self._server.exists(*keys) if keys else 0
         self.calls.append((threading.current_thread() is self._here, len(digests)))
+        return len(digests)
 
     def close(self) -> None:
         assert self._publisher._writing.locked()
@@ -895,9 +907,85 @@ def test_rows_of_an_engine_that_goes_on_are_laid_by_the_publisher(
 ) -> None:
     laid = Laid(beginner.publisher, redis_client, shard)
     _, consumer, finished = prepare(redis_client, shard, 3)
+    laid.awaited = {item[0].job.digest for item in finished}  # type: ignore[index,union-attr]
+    rest(beginner.publisher)
     assert not beginner.publisher.put(finished)
     until(lambda: consumer.held() == [])
     assert laid.calls == [(False, 3)]
+
+
+@contextmanager
+def at_work(writer: Writer, finished: Sequence[Finished]) -> Iterator[None]:
+    """The publisher's thread is at these meanwhile, and not at anything behind them."""
+    began, may_go_on = threading.Event(), threading.Event()
+    write = writer.publisher._write
+
+    def held(chunk: Sequence[Done]) -> None:
+        began.set()
+        assert may_go_on.wait(60)
+        write(chunk)
+
+    writer.publisher._write = held  # type: ignore[method-assign]
+    writer.publisher.put(finished)
+    assert began.wait(60)
+    try:
+        yield
+    finally:
+        may_go_on.set()
+
+
+@pytest.mark.parametrize("keeps_up_with", [9, 7, 0])
+def test_while_the_publisher_is_at_work_rows_are_laid_by_who_computed_them(
+    beginner: Writer, redis_client: redis.Redis, shard: ShardKeys, keeps_up_with: int
+) -> None:
+    """All that clients keep up with; what is left is laid as it is stored."""
+    laid = Laid(beginner.publisher, redis_client, shard)
+    caller, consumer, finished = prepare(redis_client, shard, 14)
+    laid.keeps_up_with = keeps_up_with
+    laid.awaited = {finished[-1][0].job.digest}  # type: ignore[index,union-attr]
+    rest(beginner.publisher)
+    with at_work(beginner, finished[:5]):
+        assert not beginner.publisher.put(finished[5:], at_leisure=True)
+        assert laid.calls == [(False, 5), (True, keeps_up_with)]
+    until(lambda: consumer.held() == [])
+    left = [(False, 9 - keeps_up_with)] if keeps_up_with < 9 else []
+    assert laid.calls[2:] == left
+    assert laid.stored == 0
+    assert len(caller.notices()) == 14
+    assert all(value_of(redis_client, shard, item) for item in finished)
+
+
+def test_what_nobody_waits_for_is_left_to_the_publisher(
+    beginner: Writer,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine's thread does not even encode it, nor what is no row."""
+    laid = Laid(beginner.publisher, redis_client, shard)
+    _, consumer, finished = prepare(redis_client, shard, 14)
+    rows, others = finished[:10], list[Finished]()
+    for item in finished[10:]:
+        held, outcome = item  # type: ignore[misc]
+        other = replace(held, job=generating(held.job))
+        others.append((other, Outcome(outcome.id, error=PromptFailed("no"))))
+    encoded = list[bool]()
+    here, usual = threading.current_thread(), publishing.encode
+
+    def noted(*given: Any) -> Done:
+        encoded.append(threading.current_thread() is here)
+        return usual(*given)
+
+    monkeypatch.setattr(publishing, "encode", noted)
+    laid.keeps_up_with = 10
+    laid.awaited = {item[0].job.digest for item in others}  # type: ignore[index,union-attr]
+    rest(beginner.publisher)
+    with at_work(beginner, rows[:5]):
+        beginner.publisher.put([*rows[5:], *others])
+    until(lambda: consumer.held() == [])
+    assert encoded == [False] * 14
+    assert {there for there, _ in laid.calls} == {False}
+    assert sum(count for _, count in laid.calls) == 14
 
 
 def test_what_is_no_row_wakes_the_publisher_unless_it_is_little(
