@@ -45,6 +45,11 @@ QUEUE_MOST: Final = 2
 """Finished batches that may wait to be written; then the engine waits."""
 CHUNK_BYTES: Final = 2 << 20
 CHUNK_MOST: Final = 512
+LAID_CHUNK_BYTES: Final = 8 << 20
+"""The same of rows that clients of this machine have already: between two chunks a server waits."""
+LAID_CHUNK_PART: Final = 64
+"""But no more than one part in so many of what a shard may hold: its server has them all in hand
+before it makes room."""
 BEGIN_MOST: Final = 8
 """Jobs that the engine's thread writes itself, at most."""
 BEGIN_BYTES: Final = 8 << 10
@@ -417,11 +422,19 @@ class Publisher:
                 done = encode(item.delivery, item.outcome, self._vocab_size)
             chunk.append(done)
             size += done.size
-            if size >= CHUNK_BYTES or len(chunk) >= CHUNK_MOST:
+            most = self._most_laid(done) if done.is_laid else CHUNK_BYTES
+            if size >= most or len(chunk) >= CHUNK_MOST:
                 yield chunk
                 chunk, size = [], 0
         if chunk:
             yield chunk
+
+    def _most_laid(self, done: Done) -> int:
+        """How many bytes are written at once of rows that are laid."""
+        bound = self._store.bound(done.delivery.stream.shard)
+        if bound is None:
+            return LAID_CHUNK_BYTES
+        return max(CHUNK_BYTES, min(LAID_CHUNK_BYTES, bound // LAID_CHUNK_PART))
 
     def _write(self, chunk: Sequence[Done]) -> None:
         """Write one chunk, again and again until the server takes it: results are idempotent."""

@@ -146,6 +146,10 @@ class ResultStore:
         """So many bytes a shard's account has."""
         self._held[shard.prefix] = held
 
+    def bound(self, shard: ShardKeys) -> int | None:
+        """How many bytes a shard may hold, as was last seen; None where there is no bound."""
+        return self._bounds.get(shard.prefix)
+
     def relieve(self, shard: ShardKeys, size: int) -> bool:
         """The server has no memory for `size` bytes: free some. Whether there was any to free.
 
@@ -162,7 +166,7 @@ class ResultStore:
         self._evict(shard, 0)
 
     def _target(self, shard: ShardKeys, size: int) -> int | None:
-        bound = self._bounds.get(shard.prefix)
+        bound = self.bound(shard)
         return None if bound is None else max(0, bound - size)
 
     def _wait_for_readers(self, shard: ShardKeys, size: int) -> None:

@@ -955,6 +955,44 @@ def test_while_the_publisher_is_at_work_rows_are_laid_by_who_computed_them(
     assert all(value_of(redis_client, shard, item) for item in finished)
 
 
+@pytest.mark.parametrize(
+    ("part", "chunks"),
+    [(None, [8, 4]), (100, [8, 4]), (6, [6, 6]), (1, [4, 4, 4])],
+)
+def test_what_is_laid_is_stored_in_larger_portions_as_far_as_there_is_room(
+    beginner: Writer,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+    part: int | None,
+    chunks: list[int],
+) -> None:
+    """Those who wait for it have it; a server has all of a portion in hand before it makes room."""
+    _, _, finished = prepare(redis_client, shard, 16)
+    size = encode(*finished[0], VOCAB).size  # type: ignore[misc]
+    monkeypatch.setattr(publishing, "CHUNK_BYTES", 4 * size)
+    monkeypatch.setattr(publishing, "LAID_CHUNK_BYTES", 8 * size)
+    laid = Laid(beginner.publisher, redis_client, shard)
+    laid.keeps_up_with = 12
+    laid.awaited = {item[0].job.digest for item in finished[4:]}  # type: ignore[index,union-attr]
+    rest(beginner.publisher)
+    store = beginner.publisher._store
+    bound = None if part is None else part * size * publishing.LAID_CHUNK_PART
+    monkeypatch.setattr(store, "bound", lambda _: bound)
+    written = list[int]()
+    with at_work(beginner, finished[:4]):
+        held = beginner.publisher._write
+
+        def noted(chunk: Sequence[Done]) -> None:
+            written.append(len(chunk))
+            held(chunk)
+
+        monkeypatch.setattr(beginner.publisher, "_write", noted)
+        beginner.publisher.put(finished[4:])
+    until(lambda: sum(written) == 12)
+    assert written == chunks
+
+
 def test_what_nobody_waits_for_is_left_to_the_publisher(
     beginner: Writer,
     redis_client: redis.Redis,

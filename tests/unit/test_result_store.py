@@ -141,6 +141,7 @@ def test_the_bound_is_kept_by_whoever_writes(
     store_of: Callable[..., ResultStore], redis_client: redis.Redis, shard: ShardKeys, clock: Time
 ) -> None:
     first, second = store_of(5 * EACH), store_of(5 * EACH)
+    assert first.bound(shard) == 5 * EACH
     for number in range(10):
         write((first, second)[number % 2], redis_client, shard, number)
         clock.now += 1.0  # each sees what the other has written
@@ -153,6 +154,7 @@ def test_without_a_bound_nothing_goes(
     store_of: Callable[..., ResultStore], redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     store = store_of(None)
+    assert store.bound(shard) is None
     for number in range(10):
         write(store, redis_client, shard, number)
     assert there(redis_client, shard) == [*range(10)]
