@@ -39,50 +39,45 @@ class Laying:
         self._is_possible = size > 0 and IS_ORDERED
         self._writing = threading.Lock()
 
-    def are_awaited(self, digests: Sequence[Digest]) -> bool:
-        """Whether anybody near waits for any of these answers."""
+    def may_be_ahead(self, digests: Sequence[Digest], size: int) -> list[bool]:
+        """Which of these rows, of `size` bytes each, may be laid ahead of others that are to be
+        stored before them: those that somebody near waits for, where all who do keep up with what
+        they are told. Or the newest would lie over what they have not come to."""
         with self._writing:
             self._look()
-            return self._is_possible and bool(self._clients.who_wait(digests))
+            waiting = self._clients.who_wait(digests) if self._is_possible else {}
+            most = (self._ring.size if self._ring is not None else self._size) // 2
+            found = np.zeros(len(digests), bool)
+            for waits in waiting.values():
+                found |= waits
+            for name, waits in waiting.items():
+                if self._clients.unread(name) * size > most:
+                    found &= ~waits
+            return found.tolist()
 
-    def lay(
-        self,
-        digests: Sequence[Digest],
-        values: Sequence[bytes | PackedRow | None],
-        *,
-        ahead: bool = False,
-    ) -> int:
-        """Lay the large rows among these answers that anybody near waits for, and tell them.
-
-        Returns how many of the answers have had their turn: all, but `ahead` of others that are to
-        be stored first only as many as clients keep up with, lest the newest lie over what they
-        have not come to.
-        """
+    def lay(self, digests: Sequence[Digest], values: Sequence[bytes | PackedRow | None]) -> None:
+        """Lay the large rows among these answers that anybody near waits for, and tell them."""
         with self._writing:
-            return self._lay(digests, values, ahead)
+            self._lay(digests, values)
 
-    def _lay(
-        self, digests: Sequence[Digest], values: Sequence[bytes | PackedRow | None], ahead: bool
-    ) -> int:
+    def _lay(self, digests: Sequence[Digest], values: Sequence[bytes | PackedRow | None]) -> None:
         self._look()
         large = [
-            (place, digest, value)
-            for place, (digest, value) in enumerate(zip(digests, values, strict=True))
+            (digest, value)
+            for digest, value in zip(digests, values, strict=True)
             if isinstance(value, PackedRow)
         ]
-        waiting = self._clients.who_wait([digest for _, digest, _ in large]) if large else {}
+        waiting = self._clients.who_wait([digest for digest, _ in large]) if large else {}
         ring = self._ring_at_hand() if waiting else None
         if ring is None:
-            return len(values)
+            return
         who = [
             [name for name, waits in zip(waiting, row, strict=True) if waits]
             for row in np.transpose([*waiting.values()]).tolist()
         ]
         laid: dict[str, list[Digest]] = {name: [] for name in waiting}
         size = 0
-        for names, (place, digest, row) in zip(who, large, strict=True):
-            if ahead and not size and self._clients.unread(waiting) * row.nbytes > ring.size // 2:
-                return place
+        for names, (digest, row) in zip(who, large, strict=True):
             if names and ring.lay(digest, row):
                 size += row.nbytes
                 for name in names:
@@ -91,7 +86,6 @@ class Laying:
                 self._tell(laid)
                 size = 0
         self._tell(laid)
-        return len(values)
 
     def _look(self) -> None:
         """See who is near."""

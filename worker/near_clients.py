@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -62,10 +62,15 @@ class NearClients:
         found = {name: client.waits.has(halves) for name, client in self._clients.items()}
         return {name: waits for name, waits in found.items() if waits.any()}
 
-    def unread(self, names: Iterable[str]) -> int:
-        """Of how many rows one of these was told, at most, that it has not come to."""
-        clients = [self._clients[name] for name in names if name in self._clients]
-        return max([client.pipe.unread() for client in clients], default=0)
+    def unread(self, name: str) -> int:
+        """Of how many rows one of them was told that it has not come to."""
+        client = self._clients.get(name)
+        try:
+            return 0 if client is None else client.pipe.unread()
+        except OSError as error:  # as if it were gone: it is not told of any either
+            logger.debug("%s is told of no rows any more: %s", name, error)
+            del self._clients[name]
+            return 0
 
     def tell(self, name: str, ring: str, digests: list[Digest]) -> None:
         """Tell one of them where the rows lie that it waits for."""

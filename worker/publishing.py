@@ -33,7 +33,7 @@ from lmpool.servers import Servers
 from lmpool.wants import Row, Stream
 from lmpool.worker.batching import Delivery
 from lmpool.worker.by_stream import by_shard
-from lmpool.worker.laying import Laying
+from lmpool.worker.laying import TOLD_BYTES, Laying
 from lmpool.worker.pieces import PieceWriter, Telling
 from lmpool.worker.result_store import LOOK_EVERY, ResultStore
 from lmpool.worker.status import WorkerStatus
@@ -286,13 +286,14 @@ class Publisher:
             return -1
         return BEGIN_BYTES_NEAR if server.is_near else BEGIN_BYTES
 
-    def _lay(self, chunk: Sequence[Done], *, ahead: bool = False) -> None:
+    def _lay(self, chunk: Sequence[Done]) -> None:
         """Let clients of this machine have the large rows, before all of it is stored."""
         fresh = [done for done in chunk if not done.is_laid]
         if self._laying is not None and fresh:
-            digests = [done.delivery.job.digest for done in fresh]
-            count = self._laying.lay(digests, [done.value for done in fresh], ahead=ahead)
-            for done in fresh[:count]:
+            self._laying.lay(
+                [done.delivery.job.digest for done in fresh], [done.value for done in fresh]
+            )
+            for done in fresh:
                 done.is_laid = True
 
     def _lay_ahead(self, finished: Sequence[Finished]) -> Sequence[Finished]:
@@ -300,18 +301,21 @@ class Publisher:
         before it: or they would wait for the server, which takes longer over rows than anybody."""
         if self._laying is None or not (self._writing.locked() or not self._queue.empty()):
             return finished
-        rows = [item[0].job.digest for item in finished if _is_row(item)]
-        if not rows or not self._laying.are_awaited(rows):
-            return finished
-        ahead: list[Finished] = []
-        done: list[Done] = []
-        for item in finished:
-            if _is_row(item):
-                done.append(encode(*item, self._vocab_size))
-                ahead.append(done[-1])
-            else:
-                ahead.append(item)
-        self._lay(done, ahead=True)
+        ahead = [*finished]
+        rows = [(place, item) for place, item in enumerate(finished) if _is_row(item)]
+        size = 4 * self._vocab_size
+        each = max(1, TOLD_BYTES // size)  # clients copy some while others are laid
+        for begin in range(0, len(rows), each):
+            some = rows[begin : begin + each]
+            may = self._laying.may_be_ahead([item[0].job.digest for _, item in some], size)
+            laid = {
+                place: encode(*item, self._vocab_size)
+                for (place, item), may_be in zip(some, may, strict=True)
+                if may_be
+            }
+            self._lay([*laid.values()])
+            for place, done in laid.items():
+                ahead[place] = done
         return ahead
 
     def _end_begun(self, begun: _Writing) -> None:

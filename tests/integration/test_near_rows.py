@@ -262,18 +262,22 @@ def test_rows_are_there_however_long_others_take_to_be_stored(
 
     prompts = some(12, 3)
     with (
-        in_process_worker(any_server, pool_name, engine_opts=OPTS, batch_size=4),
+        in_process_worker(any_server, pool_name, engine_opts=OPTS, batch_size=4) as worker,
         lmpool.connect(any_server, pool_name, framework="numpy", cache_bytes=0) as lm,
+        ThreadPoolExecutor(1) as callers,
     ):
         until_all_come_near(lm, reads)
-        before = reads.found.copy()
         monkeypatch.setattr(Publisher, "_write", held)
+        before = reads.found.copy()
         try:
-            rows = lm.batch_next_token_logprobs_sync(prompts, timeout=30)
+            with Hold() as engine:
+                asked = callers.submit(lm.batch_next_token_logprobs_sync, prompts, timeout=60)
+                assert engine.begun.wait(60)
+                until(lambda: worker.service.waiting() > 0)  # the publisher's is the first batch
+            np.testing.assert_array_equal(asked.result(30), right(prompts))
             assert not may_store.is_set()
         finally:
             may_store.set()
-        np.testing.assert_array_equal(rows, right(prompts))
         assert reads.since(before) == Counter(near=12)
 
 

@@ -279,49 +279,39 @@ def test_clients_are_told_of_some_while_more_is_laid(
     client.leave()
 
 
-def test_ahead_of_others_no_more_is_laid_than_clients_keep_up_with(
+def test_those_may_be_ahead_whom_somebody_waits_for_and_keeps_up_with(
     here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing that they have not come to is written over; what is left is for later."""
-    monkeypatch.setattr(laying_module, "TOLD_BYTES", 1)
+    """Nothing that a client has not come to is written over; others are not held back by it."""
     row = large_row()
     digests = digests_of(200)
-    rows: list[PackedRow | bytes | None] = [row] * 200
-    rows[0], rows[3] = None, b"small"
-    quick, slow = Client(here, "q", digests), Client(here, "s", digests)
     laying = Laying(here, SIZE, OWNER)
+    assert laying.may_be_ahead(digests, row.nbytes) == [False] * 200
+    slow, quick = Client(here, "s", digests[:100]), Client(here, "q", digests[50:150])
+    one = [True] * 150 + [False] * 50
+    assert laying.may_be_ahead(digests, row.nbytes) == one
+    assert {*os.listdir(here.folder)} == files("s", "q")  # no ring is made for that
     most = SIZE // 2 // row.nbytes
-    done, told = 0, list[Digest]()
-    for _ in range(20):
-        count = laying.lay(digests[done:], rows[done:], ahead=True)
-        assert 0 < count <= most + 4
-        assert quick.heard()
-        assert laying.lay(digests[done + count :], rows[done + count :], ahead=True) == 0
+    for turn in range(5):
+        told = 0
+        while laying.may_be_ahead(digests, row.nbytes) == one:
+            laying.lay(digests[50 + told : 51 + told], [row])
+            told += 1
+            assert told <= most
+            assert quick.heard()
+        assert told > most // 3  # a head counts, too
+        assert laying.may_be_ahead(digests, row.nbytes) == [
+            n in range(100, 150) for n in range(200)
+        ]
         (ring,) = rings(here)
         heard = [digest for notice in slow.heard() for digest in notice.digests]
+        assert heard == digests[50 : 50 + told]
         assert all(read(ring, digest, row) is not None for digest in heard)
-        told += heard
-        done += count
-        if done == 200:
-            break
-    assert told == [digest for n, digest in enumerate(digests) if n not in (0, 3)]
-    assert laying.lay(digests, rows) == 200  # what is next to be stored is laid whoever lags
+        assert laying.may_be_ahead(digests, row.nbytes) == one, turn
     laying.close()
-    assert laying.lay(digests, rows, ahead=True) == 200
-    for client in (quick, slow):
+    assert laying.may_be_ahead(digests, row.nbytes) == [False] * 200
+    for client in (slow, quick):
         client.leave()
-
-
-def test_it_is_known_whether_anybody_waits(here: Neighbourhood) -> None:
-    laying = Laying(here, SIZE, OWNER)
-    assert not laying.are_awaited(DIGESTS)
-    client = Client(here, "c", DIGESTS[:2])
-    assert laying.are_awaited(DIGESTS)
-    assert not laying.are_awaited(DIGESTS[2:])
-    assert {*os.listdir(here.folder)} == files("c")  # no ring is made for that
-    laying.close()
-    assert not laying.are_awaited(DIGESTS)
-    client.leave()
 
 
 def test_two_threads_do_not_lay_at_once(

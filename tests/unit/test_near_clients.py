@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from lmpool import neighbours
-from lmpool.near_notices import NOTICE_MOST, NearNotice, NoticeReader
+from lmpool.near_notices import NOTICE_MOST, NearNotice, NoticeReader, NoticeWriter
 from lmpool.neighbours import LOOK_EVERY, Neighbourhood
 from lmpool.wait_list import MAGIC, SIZE, WaitList
 from lmpool.wants import Digest
@@ -248,27 +248,41 @@ def test_who_does_not_read_keeps_nobody_waiting(here: Neighbourhood) -> None:
         assert waiting(clients) == {"a": [1], "b": [1]}
         assert hears(b, clients, 1)
         notices = 0
-        while clients.unread(["a"]):
+        while clients.unread("a"):
             notices += len(a.reader.read() or ())
         assert 0 < notices < 100
         assert hears(a, clients, 1)
 
 
-def test_who_is_furthest_behind_says_how_far_all_are(here: Neighbourhood) -> None:
+def test_it_is_seen_how_far_behind_each_is(here: Neighbourhood) -> None:
     clients = NearClients(here)
     with clients_of(here, "a", "b") as (a, b):
         for client in (a, b):
             client.wait_for(1)
         clients.look()
-        assert clients.unread(["a", "b", "nobody"]) == clients.unread([]) == 0
+        assert clients.unread("a") == clients.unread("b") == clients.unread("nobody") == 0
         tell(clients, "a", *[1] * 20)
         tell(clients, "b", *[1] * 50)
-        behind = [clients.unread([name]) for name in "ab"]
-        assert 20 <= behind[0] < 25 < 50 <= behind[1] < 55
-        assert clients.unread(["a", "b", "nobody"]) == behind[1]
+        assert 20 <= clients.unread("a") < 25 < 50 <= clients.unread("b") < 55
         while clients.unread("b"):
             b.reader.read()
-        assert clients.unread(["a", "b"]) == behind[0]
+        assert 20 <= clients.unread("a") < 25
+
+
+def test_of_whom_it_cannot_be_seen_how_far_behind_he_is_nobody_is_told(
+    here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients = NearClients(here)
+    with clients_of(here, "a") as (a,):
+        a.wait_for(1)
+        clients.look()
+
+        def refuse(pipe: NoticeWriter) -> int:
+            raise PermissionError("not allowed")
+
+        monkeypatch.setattr(NoticeWriter, "unread", refuse)
+        assert clients.unread("a") == 0
+        assert waiting(clients) == {}
 
 
 # --- who is killed, or frozen ------------------------------------------------------------------

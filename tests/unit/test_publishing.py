@@ -839,26 +839,20 @@ class Laid:
         self._publisher, self._server, self._shard = publisher, server, shard
         self._here = threading.current_thread()
         self.closed_by: list[threading.Thread] = []
-        self.awaited: set[Digest] = set()
-        self.keeps_up_with = 0
-        """Rows that are laid ahead of others."""
+        self.ahead: set[Digest] = set()
+        """What may be laid ahead of others."""
         publisher._laying = self  # type: ignore[assignment]
 
-    def are_awaited(self, digests: Sequence[Digest]) -> bool:
-        assert digests
-        return not self.awaited.isdisjoint(digests)
+    def may_be_ahead(self, digests: Sequence[Digest], size: int) -> list[bool]:
+        assert size == 4 * VOCAB
+        return [digest in self.ahead for digest in digests]
 
-    def lay(
-        self, digests: Sequence[Digest], values: Sequence[object], *, ahead: bool = False
-    ) -> int:
+    def lay(self, digests: Sequence[Digest], values: Sequence[object]) -> None:
         assert self._publisher._writing.locked()
         assert len(digests) == len(values)
-        if ahead:
-            digests = digests[: self.keeps_up_with]
         keys = [self._shard.result(digest) for digest in digests]
-        self.stored += self._server.exists(*keys) if keys else 0
+        self.stored += self._server.exists(*keys)
         self.calls.append((threading.current_thread() is self._here, len(digests)))
-        return len(digests)
 
     def close(self) -> None:
         assert self._publisher._writing.locked()
@@ -907,7 +901,7 @@ def test_rows_of_an_engine_that_goes_on_are_laid_by_the_publisher(
 ) -> None:
     laid = Laid(beginner.publisher, redis_client, shard)
     _, consumer, finished = prepare(redis_client, shard, 3)
-    laid.awaited = {item[0].job.digest for item in finished}  # type: ignore[index,union-attr]
+    laid.ahead = {item[0].job.digest for item in finished}  # type: ignore[index,union-attr]
     rest(beginner.publisher)
     assert not beginner.publisher.put(finished)
     until(lambda: consumer.held() == [])
@@ -934,22 +928,28 @@ def at_work(writer: Writer, finished: Sequence[Finished]) -> Iterator[None]:
         may_go_on.set()
 
 
-@pytest.mark.parametrize("keeps_up_with", [9, 7, 0])
+@pytest.mark.parametrize("may", ["111111111", "110111101", "000000100", "000000000"])
 def test_while_the_publisher_is_at_work_rows_are_laid_by_who_computed_them(
-    beginner: Writer, redis_client: redis.Redis, shard: ShardKeys, keeps_up_with: int
+    beginner: Writer,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+    may: str,
 ) -> None:
-    """All that clients keep up with; what is left is laid as it is stored."""
+    """Few at a time, for which clients are ready; what is left is laid as it is stored."""
+    monkeypatch.setattr(publishing, "TOLD_BYTES", 3 * 4 * VOCAB)
     laid = Laid(beginner.publisher, redis_client, shard)
     caller, consumer, finished = prepare(redis_client, shard, 14)
-    laid.keeps_up_with = keeps_up_with
-    laid.awaited = {finished[-1][0].job.digest}  # type: ignore[index,union-attr]
+    digests = [item[0].job.digest for item in finished[5:]]  # type: ignore[index,union-attr]
+    laid.ahead = {digest for digest, way in zip(digests, may, strict=True) if way == "1"}
     rest(beginner.publisher)
     with at_work(beginner, finished[:5]):
         assert not beginner.publisher.put(finished[5:], at_leisure=True)
-        assert laid.calls == [(False, 5), (True, keeps_up_with)]
+        counts = [may[n : n + 3].count("1") for n in range(0, 9, 3)]
+        assert laid.calls == [(False, 5), *((True, count) for count in counts if count)]
     until(lambda: consumer.held() == [])
-    left = [(False, 9 - keeps_up_with)] if keeps_up_with < 9 else []
-    assert laid.calls[2:] == left
+    assert sum(count for _, count in laid.calls) == 14
+    assert sum(count for here, count in laid.calls if here) == may.count("1")
     assert laid.stored == 0
     assert len(caller.notices()) == 14
     assert all(value_of(redis_client, shard, item) for item in finished)
@@ -973,8 +973,7 @@ def test_what_is_laid_is_stored_in_larger_portions_as_far_as_there_is_room(
     monkeypatch.setattr(publishing, "CHUNK_BYTES", 4 * size)
     monkeypatch.setattr(publishing, "LAID_CHUNK_BYTES", 8 * size)
     laid = Laid(beginner.publisher, redis_client, shard)
-    laid.keeps_up_with = 12
-    laid.awaited = {item[0].job.digest for item in finished[4:]}  # type: ignore[index,union-attr]
+    laid.ahead = {item[0].job.digest for item in finished[4:]}  # type: ignore[index,union-attr]
     rest(beginner.publisher)
     store = beginner.publisher._store
     bound = None if part is None else part * size * publishing.LAID_CHUNK_PART
@@ -1015,8 +1014,7 @@ def test_what_nobody_waits_for_is_left_to_the_publisher(
         return usual(*given)
 
     monkeypatch.setattr(publishing, "encode", noted)
-    laid.keeps_up_with = 10
-    laid.awaited = {item[0].job.digest for item in others}  # type: ignore[index,union-attr]
+    laid.ahead = {item[0].job.digest for item in others}  # type: ignore[index,union-attr]
     rest(beginner.publisher)
     with at_work(beginner, rows[:5]):
         beginner.publisher.put([*rows[5:], *others])
