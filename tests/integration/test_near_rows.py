@@ -260,7 +260,7 @@ def test_rows_are_there_however_long_others_take_to_be_stored(
         may_store.wait(60)
         write(publisher, chunk)
 
-    prompts = some(12, 3)
+    prompts = some(8, 3)
     with (
         in_process_worker(any_server, pool_name, engine_opts=OPTS, batch_size=4) as worker,
         lmpool.connect(any_server, pool_name, framework="numpy", cache_bytes=0) as lm,
@@ -278,7 +278,7 @@ def test_rows_are_there_however_long_others_take_to_be_stored(
             assert not may_store.is_set()
         finally:
             may_store.set()
-        assert reads.since(before) == Counter(near=12)
+        assert reads.since(before) == Counter(near=8)
 
 
 def test_all_that_wait_for_a_row_find_it_near(
