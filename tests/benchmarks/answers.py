@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import fields
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
+import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.wants import Draw, Row, Tokens, Top, Want
-from tests.benchmarks.asking import processor
+from tests.benchmarks.asking import processor, timed_answers
 from tests.benchmarks.machine import Bystanders, facts
 from tests.benchmarks.measure import Measured, Report, Scale, alternate, ratio
 from tests.benchmarks.pool import (
@@ -22,7 +21,6 @@ from tests.benchmarks.pool import (
     Prompts,
     WrongRows,
     make_prompts,
-    must_be_computed,
     serving,
 )
 from tests.support.server import RealServer
@@ -32,7 +30,6 @@ LINE = "the likeliest 20 of 128,256 tokens through the pool, against whole rows"
 
 VOCAB_SIZE: Final = 128_256
 PER_CALL: Final = 250
-CHECKED: Final = 16
 RESULT_TTL: Final = 3.0
 """Seconds; the rows of a few runs must fit into the server's memory."""
 
@@ -97,26 +94,18 @@ def _side(pool: Pool, want: Want, count: int, salt: int, run: int) -> Sample:
 
 def _timed(pool: Pool, want: Want, prompts: Prompts) -> Sample:
     """Answers a second, and processor time in us an answer. A sample is checked, untimed."""
-    queued, took, used = pool.queued(), 0.0, Cpu(0.0, 0.0, 0.0)
-    for i in range(0, len(prompts), PER_CALL):
-        part = prompts[i : i + PER_CALL]
-        asks = [(prompt, want) for prompt in part]
-        before, began = pool.cpu(), time.perf_counter()
-        found = pool.lm.sync.ask_many(asks)
-        took += time.perf_counter() - began
-        spent = pool.cpu().per_job(before, len(prompts))
-        for side in fields(Cpu):
-            setattr(used, side.name, getattr(used, side.name) + getattr(spent, side.name))
-        _check(want, found, part)
-        pool.lm.clear_cache()
-    must_be_computed(pool, queued, len(prompts))
-    return len(prompts) / took, used
+
+    def ask(lm: lmpool.PooledLM, part: Sequence[list[int]]) -> Sequence[Any]:
+        found = lm.sync.ask_many([(prompt, want) for prompt in part])
+        lm.clear_cache()
+        return found
+
+    return timed_answers(pool, ask, prompts, PER_CALL, partial(_check, want))
 
 
 def _check(want: Want, found: Sequence[Any], prompts: Sequence[Sequence[int]]) -> None:
     """Raise `WrongRows` unless a sample of the answers is right."""
-    step = max(1, len(prompts) // CHECKED)
-    for answer, prompt in list(zip(found, prompts, strict=True))[::step]:
+    for answer, prompt in zip(found, prompts, strict=True):
         row = mock_row(prompt, VOCAB_SIZE)
         match want:
             case Top():

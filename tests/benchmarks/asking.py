@@ -5,12 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import fields
 from typing import Any
 
 import lmpool
 from tests.benchmarks.measure import Measured
-from tests.benchmarks.pool import Cpu, Pool, Prompts, check_rows, must_be_computed
+from tests.benchmarks.pool import (
+    CHECKED,
+    Cpu,
+    Pool,
+    Prompts,
+    WrongRows,
+    check_rows,
+    must_be_computed,
+)
 
 Ask = Callable[[lmpool.PooledLM, Sequence[list[int]]], Sequence[Any]]
 
@@ -39,19 +48,45 @@ def timed(
 ) -> tuple[float, Cpu]:
     """Rows a second of calls with `per_call` prompts each, and processor time in us a row.
 
-    Between the calls, untimed, a sample of the rows is compared with the right ones. Every row
-    must have been computed for this.
+    What `timed_answers` says of its answers holds for the rows.
     """
-    queued, took, used = pool.queued(), 0.0, Cpu(0.0, 0.0, 0.0)
+
+    def check(rows: Sequence[Any], of: Sequence[Sequence[int]]) -> None:
+        check_rows(rows, of, vocab_size)
+
+    return timed_answers(pool, ask, prompts, per_call, check)
+
+
+def timed_answers(
+    pool: Pool,
+    ask: Ask,
+    prompts: Prompts,
+    per_call: int,
+    check: Callable[[Sequence[Any], Sequence[Sequence[int]]], None],
+) -> tuple[float, Cpu]:
+    """Answers a second of calls one right after another, and processor time in us an answer.
+
+    Until all are in the caller's hands and stored: rows that lie near are there before. A sample,
+    copied from each call's, is given to `check` when the time is taken. Each answer must have been
+    computed for this.
+    """
+    queued, computed = pool.queued(), pool.computed()
+    sample: list[Any] = []
+    chosen: list[Sequence[int]] = []
+    step = max(1, len(prompts) // CHECKED)
+    before, began = pool.cpu(), time.perf_counter()
     for i in range(0, len(prompts), per_call):
         part = prompts[i : i + per_call]
-        before, began = pool.cpu(), time.perf_counter()
-        rows = ask(pool.lm, part)
-        took += time.perf_counter() - began
-        spent = pool.cpu().per_job(before, len(prompts))
-        for side in fields(Cpu):
-            setattr(used, side.name, getattr(used, side.name) + getattr(spent, side.name))
-        check_rows(rows, part, vocab_size)
+        found = ask(pool.lm, part)
+        if len(found) != len(part):
+            raise WrongRows(f"{len(found)} answers to {len(part)} prompts")
+        for place in {*range(0, len(part), step), len(part) - 1}:
+            sample.append(copy(found[place]))
+            chosen.append(part[place])
+    pool.until_computed(computed + len(prompts))
+    took = time.perf_counter() - began
+    used = pool.cpu().per_job(before, len(prompts))
+    check(sample, chosen)
     must_be_computed(pool, queued, len(prompts))
     return len(prompts) / took, used
 

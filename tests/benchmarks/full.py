@@ -60,10 +60,10 @@ def measure(scale: Scale) -> Report:
 
 def _asked(pool: Pool, count: int, vocab_size: int) -> Callable[[int], Sample]:
     def ask(run: int) -> Sample:
-        before = _computed(pool)
+        before = pool.computed()
         prompts = make_prompts(count, vocab_size, run, 7)
         sample = timed(pool, in_batches, prompts, PER_CALL, vocab_size)
-        computed, statistics = _computed(pool) - before, pool.lm.statistics()
+        computed, statistics = pool.computed() - before, pool.lm.statistics()
         if computed != count or statistics["resubmitted"] or statistics["failed"]:
             raise WrongRows(f"{computed} rows were computed for {count}: {statistics}")
         with pool.server.client() as admin:
@@ -85,10 +85,6 @@ def _forget_results(pool: Pool) -> None:
             for i in range(0, len(keys), 1000):
                 admin.unlink(*keys[i : i + 1000])
             admin.delete(shard.account)
-
-
-def _computed(pool: Pool) -> int:
-    return pool.lm.pool_statistics_sync()["computed"]
 
 
 def _held(pool: Pool) -> int:

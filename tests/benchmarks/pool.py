@@ -15,12 +15,13 @@ from tests.benchmarks.machine import cpu_seconds
 from tests.support.clients import connected
 from tests.support.cluster import Cluster
 from tests.support.server import RealServer
+from tests.support.waiting import until
 from tests.support.workers import WorkerProcess, worker_process
 
 Prompts = NewType("Prompts", list[list[int]])
 
 CHECKED = 64
-"""Rows of each run that are compared with the right ones."""
+"""About as many rows of each run are compared with the right ones."""
 
 
 class WrongRows(Exception):
@@ -86,6 +87,14 @@ class Pool:
         """Jobs that the client has had computed."""
         return self.lm.statistics()["queued"]
 
+    def computed(self) -> int:
+        """Jobs that workers have stored the answers of."""
+        return self.lm.pool_statistics_sync()["computed"]
+
+    def until_computed(self, count: int) -> None:
+        """Wait until workers have stored as many: callers may have what lies near before."""
+        until(lambda: self.computed() >= count, what=f"{count} to be stored", every=0.001)
+
 
 @contextmanager
 def serving(
@@ -100,7 +109,9 @@ def serving(
         # Everything is imported, connected and allocated once.
         warm_up = make_prompts(256, vocab_size, 2**31)
         check_rows(lm.batch_next_token_logprobs_sync(warm_up), warm_up, vocab_size)
-        yield Pool(lm, worker, server)
+        pool = Pool(lm, worker, server)
+        pool.until_computed(len(warm_up))
+        yield pool
 
 
 def must_be_computed(pool: Pool, before: int, asked: int) -> None:

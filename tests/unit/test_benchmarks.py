@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from lmpool.backends.mock import mock_row
 from tests.benchmarks import __main__ as command_line
 from tests.benchmarks import tables
+from tests.benchmarks.asking import timed
 from tests.benchmarks.machine import Bystanders, facts
 from tests.benchmarks.measure import (
     Measured,
@@ -97,6 +100,58 @@ def test_wrong_rows_fail_a_run() -> None:
         check_rows(rows[:-1], prompts, 64)
     with pytest.raises(WrongRows, match="not that of its prompt"):
         check_rows(rows[::-1], prompts, 64)
+
+
+class LatePool:
+    """A pool whose answers are in the callers' hands before they are stored."""
+
+    def __init__(self) -> None:
+        self.done = self.asked = 0
+        self.said: list[str] = []
+        self.lm: Any = None
+
+    def ask(self, lm: object, prompts: Sequence[list[int]]) -> list[np.ndarray]:
+        self.said.append("asked")
+        self.asked += len(prompts)
+        return [mock_row(prompt, 64) for prompt in prompts]
+
+    def queued(self) -> int:
+        return self.asked
+
+    def computed(self) -> int:
+        return self.done
+
+    def until_computed(self, count: int) -> None:
+        self.said.append(f"stored {count}")
+        self.done = count
+
+    def cpu(self) -> Cpu:
+        self.said.append("looked")
+        return Cpu(0.0, 0.0, float(self.done))
+
+
+def test_a_run_lasts_until_what_the_callers_have_is_stored() -> None:
+    pool: Any = LatePool()
+    pool.done = 7
+    pace, used = timed(pool, pool.ask, make_prompts(100, 64, 1), 40, 64)
+    assert pool.said == ["looked", *["asked"] * 3, "stored 107", "looked"]
+    assert pace > 0
+    assert used.server == 1e6
+
+
+def test_what_a_call_answered_is_checked_as_it_was() -> None:
+    pool: Any = LatePool()
+    reused = np.empty((40, 64), np.float32)
+
+    def ask(lm: object, prompts: Sequence[list[int]]) -> np.ndarray:
+        reused[: len(prompts)] = pool.ask(lm, prompts)
+        return reused[: len(prompts)]
+
+    timed(pool, ask, make_prompts(100, 64, 1), 40, 64)
+    with pytest.raises(WrongRows, match="not that of its prompt"):
+        timed(pool, lambda lm, part: ask(lm, part)[::-1], make_prompts(100, 64, 2), 40, 64)
+    with pytest.raises(WrongRows, match="39 answers to 40 prompts"):
+        timed(pool, lambda lm, part: ask(lm, part)[1:], make_prompts(100, 64, 3), 40, 64)
 
 
 def test_each_seed_gives_other_prompts_and_always_the_same() -> None:
