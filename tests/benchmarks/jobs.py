@@ -76,8 +76,8 @@ def measure(scale: Scale) -> Report:
     for name, samples in taken.items():
         report.add("Processor time", *processor(name, [cpu for _, cpu in samples], "us/job"))
     report.note(
-        f"pool: from the call to the last of {jobs:,} rows in the caller's hands, {PER_CALL:,} "
-        "distinct prompts a call, a sample of the rows compared with the right ones"
+        f"pool: from the first call to the last of {jobs:,} rows in the caller's hands and stored, "
+        f"{PER_CALL:,} distinct prompts a call, a sample of the rows compared with the right ones"
     )
     report.note(
         f"arq: from the first enqueue to the last written result of {arq_jobs:,} no-op jobs, "

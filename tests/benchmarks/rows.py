@@ -75,8 +75,8 @@ def measure(scale: Scale) -> Report:
             with serving(server, f"{size.name}-far", size.vocab_size, **far) as pool:
                 _measure_one(report, server, pool, size, scale, FAR)
     report.note(
-        "pool: distinct prompts, until every row is in the caller's hands (batch calls: in one "
-        "array), default settings but for result_ttl"
+        "pool: distinct prompts, a call right after another, until every row is in the caller's "
+        "hands (batch calls: in one array) and stored, default settings but for result_ttl"
     )
     report.note(
         "the pool's rows come through shared memory, beside being stored; as for a client "
