@@ -20,10 +20,13 @@ from lmpool.checks import as_integer, as_number, quoted
 from lmpool.errors import SettingsError
 from lmpool.model_info import ModelInfo
 from lmpool.producer import NumpyRows, PooledLM, connect
+from lmpool.producer.statistics import PoolStatistics
 
 MOST_SINGLES: Final = 200
 """Prompts asked one at a time, at most."""
 CACHED_SECONDS: Final = 1.0
+COUNTED_WITHIN: Final = 1.0
+"""Seconds that what a client has is given to be counted."""
 
 __all__ = ["Measurement", "measure"]
 
@@ -89,10 +92,11 @@ def measure(
         info = lm.info
         prompts = _Prompts(info, length)
         lm.next_token_logprobs_sync(prompts(), timeout=60.0)
+        others = lm.pool_statistics_sync()["computed"] - lm.statistics()["queued"]
         single = _one_at_a_time(lm, prompts, seconds / 3)
-        before = lm.pool_statistics_sync()
+        before = when_counted(lm, others + lm.statistics()["queued"])
         load = asyncio.run(_load(lm, prompts, seconds, concurrency))
-        after = lm.pool_statistics_sync()
+        after = when_counted(lm, others + lm.statistics()["queued"])
         cached = _cached(again, load.prompts[-concurrency:])
     rate = len(load.took) / load.seconds
     batches = after["batches"] - before["batches"]
@@ -114,6 +118,17 @@ def measure(
         rows_per_batch=round((after["computed"] - before["computed"]) / max(1, batches), 1),
         cached_rows_per_second=round(cached, 1),
     )
+
+
+def when_counted(lm: PooledLM[NumpyRows], computed: int) -> PoolStatistics:
+    """The pool's figures once so many answers are counted, or `COUNTED_WITHIN` seconds later: a
+    client has large rows before they are stored and counted."""
+    until = time.monotonic() + COUNTED_WITHIN
+    while True:
+        found = lm.pool_statistics_sync()
+        if found["computed"] >= computed or time.monotonic() > until:
+            return found
+        time.sleep(0.01)
 
 
 def _check(seconds: object, concurrency: object, length: object) -> None:

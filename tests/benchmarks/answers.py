@@ -96,15 +96,13 @@ def _timed(pool: Pool, want: Want, prompts: Prompts) -> Sample:
     """Answers a second, and processor time in us an answer. A sample is checked, untimed."""
 
     def ask(lm: lmpool.PooledLM, part: Sequence[list[int]]) -> Sequence[Any]:
-        found = lm.sync.ask_many([(prompt, want) for prompt in part])
-        lm.clear_cache()
-        return found
+        return lm.sync.ask_many([(prompt, want) for prompt in part])
 
     return timed_answers(pool, ask, prompts, PER_CALL, partial(_check, want))
 
 
 def _check(want: Want, found: Sequence[Any], prompts: Sequence[Sequence[int]]) -> None:
-    """Raise `WrongRows` unless a sample of the answers is right."""
+    """Raise `WrongRows` unless each of these answers is right."""
     for answer, prompt in zip(found, prompts, strict=True):
         row = mock_row(prompt, VOCAB_SIZE)
         match want:
@@ -126,6 +124,7 @@ def _stored(pool: Pool, want: Want, number: int) -> int:
     (prompt,) = make_prompts(1, VOCAB_SIZE, 2**30, number)
     model = lm._models.of(lm.info)
     job = model.jobs.one(prompt, model.jobs.check(want), None)
-    lm.sync.ask(prompt, want)
+    with pool.until_stored():
+        lm.sync.ask(prompt, want)
     with pool.server.client() as client:
         return int(client.strlen(lm.shards[0].result(job.digest)))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import fields
+from math import gcd
 from typing import Any
 
 import lmpool
@@ -74,13 +75,15 @@ def timed_answers(
     sample: list[Any] = []
     chosen: list[Sequence[int]] = []
     step = max(1, len(prompts) // CHECKED)
+    while gcd(step, per_call) > 1:  # or they would be of the same places in each call
+        step -= 1
     before, began = pool.cpu(), time.perf_counter()
     for i in range(0, len(prompts), per_call):
         part = prompts[i : i + per_call]
         found = ask(pool.lm, part)
         if len(found) != len(part):
             raise WrongRows(f"{len(found)} answers to {len(part)} prompts")
-        for place in {*range(0, len(part), step), len(part) - 1}:
+        for place in range(-i % step, len(part), step):
             sample.append(copy(found[place]))
             chosen.append(part[place])
     pool.until_computed(computed + len(prompts))

@@ -113,8 +113,9 @@ def _timed(pool: Pool, sampler: Any, prompts: Prompts) -> Sample:
             found += await asyncio.gather(*map(sampler.sample, contexts[at : at + PARTICLES]))
         return found
 
-    before, began = pool.cpu(), time.perf_counter()
-    found = asyncio.run(sample())
+    with pool.until_stored():
+        before, began = pool.cpu(), time.perf_counter()
+        found = asyncio.run(sample())
     took = time.perf_counter() - began
     accepted = [(token, weight) for token, weight, _ in found if weight > -math.inf]
     used = pool.cpu().per_job(before, max(1, len(accepted)))

@@ -7,7 +7,7 @@ import importlib.util
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -20,7 +20,7 @@ from lmpool.backends import Outcome, Request, load_engine
 from lmpool.wants import Row, Score, Top, Want
 from tests.benchmarks.machine import Bystanders, facts
 from tests.benchmarks.measure import Measured, Report, Scale, alternate, progress, ratio
-from tests.benchmarks.pool import Prompts, WrongRows, make_prompts
+from tests.benchmarks.pool import Pool, Prompts, WrongRows, make_prompts
 from tests.support.clients import connected
 from tests.support.server import RealServer
 from tests.support.workers import worker_process
@@ -237,6 +237,7 @@ class _Engine:
             self.model = load_alone(self.folder, self.device)
             worker.wait_until_alive(LOADED_IN)
             self._lm = stack.enter_context(connected(self._server.url, self.NAME, cache_bytes=0))
+            self._pool = Pool(self._lm, worker, self._server)
             self.parts()
 
     def parts(self) -> None:
@@ -291,13 +292,20 @@ class _Engine:
             return list(self._lm.sync.batch_next_token_logprobs(prompts))
         return list(self._lm.sync.ask_many([(prompt, want) for prompt in prompts]))
 
+    @contextmanager
+    def until_stored(self, ask: Callable[[Prompts, Want], list[Any]]) -> Iterator[None]:
+        """Wait behind some work until the pool is through with it, too, if that is asked."""
+        with self._pool.until_stored() if ask == self.ask_pool else nullcontext():
+            yield
+
     def sides(self, want: Want, count: int, size: int) -> dict[str, Callable[[int], float]]:
         """How many a second each side answers."""
 
         def timed(ask: Callable[[Prompts, Want], list[Any]], number: int) -> float:
             prompts = self.fresh(count, size)
-            began = time.perf_counter()
-            found = ask(prompts, want)
+            with self.until_stored(ask):
+                began = time.perf_counter()
+                found = ask(prompts, want)
             took = time.perf_counter() - began
             if number == 0:
                 self.check(want, prompts, found)
@@ -317,8 +325,9 @@ class _Engine:
             prompts = self.fresh(count, self.longest())
             lengths = np.random.default_rng(self._asked).integers(1, self.longest() + 1, count)
             prompts = Prompts([p[:n] for p, n in zip(prompts, lengths.tolist(), strict=True)])
-            began = time.perf_counter()
-            found = ask(prompts, Row())
+            with self.until_stored(ask):
+                began = time.perf_counter()
+                found = ask(prompts, Row())
             took = time.perf_counter() - began
             if number == 0:
                 self.check(Row(), prompts, found)
@@ -331,9 +340,10 @@ class _Engine:
 
         def timed(ask: Callable[[Prompts, Want], list[Any]], _: int) -> float:
             prompts = self.fresh(self.sizes.singles, 0)
-            began = time.perf_counter()
-            for prompt in prompts:
-                ask(Prompts([prompt]), Row())
+            with self.until_stored(ask):
+                began = time.perf_counter()
+                for prompt in prompts:
+                    ask(Prompts([prompt]), Row())
             return len(prompts) / (time.perf_counter() - began)
 
         return {ALONE: partial(timed, self.ask_rows), POOL: partial(timed, self.ask_pool)}
@@ -345,9 +355,10 @@ class _Engine:
         def timed(ask: Callable[[Prompts, Want], list[Any]], _: int) -> float:
             (start,) = self.fresh(1, 4 * self.sizes.length)
             drawn = self.fresh(count, steps)
-            began = time.perf_counter()
-            for step in range(1, steps + 1):
-                ask(Prompts([[*start, *particle[:step]] for particle in drawn]), Row())
+            with self.until_stored(ask):
+                began = time.perf_counter()
+                for step in range(1, steps + 1):
+                    ask(Prompts([[*start, *particle[:step]] for particle in drawn]), Row())
             return count * steps / (time.perf_counter() - began)
 
         return {ALONE: partial(timed, self.ask_rows), POOL: partial(timed, self.ask_pool)}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, NewType
 
@@ -11,17 +12,20 @@ import numpy as np
 
 import lmpool
 from lmpool.backends.mock import mock_row
+from lmpool.counters import COMPUTED
+from lmpool.servers import Servers
 from tests.benchmarks.machine import cpu_seconds
 from tests.support.clients import connected
 from tests.support.cluster import Cluster
 from tests.support.server import RealServer
-from tests.support.waiting import until
 from tests.support.workers import WorkerProcess, worker_process
 
 Prompts = NewType("Prompts", list[list[int]])
 
 CHECKED = 64
-"""About as many rows of each run are compared with the right ones."""
+"""At least as many rows of each run are compared with the right ones."""
+STORED_WITHIN = 30.0
+"""Seconds that what callers have is given to be stored."""
 
 
 class WrongRows(Exception):
@@ -88,12 +92,35 @@ class Pool:
         return self.lm.statistics()["queued"]
 
     def computed(self) -> int:
-        """Jobs that workers have stored the answers of."""
-        return self.lm.pool_statistics_sync()["computed"]
+        """Jobs that workers have stored the answers of. One counter is read, as this is asked for
+        again and again while they are at work."""
+        with closing(Servers.of_url(self.server.url)) as servers:
+            return self._counted(servers)
 
     def until_computed(self, count: int) -> None:
-        """Wait until workers have stored as many: callers may have what lies near before."""
-        until(lambda: self.computed() >= count, what=f"{count} to be stored", every=0.001)
+        """Wait until workers have stored as many: callers may have what lies near before.
+
+        Raises `WrongRows` where they do not.
+        """
+        with closing(Servers.of_url(self.server.url)) as servers:
+            until = time.monotonic() + STORED_WITHIN
+            while (stored := self._counted(servers)) < count:
+                if time.monotonic() > until:
+                    raise WrongRows(f"{stored} jobs were stored where {count} were to be")
+                time.sleep(0.001)
+
+    @contextmanager
+    def until_stored(self) -> Iterator[None]:
+        """Wait behind some work until workers have stored all that this client had computed."""
+        computed, queued = self.computed(), self.queued()
+        yield
+        self.until_computed(computed + self.queued() - queued)
+
+    def _counted(self, servers: Servers) -> int:
+        return sum(
+            int(servers.for_shard(shard).hget(shard.counters, COMPUTED.field) or 0)
+            for shard in self.lm.shards
+        )
 
 
 @contextmanager

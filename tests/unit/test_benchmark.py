@@ -29,6 +29,22 @@ def test_a_pool_is_measured(fake_url: str, pool_name: str, monkeypatch: pytest.M
     assert found.cached_rows_per_second > 0
 
 
+def test_what_a_client_has_before_it_is_counted_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Late:
+        computed = 0
+
+        def pool_statistics_sync(self) -> dict[str, int]:
+            self.computed += 1
+            return {"computed": self.computed}
+
+    lm: Any = Late()
+    assert benchmark.when_counted(lm, 5)["computed"] == 5
+    monkeypatch.setattr(benchmark, "COUNTED_WITHIN", 0.0)
+    assert benchmark.when_counted(lm, 1000)["computed"] < 1000
+
+
 def test_a_pool_that_is_busy_or_goes_away_is_one_error(
     fake_url: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

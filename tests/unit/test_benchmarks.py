@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from tests.benchmarks.measure import (
     ratio,
     slope,
 )
-from tests.benchmarks.pool import Cpu, WrongRows, check_rows, make_prompts
+from tests.benchmarks.pool import Cpu, Pool, WrongRows, check_rows, make_prompts
 from tests.support.benchmarks import quick_figures
 
 ELSEWHERE = {"awrs", "gateway", "vllm", "vllm_scores"}
@@ -152,6 +153,41 @@ def test_what_a_call_answered_is_checked_as_it_was() -> None:
         timed(pool, lambda lm, part: ask(lm, part)[::-1], make_prompts(100, 64, 2), 40, 64)
     with pytest.raises(WrongRows, match="39 answers to 40 prompts"):
         timed(pool, lambda lm, part: ask(lm, part)[1:], make_prompts(100, 64, 3), 40, 64)
+
+
+def test_rows_of_all_places_of_a_call_are_checked() -> None:
+    pool: Any = LatePool()
+    calls: list[int] = []
+
+    class Looked(list[Any]):
+        def __getitem__(self, place: Any) -> Any:
+            places[len(calls) - 1].add(place)
+            return super().__getitem__(place)
+
+    def ask(lm: object, prompts: Sequence[list[int]]) -> Looked:
+        calls.append(len(prompts))
+        return Looked(pool.ask(lm, prompts))
+
+    for count, per_call in ((3200, 32), (2000, 250), (100, 40), (320, 32)):
+        calls.clear()
+        places: list[set[int]] = [set() for _ in range(count // per_call + 1)]
+        timed(pool, ask, make_prompts(count, 64, count), per_call, 64)
+        assert 64 <= sum(map(len, places)) <= 128
+        assert len(set().union(*places)) >= min(32, per_call)
+
+
+def test_what_is_never_stored_fails_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = iter((b"3", b"3", b"4", b"4", b"4", b"4"))
+    shard = SimpleNamespace(hget=lambda key, field: next(counters))
+    servers = SimpleNamespace(for_shard=lambda _: shard, close=lambda: None)
+    monkeypatch.setattr("tests.benchmarks.pool.Servers.of_url", lambda url: servers)
+    lm = SimpleNamespace(shards=[SimpleNamespace(counters="counters")])
+    pool = Pool(cast(Any, lm), cast(Any, None), cast(Any, SimpleNamespace(url="redis://here")))
+    assert pool.computed() == 3
+    pool.until_computed(4)
+    monkeypatch.setattr("tests.benchmarks.pool.STORED_WITHIN", 0.0)
+    with pytest.raises(WrongRows, match="4 jobs were stored where 5 were to be"):
+        pool.until_computed(5)
 
 
 def test_each_seed_gives_other_prompts_and_always_the_same() -> None:

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 from rich.console import Console
 
+from lmpool.benchmark import when_counted
 from lmpool.cli.bars import ascii_text, bar_lines
 from lmpool.cli.demo.client import Report, examine
 from lmpool.cli.demo.load import make_work, run_load
@@ -134,7 +135,8 @@ class _Demo:
         before = self.lm.pool_statistics_sync()
         with self.console.status("waiting for rows"):
             reports = run_load(self.lm, works)
-        after = self.lm.pool_statistics_sync()
+            queued = sum(report["statistics"]["queued"] for report in reports)
+            after = when_counted(self.lm, before["computed"] + queued)
         self.show_counts(reports, before, after)
         self.show_checks(reports, works[0]["check"])
 
