@@ -45,18 +45,21 @@ def steps(log: Path) -> list[dict[str, Any]]:
 @contextmanager
 def drawn_as_read(read: Callable[[], int], patience: float = math.inf) -> Iterator[None]:
     """A token is drawn once as many were read as were drawn before it: they come one by one,
-    at whatever pace that is. Or `patience` seconds later, where it takes another one to be read."""
-    compute, drawn = MockEngine.compute, 0
+    at whatever pace that is. Or `patience` seconds later, where it takes another one to be read.
+    Of prompts of one length; what is drawn over, as after a move, was read before."""
+    compute, shortest = MockEngine.compute, math.inf
 
     def next_one(engine: MockEngine, requests: Sequence[Request]) -> Iterable[Outcome]:
-        nonlocal drawn
+        nonlocal shortest
+        longest = max(request.tokens.size for request in requests)
+        shortest = min(shortest, longest)
+        drawn = longest - shortest
         late = time.monotonic() + patience
         until(
             lambda: read() >= drawn or time.monotonic() > late,
             what=f"{drawn} tokens to be read",
             every=0.001,
         )
-        drawn += 1
         return compute(engine, requests)
 
     with patch.object(MockEngine, "compute", next_one):
