@@ -103,7 +103,7 @@ def main(given: Sequence[str] | None = None) -> int:
         reports.append(report)
         show(report)
         if options.save:
-            progress(f"  saved: {save(report, options.quick).name}")
+            progress(f"  saved: {save(report, options.quick, options.runs).name}")
     end_profile()
     if options.json is not None:
         write_json(reports, options.json)

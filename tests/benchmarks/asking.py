@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import fields
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -51,11 +52,7 @@ def timed(
 
     What `timed_answers` says of its answers holds for the rows.
     """
-
-    def check(rows: Sequence[Any], of: Sequence[Sequence[int]]) -> None:
-        check_rows(rows, of, vocab_size)
-
-    return timed_answers(pool, ask, prompts, per_call, check)
+    return timed_answers(pool, ask, prompts, per_call, partial(check_rows, vocab_size=vocab_size))
 
 
 def timed_answers(

@@ -7,7 +7,7 @@ import importlib.util
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -292,11 +292,11 @@ class _Engine:
             return list(self._lm.sync.batch_next_token_logprobs(prompts))
         return list(self._lm.sync.ask_many([(prompt, want) for prompt in prompts]))
 
-    @contextmanager
-    def until_stored(self, ask: Callable[[Prompts, Want], list[Any]]) -> Iterator[None]:
+    def until_stored(
+        self, ask: Callable[[Prompts, Want], list[Any]]
+    ) -> AbstractContextManager[None]:
         """Wait behind some work until the pool is through with it, too, if that is asked."""
-        with self._pool.until_stored() if ask == self.ask_pool else nullcontext():
-            yield
+        return self._pool.until_stored() if ask == self.ask_pool else nullcontext()
 
     def sides(self, want: Want, count: int, size: int) -> dict[str, Callable[[int], float]]:
         """How many a second each side answers."""

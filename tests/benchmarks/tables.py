@@ -78,13 +78,14 @@ def _pipes(values: Sequence[str]) -> str:
     return f"| {' | '.join(values)} |"
 
 
-def save(report: Report, quick: bool) -> Path:
+def save(report: Report, quick: bool, runs: int | None = None) -> Path:
     """Write a report to results/, as markdown and as JSON; where the markdown is."""
     RESULTS.mkdir(exist_ok=True)
     # Who else ran is this machine's affair; how much they took is not.
     facts = {name: value for name, value in report.facts.items() if name != "others"}
     kept = replace(report, facts=facts)
-    again = command([report.name, *(["--quick"] if quick else [])])
+    asked = [*(["--quick"] if quick else []), *(["--runs", str(runs)] if runs else [])]
+    again = command([report.name, *asked])
     write_json([kept], RESULTS / f"{report.name}.json")
     path = RESULTS / f"{report.name}.md"
     path.write_text(markdown(kept, again), "utf-8")

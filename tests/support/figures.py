@@ -127,8 +127,8 @@ def comparison_figures() -> str:
     versions = f"{facts['server'].split(',')[0]}, redis-py {facts['redis']}"
     head = (
         f"Measured on {machine('jobs')} ({versions}, one worker process with the mock engine, one\n"
-        f"client process; medians of {_runs('jobs', 'Pace', FULL)} runs, with the peer in the "
-        "same run):"
+        f"client process; medians of {_runs('jobs', 'Pace', FULL)} runs, of rows of 64 KB and more "
+        f"{_runs('rows', LARGE, 'pool, batch calls')}, with the peer in the same run):"
     )
     usual = f"default settings: {pace(BATCHES)}"
     ratio = times(f"{FULL} / the faster arq")

@@ -233,10 +233,10 @@ def test_saving_keeps_the_figures_and_not_who_else_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path / "results")
-    path = tables.save(report(), quick=True)
+    path = tables.save(report(), quick=True, runs=11)
     text = path.read_text()
     assert path.name == "jobs.md"
-    assert "make bench ARGS='jobs --quick --save'" in text
+    assert "make bench ARGS='jobs --quick --runs 11 --save'" in text
     assert "somebody" not in text
     (saved,) = json.loads(path.with_suffix(".json").read_text())
     assert saved["facts"] == {"cpu": "one"}
