@@ -72,6 +72,11 @@ class NoticeReader:
             self._let_go()
         return None
 
+    def is_empty(self) -> bool:
+        """Whether nothing has come that was not read."""
+        with self._ending:
+            return not self._closed and not _unread(self._pipe)
+
     def _notices(self, data: bytes) -> Iterator[NearNotice]:
         data, at = self._left + data, 0
         self._left = b""

@@ -61,7 +61,8 @@ class Client:
 
     def _begin(self, statistics: Statistics) -> None:
         session = self._session = Session(self.options, self.cache, statistics)
-        session.near.hear = NearAnswers(session).hear
+        near = NearAnswers(session)
+        session.near.hear, session.near.help = near.hear, near.help
         self._threads: list[threading.Thread] = []
         self._cut: Callable[[], None] = lambda: None
         self._claim_ahead: Callable[[], Sequence[Flight]] = lambda: ()

@@ -12,6 +12,7 @@ from lmpool.keys import ShardKeys
 from lmpool.near_notices import NearNotice
 from lmpool.producer.answers import Landing, bytes_of
 from lmpool.producer.session import Session
+from lmpool.producer.stacking import GoesOn, Taking
 from lmpool.row_ring import RowRingReader
 from lmpool.rows import LARGE
 from lmpool.servers import Servers
@@ -32,6 +33,8 @@ class NearAnswers(Landing):
         same neighbourhood."""
         self._asked: dict[str, float] = {}
         """When it was last asked of others."""
+        self._taking: dict[int, Taking] = {}
+        """What takes the rows that were handed out last, by number."""
 
     def hear(self, notice: NearNotice) -> None:
         """A worker has laid rows, and says that some of them are waited for here."""
@@ -42,6 +45,13 @@ class NearAnswers(Landing):
             return
         with near.reading:
             near.read_bytes += self.take(ring, waited_for)
+
+    def help(self, goes_on: GoesOn) -> None:
+        """Put the rows that were handed out where their callers have them, as long as this
+        `goes_on`: it is the nearest to them."""
+        while self._taking and goes_on():
+            _, taking = self._taking.popitem()
+            taking.help(goes_on)
 
     def take(self, ring: RowRingReader, digests: Sequence[Digest]) -> int:
         """Hand out the large rows among these answers that lie in a worker's memory; all else is to
@@ -59,11 +69,20 @@ class NearAnswers(Landing):
                 if rows:
                     # What is no row here is judged where it is stored.
                     there, values, places = map(list, zip(*rows, strict=True))
+                    self._note_taking(there)
                     self._hand_out(there, values, places, are_near=True)
                     read += bytes_of([row for _, row, _ in rows])
             finally:
                 self._give_back(rooms)
         return read
+
+    def _note_taking(self, digests: Sequence[Digest]) -> None:
+        flights = self._session.table.flights
+        for digest in digests:
+            flight = flights.get(digest)
+            call = None if flight is None else flight.call
+            if call is not None and call.stack is not None:
+                self._taking[id(call.stack)] = call.stack
 
     def _is_ours(self, worker: str) -> bool:
         """Whether it is known to be a worker of this pool; if not, that is asked."""

@@ -29,11 +29,12 @@ _NAME: Final = re.compile(r"[0-9a-f]{16}")
 
 class NearRows:
     """Those of one client, `name`: what it waits for, and the thread that is told of what is
-    laid, which calls `hear`."""
+    laid, which calls `hear`, and then `help` for as long as it is told of nothing else."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.hear: Callable[[NearNotice], None] = lambda notice: None
+        self.help: Callable[[Callable[[], bool]], None] = lambda goes_on: None
         self._entering = threading.RLock()  # a finalizer or a signal's handler may close the client
         self._info: ModelInfo | None = None
         """The model whose rows are read."""
@@ -113,6 +114,10 @@ class NearRows:
                     self.hear(notice)
                 except Exception:  # these rows come from the server
                     logger.warning("rows in shared memory could not be read", exc_info=True)
+            try:
+                self.help(pipe.is_empty)
+            except Exception:  # who waits finds it, too
+                logger.debug("a row could not be put in its place", exc_info=True)
 
     @property
     def is_heard_here(self) -> bool:

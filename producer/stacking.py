@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, TypeAlias, cast
@@ -48,10 +49,12 @@ def always() -> bool:
 
 
 class _Landing:
-    """Rows that came, until who waits takes them in."""
+    """Rows that came, until who waits takes them in, or who brought them."""
 
     def __init__(self) -> None:
         self._landed: deque[tuple[int, EncodedRow]] = deque()
+        self._helping = threading.Lock()
+        """Held while another thread than that of who waits has some in hand."""
 
     def land(self, place: int, row: EncodedRow) -> bool:
         """A row came that it takes. Whether who waits knows of no other yet. Under the client's
@@ -61,9 +64,40 @@ class _Landing:
 
     def take_in(self, goes_on: GoesOn = always) -> None:
         """Put what came where it belongs, as long as the call `goes_on`: for who waits."""
-        landed = self._landed
-        while landed and goes_on():
-            self._put(*landed.popleft())
+        while self._landed and goes_on():
+            self._take_one()
+
+    def help(self, goes_on: GoesOn) -> None:
+        """The same for a thread that has nothing else to do: who waits may still have to wake up,
+        or be at rows that came before. One helps at a time."""
+        # Without waiting: Ctrl-C may have left it held by who waits.
+        if not self._helping.acquire(blocking=False):
+            return
+        try:
+            while self._landed and goes_on():
+                self._take_one()
+        finally:
+            self._helping.release()
+
+    def _take_one(self) -> None:
+        try:
+            landed = self._landed.popleft()
+        except IndexError:  # the other was quicker
+            return
+        try:
+            self._put(*landed)
+        except BaseException:
+            self._landed.appendleft(landed)  # who waits is told of what it is
+            raise
+
+    def _take_in_all(self) -> None:
+        """Put all there is where it belongs, once nobody has any in hand: of a call that is
+        done."""
+        while True:
+            self.take_in()
+            with self._helping:
+                if not self._landed:
+                    return
 
     def _put(self, place: int, row: EncodedRow) -> None:
         raise NotImplementedError
@@ -119,7 +153,7 @@ class Stack(_Landing, Generic[RowT_co]):
 
     def whole(self, rows: Sequence[Answer]) -> RowT_co:
         """The block of a call that is done, with its answers."""
-        self.take_in()
+        self._take_in_all()
         block = self._block
         if self._crossed:  # there is somebody who may write to it yet
             block = self._framework.empty(*self._shape)
@@ -166,7 +200,7 @@ class Conversion(_Landing, Generic[RowT_co]):
 
     def whole(self, found: Sequence[Answer | LmpoolError]) -> list[Any]:
         """The answers of a call that is done, and such rows as the caller gets them."""
-        self.take_in()
+        self._take_in_all()
         rows = self._rows
         return [rows[place] if each is STACKED else each for place, each in enumerate(found)]
 

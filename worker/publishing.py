@@ -230,7 +230,10 @@ class Publisher:
                     self._writing.release()
             if begun is not None:
                 return True
-        self._put(self._lay_ahead(finished))
+        if at_leisure or self._writing.locked() or not self._queue.empty():
+            # Or clients would wait for the server, which takes longer over rows than anybody.
+            finished = self._lay_ahead(finished)
+        self._put(finished)
         return False
 
     def end(self) -> None:
@@ -297,9 +300,9 @@ class Publisher:
                 done.is_laid = True
 
     def _lay_ahead(self, finished: Sequence[Finished]) -> Sequence[Finished]:
-        """Let clients of this machine have the large rows of a batch while the publisher is at one
-        before it: or they would wait for the server, which takes longer over rows than anybody."""
-        if self._laying is None or not (self._writing.locked() or not self._queue.empty()):
+        """Let clients of this machine have the large rows of a batch before any of it is stored, as
+        far as they keep up."""
+        if self._laying is None:
             return finished
         ahead = [*finished]
         rows = [(place, item) for place, item in enumerate(finished) if _is_row(item)]
