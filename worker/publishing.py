@@ -306,7 +306,9 @@ class Publisher:
             return finished
         ahead = [*finished]
         rows = [(place, item) for place, item in enumerate(finished) if _is_row(item)]
-        size = 4 * self._vocab_size
+        size = max(
+            [row.nbytes for _, (_, outcome) in rows if (row := outcome.row) is not None] or [1]
+        )
         each = max(1, TOLD_BYTES // size)  # clients copy some while others are laid
         for begin in range(0, len(rows), each):
             some = rows[begin : begin + each]

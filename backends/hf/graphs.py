@@ -1,5 +1,5 @@
-"""Small forward passes as CUDA graphs: to launch their kernels takes a GPU's host several times as
-long as the GPU takes to run them.
+"""Forward passes as CUDA graphs where to launch their kernels takes a GPU's host longer than the GPU
+takes to run them: several times as long, of small ones.
 
 A graph repeats what it recorded, for inputs of the same shapes at the same places. So a pass is
 padded to a shape that others have, too, and recorded when that has come up often enough; a recorded
@@ -9,6 +9,7 @@ pass is one copy to the device and one launch.
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -29,10 +30,16 @@ Compute = Callable[[Tensors], torch.Tensor]
 """A forward pass: from what it is computed of to logits [outputs, vocab]."""
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Records what a function has the device do, once it has run; what it returns does it again."""
+Lags = Callable[[Callable[[], None]], bool]
+"""Whether the device waits for its host when a function launches what it does."""
 Key = tuple[tuple[str, tuple[int, ...]], ...]
 
-MOST_POSITIONS: Final = 1_024
-"""Of more than these the kernels take longer than their launches."""
+SURE_POSITIONS: Final = 1_024
+"""Of as many the kernels take less than their launches, whatever the model."""
+MOST_POSITIONS: Final = 4_096
+"""Of more than those they may take less: that is tried."""
+LAGGING: Final = 1.25
+"""Of a pass that takes no longer than this times its launches the device waits for its host."""
 MOST_PAIRS: Final = 1 << 22
 MOST_COLUMNS: Final = 1 << 15
 MOST_OUTPUTS: Final = 64
@@ -68,7 +75,8 @@ class PassGraphs:
     """The graphs of one model.
 
     `record` is `CudaRecorder`'s, or another's in tests; `difference` tells how far logits are from
-    those that a pass gave that was not replayed, where that is more than rounding.
+    those that a pass gave that was not replayed, where that is more than rounding. With `lags`,
+    larger passes are recorded as well, as long as it finds that worth it.
     """
 
     def __init__(
@@ -76,10 +84,13 @@ class PassGraphs:
         record: Record,
         difference: Callable[[torch.Tensor, torch.Tensor], float | None],
         device: torch.device,
+        lags: Lags | None = None,
     ) -> None:
         self._record = record
         self._difference = difference
         self._device = device
+        self._lags = lags
+        self._most = SURE_POSITIONS if lags is None else MOST_POSITIONS
         self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
         """Those that were used least lately first."""
         self._seen: Counter[Key] = Counter()
@@ -105,7 +116,7 @@ class PassGraphs:
         outputs = _rounded(max(1, part.outputs.size))
         if (
             width > max(narrow, widest)
-            or rows * width > MOST_POSITIONS
+            or rows * width > self._most
             or rows * width * columns > MOST_PAIRS
             or rows * columns > MOST_COLUMNS
             or outputs > MOST_OUTPUTS
@@ -113,8 +124,11 @@ class PassGraphs:
             return None
         return Shape(rows, width, columns, outputs)
 
-    def logits(self, arrays: Mapping[str, Indices], compute: Compute) -> torch.Tensor:
-        """The logits [outputs, vocab] that `compute` gives of these arrays on the device."""
+    def logits(
+        self, arrays: Mapping[str, Indices], compute: Compute, positions: int = 0
+    ) -> torch.Tensor:
+        """The logits [outputs, vocab] that `compute` gives of these arrays on the device, of so
+        many positions."""
         key = tuple((name, array.shape) for name, array in arrays.items())
         self._passes += 1
         graph = self._graphs.get(key)
@@ -128,7 +142,7 @@ class PassGraphs:
         logits = compute(dict(zip(arrays, tensors, strict=True)))
         self._seen[key] += 1
         if self._seen[key] >= RECORDED_AFTER and self._may_record():
-            self._try(key, arrays, compute, logits)
+            self._try(key, arrays, compute, logits, positions)
         elif len(self._seen) > 16 * MOST_GRAPHS:
             self._seen.clear()
         return logits
@@ -150,15 +164,29 @@ class PassGraphs:
         self._seen.pop(key, None)
         return True
 
+    def _is_worth_it(self, arrays: Mapping[str, Indices], compute: Compute) -> bool:
+        """Whether the device waits for its host in a pass of this size."""
+        tensors = all_to_device([*arrays.values()], self._device)
+        at = dict(zip(arrays, tensors, strict=True))
+
+        def run() -> None:
+            compute(at)
+
+        return self._lags is not None and self._lags(run)
+
     def _try(
         self,
         key: Key,
         arrays: Mapping[str, Indices],
         compute: Compute,
         right: torch.Tensor,
+        positions: int,
     ) -> None:
-        """Record a pass, and keep it if it gives again what it gave."""
+        """Record a pass that is worth it, and keep it if it gives again what it gave."""
         try:
+            if positions > SURE_POSITIONS and not self._is_worth_it(arrays, compute):
+                self._most = positions - 1
+                return
             graph = self._recorded(arrays, compute, right)
             graph.replay()
             difference = self._difference(graph.logits, right)
@@ -225,6 +253,15 @@ class CudaRecorder:
                 run()
         computing.wait_stream(self._stream)
         return graph.replay
+
+    def lags(self, run: Callable[[], None]) -> bool:
+        """Whether the device waits for its host when `run` launches what it does."""
+        torch.cuda.synchronize(self._device)
+        began = time.perf_counter()
+        run()
+        launched = time.perf_counter() - began
+        torch.cuda.synchronize(self._device)
+        return time.perf_counter() - began <= LAGGING * launched
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:

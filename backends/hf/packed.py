@@ -166,7 +166,7 @@ class PackedForward:
         self._prefixes: dict[bytes, Lease] = {}
         self.query_block = QUERY_BLOCK if device.type == "cuda" else None
         self.graphs: PassGraphs | None = None
-        """Where small passes are recorded, once it is known that they may be."""
+        """Where passes are recorded, once it is known that they may be."""
         self.reach: Reach | Mapping[str, Reach] = Reach()
         """That of every layer, or that of each kind of layer, by its name in the model's config."""
 
@@ -359,7 +359,8 @@ class PackedForward:
         places = np.unique(part.outputs)
         wanted = np.zeros(shape.outputs, np.int64)
         wanted[: places.size] = places
-        logits = graphs.logits(self._arrays(layout, part, wanted), self._logits)
+        positions = shape.rows * shape.width
+        logits = graphs.logits(self._arrays(layout, part, wanted), self._logits, positions)
         if places.size:
             yield logits[: places.size]
 

@@ -121,7 +121,8 @@ def packed_forward(
 
 def _record(packed: PackedForward, forward: Forward, longest: int) -> None:
     """Have small passes recorded from now on, if the model bears that."""
-    packed.graphs = PassGraphs(CudaRecorder(packed.device), forward.difference, packed.device)
+    recorder = CudaRecorder(packed.device)
+    packed.graphs = PassGraphs(recorder, forward.difference, packed.device, recorder.lags)
     try:
         try_graphs(packed, forward, longest)
         reason = packed.graphs.reason

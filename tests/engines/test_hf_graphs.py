@@ -267,6 +267,31 @@ def test_what_is_large_is_not_recorded(shape: tuple[int, int, int, int]) -> None
     assert alone().fit(part_of(*shape), 1 << 62) is None
 
 
+def test_larger_passes_are_recorded_where_the_device_waits_for_its_host() -> None:
+    """A model's passes of more positions take the device longer, and their launches no longer."""
+    record, tried = Again(), list[int]()
+
+    def lags(run: Callable[[], None]) -> bool:
+        run()
+        tried.append(positions)
+        return positions < 3_000
+
+    found = PassGraphs(record, lambda *_: None, CPU, lags)
+    for positions in (4_096, 2_048, 3_072):
+        for _ in range(RECORDED_AFTER + 2):
+            shape = found.fit(part_of(positions // 64, 64, 64), 1 << 62)
+            if shape is not None:
+                numbers = np.arange(positions // 64)
+                given = found.logits({"numbers": numbers}, double, shape.rows * shape.width)
+                assert given[:, 0].tolist() == [2.0 * n for n in numbers]
+    assert tried == [4_096, 2_048, 3_072]
+    assert record.recorded == len(found) == 1
+    # Those that were tried in vain are not again.
+    assert found.fit(part_of(64, 64, 64), 1 << 62) is None
+    assert found.fit(part_of(48, 64, 64), 1 << 62) is None
+    assert found.fit(part_of(32, 64, 64), 1 << 62) is not None
+
+
 def double(tensors: Mapping[str, Any]) -> Any:
     return tensors["numbers"].float()[:, None] * 2
 
@@ -469,4 +494,19 @@ def test_a_gpu_replays_small_passes(name: str, tmp_path: Path) -> None:
         texts.compare(engine, batch)
     assert len(graphs_of(engine)) > 0
     assert not graphs_of(engine).reason
+    engine.close()
+
+
+@on_a_gpu
+def test_a_gpu_replays_larger_passes_of_a_small_model(llama: str) -> None:
+    engine = HFEngine(llama)
+    rng = np.random.default_rng(3)
+    for _ in range(RECORDED_AFTER + 2):
+        engine.clear_cache()
+        tokens = rng.integers(0, VOCAB, (64, 32))
+        tokens[:, 0] = np.arange(64)  # no two share anything: a row each
+        prompts = tokens.tolist()
+        rows = rows_of(engine, prompts)
+        assert np.abs(rows - reference_rows(llama, prompts)).max() < 5e-5
+    assert any((64, 32) in [shape for _, shape in key] for key in graphs_of(engine)._graphs)
     engine.close()
