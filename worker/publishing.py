@@ -306,9 +306,10 @@ class Publisher:
             return finished
         ahead = [*finished]
         rows = [(place, item) for place, item in enumerate(finished) if _is_row(item)]
-        size = max(
-            [row.nbytes for _, (_, outcome) in rows if (row := outcome.row) is not None] or [1]
-        )
+        sizes = [row.nbytes for _, (_, outcome) in rows if (row := outcome.row) is not None]
+        if not sizes:
+            return finished
+        size = max(sizes)
         each = max(1, TOLD_BYTES // size)  # clients copy some while others are laid
         for begin in range(0, len(rows), each):
             some = rows[begin : begin + each]

@@ -1,5 +1,5 @@
-"""Forward passes as CUDA graphs where to launch their kernels takes a GPU's host longer than the GPU
-takes to run them: several times as long, of small ones.
+"""Forward passes as CUDA graphs, where to launch their kernels takes a GPU's host longer than the
+GPU takes to run them: several times as long, of small ones.
 
 A graph repeats what it recorded, for inputs of the same shapes at the same places. So a pass is
 padded to a shape that others have, too, and recorded when that has come up often enough; a recorded

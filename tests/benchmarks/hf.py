@@ -166,7 +166,7 @@ def _pool(stack: ExitStack, server: RealServer, folder: str) -> Side:
             alive=False,
             engine="hf",
             model=folder,
-            engine_opts={"threads": THREADS},
+            engine_opts={"device": "cpu", "threads": THREADS},
         )
     )
     worker.wait_until_alive(60)

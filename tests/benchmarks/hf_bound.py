@@ -62,7 +62,7 @@ def _serve(url: str, folder: str, threads: int) -> None:
     from lmpool.backends import Request
     from lmpool.backends.hf import HFEngine
 
-    engine = HFEngine(folder, threads=threads)
+    engine = HFEngine(folder, device="cpu", threads=threads)
     server: Any = open_server(url, blocks_for=BLOCK, name="bound")
     while True:
         asked = server.execute_command("BLPOP", ASKS, BLOCK)

@@ -73,7 +73,7 @@ def measure(scale: Scale) -> Report:
 def _serve(folder: str, pipe: Connection[Any, Any]) -> None:
     from lmpool.backends.hf import HFEngine
 
-    engine = HFEngine(folder, threads=1, kv_cache_bytes=KV_CACHE_BYTES)
+    engine = HFEngine(folder, device="cpu", threads=1, kv_cache_bytes=KV_CACHE_BYTES)
     rng = np.random.default_rng(0)
     most = 0
     while count := pipe.recv():

@@ -27,7 +27,7 @@ def engine(folder: str, threads: int) -> Side:
     """The engine without a pool."""
     from lmpool.backends.hf import HFEngine
 
-    made = HFEngine(folder, threads=threads)
+    made = HFEngine(folder, device="cpu", threads=threads)
 
     def answer(batch: Sequence[Sequence[int]]) -> Rows:
         made.submit(

@@ -112,7 +112,7 @@ class EngineSide:
         torch.set_num_threads(1)
         self.make: Callable[..., Any] = Request
         self.scenario = scenario
-        self.engine = HFEngine(folder, threads=1)
+        self.engine = HFEngine(folder, device="cpu", threads=1)
 
     def run(self, seed: int, count: int | None = None) -> tuple[int, list[float], float]:
         """How many prompts, processor seconds of this process, and wall seconds."""

@@ -108,7 +108,7 @@ def _pool(stack: ExitStack, folder: str) -> Pool:
     worker = stack.enter_context(
         worker_process(
             server.url, NAME, alive=False, engine="hf", model=folder,
-            engine_opts={"threads": THREADS}, result_ttl=3.0,
+            engine_opts={"device": "cpu", "threads": THREADS}, result_ttl=3.0,
         )
     )  # fmt: skip
     worker.wait_until_alive(60)

@@ -61,7 +61,7 @@ def _serve(folder: str, kept: int | None, positions: int, pipe: Connection[Any, 
     from lmpool.wants import Score
 
     options: dict[str, Any] = {} if kept is None else {"kv_cache_bytes": kept}
-    engine = HFEngine(folder, threads=1, **options)
+    engine = HFEngine(folder, device="cpu", threads=1, **options)
     rng = np.random.default_rng(0)
 
     def score(length: int, top: int) -> None:

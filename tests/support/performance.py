@@ -108,6 +108,7 @@ LINES: Final = (
 )
 
 GPU_ROWS: Final = "hf: Rows"
+GPU_LENGTHS: Final = "hf: Rows of prompts of 1 to 512 tokens"
 GPU_SINGLE: Final = "hf: One prompt after another"
 GPU_PARTICLES: Final = "hf: 32 particles, 32 steps"
 GPU_LINES: Final = (
@@ -119,7 +120,10 @@ GPU_LINES: Final = (
         GPU_ROWS,
         ("the model's forward passes alone",),
     ),
-    Line("their likeliest 20: a pool", "gpu", "hf: Top 20", ("pool",)),
+    Line("256 prompts of 1 to 512 tokens: the engine", "gpu", GPU_LENGTHS, ("engine",)),
+    Line("the same: a pool", "gpu", GPU_LENGTHS, ("pool",)),
+    Line("the same: with cuDNN's attention", "gpu", GPU_LENGTHS, ("engine, cuDNN's attention",)),
+    Line("the likeliest 20 of 512 prompts of 64 tokens: a pool", "gpu", "hf: Top 20", ("pool",)),
     Line(
         "texts of 512 tokens scored: a pool", "gpu", "hf: Scores of texts of 512 tokens", ("pool",)
     ),

@@ -25,7 +25,7 @@ from lmpool.producer.frameworks import framework
 from lmpool.producer.near_answers import ASK_EVERY, NearAnswers
 from lmpool.producer.pending import PendingCall
 from lmpool.producer.session import Session
-from lmpool.producer.stacking import Stack
+from lmpool.producer.stacking import Stack, always
 from lmpool.row_ring import RowRing, RowRingReader
 from lmpool.rows import ROW_HEADER_BYTES, PackedRow, pack_logprobs
 from lmpool.servers import Servers
@@ -177,6 +177,23 @@ def test_rows_that_lie_near_are_copied_to_their_place(
     assert take(answers, memory, jobs) == ROW
     assert call.wait(0)
     assert block_of(call) == numbers_of(jobs)
+
+
+def test_rows_are_put_in_their_place_by_the_thread_that_brought_them(
+    session: Session, answers: NearAnswers, memory: Memory
+) -> None:
+    session.cache = AnswerCache(4 * (3 * 4 * VOCAB) - 1)  # too small for a block
+    calls = [ask_stacked(session, jobs_of(some_prompts(3, start))) for start in (0, 8)]
+    jobs = [job for call, _ in calls for job in call.jobs]
+    memory.lay(jobs)
+    take(answers, memory, jobs)
+    answers.help(lambda: False)  # something else has come
+    assert [len(stack._landed) for _, stack in calls] == [3, 3]
+    answers.help(always)
+    assert [len(stack._landed) for _, stack in calls] == [0, 0]
+    for call, _ in calls:
+        assert block_of(call) == numbers_of([*call.jobs])
+    assert not answers._taking
 
 
 def test_what_does_not_lie_near_is_waited_for(

@@ -548,6 +548,46 @@ def test_a_row_that_cannot_be_read_keeps_no_other_back(
     assert caplog.text.count("rows in shared memory could not be read") == 1
 
 
+def test_who_was_told_helps_until_it_is_told_more(
+    near: NearRows, here: Neighbourhood, heard: queue.Queue[NearNotice]
+) -> None:
+    notice = NearNotice("1" * 16, DIGESTS[:1])
+    writer = NoticeWriter(pipe_of(here))
+    helped: queue.Queue[list[bool]] = queue.Queue()
+
+    def helping(goes_on: Callable[[], bool]) -> None:
+        before = goes_on()
+        if helped.empty():
+            writer.tell(notice)
+        helped.put([before, goes_on()])
+        raise MemoryError("no room for it")
+
+    near.help = helping
+    writer.tell(notice)
+    assert [heard.get(timeout=60) for _ in range(2)] == [notice] * 2
+    until(lambda: helped.qsize() == 2)
+    assert [helped.get() for _ in range(2)] == [[True, False], [True, True]]
+
+
+def test_nobody_helps_who_is_closed(
+    near: NearRows, here: Neighbourhood, heard: queue.Queue[NearNotice]
+) -> None:
+    found: queue.Queue[bool] = queue.Queue()
+    closed = threading.Event()
+
+    def helping(goes_on: Callable[[], bool]) -> None:
+        found.put(goes_on())
+        assert closed.wait(60)
+        found.put(goes_on())
+
+    near.help = helping
+    NoticeWriter(pipe_of(here)).tell(NearNotice("1" * 16, DIGESTS[:1]))
+    assert found.get(timeout=60)
+    near.leave()
+    closed.set()
+    assert not found.get(timeout=60)
+
+
 def test_what_was_copied_is_settled_once(near: NearRows) -> None:
     with near.reading:
         assert near.settle() == 0

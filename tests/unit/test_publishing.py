@@ -841,18 +841,21 @@ class Laid:
         self.closed_by: list[threading.Thread] = []
         self.ahead: set[Digest] = set()
         """What may be laid ahead of others."""
+        self.size = 4 * VOCAB
+        """Bytes of a row's numbers."""
         publisher._laying = self  # type: ignore[assignment]
 
     def may_be_ahead(self, digests: Sequence[Digest], size: int) -> list[bool]:
-        assert size == 4 * VOCAB
+        assert size == self.size
         return [digest in self.ahead for digest in digests]
 
     def lay(self, digests: Sequence[Digest], values: Sequence[object]) -> None:
-        assert self._publisher._writing.locked()
+        is_here = threading.current_thread() is self._here
+        assert self._publisher._writing.locked() or is_here
         assert len(digests) == len(values)
         keys = [self._shard.result(digest) for digest in digests]
         self.stored += self._server.exists(*keys)
-        self.calls.append((threading.current_thread() is self._here, len(digests)))
+        self.calls.append((is_here, len(digests)))
 
     def close(self) -> None:
         assert self._publisher._writing.locked()
@@ -894,6 +897,35 @@ def test_more_than_is_written_at_once_is_laid_by_the_publisher(
     assert {there for there, _ in laid.calls[1:]} == {False}
     assert sum(count for _, count in laid.calls) == 14
     assert len(laid.calls) > 3
+
+
+@pytest.mark.parametrize("may", ["11111111111111", "11110000111100"])
+def test_rows_of_an_engine_at_leisure_are_laid_before_any_is_stored(
+    beginner: Writer,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+    may: str,
+) -> None:
+    """By its own thread, few at a time by their size as they travel, as far as clients keep up."""
+    monkeypatch.setattr(publishing, "CHUNK_BYTES", 4 * 2 * VOCAB)
+    monkeypatch.setattr(publishing, "TOLD_BYTES", 4 * 2 * VOCAB)
+    laid = Laid(beginner.publisher, redis_client, shard)
+    laid.size = 2 * VOCAB
+    _, consumer, items = prepare(redis_client, shard, 14)
+    finished: list[Finished] = [
+        (item[0], Outcome(item[1].id, np.zeros(VOCAB, np.uint16), 1.0))  # type: ignore[index,union-attr]
+        for item in items
+    ]
+    digests = [item[0].job.digest for item in items]  # type: ignore[index,union-attr]
+    laid.ahead = {digest for digest, way in zip(digests, may, strict=True) if way == "1"}
+    rest(beginner.publisher)
+    assert not beginner.publisher.put(finished, at_leisure=True)
+    counts = [may[n : n + 4].count("1") for n in range(0, 14, 4)]
+    assert [count for here, count in laid.calls if here] == [count for count in counts if count]
+    until(lambda: consumer.held() == [])
+    assert laid.stored == 0
+    assert sum(count for _, count in laid.calls) == 14
 
 
 def test_rows_of_an_engine_that_goes_on_are_laid_by_the_publisher(

@@ -141,6 +141,15 @@ class Stacking(RuleBasedStateMachine):
             call.stack.take_in()
 
     @precondition(lambda self: self.waiting)
+    @rule(pick=st.integers(0, 100), rows=st.integers(0, 5))
+    def help(self, pick: int, rows: int) -> None:
+        call, _ = self.waiting[pick % len(self.waiting)]
+        assert call.stack is not None
+        left = len(call.stack._landed)
+        call.stack.help(iter([True] * rows + [False]).__next__)
+        assert len(call.stack._landed) == max(0, left - rows)
+
+    @precondition(lambda self: self.waiting)
     @rule(pick=st.integers(0, 100))
     def leave(self, pick: int) -> None:
         call, _ = self.waiting.pop(pick % len(self.waiting))
@@ -558,3 +567,99 @@ def test_rows_are_decoded_where_they_stay(made: Any, encoding: Any) -> None:
     assert block.dtype == np.float32
     for found, row in zip(block, rows, strict=True):
         assert found.tobytes() == row.logprobs().tobytes()
+
+
+# --- who brings rows puts them in their place, too ----------------------------------------------
+
+
+class Slow(Stack[Any]):
+    """Two rows, whose putting in place is held up, or fails, by number."""
+
+    def __init__(self) -> None:
+        super().__init__(framework("numpy"), 2, VOCAB)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.by: list[threading.Thread] = []
+        self.held: int | None = None
+        self.fails = 0
+        """How often the first one does."""
+
+    def _put(self, place: int, row: EncodedRow) -> None:
+        self.by.append(threading.current_thread())
+        if place == self.held:
+            self.begun.set()
+            assert self.go_on.wait(60)
+        if place == 0 and self.fails:
+            self.fails -= 1
+            raise MemoryError("no room for it")
+        super()._put(place, row)
+
+
+def landed() -> Slow:
+    stack = Slow()
+    for place in range(2):
+        stack.land(place, decoded(DIGESTS[place]))
+    return stack
+
+
+def in_thread(function: Any, *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_block_is_given_out_once_nobody_writes_to_it() -> None:
+    stack, blocks = landed(), list[Any]()
+    stack.held = 1
+    helping = in_thread(stack.help, stacking_module.always)
+    assert stack.begun.wait(60)
+    waiting = in_thread(lambda: blocks.append(stack.whole([STACKED, STACKED])))
+    waiting.join(0.05)
+    assert not blocks
+    assert stack.by == [helping, helping]
+    stack.go_on.set()
+    waiting.join(60)
+    check(blocks[0], [0, 1])
+
+
+def test_two_put_rows_in_their_places_at_once() -> None:
+    stack = landed()
+    stack.held = 0
+    helping = in_thread(stack.help, stacking_module.always)
+    assert stack.begun.wait(60)
+    stack.take_in()
+    assert stack.by == [helping, threading.current_thread()]
+    stack.go_on.set()
+    check(stack.whole([STACKED, STACKED]), [0, 1])
+
+
+def test_one_helps_at_a_time_and_waits_for_nobody() -> None:
+    stack = landed()
+    with stack._helping:
+        stack.help(stacking_module.always)
+    assert len(stack._landed) == 2
+
+
+def test_a_row_that_who_brought_it_cannot_place_is_left_to_who_waits() -> None:
+    stack = landed()
+    stack.fails = 1
+    with pytest.raises(MemoryError):
+        stack.help(stacking_module.always)
+    check(stack.whole([STACKED, STACKED]), [0, 1])
+    stack = landed()
+    stack.fails = 2
+    with pytest.raises(MemoryError):
+        stack.help(stacking_module.always)
+    with pytest.raises(MemoryError, match="no room"):
+        stack.whole([STACKED, STACKED])
+
+
+def test_a_row_that_another_took_is_no_error() -> None:
+    stack = landed()
+
+    def goes_on() -> bool:
+        stack.take_in()
+        return True
+
+    stack.help(goes_on)
+    assert len(stack.by) == 2
+    check(stack.whole([STACKED, STACKED]), [0, 1])
