@@ -1,5 +1,6 @@
-"""``python -m tests.support.interrupted URL POOL ROUNDS SEED``: blocking calls that Ctrl-C ends at
-random moments. Fails, or never ends, where that leaves the client of less use than before."""
+"""``python -m tests.support.interrupted URL POOL ROUNDS SEED [large]``: blocking calls that Ctrl-C
+ends at random moments, of small rows or of large ones, which are decoded as they come. Fails, or
+never ends, where that leaves the client of less use than before."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ from lmpool.backends.mock import mock_row
 from lmpool.wants import Draw
 
 SIZE = 64
+LARGE = 16_384
+"""Entries of rows that lie near, and that a call puts together in a block."""
+TOGETHER = 6
 NUMBERS = itertools.count()
 
 
@@ -31,6 +35,14 @@ def ask(lm: lmpool.PooledLM, timeout: float) -> None:
     asked = prompt()
     row = lm.sync.next_token_logprobs(asked, timeout=timeout)
     np.testing.assert_array_equal(row, mock_row(asked, SIZE))
+
+
+def ask_some(lm: lmpool.PooledLM, timeout: float) -> None:
+    """Several prompts, whose rows come in half their size."""
+    asked = [prompt() for _ in range(TOGETHER)]
+    rows = lm.sync.batch_next_token_logprobs(asked, timeout=timeout)
+    right = [mock_row(each, LARGE) for each in asked]
+    np.testing.assert_allclose(rows, np.stack(right), atol=0.02)
 
 
 def leave_a_stream(lm: lmpool.PooledLM, timeout: float) -> None:
@@ -51,21 +63,24 @@ def leave_an_iterator(lm: lmpool.PooledLM, timeout: float) -> None:
 WAYS: Sequence[Callable[[lmpool.PooledLM, float], None]] = (ask, leave_a_stream, leave_an_iterator)
 
 
-def main(url: str, pool: str, rounds: int, seed: int) -> None:
+def main(url: str, pool: str, rounds: int, seed: int, rows: str = "small") -> None:
     """Ask, be interrupted, and ask again."""
     chance = random.Random(seed)
     signal.signal(signal.SIGALRM, signal.default_int_handler)
-    with lmpool.connect(url, pool, framework="numpy", cache_bytes=0) as lm:
-        ask(lm, 60)
+    large = rows == "large"
+    ways, again, longest = ((ask_some,), ask_some, 8e-3) if large else (WAYS, ask, 1.5e-3)
+    encoding = "f16" if large else "auto"
+    with lmpool.connect(url, pool, framework="numpy", cache_bytes=0, encoding=encoding) as lm:
+        again(lm, 60)
         for number in range(rounds):
-            way = WAYS[number % len(WAYS)]
+            way = ways[number % len(ways)]
             try:
-                signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-5, 1.5e-3))
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-5, longest))
                 while True:
                     way(lm, 60)
             except KeyboardInterrupt:
                 pass
-            ask(lm, 20)  # at once, but for a machine that is busy
+            again(lm, 20)  # at once, but for a machine that is busy
         table, until = lm._client._session.table, time.monotonic() + 20
         while table.flights and time.monotonic() < until:
             time.sleep(0.01)  # what was left is withdrawn soon
@@ -74,4 +89,4 @@ def main(url: str, pool: str, rounds: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])
