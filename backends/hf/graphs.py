@@ -91,6 +91,9 @@ class PassGraphs:
         self._device = device
         self._lags = lags
         self._most = SURE_POSITIONS if lags is None else MOST_POSITIONS
+        self._lagging = SURE_POSITIONS
+        """Passes of up to so many positions are worth it, as is known; between these two none was
+        tried."""
         self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
         """Those that were used least lately first."""
         self._seen: Counter[Key] = Counter()
@@ -139,10 +142,13 @@ class PassGraphs:
             graph.replay()
             return graph.logits.clone()  # the next one's come to the same place
         tensors = all_to_device([*arrays.values()], self._device)
-        logits = compute(dict(zip(arrays, tensors, strict=True)))
+        at = dict(zip(arrays, tensors, strict=True))
+        logits = compute(at) if positions <= self._lagging else self._judged(at, compute, positions)
         self._seen[key] += 1
+        if positions > self._most:
+            return logits
         if self._seen[key] >= RECORDED_AFTER and self._may_record():
-            self._try(key, arrays, compute, logits, positions)
+            self._try(key, arrays, compute, logits)
         elif len(self._seen) > 16 * MOST_GRAPHS:
             self._seen.clear()
         return logits
@@ -164,15 +170,21 @@ class PassGraphs:
         self._seen.pop(key, None)
         return True
 
-    def _is_worth_it(self, arrays: Mapping[str, Indices], compute: Compute) -> bool:
-        """Whether the device waits for its host in a pass of this size."""
-        tensors = all_to_device([*arrays.values()], self._device)
-        at = dict(zip(arrays, tensors, strict=True))
+    def _judged(self, at: Tensors, compute: Compute, positions: int) -> torch.Tensor:
+        """The logits of a pass, of which it is found out whether the device waits for its host in
+        it."""
+        assert self._lags is not None
+        logits = compute(at)
 
         def run() -> None:
             compute(at)
 
-        return self._lags is not None and self._lags(run)
+        # Once more: what libraries set up for the first pass of a shape would count as launching.
+        if self._lags(run):
+            self._lagging = positions
+        else:
+            self._most = positions - 1
+        return logits
 
     def _try(
         self,
@@ -180,13 +192,9 @@ class PassGraphs:
         arrays: Mapping[str, Indices],
         compute: Compute,
         right: torch.Tensor,
-        positions: int,
     ) -> None:
-        """Record a pass that is worth it, and keep it if it gives again what it gave."""
+        """Record a pass, and keep it if it gives again what it gave."""
         try:
-            if positions > SURE_POSITIONS and not self._is_worth_it(arrays, compute):
-                self._most = positions - 1
-                return
             graph = self._recorded(arrays, compute, right)
             graph.replay()
             difference = self._difference(graph.logits, right)
