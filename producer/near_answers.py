@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Final
+from weakref import WeakValueDictionary
 
 from lmpool.keys import ShardKeys
 from lmpool.near_notices import NearNotice
@@ -33,8 +34,8 @@ class NearAnswers(Landing):
         same neighbourhood."""
         self._asked: dict[str, float] = {}
         """When it was last asked of others."""
-        self._taking: dict[int, Taking] = {}
-        """What takes the rows that were handed out last, by number."""
+        self._taking: WeakValueDictionary[int, Taking] = WeakValueDictionary()
+        """What takes the rows that were handed out last, by number, as long as its call does."""
 
     def hear(self, notice: NearNotice) -> None:
         """A worker has laid rows, and says that some of them are waited for here."""
@@ -49,8 +50,11 @@ class NearAnswers(Landing):
     def help(self, goes_on: GoesOn) -> None:
         """Put the rows that were handed out where their callers have them, as long as this
         `goes_on`: it is the nearest to them."""
-        while self._taking and goes_on():
-            _, taking = self._taking.popitem()
+        while goes_on():
+            try:
+                _, taking = self._taking.popitem()
+            except KeyError:  # there is none, or no more
+                return
             taking.help(goes_on)
 
     def take(self, ring: RowRingReader, digests: Sequence[Digest]) -> int:

@@ -150,6 +150,13 @@ def _is_row(item: Finished) -> TypeGuard[tuple[Delivery, Outcome]]:
     return isinstance(item, tuple) and isinstance(item[0].job.want, Row)
 
 
+def _entry_bytes(item: tuple[Delivery, Outcome]) -> int:
+    """Bytes of an entry of the row that is stored."""
+    want = item[0].job.want
+    assert isinstance(want, Row)
+    return ENTRY_BYTES[want.encoding or "f32"]
+
+
 def _stream_of(done: Done) -> JobStream:
     return done.delivery.stream
 
@@ -306,10 +313,9 @@ class Publisher:
             return finished
         ahead = [*finished]
         rows = [(place, item) for place, item in enumerate(finished) if _is_row(item)]
-        sizes = [row.nbytes for _, (_, outcome) in rows if (row := outcome.row) is not None]
-        if not sizes:
+        if not rows:
             return finished
-        size = max(sizes)
+        size = self._vocab_size * max(_entry_bytes(item) for _, item in rows)
         each = max(1, TOLD_BYTES // size)  # clients copy some while others are laid
         for begin in range(0, len(rows), each):
             some = rows[begin : begin + each]

@@ -148,7 +148,7 @@ class PassGraphs:
         if positions > self._most:
             return logits
         if self._seen[key] >= RECORDED_AFTER and self._may_record():
-            self._try(key, arrays, compute, logits)
+            self._try(key, arrays, compute, logits, positions)
         elif len(self._seen) > 16 * MOST_GRAPHS:
             self._seen.clear()
         return logits
@@ -192,6 +192,7 @@ class PassGraphs:
         arrays: Mapping[str, Indices],
         compute: Compute,
         right: torch.Tensor,
+        positions: int,
     ) -> None:
         """Record a pass, and keep it if it gives again what it gave."""
         try:
@@ -201,15 +202,22 @@ class PassGraphs:
             if difference is None:
                 self._graphs[key] = graph
                 return
-            self.reason = f"a graph gave other logits than its pass, by {difference:.2g}"
-        except torch.OutOfMemoryError:  # there may be some later
-            self._pauses_until = self._passes + STALE_AFTER
-            self.clear()
-            return
+            reason = f"a graph gave other logits than its pass, by {difference:.2g}"
+        except torch.OutOfMemoryError as error:
+            if positions <= SURE_POSITIONS:  # there may be some later
+                self._pauses_until = self._passes + STALE_AFTER
+                self.clear()
+                return
+            reason = str(error)
         except Exception as error:  # a model that asks the device in between cannot be recorded
-            self.reason = f"{type(error).__name__}: {error}"
-        self.clear()
-        logger.info("no forward pass is recorded as a CUDA graph any more: %s", self.reason)
+            reason = f"{type(error).__name__}: {error}"
+        if positions > SURE_POSITIONS:  # those that are smaller go on
+            self._most = min(self._most, positions - 1)
+            what = f"as large as one of {positions:,} positions"
+        else:
+            self.reason, what = reason, "any more"
+            self.clear()
+        logger.info("no forward pass is recorded as a CUDA graph %s: %s", what, reason)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # raises where the device is lost with it
 

@@ -294,6 +294,32 @@ def test_larger_passes_are_recorded_where_the_device_waits_for_its_host() -> Non
     assert len(tried) == 3  # what is smaller is worth it, too
 
 
+@pytest.mark.parametrize("how", ["memory", "refused", "other logits"])
+def test_a_larger_pass_that_cannot_be_recorded_leaves_smaller_ones(how: str) -> None:
+    record = Again()
+
+    def refuse(run: Callable[[], None]) -> Callable[[], None]:
+        if positions == 64 or how == "other logits":
+            return record(run)
+        raise torch.OutOfMemoryError("none left") if how == "memory" else RuntimeError("refused")
+
+    def difference(*_: object) -> float | None:
+        return 3.0 if positions == 2_048 and how == "other logits" else None
+
+    found = PassGraphs(refuse, difference, CPU, lambda run: True)
+    for positions in (64, 2_048, 64):
+        for _ in range(RECORDED_AFTER + 2):
+            numbers = np.arange(positions // 64)
+            given = found.logits({"numbers": numbers}, double, positions)
+            assert given[:, 0].tolist() == [2.0 * n for n in numbers]
+    assert not found.reason
+    assert len(found) == 1
+    assert record.replayed >= RECORDED_AFTER
+    assert found.fit(part_of(32, 64, 64), 1 << 62) is None
+    assert found.fit(part_of(31, 64, 64), 1 << 62) is None  # it is padded to as many
+    assert found.fit(part_of(28, 64, 64), 1 << 62) is not None
+
+
 def double(tensors: Mapping[str, Any]) -> Any:
     return tensors["numbers"].float()[:, None] * 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -193,6 +194,21 @@ def test_rows_are_put_in_their_place_by_the_thread_that_brought_them(
     assert [len(stack._landed) for _, stack in calls] == [0, 0]
     for call, _ in calls:
         assert block_of(call) == numbers_of([*call.jobs])
+    assert not answers._taking
+
+
+def test_a_call_that_ended_is_not_held_by_who_would_help_it(
+    session: Session, answers: NearAnswers, memory: Memory
+) -> None:
+    session.cache = AnswerCache(4 * (3 * 4 * VOCAB) - 1)
+    call, stack = ask_stacked(session, jobs_of(some_prompts(3)))
+    memory.lay([*call.jobs])
+    take(answers, memory, [*call.jobs])
+    block_of(call)
+    dropped = weakref.ref(stack)
+    del call, stack
+    assert dropped() is None
+    answers.help(always)
     assert not answers._taking
 
 

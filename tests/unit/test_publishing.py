@@ -23,7 +23,7 @@ from lmpool.rows import LARGE, PackedRow, bf16_to_f32, pack_logprobs, unpack_row
 from lmpool.scripts import script
 from lmpool.server import open_server
 from lmpool.servers import Servers
-from lmpool.wants import Digest, Generate, Generation
+from lmpool.wants import Digest, Generate, Generation, Row
 from lmpool.wire import Job
 from lmpool.worker import publishing, result_store, transaction
 from lmpool.worker.batching import Delivery
@@ -899,6 +899,33 @@ def test_more_than_is_written_at_once_is_laid_by_the_publisher(
     assert len(laid.calls) > 3
 
 
+def bits_of(digest: bytes) -> Outcome:
+    return Outcome(digest, np.zeros(VOCAB, np.uint16), 1.0)
+
+
+def test_a_wrong_row_fails_its_prompt_alone_also_where_rows_are_laid_ahead(
+    beginner: Writer,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is known of a row before it was looked at: an engine of another package made it."""
+    monkeypatch.setattr(publishing, "CHUNK_BYTES", 4 * 4 * VOCAB)
+    laid = Laid(beginner.publisher, redis_client, shard)
+    caller, consumer, finished = prepare(redis_client, shard, 14)
+    wrong: list[Any] = [[0.0] * VOCAB, np.empty(0, np.float32), "row", None]
+    for place, row in enumerate(wrong, 5):
+        held, outcome = finished[place]  # type: ignore[misc]
+        finished[place] = held, Outcome(outcome.id, row)
+    laid.ahead = {item[0].job.digest for item in finished}  # type: ignore[index,union-attr]
+    rest(beginner.publisher)
+    assert not beginner.publisher.put(finished, at_leisure=True)
+    until(lambda: consumer.held() == [])
+    assert len(caller.notices()) == 14
+    stored = [value_of(redis_client, shard, item) is not None for item in finished]
+    assert stored == [True] * 5 + [False] * 4 + [True] * 5
+
+
 @pytest.mark.parametrize("may", ["11111111111111", "11110000111100"])
 def test_rows_of_an_engine_at_leisure_are_laid_before_any_is_stored(
     beginner: Writer,
@@ -914,7 +941,7 @@ def test_rows_of_an_engine_at_leisure_are_laid_before_any_is_stored(
     laid.size = 2 * VOCAB
     _, consumer, items = prepare(redis_client, shard, 14)
     finished: list[Finished] = [
-        (item[0], Outcome(item[1].id, np.zeros(VOCAB, np.uint16), 1.0))  # type: ignore[index,union-attr]
+        (replace(item[0], job=replace(item[0].job, want=Row("bf16"))), bits_of(item[1].id))  # type: ignore[index,union-attr]
         for item in items
     ]
     digests = [item[0].job.digest for item in items]  # type: ignore[index,union-attr]
