@@ -50,6 +50,9 @@ LAID_CHUNK_BYTES: Final = 8 << 20
 LAID_CHUNK_PART: Final = 64
 """But no more than one part in so many of what a shard may hold: its server has them all in hand
 before it makes room."""
+AHEAD_FOR: Final = 0.02
+"""Seconds for which the engine's thread lays rows at most: others may wait for it. In that time it
+lays hundreds, but for those that lose precision on their way, which take longer to encode."""
 BEGIN_MOST: Final = 8
 """Jobs that the engine's thread writes itself, at most."""
 BEGIN_BYTES: Final = 8 << 10
@@ -317,7 +320,10 @@ class Publisher:
             return finished
         size = self._vocab_size * max(_entry_bytes(item) for _, item in rows)
         each = max(1, TOLD_BYTES // size)  # clients copy some while others are laid
+        until = time.monotonic() + AHEAD_FOR
         for begin in range(0, len(rows), each):
+            if begin and time.monotonic() > until:
+                break
             some = rows[begin : begin + each]
             may = self._laying.may_be_ahead([item[0].job.digest for _, item in some], size)
             laid = {

@@ -828,6 +828,11 @@ def test_a_lone_prompt_is_written_in_the_engines_thread(
 # --- rows that are laid near -------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def at_any_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "AHEAD_FOR", 3600.0)
+
+
 class Laid:
     """In the place of a worker's laying: what was laid, in which thread, before what was stored."""
 
@@ -952,6 +957,26 @@ def test_rows_of_an_engine_at_leisure_are_laid_before_any_is_stored(
     assert [count for here, count in laid.calls if here] == [count for count in counts if count]
     until(lambda: consumer.held() == [])
     assert laid.stored == 0
+    assert sum(count for _, count in laid.calls) == 14
+
+
+def test_the_engine_is_not_kept_long_by_what_it_lays(
+    beginner: Writer,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows in float16 take long to encode; who asks meanwhile waits for the engine."""
+    monkeypatch.setattr(publishing, "CHUNK_BYTES", 4 * 4 * VOCAB)
+    monkeypatch.setattr(publishing, "TOLD_BYTES", 3 * 4 * VOCAB)
+    monkeypatch.setattr(publishing, "AHEAD_FOR", -1.0)
+    laid = Laid(beginner.publisher, redis_client, shard)
+    _, consumer, finished = prepare(redis_client, shard, 14)
+    laid.ahead = {item[0].job.digest for item in finished}  # type: ignore[index,union-attr]
+    rest(beginner.publisher)
+    assert not beginner.publisher.put(finished, at_leisure=True)
+    assert [count for here, count in laid.calls if here] == [3]
+    until(lambda: consumer.held() == [])
     assert sum(count for _, count in laid.calls) == 14
 
 
