@@ -73,7 +73,7 @@ class NearAnswers(Landing):
                 if rows:
                     # What is no row here is judged where it is stored.
                     there, values, places = map(list, zip(*rows, strict=True))
-                    self._note_taking(there)
+                    self._note_taking([digest for digest, _, room in rows if room is None])
                     self._hand_out(there, values, places, are_near=True)
                     read += bytes_of([row for _, row, _ in rows])
             finally:
@@ -81,6 +81,7 @@ class NearAnswers(Landing):
         return read
 
     def _note_taking(self, digests: Sequence[Digest]) -> None:
+        """These were not copied to their places."""
         flights = self._session.table.flights
         for digest in digests:
             flight = flights.get(digest)

@@ -74,8 +74,7 @@ class _Landing:
         if not self._helping.acquire(blocking=False):
             return
         try:
-            while self._landed and goes_on():
-                self._take_one()
+            self.take_in(goes_on)
         finally:
             self._helping.release()
 

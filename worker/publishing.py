@@ -127,6 +127,11 @@ class _Writing:
     """Whether it is to be written again."""
 
 
+def _row_bytes(want: Row, vocab_size: int) -> int:
+    """Of the numbers of a row as it is stored."""
+    return vocab_size * ENTRY_BYTES[want.encoding or "f32"]
+
+
 def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
     """An outcome as it is stored: the answer to the job's want, or the error."""
     if outcome.error is not None:
@@ -134,7 +139,7 @@ def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
         return Done(delivery, None, "failed", text[:MAX_ERROR_CHARS])
     try:
         want = delivery.job.want
-        if isinstance(want, Row) and vocab_size * ENTRY_BYTES[want.encoding or "f32"] >= LARGE:
+        if isinstance(want, Row) and _row_bytes(want, vocab_size) >= LARGE:
             packed = want.packed(outcome, vocab_size)
             return Done(delivery, packed, size=packed.nbytes)
         value = want.encode(outcome, vocab_size)
@@ -151,13 +156,6 @@ def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
 
 def _is_row(item: Finished) -> TypeGuard[tuple[Delivery, Outcome]]:
     return isinstance(item, tuple) and isinstance(item[0].job.want, Row)
-
-
-def _entry_bytes(item: tuple[Delivery, Outcome]) -> int:
-    """Bytes of an entry of the row that is stored."""
-    want = item[0].job.want
-    assert isinstance(want, Row)
-    return ENTRY_BYTES[want.encoding or "f32"]
 
 
 def _stream_of(done: Done) -> JobStream:
@@ -314,11 +312,12 @@ class Publisher:
         far as they keep up."""
         if self._laying is None:
             return finished
-        ahead = [*finished]
         rows = [(place, item) for place, item in enumerate(finished) if _is_row(item)]
+        wants = [want for _, (held, _) in rows if isinstance(want := held.job.want, Row)]
         if not rows:
             return finished
-        size = self._vocab_size * max(_entry_bytes(item) for _, item in rows)
+        ahead = [*finished]
+        size = max(_row_bytes(want, self._vocab_size) for want in wants)
         each = max(1, TOLD_BYTES // size)  # clients copy some while others are laid
         until = time.monotonic() + AHEAD_FOR
         for begin in range(0, len(rows), each):

@@ -70,13 +70,13 @@ class HFEngine(BatchEngine):
     positions, padding included (by default 1,024 on a CPU, else 16,384), or one prompt.
     `kv_cache_bytes` bounds the memory in which keys and values are kept between batches: by
     default an eighth of what is available to a CPU, at most 4 GiB, or half of what is free on a
-    GPU, at most 32 GiB; 0 keeps nothing. On a GPU small forward passes are recorded as CUDA graphs
-    and replayed, where the model bears that, unless `enforce_eager`; and cuDNN's attention is
-    switched off in the whole process, as it builds a plan for each new shape. On a CPU heads that
-    share keys read them from one place, in the whole process, where transformers would copy them
-    for each. `threads`
-    are those that torch computes with on a CPU, in the whole process: where workers share a CPU,
-    all their threads together should be no more than its cores.
+    GPU, at most 32 GiB; 0 keeps nothing. On a GPU small forward passes, and those in which it
+    would wait for its host, are recorded as CUDA graphs and replayed, where the model bears that,
+    unless `enforce_eager`; and cuDNN's attention is switched off in the whole process, as it builds
+    a plan for each new shape. On a CPU heads that share keys read them from one place, in the whole
+    process, where transformers would copy them for each. `threads` are those that torch computes
+    with on a CPU, in the whole process: where workers share a CPU, all their threads together
+    should be no more than its cores.
     `model_kwargs` go to `from_pretrained`; bitsandbytes' options (``load_in_4bit``,
     ``bnb_4bit_quant_type``, ...) may be among them.
 

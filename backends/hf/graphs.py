@@ -144,9 +144,9 @@ class PassGraphs:
         tensors = all_to_device([*arrays.values()], self._device)
         at = dict(zip(arrays, tensors, strict=True))
         logits = compute(at) if positions <= self._lagging else self._judged(at, compute, positions)
-        self._seen[key] += 1
         if positions > self._most:
             return logits
+        self._seen[key] += 1
         if self._seen[key] >= RECORDED_AFTER and self._may_record():
             self._try(key, arrays, compute, logits, positions)
         elif len(self._seen) > 16 * MOST_GRAPHS:
