@@ -7,34 +7,38 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import numpy as np
 import redis
 
 from tests.benchmarks.arq_peer import arq_peer
+from tests.benchmarks.bare_peer import BarePeer, bare_peer
 from tests.benchmarks.machine import Bystanders, facts
 from tests.benchmarks.measure import Measured, Report, Scale, alternate, quantile, ratio
 from tests.benchmarks.pool import Pool, Prompts, check_rows, make_prompts, must_be_computed, serving
 from tests.support.server import RealServer
 
 NAME = "latency"
-LINE = "milliseconds of one prompt alone, beside PING and an awaited no-op job of arq"
+LINE = "milliseconds of one prompt alone, beside PING, bare sockets and an awaited no-op job of arq"
 
 VOCAB_SIZE = 256
 BLOCKING = "pool, blocking call"
+BARE = "bare sockets"
 TRICKLES = {200.0: (600, 60), 20.0: (200, 20)}
 """Prompts a second that come one by one, and how many of a run, full and quick."""
 
 
 def measure(scale: Scale) -> Report:
-    """Alternate between the pool, bare round trips and arq."""
+    """Alternate between the pool, bare round trips, a job through bare sockets, and arq."""
     count, arq_jobs = scale.of(1_000, 200), scale.of(200, 50)
-    spent: list[float] = []
+    spent: dict[str, list[float]] = {BLOCKING: [], BARE: []}
     watch = Bystanders()
     with ExitStack() as stack:
         server = stack.enter_context(RealServer())
         pool = stack.enter_context(serving(server, "one", VOCAB_SIZE))
         peer = stack.enter_context(arq_peer(server, "one", poll_delay=0.001))
+        bare = stack.enter_context(bare_peer(server, VOCAB_SIZE))
         connection = stack.enter_context(server.client())
         found = facts(server.url)
         taken = alternate(
@@ -47,7 +51,8 @@ def measure(scale: Scale) -> Report:
                     )
                     for rate, counts in TRICKLES.items()
                 },
-                BLOCKING: lambda run: _blocking(pool, count, run, spent),
+                BLOCKING: lambda run: _blocking(pool, count, run, spent[BLOCKING]),
+                BARE: lambda run: _bare(bare, count, run, spent[BARE]),
                 **{
                     f"pool, {rate:g} a second": partial(_trickling, pool, rate, scale.of(*counts))
                     for rate, counts in TRICKLES.items()
@@ -78,6 +83,14 @@ def measure(scale: Scale) -> Report:
                 found_of[other, "median"],
             ),
         )
+    report.add(
+        "Ratios",
+        ratio(
+            f"median: {BLOCKING} / {BARE}",
+            found_of[BLOCKING, "median"],
+            found_of[BARE, "median"],
+        ),
+    )
     for rate in TRICKLES:
         report.add(
             "Ratios",
@@ -93,11 +106,20 @@ def measure(scale: Scale) -> Report:
                 found_of["PING", "median"],
             ),
         )
-    report.add("Processor time", Measured(BLOCKING, "us/prompt", tuple(spent), at_most=500.0))
+    report.add(
+        "Processor time",
+        Measured(BLOCKING, "us/prompt", tuple(spent[BLOCKING]), at_most=500.0),
+        Measured(BARE, "us/prompt", tuple(spent[BARE])),
+        ratio(f"{BLOCKING} / {BARE}", spent[BLOCKING], spent[BARE]),
+    )
     report.note(f"{count} distinct prompts a run; min, median and max are over the runs")
     report.note(
         "a second: one after another, behind pauses of an exponential distribution; what PING "
         "takes longer behind them is the machine's doing, which idles"
+    )
+    report.note(
+        "bare sockets: the same round trips by hand, claimed, joined, acknowledged and told, with "
+        "one thread on each side and none of a pool's other promises"
     )
     report.note(
         "arq: enqueued and awaited, with a worker that polls 1 ms apart and a result that is "
@@ -132,6 +154,15 @@ def _blocking(pool: Pool, count: int, run: int, spent: list[float]) -> list[floa
     return taken
 
 
+def _bare(bare: BarePeer, count: int, run: int, spent: list[float]) -> list[float]:
+    prompts = make_prompts(count, VOCAB_SIZE, run, 4)
+    before = bare.cpu()
+    taken, rows = _each(bare.row, prompts, lambda: 0.0)
+    spent.append(bare.cpu().per_job(before, count).total)
+    check_rows(rows, prompts, VOCAB_SIZE)
+    return taken
+
+
 def _pauses(rate: float, count: int, run: int) -> list[float]:
     pauses: list[float] = (
         np.random.default_rng((run, round(rate))).exponential(1 / rate, count).tolist()
@@ -147,17 +178,24 @@ def _trickling(pool: Pool, rate: float, count: int, run: int) -> list[float]:
 
 def _one_by_one(pool: Pool, prompts: Prompts, pause: Callable[[], float]) -> list[float]:
     queued = pool.queued()
+    taken, rows = _each(pool.lm.next_token_logprobs_sync, prompts, pause)
+    check_rows(rows, prompts, VOCAB_SIZE)
+    must_be_computed(pool, queued, len(prompts))
+    return taken
+
+
+def _each(
+    ask: Callable[[list[int]], Any], prompts: Prompts, pause: Callable[[], float]
+) -> tuple[list[float], list[Any]]:
     taken, rows = [], []
     for prompt in prompts:
         if seconds := pause():
             time.sleep(seconds)
         began = time.perf_counter()
-        row = pool.lm.next_token_logprobs_sync(prompt)
+        row = ask(prompt)
         taken.append(time.perf_counter() - began)
         rows.append(row)
-    check_rows(rows, prompts, VOCAB_SIZE)
-    must_be_computed(pool, queued, len(prompts))
-    return taken
+    return taken, rows
 
 
 def _pings(connection: redis.Redis, pauses: Sequence[float]) -> list[float]:
