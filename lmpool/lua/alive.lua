@@ -20,7 +20,12 @@ redis.pcall('XGROUP', 'CREATECONSUMER', KEYS[1], ARGV[1], ARGV[2]) -- there may 
 local workers = KEYS[4]
 local function change()
   local ended = redis.call('ZREMRANGEBYSCORE', workers, 0, now)
-  local joined = redis.call('ZADD', workers, string.format('%.0f', now + ARGV[4]), ARGV[2])
+  -- Who is to live for longer than a life said so before the clock was set back, or never did.
+  local latest = string.format('%.0f', now + ARGV[4])
+  for _, name in ipairs(redis.call('ZRANGEBYSCORE', workers, '(' .. latest, '+inf', 'LIMIT', 0, 5000)) do
+    redis.call('ZADD', workers, latest, name)
+  end
+  local joined = redis.call('ZADD', workers, latest, ARGV[2])
   redis.call('ZADD', workers, 'NX', string.format('%.0f', -now), '')
   if ended + joined > 0 then redis.call('ZINCRBY', workers, -1, '') end
   redis.call('PEXPIRE', workers, 2 * ARGV[4])
