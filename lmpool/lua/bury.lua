@@ -5,6 +5,9 @@
 local jobs, dead, prefix, group = KEYS[1], KEYS[2], ARGV[1], ARGV[2]
 local digest, id, status, text = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 
+-- Redis lets a script go on that has begun to write, also where the memory is full: who waits is told.
+redis.pcall('PEXPIRE', prefix .. ':counters', ARGV[3])
+
 -- A stream of the dead that cannot be written must not keep the callers from being told.
 local kept = redis.pcall('XADD', dead, 'MAXLEN', '~', ARGV[4], '*', unpack(ARGV, 9))
 if digest ~= '' then

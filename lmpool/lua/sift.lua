@@ -5,6 +5,8 @@
 -- Returns how many were taken off, and the last entry that was looked at, or '' after the last one.
 local jobs, dead, prefix, group, me = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]
 local taken, looked, last = 0, 0, ''
+-- Redis lets a script go on that has begun to write, also where the memory is full.
+redis.pcall('PEXPIRE', prefix .. ':counters', ARGV[5])
 local held = redis.call('XPENDING', jobs, group, '(' .. ARGV[4], '+', 100, me)
 for place, item in ipairs(held) do
   local id = item[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -15,10 +15,16 @@ import redis
 
 import lmpool
 from lmpool.backends.mock import mock_row
+from lmpool.keys import COUNTERS_TTL_MS, GROUP
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.statistics import PoolStatistics
+from lmpool.scripts import script
+from lmpool.servers import Servers
+from lmpool.wire import MAX_JOB_BYTES, RefusedJob, pack_job
+from lmpool.worker.dead_letters import DEAD_MOST, DeadLetters
 from tests.support.clients import connected
 from tests.support.pools import Asking, pool_shards, some_prompts
+from tests.support.protocol import Caller, Consumer, entries_of, new_job, shard_of_pool
 from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker, worker_process
@@ -207,6 +213,42 @@ def test_room_is_made_where_other_data_fill_the_server(server_binary, pool_name,
         assert lm.statistics()["resubmitted"] == 0
         once_all_are_stored(lm, MOST_ROWS + MOST_ROWS // 2)
         assert "memory is full" not in caplog.text
+
+
+def test_who_waits_is_told_of_what_is_given_up_where_no_memory_is_left(server_binary, pool_name):
+    """Or it would be asked for again, with all its deliveries before it."""
+    with (
+        small_server(server_binary) as (server, admin),
+        closing(Servers.of_url(server.url)) as servers,
+    ):
+        shard, letters = shard_of_pool(pool_name), DeadLetters(servers, "me")
+        caller, worker = Caller(admin, shard), Consumer(admin, shard, "me")
+        given_up, refused = new_job(1), new_job(2)
+        caller.enqueue(given_up, refused)
+        first, second = worker.read()
+        admin.config_set("maxmemory", 1)
+        letters.give_up(shard.stream(), first, pack_job(given_up), given_up, 3, "worker-7")
+        why = RefusedJob("no job", refused.digest)
+        letters.refuse(shard.stream(), second, pack_job(refused), why)
+        told = [(notice.digest, notice.status) for notice in caller.notices()]
+        assert told == [(given_up.digest, "failed"), (refused.digest, "refused")]
+        assert [fields[b"job"] for _, fields in entries_of(admin, shard.dead)] == [
+            pack_job(given_up), pack_job(refused),
+        ]  # fmt: skip
+        assert worker.held() == []
+        assert admin.hget(shard.counters, "failed") == b"2"
+
+
+def test_what_is_too_long_is_kept_among_the_dead_where_no_memory_is_left(server_binary, pool_name):
+    with small_server(server_binary, 4 * MEMORY) as (_, admin):
+        shard = shard_of_pool(pool_name)
+        admin.xadd(shard.stream().key, {"job": bytes(MAX_JOB_BYTES + 1)})
+        Consumer(admin, shard, "me").read()
+        admin.config_set("maxmemory", 1)
+        keys, arguments = [shard.stream().key, shard.dead], [shard.prefix, GROUP, "me", "0-0"]
+        sifted = script("sift")(admin, keys, [*arguments, COUNTERS_TTL_MS, DEAD_MOST])
+        assert sifted == [1, b""]
+        assert admin.xlen(shard.dead) == 1
 
 
 def test_small_results_and_adapters_are_kept_within_the_memory(server_binary, pool_name, tmp_path):
