@@ -75,7 +75,7 @@ local function unlink(digests)
   end
 end
 
-local gone, from, done = {}, '-', false
+local gone, from, done, kept = {}, '-', false, 0
 while not done do
   local entries = redis.call('XRANGE', account, from, '+', 'COUNT', 16)
   if #entries == 0 then break end
@@ -102,11 +102,14 @@ while not done do
       unlink(digests)
       gone[#gone + 1] = id
       held = held - bytes
+    else
+      kept = kept + bytes
     end
   end
   from = '(' .. entries[#entries][1]
 end
 
+if not done then held = kept end -- all was looked at: a sum that was damaged is right again
 if held <= 0 then
   redis.call('DEL', account)
 elseif held ~= before then

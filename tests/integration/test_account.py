@@ -218,6 +218,26 @@ def test_a_sum_that_is_wrong_is_right_again_after_a_look(
     assert store(worker, JOBS[1]) == 200
 
 
+def test_a_sum_that_is_wrong_in_the_account_is_right_once_all_of_it_was_looked_at(
+    worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    """Or what is stored would go at once, from then on, however much room there is."""
+    store(worker, JOBS[0])
+    redis_client.set(shard.held, 10**15)
+    store(worker, JOBS[1])
+    assert evict(redis_client, shard, 1000) == (0, 2, {})
+    assert store(worker, JOBS[2]) == EACH
+    # What is waited for stays.
+    caller = Caller(redis_client, shard)
+    caller.enqueue(JOBS[3])
+    redis_client.set(shard.held, 10**15)
+    store(worker, JOBS[3])
+    held, unlinked, readers = evict(redis_client, shard, 1000)
+    assert (held, unlinked, [*readers]) == (EACH, 1, [caller.id])
+    assert evict(redis_client, shard, 1000) == (EACH, 0, {})
+    assert there(redis_client, shard) == [3]
+
+
 @pytest.mark.parametrize("damage", ["string", "hash"])
 def test_a_damaged_account_is_begun_anew(
     damage: str, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
