@@ -66,7 +66,7 @@ class Heartbeat:
         """Shards whose bounds this worker has yet to say."""
 
     def beat(self, servers: Servers) -> list[str]:
-        """Renew once, publish the model info again where it was lost, and mend what was damaged.
+        """Renew once, publish the model info again where it is none, and mend what was damaged.
 
         Returns the keys that were. Whether the pool has moved to other shards or lanes is told to
         `on_moved`, again and again.
@@ -76,14 +76,26 @@ class Heartbeat:
             servers.apart([shard], partial(self._beat_in, shard, value))
         try:
             server = servers.for_key(self._pool[0])
-            if not script("serve")(server, self._pool, self._serves):
+            served = script("serve")(server, self._pool, self._serves)
+            if served == 0:
                 self._compare(server)
+            elif served == 2:
+                self._mend_info(server)
         except (redis.exceptions.RedisError, OSError) as error:
             if not (servers.fails_apart and is_lost(error)):
                 raise
             logger.debug("what is served could not be said: %s", error)
         self._status.metrics.beat_at = time.monotonic()
         return mend(servers, self._shards, self._info, self._homes, self._joining)
+
+    def _mend_info(self, server: Server) -> None:
+        """Publish the model info again where nobody can read what is there."""
+        held = get_string(server, self._pool[0]) or b""
+        try:
+            ModelInfo.unpack(held)
+        except WireError:
+            mine, mark, life = self._serves
+            script("replace")(server, self._pool, [held, mine, mark, mark, life])
 
     def _compare(self, server: Server) -> None:
         """See whether what the pool serves now is the same in another layout.

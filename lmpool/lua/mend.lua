@@ -32,8 +32,9 @@ for f = 1, #counted, 2 do
   end
 end
 local held = given(redis.pcall('HGET', bounds, 'backlog'))
-held = held and tonumber(held)
-if joins or not held or held < 1 then
+held = held and string.find(held, '^[1-9]%d*$') and #held <= 15 and tonumber(held)
+local said = given(redis.pcall('HGET', bounds, 'lanes'))
+if joins or not held or not said or not string.find(said, '^[1-9]%d?%d?%d?$') then
   redis.pcall('HSET', bounds, 'backlog', most, 'lanes', lanes)
   held = most
 end

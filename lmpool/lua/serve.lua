@@ -1,5 +1,6 @@
 -- A living worker says what the pool serves, and publishes the model info again where it was lost.
 -- One whose pool was taken over says nothing.
+-- Returns 0 then, 2 where the model info is another than this worker's all the same, else 1.
 -- KEYS[1] model info, KEYS[2] what living workers serve. ARGV: model info, what this one serves, life
 redis.call('PEXPIRE', KEYS[2], ARGV[3]) -- lets the script write where the memory is full
 local held = given(redis.pcall('GET', KEYS[1]))
@@ -9,4 +10,4 @@ elseif held ~= ARGV[1] and given(redis.pcall('GET', KEYS[2])) ~= ARGV[2] then
   return 0
 end
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
-return 1
+return held and held ~= ARGV[1] and 2 or 1

@@ -215,6 +215,35 @@ def test_a_model_info_that_was_lost_is_published_again_and_anothers_is_left(
     assert server.get(keys.serving) == other.mark()
 
 
+@pytest.mark.parametrize("damage", [b"", b"\xff\0", b"\x80", INFO.pack()[:-1]])
+def test_a_model_info_that_nobody_can_read_is_published_again(
+    damage: bytes, servers: Servers, server: redis.Redis, keys: PoolKeys
+) -> None:
+    heartbeat = new(servers, keys)
+    heartbeat.beat(servers)
+    server.set(keys.info, damage)
+    heartbeat.beat(servers)
+    assert server.get(keys.info) == INFO.pack()
+    assert server.get(keys.serving) == INFO.mark()
+
+
+@pytest.mark.parametrize("until_when", [3_600_000, float("inf")])
+def test_nobody_is_said_to_live_for_longer_than_a_life(
+    until_when: float, servers: Servers, server: Any, keys: PoolKeys, shards: tuple[ShardKeys, ...]
+) -> None:
+    """Not who died before the clock was set back, either: lanes have no home with the dead."""
+    heartbeat = new(servers, keys)
+    heartbeat.beat(servers)
+    workers = shards[0].workers
+    seconds, _ = server.time()
+    server.zadd(workers, {"dead": 1000 * seconds + until_when})
+    heartbeat.beat(servers)
+    seconds, _ = server.time()
+    ends = dict(server.zrangebyscore(workers, 0, "+inf", withscores=True))
+    assert set(ends) == {b"dead", b"me"}
+    assert max(ends.values()) <= 1000 * (seconds + 1) + LONG_LIFE_MS
+
+
 def test_of_two_layouts_the_later_is_served_whoever_says_the_other(
     servers: Servers, server: redis.Redis, keys: PoolKeys
 ) -> None:
@@ -255,10 +284,13 @@ def test_the_latest_to_join_bounds_the_backlog_and_no_beat_changes_that(
     second.beat(servers)
     first.beat(servers)
     assert bounds() == {b"5"}
-    for damage in (b"", b"nonsense", b"0"):  # what cannot be meant is said anew
-        server.hset(f"{shards[0].prefix}:bounds", "backlog", damage)
-        first.beat(servers)
-        assert bounds() == {b"50", b"5"}
+    for field, lanes in (("backlog", b"nan inf 1.5"), ("lanes", b"nan inf 99999")):
+        for damage in (b"", b"nonsense", b"0", b"-1", *lanes.split()):
+            # What cannot be meant is said anew.
+            server.hset(f"{shards[0].prefix}:bounds", field, damage)
+            first.beat(servers)
+            assert bounds() == {b"50", b"5"}
+            assert server.hget(f"{shards[0].prefix}:bounds", "lanes") == b"%d" % INFO.lanes
     server.delete(*(f"{shard.prefix}:bounds" for shard in shards))
     second.beat(servers)
     assert bounds() == {b"5"}
