@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import importlib.util
 import json
 import logging
@@ -43,6 +44,8 @@ EXIT_REFUSED: Final = 78
 MARGIN: Final = 10.0
 """Seconds longer than `drain_timeout` after which a worker that was told to stop is killed."""
 LONGEST_LINE: Final = 1 << 16
+FOR_NOW: Final = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
+"""Errors of a machine that can make no more processes, or open no more files, at the moment."""
 PR_SET_PDEATHSIG: Final = 1
 
 
@@ -105,7 +108,18 @@ class Launcher:
         backoff = self.new_backoff()
         while True:
             started = time.monotonic()
-            process, copying = await self._start(placement)
+            try:
+                process, copying = await self._start(placement)
+            except OSError as error:
+                if error.errno not in FOR_NOW:
+                    raise
+                wait = backoff.after(0.0)  # the others live on
+                logger.error(
+                    "%s cannot be started (%s): tried again in %.1f s", placement.name, error, wait
+                )
+                if await self._stops_within(wait):
+                    return 0
+                continue
             status = await self._wait(placement, process, copying)
             if self._stopping.is_set():
                 return status
@@ -121,9 +135,14 @@ class Launcher:
                 "%s (pid %d) %s after %.0f s: another one starts in %.1f s",
                 placement.name, process.pid, how_it_ended(status), lived, wait,
             )  # fmt: skip
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), wait)
+            if await self._stops_within(wait):
                 return status
+
+    async def _stops_within(self, seconds: float) -> bool:
+        """Wait, unless it is told to stop meanwhile."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        return self._stopping.is_set()
 
     async def _start(self, placement: Placement) -> tuple[Process, asyncio.Task[None] | None]:
         """The worker's process, and the task that copies what it says."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -239,6 +240,35 @@ def test_it_is_tried_until_it_lives(tmp_path: Path) -> None:
     status, reported = run_launcher(DIES_TWICE, tmp_path)
     assert status == 0
     assert [event.get("status") for event in reported] == [None, 3, None, 3, None, 0]
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
+def test_one_that_cannot_be_started_for_now_is_tried_again(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And ends no others."""
+    start, failed = asyncio.create_subprocess_exec, []
+
+    async def fail_once(*words: Any, **options: Any) -> Any:
+        lives = tmp_path / "lives0"
+        if options["env"]["PLACE"] == "0" and lives.exists() and not failed:
+            failed.append(number)
+            raise OSError(number, os.strerror(number))
+        return await start(*words, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fail_once)
+    status, reported = run_launcher(DIES_TWICE, tmp_path, count=2)
+    assert (status, failed) == (78, [number])
+    for place, last in (("place 0", 0), ("place 1", 78)):
+        ends = [e["status"] for e in reported if e["placement"] == place and "status" in e]
+        assert ends == [3, 3, last]
+
+
+def test_one_that_can_never_be_started_ends_the_launcher(tmp_path: Path) -> None:
+    found = Launcher([Placement("place", {})], {}, 5.0, command=[str(tmp_path / "nothing")])
+    with pytest.raises(ExceptionGroup) as failed:
+        asyncio.run(found.run())
+    assert isinstance(failed.value.exceptions[0], FileNotFoundError)
 
 
 def test_a_refusal_ends_one_place_and_not_the_others(tmp_path: Path) -> None:
