@@ -89,11 +89,12 @@ def running_loop() -> asyncio.AbstractEventLoop:
 def result(future: Future[T], deadline: Deadline, missing: str, *, shared: bool = False) -> T:
     """What a future of another thread brings, while this thread blocks; see `outcome`."""
     try:
-        return future.result(deadline.left())
+        future.exception(deadline.left())  # which raises none but what ends the wait
+        return _brought(future, shared)
     except TimeoutError:
         if future.done():
             # Its own, or it was done in the very moment in which it was given up.
-            return future.result()
+            return _brought(future, shared)
         raise deadline.error(missing) from None
     finally:
         if not shared:
@@ -134,8 +135,16 @@ async def outcome(
         if not shared:
             future.cancel()  # nothing, once it is done
     if future.done() and not future.cancelled():
-        return future.result()
+        return _brought(future, shared)
     raise deadline.error(missing)
+
+
+def _brought(future: Future[T], shared: bool) -> T:
+    error = future.exception() if shared else None
+    if isinstance(error, LmpoolError):
+        # To raise it would add to the traceback that all who wait have of it.
+        raise error.of(error.index) from error.__cause__
+    return future.result()
 
 
 def in_thread(function: Callable[[], T], name: str) -> Future[T]:

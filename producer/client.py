@@ -117,7 +117,13 @@ class Client:
         loading = self._loading
         if loading is None or loading.done():
             loading = self._loading = self.run(self._load_info)
+            # It holds on to who waited, and to their loops: of one that was closed for good.
+            loading.add_done_callback(self._loaded)
         return loading
+
+    def _loaded(self, loading: Future[ModelInfo]) -> None:
+        if self._loading is loading:
+            self._loading = None
 
     def any_worker(self) -> Future[bool]:
         """Whether the pool is known and has a worker alive."""

@@ -108,6 +108,8 @@ class JobMaker:
                     return together
         packed = []
         for number, prompt in enumerate(given):
+            if number == ASKS_MOST:  # there are iterables without end
+                raise PromptError(f"more than {ASKS_MOST} prompts in one call: ask by ask_iter")
             try:
                 packed.append(self._tokens(prompt, want))
             except PromptError as error:

@@ -7,11 +7,19 @@ import inspect
 import threading
 import time
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
-from lmpool.errors import LmpoolError, PoolTimeout
-from lmpool.producer.blocking import blocking, is_blocking, outcome, pause, run_blocking
+from lmpool.errors import LmpoolError, PoolTimeout, UnknownPool
+from lmpool.producer.blocking import (
+    blocking,
+    is_blocking,
+    outcome,
+    pause,
+    result,
+    run_blocking,
+)
 from lmpool.producer.deadline import Deadline
 
 NEVER = Deadline(None)
@@ -138,6 +146,34 @@ class Waits:
         return await outcome(future, Deadline(timeout), "no answer", shared=shared)
 
     wait_sync = blocking(wait)
+
+
+def test_each_who_waits_for_a_shared_future_has_an_error_of_their_own() -> None:
+    """One that is raised again and again has everybody's frames in its traceback."""
+    cause = ConnectionError("refused")
+    future: Future[int] = Future()
+    try:
+        raise UnknownPool("nobody serves it") from cause
+    except UnknownPool as error:
+        future.set_exception(error)
+    first = future.exception()
+    assert first is not None
+    before = first.__traceback__
+
+    async def both() -> list[int | BaseException]:
+        waits = [outcome(future, NEVER, "", shared=True) for _ in range(2)]
+        return await asyncio.gather(*waits, return_exceptions=True)
+
+    errors: list[Any] = asyncio.run(both())
+    for wait in (NEVER, Deadline(1.0)):
+        with pytest.raises(UnknownPool) as failed:
+            result(future, wait, "", shared=True)
+        errors.append(failed.value)
+    assert {(type(error), str(error), error.__cause__) for error in errors} == {
+        (UnknownPool, "nobody serves it", cause)
+    }
+    assert len({*map(id, errors), id(first)}) == 5
+    assert first.__traceback__ is before
 
 
 @pytest.mark.parametrize("blocks", [False, True])

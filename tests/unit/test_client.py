@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -210,6 +211,34 @@ def test_a_client_may_be_collected_in_a_thread_that_holds_its_lock(
         del lm
         gc.collect()
     until(lambda: session.closed)
+
+
+def test_a_loop_that_is_closed_while_the_pool_is_looked_up_keeps_no_client(
+    worker: InProcessWorker, any_server: str, pool_name: str
+) -> None:
+    """Its tasks wait for ever, as nobody cancels them."""
+    lm = lmpool.connect(any_server, pool_name)
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)  # a task that was pending is destroyed
+
+    async def begin(lm: lmpool.PooledLM) -> None:
+        _ = asyncio.get_running_loop().create_task(lm.next_token_logprobs([1]))
+        await asyncio.sleep(0)
+
+    loop.run_until_complete(begin(lm))
+    loop.close()
+    dropped = weakref.ref(lm)
+    del lm, loop
+
+    def is_gone() -> bool:
+        gc.collect()
+        return dropped() is None
+
+    try:
+        until(is_gone, what="it to be collected")
+    finally:
+        if (left := dropped()) is not None:
+            left.close()
 
 
 def test_many_flights_are_all_looked_after() -> None:

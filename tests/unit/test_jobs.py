@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from lmpool.errors import PromptError
 from lmpool.model_info import ModelInfo
+from lmpool.producer import jobs
 from lmpool.producer.jobs import TOGETHER, JobMaker
 from lmpool.wants import Digester, Generate, Row, Score, Want
 from lmpool.wire import Job, pack_job, unpack_job
@@ -111,6 +113,14 @@ def test_an_error_in_a_batch_names_the_prompt() -> None:
 def test_what_is_no_list_of_prompts_is_refused(prompts: Any) -> None:
     with pytest.raises(PromptError, match=f"prompts of type {type(prompts).__name__}: a list"):
         MAKER.many(prompts, Row("f32"), None)
+
+
+def test_prompts_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "ASKS_MOST", 100)
+    want = MAKER.check(Row())
+    with pytest.raises(PromptError, match="more than 100 prompts in one call: ask by ask_iter"):
+        MAKER.many(itertools.repeat([1], 1000), want, None)
+    assert len(MAKER.many(itertools.repeat([1], 100), want, None)) == 100
 
 
 def test_a_seed_repeats_and_none_never_does() -> None:
