@@ -591,5 +591,7 @@ def _explain(error: ValidationError, options: type[BaseSettings], given: dict[st
                 name, value = f"{file.path}: {field}", in_file[field]
         text = mask_url(value) if field in URLS and isinstance(value, str) else quoted(value, 200)
         what = f"{found['msg'][0].lower()}{found['msg'][1:]}"
+        if found["type"].startswith("byte_size"):
+            what = "a number of bytes expected, such as 512MiB"
         lines.append(f"{name}={text:.200}: {what} ({options.model_fields[field].description})")
     return "; ".join(lines)

@@ -34,13 +34,13 @@ from lmpool.gateway.errors import ASKING, ApiError, too_long
 from lmpool.gateway.pools import Model
 from lmpool.gateway.responding import respond
 from lmpool.gateway.sampling import Id, Prompts, prompts_of
-from lmpool.gateway.schemas import Answer, Request
+from lmpool.gateway.schemas import Answer, JsonRoute, Request
 from lmpool.gateway.sse import Streamed
 from lmpool.gateway.state import BUSY_PAUSE, Gateway, gateway_of
 from lmpool.producer.deadline import Deadline
 from lmpool.wants import Draw, Hidden, Row, Score, Tokens, Top, Want
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 HELD_BYTES: Final = 64 << 20
 """Of answers that a stream holds for a slow reader."""

@@ -37,13 +37,13 @@ from lmpool.gateway.sampling import (
     check_length,
     drawing,
 )
-from lmpool.gateway.schemas import Answer, Request
+from lmpool.gateway.schemas import Answer, JsonRoute, Request
 from lmpool.gateway.sse import EVENTS, event_stream
 from lmpool.gateway.state import Gateway, gateway_of
 from lmpool.producer.deadline import Deadline
 from lmpool.wants import Score, TextScores
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 PAD: Final = -1
 """Stands for no id in a row of ``prompt_logprob_token_ids``, and scores -inf."""

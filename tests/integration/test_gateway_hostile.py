@@ -332,6 +332,22 @@ def test_no_field_of_any_wrong_type_is_a_failure_of_ours(
 # --- callers that go away ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [1.0, 2.0], "max_tokens": 1.0}),
+        ("/inference/v1/generate", {"token_ids": [1.0], "sampling_params": {"max_tokens": 1.0}}),
+        ("/v1/logprobs", {"prompt": [[1.0, 2.0]], "want": {"kind": "top", "k": 2.0}}),
+    ],
+)
+def test_a_whole_number_may_be_written_with_a_point(
+    http: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    """As JSON has it, and as schemas say: some languages know no other numbers."""
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+
+
 def test_who_hangs_up_leaves_no_job(
     gateway: GatewayProcess, http: httpx.Client, redis_client: redis.Redis
 ) -> None:

@@ -38,6 +38,8 @@ BAD: list[tuple[Options, str, Any, str]] = [
     (ClientOptions, "control_url", "redis+cluster://h/3", "the database 0 alone"),
     (ClientOptions, "cache_bytes", "much", "512MiB"),
     (ClientOptions, "cache_bytes", -1, "0 for none"),
+    (WorkerOptions, "near_bytes", "-5", "a number of bytes expected, such as 512MiB"),
+    (WorkerOptions, "result_bytes", "5XB", "a number of bytes expected, such as 512MiB"),
     (ClientOptions, "encoding", "f64", "'f32', 'bf16' or 'f16'"),
     (ClientOptions, "framework", "jax", "'torch' or 'numpy'"),
     (ClientOptions, "request_timeout", 0, "greater than 0"),
