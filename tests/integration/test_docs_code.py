@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,9 @@ def _ready(address: str) -> bool:
     try:
         with urllib.request.urlopen(f"{address}/ready", timeout=60):
             return True
+    except urllib.error.HTTPError as error:
+        error.close()  # it is an answer, too
+        return False
     except OSError:
         return False
 

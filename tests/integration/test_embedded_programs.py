@@ -84,7 +84,8 @@ class Program:
         self.process.communicate()
 
 
-WAIT = "time.sleep(600)\n"
+WAIT = "while True: time.sleep(0.1)\n"
+"""A signal that comes just before a sleep begins does not end that one."""
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from lmpool.producer.near_rows import NearRows
 from lmpool.row_ring import IS_ORDERED, RowRing, RowRingReader
 from lmpool.rows import PackedRow
 from lmpool.wants import Digest, Row
-from lmpool.worker.publishing import Done, Publisher
+from lmpool.worker.publishing import Done, Finished, Publisher
 from lmpool.worker.transaction import Transaction
 from tests.support.hold import Hold
 from tests.support.server import RealServer
@@ -254,11 +254,19 @@ def test_a_row_is_there_before_it_is_stored(
 def test_rows_are_there_however_long_others_take_to_be_stored(
     any_server: str, pool_name: str, reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_store, write = threading.Event(), Publisher._write
+    may_store, is_held = threading.Event(), threading.Event()
+    write, put = Publisher._write, Publisher.put
 
     def held(publisher: Publisher, chunk: Sequence[Done]) -> None:
+        is_held.set()
         may_store.wait(60)
         write(publisher, chunk)
+
+    def behind_it(
+        publisher: Publisher, finished: Sequence[Finished], at_leisure: bool = False
+    ) -> bool:
+        assert not at_leisure or is_held.wait(60)  # or the engine's thread would send the last one
+        return put(publisher, finished, at_leisure)
 
     prompts = some(8, 3)
     with (
@@ -268,6 +276,7 @@ def test_rows_are_there_however_long_others_take_to_be_stored(
     ):
         until_all_come_near(lm, reads)
         monkeypatch.setattr(Publisher, "_write", held)
+        monkeypatch.setattr(Publisher, "put", behind_it)
         before = reads.found.copy()
         try:
             with Hold() as engine:
