@@ -19,6 +19,7 @@ import redis.client
 import redis.exceptions
 
 from lmpool.commands import Values
+from lmpool.interrupts import frees
 from lmpool.rows import PackedRow
 from lmpool.sockets import is_near
 
@@ -80,7 +81,7 @@ class OneConnectionClient(redis.Redis):
         """The connection, while its thread waits for what a blocking read brings."""
         self._wanted: list[str] = []
         """Keys that were asked for behind it."""
-        self._asking = threading.Lock()
+        self._asking = threading.RLock()
         """Of both."""
         self.behind: Mapping[str, bytes | None] = {}
         """What the last blocking read brought by `get_behind`, by key."""
@@ -142,6 +143,7 @@ class OneConnectionClient(redis.Redis):
             raise refusal
         return reply
 
+    @frees("_asking")
     def get_behind(self, key: str) -> None:
         """Ask for a value behind the blocking read that the connection's thread waits for: it comes
         together with what that brings, without another round trip. For any thread; never waits.

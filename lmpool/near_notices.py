@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
+from lmpool.interrupts import frees
 from lmpool.neighbours import close_own, which
 from lmpool.wants import DIGEST_BYTES, Digest
 
@@ -96,6 +97,7 @@ class NoticeReader:
             at = end
         self._left = data[at:]
 
+    @frees("_ending")
     def close(self) -> None:
         """End `read`, for another thread, or in the midst of anything of its own."""
         with self._ending:

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from typing import Final, cast
 
+from lmpool.interrupts import frees
 from lmpool.result_memory import CACHED_BYTES
 from lmpool.rows import EncodedRow
 from lmpool.wants import Answer, Digest
@@ -46,6 +47,7 @@ class AnswerCache:
         """Bytes held, overhead included."""
         return self._bytes
 
+    @frees("_lock")
     def get(self, digest: Digest) -> Answer | None:
         """The answer, which becomes the most recently used, or None."""
         if digest not in self._answers:  # most often: what was asked before is not asked again
@@ -61,12 +63,14 @@ class AnswerCache:
             self._used.add(digest)
             return cast(EncodedRow, answer).copy()
 
+    @frees("_lock")
     def touch(self, digest: Digest) -> None:
         """An answer, if it is there, becomes the most recently used."""
         with self._lock:
             if digest in self._answers:
                 self._answers.move_to_end(digest)
 
+    @frees("_lock")
     def take(self, digest: Digest) -> Answer | None:
         """The answer, which is kept no longer, or None. Not for rows."""
         if digest not in self._answers:
@@ -86,6 +90,7 @@ class AnswerCache:
         """Whether rows may be kept in a block of so many bytes that somebody else has, too."""
         return nbytes <= self.max_bytes // SHARED_PART
 
+    @frees("_lock")
     def put(self, digest: Digest, answer: Answer, together: Together | None = None) -> None:
         """Keep an answer, dropping the least recently used while over the bound. A row may be kept
         `together` with others of its block."""
@@ -137,6 +142,7 @@ class AnswerCache:
         self._bytes -= CACHED_BYTES
         self.rows -= type(dropped) is EncodedRow
 
+    @frees("_lock")
     def clear(self) -> None:
         """Drop every answer."""
         with self._lock:

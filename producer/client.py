@@ -21,6 +21,7 @@ from typing import Final, TypeVar
 
 from lmpool.connections import BEHIND_MOST
 from lmpool.errors import LmpoolError, PromptFailed, UnknownPool
+from lmpool.interrupts import frees
 from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.liveness import any_alive
 from lmpool.model_info import ModelInfo
@@ -100,6 +101,7 @@ class Client:
         """This client's counters."""
         return self._session.read_statistics()
 
+    @frees("_session.lock")
     def run(self, function: Callable[[Servers], T]) -> Future[T]:
         """Run `function` with the sender's connections, on the sender's thread."""
         future: Future[T] = Future()
@@ -163,6 +165,7 @@ class Client:
             if current is not None:
                 look_at(self._session, servers, current)
 
+    @frees("_session.lock")
     def submit(self, calls: Sequence[PendingCall]) -> None:
         """Take calls in. What the local cache has is there at once."""
         self._start()
@@ -206,6 +209,7 @@ class Client:
                     session.work.notify()
         wake(answered)
 
+    @frees("_session.lock")
     def lookup(self, job: Job) -> Answer | None:
         """The answer from the local cache, counted as a request, or None, counted as nothing."""
         session = self._session
@@ -237,6 +241,7 @@ class Client:
                 with suppress(PromptFailed):  # which a worker can say as well
                     self.cache.put(job.digest, job.want.reduce(row.logprobs()))
 
+    @frees("_session.lock")
     def forget(self, call: PendingCall) -> bool:
         """`call` waits no longer: jobs that nobody else wants are withdrawn.
 
@@ -270,6 +275,7 @@ class Client:
             if taken and taken[0]:  # no call before it is released: behind one Ctrl-C may come
                 session.lock.release()
 
+    @frees("_session.lock")
     def fail(self, calls: Iterable[PendingCall], error: LmpoolError) -> None:
         """Calls end with an error, as far as they have not ended, however much of them was taken
         in: what nobody else wants of it is withdrawn."""
@@ -286,6 +292,7 @@ class Client:
         """`forget` soon, without waiting for a lock: for what the garbage collector ends."""
         self._session.abandoned.append(call)
 
+    @frees("_session.lock")
     def withdraw_all(self) -> None:
         """Nobody waits any longer for anything asked so far."""
         session = self._session
@@ -294,6 +301,7 @@ class Client:
             session.work.notify()
         wake(ended)
 
+    @frees("_session.lock")
     def close(self, timeout: float | None = None) -> None:
         """Withdraw what is waited for, end both threads, leave nothing on the server.
 
@@ -330,6 +338,7 @@ class Client:
         else:
             self.close(timeout)
 
+    @frees("_session.lock")
     def _start(self) -> None:
         session = self._session
         if self._threads:

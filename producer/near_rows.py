@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from lmpool.interrupts import frees
 from lmpool.model_info import ModelInfo
 from lmpool.near_notices import NearNotice, NoticeReader
 from lmpool.neighbours import Membership, Neighbourhood
@@ -53,6 +54,7 @@ class NearRows:
         self.are_usual = False
         """Whether the last large row came from there."""
 
+    @frees("_entering")
     def enter(self, pool: str, info: ModelInfo) -> None:
         """Let workers of this machine know what is waited for, if any rows are worth it; once more
         where the system has taken that away. Where it cannot be, all rows come from the server."""
@@ -124,6 +126,7 @@ class NearRows:
         """Whether this very thread is the one that is told: it may be in the midst of rows."""
         return threading.current_thread() is self._thread
 
+    @frees("_entering")
     def leave(self) -> None:
         """Nothing is read any more."""
         with self._entering:

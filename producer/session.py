@@ -15,6 +15,7 @@ from typing import Any, Final
 from lmpool.address import Address, username
 from lmpool.clock import ServerClock
 from lmpool.errors import ClientClosed, LmpoolError, ServerUnreachable
+from lmpool.interrupts import frees
 from lmpool.keys import PoolKeys, Priority, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.cache import AnswerCache
@@ -106,6 +107,7 @@ class Session:
             )
         return self.lock
 
+    @frees("lock")
     def read_statistics(self) -> dict[str, int]:
         """The counters, with all that was answered: a notice may be quicker than the server's word
         on the claim, which is waited for, though not for long."""

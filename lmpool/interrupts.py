@@ -1,0 +1,42 @@
+"""Locks that Ctrl-C leaves free, wherever it comes.
+
+Up to Python 3.13 ``with lock:`` takes a lock and enters its block in one step. From 3.14 on what a
+signal's handler raises may come between the two: nobody would let go of the lock any more.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, Final, TypeVar, cast
+
+MAY_LEAK: Final = sys.version_info >= (3, 14)
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+
+def frees(lock: str) -> Callable[[MethodT], MethodT]:
+    """For a method that a thread runs which a signal may interrupt: once it has raised, that thread
+    holds this lock, a `threading.RLock` among its object's attributes, only if it did before."""
+    lock_of = attrgetter(lock)
+
+    def changed(method: MethodT) -> MethodT:
+        if not MAY_LEAK:
+            return method
+
+        @functools.wraps(method)
+        def frees_it(self: Any, *args: Any, **kwargs: Any) -> Any:
+            held = lock_of(self)
+            was_held = held._is_owned()
+            try:
+                return method(self, *args, **kwargs)
+            except BaseException:
+                while not was_held and held._is_owned():
+                    held.release()
+                raise
+
+        return cast(MethodT, frees_it)
+
+    return changed
