@@ -166,6 +166,16 @@ class ModelInfo:
             raise WireError("model info whose fields are nested too deeply") from None
 
     @classmethod
+    def is_of_later_release(cls, data: bytes) -> bool:
+        """Whether a release wrote this which writes another version than this one reads."""
+        try:
+            found: Any = msgpack.unpackb(data)
+        except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
+            return False
+        version = found.get("v") if isinstance(found, dict) else None
+        return type(version) is int and version > INFO_VERSION
+
+    @classmethod
     def _of(cls, found: object) -> ModelInfo:
         """The model info of what was unpacked. Raises `WireError`."""
         if not isinstance(found, dict) or found.get("v") != INFO_VERSION:

@@ -94,8 +94,9 @@ class Heartbeat:
         try:
             ModelInfo.unpack(held)
         except WireError:
-            mine, mark, life = self._serves
-            script("replace")(server, self._pool, [held, mine, mark, mark, life])
+            if not ModelInfo.is_of_later_release(held):
+                mine, mark, life = self._serves
+                script("replace")(server, self._pool, [held, mine, mark, mark, life])
 
     def _compare(self, server: Server) -> None:
         """See whether what the pool serves now is the same in another layout.

@@ -227,6 +227,18 @@ def test_a_model_info_that_nobody_can_read_is_published_again(
     assert server.get(keys.serving) == INFO.mark()
 
 
+def test_a_model_info_of_a_later_release_is_left(
+    servers: Servers, server: redis.Redis, keys: PoolKeys
+) -> None:
+    """Others of its pool can read it."""
+    heartbeat = new(servers, keys)
+    heartbeat.beat(servers)
+    later = msgpack.packb({**msgpack.unpackb(INFO.pack()), "v": 1000})
+    server.set(keys.info, later)
+    heartbeat.beat(servers)
+    assert server.get(keys.info) == later
+
+
 @pytest.mark.parametrize("until_when", [3_600_000, float("inf")])
 def test_nobody_is_said_to_live_for_longer_than_a_life(
     until_when: float, servers: Servers, server: Any, keys: PoolKeys, shards: tuple[ShardKeys, ...]
