@@ -43,6 +43,10 @@ class Layout(NamedTuple):
     lanes: int
 
 
+class OfLaterRelease(WireError):
+    """A model info of a version that only a later release reads."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """One pool's model, and the bounds its workers agreed on.
@@ -166,22 +170,13 @@ class ModelInfo:
             raise WireError("model info whose fields are nested too deeply") from None
 
     @classmethod
-    def is_of_later_release(cls, data: bytes) -> bool:
-        """Whether a release wrote this which writes another version than this one reads."""
-        try:
-            found: Any = msgpack.unpackb(data)
-        except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
-            return False
-        version = found.get("v") if isinstance(found, dict) else None
-        return type(version) is int and version > INFO_VERSION
-
-    @classmethod
     def _of(cls, found: object) -> ModelInfo:
         """The model info of what was unpacked. Raises `WireError`."""
         if not isinstance(found, dict) or found.get("v") != INFO_VERSION:
             version = found.get("v") if isinstance(found, dict) else type(found).__name__
             older = type(version) is int and version < INFO_VERSION
-            raise WireError(
+            later = type(version) is int and version > INFO_VERSION
+            raise (OfLaterRelease if later else WireError)(
                 f"model info of version {version!r:.40}: this lmpool reads version {INFO_VERSION}; "
                 + (
                     "upgrade the lmpool of the pool's workers"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, Unpack
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from pydantic import AfterValidator, ByteSize, Field, ValidationError, model_validator
+from pydantic import AfterValidator, ByteSize, FailFast, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -371,8 +371,9 @@ class WorkerOptions(_Options):
     engine_timeout: Seconds = Field(
         300.0, description="seconds one step of the engine may take before it counts as hung"
     )
-    adapter_dirs: tuple[str, ...] = Field(
-        (), description="folders that adapters may be loaded from, as a JSON list"
+    # The first that is wrong is enough: of iterables without end there would be errors without end.
+    adapter_dirs: Annotated[tuple[str, ...], FailFast()] = Field(
+        (), max_length=1024, description="folders that adapters may be loaded from, as a JSON list"
     )
     replace: bool = Field(
         False, description="take the pool over from workers that serve another model"

@@ -118,13 +118,14 @@ class Client:
         """Read the pool's model info, which every call needs first: once for all who ask now."""
         loading = self._loading
         if loading is None or loading.done():
-            loading = self._loading = self.run(self._load_info)
-            # It holds on to who waited, and to their loops: of one that was closed for good.
-            loading.add_done_callback(self._loaded)
+            loading = self._loading = self.run(self._load_shared)
         return loading
 
-    def _loaded(self, loading: Future[ModelInfo]) -> None:
-        if self._loading is loading:
+    def _load_shared(self, servers: Servers) -> ModelInfo:
+        try:
+            return self._load_info(servers)
+        finally:
+            # It holds on to who waits, and to their loops: also to one that was closed.
             self._loading = None
 
     def any_worker(self) -> Future[bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Final
 
 from lmpool.checks import as_integer, quoted
@@ -108,7 +108,7 @@ class JobMaker:
                     return together
         packed = []
         for number, prompt in enumerate(given):
-            if number == ASKS_MOST:  # there are iterables without end
+            if number == ASKS_MOST and not isinstance(given, Sized):  # it may have no end
                 raise PromptError(f"more than {ASKS_MOST} prompts in one call: ask by ask_iter")
             try:
                 packed.append(self._tokens(prompt, want))

@@ -18,7 +18,7 @@ from lmpool.commands import Server, Value
 from lmpool.errors import WireError
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.liveness import BEAT_MS, GAP_MS, LIFE_MS
-from lmpool.model_info import ModelInfo
+from lmpool.model_info import ModelInfo, OfLaterRelease
 from lmpool.scripts import script
 from lmpool.server import get_string, is_lost
 from lmpool.servers import Servers
@@ -93,10 +93,12 @@ class Heartbeat:
         held = get_string(server, self._pool[0]) or b""
         try:
             ModelInfo.unpack(held)
-        except WireError:
-            if not ModelInfo.is_of_later_release(held):
-                mine, mark, life = self._serves
-                script("replace")(server, self._pool, [held, mine, mark, mark, life])
+        except OfLaterRelease:
+            pass  # others can
+        except WireError as error:
+            logger.warning("the model info is published again: %s", error)
+            mine, mark, life = self._serves
+            script("replace")(server, self._pool, [held, mine, mark, mark, life])
 
     def _compare(self, server: Server) -> None:
         """See whether what the pool serves now is the same in another layout.

@@ -6,6 +6,8 @@ local MOST_FLIGHT_BYTES = 131072
 
 -- Bytes of the longest job (lmpool.wire.MAX_JOB_BYTES): longer entries are moved by nobody.
 local MAX_JOB_BYTES = 8388608
+-- Lanes of a shard at most (lmpool.model_info.MAX_LANES).
+local MAX_LANES = 1024
 
 -- What was answered, or nil where the server refused. While a slot of a cluster is on its way, what
 -- has left is not here, and nothing follows from that: the script ends.

@@ -112,7 +112,7 @@ end
 if not done then held = kept end -- all was looked at: a sum that was damaged is right again
 if held <= 0 then
   redis.call('DEL', account)
-elseif held ~= before then
+elseif held ~= before or gone[#gone] == newest[1] then
   -- The sum stays known when the newest entry goes.
   redis.pcall('XADD', account, '*', 'held', string.format('%.0f', held), 'bytes', '0', 'life', '0',
     'digests', '')

@@ -33,10 +33,13 @@ for f = 1, #counted, 2 do
 end
 local held = given(redis.pcall('HGET', bounds, 'backlog'))
 held = held and string.find(held, '^[1-9]%d*$') and #held <= 15 and tonumber(held)
-local said = given(redis.pcall('HGET', bounds, 'lanes'))
-if joins or not held or not said or not string.find(said, '^[1-9]%d?%d?%d?$') then
-  redis.pcall('HSET', bounds, 'backlog', most, 'lanes', lanes)
+if joins or not held then
+  redis.pcall('HSET', bounds, 'backlog', most)
   held = most
+end
+local said = given(redis.pcall('HGET', bounds, 'lanes'))
+if joins or not said or not string.find(said, '^[1-9]%d?%d?%d?$') or tonumber(said) > MAX_LANES then
+  redis.pcall('HSET', bounds, 'lanes', lanes)
 end
 redis.pcall('PEXPIRE', bounds, ARGV[4])
 -- Clients keep the bound; what was put there past it they ask for again. Jobs that change their

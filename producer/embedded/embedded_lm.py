@@ -31,6 +31,8 @@ from lmpool.settings import (
 )
 
 DRAIN_TIMEOUT: Final = 3.0
+WORKERS_MOST: Final = 1024
+"""As `lmpool worker` has it."""
 """Seconds in which a worker may finish its batch when the pool ends: nobody waits for it then."""
 
 
@@ -204,8 +206,8 @@ def embedded(
 
 def _check(workers: object, start_timeout: object, verbose: object) -> None:
     refuse_unknown_variables()
-    if type(workers) is not int or workers < 1:
-        raise SettingsError(f"workers={quoted(workers)}: write a positive integer")
+    if type(workers) is not int or not 1 <= workers <= WORKERS_MOST:
+        raise SettingsError(f"workers={quoted(workers)}: write a number from 1 to {WORKERS_MOST}")
     seconds = as_number(start_timeout)
     if seconds is None or not seconds > 0:
         raise SettingsError(
@@ -249,7 +251,8 @@ def _unknown(name: str, settings: set[str]) -> str:
 def _gpu(gpu: object) -> str:
     """A GPU's number or name, or '' for what is none."""
     number = as_integer(gpu)
-    name = gpu.strip() if isinstance(gpu, str) else "" if number is None else str(number)
+    is_number = number is not None and 0 <= number < 10_000
+    name = gpu.strip() if isinstance(gpu, str) else str(number) if is_number else ""
     return name if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_./:+-]*", name) and name != "all" else ""
 
 
@@ -258,8 +261,9 @@ def _where(workers: int, gpus: Sequence[int | str] | str | None) -> str:
     if gpus is None:
         return f"--workers {workers}"
     given = gpus.split(",") if isinstance(gpus, str) else gpus
-    names = [_gpu(gpu) for gpu in given] if isinstance(given, (list, tuple, range)) else []
-    if not names or "" in names:
+    is_some = isinstance(given, (list, tuple, range))
+    names = [_gpu(gpu) for gpu in given[: WORKERS_MOST + 1]] if is_some else []
+    if not 0 < len(names) <= WORKERS_MOST or "" in names:
         raise SettingsError(f"gpus={quoted(gpus)}: write the GPUs' numbers, such as [0, 1]")
     if workers not in (1, len(names)):
         raise SettingsError(f"workers={workers} and {len(names)} gpus: leave workers= out")

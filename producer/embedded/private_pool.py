@@ -19,6 +19,7 @@ from typing import Any, Final, TextIO
 import redis.exceptions
 
 from lmpool.errors import LmpoolError, PoolError, PoolTimeout, SettingsError
+from lmpool.interrupts import frees
 from lmpool.keys import PoolKeys
 from lmpool.logs import entries
 from lmpool.model_info import ModelInfo
@@ -52,7 +53,7 @@ class PrivatePool:
         self._owner = os.getpid()
         self._copy: threading.Thread | None = None
         self._stopping = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         try:
             self.folder = Path(tempfile.mkdtemp(prefix="lmpool-"))
         except OSError as error:
@@ -207,6 +208,7 @@ class PrivatePool:
 
     # --- the end -------------------------------------------------------------------------------
 
+    @frees("_lock")
     def stop(self) -> None:
         """End all processes and remove the folder; returns when nothing is left. Idempotent."""
         if os.getpid() != self._owner:

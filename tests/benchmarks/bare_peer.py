@@ -92,15 +92,15 @@ class BarePeer:
         self._claim = self._claims.ask("SCRIPT", "LOAD", CLAIM).decode()
         self._last = "0-0"
 
-    def row(self, prompt: Sequence[int]) -> Any:
-        """A prompt's row."""
+    def row(self, prompt: Sequence[int], block_ms: str = BLOCK_MS) -> Any:
+        """A prompt's row, within so many milliseconds."""
         tokens = np.array(prompt, np.uint32).tobytes()
         digest = hashlib.blake2b(tokens, digest_size=16).hexdigest()
         result = RESULT + digest
         keys = (JOBS, result, FLIGHT + digest)
         self._claims.send(("EVALSHA", self._claim, 3, *keys, REPLY, digest, tokens, TTL_MS))
         self._notices.send(
-            ("XREAD", "COUNT", "1", "BLOCK", BLOCK_MS, "STREAMS", REPLY, self._last),
+            ("XREAD", "COUNT", "1", "BLOCK", block_ms, "STREAMS", REPLY, self._last),
             ("GET", result),
         )
         if self._claims.read() != b"q":
@@ -137,7 +137,7 @@ def bare_peer(server: RealServer, vocab_size: int) -> Iterator[BarePeer]:
     assert process.pid is not None
     peer = BarePeer(server, process.pid)
     try:
-        peer.row([0])  # it has begun
+        peer.row([0], "120000")  # it has begun
         yield peer
     finally:
         process.kill()
@@ -164,5 +164,7 @@ def _serve(path: str, vocab_size: int) -> None:
             ("EVALSHA", complete, 2, JOBS, FLIGHT + digest, GROUP, entry, digest),
             ("EXEC",),
         )
-        for _ in range(4):
-            results.read()
+        *_, done = [results.read() for _ in range(4)]
+        for refused in done:
+            if isinstance(refused, Exception):
+                raise refused

@@ -238,6 +238,21 @@ def test_a_sum_that_is_wrong_in_the_account_is_right_once_all_of_it_was_looked_a
     assert there(redis_client, shard) == [3]
 
 
+def test_a_sum_is_known_where_it_is_by_chance_what_the_newest_entry_said(
+    worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    """That entry goes, and with it what it said."""
+    caller = Caller(redis_client, shard)
+    caller.enqueue(JOBS[0])
+    redis_client.set(shard.held, 10**15)
+    store(worker, JOBS[0])  # awaited
+    redis_client.delete(shard.held)
+    fields: Any = {"held": EACH, "bytes": 7, "life": 60_000, "digests": JOBS[1].digest.hex()}
+    redis_client.xadd(shard.account, fields)
+    assert evict(redis_client, shard, EACH - 1)[0] == EACH
+    assert store(worker, JOBS[2]) == 2 * EACH
+
+
 @pytest.mark.parametrize("damage", ["string", "hash"])
 def test_a_damaged_account_is_begun_anew(
     damage: str, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys

@@ -251,6 +251,15 @@ def test_what_is_too_long_is_kept_among_the_dead_where_no_memory_is_left(server_
         assert admin.xlen(shard.dead) == 1
 
 
+def test_what_is_served_is_replaced_where_no_memory_is_left(server_binary):
+    with small_server(server_binary) as (_, admin):
+        admin.mset({"info": b"old", "serving": b"mark"})
+        admin.config_set("maxmemory", 1)
+        arguments = [b"old", b"new", b"mark", b"other", 1000]
+        assert script("replace")(admin, ["info", "serving"], arguments) == 1
+        assert admin.mget("info", "serving") == [b"new", b"other"]
+
+
 def test_small_results_and_adapters_are_kept_within_the_memory(server_binary, pool_name, tmp_path):
     adapter = tmp_path / "adapters" / "one"
     adapter.mkdir(parents=True)

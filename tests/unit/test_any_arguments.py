@@ -376,6 +376,22 @@ def test_functions_and_options_refuse_what_they_cannot_use(
         outcome(function, given)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_each_strange_value_is_an_option(
+    function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: object) -> Any:
+        raise LmpoolError("a pool would have been started")
+
+    monkeypatch.setattr(embedded_lm, "PrivatePool", started)
+    monkeypatch.setenv("LMPOOL_URL", NOBODY)
+    for place in inspect.signature(function).parameters.keys() - {"self"}:
+        for make in STRANGE:
+            began = time.monotonic()
+            outcome(function, {place: make()})
+            assert time.monotonic() - began < 30.0, place
+
+
 SOUND: dict[str, Any] = {
     "job": jobs_of([[1]])[0],
     "asks": [([1], Top(1))],

@@ -16,7 +16,7 @@ import redis
 from lmpool.address import SENTINEL_TIMEOUT
 from lmpool.keys import COUNTERS_TTL_MS, GROUP, PoolKeys, ShardKeys
 from lmpool.liveness import BEAT_MS, GAP_MS, LIFE_MS
-from lmpool.model_info import ModelInfo
+from lmpool.model_info import INFO_VERSION, ModelInfo
 from lmpool.servers import Servers
 from lmpool.worker import heartbeat as heartbeat_module
 from lmpool.worker.heartbeat import AGAIN, ANSWER_WITHIN, EVERY, Heartbeat
@@ -233,7 +233,7 @@ def test_a_model_info_of_a_later_release_is_left(
     """Others of its pool can read it."""
     heartbeat = new(servers, keys)
     heartbeat.beat(servers)
-    later = msgpack.packb({**msgpack.unpackb(INFO.pack()), "v": 1000})
+    later = msgpack.packb({**msgpack.unpackb(INFO.pack()), "v": INFO_VERSION + 1})
     server.set(keys.info, later)
     heartbeat.beat(servers)
     assert server.get(keys.info) == later
@@ -296,13 +296,16 @@ def test_the_latest_to_join_bounds_the_backlog_and_no_beat_changes_that(
     second.beat(servers)
     first.beat(servers)
     assert bounds() == {b"5"}
-    for field, lanes in (("backlog", b"nan inf 1.5"), ("lanes", b"nan inf 99999")):
-        for damage in (b"", b"nonsense", b"0", b"-1", *lanes.split()):
-            # What cannot be meant is said anew.
-            server.hset(f"{shards[0].prefix}:bounds", field, damage)
-            first.beat(servers)
-            assert bounds() == {b"50", b"5"}
-            assert server.hget(f"{shards[0].prefix}:bounds", "lanes") == b"%d" % INFO.lanes
+    damaged = f"{shards[0].prefix}:bounds"
+    for damage in (b"", b"nonsense", b"0", b"-1", b"nan", b"inf", b"1025", b"99999"):
+        server.hset(damaged, "lanes", damage)  # what cannot be meant is said anew, and nothing else
+        first.beat(servers)
+        assert server.hget(damaged, "lanes") == b"%d" % INFO.lanes
+        assert bounds() == {b"5"}
+    for damage in (b"", b"nonsense", b"0", b"-1", b"nan", b"inf", b"1.5"):
+        server.hset(damaged, "backlog", damage)
+        first.beat(servers)
+        assert bounds() == {b"50", b"5"}
     server.delete(*(f"{shard.prefix}:bounds" for shard in shards))
     second.beat(servers)
     assert bounds() == {b"5"}
