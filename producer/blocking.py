@@ -14,11 +14,11 @@ import threading
 import time
 from asyncio.events import _get_running_loop
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from lmpool.errors import LmpoolError
 from lmpool.producer.deadline import Deadline
+from lmpool.producer.waits import Future
 
 P = ParamSpec("P")
 SelfT = TypeVar("SelfT")

@@ -15,7 +15,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Final, TypeVar
 
@@ -33,6 +32,7 @@ from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.replacement import has_moved, look_at, replaced
 from lmpool.producer.sender import Sender
 from lmpool.producer.session import Session, closed
+from lmpool.producer.waits import Future
 from lmpool.rows import EncodedRow
 from lmpool.server import get_string, greet
 from lmpool.servers import Servers
@@ -312,15 +312,13 @@ class Client:
             timeout = min(FAREWELL, self.options.request_timeout or FAREWELL)
         until = time.monotonic() + timeout
         session = self._session
-        with session.lock:
-            if session.closed:
-                return
+        with session.lock:  # each step, though all were taken before: Ctrl-C may have ended that
             session.closed = True
             session.closing.set()
             session.joined.set()
             ended = session.fail_all(closed())
-            session.work.notify()
-            session.counted.notify_all()
+            session.work.notify_all()  # after Ctrl-C there may be threads that nobody knows of
+            session.counted.set()
             threads = list(self._threads)
         session.near.leave()
         wake(ended)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Final
 from weakref import WeakValueDictionary
@@ -14,6 +13,7 @@ from lmpool.near_notices import NearNotice
 from lmpool.producer.answers import Landing, bytes_of
 from lmpool.producer.session import Session
 from lmpool.producer.stacking import GoesOn, Taking
+from lmpool.producer.waits import Future
 from lmpool.row_ring import RowRingReader
 from lmpool.rows import LARGE
 from lmpool.servers import Servers

@@ -16,6 +16,7 @@ from lmpool.model_info import ModelInfo
 from lmpool.near_notices import NearNotice, NoticeReader
 from lmpool.neighbours import Membership, Neighbourhood
 from lmpool.producer.flights import Flight
+from lmpool.producer.waits import Event
 from lmpool.row_ring import IS_ORDERED, RingError, RowRingReader
 from lmpool.rows import ENTRY_BYTES, LARGE
 from lmpool.wait_list import WaitList
@@ -39,7 +40,7 @@ class NearRows:
         self._entering = threading.RLock()  # a finalizer or a signal's handler may close the client
         self._info: ModelInfo | None = None
         """The model whose rows are read."""
-        self._closed = threading.Event()
+        self._closed = Event()
         self._neighbourhood: Neighbourhood | None = None
         self._memberships: list[Membership] = []
         self._waits: WaitList | None = None

@@ -12,6 +12,7 @@ from lmpool.errors import LmpoolError
 from lmpool.keys import Priority
 from lmpool.model_info import ModelInfo
 from lmpool.producer.stacking import STACKED, Taking
+from lmpool.producer.waits import Event
 from lmpool.rows import EncodedRow
 from lmpool.tracing import CallSpan
 from lmpool.wants import Answer
@@ -64,7 +65,7 @@ class PendingCall:
         self.failed: int | None = None
         """Which job `error` is about, if it is about one."""
         self._future: asyncio.Future[None] | None = None
-        self._event: threading.Event | None = None
+        self._event: Event | None = None
         self._asleep: threading.Lock | None = None
         """Held until the call is done, by nobody in particular: an event would take three locks."""
 
@@ -97,7 +98,7 @@ class PendingCall:
         self.error, self.failed = error, place
         return True
 
-    def for_event(self, event: threading.Event) -> PendingCall:
+    def for_event(self, event: Event) -> PendingCall:
         """Prepare to be waited for among others, by a thread that waits for `event`."""
         self._event = event
         return self

@@ -96,10 +96,11 @@ class PooledLM(StatesLM[RowT_co], StreamingLM[RowT_co]):
         shorter `request_timeout` is given, and then left alone.
         """
         seconds = Deadline.checked(timeout, None).timeout
-        last = self._finalizer.detach()
+        last = self._finalizer.peek()
         if last is not None:
             _, end, arguments, _ = last
             end(*arguments, seconds)
+            self._finalizer.detach()  # not before: what Ctrl-C kept from being closed is yet
 
     async def aclose(self, timeout: float | None = None) -> None:
         """`close` without blocking the event loop."""

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from typing import Any, Final
 
 from lmpool.address import Address, username
@@ -22,6 +21,7 @@ from lmpool.producer.cache import AnswerCache
 from lmpool.producer.flights import Flight, FlightTable, Statistics
 from lmpool.producer.near_rows import NearRows
 from lmpool.producer.pending import PendingCall, wake
+from lmpool.producer.waits import Event, Future
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions
 
@@ -59,14 +59,14 @@ class Session:
         self.lock: Any = threading.RLock()
         self.work = threading.Condition(self.lock)
         """Notified when the sender has something to do; nobody else waits on it."""
-        self.counted = threading.Condition(self.lock)
-        """Notified when no answered flight has yet to be counted."""
+        self.counted = Event()
+        """Set when no answered flight has yet to be counted."""
         self.tasks: list[Task] = []
         self.abandoned: deque[PendingCall] = deque()
         """Calls that the garbage collector ended: it may do so in a thread that holds `lock`."""
         self.closed = False
-        self.closing = threading.Event()
-        self.joined = threading.Event()
+        self.closing = Event()
+        self.joined = Event()
         """The pool's shards are known, or the client is closing."""
         self.made: Counter[str] = Counter()
         """How often each reply stream was made: again once it expired, or the server forgot it."""
@@ -112,13 +112,19 @@ class Session:
         """The counters, with all that was answered: a notice may be quicker than the server's word
         on the claim, which is waited for, though not for long."""
         interrupted = self.is_interrupted  # its thread has to go on before anything is counted
-        with self.lock:
-            uncounted = self.table.uncounted
-            if uncounted and not interrupted:
-                left = max(uncounted.values()) + COUNTED_WITHIN - time.monotonic()
-                self.counted.wait_for(lambda: not uncounted or self.closed, left)
-                uncounted.clear()
-            return self.table.statistics.as_dict()
+        until: float | None = None
+        while True:
+            with self.lock:
+                uncounted = self.table.uncounted
+                if until is None and uncounted:
+                    until = max(uncounted.values()) + COUNTED_WITHIN
+                left = 0.0 if until is None else until - time.monotonic()
+                if left <= 0:
+                    uncounted.clear()
+                if not uncounted or interrupted or self.closed:
+                    return self.table.statistics.as_dict()
+                self.counted.clear()
+            self.counted.wait(left)
 
     def put_back(self, flights: Sequence[Flight]) -> None:
         """Flights whose sending failed: they go first again. Under the lock."""
@@ -134,7 +140,7 @@ class Session:
     def note_counted(self) -> None:
         """Let `read_statistics` go on, if nothing is left for it to wait for. Under the lock."""
         if not self.table.uncounted:
-            self.counted.notify_all()
+            self.counted.set()
 
     def join(self, info: ModelInfo) -> None:
         """Take over what the pool serves."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
@@ -27,6 +26,7 @@ from lmpool.producer.call_options import CallOptions
 from lmpool.producer.caller import answers_of
 from lmpool.producer.client import Client
 from lmpool.producer.pending import LoneCall, PendingCall
+from lmpool.producer.waits import Event
 from lmpool.tracing import CallSpan, active, begin_call
 from lmpool.wants import Answer
 from lmpool.wire import Job
@@ -95,7 +95,7 @@ class Window(Generic[GivenT]):
         self._slow = 0.0
         """Seconds that the last asks took to come, if that was long."""
         self._suspended = time.monotonic()
-        self._event = threading.Event()
+        self._event = Event()
         self._woken: asyncio.Future[None] | None = None
         self._span: CallSpan | None = None
         self._began = False

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import threading
 import time
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from lmpool.producer.blocking import (
     run_blocking,
 )
 from lmpool.producer.deadline import Deadline
+from lmpool.producer.waits import Future
 
 NEVER = Deadline(None)
 

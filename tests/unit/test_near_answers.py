@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any
@@ -27,6 +26,7 @@ from lmpool.producer.near_answers import ASK_EVERY, NearAnswers
 from lmpool.producer.pending import PendingCall
 from lmpool.producer.session import Session
 from lmpool.producer.stacking import Stack, always
+from lmpool.producer.waits import Future
 from lmpool.row_ring import RowRing, RowRingReader
 from lmpool.rows import ROW_HEADER_BYTES, PackedRow, pack_logprobs
 from lmpool.servers import Servers

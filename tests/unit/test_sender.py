@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from lmpool.producer import sender as sender_module
 from lmpool.producer.flights import Flight
 from lmpool.producer.sender import CHECK_EVERY, Sender
 from lmpool.producer.session import CLAIM_BYTES, CLAIM_MOST, FLIGHT_TTL, REPLY_TTL, Session
+from lmpool.producer.waits import Future
 from lmpool.servers import Servers
 from lmpool.wants import Digest, Draw, Generate, Row, Score, Tokens, Want
 from lmpool.wire import Job, JobPacker, unpack_job

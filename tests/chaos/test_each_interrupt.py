@@ -1,0 +1,149 @@
+"""Ctrl-C at each point of each kind of blocking call: whoever catches it goes on with the same
+client, and where one was closed nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+import lmpool
+from lmpool.errors import LmpoolError
+from lmpool.wants import Draw
+from tests.support.clients import connected
+from tests.support.interrupted import SIZE, ask, leave_a_stream, leave_an_iterator, prompt
+from tests.support.interruptions import Interruption
+from tests.support.redis_client import open_redis
+from tests.support.server import RealServer
+from tests.support.waiting import until
+from tests.support.workers import worker_process
+
+pytestmark = [
+    pytest.mark.server,
+    # Ctrl-C comes between a coroutine and its first step, and in the midst of finalizers, too.
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+SECONDS = 20
+"""For anything that is to be done at once, on a busy machine."""
+SHORT = 150
+"""Points of each call that are tried where not all are."""
+
+Client = lmpool.PooledLM[Any]
+
+
+@pytest.fixture(scope="module")
+def served(server_binary: str) -> Iterator[tuple[str, str]]:
+    with (
+        RealServer() as server,
+        worker_process(server.url, "one", engine_opts={"vocab_size": SIZE}),
+    ):
+        yield server.url, "one"
+
+
+def ask_in_vain(lm: Client) -> None:
+    with suppress(LmpoolError):
+        lm.sync.next_token_logprobs(prompt(), timeout=1e-4)
+
+
+CALLS: dict[str, Callable[[Client], object]] = {
+    "one prompt": lambda lm: ask(lm, SECONDS),
+    "one prompt, in vain": ask_in_vain,
+    "a known prompt": lambda lm: lm.sync.next_token_logprobs([0], timeout=SECONDS),
+    "several prompts": lambda lm: lm.sync.batch_next_token_logprobs(
+        [prompt() for _ in range(3)], timeout=SECONDS
+    ),
+    "several asks": lambda lm: lm.sync.ask_many(
+        [(prompt(), Draw()) for _ in range(3)], timeout=SECONDS
+    ),
+    "a stream": lambda lm: leave_a_stream(lm, SECONDS),
+    "an iterator": lambda lm: leave_an_iterator(lm, SECONDS),
+    "the client's statistics": lambda lm: (ask(lm, SECONDS), lm.statistics()),
+    "the pool's statistics": lambda lm: lm.sync.pool_statistics(timeout=SECONDS),
+    "the pool's shards": lambda lm: lm.shards,
+    "its workers": lambda lm: lm.sync.wait_for_workers(timeout=SECONDS),
+    "nothing more": lambda lm: lm.reset_async_queries(),
+}
+
+
+def tried(points: int, every: bool) -> range:
+    """The points that a call is interrupted at: of another run of it there may be more."""
+    return range(1, points + 8, 1 if every else max(1, points // SHORT))
+
+
+LENGTHS = pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.chaos)], ids=["short", "each"]
+)
+
+
+@LENGTHS
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_client_is_as_it_was_behind_each_interrupt(
+    served: tuple[str, str], kind: str, every: bool
+) -> None:
+    call = CALLS[kind]
+    with connected(*served, cache_bytes=0) as lm:
+        ask(lm, SECONDS)
+        table = lm._client._session.table
+        whole = Interruption(0)
+        assert whole.run(lambda: call(lm)) is None
+        for at in tried(whole.points, every):
+            interruption = Interruption(at)
+            raised = interruption.run(lambda: call(lm))
+            place = f"point {at}, {interruption.place}"
+            assert raised is None or type(raised) is KeyboardInterrupt, (place, raised)
+            assert is_well(lm), place
+            until(lambda: not table.flights, SECONDS, what=f"nothing is waited for: {place}")
+            assert not any(table._counts.values()), place
+            assert not table.has_unsent(), place
+
+
+def is_well(lm: Client) -> bool:
+    """Whether another thread is served, which a lock that was left held would keep waiting."""
+    done: list[bool] = []
+
+    def use() -> None:
+        ask(lm, SECONDS)
+        lm.sync.pool_statistics(timeout=SECONDS)
+        lm.statistics()
+        done.append(True)
+
+    thread = threading.Thread(target=use, daemon=True)
+    thread.start()
+    thread.join(2 * SECONDS)
+    return bool(done)
+
+
+def our_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("lmpool-")}
+
+
+@LENGTHS
+@pytest.mark.parametrize("again", [True, False], ids=["closed again", "forgotten"])
+def test_nothing_is_left_of_a_client_whose_closing_was_interrupted(
+    served: tuple[str, str], again: bool, every: bool
+) -> None:
+    """Once it was closed again, or nobody knows of it any more."""
+    before = our_threads()
+
+    def close(at: int) -> Interruption:
+        lm = lmpool.connect(*served, framework="numpy", cache_bytes=0)
+        ask(lm, SECONDS)
+        interruption = Interruption(at)
+        raised = interruption.run(lm.close)
+        assert raised is None or type(raised) is KeyboardInterrupt, (interruption.place, raised)
+        if again:
+            lm.close()
+        return interruption
+
+    for at in (0, *tried(close(0).points, every)):
+        place = close(at).place
+        gc.collect()
+        until(lambda: our_threads() <= before, SECONDS, what=f"it is closed: {at}, {place}")
+    with open_redis(served[0]) as server:
+        assert not server.keys("*:reply:*")
