@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,9 @@ from lmpool.wire import Job
 
 IN_CROWD: Final = 1024
 """Tokens of a prompt that is kept as it is until its turn ends: packed it takes half the room."""
+LOST_AFTER: Final = 1.0
+"""Seconds after which a turn ends whose end Ctrl-C took from its event loop: that may go on, as a
+notebook's does."""
 BAR_EVERY: Final = 0.1
 """Seconds between two looks at how many answers are there."""
 
@@ -60,6 +64,8 @@ class Caller:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._turns: dict[asyncio.AbstractEventLoop, _Turn] = {}
+        self._looks_at: dict[asyncio.AbstractEventLoop, float] = {}
+        """When a loop ends what was left of its turns, on the monotonic clock."""
         self._latest: _Turn | None = None
         """That of the loop which asked last: to look it up takes longer than all else."""
 
@@ -178,25 +184,38 @@ class Caller:
     def _turn_of(self, loop: asyncio.AbstractEventLoop) -> _Turn:
         turn = self._turns.get(loop)
         if turn is None:
-            for other in [other for other in list(self._turns) if other.is_closed()]:
+            for other in [other for other in list(self._looks_at) if other.is_closed()]:
                 self._turns.pop(other, None)  # it was closed before its turn ended
+                self._looks_at.pop(other, None)
+            now = time.monotonic()
+            if self._looks_at.get(loop, -math.inf) < now:
+                loop.call_later(LOST_AFTER, self._end_lost, loop)
+                self._looks_at[loop] = now + LOST_AFTER
             # In this order: one that Ctrl-C kept from ending would keep all that join it waiting.
             loop.call_soon(self._end_turn, loop)
             turn = self._turns[loop] = _Turn(loop)
         return turn
 
+    def _end_lost(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._looks_at.pop(loop, None)
+        self._end_turn(loop)
+
     def _end_turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        turn = self._turns.pop(loop, None)
-        if turn is None:
-            return
-        self._latest = None  # another loop's is looked up again
-        calls = turn.calls
+        turn = None
         try:
+            turn = self._turns.get(loop)
+            if turn is None:
+                return
+            self._turns.pop(loop, None)  # what a signal's handler asks from here on is another's
+            self._latest = None  # another loop's is looked up again
             turn.make_jobs()
-            self._client.submit(calls)
+            self._client.submit(turn.calls)
         except BaseException as error:  # Ctrl-C, too, after which the loop may run on
+            self._latest = None
+            if turn is None or self._turns.get(loop) is turn:
+                turn = self._turns.pop(loop, turn)
             failure = error if isinstance(error, LmpoolError) else LmpoolError(said(error))
-            self._client.fail(calls, failure)
+            self._client.fail([] if turn is None else turn.calls, failure)
             if failure is not error:
                 raise
 

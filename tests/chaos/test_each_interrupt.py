@@ -3,10 +3,12 @@ client, and where one was closed nothing is left."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -101,6 +103,49 @@ def test_a_client_is_as_it_was_behind_each_interrupt(
             until(lambda: not table.flights, SECONDS, what=f"nothing is waited for: {place}")
             assert not any(table._counts.values()), place
             assert not table.has_unsent(), place
+
+
+async def ask_by_itself(lm: Client) -> None:
+    await lm.next_token_logprobs(prompt(), timeout=SECONDS)
+
+
+async def ask_together(lm: Client) -> None:
+    await asyncio.gather(*(ask_by_itself(lm) for _ in range(10)))
+
+
+@LENGTHS
+@pytest.mark.parametrize("ask_so", [ask_by_itself, ask_together])
+def test_an_event_loop_that_goes_on_leaves_nobody_waiting(
+    served: tuple[str, str], ask_so: Callable[[Client], Awaitable[None]], every: bool
+) -> None:
+    """As a notebook's does. What asyncio itself loses by it is not ours."""
+    ours = os.path.dirname(lmpool.__file__)
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)  # tasks that were ended so have nobody to tell
+
+    async def others() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        if tasks:
+            _, left = await asyncio.wait(tasks, timeout=SECONDS)
+            assert not left
+
+    with closing(loop), connected(*served, cache_bytes=0) as lm:
+
+        def call() -> None:
+            loop.run_until_complete(loop.create_task(ask_so(lm)))
+
+        call()
+        whole = Interruption(0, ours)
+        assert whole.run(call) is None
+        for at in tried(whole.points, every):
+            interruption = Interruption(at, ours)
+            raised = interruption.run(call)
+            place = f"point {at}, {interruption.place}"
+            assert raised is None or type(raised) is KeyboardInterrupt, (place, raised)
+            with suppress(KeyboardInterrupt):  # that of a task, which it ended
+                loop.run_until_complete(others())
+            loop.run_until_complete(asyncio.wait_for(ask_by_itself(lm), SECONDS))
+            assert is_well(lm), place
 
 
 def is_well(lm: Client) -> bool:

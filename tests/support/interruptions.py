@@ -25,10 +25,12 @@ def _handler(code: CodeType, at: int) -> object:
 
 
 class Interruption:
-    """Of a call by this thread, at the point of a number, counted from 1; of 0 none comes."""
+    """Of a call by this thread, at the point of a number, counted from 1; of 0 none comes. Points
+    are those of all code, or of what lies `within` a folder."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, within: str = "") -> None:
         self._at = at
+        self._within = within
         self.points = 0
         """Of the call, up to its interruption."""
         self.place = "nowhere"
@@ -49,7 +51,8 @@ class Interruption:
         return None
 
     def _enter(self, frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code.co_filename == __file__:
+        file = frame.f_code.co_filename
+        if file == __file__ or not file.startswith(self._within):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         self._before.pop(id(frame), None)
