@@ -58,6 +58,8 @@ async def startup(ctx: dict[str, Any]) -> None:
     _log(options)
     service = ctx["service"]
     loop = asyncio.get_running_loop()
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        loop.add_signal_handler(signal.SIGHUP, _end)  # arq hears of the others
     done: asyncio.Future[None] = loop.create_future()
 
     def start() -> None:
@@ -119,8 +121,17 @@ async def shutdown(ctx: dict[str, Any]) -> None:
     await asyncio.to_thread(service.stop)
     await asyncio.to_thread(ctx.get("end_traces", int))
     await asyncio.to_thread(ctx.get("end_profile", int))
+    _hear_no_more()
     if service.status.failure is not None:
         raise SystemExit(EXIT_BROKEN)
+
+
+def _hear_no_more() -> None:
+    """All is done but to end: one who is told so again at that moment has not been killed."""
+    loop = asyncio.get_running_loop()
+    for told in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.remove_signal_handler(told)  # the loop would, as it is closed
+        signal.signal(told, signal.SIG_IGN)
 
 
 _monitoring: MonitoringServer | None = None

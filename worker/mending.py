@@ -55,8 +55,8 @@ def mend(
             damaged.extend(taken)
             if passed:
                 logger.error(
-                    "%d jobs of %s had been passed over by something else that writes here: whoever "
-                    "waits for them asks again",
+                    "%d jobs of %s had been passed over by something else that writes here: "
+                    "whoever waits for them asks again",
                     *(passed, shard.prefix),
                 )
             if is_behind and shard.bounds.encode() not in taken:
