@@ -58,7 +58,9 @@ end
 
 -- What the group was given stands in the stream for as long as a worker has it. What does not, and is
 -- nobody's, comes to nobody any more: somebody set the group's place beyond it, or took it from who had
--- it. It is taken off, at once as far as nobody has an older one. Returns how many entries that were.
+-- it. It is taken off: what is older than all that workers have at once, what lies among the oldest of
+-- that in parts, and what is behind more of it once these are done. Returns how many entries that were.
+local LOOKED_AT, PART = 16, 1000
 local function take_off_passed(stream)
   local found = group_of(stream, group)
   if not found then return 0 end
@@ -68,7 +70,7 @@ local function take_off_passed(stream)
     place = last
   end
   if #redis.call('XRANGE', stream, '-', place, 'COUNT', 1) == 0 then return 0 end
-  local held = redis.call('XPENDING', stream, group, '-', place, 100)
+  local held = redis.call('XPENDING', stream, group, '-', place, LOOKED_AT)
   local first = held[1] or redis.call('XRANGE', stream, '(' .. place, '+', 'COUNT', 1)[1]
   local passed
   if first then
@@ -76,10 +78,10 @@ local function take_off_passed(stream)
   else
     passed = redis.call('XTRIM', stream, 'MAXLEN', 0)
   end
-  local most_passed = passed + 1000
+  local most_passed = passed + PART
   for h = 1, #held do
     local upto = held[h + 1] and '(' .. held[h + 1][1] or place
-    while passed < most_passed and (held[h + 1] or h < 100) do
+    while passed < most_passed and (held[h + 1] or h < LOOKED_AT) do
       local entry = redis.call('XRANGE', stream, '(' .. held[h][1], upto, 'COUNT', 1)[1]
       if not entry then break end
       redis.call('XDEL', stream, entry[1])

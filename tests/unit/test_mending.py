@@ -112,6 +112,24 @@ def test_many_that_were_passed_over_are_taken_off_in_parts(
     assert ids(redis_client, shard) == [held, *waits]
 
 
+def test_what_is_behind_many_that_workers_have_is_taken_off_once_these_are_done(
+    redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    """A look at each of thousands would cost more than that is worth."""
+    stream, worker = shard.stream().key, Consumer(redis_client, shard)
+    for _ in range(40):
+        redis_client.xadd(stream, {"job": "x"})
+    held = worker.read(30)
+    redis_client.xgroup_setid(stream, GROUP, "$")
+    while held:
+        look_after(redis_client, shard)
+        assert ids(redis_client, shard)[: len(held)] == held
+        if len(held) < 16:
+            assert ids(redis_client, shard) == held
+        redis_client.xack(stream, GROUP, held[0])
+        redis_client.xdel(stream, held.pop(0))
+
+
 def test_ids_are_compared_as_numbers_of_any_length(
     redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
