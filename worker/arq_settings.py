@@ -32,6 +32,7 @@ from lmpool.worker.control import FUNCTIONS, LONGEST
 from lmpool.worker.control_redis import HEALTH_EVERY, CheckingRedis, PatientRedis
 from lmpool.worker.patience import patiently
 from lmpool.worker.service import Service, place_name
+from lmpool.worker.signals import hear_no_more
 
 if TYPE_CHECKING:
     from lmpool.monitoring.server import MonitoringServer
@@ -121,17 +122,9 @@ async def shutdown(ctx: dict[str, Any]) -> None:
     await asyncio.to_thread(service.stop)
     await asyncio.to_thread(ctx.get("end_traces", int))
     await asyncio.to_thread(ctx.get("end_profile", int))
-    _hear_no_more()
+    hear_no_more()
     if service.status.failure is not None:
         raise SystemExit(EXIT_BROKEN)
-
-
-def _hear_no_more() -> None:
-    """All is done but to end: one who is told so again at that moment has not been killed."""
-    loop = asyncio.get_running_loop()
-    for told in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.remove_signal_handler(told)  # the loop would, as it is closed
-        signal.signal(told, signal.SIG_IGN)
 
 
 _monitoring: MonitoringServer | None = None

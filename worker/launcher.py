@@ -30,6 +30,7 @@ from lmpool.logs import logging_config
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.variables import as_variables
 from lmpool.worker.placement import Placement, placements, with_ports
+from lmpool.worker.signals import TOLD_TO_END, hear_no_more
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class Launcher:
         self._stopping = asyncio.Event()
         self._die = _die_with_parent()
         loop = asyncio.get_running_loop()
-        for told in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for told in TOLD_TO_END:
             if signal.getsignal(told) is not signal.SIG_IGN:  # as nohup has it
                 loop.add_signal_handler(told, self._stop, told)
         # Not asyncio's own processes: a thread or a descriptor to watch one may be refused when it
@@ -317,4 +318,10 @@ def launch(
     level, form = options.log_level, options.log_format
     logging.config.dictConfig(logging_config(level, form, pool=options.pool))
     launcher = Launcher(chosen, as_variables(settings), options.drain_timeout, events)
-    return asyncio.run(launcher.run())
+    return asyncio.run(_run_to_its_end(launcher))
+
+
+async def _run_to_its_end(launcher: Launcher) -> int:
+    status = await launcher.run()
+    hear_no_more()
+    return status

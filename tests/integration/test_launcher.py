@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -25,7 +26,7 @@ from tests.support.launchers import launcher
 from tests.support.pools import Asking
 from tests.support.processes import runs, wait_until_gone
 from tests.support.waiting import until
-from tests.support.workers import living_workers, worker_process
+from tests.support.workers import clean_environment, living_workers, worker_process
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a Linux system call")
 
@@ -313,6 +314,32 @@ def test_one_that_can_never_be_started_ends_the_launcher(tmp_path: Path) -> None
     with pytest.raises(ExceptionGroup) as failed:
         asyncio.run(found.run())
     assert isinstance(failed.value.exceptions[0], FileNotFoundError)
+
+
+TOLD_AS_IT_ENDS = """
+import functools, os, signal, sys
+from lmpool.worker import launcher
+program = [sys.executable, "-I", "-S", "-c", ""]
+launcher.Launcher = functools.partial(launcher.Launcher, command=program)
+status = launcher.launch({"engine": "mock"})
+for told in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    os.kill(os.getpid(), told)
+sys.exit(status)
+"""
+
+
+def test_a_signal_that_comes_as_it_ends_is_no_death(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", TOLD_AS_IT_ENDS],
+        env=clean_environment(),
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_refusal_ends_one_place_and_not_the_others(tmp_path: Path) -> None:

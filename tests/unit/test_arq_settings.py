@@ -16,16 +16,15 @@ from lmpool.keys import PoolKeys
 from lmpool.settings import WorkerOptions
 from lmpool.worker import arq_settings, control_redis
 from lmpool.worker.control_redis import HEALTH_EVERY, HEALTH_MS, PatientRedis
+from lmpool.worker.signals import TOLD_TO_END
 from lmpool.worker.status import WorkerStatus
 from tests.support.server import RealServer
-
-TOLD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @pytest.fixture
 def heard_before() -> Iterator[None]:
     """What this process does on signals is the same afterwards."""
-    before = {told: signal.getsignal(told) for told in TOLD}
+    before = {told: signal.getsignal(told) for told in TOLD_TO_END}
     yield
     for told, heard in before.items():
         signal.signal(told, heard)
@@ -196,10 +195,10 @@ def test_who_has_left_and_is_told_to_leave_again_ends_as_if_told_once(fails: boo
             self.status = status
 
         def stop(self) -> None:
-            assert all(callable(signal.getsignal(told)) for told in TOLD)
+            assert all(callable(signal.getsignal(told)) for told in TOLD_TO_END)
 
     async def leave() -> None:
-        for told in TOLD:
+        for told in TOLD_TO_END:
             asyncio.get_running_loop().add_signal_handler(told, print)
         with pytest.raises(SystemExit) if fails else nullcontext():
             await arq_settings.shutdown({"service": Service()})
@@ -208,4 +207,4 @@ def test_who_has_left_and_is_told_to_leave_again_ends_as_if_told_once(fails: boo
     loop = asyncio.new_event_loop()
     loop.run_until_complete(leave())
     loop.close()
-    assert {signal.getsignal(told) for told in TOLD} == {signal.SIG_IGN}
+    assert {signal.getsignal(told) for told in TOLD_TO_END} == {signal.SIG_IGN}
