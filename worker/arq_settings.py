@@ -32,6 +32,7 @@ from lmpool.worker.control import FUNCTIONS, LONGEST
 from lmpool.worker.control_redis import HEALTH_EVERY, CheckingRedis, PatientRedis
 from lmpool.worker.patience import patiently
 from lmpool.worker.service import Service, place_name
+from lmpool.worker.signals import hear_no_more
 
 if TYPE_CHECKING:
     from lmpool.monitoring.server import MonitoringServer
@@ -58,6 +59,8 @@ async def startup(ctx: dict[str, Any]) -> None:
     _log(options)
     service = ctx["service"]
     loop = asyncio.get_running_loop()
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        loop.add_signal_handler(signal.SIGHUP, _end)  # arq hears of the others
     done: asyncio.Future[None] = loop.create_future()
 
     def start() -> None:
@@ -119,6 +122,7 @@ async def shutdown(ctx: dict[str, Any]) -> None:
     await asyncio.to_thread(service.stop)
     await asyncio.to_thread(ctx.get("end_traces", int))
     await asyncio.to_thread(ctx.get("end_profile", int))
+    hear_no_more()
     if service.status.failure is not None:
         raise SystemExit(EXIT_BROKEN)
 

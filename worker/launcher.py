@@ -19,10 +19,10 @@ import random
 import signal
 import sys
 import time
-from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 from typing import Any, Final
 
 from lmpool.errors import SettingsError
@@ -30,6 +30,7 @@ from lmpool.logs import logging_config
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.variables import as_variables
 from lmpool.worker.placement import Placement, placements, with_ports
+from lmpool.worker.signals import TOLD_TO_END, hear_no_more
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,8 @@ class Launcher:
     events: Path | None = None
     command: Sequence[str] = ARQ
     new_backoff: Callable[[], Backoff] = Backoff
-    _running: set[Process] = field(default_factory=set)
+    _running: dict[Popen[bytes], asyncio.Future[int]] = field(default_factory=dict)
+    """The workers' processes, each with its exit status once it has one."""
     _killed: bool = False
 
     async def run(self) -> int:
@@ -90,11 +92,18 @@ class Launcher:
         self._stopping = asyncio.Event()
         self._die = _die_with_parent()
         loop = asyncio.get_running_loop()
-        for told in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for told in TOLD_TO_END:
             if signal.getsignal(told) is not signal.SIG_IGN:  # as nohup has it
                 loop.add_signal_handler(told, self._stop, told)
-        async with asyncio.TaskGroup() as group:
-            kept = [group.create_task(self._keep(placement)) for placement in self.placements]
+        # Not asyncio's own processes: a thread or a descriptor to watch one may be refused when it
+        # runs already.
+        loop.add_signal_handler(signal.SIGCHLD, self._look)
+        try:
+            async with asyncio.TaskGroup() as group:
+                kept = [group.create_task(self._keep(placement)) for placement in self.placements]
+        finally:
+            for process in self._running:  # where something failed that nobody foresaw
+                process.terminate()
         statuses = [task.result() for task in kept]
         if self._killed:
             return EXIT_KILLED
@@ -109,7 +118,7 @@ class Launcher:
         while True:
             started = time.monotonic()
             try:
-                process, copying = await self._start(placement)
+                process, copying = self._start(placement)
             except OSError as error:
                 if error.errno not in FOR_NOW:
                     raise
@@ -144,16 +153,15 @@ class Launcher:
             await asyncio.wait_for(self._stopping.wait(), seconds)
         return self._stopping.is_set()
 
-    async def _start(self, placement: Placement) -> tuple[Process, asyncio.Task[None] | None]:
+    def _start(self, placement: Placement) -> tuple[Popen[bytes], asyncio.Task[None] | None]:
         """The worker's process, and the task that copies what it says."""
         # Several workers' lines are told apart; a single one has the terminal to itself.
         reading, writing = os.pipe() if len(self.placements) > 1 else (None, None)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self.command,
+            process = Popen(
+                self.command,
                 env={**os.environ, **self.environment, **placement.environment},
                 stdin=DEVNULL,
-                # Not asyncio's own pipes: those would have us wait for whoever else holds them.
                 stdout=writing,
                 stderr=writing,
                 preexec_fn=self._die,
@@ -168,7 +176,7 @@ class Launcher:
         finally:
             if writing is not None:
                 os.close(writing)
-        self._running.add(process)
+        self._running[process] = asyncio.get_running_loop().create_future()
         if self._stopping.is_set():
             process.terminate()  # told while it was being started
         self._report("worker started", placement, process)
@@ -177,10 +185,10 @@ class Launcher:
         return process, asyncio.create_task(_copy_lines(reading, placement.name))
 
     async def _wait(
-        self, placement: Placement, process: Process, copying: asyncio.Task[None] | None
+        self, placement: Placement, process: Popen[bytes], copying: asyncio.Task[None] | None
     ) -> int:
-        status = await process.wait()
-        self._running.discard(process)
+        status = await self._running[process]
+        del self._running[process]
         # An engine's own processes would hold the GPU's memory against the next worker.
         _kill_group(process)
         if copying is not None:
@@ -188,6 +196,12 @@ class Launcher:
             copying.cancel()
         self._report("worker ended", placement, process, status=status)
         return status
+
+    def _look(self) -> None:
+        """Some worker may have ended."""
+        for process, ended in self._running.items():
+            if process.poll() is not None and not ended.done():
+                ended.set_result(process.returncode)
 
     def _stop(self, told: signal.Signals) -> None:
         if self._stopping.is_set():
@@ -202,8 +216,7 @@ class Launcher:
                 told.name, limit,
             )  # fmt: skip
         for process in self._running:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+            process.terminate()
         asyncio.get_running_loop().call_later(limit, self._kill, f"not gone after {limit:g} s")
 
     def _kill(self, why: str) -> None:
@@ -212,13 +225,16 @@ class Launcher:
             self._killed = True
             _kill_group(process)
 
-    def _report(self, event: str, placement: Placement, process: Process, **more: Any) -> None:
+    def _report(self, event: str, placement: Placement, process: Popen[bytes], **more: Any) -> None:
         if self.events is not None:
             line = json.dumps(
                 {"event": event, "placement": placement.name, "pid": process.pid, **more}
             )
-            with self.events.open("ab", buffering=0) as events:
-                events.write(line.encode() + b"\n")
+            try:
+                with self.events.open("ab", buffering=0) as events:
+                    events.write(line.encode() + b"\n")
+            except OSError as error:  # the worker runs, or has ended, all the same
+                logger.error("%s cannot be reported: %s", event, error)
 
 
 async def _copy_lines(reading: int, place: str) -> None:
@@ -250,7 +266,7 @@ def _say(place: str, line: bytes) -> None:
         os.write(2, of + line + b"\n")
 
 
-def _kill_group(process: Process) -> None:
+def _kill_group(process: Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -302,4 +318,10 @@ def launch(
     level, form = options.log_level, options.log_format
     logging.config.dictConfig(logging_config(level, form, pool=options.pool))
     launcher = Launcher(chosen, as_variables(settings), options.drain_timeout, events)
-    return asyncio.run(launcher.run())
+    return asyncio.run(_run_to_its_end(launcher))
+
+
+async def _run_to_its_end(launcher: Launcher) -> int:
+    status = await launcher.run()
+    hear_no_more()
+    return status

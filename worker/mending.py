@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import redis.exceptions
 
 from lmpool.commands import Server
-from lmpool.keys import COUNTERS_TTL_MS, ShardKeys
+from lmpool.keys import COUNTERS_TTL_MS, GROUP, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.scripts import load_client_scripts, script
 from lmpool.servers import Servers
@@ -30,6 +30,8 @@ def mend(
     any more, in the shards of these prefixes, which are taken out as it has; others keep to what is
     said, and look at those of their own lanes.
 
+    Jobs that were passed over, as no worker has them and none will be given them, are taken off.
+
     Returns the keys that were taken away: streams want groups again, registries their entries. And
     the bounds of shards that have yet to come into the layout of `info`, which were away or have
     lost its name.
@@ -42,15 +44,21 @@ def mend(
         def mend_one(server: Server, shard: ShardKeys = shard) -> None:
             joins = shard.prefix in joining
             own = (*(stream.key for stream in homes.own(shard)), *shard.calls)
-            is_behind, *taken = script("mend")(
+            is_behind, passed, *taken = script("mend")(
                 server,
                 shard.groups if joins else own,
                 [
                     *(shard.prefix, info.max_backlog, shard.lanes, COUNTERS_TTL_MS),
-                    *(int(joins), info.layout),
+                    *(int(joins), info.layout, GROUP),
                 ],
             )
             damaged.extend(taken)
+            if passed:
+                logger.error(
+                    "%d jobs of %s had been passed over by something else that writes here: "
+                    "whoever waits for them asks again",
+                    *(passed, shard.prefix),
+                )
             if is_behind and shard.bounds.encode() not in taken:
                 behind.append(shard.bounds)
             joining.discard(shard.prefix)

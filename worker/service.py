@@ -601,7 +601,8 @@ def warn_about(server: Server, url: str) -> None:
 
 def consumer_name(options: WorkerOptions) -> str:
     """A name no other worker has: it says where to look, and a restart gets another."""
-    return f"{place_name(options)}-{os.getpid()}-{secrets.token_hex(2)}"
+    # In containers many may have one name and one process id.
+    return f"{place_name(options)}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def control_place(options: WorkerOptions) -> str:

@@ -144,15 +144,26 @@ end
 -- Ids this far ahead of the clock were not made by it: a stream that reached the last takes no more.
 local FAR_AHEAD_MS = 1000 * 86400 * 366
 
--- Whether a stream, as far as there is one, takes entries: false for a key of another type too.
+-- Whether a stream, as far as there is one, takes entries: false for a key of another type too. Then the
+-- last id that it has given.
 local function takes_entries(stream)
   local info = redis.pcall('XINFO', 'STREAM', stream)
   if info['err'] then return redis.call('EXISTS', stream) == 0 end
   for f = 1, #info, 2 do
     if info[f] == 'last-generated-id' then
       local ms = tonumber(string.match(info[f + 1], '^(%d+)-'))
-      return ms < now_ms() + FAR_AHEAD_MS
+      return ms < now_ms() + FAR_AHEAD_MS, info[f + 1]
     end
   end
   return true
+end
+
+-- What a stream says of its group of this name, by field; nothing where there is none.
+local function group_of(stream, group)
+  for _, found in ipairs(given(redis.pcall('XINFO', 'GROUPS', stream)) or {}) do
+    local fields = {}
+    for f = 1, #found, 2 do fields[found[f]] = found[f + 1] end
+    if fields['name'] == group then return fields end
+  end
+  return nil
 end

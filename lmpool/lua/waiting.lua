@@ -14,19 +14,12 @@ local now = now_ms()
 
 -- The time of the first entry that nobody was given, and how many there are, or nothing.
 local function look_at(stream)
-  local groups = given(redis.pcall('XINFO', 'GROUPS', stream)) or {}
-  for _, found in ipairs(groups) do
-    local fields = {}
-    for f = 1, #found, 2 do fields[found[f]] = found[f + 1] end
-    if fields['name'] == group then
-      local first = given(redis.pcall('XRANGE', stream, '(' .. fields['last-delivered-id'], '+',
-        'COUNT', 1))
-      if not first or not first[1] then return nil end
-      local count = redis.call('XLEN', stream) - fields['pending']
-      return tonumber(string.match(first[1][1], '^%d+')), math.max(1, count)
-    end
-  end
-  return nil
+  local found = group_of(stream, group)
+  if not found then return nil end
+  local first = given(redis.pcall('XRANGE', stream, '(' .. found['last-delivered-id'], '+', 'COUNT', 1))
+  if not first or not first[1] then return nil end
+  local count = redis.call('XLEN', stream) - found['pending']
+  return tonumber(string.match(first[1][1], '^%d+')), math.max(1, count)
 end
 
 local soonest = -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -258,6 +259,14 @@ def test_a_worker_told_to_stop_while_it_loads_ends_promptly(
         assert "Traceback" not in worker.log
         assert not redis_client.exists(f"lmpool:{pool_name}")
         assert not list(redis_client.scan_iter(f"*{pool_name}*"))
+
+
+@pytest.mark.one_server
+def test_a_worker_whose_terminal_goes_away_leaves_in_order(server_url, pool_name):
+    with worker_process(server_url, pool_name) as worker:
+        worker.process.send_signal(signal.SIGHUP)
+        assert worker.wait() == 0, worker.log
+        assert "left the pool" in worker.log
 
 
 # --- what is left ------------------------------------------------------------------------------

@@ -240,12 +240,14 @@ def destroy(server: redis.Redis, key: str, how: str) -> None:
     """What the shipped users may not, and another program may."""
     if how == "the last id":
         server.xadd(key, {"job": "x"}, id=LAST)
+    elif how == "the group's place":
+        server.xgroup_setid(key, GROUP, LAST)
     else:
         put(server, key, how)
 
 
 @pytest.mark.parametrize("any_server", ["server"], indirect=True)
-@pytest.mark.parametrize("how", ["hash", "string", "the last id"])
+@pytest.mark.parametrize("how", ["hash", "string", "the last id", "the group's place"])
 def test_job_streams_are_mended_while_callers_wait(
     how: str, lm: lmpool.PooledLM, redis_client: redis.Redis, served: ShardKeys
 ) -> None:
@@ -262,7 +264,7 @@ def test_job_streams_are_mended_while_callers_wait(
 
 @pytest.mark.one_shard
 @pytest.mark.parametrize("any_server", ["server"], indirect=True)
-@pytest.mark.parametrize("how", ["hash", "the last id"])
+@pytest.mark.parametrize("how", ["hash", "the last id", "the group's place"])
 def test_a_fresh_worker_mends_the_streams(
     how: str, start_pool: Callable[..., str], any_server: str, redis_client: redis.Redis
 ) -> None:

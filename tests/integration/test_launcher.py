@@ -7,7 +7,9 @@ import errno
 import json
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from lmpool.errors import ClientClosed
+from lmpool.worker import launcher as launcher_module
 from lmpool.worker.launcher import Backoff, Launcher
 from lmpool.worker.placement import Placement
 from tests.support.clients import connected
@@ -23,7 +26,7 @@ from tests.support.launchers import launcher
 from tests.support.pools import Asking
 from tests.support.processes import runs, wait_until_gone
 from tests.support.waiting import until
-from tests.support.workers import living_workers, worker_process
+from tests.support.workers import clean_environment, living_workers, worker_process
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a Linux system call")
 
@@ -242,26 +245,68 @@ def test_it_is_tried_until_it_lives(tmp_path: Path) -> None:
     assert [event.get("status") for event in reported] == [None, 3, None, 3, None, 0]
 
 
+def assert_each_was_kept(reported: list[dict[str, Any]]) -> None:
+    """Both places of `DIES_TWICE` had one life after another."""
+    for place, last in (("place 0", 0), ("place 1", 78)):
+        mine = [event for event in reported if event["placement"] == place]
+        assert [event.get("status") for event in mine] == [None, 3, None, 3, None, last]
+
+
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
 def test_one_that_cannot_be_started_for_now_is_tried_again(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And ends no others."""
-    start, failed = asyncio.create_subprocess_exec, []
+    start, failed = launcher_module.Popen, []
 
-    async def fail_once(*words: Any, **options: Any) -> Any:
+    def fail_once(*words: Any, **options: Any) -> Any:
         lives = tmp_path / "lives0"
         if options["env"]["PLACE"] == "0" and lives.exists() and not failed:
             failed.append(number)
             raise OSError(number, os.strerror(number))
-        return await start(*words, **options)
+        return start(*words, **options)
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", fail_once)
+    monkeypatch.setattr(launcher_module, "Popen", fail_once)
     status, reported = run_launcher(DIES_TWICE, tmp_path, count=2)
     assert (status, failed) == (78, [number])
-    for place, last in (("place 0", 0), ("place 1", 78)):
-        ends = [e["status"] for e in reported if e["placement"] == place and "status" in e]
-        assert ends == [3, 3, last]
+    assert_each_was_kept(reported)
+
+
+def test_where_no_thread_can_be_started_workers_are_watched_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor a descriptor be had for each: one that runs by then would be forgotten."""
+
+    def refuse_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def refuse_descriptor(pid: int, flags: int = 0) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_thread)
+    monkeypatch.setattr(os, "pidfd_open", refuse_descriptor, raising=False)
+    status, reported = run_launcher(DIES_TWICE, tmp_path, count=2)
+    assert status == 78
+    assert_each_was_kept(reported)
+
+
+def test_what_cannot_be_reported_ends_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor starts another one beside it."""
+    write, failed = Path.open, []
+
+    def fail_at_first(path: Path, *how: Any, **options: Any) -> Any:
+        if path.name == "events" and how == ("ab",) and len(failed) < 2:
+            failed.append(path)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return write(path, *how, **options)
+
+    monkeypatch.setattr(Path, "open", fail_at_first)
+    status, reported = run_launcher(DIES_TWICE, tmp_path)
+    assert (status, len(failed)) == (0, 2)
+    assert [event.get("status") for event in reported] == [None, 3, None, 0]
+    assert caplog.text.count("cannot be reported: [Errno 24]") == 2
 
 
 def test_one_that_can_never_be_started_ends_the_launcher(tmp_path: Path) -> None:
@@ -271,12 +316,36 @@ def test_one_that_can_never_be_started_ends_the_launcher(tmp_path: Path) -> None
     assert isinstance(failed.value.exceptions[0], FileNotFoundError)
 
 
+TOLD_AS_IT_ENDS = """
+import functools, os, signal, sys
+from lmpool.worker import launcher
+program = [sys.executable, "-I", "-S", "-c", ""]
+launcher.Launcher = functools.partial(launcher.Launcher, command=program)
+status = launcher.launch({"engine": "mock"})
+for told in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    os.kill(os.getpid(), told)
+sys.exit(status)
+"""
+
+
+def test_a_signal_that_comes_as_it_ends_is_no_death(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", TOLD_AS_IT_ENDS],
+        env=clean_environment(),
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_a_refusal_ends_one_place_and_not_the_others(tmp_path: Path) -> None:
     status, reported = run_launcher(DIES_TWICE, tmp_path, count=2)
     assert status == 78
-    for place, last in (("place 0", 0), ("place 1", 78)):
-        ends = [e["status"] for e in reported if e["placement"] == place and "status" in e]
-        assert ends == [3, 3, last]
+    assert_each_was_kept(reported)
 
 
 LEAVES_A_CHILD = """

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +16,18 @@ from lmpool.keys import PoolKeys
 from lmpool.settings import WorkerOptions
 from lmpool.worker import arq_settings, control_redis
 from lmpool.worker.control_redis import HEALTH_EVERY, HEALTH_MS, PatientRedis
+from lmpool.worker.signals import TOLD_TO_END
+from lmpool.worker.status import WorkerStatus
 from tests.support.server import RealServer
+
+
+@pytest.fixture
+def heard_before() -> Iterator[None]:
+    """What this process does on signals is the same afterwards."""
+    before = {told: signal.getsignal(told) for told in TOLD_TO_END}
+    yield
+    for told, heard in before.items():
+        signal.signal(told, heard)
 
 
 def test_a_cancellation_lost_on_the_way_to_the_server_is_not_lost(
@@ -166,3 +180,31 @@ def test_what_a_worker_has_loaded_is_left_out_of_collections(
     monkeypatch.setattr(arq_settings, "keep_what_is_there", lambda: done.append("kept"))
     asyncio.run(arq_settings.startup({"options": WorkerOptions(), "service": Service()}))
     assert done == ["started", "kept"]
+
+
+@pytest.mark.usefixtures("heard_before")
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_has_left_and_is_told_to_leave_again_ends_as_if_told_once(fails: bool) -> None:
+    """Nobody hears a loop's signals once it is closed: the process would be ended by one."""
+    status = WorkerStatus({"id": "w", "pid": 1}, lambda: None)
+    if fails:
+        status.fail(RuntimeError("broken"))
+
+    class Service:
+        def __init__(self) -> None:
+            self.status = status
+
+        def stop(self) -> None:
+            assert all(callable(signal.getsignal(told)) for told in TOLD_TO_END)
+
+    async def leave() -> None:
+        for told in TOLD_TO_END:
+            asyncio.get_running_loop().add_signal_handler(told, print)
+        with pytest.raises(SystemExit) if fails else nullcontext():
+            await arq_settings.shutdown({"service": Service()})
+
+    # Not asyncio.run, which hears Ctrl-C itself.
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(leave())
+    loop.close()
+    assert {signal.getsignal(told) for told in TOLD_TO_END} == {signal.SIG_IGN}

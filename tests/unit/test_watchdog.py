@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -19,6 +20,26 @@ def test_a_step_that_takes_too_long_ends_the_worker() -> None:
     assert ended == [1]
     assert isinstance(state.failure, EngineBroken)
     assert "LMPOOL_ENGINE_TIMEOUT" in str(state.failure)
+
+
+def test_a_worker_that_was_frozen_in_the_midst_of_a_step_does_not_hang() -> None:
+    """The step began long ago, and others were begun since the watchdog last looked."""
+    state = WorkerStatus({}, lambda: None)
+    steps = iter([-1000.0, -1000.0, None, *[-500.0] * 10, -400.0])
+
+    class Looks(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout == 1.0
+            state.step_since = next(steps, 0.0)
+            return state.step_since == 0.0
+
+    state.stopping = Looks()
+    Watchdog(state, 10.0).run()
+    assert state.failure is None
+    steps = iter([-1000.0] * 12)
+    Watchdog(state, 10.0).run()
+    assert isinstance(state.failure, EngineBroken)
+    assert next(steps, None) is None
 
 
 class Slow(MockEngine):
