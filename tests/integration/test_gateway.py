@@ -439,6 +439,30 @@ def test_what_is_no_json_is_said(http: httpx.Client, body: str) -> None:
     assert answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "headers", "why"),
+    [
+        (b"{", {}, "Expecting property name"),
+        (
+            gzip.compress(b"{}"),
+            {"content-encoding": "gzip"},
+            "its content-encoding is 'gzip': send it",
+        ),
+        (b'{"prompt": "\xff"}', {}, "it is no UTF-8"),
+        (b"[" * 100_000, {}, "it is nested too deeply"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", {}, "a number has too many digits"),
+    ],
+    ids=["cut", "compressed", "bytes", "deep", "digits"],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/logprobs", "/live/surprise"])
+def test_why_a_body_is_no_json_is_said(
+    http: httpx.Client, path: str, body: bytes, headers: dict[str, str], why: str
+) -> None:
+    answer = http.post(path, content=body, headers=JSON | headers)
+    assert answer.status_code == 400
+    assert f"the body is not JSON: {why}" in answer.json()["error"]["message"]
+
+
 def test_a_prompt_that_is_too_long_is_said_in_the_words_that_clients_look_for(
     http: httpx.Client, lm: EmbeddedLM[NumpyRows]
 ) -> None:
