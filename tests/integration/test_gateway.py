@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.slow]
 JSON = {"content-type": "application/json"}
 TEXT = "Return the number of items in the list"
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+    "{{ m['tool_calls'] | length if 'tool_calls' in m }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
@@ -364,6 +365,16 @@ def test_a_template_gets_text_parts_as_text_and_may_go_on(http: httpx.Client) ->
         messages=[{"role": "assistant", "content": "I am"}], continue_final_message=True,
     )  # fmt: skip
     assert asked(http, "/detokenize", tokens=found["tokens"])["prompt"] == "<s>assistant: I am"
+
+
+def test_what_is_null_in_a_message_is_not_there(http: httpx.Client) -> None:
+    """As in an answer's message that the openai package gives back."""
+    absent = [{"role": "assistant", "content": "I am"}, {"role": "user"}]
+    null = [{**absent[0], "tool_calls": None, "refusal": None}, {**absent[1], "content": None}]
+    found = asked(http, "/tokenize", messages=null)
+    assert found == asked(http, "/tokenize", messages=absent)
+    text = "<s>assistant: I am\nuser: \nassistant:"
+    assert asked(http, "/detokenize", tokens=found["tokens"])["prompt"] == text
 
 
 # --- what is refused ----------------------------------------------------------------------------
