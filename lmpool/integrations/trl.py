@@ -260,8 +260,8 @@ class PoolClient:
     # --- the server that is none ---------------------------------------------------------------
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Return once a worker is alive; raises `PoolTimeout` after `total_timeout` seconds, or after
-        the few that one look may take."""
+        """Return once a worker is alive; raises `PoolTimeout` after `total_timeout` seconds, or the
+        few that one look may take."""
         del retry_interval
         self._lm.sync.wait_for_workers(max(LOOK, total_timeout))
 
