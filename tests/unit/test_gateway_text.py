@@ -207,7 +207,7 @@ def test_no_worker_ends_at_a_stop_text_that_is_hidden_in_part(skip: bool | None)
     words = Words(BYTES.tokens, 256, [1], lambda text, _: list(text.encode()))
     info = SimpleNamespace(max_prompt_tokens=100, eos_token_ids=(255,), vocab_size=256)
     model: Any = SimpleNamespace(words=words, info=info)
-    body = SamplingRequest(stop=stops, skip_special_tokens=skip)
+    body = SamplingRequest(model=None, stop=stops, skip_special_tokens=skip)
     drawn = asyncio.run(drawing_of(body, model, 9, None, 1))
     ends = ["\x01", "b"] if skip is None else stops
     assert drawn.hints == tuple(tuple(stop.encode()) for stop in ends)
