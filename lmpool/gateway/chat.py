@@ -130,8 +130,12 @@ async def chat_ids(model: Model, body: ChatTurns) -> list[int]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message for a template: text parts are one text."""
-    found = message.model_dump(exclude_unset=True)
+    """A message for a template: text parts are one text, and what is null is not there.
+
+    Templates ask whether a message has something, such as calls of tools, and would write None.
+    """
+    given = message.model_dump(exclude_unset=True)
+    found = {name: value for name, value in given.items() if value is not None}
     if isinstance(message.content, list):
         found["content"] = "".join(part.text for part in message.content)
     return found

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
 from lmpool.gateway.errors import SOON, ApiError
@@ -45,6 +45,8 @@ ABORT: Final = "lmpool.abort"
 """What a server's scope has that ends the connection at once."""
 ENDING: Final = "lmpool.ending"
 """And the event that is set once the server is to end: whoever has no end of his own ends then."""
+LAST: Final = 7.0
+"""Seconds for what is under way then. The server ends at 10, without a word to those who wait."""
 STALL: Final = 30.0
 """Seconds in which a caller takes nothing of its answer, and is taken to be gone."""
 LINGER: Final = 2.0
@@ -85,9 +87,10 @@ class Door:
                 name = key.name
             self._requests += 1
             counted = True
-            gone = await self._read(scope, receive, body)
-            if not gone:
-                await self._run(scope, receive, answer, body)
+            async with _ends_with(scope):
+                gone = await self._read(scope, receive, body)
+                if not gone:
+                    await self._run(scope, receive, answer, body)
         except ApiError as error:
             if answer.begun:
                 await _cut(scope, error.message)
@@ -148,7 +151,8 @@ class Door:
         while True:
             left = began + options.body_timeout + len(body) / SLOWEST - time.monotonic()
             try:
-                message = await asyncio.wait_for(receive(), max(0.0, left))
+                async with asyncio.timeout(max(0.0, left)):
+                    message = await receive()
             except TimeoutError:
                 raise ApiError(408, "the body did not arrive in time") from None
             if message["type"] != "http.request":
@@ -256,6 +260,31 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
         await _drain(receive)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@contextlib.asynccontextmanager
+async def _ends_with(scope: MutableMapping[str, Any]) -> AsyncIterator[None]:
+    """End what is within once its server's last seconds are over. Raises `ApiError` then."""
+    ending: asyncio.Event | None = scope.get(ENDING)
+    if ending is None:
+        yield
+        return
+    bound = asyncio.timeout(None)
+    watching = asyncio.ensure_future(_bounded_by(ending, bound))
+    try:
+        async with bound:
+            yield
+    except TimeoutError:
+        if not bound.expired():
+            raise
+        raise ApiError(503, "this gateway is ending: ask again", retry_after=SOON) from None
+    finally:
+        watching.cancel()
+
+
+async def _bounded_by(ending: asyncio.Event, bound: asyncio.Timeout) -> None:
+    await ending.wait()
+    bound.reschedule(asyncio.get_running_loop().time() + LAST)
 
 
 async def _cut(scope: MutableMapping[str, Any], why: str) -> None:

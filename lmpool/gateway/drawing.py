@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from lmpool.gateway.pools import Model
-from lmpool.gateway.sampling import Drawing
+from lmpool.gateway.sampling import MAX_HINT_TOKENS, Drawing
 from lmpool.gateway.state import Gateway
 from lmpool.gateway.text_stops import TextCut
 from lmpool.gateway.words import Words
@@ -46,11 +46,14 @@ class Teller:
         self._drawing = drawing
         self._cut = TextCut(drawing.stops, drawing.include_stop)
         self._hidden = words.special if drawing.skip_special else frozenset[int]()
+        self._last: list[int] = []
+        """The last tokens, as many as an ending may have: pieces may divide it."""
 
     def part(self, piece: Piece) -> Part:
         """What there is to be told of a piece, and whether it is the last."""
         ids: list[int] = piece.token_ids.tolist()
         reason = piece.finish_reason
+        self._last = [*self._last, *ids][-MAX_HINT_TOKENS:]
         said = len(ids)
         if reason == "eos" and not self._drawing.include_stop:
             said -= min(piece.ending, said)
@@ -64,7 +67,7 @@ class Teller:
         if self._cut.stop is not None:
             return self._part(text, ids, piece, len(ids), "stop", self._cut.stop)
         if reason == "stop":
-            stop, ending = self._stop_of(ids[-piece.ending :])
+            stop, ending = self._stop_of(self._last[-piece.ending :])
             return self._part(text + ending, ids, piece, len(ids), "stop", stop)
         if reason == "eos" and ids and ids[-1] in self._drawing.stop_token_ids:
             stop = ids[-1]

@@ -23,6 +23,7 @@ MAX_SEED: Final = 2**63 - 1
 MAX_EOS: Final = 128
 MAX_HINTS: Final = 32
 """Stop texts that a worker is told as tokens; all of them are looked for in the text."""
+MAX_HINT_TOKENS: Final = 16
 
 Id = Annotated[int, Field(ge=0, le=MAX_ID, json_schema_extra={"format": TOKEN_ID})]
 Ids = Annotated[list[Id], Field(fail_fast=True)]
@@ -162,6 +163,7 @@ async def drawing(
     room = model.info.max_prompt_tokens + 1
     ends = frozenset(body.stop_token_ids or ())
     eos: tuple[int, ...] = () if body.ignore_eos else model.info.eos_token_ids
+    hides = body.skip_special_tokens is not False
     return Drawing(
         max_tokens=max(0, min(max_tokens, room - shortest)),
         room=room,
@@ -174,9 +176,9 @@ async def drawing(
         eos_token_ids=tuple(sorted({*eos, *ends})),
         stop_token_ids=ends,
         stops=await _stop_texts(stops),
-        hints=await _hints(stops, model.words),
+        hints=await _hints(stops, model.words, model.words.special if hides else frozenset()),
         include_stop=bool(body.include_stop_str_in_output),
-        skip_special=body.skip_special_tokens is not False,
+        skip_special=hides,
         logprobs=top_logprobs is not None,
         top_logprobs=min(top_logprobs or 0, model.info.vocab_size),
     )
@@ -195,15 +197,22 @@ def _seed(given: int | None) -> int | None:
     return None if given is None else given & MAX_SEED
 
 
-async def _hints(stops: Sequence[str], words: Words) -> tuple[tuple[int, ...], ...]:
-    """Stop texts as tokens, where these are exactly their text: a worker then ends by itself."""
+async def _hints(
+    stops: Sequence[str], words: Words, hidden: frozenset[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Stop texts as tokens, where these are exactly their text: a worker then ends by itself.
+
+    One with `hidden` tokens beside others is in no text that is told, and ends none.
+    """
     found = []
     for stop in stops[:MAX_HINTS]:
         try:
             ids = await words.encode(stop, special=False, param="stop")
         except ApiError:
             return ()
-        if 0 < len(ids) <= 16 and b"".join(map(words.token_bytes, ids)) == stop.encode():
+        mixed = not hidden.isdisjoint(ids) and not hidden.issuperset(ids)
+        spelled = b"".join(map(words.token_bytes, ids)) == stop.encode()
+        if 0 < len(ids) <= MAX_HINT_TOKENS and spelled and not mixed:
             found.append(tuple(ids))
     return tuple(found)
 

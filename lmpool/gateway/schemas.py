@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from lmpool.checks import quoted
+
 
 class Request(BaseModel):
     """A request's body. Fields that it does not have are ignored, and null is as good as absent."""
@@ -43,7 +45,24 @@ class _JsonRequest(HttpRequest):
     """A request whose 1.0 is an integer too, as JSON's schemas have it."""
 
     async def json(self) -> Any:
-        return json.loads(await self.body(), parse_float=_number)
+        body = await self.body()
+        try:
+            return json.loads(body, parse_float=_number)
+        except (ValueError, RecursionError) as error:
+            # FastAPI would say of no other error what it is.
+            raise json.JSONDecodeError(self._why(error), "", 0) from None
+
+    def _why(self, error: Exception) -> str:
+        coding = self.headers.get("content-encoding", "identity")
+        if coding != "identity":
+            return f"its content-encoding is {quoted(coding)}: send it as it is"
+        if isinstance(error, json.JSONDecodeError):
+            return error.msg
+        if isinstance(error, UnicodeDecodeError):
+            return "it is no UTF-8"
+        if isinstance(error, RecursionError):
+            return "it is nested too deeply"
+        return "a number has too many digits"
 
 
 def _number(text: str) -> int | float:

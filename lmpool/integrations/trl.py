@@ -37,6 +37,8 @@ Lists = dict[str, Any]
 
 CONCURRENT: Final = 64
 """Completions with texts that end them, which are drawn at once."""
+LOOK: Final = 5.0
+"""Seconds for one look at a pool, as TRL asks for it: with a timeout of 0."""
 _VLLM_CLIENT: Final = "trl.generation.vllm_client.VLLMClient"
 _GENERATION: Final = frozenset(
     {"n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs", "seed", "stop",
@@ -258,9 +260,10 @@ class PoolClient:
     # --- the server that is none ---------------------------------------------------------------
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Return once a worker is alive; raises `PoolTimeout` after `total_timeout` seconds."""
+        """Return once a worker is alive; raises `PoolTimeout` after `total_timeout` seconds, or the
+        few that one look may take."""
         del retry_interval
-        self._lm.sync.wait_for_workers(total_timeout)
+        self._lm.sync.wait_for_workers(max(LOOK, total_timeout))
 
     def get_server_info(self) -> dict[str, Any]:
         """What the pool serves; its ``weight_transfer_config`` is None, as no weights move."""

@@ -216,6 +216,11 @@ def test_what_cannot_be_scored_is_refused(client: PoolClient) -> None:
         client.get_sequence_logprobs([[1, 2], [5] * 514], [1, 1])
 
 
+def test_a_pool_is_looked_at_once_where_no_time_is_given(client: PoolClient) -> None:
+    client.check_server()
+    client.check_server(0.0)
+
+
 def test_weights_stay_as_they_are(pool: lmpool.EmbeddedLM, client: PoolClient) -> None:
     client.check_server(10)
     client.reset_prefix_cache()

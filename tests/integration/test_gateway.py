@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.slow]
 JSON = {"content-type": "application/json"}
 TEXT = "Return the number of items in the list"
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+    "{{ m['tool_calls'] | length if 'tool_calls' in m }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
@@ -366,6 +367,16 @@ def test_a_template_gets_text_parts_as_text_and_may_go_on(http: httpx.Client) ->
     assert asked(http, "/detokenize", tokens=found["tokens"])["prompt"] == "<s>assistant: I am"
 
 
+def test_what_is_null_in_a_message_is_not_there(http: httpx.Client) -> None:
+    """As in an answer's message that the openai package gives back."""
+    absent = [{"role": "assistant", "content": "I am"}, {"role": "user"}]
+    null = [{**absent[0], "tool_calls": None, "refusal": None}, {**absent[1], "content": None}]
+    found = asked(http, "/tokenize", messages=null)
+    assert found == asked(http, "/tokenize", messages=absent)
+    text = "<s>assistant: I am\nuser: \nassistant:"
+    assert asked(http, "/detokenize", tokens=found["tokens"])["prompt"] == text
+
+
 # --- what is refused ----------------------------------------------------------------------------
 
 
@@ -437,6 +448,30 @@ def test_what_is_no_json_is_said(http: httpx.Client, body: str) -> None:
     answer = http.post("/v1/completions", content=body, headers=JSON)
     assert answer.status_code in (400, 422), answer.text
     assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "why"),
+    [
+        (b"{", {}, "Expecting property name"),
+        (
+            gzip.compress(b"{}"),
+            {"content-encoding": "gzip"},
+            "its content-encoding is 'gzip': send it",
+        ),
+        (b'{"prompt": "\xff"}', {}, "it is no UTF-8"),
+        (b"[" * 100_000, {}, "it is nested too deeply"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", {}, "a number has too many digits"),
+    ],
+    ids=["cut", "compressed", "bytes", "deep", "digits"],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/logprobs", "/live/surprise"])
+def test_why_a_body_is_no_json_is_said(
+    http: httpx.Client, path: str, body: bytes, headers: dict[str, str], why: str
+) -> None:
+    answer = http.post(path, content=body, headers=JSON | headers)
+    assert answer.status_code == 400
+    assert f"the body is not JSON: {why}" in answer.json()["error"]["message"]
 
 
 def test_a_prompt_that_is_too_long_is_said_in_the_words_that_clients_look_for(

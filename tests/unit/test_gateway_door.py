@@ -29,6 +29,7 @@ class Caller:
         self.gone = asyncio.Event()
         self.reads = True
         self.is_cut = False
+        self.ending = asyncio.Event()
         self.headers = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
 
     async def receive(self) -> Any:
@@ -52,7 +53,8 @@ class Caller:
         def abort() -> None:
             self.is_cut = True
 
-        await door({**scope, door_module.ABORT: abort}, self.receive, self.send)
+        of_server = {door_module.ABORT: abort, door_module.ENDING: self.ending}
+        await door({**scope, **of_server}, self.receive, self.send)
 
     @property
     def status(self) -> int:
@@ -186,6 +188,56 @@ def test_a_request_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
         await caller.ask(opened(stuck, request_timeout=0.1))
         assert caller.status == 503
         assert 1 <= int(caller.answer_headers["retry-after"]) <= 120
+
+    run(test)
+
+
+@pytest.mark.parametrize("parts", [[b"{}"], [b"{", 60.0, b"}"]], ids=["whole", "in-parts"])
+def test_who_waits_as_the_server_ends_is_told_before_it_has(
+    monkeypatch: pytest.MonkeyPatch, parts: list[bytes | float]
+) -> None:
+    monkeypatch.setattr(door_module, "LAST", 0.0)
+
+    async def test() -> None:
+        async def stuck(scope: Any, receive: Any, send: Any) -> None:
+            await asyncio.sleep(60)
+
+        door, caller = opened(stuck), Caller(parts)
+        caller.ending.set()
+        await caller.ask(door)
+        assert caller.status == 503
+        assert json.loads(caller.body)["error"]["message"] == "this gateway is ending: ask again"
+        assert caller.answer_headers["retry-after"] == "1"
+        assert not caller.is_cut
+        assert door.requests == 0
+
+    run(test)
+
+
+def test_a_stream_that_goes_on_as_the_server_ends_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "LAST", 0.0)
+
+    async def test() -> None:
+        async def endless(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+            caller.ending.set()
+            await asyncio.sleep(60)
+
+        caller = Caller()
+        await caller.ask(opened(endless))
+        assert caller.is_cut
+        assert caller.body == b"x"
+
+    run(test)
+
+
+def test_an_answer_that_is_there_before_the_server_has_ended_is_told() -> None:
+    async def test() -> None:
+        caller = Caller([b"x"])
+        caller.ending.set()
+        await caller.ask(opened())
+        assert (caller.status, caller.body) == (200, b"x")
 
     run(test)
 

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ from hypothesis import strategies as st
 from lmpool.gateway.drawing import Part, Teller, together
 from lmpool.gateway.errors import ApiError
 from lmpool.gateway.responding import _takes_gzip
-from lmpool.gateway.sampling import Drawing
+from lmpool.gateway.sampling import Drawing, SamplingRequest
+from lmpool.gateway.sampling import drawing as drawing_of
 from lmpool.gateway.template import model_template
 from lmpool.gateway.text_stops import StopTexts, TextCut
 from lmpool.gateway.words import MAX_CHARACTERS, TOGETHER, Words
@@ -184,12 +187,30 @@ def test_a_text_is_not_read_that_has_more_characters_than_all_its_tokens_could(
     assert read == [longest]
 
 
+@pytest.mark.parametrize("size", [1, 2, 50])
 @pytest.mark.parametrize("include", [False, True])
-def test_a_hidden_token_that_is_a_stop_text_is_told_as_one(include: bool) -> None:
-    part = told(drawing(["\x01"], include_stop=include), pieces(b"ab\x01", "stop", 1))
-    assert part.text == ("ab\x01" if include else "ab")
-    assert (part.finish_reason, part.stop_reason) == ("stop", "\x01")
-    assert part.token_ids == [97, 98, 1]
+@pytest.mark.parametrize("stop", ["\x01", "\x01\x01"])
+def test_hidden_tokens_that_are_a_stop_text_are_told_as_one(
+    stop: str, include: bool, size: int
+) -> None:
+    data = b"ab" + stop.encode()
+    part = told(drawing([stop], include_stop=include), pieces(data, "stop", len(stop), size))
+    assert part.text == ("ab" + stop if include else "ab")
+    assert (part.finish_reason, part.stop_reason) == ("stop", stop)
+    assert part.token_ids == list(data)
+
+
+@pytest.mark.parametrize("skip", [None, False])
+def test_no_worker_ends_at_a_stop_text_that_is_hidden_in_part(skip: bool | None) -> None:
+    """Its text would be told up to the hidden token, though the stop text begins before it."""
+    stops = ["b\x01", "\x01b", "\x01", "b"]
+    words = Words(BYTES.tokens, 256, [1], lambda text, _: list(text.encode()))
+    info = SimpleNamespace(max_prompt_tokens=100, eos_token_ids=(255,), vocab_size=256)
+    model: Any = SimpleNamespace(words=words, info=info)
+    body = SamplingRequest(model=None, stop=stops, skip_special_tokens=skip)
+    drawn = asyncio.run(drawing_of(body, model, 9, None, 1))
+    ends = ["\x01", "b"] if skip is None else stops
+    assert drawn.hints == tuple(tuple(stop.encode()) for stop in ends)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from lmpool.gateway.page.rights import check_caller, check_operator, key_of, may
 from lmpool.gateway.page.telling import as_json, tell
 from lmpool.gateway.page.watch import MOST_TEXT, Seen, Watch, plain
 from lmpool.gateway.pools import Pool
-from lmpool.gateway.schemas import Request
+from lmpool.gateway.schemas import JsonRoute, Request
 from lmpool.gateway.sse import Streamed
 from lmpool.gateway.state import Gateway
 from lmpool.producer import PooledLM, connect
@@ -32,7 +32,7 @@ from lmpool.producer.deadline import Deadline
 
 T = TypeVar("T")
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False, route_class=JsonRoute)
 
 STREAMS: Final = 128
 STREAMS_OF_KEY: Final = 16

@@ -18,12 +18,12 @@ from lmpool.gateway.page.rights import check_caller
 from lmpool.gateway.page.telling import tell
 from lmpool.gateway.pools import Model
 from lmpool.gateway.sampling import Id, check_length
-from lmpool.gateway.schemas import Request
+from lmpool.gateway.schemas import JsonRoute, Request
 from lmpool.gateway.words import Words
 from lmpool.producer.deadline import Deadline
 from lmpool.wants import Score, TextScores, Top, TopLogprobs
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False, route_class=JsonRoute)
 
 MOST_CHARACTERS: Final = 8000
 MOST_APPENDED: Final = 500
