@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import redis.exceptions
 
 from lmpool.commands import Server
-from lmpool.keys import GROUP, ShardKeys
+from lmpool.keys import GROUP, PoolKeys, ShardKeys
+from lmpool.model_info import ModelInfo
+from lmpool.servers import Servers
 
 LIFE_MS: Final = 5000
 """How long a worker counts as alive after its last sign of life."""
@@ -52,3 +55,23 @@ def living(server: Server, shard: ShardKeys) -> list[str]:
 def any_alive(server: Server, shard: ShardKeys) -> bool:
     """Whether any worker of a shard has a heartbeat."""
     return bool(living(server, shard))
+
+
+def are_in(servers: Servers, shards: Sequence[ShardKeys]) -> bool:
+    """Whether any worker is in each of these shards, of those that answer."""
+    return all(servers.apart([s], partial(any_alive, shard=s)) is not False for s in shards)
+
+
+def as_served(
+    servers: Servers, keys: PoolKeys, info: ModelInfo, known: ModelInfo | None = None
+) -> ModelInfo:
+    """What a pool serves, laid as its workers have it: while none has come to where it lies now,
+    they and all that is registered are where it lay before, which may be where it is `known`.
+
+    As it is where nobody is anywhere. Raises redis-py's exceptions as `Servers.apart` does.
+    """
+    before = [*info.former(), *filter(None, [known])]
+    for laid in (info, *before) if before else ():
+        if are_in(servers, laid.shard_keys(keys)):
+            return laid
+    return info

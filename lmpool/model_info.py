@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final, Literal, NamedTuple
 
@@ -133,6 +133,13 @@ class ModelInfo:
     def follows(self, other: ModelInfo) -> bool:
         """Whether the pool has left the layout of `other` on its way to this one."""
         return any(layout.name == other.layout for layout in self.layouts)
+
+    def former(self) -> Iterator[ModelInfo]:
+        """The same in each of its layouts before, the latest first."""
+        for number in reversed(range(len(self.layouts))):
+            name, shards, lanes = self.layouts[number]
+            before = self.layouts[:number]
+            yield replace(self, shards=shards, lanes=lanes, layout=name, layouts=before)
 
     def left_shards(self, keys: PoolKeys) -> tuple[ShardKeys, ...]:
         """What the pool left: shards that it has no more, and those that had more lanes, with as

@@ -25,6 +25,7 @@ from lmpool.address import address_of, in_url
 from lmpool.commands import Fields, Server
 from lmpool.errors import LmpoolError, ServerUnreachable
 from lmpool.keys import PRIORITIES, PoolKeys, Priority, ShardKeys
+from lmpool.liveness import as_served
 from lmpool.model_info import ModelInfo
 from lmpool.producer.statistics import (
     LanesStatistics,
@@ -172,6 +173,8 @@ class PoolViewer:
             if not self._server:
                 self._server = _greet(servers, self.url)
             info = _model_info(self._packed(until))
+            if info is not None:
+                info = as_served(servers, self._keys, info)
             shards = () if info is None else info.shard_keys(self._keys)
             # Where they lie now: of one that is lost the map may soon name another.
             places = [servers.place(shard) for shard in shards]

@@ -174,7 +174,8 @@ def _look(servers: Servers, keys: PoolKeys, info: ModelInfo) -> PoolShards:
     shards = info.shard_keys(keys)
     there: set[str] = set()
     alive: set[str] = set()
-    for shard in (*shards, *info.left_shards(keys)):
+    # Who moves is in both for a moment: looked for in this order nobody is missed.
+    for shard in (*info.left_shards(keys), *shards):
         for name, layout in servers.apart([shard], partial(_beats, shard)) or ():
             alive.add(name)
             if layout == info.layout:

@@ -24,7 +24,7 @@ from lmpool.producer.control import Argument, ask_workers
 from lmpool.producer.deadline import Deadline
 from lmpool.producer.prompts import prompt_bytes
 from lmpool.producer.served_model import ServedModel, ServedModels
-from lmpool.producer.statistics import PoolStatistics, pool_statistics
+from lmpool.producer.statistics import PoolStatistics, pool_statistics, workers_in
 from lmpool.producer.tokens import ByteToken, Tokenizer, encode_conversation
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
@@ -268,8 +268,7 @@ class BaseLM:
 
     def _control(self, function: str, deadline: Deadline, *arguments: Argument) -> None:
         self._follow(deadline)
-        found = run_blocking(self._run(self._read_statistics, deadline))
-        workers = {worker["id"]: worker["control"] for worker in found["workers"]}
+        workers = run_blocking(self._run(self._read_workers, deadline))
         ask_workers(
             self._client.options,
             list(workers),
@@ -282,6 +281,16 @@ class BaseLM:
     def _follow(self, deadline: Deadline) -> None:
         run_blocking(self._load_info(deadline))
         result(self._client.follow(), deadline, self._client.no_answer)
+
+    def _read_workers(self, servers: Servers) -> dict[str, str | None]:
+        """Where each worker listens for control jobs, those that have yet to move with the pool,
+        too: looked for in this order nobody is missed."""
+        shards = self._client.shards_now(servers)
+        info = self._client.info
+        assert info is not None
+        behind = workers_in(servers, info.left_shards(self._client.keys))
+        found = [*behind, *pool_statistics(servers, shards)["workers"]]
+        return {worker["id"]: worker["control"] for worker in found}
 
     def _read_adapters(self, servers: Servers, name: str | None = None) -> dict[str, str]:
         return read_registry(servers, self._client.shards_now(servers), name)

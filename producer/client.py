@@ -22,14 +22,14 @@ from lmpool.connections import BEHIND_MOST
 from lmpool.errors import LmpoolError, PromptFailed, UnknownPool
 from lmpool.interrupts import frees
 from lmpool.keys import PoolKeys, ShardKeys
-from lmpool.liveness import any_alive
+from lmpool.liveness import any_alive, as_served
 from lmpool.model_info import ModelInfo
 from lmpool.producer.cache import AnswerCache
 from lmpool.producer.collector import Collector
 from lmpool.producer.flights import Flight, Statistics
 from lmpool.producer.near_answers import NearAnswers
 from lmpool.producer.pending import PendingCall, wake
-from lmpool.producer.replacement import has_moved, look_at, replaced
+from lmpool.producer.replacement import lies_elsewhere, look_at, replaced
 from lmpool.producer.sender import Sender
 from lmpool.producer.session import Session, closed
 from lmpool.producer.waits import Future
@@ -151,7 +151,7 @@ class Client:
             found: list[bytes | None] = []
             alone = ShardKeys(key)  # it lies by itself, as if it were a shard
             servers.apart([alone], lambda server: found.append(get_string(server, key)))
-            if found and found[0] is not None and has_moved(session, servers, found[0]):
+            if found and found[0] is not None and lies_elsewhere(session, found[0]):
                 look_at(session, servers, found[0])
         return session.shards
 
@@ -384,7 +384,7 @@ class Client:
                 f"no pool {options.pool!r} on {mask_url(options.url)}: start a worker "
                 f"with LMPOOL_POOL={options.pool} lmpool worker, or check the name"
             )
-        info = ModelInfo.unpack(found)
+        info = as_served(servers, session.keys, ModelInfo.unpack(found))
         session.near.enter(options.pool, info)
         session.join(info)
         session.confirmed = began

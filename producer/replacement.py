@@ -10,7 +10,7 @@ from lmpool.clock import to_ms
 from lmpool.commands import Server
 from lmpool.errors import PoolMismatch, WireError
 from lmpool.keys import ShardKeys
-from lmpool.liveness import any_alive
+from lmpool.liveness import as_served
 from lmpool.model_info import ModelInfo
 from lmpool.producer.pending import wake
 from lmpool.producer.session import REPLY_TTL, Session
@@ -27,7 +27,8 @@ def look_at(session: Session, servers: Servers, current: bytes) -> bool:
     Then the client moves to the new pool, or fails what it waits for, as its options say. Whoever
     waited gets `PoolMismatch` in both cases: after a move the prompts have to be checked anew, and
     asked under other names. A pool of the same model in other shards or lanes is moved to without a
-    word to anyone: what is waited for is asked for there. On the sender's thread.
+    word to anyone, once workers have: what is waited for is asked for there. On the sender's
+    thread.
     """
     known = session.info
     assert known is not None
@@ -39,6 +40,9 @@ def look_at(session: Session, servers: Servers, current: bytes) -> bool:
         session.fail_everything(replaced(session.options, known, f" ({error})"))
         return True
     if info.gives_the_same_as(known):
+        info = as_served(servers, session.keys, info, known)
+        if is_known(session, info.pack()):
+            return False  # nobody has moved there yet
         left = session.shards
         if info.shards != known.shards:
             _withdraw_sent(session, servers)
@@ -67,17 +71,14 @@ def is_known(session: Session, current: bytes) -> bool:
     )
 
 
-def has_moved(session: Session, servers: Servers, current: bytes) -> bool:
-    """Whether the pool serves the same elsewhere: workers are in all of its shards, of those that
-    answer. Some may be where it was, to finish what they had begun."""
+def lies_elsewhere(session: Session, current: bytes) -> bool:
+    """Whether the pool is to serve the same in other shards or lanes than the client knows: workers
+    may have yet to move there, or are between the two."""
     try:
         info, known = ModelInfo.unpack(current), session.info
     except WireError:
         return False
-    if known is None or not info.gives_the_same_as(known) or is_known(session, current):
-        return False
-    shards = info.shard_keys(session.keys)
-    return all(servers.apart([s], partial(any_alive, shard=s)) is not False for s in shards)
+    return known is not None and info.gives_the_same_as(known) and not is_known(session, current)
 
 
 def _withdraw_sent(session: Session, servers: Servers) -> None:

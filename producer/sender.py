@@ -38,7 +38,7 @@ from lmpool.producer.flights import Flight
 from lmpool.producer.notices import bring_forward
 from lmpool.producer.outages import Outage, Outages
 from lmpool.producer.pending import PendingCall, wake
-from lmpool.producer.replacement import has_moved, is_known, look_at, wake_collector
+from lmpool.producer.replacement import is_known, lies_elsewhere, look_at, wake_collector
 from lmpool.producer.session import (
     CLAIM_BYTES,
     CLAIM_MOST,
@@ -328,9 +328,8 @@ class Sender:
             self._confirm_failed = time.monotonic()  # it may have taken long
             return
         if current is not None and not is_known(session, current):
-            moved = has_moved(session, self._servers, current)
-            if moved or not self._are_served():
-                look_at(session, self._servers, current)
+            may_leave = lies_elsewhere(session, current) or not self._are_served()
+            if may_leave and look_at(session, self._servers, current):
                 return
         with session.lock:
             stale = not session.is_confirmed(now)
@@ -589,7 +588,7 @@ class Sender:
         if self._are_served():
             self._alone_since = None
             current = self._read_info()
-            if current not in (None, _AWAY) and has_moved(session, servers, current):
+            if current not in (None, _AWAY) and lies_elsewhere(session, current):
                 look_at(session, servers, current)
             return
         if self._alone_since is None:

@@ -182,7 +182,7 @@ def pool_statistics(
         ages += found.ages
     if not there:
         raise lost[-1] if lost else redis.exceptions.ConnectionError("no shard answers")
-    workers = _workers(servers, there)
+    workers = workers_in(servers, there)
     return PoolStatistics(
         computed=counted[COMPUTED],
         batches=counted[BATCHES],
@@ -251,9 +251,9 @@ def _lane(queue: StreamQueue, in_use: int, workers: Sequence[str]) -> LaneStatis
     )
 
 
-def _workers(servers: Servers, shards: Sequence[ShardKeys]) -> list[WorkerStatistics]:
-    """The living workers: each has a heartbeat in every shard, but for one that was away until a
-    moment ago."""
+def workers_in(servers: Servers, shards: Sequence[ShardKeys]) -> list[WorkerStatistics]:
+    """The living workers of a pool that lies in these shards: each has a heartbeat in every one,
+    but for one that was away until a moment ago."""
     found: dict[str, WorkerStatistics] = {}
     for shard in shards:
         for beat in servers.apart([shard], partial(_beats, shard)) or ():

@@ -482,5 +482,6 @@ def test_what_must_not_be_lost_waits_for_a_replica(
                 lm.add_new_lora(style, "style", timeout=60)
                 after = [waits(node) for node in nodes]
                 assert len(lm.shards) == (1 if len(nodes) == 1 else 6)
-            more = [b - a for a, b in zip(before, after, strict=True)]
-            assert more == ([0] if len(nodes) == 1 else [1, 1, 1])
+            # More than once where a node was late to answer: then all is done again.
+            more = [b > a for a, b in zip(before, after, strict=True)]
+            assert more == ([False] if len(nodes) == 1 else [True] * 3)

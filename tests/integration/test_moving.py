@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import redis
 from typer.testing import CliRunner
 
 from lmpool import PooledLM, dead_letters
+from lmpool import shards as shards_module
 from lmpool.backends.mock import mock_row
 from lmpool.cli import app
 from lmpool.errors import (
@@ -32,12 +33,15 @@ from lmpool.errors import (
 from lmpool.keys import PROTOCOL, PoolKeys, ShardKeys
 from lmpool.liveness import LIFE_MS
 from lmpool.model_info import ModelInfo
-from lmpool.producer import sender
+from lmpool.pool_view import PoolViewer
+from lmpool.producer import base_lm, sender
 from lmpool.producer.statistics import PoolStatistics
 from lmpool.shards import PoolShards, change, look
 from lmpool.slots import slot_of
 from lmpool.worker import moving
+from lmpool.worker.adapters import adapter_fingerprint
 from tests.integration.test_adapters import registered, write_adapter
+from tests.integration.test_cluster_moves import register
 from tests.integration.test_streams import drawn_as_read
 from tests.support.clients import connected
 from tests.support.cluster import Cluster
@@ -49,7 +53,7 @@ from tests.support.redis_client import open_redis
 from tests.support.server import RealServer
 from tests.support.streams import Reader, continuation
 from tests.support.waiting import until
-from tests.support.workers import in_process_worker, worker_process
+from tests.support.workers import InProcessWorker, in_process_worker, worker_process
 
 VOCAB = 256
 DELAY = 0.4
@@ -108,8 +112,10 @@ def slow(folder: Path) -> dict[str, Any]:
 
 
 def moved(found: PoolShards, shards: int, lanes: int, workers: int) -> bool:
-    there = len(found.shards), found.lanes, len(found.workers), found.behind
-    assert there == (shards, lanes, workers, ()), found
+    """Whether the pool lies so and none of its `workers` has yet to move. On a busy machine one may
+    be late to say that it lives, which is nobody's then."""
+    assert (len(found.shards), found.lanes, found.behind) == (shards, lanes, ()), found
+    assert 0 < len(found.workers) <= workers, found
     return True
 
 
@@ -474,11 +480,101 @@ def test_streams_of_lanes_that_are_gone_end(any_server, redis_client, pool_name,
         assert all(redis_client.pttl(key) == -1 for key in gone)
 
 
+@contextmanager
+def staying(*workers: InProcessWorker) -> Iterator[None]:
+    """Workers do not move with the pool while the block runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        for worker in workers:
+            assert worker.service.seat is not None
+            patch.setattr(worker.service.seat.heartbeat, "_on_moved", lambda info: None)
+        yield
+
+
+def asked_of(lm: PooledLM, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The workers that are asked when all are to do something."""
+    asked: set[str] = set()
+    with monkeypatch.context() as patch:
+        patch.setattr(base_lm, "ask_workers", lambda _, workers, *a, **k: asked.update(workers))
+        lm.clear_kv_cache()
+    return asked
+
+
+def test_who_comes_before_any_worker_has_moved_finds_all_that_is_there(
+    any_server, pool_name, tmp_path, monkeypatch
+):
+    path = write_adapter(tmp_path / "one")
+    options = {"shards": 1, "lanes": 1, "adapter_dirs": [str(tmp_path)]}
+    with (
+        in_process_worker(any_server, pool_name, **options) as worker,
+        connected(any_server, pool_name) as idle,
+    ):
+        register(worker, "one", path)
+        right = mock_row([1], VOCAB, f"one@{adapter_fingerprint(tmp_path / 'one')}")
+        moved(change(any_server, pool_name, 2), 2, 1, 1)
+        with staying(worker):
+            for shards in (3, 4):
+                change(any_server, pool_name, shards, wait=0.0)
+            with connected(any_server, pool_name) as new:
+                # The one has never heard of the layout in which the worker is.
+                for lm in (idle, new):
+                    assert len(lm.shards) == 2
+                    np.testing.assert_array_equal(
+                        lm.next_token_logprobs_sync([1], "one", timeout=60), right
+                    )
+                    found = lm.pool_statistics_sync()
+                    assert [each["id"] for each in found["workers"]] == [worker.id]
+                    assert asked_of(lm, monkeypatch) == {worker.id}
+                with PoolViewer(any_server, pool_name) as viewer:
+                    found = viewer.read().statistics
+                    assert [each["id"] for each in found["workers"]] == [worker.id]
+        moved(change(any_server, pool_name, 4), 4, 1, 1)
+        assert len(idle.shards) == 4
+
+
+def test_those_who_have_yet_to_move_are_asked_with_the_others(any_server, pool_name, monkeypatch):
+    options = {"shards": 1, "lanes": 1}
+    with (
+        in_process_worker(any_server, pool_name, **options) as one,
+        in_process_worker(any_server, pool_name, **options) as other,
+        connected(any_server, pool_name) as lm,
+        staying(one),
+    ):
+        change(any_server, pool_name, 2, wait=0.0)
+        until(lambda: look(any_server, pool_name).workers == (other.id,), what="one to move")
+        assert len(lm.shards) == 2
+        assert asked_of(lm, monkeypatch) == {one.id, other.id}
+
+
+def test_who_moves_while_the_pool_is_looked_at_is_seen(
+    server_url, redis_client, pool_name, monkeypatch
+):
+    with in_process_worker(server_url, pool_name, shards=2, lanes=1) as worker:
+        beats_of = [shard.alive(worker.id) for shard in pool_shards(redis_client, pool_name)]
+        looks = 0
+
+        def beats(*arguments: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            found = read(*arguments)
+            if looks == 1:
+                held.close()
+                until(lambda: not redis_client.exists(*beats_of), what="the worker to move")
+            return found
+
+        read = shards_module._beats
+        with ExitStack() as held:
+            held.enter_context(staying(worker))
+            change(server_url, pool_name, 1, wait=0.0)
+            monkeypatch.setattr(shards_module, "_beats", beats)
+            found = look(server_url, pool_name)
+        assert (found.workers, found.behind) == ((worker.id,), ())
+
+
 def test_clients_of_an_older_release_do_not_wait_for_who_is_busy(
     server_url, pool_name, tmp_path, monkeypatch
 ):
     """Those look elsewhere once nobody is where they are."""
-    monkeypatch.setattr(sender, "has_moved", lambda *_: False)
+    monkeypatch.setattr(sender, "lies_elsewhere", lambda *_: False)
     gate = Gate(tmp_path)
     with (
         worker_process(server_url, pool_name, shards=1, lanes=1, **gate.settings()),
