@@ -68,10 +68,11 @@ def as_served(
     """What a pool serves, laid as its workers have it: while none has come to where it lies now,
     they and all that is registered are where it lay before, which may be where it is `known`.
 
-    As it is where nobody is anywhere. Raises redis-py's exceptions as `Servers.apart` does.
+    Where nobody is anywhere it stays `known`: who comes back may be there. Raises redis-py's
+    exceptions as `Servers.apart` does.
     """
     before = [*info.former(), *filter(None, [known])]
     for laid in (info, *before) if before else ():
         if are_in(servers, laid.shard_keys(keys)):
             return laid
-    return info
+    return info if known is None else known

@@ -182,23 +182,24 @@ class Caller:
         return answers
 
     def _turn_of(self, loop: asyncio.AbstractEventLoop) -> _Turn:
+        now = time.monotonic()
+        if self._looks_at.get(loop, -math.inf) < now:
+            loop.call_later(LOST_AFTER, self._end_lost, loop)
+            self._looks_at[loop] = now + LOST_AFTER
         turn = self._turns.get(loop)
         if turn is None:
             for other in [other for other in list(self._looks_at) if other.is_closed()]:
                 self._turns.pop(other, None)  # it was closed before its turn ended
                 self._looks_at.pop(other, None)
-            now = time.monotonic()
-            if self._looks_at.get(loop, -math.inf) < now:
-                loop.call_later(LOST_AFTER, self._end_lost, loop)
-                self._looks_at[loop] = now + LOST_AFTER
             # In this order: one that Ctrl-C kept from ending would keep all that join it waiting.
             loop.call_soon(self._end_turn, loop)
             turn = self._turns[loop] = _Turn(loop)
         return turn
 
     def _end_lost(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._looks_at.pop(loop, None)
+        self._latest = None
         self._end_turn(loop)
+        self._looks_at.pop(loop, None)  # else its time is over, and the next turn sees to it
 
     def _end_turn(self, loop: asyncio.AbstractEventLoop) -> None:
         turn = None

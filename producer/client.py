@@ -137,7 +137,7 @@ class Client:
             except UnknownPool:
                 return False
             self._follow(servers)
-            shard = self._session.shards[0]
+            shard = self.shards_now(servers)[0]
             return any_alive(servers.for_shard(shard), shard)
 
         return self.run(look)

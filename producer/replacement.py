@@ -50,7 +50,7 @@ def look_at(session: Session, servers: Servers, current: bytes) -> bool:
         logger.info("pool %s is now in %d shards", session.options.pool, info.shards)
         wake_collector(session, servers, left)
     elif session.options.when_replaced == "follow":
-        _move(session, servers, known, info)
+        _move(session, servers, known, as_served(servers, session.keys, info))
     else:
         session.fail_everything(replaced(session.options, known))
     return True

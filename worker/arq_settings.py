@@ -59,7 +59,8 @@ async def startup(ctx: dict[str, Any]) -> None:
     _log(options)
     service = ctx["service"]
     loop = asyncio.get_running_loop()
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
         loop.add_signal_handler(signal.SIGHUP, _end)  # arq hears of the others
     done: asyncio.Future[None] = loop.create_future()
 

@@ -132,10 +132,13 @@ async def chat_ids(model: Model, body: ChatTurns) -> list[int]:
 def _plain(message: Message) -> dict[str, Any]:
     """A message for a template: text parts are one text, and what is null is not there.
 
-    Templates ask whether a message has something, such as calls of tools, and would write None.
+    Templates ask whether a message has something, such as calls of tools, and would write None. The
+    content of a message that has something else in its place is null for them, who ask for that.
     """
     given = message.model_dump(exclude_unset=True)
     found = {name: value for name, value in given.items() if value is not None}
+    if "content" in given and found.keys() > {"role"}:
+        found["content"] = given["content"]
     if isinstance(message.content, list):
         found["content"] = "".join(part.text for part in message.content)
     return found

@@ -92,7 +92,9 @@ class Door:
                 if not gone:
                     await self._run(scope, receive, answer, body)
         except ApiError as error:
-            if answer.begun:
+            if answer.ended:
+                pass  # as its time was over
+            elif answer.begun:
                 await _cut(scope, error.message)
             else:
                 await answer.refuse(error, receive)
@@ -217,6 +219,8 @@ class _Answer:
         self._head: Message | None = None
         self.begun = False
         """Whether its caller was told anything."""
+        self.ended = False
+        """Whether all of it was."""
         self._bytes = 0
         self.error: Exception | None = None
         """Why the route was not let go on. Kept: the application makes an error of its own of what
@@ -241,6 +245,7 @@ class _Answer:
             await self._tell({**message, "body": bytes(body[at : at + PART]), "more_body": True})
         rest = (len(body) - 1) // PART * PART if len(body) > PART else 0
         await self._tell({**message, "body": bytes(body[rest:])})
+        self.ended = not message.get("more_body", False)
 
     async def _tell(self, message: Message) -> None:
         """Send, to who reads. Raises ConnectionAbortedError."""

@@ -260,10 +260,10 @@ class PoolClient:
     # --- the server that is none ---------------------------------------------------------------
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Return once a worker is alive; raises `PoolTimeout` after `total_timeout` seconds, or the
-        few that one look may take."""
+        """Return once a worker is alive; raises `PoolTimeout` after `total_timeout` seconds, of 0
+        after the few that one look may take."""
         del retry_interval
-        self._lm.sync.wait_for_workers(max(LOOK, total_timeout))
+        self._lm.sync.wait_for_workers(total_timeout or LOOK)
 
     def get_server_info(self) -> dict[str, Any]:
         """What the pool serves; its ``weight_transfer_config`` is None, as no weights move."""

@@ -53,6 +53,7 @@ class PrivatePool:
         self._owner = os.getpid()
         self._copy: threading.Thread | None = None
         self._stopping = threading.Event()
+        self._stopped = False
         self._lock = threading.RLock()
         try:
             self.folder = Path(tempfile.mkdtemp(prefix="lmpool-"))
@@ -214,7 +215,7 @@ class PrivatePool:
         if os.getpid() != self._owner:
             return  # a forked child: the pool is its parent's
         with self._lock:
-            if self._pipe < 0:
+            if self._stopped:
                 return
             self._close_pipe()
             try:
@@ -228,11 +229,13 @@ class PrivatePool:
                 self._copy.join(5)
             # The reaper has done it, unless somebody killed it.
             shutil.rmtree(self.folder, ignore_errors=True)
+            self._stopped = True  # not before: Ctrl-C may end any of this
 
     def _close_pipe(self) -> None:
-        _PIPES.discard(self._pipe)
-        os.close(self._pipe)
-        self._pipe = -1
+        pipe, self._pipe = self._pipe, -1
+        if pipe >= 0:
+            _PIPES.discard(pipe)
+            os.close(pipe)
 
 
 _PIPES: set[int] = set()

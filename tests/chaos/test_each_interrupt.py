@@ -94,15 +94,19 @@ def test_a_client_is_as_it_was_behind_each_interrupt(
         table = lm._client._session.table
         whole = Interruption(0)
         assert whole.run(lambda: call(lm)) is None
+        assert whole.points > 10
+        interrupts = 0
         for at in tried(whole.points, every):
             interruption = Interruption(at)
             raised = interruption.run(lambda: call(lm))
             place = f"point {at}, {interruption.place}"
             assert raised is None or type(raised) is KeyboardInterrupt, (place, raised)
+            interrupts += raised is not None
             assert is_well(lm), place
             until(lambda: not table.flights, SECONDS, what=f"nothing is waited for: {place}")
             assert not any(table._counts.values()), place
             assert not table.has_unsent(), place
+        assert interrupts > len(tried(whole.points, every)) / 2
 
 
 async def ask_by_itself(lm: Client) -> None:
@@ -137,6 +141,7 @@ def test_an_event_loop_that_goes_on_leaves_nobody_waiting(
         call()
         whole = Interruption(0, ours)
         assert whole.run(call) is None
+        assert whole.points > 100
         for at in tried(whole.points, every):
             interruption = Interruption(at, ours)
             raised = interruption.run(call)

@@ -42,6 +42,26 @@ def test_nobody_holding_it_ends_it(pool_folder: Path) -> None:
     wait_until_gone(pids)
 
 
+def test_one_whose_closing_is_interrupted_is_closed_by_the_next(
+    pool_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = lmpool.embedded(**MOCK)
+    pids, folder = processes(lm), lm.folder
+
+    def interrupt(timeout: float) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lm._private._reaper, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lm.close()
+    lm.close()
+    assert lm._private._reaper.returncode is not None, "who closes it waits until all have ended"
+    assert not folder.exists()
+    lm.close()
+    wait_until_gone(pids)
+
+
 def test_a_killed_worker_is_replaced_under_load(pool_folder: Path) -> None:
     with lmpool.embedded(**MOCK, workers=2, batch_size=4, engine_opts={"delay": 0.01}) as lm:
         stop = threading.Event()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,12 @@ from lmpool.errors import (
     WireError,
 )
 from lmpool.keys import PROTOCOL, PoolKeys, ShardKeys
-from lmpool.liveness import LIFE_MS
+from lmpool.liveness import LIFE_MS, as_served
 from lmpool.model_info import ModelInfo
 from lmpool.pool_view import PoolViewer
 from lmpool.producer import base_lm, sender
 from lmpool.producer.statistics import PoolStatistics
+from lmpool.servers import Servers
 from lmpool.shards import PoolShards, change, look
 from lmpool.slots import slot_of
 from lmpool.worker import moving
@@ -529,6 +530,38 @@ def test_who_comes_before_any_worker_has_moved_finds_all_that_is_there(
                     assert [each["id"] for each in found["workers"]] == [worker.id]
         moved(change(any_server, pool_name, 4), 4, 1, 1)
         assert len(idle.shards) == 4
+
+
+@pytest.mark.parametrize("came", ["before", "amid"])
+def test_who_asked_nothing_since_the_pool_moved_finds_its_workers(any_server, pool_name, came):
+    with (
+        in_process_worker(any_server, pool_name, shards=1, lanes=1) as worker,
+        connected(any_server, pool_name) as before,
+        open_redis(any_server) as server,
+        ExitStack() as stack,
+    ):
+        (left,) = before.shards
+        with staying(worker):
+            change(any_server, pool_name, 2, wait=0.0)
+            amid = stack.enter_context(connected(any_server, pool_name))
+            assert amid._client.shards == (left,)
+        moved(change(any_server, pool_name, 2), 2, 1, 1)
+        until(lambda: not server.exists(left.alive(worker.id)), what="its last sign of life there")
+        (before if came == "before" else amid).wait_for_workers_sync(30)
+
+
+def test_a_pool_that_nobody_serves_is_where_it_was_known_to_be(any_server, pool_name):
+    """Its workers may be heard of again there, and may never move."""
+    with in_process_worker(any_server, pool_name, shards=1, lanes=1) as worker:
+        moved(change(any_server, pool_name, 2), 2, 1, 1)
+        with connected(any_server, pool_name) as lm:
+            info = lm.info
+        shards = info.shard_keys(PoolKeys(pool_name))
+    (known,) = info.former()
+    with open_redis(any_server) as server, closing(Servers.of_url(any_server)) as servers:
+        until(lambda: not any(server.exists(s.alive(worker.id)) for s in shards), what="its end")
+        assert as_served(servers, PoolKeys(pool_name), info, known) == known
+        assert as_served(servers, PoolKeys(pool_name), info) == info
 
 
 def test_those_who_have_yet_to_move_are_asked_with_the_others(any_server, pool_name, monkeypatch):
