@@ -11,7 +11,8 @@ import pytest
 import redis
 
 from lmpool.errors import PoolMismatch
-from lmpool.keys import PROTOCOL
+from lmpool.keys import GROUP, PROTOCOL
+from lmpool.liveness import LIFE_MS
 from lmpool.model_info import ModelInfo
 from lmpool.producer.pending import PendingCall
 from lmpool.producer.replacement import look_at, wake_collector
@@ -137,6 +138,12 @@ def test_other_shards_of_the_same_model_are_moved_to_without_a_word(
     (kept,) = jobs_of([[9]])
     session.cache.put(kept.digest, Row("f32").decode(row_of(kept), info_of()))
     session.table.withdrawn.append((0, kept.digest))
+    assert look_at(session, servers, info.pack()) is False, "nobody is there"
+    assert session.shards == old
+    for shard in info.shard_keys(session.keys):
+        server.xgroup_create(shard.stream().key, GROUP, "0", mkstream=True)
+        server.xgroup_createconsumer(shard.stream().key, GROUP, "one")
+        server.set(shard.alive("one"), "", px=LIFE_MS)
     assert look_at(session, servers, info.pack()) is True
     assert not call.done
     assert session.shards == info.shard_keys(session.keys)
