@@ -24,7 +24,7 @@ from lmpool.errors import (
 )
 from lmpool.isolation import isolate
 from lmpool.keys import PRIORITIES, Priority, ShardKeys
-from lmpool.liveness import any_alive
+from lmpool.liveness import are_in
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.claims import (
     ClaimAhead,
@@ -576,11 +576,7 @@ class Sender:
     def _are_served(self) -> bool:
         """Whether workers of the model that the client knows live: in every shard, as a pool taken
         over in fewer shards has nobody in the others."""
-        for shard in self._session.shards:
-            # Of one that is away nobody knows.
-            if self._servers.apart([shard], partial(any_alive, shard=shard)) is False:
-                return False
-        return True
+        return are_in(self._servers, self._session.shards)
 
     def _look_for_workers(self, now: float) -> None:
         session = self._session
