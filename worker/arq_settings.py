@@ -29,7 +29,7 @@ from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.tracing import set_up
 from lmpool.worker.control import FUNCTIONS, LONGEST
-from lmpool.worker.control_redis import HEALTH_EVERY, CheckingRedis, PatientRedis
+from lmpool.worker.control_redis import HEALTH_EVERY, CheckingRedis, ControlWorker, PatientRedis
 from lmpool.worker.patience import patiently
 from lmpool.worker.service import Service, place_name
 from lmpool.worker.signals import hear_no_more
@@ -161,6 +161,7 @@ _pack = partial(msgpack.packb, default=said, unicode_errors="backslashreplace")
 # What arq has as names of its own, and no settings for.
 setattr(arq.worker, "abort_jobs_ss", _keys.aborted)  # noqa: B010
 setattr(arq.worker, "create_pool", _server_to_check)  # noqa: B010
+setattr(arq.worker, "Worker", ControlWorker)  # noqa: B010
 
 
 class WorkerSettings:
@@ -184,6 +185,6 @@ class WorkerSettings:
     job_timeout: ClassVar = LONGEST
     health_check_interval: ClassVar = HEALTH_EVERY
     poll_delay: ClassVar = 0.2
-    # One that is cancelled while arq notes its end would end this process in the middle of leaving.
+    # For what is about to be answered.
     job_completion_wait: ClassVar = 1
     log_results: ClassVar = False

@@ -1,4 +1,4 @@
-"""arq's connection to the queue of control jobs, which no failure of a server ends a worker by.
+"""arq's worker and its connection to the queue of control jobs, which end no process by themselves.
 
 The streams outlive a server that restarts, hangs, fails over or is full, and so must the process
 that reads them; arq ends with the first command that fails.
@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar, Final
 
 from arq.connections import ArqRedis
+from arq.worker import Worker
 from redis.asyncio.client import Pipeline
 from redis.exceptions import RedisError
 
@@ -177,6 +178,17 @@ class PatientRedis(ArqRedis):
                 await asyncio.sleep(AGAIN)
             except asyncio.CancelledError:
                 return nothing
+
+
+class ControlWorker(Worker):
+    """arq's worker, whose jobs do not keep it from draining."""
+
+    async def close(self) -> None:
+        """As arq's, which waits for its jobs, and ends before anything is drained where one was
+        cancelled while its end was noted."""
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+        self.tasks.clear()
+        await super().close()
 
 
 class CheckingRedis(ArqRedis):

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from arq.connections import ArqRedis, log_redis_info
+from arq.worker import func
 from redis.asyncio.connection import ConnectionPool
 
 from lmpool.keys import PoolKeys
 from lmpool.settings import WorkerOptions
 from lmpool.worker import arq_settings, control_redis
-from lmpool.worker.control_redis import HEALTH_EVERY, HEALTH_MS, PatientRedis
+from lmpool.worker.control_redis import HEALTH_EVERY, HEALTH_MS, ControlWorker, PatientRedis
 from lmpool.worker.signals import TOLD_TO_END
 from lmpool.worker.status import WorkerStatus
 from tests.support.server import RealServer
@@ -120,6 +121,43 @@ def test_an_end_of_a_control_job_is_written_when_the_server_is_back(
             assert client.get("arq:result:x") == b"done"
     finally:
         server.stop()
+
+
+@pytest.mark.filterwarnings("ignore:Call to deprecated close:DeprecationWarning")  # arq's own
+@pytest.mark.parametrize("turns", range(8))
+def test_a_control_job_cancelled_as_its_end_is_noted_does_not_keep_a_worker_from_draining(
+    turns: int, server_url: str, pool_name: str
+) -> None:
+    """At each turn of the loop behind the function: arq's own close ended the process with it."""
+    ended: list[str] = []
+    queue = PoolKeys(pool_name).control_queue("w")
+    job = PoolKeys(pool_name).tag + "0a" * 16
+
+    async def live() -> None:
+        returned = asyncio.Event()
+
+        async def function(ctx: dict[str, Any]) -> None:
+            returned.set()
+
+        async def drain(ctx: dict[str, Any]) -> None:
+            ended.append("drained")
+
+        worker = ControlWorker(
+            functions=[func(function, name="function")],
+            redis_pool=PatientRedis(ConnectionPool.from_url(server_url)),
+            queue_name=queue,
+            on_shutdown=drain,
+        )
+        await worker.pool.enqueue_job("function", _job_id=job, _queue_name=queue)
+        worker.tasks[job] = asyncio.create_task(worker.run_job(job, 1))
+        await returned.wait()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        worker.handle_sig(signal.SIGTERM)
+        await worker.close()
+
+    asyncio.run(live())
+    assert ended == ["drained"]
 
 
 def test_a_sign_of_life_outlives_the_next_ones_delay(
