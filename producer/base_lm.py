@@ -276,6 +276,7 @@ class BaseLM:
             *arguments,
             deadline=deadline,
             listening=workers,
+            alive=lambda: self._client.run(self._read_workers),
         )
 
     def _follow(self, deadline: Deadline) -> None:

@@ -15,7 +15,7 @@ from lmpool.server import understood
 from lmpool.settings import ClientOptions, mask_url, place_of
 
 if TYPE_CHECKING:
-    from lmpool.producer.control_jobs import ControlJobs
+    from lmpool.producer.control_jobs import Alive, ControlJobs
 
 CONTROL_TIMEOUT: Final = 120.0
 """Seconds that a worker may take where nobody says how long: loading an adapter takes long."""
@@ -30,14 +30,16 @@ def ask_workers(
     *arguments: Argument,
     deadline: Deadline,
     listening: Mapping[str, str | None] | None = None,
+    alive: Alive | None = None,
 ) -> dict[str, object]:
     """Run a control function on every worker; returns what each returned, by worker.
 
     The jobs go through the server of `control_url`, which is that of the pool where it is not set:
     clients need the one that their workers have. `listening` is what workers say of theirs
-    (`WorkerStatistics`): that it is another one is told where nobody answers.
+    (`WorkerStatistics`): that it is another one is told where nobody answers. `alive` reads who
+    lives: who dies meanwhile is not waited for.
 
-    Raises `NoWorkers` without workers, `AdapterError` or `PoolError` with every worker's error,
+    Raises `NoWorkers` where none is left, `AdapterError` or `PoolError` with every worker's error,
     `PoolTimeout` when one does not answer until the deadline: it drops what it has not begun.
     """
     if not workers:
@@ -50,7 +52,7 @@ def ask_workers(
         deadline = Deadline(CONTROL_TIMEOUT)
     from lmpool.producer.control_jobs import ControlJobs
 
-    jobs = ControlJobs(options, function, arguments, deadline)
+    jobs = ControlJobs(options, function, arguments, deadline, alive)
     asking = in_thread(lambda: _run(jobs, options.control, workers), "lmpool-control")
     missing = f"{function} was not answered by every one of {', '.join(workers)}"
     try:
@@ -58,6 +60,11 @@ def ask_workers(
     except (PoolTimeout, TimeoutError):
         away = "" if jobs.lost is None else f": {mask_url(options.control)} is lost: {jobs.lost}"
         raise deadline.error(missing, away or _elsewhere(options, listening or {})) from None
+    if not answers:
+        raise NoWorkers(
+            f"pool {options.pool!r} has no worker left to {function.replace('_', ' ')}: "
+            f"{', '.join(workers)} died before they answered"
+        )
     errors = {worker: a["error"] for worker, a in answers.items() if "error" in a}
     if errors:
         text = "; ".join(f"{worker}: {error}" for worker, error in errors.items())
@@ -90,9 +97,8 @@ def _run(jobs: ControlJobs, url: str, workers: list[str]) -> dict[str, dict[str,
     try:
         with understood(url):
             # An event loop of its own: the caller's thread may be running one.
-            found = asyncio.run(jobs.run(workers))
+            return asyncio.run(jobs.run(workers))
     except (LmpoolError, TimeoutError):
         raise
     except Exception as error:  # of arq's: a job that failed in another way than ours do
         raise PoolError(f"{jobs.function} failed: {said(error)}") from error
-    return dict(zip(workers, found, strict=True))

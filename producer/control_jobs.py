@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 from uuid import uuid4
@@ -18,11 +19,16 @@ from redis.asyncio.client import Pipeline
 from lmpool.checks import quoted
 from lmpool.clock import to_ms
 from lmpool.control_connections import control_pool
-from lmpool.errors import PoolError
+from lmpool.errors import LmpoolError, PoolError
 from lmpool.keys import PoolKeys
+from lmpool.liveness import LIFE_MS
+from lmpool.producer.blocking import outcome
 from lmpool.producer.deadline import Deadline
+from lmpool.producer.waits import Future
 from lmpool.server import is_lost
 from lmpool.settings import ClientOptions
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -32,6 +38,10 @@ EXPIRED: Final = "job expired"
 """What arq says of a job that it cannot find."""
 AGAIN: Final = 0.1
 """Seconds until a server that was lost is tried again."""
+LOOK_EVERY: Final = LIFE_MS / 2000
+"""Seconds between two looks at who is alive. One that is found dead twice is not waited for."""
+
+Alive = Callable[[], "Future[Collection[str]]"]
 
 
 class _ControlPipeline(Pipeline):
@@ -74,7 +84,9 @@ class ControlJobs:
         function: str,
         arguments: Sequence[str | bytes],
         deadline: Deadline,
+        alive: Alive | None = None,
     ) -> None:
+        self._alive = alive
         self._keys = PoolKeys(options.pool)
         self._patience = options.reconnect_timeout
         self.function = function
@@ -89,13 +101,41 @@ class ControlJobs:
         self.lost: Exception | None = None
         """Why the server is not reached, while it is not."""
 
-    async def run(self, workers: Sequence[str]) -> list[dict[str, Any]]:
-        """What each returned. Raises `TimeoutError`, and what arq and redis-py raise."""
+    async def run(self, workers: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """What each returned, but for those that died meanwhile. Raises `TimeoutError`, and what
+        arq and redis-py raise."""
+        asked: dict[str, asyncio.Task[dict[str, Any]]] = {}
+        looking: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(self._deadline.left()):
-                return await asyncio.gather(*map(self._one, workers))
+                asked.update((w, asyncio.create_task(self._one(w))) for w in workers)
+                if self._alive is not None:
+                    looking = asyncio.create_task(self._give_up_dead(asked, self._alive))
+                await asyncio.wait(asked.values(), return_when=asyncio.FIRST_EXCEPTION)
+            ended = {worker: task for worker, task in asked.items() if task.done()}
+            return {w: task.result() for w, task in ended.items() if not task.cancelled()}
         finally:
+            for task in filter(None, [looking, *asked.values()]):
+                task.cancel()
             await self._server.aclose(close_connection_pool=True)
+
+    async def _give_up_dead(
+        self, asked: Mapping[str, asyncio.Task[dict[str, Any]]], alive: Alive
+    ) -> None:
+        """End the waiting for workers that die: another one starts with what is registered."""
+        missed: set[str] = set()
+        while True:
+            await asyncio.sleep(LOOK_EVERY)
+            try:
+                living = await outcome(alive(), Deadline(LIFE_MS / 1000), "no sign of life")
+            except (LmpoolError, redis.exceptions.RedisError, OSError):
+                missed = set()  # nobody knows
+                continue
+            missing = {worker for worker in asked if worker not in living}
+            for worker in missing & missed:
+                if asked[worker].cancel():
+                    logger.warning("%s died before it answered %s", worker, self.function)
+            missed = missing
 
     async def _one(self, worker: str) -> dict[str, Any]:
         queue = self._keys.control_queue(worker)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ import pytest
 import redis
 from arq.connections import ArqRedis
 
-from lmpool.errors import ClientClosed, PoolTimeout
+from lmpool.errors import ClientClosed, NoWorkers, PoolTimeout
 from lmpool.keys import PoolKeys
+from lmpool.producer import control_jobs
 from lmpool.producer.control import ask_workers
 from lmpool.producer.deadline import Deadline
+from lmpool.producer.waits import Future
 from lmpool.settings import ClientOptions
 from tests.support.clients import connected
 from tests.support.faults import Faults
@@ -27,6 +31,7 @@ from tests.support.workers import (
     ARQ,
     clean_environment,
     in_process_worker,
+    living_workers,
     settings_as_environment,
     worker_process,
 )
@@ -71,6 +76,55 @@ def test_who_waits_for_a_moment_takes_no_time_from_others(
         ask(0.5)
         assert redis_client.pexpiretime(queue) - time.time() * 1000 > 5_000
         patient.result(60)
+
+
+def test_who_dies_before_answering_is_not_waited_for(
+    server_url: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_jobs, "LOOK_EVERY", 0.05)
+    options, looks = ClientOptions(url=server_url, pool=pool_name), list[list[str]]()
+
+    def alive() -> Future[Collection[str]]:
+        found: Future[Collection[str]] = Future()
+        # Missed once, unreadable, there again: only who is missed twice in succession is dead.
+        seen = {1: [living], 2: None, 3: [living], 4: [living, "gone"]}.get(
+            len(looks) + 1, [living]
+        )
+        looks.append(seen or [])
+        if seen is None:
+            found.set_exception(PoolTimeout("away"))
+        else:
+            found.set_result(seen)
+        return found
+
+    def ask(*workers: str) -> dict[str, object]:
+        return ask_workers(options, [*workers], "clear_cache", deadline=Deadline(60.0), alive=alive)
+
+    with worker_process(server_url, pool_name, worker_name="w") as worker:
+        (found,) = living_workers(server_url, pool_name)
+        living = found["id"]
+        assert ask(living, "gone") == {living: None}
+        assert len(looks) >= 6
+        with pytest.raises(NoWorkers, match="left to clear cache: gone died before"):
+            ask("gone")
+        assert worker.process.poll() is None
+
+
+def test_a_call_that_kills_its_workers_ends(
+    server_url: str, pool_name: str, tmp_path: Path
+) -> None:
+    slow = Faults(tmp_path).settings(prefix_delay=100.0)
+    with (
+        worker_process(server_url, pool_name, **slow) as worker,
+        connected(server_url, pool_name) as lm,
+        ThreadPoolExecutor() as pool,
+        closing(redis.Redis.from_url(server_url)) as client,
+    ):
+        running = pool.submit(lm.cache_kv, [1], timeout=250)
+        until(lambda: client.keys(f"arq:in-progress:*{pool_name}*"))
+        worker.kill()
+        with pytest.raises(NoWorkers, match="died before they answered"):
+            running.result(200)
 
 
 def test_a_control_job_that_runs_while_the_server_is_restarted_is_answered(
