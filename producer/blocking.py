@@ -18,7 +18,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from lmpool.errors import LmpoolError
 from lmpool.producer.deadline import Deadline
-from lmpool.producer.waits import Future
+from lmpool.producer.waits import Future, never_lost
 
 P = ParamSpec("P")
 SelfT = TypeVar("SelfT")
@@ -120,12 +120,12 @@ async def outcome(
 
     def wake_loop(_: Future[T]) -> None:
         try:
-            loop.call_soon_threadsafe(wake)
+            loop.call_soon_threadsafe(never_lost(loop, wake), None)
         except RuntimeError:
             pass  # a loop that was closed has nobody left who waits
 
     left = deadline.left()
-    timer = None if left is None else loop.call_later(left, wake)
+    timer = None if left is None else loop.call_later(left, never_lost(loop, wake), None)
     future.add_done_callback(wake_loop)
     try:
         await ready

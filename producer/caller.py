@@ -18,6 +18,7 @@ from lmpool.producer.client import Client
 from lmpool.producer.jobs import TOGETHER, JobMaker
 from lmpool.producer.pending import LoneCall, PendingCall
 from lmpool.producer.stacking import Taking
+from lmpool.producer.waits import never_lost
 from lmpool.token_ids import TokenIds
 from lmpool.tracing import active, begin_call
 from lmpool.wants import Answer, Row, Want
@@ -224,7 +225,8 @@ class Caller:
 async def _wait(call: PendingCall, timeout: float) -> None:
     """Wait until `call` is done, or `timeout` seconds went by."""
     # A timer costs less than asyncio.timeout, and nobody has to be cancelled.
-    timer = asyncio.get_running_loop().call_later(timeout, call._wake)
+    loop = asyncio.get_running_loop()
+    timer = loop.call_later(timeout, never_lost(loop, call._wake), None)
     try:
         await call.future
     finally:

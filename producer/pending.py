@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -12,7 +12,7 @@ from lmpool.errors import LmpoolError
 from lmpool.keys import Priority
 from lmpool.model_info import ModelInfo
 from lmpool.producer.stacking import STACKED, Taking
-from lmpool.producer.waits import Event
+from lmpool.producer.waits import Event, never_lost
 from lmpool.rows import EncodedRow
 from lmpool.tracing import CallSpan
 from lmpool.wants import Answer
@@ -217,26 +217,13 @@ def wake(calls: Iterable[PendingCall]) -> None:
         elif call._future is not None:
             loops.setdefault(call._future.get_loop(), []).append(call)
     for loop, waiting in loops.items():
-        # A loop that was closed has nobody left who waits.
-        _call_soon(loop, _wake_all, waiting)
-
-
-def _call_soon(
-    loop: asyncio.AbstractEventLoop,
-    callback: Callable[[list[PendingCall]], None],
-    calls: list[PendingCall],
-) -> None:
-    try:
-        loop.call_soon_threadsafe(callback, calls)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
+        try:
+            loop.call_soon_threadsafe(never_lost(loop, _wake_all, waiting), None)
+        except RuntimeError:
+            if not loop.is_closed():  # else nobody is left who waits
+                raise
 
 
 def _wake_all(calls: list[PendingCall]) -> None:
-    try:
-        for call in calls:
-            call._wake()
-    except BaseException:  # Ctrl-C, after which the loop may run on
-        _call_soon(calls[0].future.get_loop(), _wake_all, calls)
-        raise
+    for call in calls:
+        call._wake()

@@ -15,6 +15,7 @@ from lmpool.producer.caller import answers_of
 from lmpool.producer.client import Client
 from lmpool.producer.deadline import Deadline
 from lmpool.producer.pieces import StreamCall
+from lmpool.producer.waits import never_lost
 from lmpool.tracing import CallSpan, active, begin_call
 from lmpool.wants import FinishReason, Generation, TopLogprobs
 
@@ -184,7 +185,8 @@ class PieceReader:
         call.for_loop(loop)
         if call.done or call.pieces is None or self._read < len(call.pieces.parts):
             return  # it came before there was a future to be told
-        timer = None if left is None else loop.call_later(left, call._wake)
+        wake = never_lost(loop, call._wake)
+        timer = None if left is None else loop.call_later(left, wake, None)
         try:
             await call.future
         finally:

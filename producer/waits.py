@@ -7,15 +7,41 @@ for ever, and with it the thread that is about to wake somebody.
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from typing import Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from lmpool.interrupts import frees
 
 T = TypeVar("T")
+
+
+def never_lost(
+    loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object
+) -> Callable[[object], object]:
+    """A function as a callback of this loop's, which gives it one value to no purpose. Where Ctrl-C
+    ends it, also at its beginning, and the loop runs on, it is called once more; it raises nothing
+    by itself.
+    """
+
+    def steps() -> Iterator[None]:
+        try:
+            yield  # what comes as it goes on from here is raised within this block
+            function(*arguments)
+        except GeneratorExit:  # it never was called
+            raise
+        except BaseException:
+            loop.call_soon(never_lost(loop, function, *arguments), None)
+            raise
+        yield
+
+    begun: Any = steps()
+    next(begun)
+    callback: Callable[[object], object] = begun.send
+    return callback
 
 
 class Event:

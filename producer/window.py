@@ -26,7 +26,7 @@ from lmpool.producer.call_options import CallOptions
 from lmpool.producer.caller import answers_of
 from lmpool.producer.client import Client
 from lmpool.producer.pending import LoneCall, PendingCall
-from lmpool.producer.waits import Event
+from lmpool.producer.waits import Event, never_lost
 from lmpool.tracing import CallSpan, active, begin_call
 from lmpool.wants import Answer
 from lmpool.wire import Job
@@ -174,7 +174,8 @@ class Window(Generic[GivenT]):
         asked.call = call
         if is_blocking():
             return call.for_event(self._event)
-        call.for_loop(running_loop()).future.add_done_callback(self._wake)
+        loop = running_loop()
+        call.for_loop(loop).future.add_done_callback(never_lost(loop, self._wake))
         return call
 
     # --- answers -------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ class Window(Generic[GivenT]):
             return
         loop = running_loop()
         woken = self._woken = loop.create_future()
-        timer = None if left is None else loop.call_later(left, self._wake, None)
+        timer = None if left is None else loop.call_later(left, never_lost(loop, self._wake), None)
         try:
             if not any(asked.done for asked in self._candidates()):
                 await woken
@@ -218,7 +219,7 @@ class Window(Generic[GivenT]):
             if timer is not None:
                 timer.cancel()
 
-    def _wake(self, _: object) -> None:
+    def _wake(self) -> None:
         if self._woken is not None and not self._woken.done():
             self._woken.set_result(None)
 

@@ -18,7 +18,7 @@ from lmpool.errors import LmpoolError
 from lmpool.wants import Draw
 from tests.support.clients import connected
 from tests.support.interrupted import SIZE, ask, leave_a_stream, leave_an_iterator, prompt
-from tests.support.interruptions import Interruption
+from tests.support.interruptions import Interruption, points_of
 from tests.support.redis_client import open_redis
 from tests.support.server import RealServer
 from tests.support.waiting import until
@@ -92,11 +92,10 @@ def test_a_client_is_as_it_was_behind_each_interrupt(
     with connected(*served, cache_bytes=0) as lm:
         ask(lm, SECONDS)
         table = lm._client._session.table
-        whole = Interruption(0)
-        assert whole.run(lambda: call(lm)) is None
-        assert whole.points > 10
+        points = points_of(lambda: call(lm))
+        assert points > 10
         interrupts = 0
-        for at in tried(whole.points, every):
+        for at in tried(points, every):
             interruption = Interruption(at)
             raised = interruption.run(lambda: call(lm))
             place = f"point {at}, {interruption.place}"
@@ -106,7 +105,7 @@ def test_a_client_is_as_it_was_behind_each_interrupt(
             until(lambda: not table.flights, SECONDS, what=f"nothing is waited for: {place}")
             assert not any(table._counts.values()), place
             assert not table.has_unsent(), place
-        assert interrupts > len(tried(whole.points, every)) / 2
+        assert interrupts > len(tried(points, every)) / 2
 
 
 async def ask_by_itself(lm: Client) -> None:
@@ -127,11 +126,11 @@ def test_an_event_loop_that_goes_on_leaves_nobody_waiting(
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(lambda *_: None)  # tasks that were ended so have nobody to tell
 
-    async def others() -> None:
+    async def others(place: str) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         if tasks:
             _, left = await asyncio.wait(tasks, timeout=SECONDS)
-            assert not left
+            assert not left, place
 
     with closing(loop), connected(*served, cache_bytes=0) as lm:
 
@@ -139,16 +138,15 @@ def test_an_event_loop_that_goes_on_leaves_nobody_waiting(
             loop.run_until_complete(loop.create_task(ask_so(lm)))
 
         call()
-        whole = Interruption(0, ours)
-        assert whole.run(call) is None
-        assert whole.points > 100
-        for at in tried(whole.points, every):
+        points = points_of(call, ours)
+        assert points > 100
+        for at in tried(points, every):
             interruption = Interruption(at, ours)
             raised = interruption.run(call)
             place = f"point {at}, {interruption.place}"
             assert raised is None or type(raised) is KeyboardInterrupt, (place, raised)
             with suppress(KeyboardInterrupt):  # that of a task, which it ended
-                loop.run_until_complete(others())
+                loop.run_until_complete(others(place))
             loop.run_until_complete(asyncio.wait_for(ask_by_itself(lm), SECONDS))
             assert is_well(lm), place
 

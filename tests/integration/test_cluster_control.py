@@ -448,9 +448,9 @@ def test_a_job_given_up_waits_for_a_replica_and_garbage_does_not(
         closing(Servers.of_url(cluster.url)) as many,
         closing(Servers.of_url(alone.url)) as one,
     ):
-        for servers, node, expected in (
-            (one, alone, 0),
-            (many, cluster.owner(shard.slot), 1),
+        for servers, node, has_replica in (
+            (one, alone, False),
+            (many, cluster.owner(shard.slot), True),
         ):
             # Slots may have moved since this process looked where they are.
             until(lambda it=servers: it.apart([shard], lambda s: s.exists(shard.dead)) is not None)
@@ -461,7 +461,8 @@ def test_a_job_given_up_waits_for_a_replica_and_garbage_does_not(
             letters.refuse(shard.stream(), entry, b"garbage", JobFormatError("garbage"))
             assert waits(node) == before
             letters.give_up(shard.stream(), entry, pack_job(job), job, 3, "worker")
-            assert waits(node) == before + expected
+            # More than once where the node was late to answer.
+            assert (waits(node) > before) is has_replica
             assert server.xlen(shard.dead) == 2
 
 

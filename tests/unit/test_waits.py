@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +13,10 @@ from typing import Any
 
 import pytest
 
-from lmpool.producer.waits import Event, Future
+import lmpool
+from lmpool.producer.pending import LoneCall, wake
+from lmpool.producer.waits import Event, Future, never_lost
+from tests.support.interruptions import Interruption
 from tests.support.waiting import until
 
 
@@ -158,3 +164,50 @@ def test_whoever_asked_is_called_once(end: str) -> None:
     assert called == [future, future]
     future.add_done_callback(called.append)
     assert called == [future] * 3
+
+
+OURS = os.path.dirname(lmpool.__file__)
+
+
+def turn(loop: asyncio.AbstractEventLoop) -> None:
+    """Run what is ready."""
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+
+
+def woken(loop: asyncio.AbstractEventLoop, at: int) -> Interruption:
+    """A loop wakes two calls that are done, and is interrupted at a point meanwhile."""
+    calls = [LoneCall(None, None, "interactive", None) for _ in range(2)]
+    for call in calls:
+        call.for_loop(loop)
+    wake(calls)
+    interruption = Interruption(at, OURS)
+    raised = interruption.run(lambda: turn(loop))
+    assert type(raised) is (KeyboardInterrupt if interruption.points == at > 0 else type(None))
+    turn(loop)
+    assert all(call.future.done() for call in calls), interruption.place
+    return interruption
+
+
+def test_whoever_awaits_is_woken_wherever_ctrl_c_comes() -> None:
+    """Also where the loop's callback begins."""
+    loop = asyncio.new_event_loop()
+    points = woken(loop, 0).points
+    assert points >= 4
+    for at in range(1, points + 1):
+        assert woken(loop, at).place != "nowhere"
+    loop.close()
+
+
+def test_a_callback_is_made_once_unless_it_is_interrupted() -> None:
+    loop, made = asyncio.new_event_loop(), list[str]()
+    loop.call_soon(never_lost(loop, made.append, "x"), None)
+    turn(loop)
+    turn(loop)
+    assert made == ["x"]
+    loop.call_later(1e-9, never_lost(loop, made.append, "y"), None).cancel()
+    turn(loop)
+    gc.collect()
+    turn(loop)
+    assert made == ["x"]
+    loop.close()
