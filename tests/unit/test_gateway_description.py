@@ -39,6 +39,7 @@ def test_its_page_says_the_same_and_has_no_script_and_nothing_of_elsewhere() -> 
     page, described = answers("/docs", "/openapi.json")
     assert page.headers["content-security-policy"].startswith("default-src 'none'")
     assert "<script" not in page.text
+    assert "`" not in page.text
     links = re.findall(r"(?:href|src)=[\"']([^\"']*)", page.text)
     assert all(re.match(r"/(?!/)|#", link) for link in links), links
     assert {"/page/page.css", "/page/described.css"} <= OPEN & {*links}

@@ -5,6 +5,7 @@ It is of one origin with the live page, which holds keys: so it is drawn here, a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any, Final
@@ -78,13 +79,13 @@ def _operation(method: str, path: str, operation: Schema) -> str:
     asked = operation.get("requestBody", {}).get("content", {})
     lines = [
         f"<section class='card'><h3><code>{method} {escape(path)}</code></h3>",
-        f"<p>{escape(operation.get('description', ''))}</p>",
+        f"<p>{_told(operation.get('description', ''))}</p>",
     ]
     if asked:
         lines.append(f"<p>Body: {', '.join(_contents(asked))}</p>")
     lines.append("<dl>")
     for status, each in operation["responses"].items():
-        said = [] if status == "200" else [escape(each.get("description", ""))]
+        said = [] if status == "200" else [_told(each.get("description", ""))]
         said += _contents(each.get("content", {})) if status == "200" else []
         said += [f"header {escape(name)}" for name in each.get("headers", {})]
         lines.append(f"<dt>{escape(status)}</dt><dd>{', '.join(said) or 'answered'}</dd>")
@@ -104,13 +105,13 @@ def _schema(name: str, schema: Schema) -> str:
             neutral.append(f"<code>{escape(field)}</code>")
             continue
         needed = " <span class='note'>(required)</span>" if field in required else ""
-        told = escape(each.get("description", ""))
+        told = _told(each.get("description", ""))
         lines.append(f"<dt><code>{escape(field)}</code>{needed}</dt>")
         lines.append(f"<dd>{_form(each)}{'. ' if told else ''}{told}</dd>")
     more = f"<p class='note'>Not supported: {', '.join(neutral)}</p>" if neutral else ""
     return (
         f"<section class='card' id='{escape(name)}'><h3>{escape(name)}</h3>"
-        f"<p>{escape(schema.get('description', ''))}</p><dl>{''.join(lines)}</dl>{more}</section>"
+        f"<p>{_told(schema.get('description', ''))}</p><dl>{''.join(lines)}</dl>{more}</section>"
     )
 
 
@@ -144,6 +145,11 @@ def _form(schema: Schema) -> str:
     return " ".join(
         [kind, *([f"<span class='note'>({', '.join(bounds)})</span>"] if bounds else [])]
     )
+
+
+def _told(text: str) -> str:
+    """A description, which is written as docstrings are."""
+    return re.sub(r"(``?)([^`]+)\1", r"<code>\2</code>", escape(text))
 
 
 def _number(value: float) -> str:
