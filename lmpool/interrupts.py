@@ -1,7 +1,8 @@
 """Locks that Ctrl-C leaves free, wherever it comes.
 
-Up to Python 3.13 ``with lock:`` takes a lock and enters its block in one step. From 3.14 on what a
-signal's handler raises may come between the two: nobody would let go of the lock any more.
+In Python 3.11 ``with lock:`` lets go of its lock whatever comes. In 3.12 and 3.13 some loops within
+such a block begin anew outside of what its end is for, and from 3.14 on what a signal's handler
+raises may come between the lock and the block: nobody would let go of the lock any more.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, Final, TypeVar, cast
 
-MAY_LEAK: Final = sys.version_info >= (3, 14)
+MAY_LEAK: Final = sys.version_info >= (3, 12)
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 

@@ -11,8 +11,11 @@ from functools import cache
 from types import CodeType, FrameType
 from typing import Any, Final
 
-LOOKS: Final = frozenset(("CALL", "CALL_KW", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD"))
+LOOKS: Final = frozenset(("CALL", "CALL_KW", "CALL_FUNCTION_EX", "RESUME"))
 """Instructions behind which it looks."""
+LOOKS_BEFORE: Final = "JUMP_BACKWARD"
+"""The one before which it does, for all that one can tell: it may be of no ``with`` or ``try`` that
+is around it."""
 TOOL: Final = 4
 """A number for `sys.monitoring` that no debugger or profiler has."""
 
@@ -66,14 +69,20 @@ class Interruption:
         """An instruction is about to be run."""
         code = frame.f_code
         name, at = self._before.get(id(frame), ("", 0))
-        self._before[id(frame)] = dis.opname[code.co_code[here]], here
+        now = dis.opname[code.co_code[here]]
+        self._before[id(frame)] = now, here
         # What comes behind an instruction is raised by that one, and here by the next.
         if name in LOOKS and _handler(code, at) == _handler(code, here):
-            self.points += 1
-            if self.points == self._at:
-                self.place = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
-                self._seen.end()
-                raise KeyboardInterrupt
+            self._point(frame)
+        if now == LOOKS_BEFORE:
+            self._point(frame)
+
+    def _point(self, frame: FrameType) -> None:
+        self.points += 1
+        if self.points == self._at:
+            self.place = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
+            self._seen.end()
+            raise KeyboardInterrupt
 
 
 class _Traced:
