@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import redis.exceptions
+from arq.constants import job_key_prefix
 
 from lmpool.backends.engine import Engine
 from lmpool.checks import said, words
@@ -103,6 +104,7 @@ async def _on_engine(
     """
     loop, status = _service(ctx).loop, _service(ctx).status
     assert loop is not None
+    limit = await _left(ctx, limit)
     deadline = time.monotonic() + limit
     while True:
         call = loop.call(function)
@@ -118,6 +120,18 @@ async def _on_engine(
             await asyncio.sleep(AGAIN)
         except Exception as error:
             return {"error": said(error)}
+
+
+async def _left(ctx: dict[str, Any], limit: float) -> float:
+    """Seconds of `limit` that are left: a job may have lain in its queue. It goes with its caller,
+    and its time is the server's."""
+    if "job_id" not in ctx:
+        return limit
+    try:
+        left: int = await ctx["redis"].pttl(job_key_prefix + ctx["job_id"])
+    except (redis.exceptions.RedisError, OSError):
+        return limit  # nobody knows
+    return min(limit, max(left, 0) / 1000)
 
 
 async def _returned(call: Future[Any], status: WorkerStatus) -> Any:
