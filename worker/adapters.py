@@ -6,6 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -14,7 +15,7 @@ import redis.exceptions
 
 from lmpool.backends.engine import Engine
 from lmpool.checks import said
-from lmpool.commands import Server, Value
+from lmpool.commands import Fields, Server, Value
 from lmpool.errors import AdapterError, EngineBroken
 from lmpool.keys import ShardKeys
 from lmpool.registry import REMOVED_MS, Change
@@ -118,6 +119,21 @@ class Adapters:
     def move(self, shards: Sequence[ShardKeys]) -> None:
         """The pool lies in these shards now. For any thread."""
         self._shards = shards
+
+    def learn(self) -> None:
+        """Know what others have registered, as far as it can be read: they may be gone when a
+        server loses it."""
+        for shard in self._shards:
+            with suppress(redis.exceptions.RedisError, OSError):
+                found = self._servers.apart([shard], partial(_read_all, shard.adapters)) or {}
+                for name, entry in found.items():
+                    self._learn(name, Change.parse(entry))
+
+    def _learn(self, name: bytes, change: Change) -> None:
+        with suppress(UnicodeDecodeError):
+            text = name.decode()
+            if change.version:
+                self._known[text] = max(change, self._known.get(text, change))
 
     def restore(self) -> None:
         """Register again what a server that lost everything has forgotten; what others have done
@@ -231,3 +247,7 @@ class Adapters:
 
 def _read(registry: str, name: str, server: Server) -> bytes:
     return server.hget(registry, name) or b""
+
+
+def _read_all(registry: str, server: Server) -> Fields:
+    return server.hgetall(registry)
