@@ -13,7 +13,12 @@ from uuid import uuid4
 import msgpack
 import redis.exceptions
 from arq.connections import ArqRedis
-from arq.constants import in_progress_key_prefix, job_key_prefix, retry_key_prefix
+from arq.constants import (
+    in_progress_key_prefix,
+    job_key_prefix,
+    result_key_prefix,
+    retry_key_prefix,
+)
 from arq.jobs import Job, ResultNotFound, SerializationError
 from redis.asyncio.client import Pipeline
 
@@ -41,6 +46,9 @@ AGAIN: Final = 0.1
 """Seconds until a server that was lost is tried again."""
 LOOK_EVERY: Final = LIFE_MS / 2000
 """Seconds between two looks at who is alive. One that is found dead twice is not waited for."""
+
+WITHDRAWN_MS: Final = 600_000
+"""How long a worker is told that what it has begun is taken back: none takes longer."""
 
 Alive = Callable[[], "Future[Collection[str]]"]
 
@@ -166,11 +174,12 @@ class ControlJobs:
 
     async def _withdraw(self, job: Job, queue: str) -> None:
         """Take a job back: one that was frozen, and goes on after its caller was answered, must not
-        undo what was done since."""
+        undo what was done since. One that has begun it sees that it has a result."""
         of_job = (job_key_prefix, retry_key_prefix, in_progress_key_prefix)
         async with self._server.pipeline(transaction=True) as pipeline:
             pipeline.zrem(queue, job.job_id)
             pipeline.delete(*(prefix + job.job_id for prefix in of_job))
+            pipeline.psetex(result_key_prefix + job.job_id, WITHDRAWN_MS, b"")
             await pipeline.execute()
 
     def _new_job(self, queue: str) -> Job:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -103,16 +103,24 @@ class Adapters:
         """How many the engine has. For any thread."""
         return len(self._loaded)
 
-    def add(self, name: str, path: str, in_use: Collection[str] = ()) -> str:
+    def add(
+        self,
+        name: str,
+        path: str,
+        in_use: Collection[str] = (),
+        check: Callable[[], object] = int,
+    ) -> str:
         """Load an adapter and register it under the pool; its fingerprint.
 
-        None of those `in_use` makes room for it.
+        None of those `in_use` makes room for it. Raises `AdapterError`, and what `check` raises
+        before it is registered.
         """
         if not isinstance(name, str) or not 0 < len(name) <= 256 or "@" in name or "\n" in name:
             raise AdapterError(f"adapter name {name!r}: write 1 to 256 characters without '@'")
         folder = adapter_folder(path, self._allowed)
         fingerprint = adapter_fingerprint(folder)
         self._load(f"{name}@{fingerprint}", folder, fingerprint, in_use)
+        check()
         self._change(name, fingerprint.encode(), bytes(folder))
         return fingerprint
 
@@ -141,8 +149,9 @@ class Adapters:
         if self._known:
             self._write(self._known)
 
-    def remove(self, name: str) -> None:
-        """Unregister and unload an adapter."""
+    def remove(self, name: str, check: Callable[[], object] = int) -> None:
+        """Unregister and unload an adapter. Raises what `check` raises before that."""
+        check()
         self._change(name)
         for reference in [r for r in self._loaded if r.rpartition("@")[0] == name]:
             self._unload(reference)

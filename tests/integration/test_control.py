@@ -167,6 +167,40 @@ def test_what_a_frozen_worker_was_asked_undoes_nothing_once_it_goes_on(
         assert registered(redis_client, pool_name) == {}
 
 
+def test_what_a_frozen_worker_had_begun_undoes_nothing_once_it_goes_on(
+    server_url: str,
+    redis_client: redis.Redis,
+    pool_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_jobs, "LOOK_EVERY", 0.05)
+    style = write_adapter(tmp_path / "style")
+    slow = Faults(tmp_path).settings(prefix_delay=4.0)
+    with (
+        worker_processes(server_url, pool_name, 2, adapter_dirs=[str(tmp_path)], **slow) as workers,
+        connected(server_url, pool_name) as lm,
+        ThreadPoolExecutor() as pool,
+    ):
+
+        def are_begun(count: int) -> bool:
+            return len(redis_client.keys(f"arq:in-progress:*{pool_name}*")) >= count
+
+        busy = pool.submit(lm.cache_kv, [1])
+        until(lambda: are_begun(2) or busy.done())
+        adding = pool.submit(lm.add_new_lora, style, "style")
+        until(lambda: are_begun(4) or busy.done())  # and waits for the engine
+        workers[0].pause()
+        busy.result(60)
+        adding.result(60)
+        lm.remove_lora("style")
+        workers[0].resume()
+        until(lambda: len(living_workers(server_url, pool_name)) == 2)
+        lm.clear_kv_cache()
+        assert registered(redis_client, pool_name) == {}
+        assert "Traceback" not in workers[0].log
+
+
 def test_a_call_that_kills_its_workers_ends(
     server_url: str, pool_name: str, tmp_path: Path
 ) -> None:
