@@ -287,11 +287,14 @@ class BaseLM:
         """Where each worker listens for control jobs, those that have yet to move with the pool,
         too: looked for in this order nobody is missed."""
         shards = self._client.shards_now(servers)
-        info = self._client.info
-        assert info is not None
-        behind = workers_in(servers, info.left_shards(self._client.keys))
-        found = [*behind, *pool_statistics(servers, shards)["workers"]]
-        return {worker["id"]: worker["control"] for worker in found}
+        while True:
+            info = self._client.info
+            assert info is not None
+            behind = workers_in(servers, info.left_shards(self._client.keys))
+            found = [*behind, *pool_statistics(servers, shards)["workers"]]
+            before, shards = shards, self._client.shards_now(servers)
+            if shards == before:  # else the last may have left where was looked, as it was looked
+                return {worker["id"]: worker["control"] for worker in found}
 
     def _read_adapters(self, servers: Servers, name: str | None = None) -> dict[str, str]:
         return read_registry(servers, self._client.shards_now(servers), name)
