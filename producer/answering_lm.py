@@ -181,7 +181,8 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
         wanted = {check_lora_name(name) for name in names if name is not None}
         if not all(map(model.adapters.knows, wanted)):
             read = partial(self._read_adapters, name=wanted.pop() if len(wanted) == 1 else None)
-            model.adapters.keep(await self._run(read, options.deadline))
+            reading = self._patiently(lambda: self._client.run(read), options.deadline)
+            model.adapters.keep(await reading)
         return model
 
     async def _answers(

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Final, NoReturn, Self, TypeVar
 
 from lmpool.checks import is_text, quoted
-from lmpool.errors import PromptError, UnknownPool
+from lmpool.errors import PromptError, ServerUnreachable, UnknownPool
 from lmpool.keys import ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.adapters import (
@@ -18,7 +18,7 @@ from lmpool.producer.adapters import (
     check_new_name,
     read_registry,
 )
-from lmpool.producer.blocking import outcome, pause, result, run_blocking
+from lmpool.producer.blocking import outcome, pause, run_blocking
 from lmpool.producer.client import Client
 from lmpool.producer.control import Argument, ask_workers
 from lmpool.producer.deadline import Deadline
@@ -26,6 +26,7 @@ from lmpool.producer.prompts import prompt_bytes
 from lmpool.producer.served_model import ServedModel, ServedModels
 from lmpool.producer.statistics import PoolStatistics, pool_statistics, workers_in
 from lmpool.producer.tokens import ByteToken, Tokenizer, encode_conversation
+from lmpool.producer.waits import Future
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions, mask_url
 from lmpool.token_ids import TokenIds, listed, packed
@@ -116,6 +117,19 @@ class BaseLM:
     async def _run(self, function: Callable[[Servers], T], deadline: Deadline) -> T:
         """What a function brings that reads from the server."""
         return await outcome(self._client.run(function), deadline, self._client.no_answer)
+
+    async def _patiently(self, ask: Callable[[], Future[T]], deadline: Deadline) -> T:
+        """What `ask` brings, asked again while the server is away, for `reconnect_timeout`: as
+        long as prompts wait for it."""
+        patience = Deadline(self.options.reconnect_timeout)
+        while True:
+            try:
+                return await outcome(ask(), deadline, self._client.no_answer)
+            except ServerUnreachable:
+                if not patience.left():
+                    raise
+            left = deadline.left()
+            await pause(INFO_POLL if left is None else min(INFO_POLL, left))
 
     def _model(self, deadline: Deadline) -> ServedModel:
         return self._models.of(run_blocking(self._load_info(deadline)))
@@ -231,7 +245,8 @@ class BaseLM:
         self._follow(deadline)
         adapters = self._model(deadline).adapters
         read = partial(self._read_adapters, name=lora_name)
-        adapters.keep(run_blocking(self._run(read, deadline)))
+        reading = self._patiently(lambda: self._client.run(read), deadline)
+        adapters.keep(run_blocking(reading))
         adapters.reference(lora_name)
         self._control("remove_lora", deadline, lora_name)
         adapters.forget()
@@ -268,7 +283,8 @@ class BaseLM:
 
     def _control(self, function: str, deadline: Deadline, *arguments: Argument) -> None:
         self._follow(deadline)
-        workers = run_blocking(self._run(self._read_workers, deadline))
+        read = partial(self._client.run, self._read_workers)
+        workers = run_blocking(self._patiently(read, deadline))
         ask_workers(
             self._client.options,
             list(workers),
@@ -281,17 +297,20 @@ class BaseLM:
 
     def _follow(self, deadline: Deadline) -> None:
         run_blocking(self._load_info(deadline))
-        result(self._client.follow(), deadline, self._client.no_answer)
+        run_blocking(self._patiently(self._client.follow, deadline))
 
     def _read_workers(self, servers: Servers) -> dict[str, str | None]:
         """Where each worker listens for control jobs, those that have yet to move with the pool,
         too: looked for in this order nobody is missed."""
         shards = self._client.shards_now(servers)
-        info = self._client.info
-        assert info is not None
-        behind = workers_in(servers, info.left_shards(self._client.keys))
-        found = [*behind, *pool_statistics(servers, shards)["workers"]]
-        return {worker["id"]: worker["control"] for worker in found}
+        while True:
+            info = self._client.info
+            assert info is not None
+            behind = workers_in(servers, info.left_shards(self._client.keys))
+            found = [*behind, *pool_statistics(servers, shards)["workers"]]
+            before, shards = shards, self._client.shards_now(servers)
+            if shards == before:  # else the last may have left where was looked, as it was looked
+                return {worker["id"]: worker["control"] for worker in found}
 
     def _read_adapters(self, servers: Servers, name: str | None = None) -> dict[str, str]:
         return read_registry(servers, self._client.shards_now(servers), name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 from uuid import uuid4
@@ -13,6 +13,12 @@ from uuid import uuid4
 import msgpack
 import redis.exceptions
 from arq.connections import ArqRedis
+from arq.constants import (
+    in_progress_key_prefix,
+    job_key_prefix,
+    result_key_prefix,
+    retry_key_prefix,
+)
 from arq.jobs import Job, ResultNotFound, SerializationError
 from redis.asyncio.client import Pipeline
 
@@ -40,6 +46,9 @@ AGAIN: Final = 0.1
 """Seconds until a server that was lost is tried again."""
 LOOK_EVERY: Final = LIFE_MS / 2000
 """Seconds between two looks at who is alive. One that is found dead twice is not waited for."""
+
+WITHDRAWN_MS: Final = 600_000
+"""How long a worker is told that what it has begun is taken back: none takes longer."""
 
 Alive = Callable[[], "Future[Collection[str]]"]
 
@@ -100,29 +109,31 @@ class ControlJobs:
         self._lost_since: float | None = None
         self.lost: Exception | None = None
         """Why the server is not reached, while it is not."""
+        self._dead: set[str] = set()
+        """Workers that are not waited for."""
 
     async def run(self, workers: Sequence[str]) -> dict[str, dict[str, Any]]:
         """What each returned, but for those that died meanwhile. Raises `TimeoutError`, and what
         arq and redis-py raise."""
-        asked: dict[str, asyncio.Task[dict[str, Any]]] = {}
-        looking: asyncio.Task[None] | None = None
+        tasks: list[asyncio.Task[Any]] = []
         try:
             async with asyncio.timeout(self._deadline.left()):
-                asked.update((w, asyncio.create_task(self._one(w))) for w in workers)
                 if self._alive is not None:
-                    looking = asyncio.create_task(self._give_up_dead(asked, self._alive))
+                    tasks.append(asyncio.create_task(self._look_for_dead(workers, self._alive)))
+                asked = {worker: asyncio.create_task(self._one(worker)) for worker in workers}
+                tasks += asked.values()
+                for task in tasks:  # nobody is told of those that end as this does
+                    task.add_done_callback(_retrieve)
                 await asyncio.wait(asked.values(), return_when=asyncio.FIRST_EXCEPTION)
-            ended = {worker: task for worker, task in asked.items() if task.done()}
-            return {w: task.result() for w, task in ended.items() if not task.cancelled()}
+            answers = {w: task.result() for w, task in asked.items() if task.done()}
+            return {w: answer for w, answer in answers.items() if answer is not None}
         finally:
-            for task in filter(None, [looking, *asked.values()]):
+            for task in tasks:
                 task.cancel()
             await self._server.aclose(close_connection_pool=True)
 
-    async def _give_up_dead(
-        self, asked: Mapping[str, asyncio.Task[dict[str, Any]]], alive: Alive
-    ) -> None:
-        """End the waiting for workers that die: another one starts with what is registered."""
+    async def _look_for_dead(self, workers: Sequence[str], alive: Alive) -> None:
+        """Note workers that die: another one starts with what is registered."""
         missed: set[str] = set()
         while True:
             await asyncio.sleep(LOOK_EVERY)
@@ -131,20 +142,22 @@ class ControlJobs:
             except (LmpoolError, redis.exceptions.RedisError, OSError):
                 missed = set()  # nobody knows
                 continue
-            missing = {worker for worker in asked if worker not in living}
-            for worker in missing & missed:
-                if asked[worker].cancel():
-                    logger.warning("%s died before it answered %s", worker, self.function)
+            missing = set(workers).difference(living)
+            self._dead |= missing & missed
             missed = missing
 
-    async def _one(self, worker: str) -> dict[str, Any]:
+    async def _one(self, worker: str) -> dict[str, Any] | None:
+        """What a worker returned; None for one that is dead."""
         queue = self._keys.control_queue(worker)
         job = self._new_job(queue)
         while True:
             try:
                 await self._patiently(partial(self._enqueue, job, queue))
                 while not (found := await self._patiently(partial(_look, job))):
-                    pass
+                    if worker in self._dead:
+                        await self._patiently(partial(self._withdraw, job, queue))
+                        logger.warning("%s died before it answered %s", worker, self.function)
+                        return None
             except ResultNotFound:
                 await asyncio.sleep(AGAIN)  # the server has forgotten the job
                 continue
@@ -158,6 +171,16 @@ class ControlJobs:
             if not isinstance(answer, dict):
                 raise PoolError(f"worker {worker} answered {self.function} with {quoted(answer)}")
             return answer
+
+    async def _withdraw(self, job: Job, queue: str) -> None:
+        """Take a job back: one that was frozen, and goes on after its caller was answered, must not
+        undo what was done since. One that has begun it sees that it has a result."""
+        of_job = (job_key_prefix, retry_key_prefix, in_progress_key_prefix)
+        async with self._server.pipeline(transaction=True) as pipeline:
+            pipeline.zrem(queue, job.job_id)
+            pipeline.delete(*(prefix + job.job_id for prefix in of_job))
+            pipeline.psetex(result_key_prefix + job.job_id, WITHDRAWN_MS, b"")
+            await pipeline.execute()
 
     def _new_job(self, queue: str) -> Job:
         name = self._keys.control_job(uuid4().hex)
@@ -193,6 +216,11 @@ class ControlJobs:
                 self._lost_since = self.lost = None
                 return found
             await asyncio.sleep(AGAIN)
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 async def _look(job: Job) -> tuple[object, ...]:

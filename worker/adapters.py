@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -14,7 +15,7 @@ import redis.exceptions
 
 from lmpool.backends.engine import Engine
 from lmpool.checks import said
-from lmpool.commands import Server, Value
+from lmpool.commands import Fields, Server, Value
 from lmpool.errors import AdapterError, EngineBroken
 from lmpool.keys import ShardKeys
 from lmpool.registry import REMOVED_MS, Change
@@ -102,16 +103,24 @@ class Adapters:
         """How many the engine has. For any thread."""
         return len(self._loaded)
 
-    def add(self, name: str, path: str, in_use: Collection[str] = ()) -> str:
+    def add(
+        self,
+        name: str,
+        path: str,
+        in_use: Collection[str] = (),
+        check: Callable[[], object] = int,
+    ) -> str:
         """Load an adapter and register it under the pool; its fingerprint.
 
-        None of those `in_use` makes room for it.
+        None of those `in_use` makes room for it. Raises `AdapterError`, and what `check` raises
+        before it is registered.
         """
         if not isinstance(name, str) or not 0 < len(name) <= 256 or "@" in name or "\n" in name:
             raise AdapterError(f"adapter name {name!r}: write 1 to 256 characters without '@'")
         folder = adapter_folder(path, self._allowed)
         fingerprint = adapter_fingerprint(folder)
         self._load(f"{name}@{fingerprint}", folder, fingerprint, in_use)
+        check()
         self._change(name, fingerprint.encode(), bytes(folder))
         return fingerprint
 
@@ -119,14 +128,30 @@ class Adapters:
         """The pool lies in these shards now. For any thread."""
         self._shards = shards
 
+    def learn(self) -> None:
+        """Know what others have registered, as far as it can be read: they may be gone when a
+        server loses it."""
+        for shard in self._shards:
+            with suppress(redis.exceptions.RedisError, OSError):
+                found = self._servers.apart([shard], partial(_read_all, shard.adapters)) or {}
+                for name, entry in found.items():
+                    self._learn(name, Change.parse(entry))
+
+    def _learn(self, name: bytes, change: Change) -> None:
+        with suppress(UnicodeDecodeError):
+            text = name.decode()
+            if change.version:
+                self._known[text] = max(change, self._known.get(text, change))
+
     def restore(self) -> None:
         """Register again what a server that lost everything has forgotten; what others have done
         since stands."""
         if self._known:
             self._write(self._known)
 
-    def remove(self, name: str) -> None:
-        """Unregister and unload an adapter."""
+    def remove(self, name: str, check: Callable[[], object] = int) -> None:
+        """Unregister and unload an adapter. Raises what `check` raises before that."""
+        check()
         self._change(name)
         for reference in [r for r in self._loaded if r.rpartition("@")[0] == name]:
             self._unload(reference)
@@ -231,3 +256,7 @@ class Adapters:
 
 def _read(registry: str, name: str, server: Server) -> bytes:
     return server.hget(registry, name) or b""
+
+
+def _read_all(registry: str, server: Server) -> Fields:
+    return server.hgetall(registry)

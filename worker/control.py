@@ -13,15 +13,16 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, Final
 
 import numpy as np
 import redis.exceptions
+from arq.constants import job_key_prefix, result_key_prefix
 
 from lmpool.backends.engine import Engine
 from lmpool.checks import said, words
-from lmpool.errors import EngineBroken, LmpoolError
+from lmpool.errors import AdapterError, EngineBroken, LmpoolError
 from lmpool.server import is_lost
 from lmpool.worker.service import Service
 from lmpool.worker.status import WorkerStatus
@@ -33,6 +34,8 @@ AGAIN: Final = 0.2
 """Seconds until what failed of a server that was lost is done again."""
 LONGEST: Final = 600.0
 """Seconds that a control function may take, whoever waits for it."""
+LOOKS_FOR: Final = 2.0
+"""Seconds for which the engine waits to hear whether a change of adapters is still wanted."""
 LOOK_EVERY: Final = 0.2
 """Seconds between two looks whether the worker has failed: one that ends waits a second for control
 functions to end."""
@@ -45,14 +48,18 @@ async def add_lora(
     adapters, loop = _service(ctx).adapters, _service(ctx).loop
     assert adapters is not None
     assert loop is not None
-    return await _on_engine(ctx, limit, lambda: adapters.add(name, path, loop.adapters_in_use()))
+    check = _wanted(ctx)
+    return await _on_engine(
+        ctx, limit, lambda: adapters.add(name, path, loop.adapters_in_use(), check)
+    )
 
 
 async def remove_lora(ctx: dict[str, Any], name: str, limit: float = LONGEST) -> ControlReply:
     """Unregister and unload an adapter."""
     adapters = _service(ctx).adapters
     assert adapters is not None
-    return await _on_engine(ctx, limit, lambda: adapters.remove(name))
+    check = _wanted(ctx)
+    return await _on_engine(ctx, limit, lambda: adapters.remove(name, check))
 
 
 async def cache_prefix(ctx: dict[str, Any], tokens: bytes, limit: float = LONGEST) -> ControlReply:
@@ -103,6 +110,7 @@ async def _on_engine(
     """
     loop, status = _service(ctx).loop, _service(ctx).status
     assert loop is not None
+    limit = await _left(ctx, limit)
     deadline = time.monotonic() + limit
     while True:
         call = loop.call(function)
@@ -118,6 +126,49 @@ async def _on_engine(
             await asyncio.sleep(AGAIN)
         except Exception as error:
             return {"error": said(error)}
+
+
+def _wanted(ctx: dict[str, Any]) -> Callable[[], None]:
+    """What looks, on the engine's thread, whether a job is still wanted, and raises `AdapterError`
+    where not: this worker was taken for dead meanwhile, and more may have been done since."""
+    queue: Any = ctx.get("redis")
+    job, loop = result_key_prefix + ctx.get("job_id", ""), asyncio.get_running_loop()
+
+    async def is_taken_back() -> bool:
+        async with asyncio.timeout(LOOKS_FOR):
+            while True:
+                try:
+                    return bool(await queue.exists(job))
+                except (redis.exceptions.RedisError, OSError):
+                    await asyncio.sleep(AGAIN)  # it may be back from where it was cut off
+
+    def check() -> None:
+        if queue is None:
+            return
+        looking = is_taken_back()
+        try:
+            taken_back = asyncio.run_coroutine_threadsafe(looking, loop).result(2 * LOOKS_FOR)
+        except TimeoutError:
+            return  # nobody knows
+        except (CancelledError, RuntimeError):  # the process ends
+            looking.close()
+            return
+        if taken_back:
+            raise AdapterError("this worker was taken for dead, and is not waited for")
+
+    return check
+
+
+async def _left(ctx: dict[str, Any], limit: float) -> float:
+    """Seconds of `limit` that are left: a job may have lain in its queue. It goes with its caller,
+    and its time is the server's."""
+    if "job_id" not in ctx:
+        return limit
+    try:
+        left: int = await ctx["redis"].pttl(job_key_prefix + ctx["job_id"])
+    except (redis.exceptions.RedisError, OSError):
+        return limit  # nobody knows
+    return min(limit, max(left, 0) / 1000)
 
 
 async def _returned(call: Future[Any], status: WorkerStatus) -> Any:

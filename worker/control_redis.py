@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar, Final
 
 from arq.connections import ArqRedis
+from arq.utils import timestamp_ms
 from arq.worker import Worker
 from redis.asyncio.client import Pipeline
 from redis.exceptions import RedisError
@@ -72,7 +74,9 @@ class _Transaction(Pipeline):
     async def immediate_execute_command(self, *args: Any, **options: Any) -> Any:
         """What arq asks before it takes a job; where that fails, as if another had taken it."""
         try:
-            return await super().immediate_execute_command(*args, **options)  # type: ignore[no-untyped-call]
+            found = await super().immediate_execute_command(*args, **options)  # type: ignore[no-untyped-call]
+            # Of a client whose clock is ahead: it is due.
+            return min(found, timestamp_ms()) if args[0] == "ZSCORE" and found else found
         except (RedisError, OSError) as error:
             logger.debug("arq's %s failed: %s", args[0], error)
             return None if args[0] == "ZSCORE" else True
@@ -123,6 +127,9 @@ class PatientRedis(ArqRedis):
         """As redis-py's, less those failures."""
         if args[0] == "PSETEX":
             args = (args[0], args[1], HEALTH_MS, *args[3:])
+        if args[0] == "ZRANGEBYSCORE":
+            # All that are there, not those until now: by the clocks of clients.
+            args = (*args[:3], "+inf", *args[4:])
         try:
             answer = await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
@@ -186,6 +193,8 @@ class ControlWorker(Worker):
     async def close(self) -> None:
         """As arq's, which waits for its jobs, and ends before anything is drained where one was
         cancelled while its end was noted."""
+        if not self._handle_signals:  # nobody has told them to end
+            self.handle_sig(signal.SIGUSR1)
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
         self.tasks.clear()
         await super().close()

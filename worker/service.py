@@ -184,6 +184,7 @@ class Service:
         self._publisher = self._publishing(seat)
         at_hand = watched(engine, self.status)
         self.adapters = Adapters(at_hand, control, seat.shards, options.adapter_dirs)
+        self.adapters.learn()
         self.loop = EngineLoop(
             engine,
             self._batcher,

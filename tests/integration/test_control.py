@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
+import threading
 import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +24,10 @@ from lmpool.producer.control import ask_workers
 from lmpool.producer.deadline import Deadline
 from lmpool.producer.waits import Future
 from lmpool.settings import ClientOptions
+from tests.integration.test_adapters import registered, write_adapter
 from tests.support.clients import connected
 from tests.support.faults import Faults
-from tests.support.pools import Asking
+from tests.support.pools import Asking, worker_processes
 from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import (
@@ -79,7 +82,7 @@ def test_who_waits_for_a_moment_takes_no_time_from_others(
 
 
 def test_who_dies_before_answering_is_not_waited_for(
-    server_url: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+    server_url: str, redis_client: redis.Redis, pool_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_jobs, "LOOK_EVERY", 0.05)
     options, looks = ClientOptions(url=server_url, pool=pool_name), list[list[str]]()
@@ -108,6 +111,94 @@ def test_who_dies_before_answering_is_not_waited_for(
         with pytest.raises(NoWorkers, match="left to clear cache: gone died before"):
             ask("gone")
         assert worker.process.poll() is None
+    # What it was asked is taken back: it may have been frozen.
+    assert not redis_client.exists(PoolKeys(pool_name).control_queue("gone"))
+    assert not redis_client.keys(f"arq:job:*{pool_name}*")
+
+
+def test_who_stops_waiting_is_told_of_no_other_errors(
+    server_url: str,
+    pool_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def give_up(*given: Any) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise TimeoutError  # as its own look at the deadline does
+
+    monkeypatch.setattr(control_jobs.ControlJobs, "_one", give_up)
+
+    def ask() -> None:
+        options = ClientOptions(url=server_url, pool=pool_name)
+        with pytest.raises(PoolTimeout):
+            ask_workers(options, ["a", "b"], "clear_cache", deadline=Deadline(0.2))
+
+    ask()
+
+    def has_ended() -> bool:
+        return not any(t.name == "lmpool-control" for t in threading.enumerate())
+
+    until(has_ended)
+    gc.collect()  # asyncio tells of errors that nobody took as they go
+    assert not caplog.records
+
+
+def test_what_a_frozen_worker_was_asked_undoes_nothing_once_it_goes_on(
+    server_url: str,
+    redis_client: redis.Redis,
+    pool_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_jobs, "LOOK_EVERY", 0.05)
+    style = write_adapter(tmp_path / "style")
+    with (
+        worker_processes(server_url, pool_name, 2, adapter_dirs=[str(tmp_path)]) as workers,
+        connected(server_url, pool_name) as lm,
+    ):
+        workers[0].pause()
+        lm.add_new_lora(style, "style")
+        lm.remove_lora("style")
+        workers[0].resume()
+        until(lambda: len(living_workers(server_url, pool_name)) == 2)
+        lm.clear_kv_cache()  # behind all that it was asked
+        assert registered(redis_client, pool_name) == {}
+
+
+def test_what_a_frozen_worker_had_begun_undoes_nothing_once_it_goes_on(
+    server_url: str,
+    redis_client: redis.Redis,
+    pool_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_jobs, "LOOK_EVERY", 0.05)
+    style = write_adapter(tmp_path / "style")
+    slow = Faults(tmp_path).settings(prefix_delay=4.0)
+    with (
+        worker_processes(server_url, pool_name, 2, adapter_dirs=[str(tmp_path)], **slow) as workers,
+        connected(server_url, pool_name) as lm,
+        ThreadPoolExecutor() as pool,
+    ):
+
+        def are_begun(count: int) -> bool:
+            return len(redis_client.keys(f"arq:in-progress:*{pool_name}*")) >= count
+
+        busy = pool.submit(lm.cache_kv, [1])
+        until(lambda: are_begun(2) or busy.done())
+        adding = pool.submit(lm.add_new_lora, style, "style")
+        until(lambda: are_begun(4) or busy.done())  # and waits for the engine
+        workers[0].pause()
+        busy.result(60)
+        adding.result(60)
+        lm.remove_lora("style")
+        workers[0].resume()
+        until(lambda: len(living_workers(server_url, pool_name)) == 2)
+        lm.clear_kv_cache()
+        assert registered(redis_client, pool_name) == {}
+        assert "Traceback" not in workers[0].log
 
 
 def test_a_call_that_kills_its_workers_ends(

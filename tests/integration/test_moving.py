@@ -500,6 +500,26 @@ def asked_of(lm: PooledLM, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return asked
 
 
+def test_workers_that_move_while_they_are_looked_for_are_asked(
+    any_server: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        in_process_worker(any_server, pool_name, shards=1, lanes=1) as worker,
+        connected(any_server, pool_name) as lm,
+    ):
+        looks, real = list[int](), base_lm.pool_statistics
+
+        def look_later(*given: Any, **options: Any) -> PoolStatistics:
+            looks.append(len(given[1]))
+            if len(looks) == 1:  # the client has seen where the pool is, which so moves
+                moved(change(any_server, pool_name, 2), 2, 1, 1)
+            return real(*given, **options)
+
+        monkeypatch.setattr(base_lm, "pool_statistics", look_later)
+        assert asked_of(lm, monkeypatch) == {worker.id}
+        assert looks == [1, 2]
+
+
 def test_who_comes_before_any_worker_has_moved_finds_all_that_is_there(
     any_server, pool_name, tmp_path, monkeypatch
 ):

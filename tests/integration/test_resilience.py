@@ -14,6 +14,7 @@ import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.errors import ServerRefused, UnknownPool
 from lmpool.worker import service as service_module
+from tests.integration.test_adapters import registered, write_adapter
 from tests.support.clients import connected
 from tests.support.hold import Hold
 from tests.support.pools import Asking, pool_shards, some_prompts, until_at_rest
@@ -153,6 +154,32 @@ def test_adapters_are_registered_again(server_binary, pool_name, tmp_path: Path)
         until(lambda: admin.hget(shard.adapters, "one"), what="the adapter to be registered")
         after = lm.next_token_logprobs_sync([1, 2], "one", timeout=60)
         np.testing.assert_array_equal(before, after)
+
+
+def test_adapters_of_workers_that_are_gone_are_registered_again(
+    server_binary, pool_name, tmp_path: Path
+):
+    style, tone = (write_adapter(tmp_path / name, name) for name in ("style", "tone"))
+    options = {"adapter_dirs": [str(tmp_path)]}
+    with (
+        RealServer(binary=server_binary) as server,
+        server.client() as admin,
+        ExitStack() as later,
+    ):
+        with in_process_worker(server.url, pool_name, **options) as worker:
+            loop, adapters = worker.service.loop, worker.service.adapters
+            assert loop is not None
+            assert adapters is not None
+            loop.call(lambda: adapters.add("style", style)).result(60)
+            loop.call(lambda: adapters.add("tone", tone)).result(60)
+            loop.call(lambda: adapters.remove("tone")).result(60)
+            later.enter_context(in_process_worker(server.url, pool_name, **options))
+        before = registered(admin, pool_name)
+        (shard,) = pool_shards(admin, pool_name)
+        admin.flushall()
+        until(lambda: admin.hlen(shard.adapters) == 2, what="the adapters to be registered")
+        assert registered(admin, pool_name) == before
+        assert before.keys() == {"style"}
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,11 @@ import redis
 from lmpool.backends.mock import mock_row
 from lmpool.errors import PromptFailed
 from lmpool.keys import GROUP
+from lmpool.producer import adapters as adapters_module
 from lmpool.producer import sender as sender_module
 from lmpool.producer import session as session_module
+from lmpool.worker.adapters import adapter_fingerprint
+from tests.integration.test_adapters import write_adapter
 from tests.support.clients import connected
 from tests.support.gate import Gate
 from tests.support.pools import Asking, pool_shards
@@ -52,6 +55,30 @@ def test_a_worker_that_is_told_to_stop_without_a_server_stops(server_binary, poo
         worker.terminate()
         assert worker.wait(60) == 0
         assert "Traceback" not in worker.log
+
+
+def test_who_names_an_adapter_waits_for_a_server_as_others_do(
+    server_binary: str, pool_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters_module, "FRESH", 0.0)  # the registry is read for each call
+    style = write_adapter(tmp_path / "style")
+    reference = f"style@{adapter_fingerprint(tmp_path / 'style')}"
+    with (
+        RealServer(binary=server_binary, tcp=True, appendonly="yes") as server,
+        worker_process(server.url, pool_name, adapter_dirs=[str(tmp_path)]),
+        connected(server.url, pool_name, cache_bytes=0) as lm,
+        ThreadPoolExecutor() as threads,
+    ):
+        lm.add_new_lora(style, "style")
+        server.stop()
+        asking = threads.submit(lm.next_token_logprobs_sync, [1], "style", timeout=60)
+        clearing = threads.submit(lm.clear_kv_cache, timeout=60)
+        time.sleep(0.3)
+        assert not asking.done()
+        assert not clearing.done()
+        server.start()
+        np.testing.assert_array_equal(asking.result(), mock_row([1], 256, reference))
+        clearing.result()
 
 
 @pytest.mark.one_shard

@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -158,6 +159,64 @@ def test_a_control_job_cancelled_as_its_end_is_noted_does_not_keep_a_worker_from
 
     asyncio.run(live())
     assert ended == ["drained"]
+
+
+@pytest.mark.filterwarnings("ignore:Call to deprecated close:DeprecationWarning")  # arq's own
+def test_jobs_of_a_client_whose_clock_is_ahead_are_due(server_url: str, pool_name: str) -> None:
+    queue = PoolKeys(pool_name).control_queue("w")
+    job = PoolKeys(pool_name).tag + "0a" * 16
+
+    async def live() -> None:
+        ran = asyncio.Event()
+
+        async def function(ctx: dict[str, Any]) -> None:
+            ran.set()
+
+        worker = ControlWorker(
+            functions=[func(function, name="function")],
+            redis_pool=PatientRedis(ConnectionPool.from_url(server_url)),
+            queue_name=queue,
+            poll_delay=0.05,
+            handle_signals=False,
+        )
+        hour = timedelta(hours=1)
+        await worker.pool.enqueue_job("function", _job_id=job, _queue_name=queue, _defer_by=hour)
+        running = asyncio.create_task(worker.async_run())
+        async with asyncio.timeout(60):
+            await ran.wait()
+        await worker.close()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(live())
+
+
+@pytest.mark.filterwarnings("ignore:Call to deprecated close:DeprecationWarning")  # arq's own
+def test_a_worker_that_hears_no_signals_ends_without_waiting_for_its_jobs(
+    server_url: str, pool_name: str
+) -> None:
+    queue = PoolKeys(pool_name).control_queue("w")
+    job = PoolKeys(pool_name).tag + "0a" * 16
+
+    async def live() -> None:
+        began = asyncio.Event()
+
+        async def function(ctx: dict[str, Any]) -> None:
+            began.set()
+            await asyncio.sleep(3600)
+
+        worker = ControlWorker(
+            functions=[func(function, name="function")],
+            redis_pool=PatientRedis(ConnectionPool.from_url(server_url)),
+            queue_name=queue,
+            handle_signals=False,
+        )
+        await worker.pool.enqueue_job("function", _job_id=job, _queue_name=queue)
+        worker.tasks[job] = asyncio.create_task(worker.run_job(job, 1))
+        await began.wait()
+        async with asyncio.timeout(60):
+            await worker.close()
+
+    asyncio.run(live())
 
 
 def test_a_sign_of_life_outlives_the_next_ones_delay(

@@ -624,6 +624,34 @@ def test_an_engine_that_hangs_at_a_call_ends_the_worker_which_says_so(
     assert isinstance(worker.service.status.failure, EngineBroken)
 
 
+@pytest.mark.parametrize("left_ms", [-2, 0, 20])  # -2: its caller has left
+def test_a_call_that_lay_in_its_queue_waits_only_for_what_its_caller_has_left(
+    left_ms: int, new: Callable[..., InProcessWorker], engine: GatedEngine
+) -> None:
+    class Queue:
+        async def pttl(self, key: str) -> int:
+            assert key == "arq:job:x"
+            return left_ms
+
+    worker, busy, begun = new(), threading.Event(), list[int]()
+    worker.start()
+    assert worker.service.loop is not None
+    before = worker.service.loop.call(lambda: busy.wait(60))
+    ctx = {"service": worker.service, "redis": Queue(), "job_id": "x"}
+
+    async def ask() -> control.ControlReply:
+        async with asyncio.timeout(30):
+            return await control._on_engine(ctx, 600.0, lambda: begun.append(1))
+
+    try:
+        assert "error" in asyncio.run(ask())
+    finally:
+        busy.set()
+    assert before.result(60)
+    worker.service.loop.call(int).result(60)
+    assert not begun
+
+
 def test_a_job_whose_adapter_an_engine_hangs_at_counts_as_delivered(
     new: Callable[..., InProcessWorker],
     engine: GatedEngine,
