@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -405,6 +405,27 @@ def test_without_workers_it_waits_and_then_says_when_to_come_again(
         with worker_process(url, pool_name, engine_opts=SLOW):
             until(lambda: http.get("/ready").is_success, 60, what="it to be ready", every=0.2)
             assert answers(http)
+
+
+def test_a_pool_of_another_model_is_found_by_who_asks_nothing_of_it(
+    server: RealServer, pool_name: str
+) -> None:
+    """As one behind a proxy that sends it requests only while it is ready."""
+    new: dict[str, Any] = {"model": "new", "max_prompt_tokens": 8}
+    with ExitStack() as stack:
+        with worker_process(server.url, pool_name, model="old", engine_opts=SLOW):
+            gateway = stack.enter_context(GatewayProcess(server.url, pool_name))
+            http = stack.enter_context(client(gateway))
+            until(lambda: http.get("/ready").is_success, 120, what="it to be ready", every=0.1)
+            assert http.get("/v1/models").json()["data"][0]["root"] == "old"
+        vocabulary = {**SLOW, "vocab_size": 300}
+        with worker_process(server.url, pool_name, engine_opts=vocabulary, **new):
+            until(lambda: http.get("/v1/models/new").is_success, 30, what="the new one", every=0.1)
+            until(lambda: http.get("/ready").is_success, 30, what="it to be ready", every=0.1)
+            (card,) = http.get("/v1/models").json()["data"]
+            assert (card["root"], card["max_model_len"]) == ("new", 8)
+            body = {"model": "new", "prompt": [299], "max_tokens": 1}
+            assert http.post("/v1/completions", json=body).status_code == 200
 
 
 def test_a_full_backlog_is_waited_for_and_then_a_503(server: RealServer, pool_name: str) -> None:
