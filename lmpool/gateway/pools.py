@@ -11,8 +11,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from lmpool.checks import quoted, said
-from lmpool.errors import LmpoolError, ServerRefused, ServerTooOld, SettingsError, WireError
-from lmpool.gateway.errors import ApiError, of_pool
+from lmpool.errors import (
+    LmpoolError,
+    PoolTimeout,
+    ServerRefused,
+    ServerTooOld,
+    SettingsError,
+    WireError,
+)
+from lmpool.gateway.errors import SERVER_AWAY, ApiError, of_pool
 from lmpool.gateway.options import GatewayOptions, PoolAddress
 from lmpool.gateway.prompt_logprobs_json import prepare
 from lmpool.gateway.template import ChatTemplate, model_template, read_template, special_tokens
@@ -59,7 +66,9 @@ class Served:
                 self._adapters = sorted(found)
             except LmpoolError as error:
                 if self._adapters is None:
-                    raise of_pool(error) from None
+                    # That of a wait names the server's address.
+                    away = isinstance(error, PoolTimeout)
+                    raise (ApiError(503, SERVER_AWAY) if away else of_pool(error)) from None
             self._read = time.monotonic()
         return self._adapters
 

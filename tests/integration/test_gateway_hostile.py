@@ -461,6 +461,35 @@ def test_two_pools_behind_one_gateway(server: RealServer, pool_name: str) -> Non
         assert http.post("/v1/completions", json=body).status_code == 400
 
 
+def test_a_server_that_is_away_takes_no_other_pool_off_the_list(
+    server: RealServer, pool_name: str
+) -> None:
+    away = f"{pool_name}-b"
+    with ExitStack() as stack:
+        other = stack.enter_context(RealServer())
+        for url, pool in ((server.url, pool_name), (other.url, away)):
+            stack.enter_context(worker_process(url, pool, engine_opts=SLOW))
+        pools = (pool_name, f"{away}={other.url}")
+        gateway = stack.enter_context(GatewayProcess(server.url, *pools))
+        http = stack.enter_context(client(gateway))
+        until(lambda: http.get("/ready").is_success, 120, what="it to be ready", every=0.1)
+        other.pause()
+        try:
+            listed = http.get("/v1/models")
+            answer = http.post("/v1/completions", json={"model": f"{away}:x", "prompt": [1]})
+        finally:
+            other.resume()
+        assert [card["id"] for card in listed.json()["data"]] == [pool_name]
+        error = answer.json()["error"]
+        assert (answer.status_code, error["message"]) == (503, "the pool's server does not answer")
+
+        def listed_ids() -> list[str]:
+            return [card["id"] for card in http.get("/v1/models").json()["data"]]
+
+        both = [pool_name, away]
+        until(lambda: listed_ids() == both, 30, what="both to be listed", every=0.1)
+
+
 # --- what a review found -------------------------------------------------------------------------
 
 

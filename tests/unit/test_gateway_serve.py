@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ async def serving(app: Any) -> AsyncIterator[tuple[socket.socket, ServerState]]:
     config = uvicorn.Config(app, http=kind, ws="none", log_config=None)
     config.load()
     listener = listen("127.0.0.1", 0)
-    made = lambda: kind(config, state, {})  # noqa: E731
+    made = partial(kind, config, state, {})
     server = await asyncio.get_running_loop().create_server(made, sock=listener)
     try:
         with socket.socket() as caller:
