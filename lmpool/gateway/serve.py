@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from lmpool.gateway.app import create_app
 from lmpool.gateway.door import ABORT, ENDING, GRACE, STALL
+from lmpool.gateway.errors import ApiError
 from lmpool.gateway.options import GatewayOptions
 from lmpool.listening import cannot_listen
 from lmpool.tracing import set_up
@@ -27,6 +28,10 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _UPGRADE: Final = re.compile(rb"\r\nUpgrade:", re.IGNORECASE)
 _MARKS: Final = (b"\r\nupgrade:", b"\r\n\r\n")
 """What is looked for in a head: such an offer, and its end."""
+UNREADABLE: Final = (
+    "no HTTP/1.1 that can be read: send it without TLS, of which a proxy before this gateway takes "
+    "care, and a body with its one Content-Length or in chunks, not with both"
+)
 SEND_BYTES: Final = 1 << 18
 """Of an answer that the system holds for a reader: of more it would not be seen for minutes that a
 slow one reads at all."""
@@ -116,6 +121,20 @@ class _Protocol(HttpToolsProtocol):
         self._begun = b"" if end else _begun_mark(head)
         head = head.removesuffix(self._begun)
         return _UPGRADE.sub(b"\r\nX-Other:", head) + end + rest
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP as all errors are, where nothing else is being answered."""
+        last: Any = self.cycle  # None before the first
+        if last is not None and last.response_started and not last.response_complete:
+            self.transport.abort()  # it would be read as a part of that
+        if self.transport.is_closing():
+            return
+        error = ApiError(400, UNREADABLE)
+        body = error.body()
+        headers = {**error.headers(), "content-length": str(len(body)), "connection": "close"}
+        lines = ["HTTP/1.1 400 Bad Request", *(f"{name}: {its}" for name, its in headers.items())]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self.transport.close()
 
     def on_body(self, body: bytes) -> None:
         self._beside -= len(body)

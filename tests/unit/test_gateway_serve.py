@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from uvicorn.server import ServerState
 
 from lmpool.errors import SettingsError
 from lmpool.gateway.door import PART, STALL
-from lmpool.gateway.serve import SEND_BYTES, listen, protocol
+from lmpool.gateway.serve import SEND_BYTES, UNREADABLE, listen, protocol
 from lmpool.monitoring.server import MonitoringServer
 
 SLOWEST = 8192
@@ -121,6 +122,49 @@ def test_an_offer_of_another_protocol_may_come_in_parts(size: int) -> None:
 def test_a_head_may_be_cut_anywhere(cut: int) -> None:
     answer = asyncio.run(whole_parts([OFFER[:cut], OFFER[cut:] + BODY]))
     assert BODY in answer
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x00\xf8\x01\x00\x00\xf4\x03\x03" + b"x" * 240,  # as TLS begins
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_what_is_no_http_is_an_error_like_others(sent: bytes) -> None:
+    head, _, body = asyncio.run(whole_parts([sent])).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n")
+    assert json.loads(body)["error"]["message"] == UNREADABLE
+
+
+def test_no_error_is_told_in_the_midst_of_an_answer() -> None:
+    async def test() -> bytes:
+        async def begins(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        async with serving(begins) as (caller, _):
+            loop = asyncio.get_running_loop()
+            caller.setblocking(False)
+            start = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            await loop.sock_sendall(caller, start)
+            answer = b""
+            with suppress(ConnectionError):
+                async with asyncio.timeout(5):
+                    while data := await loop.sock_recv(caller, 4096):
+                        answer += data
+                        if b"begun" in answer:
+                            await loop.sock_sendall(caller, b"zz\r\n")
+            return answer
+
+    answer = asyncio.run(test())
+    assert b"begun" in answer
+    assert b"error" not in answer
+    assert b"400" not in answer
 
 
 @pytest.mark.parametrize("more", ["", "Connection: close\r\n"])
