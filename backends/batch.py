@@ -10,7 +10,7 @@ from typing import Final, assert_never
 
 from lmpool.backends.admission import are_plain, reason_to_refuse
 from lmpool.backends.answers import answered, head_part
-from lmpool.backends.engine import Engine, Outcome, Part, Request
+from lmpool.backends.engine import AdapterGone, Engine, Outcome, Part, Request
 from lmpool.backends.sampling import Continuation, Sampler
 from lmpool.backends.scoring import Scorings
 from lmpool.backends.streaming import Streaming
@@ -104,7 +104,8 @@ class BatchEngine(Engine):
         asking = self._asking(name)
         if asking:
             self.cancel(asking)
-            gone = PromptFailed(f"the adapter {name!r} was removed before this was computed")
+            told = name.partition("@")[0]  # not which of that name, which nobody asked for
+            gone = AdapterGone(f"the adapter {told!r} was removed before this was computed")
             self._outcomes += [Outcome(asked, error=gone) for asked in asking]
 
     def _asking(self, name: str) -> set[bytes]:

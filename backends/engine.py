@@ -86,6 +86,10 @@ class Part:
     drawn: Generation
 
 
+class AdapterGone(PromptFailed):
+    """The prompt's adapter was removed before this was computed: no failure of the engine."""
+
+
 @dataclass(slots=True, eq=False)
 class Outcome:
     """What became of one request: exactly one of a row, another answer, or an error.

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal, TypeGuard
+from typing import Final, Literal, TypeAlias, TypeGuard
 
 import redis.exceptions
 import redis.sentinel
 
-from lmpool.backends.engine import Outcome, Part
+from lmpool.backends.engine import AdapterGone, Outcome, Part
 from lmpool.checks import said, words
 from lmpool.commands import Server, Value
 from lmpool.counters import BATCHES, COMPUTED, FAILED, answers
@@ -78,6 +78,9 @@ LEFT_OUT_MOST: Final = 32
 FULL: Final = "the server's memory is full: raise maxmemory or lower result_ttl"
 
 
+Status: TypeAlias = Literal["ok", "failed", "unknown_adapter"]
+
+
 # Nobody changes one; but there is one for each prompt, and one that is frozen takes longer to make.
 @dataclass(slots=True, eq=False)
 class Done:
@@ -89,7 +92,7 @@ class Done:
 
     delivery: Delivery
     value: bytes | PackedRow | None
-    status: Literal["ok", "failed", "unknown_adapter"] = "ok"
+    status: Status = "ok"
     error: str = ""
     size: int = 0
     is_laid: bool = False
@@ -136,7 +139,9 @@ def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
     """An outcome as it is stored: the answer to the job's want, or the error."""
     if outcome.error is not None:
         text = words(outcome.error) or type(outcome.error).__name__
-        return Done(delivery, None, "failed", text[:MAX_ERROR_CHARS])
+        gone = isinstance(outcome.error, AdapterGone)
+        status: Status = "unknown_adapter" if gone else "failed"
+        return Done(delivery, None, status, text[:MAX_ERROR_CHARS])
     try:
         want = delivery.job.want
         if isinstance(want, Row) and _row_bytes(want, vocab_size) >= LARGE:

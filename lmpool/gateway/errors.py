@@ -39,6 +39,7 @@ TYPES: Final[Mapping[int, str]] = {
 """Of the other statuses: invalid_request_error."""
 
 CONTEXT_LENGTH: Final = "context_length_exceeded"
+SERVER_AWAY: Final = "the pool's server does not answer"
 
 
 class Problem(BaseModel):
@@ -120,11 +121,13 @@ def of_pool(error: LmpoolError) -> ApiError:
             return ApiError(
                 503, "the pool came to serve another model: ask again", retry_after=SOON
             )
-        case NoWorkers() | UnknownPool() | PoolBusy() | PoolTimeout():
+        case NoWorkers() | PoolBusy() | PoolTimeout():
             return ApiError(503, text)
+        # The words of these name the server's address, which is not the caller's business.
+        case UnknownPool():
+            return ApiError(503, "the pool is not there at the moment")
         case ServerError():
-            # Its words name the server's address, which is not the caller's business.
-            return ApiError(503, "the pool's server does not answer")
+            return ApiError(503, SERVER_AWAY)
         case _:
             return ApiError(500, f"the pool failed on this request: {text}")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 
-from lmpool.gateway.errors import responses
+from lmpool.gateway.errors import ApiError, responses
 from lmpool.gateway.pools import Pool
 from lmpool.gateway.schemas import Answer
 from lmpool.gateway.state import gateway_of
@@ -40,13 +41,21 @@ class ModelList(Answer):
 async def models(request: HttpRequest) -> ModelList:
     """The models that can be asked now, and their adapters.
 
-    Where there is none yet, as right after the start, the answer waits for one.
+    Where there is none yet, as right after the start, the answer waits for one. One whose server
+    has yet to tell its adapters is left out, unless there is no other.
     """
     gateway = gateway_of(request)
     await gateway.pools.any_served(gateway.patience(gateway.deadline()))
+    found = await asyncio.gather(*map(_cards, gateway.pools.all), return_exceptions=True)
     cards: list[ModelCard] = []
-    for pool in gateway.pools.all:
-        cards += await _cards(pool)
+    for each in found:
+        if not isinstance(each, BaseException):
+            cards += each
+        elif not isinstance(each, ApiError):
+            raise each
+    errors = [each for each in found if isinstance(each, ApiError)]
+    if errors and not cards:
+        raise errors[0]
     return ModelList(data=cards)
 
 

@@ -11,8 +11,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from lmpool.checks import quoted, said
-from lmpool.errors import LmpoolError, ServerRefused, ServerTooOld, SettingsError
-from lmpool.gateway.errors import ApiError, of_pool
+from lmpool.errors import (
+    LmpoolError,
+    PoolTimeout,
+    ServerRefused,
+    ServerTooOld,
+    SettingsError,
+    WireError,
+)
+from lmpool.gateway.errors import SERVER_AWAY, ApiError, of_pool
 from lmpool.gateway.options import GatewayOptions, PoolAddress
 from lmpool.gateway.prompt_logprobs_json import prepare
 from lmpool.gateway.template import ChatTemplate, model_template, read_template, special_tokens
@@ -20,14 +27,16 @@ from lmpool.gateway.words import Words
 from lmpool.model_info import ModelInfo
 from lmpool.producer import NumpyRows, PooledLM, connect
 from lmpool.producer.deadline import Deadline
+from lmpool.server import get_string
+from lmpool.servers import Servers
 
 logger = logging.getLogger(__name__)
 
 LOOK: Final = 5.0
 """Seconds after which a pool that is not there is looked for once more."""
 FRESH: Final = 2.0
-"""Seconds for which it is trusted that a pool has workers, and these adapters."""
-ADAPTERS_TIMEOUT: Final = 5.0
+"""Seconds for which it is trusted what a pool serves, that it has workers, and these adapters."""
+LOOK_TIMEOUT: Final = 5.0
 MOMENT: Final = 3.0
 """Seconds for pools that are just being found, once one is there."""
 
@@ -53,13 +62,32 @@ class Served:
         """
         if self._adapters is None or time.monotonic() - self._read >= FRESH:
             try:
-                found = await self.lm._run(self.lm._read_adapters, Deadline(ADAPTERS_TIMEOUT))
+                found = await self.lm._run(self.lm._read_adapters, Deadline(LOOK_TIMEOUT))
                 self._adapters = sorted(found)
             except LmpoolError as error:
                 if self._adapters is None:
-                    raise of_pool(error) from None
+                    # That of a wait names the server's address.
+                    away = isinstance(error, PoolTimeout)
+                    raise (ApiError(503, SERVER_AWAY) if away else of_pool(error)) from None
             self._read = time.monotonic()
         return self._adapters
+
+    async def is_replaced(self) -> bool:
+        """Whether the pool serves another model by now; False where its server does not tell."""
+        try:
+            return await self.lm._run(self._has_another, Deadline(LOOK_TIMEOUT))
+        except LmpoolError:
+            return False
+
+    def _has_another(self, servers: Servers) -> bool:
+        key = self.lm._client.keys.info
+        current = get_string(servers.for_key(key), key)
+        try:
+            return current is not None and not ModelInfo.unpack(current).gives_the_same_as(
+                self.info
+            )
+        except WireError:  # of another version of lmpool
+            return True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,12 +160,19 @@ class Pool:
             self._there.set()
             logger.info("pool %s: %s on %s", self.name, served.info.model, served.info.engine)
             try:
-                await self._replaced.wait()
+                await self._until_replaced(served)
             finally:
                 self._there.clear()
                 self._replaced.clear()
                 self._served, self.why = None, "comes to serve another model"
                 await asyncio.shield(served.lm.aclose(1.0))
+
+    async def _until_replaced(self, served: Served) -> None:
+        """Return once a request was told so, or where there is none, as for a pool that seems to
+        have no worker, once the server says so."""
+        while not self._replaced.is_set() and not await served.is_replaced():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._replaced.wait(), FRESH)
 
     async def _connect(self) -> Served:
         options = self._options

@@ -15,7 +15,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from lmpool.gateway.app import create_app
-from lmpool.gateway.door import ABORT, ENDING
+from lmpool.gateway.door import ABORT, ENDING, GRACE, STALL
+from lmpool.gateway.errors import ApiError
 from lmpool.gateway.options import GatewayOptions
 from lmpool.listening import cannot_listen
 from lmpool.tracing import set_up
@@ -25,6 +26,12 @@ MOST_FRAMING: Final = 16
 """Bytes that frame one of a body, where it comes in the smallest chunks."""
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _UPGRADE: Final = re.compile(rb"\r\nUpgrade:", re.IGNORECASE)
+_MARKS: Final = (b"\r\nupgrade:", b"\r\n\r\n")
+"""What is looked for in a head: such an offer, and its end."""
+UNREADABLE: Final = (
+    "no HTTP/1.1 that can be read: send it without TLS, of which a proxy before this gateway takes "
+    "care, and a body with its one Content-Length or in chunks, not with both"
+)
 SEND_BYTES: Final = 1 << 18
 """Of an answer that the system holds for a reader: of more it would not be seen for minutes that a
 slow one reads at all."""
@@ -49,7 +56,13 @@ class _Protocol(HttpToolsProtocol):
     """uvicorn's, whose heads have `seconds` to arrive, and `MAX_HEAD_BYTES`."""
 
     seconds: ClassVar[float]
+    patience: ClassVar[float] = STALL + GRACE
+    """Seconds for a caller to take what waits for it: longer than the door waits, which says why it
+    cuts an answer, and knows of none that is open or whole."""
     _timer: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    _begun = b""
+    """Of a head, what may be the beginning of a mark."""
     _head: int | None = None
     """Bytes of a head that is arriving."""
     _beside = _body = 0
@@ -57,6 +70,7 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # whatever is not taken at once is unread
         self._ending = asyncio.Event()
         self._begin()
 
@@ -66,7 +80,22 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
+        self._taken()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # One that is closed would wait for its reader for ever, too.
+        self._unread = self.loop.call_later(self.patience, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._taken()
+        super().resume_writing()
+
+    def _taken(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def data_received(self, data: bytes) -> None:
         if self._head is not None:
@@ -88,8 +117,24 @@ class _Protocol(HttpToolsProtocol):
         last: Any = self.cycle  # None before the first
         if self._head is None and last is not None and not last.response_complete:
             return data
-        head, end, rest = data.partition(b"\r\n\r\n")
+        head, end, rest = (self._begun + data).partition(b"\r\n\r\n")
+        self._begun = b"" if end else _begun_mark(head)
+        head = head.removesuffix(self._begun)
         return _UPGRADE.sub(b"\r\nX-Other:", head) + end + rest
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP as all errors are, where nothing else is being answered."""
+        last: Any = self.cycle  # None before the first
+        if last is not None and last.response_started and not last.response_complete:
+            self.transport.abort()  # it would be read as a part of that
+        if self.transport.is_closing():
+            return
+        error = ApiError(400, UNREADABLE)
+        body = error.body()
+        headers = {**error.headers(), "content-length": str(len(body)), "connection": "close"}
+        lines = ["HTTP/1.1 400 Bad Request", *(f"{name}: {its}" for name, its in headers.items())]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self.transport.close()
 
     def on_body(self, body: bytes) -> None:
         self._beside -= len(body)
@@ -131,6 +176,15 @@ class _Protocol(HttpToolsProtocol):
     def _late(self) -> None:
         if self._head is not None and not self.transport.is_closing():
             self.transport.close()
+
+
+def _begun_mark(head: bytes) -> bytes:
+    """The end of what came of a head where the rest may make it a mark: it waits for that."""
+    for size in range(max(map(len, _MARKS)) - 1, 0, -1):
+        end = head[-size:]
+        if any(mark.startswith(end.lower()) for mark in _MARKS):
+            return end
+    return b""
 
 
 def protocol(seconds: float) -> type[HttpToolsProtocol]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,26 @@ def test_adapters_come_are_replaced_and_go(server_url, redis_client, pool_name, 
         for worker in workers:
             assert "Traceback" not in worker.log
     assert_at_rest(redis_client, pool_name)
+
+
+def test_who_waits_for_an_adapter_that_is_removed_is_told_so(server_url, pool_name, tmp_path):
+    """And not of an engine that failed."""
+    asked: dict[str, Any] = {"seed": 1, "eos_token_ids": [], "lora_name": "style", "timeout": 60}
+    slow = {"delay": 0.05}
+    with (
+        worker_process(server_url, pool_name, adapter_dirs=[str(tmp_path)], engine_opts=slow),
+        connected(server_url, pool_name) as lm,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        lm.add_new_lora(write_adapter(tmp_path / "style"), "style")
+        whole = threads.submit(lm.sync.generate, [1, 2], 1000, **asked)
+        pieces = lm.sync.stream([3, 4], 1000, **asked)
+        next(pieces)
+        lm.remove_lora("style")
+        with pytest.raises(UnknownAdapter, match=r"unknown LoRA adapter 'style'"):
+            whole.result(60)
+        with pytest.raises(UnknownAdapter, match=r"adapter 'style' was removed"):
+            list(pieces)
 
 
 def test_an_adapter_that_another_client_replaced_is_asked_for_anew(

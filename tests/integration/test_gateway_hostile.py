@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -407,6 +407,27 @@ def test_without_workers_it_waits_and_then_says_when_to_come_again(
             assert answers(http)
 
 
+def test_a_pool_of_another_model_is_found_by_who_asks_nothing_of_it(
+    server: RealServer, pool_name: str
+) -> None:
+    """As one behind a proxy that sends it requests only while it is ready."""
+    new: dict[str, Any] = {"model": "new", "max_prompt_tokens": 8}
+    with ExitStack() as stack:
+        with worker_process(server.url, pool_name, model="old", engine_opts=SLOW):
+            gateway = stack.enter_context(GatewayProcess(server.url, pool_name))
+            http = stack.enter_context(client(gateway))
+            until(lambda: http.get("/ready").is_success, 120, what="it to be ready", every=0.1)
+            assert http.get("/v1/models").json()["data"][0]["root"] == "old"
+        vocabulary = {**SLOW, "vocab_size": 300}
+        with worker_process(server.url, pool_name, engine_opts=vocabulary, **new):
+            until(lambda: http.get("/v1/models/new").is_success, 30, what="the new one", every=0.1)
+            until(lambda: http.get("/ready").is_success, 30, what="it to be ready", every=0.1)
+            (card,) = http.get("/v1/models").json()["data"]
+            assert (card["root"], card["max_model_len"]) == ("new", 8)
+            body = {"model": "new", "prompt": [299], "max_tokens": 1}
+            assert http.post("/v1/completions", json=body).status_code == 200
+
+
 def test_a_full_backlog_is_waited_for_and_then_a_503(server: RealServer, pool_name: str) -> None:
     url = server.url
     slow = {"delay": 1.0}
@@ -438,6 +459,35 @@ def test_two_pools_behind_one_gateway(server: RealServer, pool_name: str) -> Non
         assert http.post("/v1/completions", json={**body, "model": other}).status_code == 200
         assert http.post("/v1/completions", json={**body, "model": pool_name}).status_code == 400
         assert http.post("/v1/completions", json=body).status_code == 400
+
+
+def test_a_server_that_is_away_takes_no_other_pool_off_the_list(
+    server: RealServer, pool_name: str
+) -> None:
+    away = f"{pool_name}-b"
+    with ExitStack() as stack:
+        other = stack.enter_context(RealServer())
+        for url, pool in ((server.url, pool_name), (other.url, away)):
+            stack.enter_context(worker_process(url, pool, engine_opts=SLOW))
+        pools = (pool_name, f"{away}={other.url}")
+        gateway = stack.enter_context(GatewayProcess(server.url, *pools))
+        http = stack.enter_context(client(gateway))
+        until(lambda: http.get("/ready").is_success, 120, what="it to be ready", every=0.1)
+        other.pause()
+        try:
+            listed = http.get("/v1/models")
+            answer = http.post("/v1/completions", json={"model": f"{away}:x", "prompt": [1]})
+        finally:
+            other.resume()
+        assert [card["id"] for card in listed.json()["data"]] == [pool_name]
+        error = answer.json()["error"]
+        assert (answer.status_code, error["message"]) == (503, "the pool's server does not answer")
+
+        def listed_ids() -> list[str]:
+            return [card["id"] for card in http.get("/v1/models").json()["data"]]
+
+        both = [pool_name, away]
+        until(lambda: listed_ids() == both, 30, what="both to be listed", every=0.1)
 
 
 # --- what a review found -------------------------------------------------------------------------

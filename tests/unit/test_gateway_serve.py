@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
-from contextlib import closing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing, suppress
+from functools import partial
+from typing import Any
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from lmpool.errors import SettingsError
 from lmpool.gateway.door import PART, STALL
-from lmpool.gateway.serve import SEND_BYTES, listen
+from lmpool.gateway.serve import SEND_BYTES, UNREADABLE, listen, protocol
 from lmpool.monitoring.server import MonitoringServer
 
 SLOWEST = 8192
@@ -45,3 +52,138 @@ def test_a_wrong_host_is_told_from_a_port_in_use(host: str, port: int | None, sa
             MonitoringServer(lambda *_: [], host, number).listen()
     assert str(refused.value) == str(of_metrics.value)
     assert str(refused.value).count(f"{host}'") == 1
+
+
+# --- connections ---------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[tuple[socket.socket, ServerState]]:
+    """A caller's socket, whose server answers with `app`, and the connections of that."""
+    state, kind = ServerState(), protocol(30)
+    kind.patience = 0.3  # type: ignore[attr-defined]
+    config = uvicorn.Config(app, http=kind, ws="none", log_config=None)
+    config.load()
+    listener = listen("127.0.0.1", 0)
+    made = partial(kind, config, state, {})
+    server = await asyncio.get_running_loop().create_server(made, sock=listener)
+    try:
+        with socket.socket() as caller:
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            caller.connect(listener.getsockname())
+            caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            yield caller, state
+    finally:
+        server.close()
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the body that came."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def whole_parts(parts: Sequence[bytes]) -> bytes:
+    """What `echo` answers to a request that comes in these parts."""
+    async with serving(echo) as (caller, _):
+        loop = asyncio.get_running_loop()
+        caller.setblocking(False)
+        for part in parts:
+            await loop.sock_sendall(caller, part)
+            await asyncio.sleep(0.002)
+        answer = b""
+        async with asyncio.timeout(5):
+            while data := await loop.sock_recv(caller, 4096):
+                answer += data
+        return answer
+
+
+BODY = b'{"Upgrade": 1}\r\nUpgrade: x\r\n\r\n\r\nUp'
+OFFER = (
+    b"POST / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: h2c\r\nX: \r\n"
+    b"Content-Length: %d\r\n\r\n"
+) % len(BODY)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_an_offer_of_another_protocol_may_come_in_parts(size: int) -> None:
+    request = OFFER + BODY
+    parts = [request[at : at + size] for at in range(0, len(request), size)]
+    answer = asyncio.run(whole_parts(parts))
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert answer.partition(b"\r\n\r\n")[2].startswith(b"%x\r\n%b" % (len(BODY), BODY))
+
+
+@pytest.mark.parametrize("cut", range(OFFER.index(b"\r\nUpgrade"), len(OFFER) + 1))
+def test_a_head_may_be_cut_anywhere(cut: int) -> None:
+    answer = asyncio.run(whole_parts([OFFER[:cut], OFFER[cut:] + BODY]))
+    assert BODY in answer
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x00\xf8\x01\x00\x00\xf4\x03\x03" + b"x" * 240,  # as TLS begins
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_what_is_no_http_is_an_error_like_others(sent: bytes) -> None:
+    head, _, body = asyncio.run(whole_parts([sent])).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n")
+    assert json.loads(body)["error"]["message"] == UNREADABLE
+
+
+def test_no_error_is_told_in_the_midst_of_an_answer() -> None:
+    async def test() -> bytes:
+        async def begins(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        async with serving(begins) as (caller, _):
+            loop = asyncio.get_running_loop()
+            caller.setblocking(False)
+            start = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            await loop.sock_sendall(caller, start)
+            answer = b""
+            with suppress(ConnectionError):
+                async with asyncio.timeout(5):
+                    while data := await loop.sock_recv(caller, 4096):
+                        answer += data
+                        if b"begun" in answer:
+                            await loop.sock_sendall(caller, b"zz\r\n")
+            return answer
+
+    answer = asyncio.run(test())
+    assert b"begun" in answer
+    assert b"error" not in answer
+    assert b"400" not in answer
+
+
+@pytest.mark.parametrize("more", ["", "Connection: close\r\n"])
+def test_a_connection_ends_though_nobody_reads_the_end_of_its_answer(more: str) -> None:
+    """One that was closed, too."""
+
+    async def test() -> None:
+        answered = asyncio.Event()
+
+        async def long(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"x" * (8 << 20)})
+            answered.set()
+
+        async with serving(long) as (caller, state):
+            caller.sendall(f"GET / HTTP/1.1\r\nHost: x\r\n{more}\r\n".encode())
+            await asyncio.wait_for(answered.wait(), 5)
+            assert state.connections
+            await asyncio.sleep(1)
+            assert not state.connections
+
+    asyncio.run(test())
