@@ -104,7 +104,7 @@ class BatchEngine(Engine):
         asking = self._asking(name)
         if asking:
             self.cancel(asking)
-            told = name.partition("@")[0]  # not which of that name, which nobody asked for
+            told = name.rpartition("@")[0] or name  # not which of that name, which nobody asked for
             gone = AdapterGone(f"the adapter {told!r} was removed before this was computed")
             self._outcomes += [Outcome(asked, error=gone) for asked in asking]
 

@@ -21,6 +21,8 @@ ANSWER_WITHIN: Final = 5.0
 """Seconds after which a command is given up."""
 NODE_ANSWERS_WITHIN: Final = 2.0
 """The same on a cluster, where another node soon serves what one that hangs does."""
+WITHDRAWN: Final = b""
+"""What a control job has in place of a result once it was taken back."""
 
 
 def control_pool(url: str, keys: PoolKeys) -> ConnectionPool:

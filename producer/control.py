@@ -63,7 +63,8 @@ def ask_workers(
     if not answers:
         raise NoWorkers(
             f"pool {options.pool!r} has no worker left to {function.replace('_', ' ')}: "
-            f"{', '.join(workers)} died before they answered"
+            f"{', '.join(workers)} gave no sign of life before they answered; call "
+            "again once one serves"
         )
     errors = {worker: a["error"] for worker, a in answers.items() if "error" in a}
     if errors:

@@ -24,7 +24,7 @@ from redis.asyncio.client import Pipeline
 
 from lmpool.checks import quoted
 from lmpool.clock import to_ms
-from lmpool.control_connections import control_pool
+from lmpool.control_connections import WITHDRAWN, control_pool
 from lmpool.errors import LmpoolError, PoolError
 from lmpool.keys import PoolKeys
 from lmpool.liveness import LIFE_MS
@@ -156,7 +156,9 @@ class ControlJobs:
                 while not (found := await self._patiently(partial(_look, job))):
                     if worker in self._dead:
                         await self._patiently(partial(self._withdraw, job, queue))
-                        logger.warning("%s died before it answered %s", worker, self.function)
+                        logger.warning(
+                            "%s gave no sign of life before it answered %s", worker, self.function
+                        )
                         return None
             except ResultNotFound:
                 await asyncio.sleep(AGAIN)  # the server has forgotten the job
@@ -179,7 +181,7 @@ class ControlJobs:
         async with self._server.pipeline(transaction=True) as pipeline:
             pipeline.zrem(queue, job.job_id)
             pipeline.delete(*(prefix + job.job_id for prefix in of_job))
-            pipeline.psetex(result_key_prefix + job.job_id, WITHDRAWN_MS, b"")
+            pipeline.psetex(result_key_prefix + job.job_id, WITHDRAWN_MS, WITHDRAWN)
             await pipeline.execute()
 
     def _new_job(self, queue: str) -> Job:

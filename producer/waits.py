@@ -22,26 +22,29 @@ T = TypeVar("T")
 def never_lost(
     loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object
 ) -> Callable[[object], object]:
-    """A function as a callback of this loop's, which gives it one value to no purpose. Where Ctrl-C
-    ends it, also at its beginning, and the loop runs on, it is called once more; it raises nothing
-    by itself.
+    """A function as a callback of this loop's, which is called with one value that is not used.
+    Where Ctrl-C ends it, also at its beginning, and the loop runs on, it is called once more.
     """
 
-    def steps() -> Iterator[None]:
+    def steps(is_first: bool) -> Iterator[None]:
         try:
             yield  # what comes as it goes on from here is raised within this block
             function(*arguments)
         except GeneratorExit:  # it never was called
             raise
         except BaseException:
-            loop.call_soon(never_lost(loop, function, *arguments), None)
+            if is_first:
+                loop.call_soon(begun(False), None)
             raise
         yield
 
-    begun: Any = steps()
-    next(begun)
-    callback: Callable[[object], object] = begun.send
-    return callback
+    def begun(is_first: bool) -> Callable[[object], object]:
+        generator: Any = steps(is_first)
+        next(generator)
+        callback: Callable[[object], object] = generator.send
+        return callback
+
+    return begun(True)
 
 
 class Event:

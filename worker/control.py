@@ -22,6 +22,7 @@ from arq.constants import job_key_prefix, result_key_prefix
 
 from lmpool.backends.engine import Engine
 from lmpool.checks import said, words
+from lmpool.control_connections import WITHDRAWN
 from lmpool.errors import AdapterError, EngineBroken, LmpoolError
 from lmpool.server import is_lost
 from lmpool.worker.service import Service
@@ -36,6 +37,7 @@ LONGEST: Final = 600.0
 """Seconds that a control function may take, whoever waits for it."""
 LOOKS_FOR: Final = 2.0
 """Seconds for which the engine waits to hear whether a change of adapters is still wanted."""
+NOT_WAITED_FOR: Final = "this worker was taken for dead, and is not waited for"
 LOOK_EVERY: Final = 0.2
 """Seconds between two looks whether the worker has failed: one that ends waits a second for control
 functions to end."""
@@ -134,17 +136,21 @@ def _wanted(ctx: dict[str, Any]) -> Callable[[], None]:
     queue: Any = ctx.get("redis")
     job, loop = result_key_prefix + ctx.get("job_id", ""), asyncio.get_running_loop()
 
+    began = time.monotonic()
+
     async def is_taken_back() -> bool:
         async with asyncio.timeout(LOOKS_FOR):
             while True:
                 try:
-                    return bool(await queue.exists(job))
+                    return bool(await queue.get(job) == WITHDRAWN)
                 except (redis.exceptions.RedisError, OSError):
                     await asyncio.sleep(AGAIN)  # it may be back from where it was cut off
 
     def check() -> None:
         if queue is None:
             return
+        if time.monotonic() - began > LONGEST:  # that it was taken back is forgotten then
+            raise AdapterError(NOT_WAITED_FOR)
         looking = is_taken_back()
         try:
             taken_back = asyncio.run_coroutine_threadsafe(looking, loop).result(2 * LOOKS_FOR)
@@ -154,7 +160,7 @@ def _wanted(ctx: dict[str, Any]) -> Callable[[], None]:
             looking.close()
             return
         if taken_back:
-            raise AdapterError("this worker was taken for dead, and is not waited for")
+            raise AdapterError(NOT_WAITED_FOR)
 
     return check
 

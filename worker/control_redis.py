@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -188,13 +187,19 @@ class PatientRedis(ArqRedis):
 
 
 class ControlWorker(Worker):
-    """arq's worker, whose jobs do not keep it from draining."""
+    """arq's worker, whose jobs do not keep it from draining, and of which none runs twice."""
+
+    async def start_jobs(self, job_ids: list[bytes]) -> None:
+        """As arq's, but for what runs here: a server that lost it was given it once more."""
+        running = {job for job, task in self.tasks.items() if not task.done()}
+        await super().start_jobs([job for job in job_ids if job.decode() not in running])
 
     async def close(self) -> None:
         """As arq's, which waits for its jobs, and ends before anything is drained where one was
         cancelled while its end was noted."""
         if not self._handle_signals:  # nobody has told them to end
-            self.handle_sig(signal.SIGUSR1)
+            for task in self.tasks.values():
+                task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
         self.tasks.clear()
         await super().close()

@@ -253,7 +253,7 @@ class _Answer:
             async with asyncio.timeout(STALL):
                 await self._send(message)
         except TimeoutError:
-            self.error = ConnectionAbortedError(f"nothing of it was read in {STALL:g} s")
+            self.error = ConnectionAbortedError(f"too little of it was read in {STALL:g} s")
             raise self.error from None
 
     async def refuse(self, error: ApiError, receive: Receive) -> None:

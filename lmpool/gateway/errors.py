@@ -121,9 +121,11 @@ def of_pool(error: LmpoolError) -> ApiError:
             return ApiError(
                 503, "the pool came to serve another model: ask again", retry_after=SOON
             )
-        case NoWorkers() | PoolBusy() | PoolTimeout():
+        case NoWorkers() | PoolBusy():
             return ApiError(503, text)
-        # The words of these name the server's address, which is not the caller's business.
+        # The words of these may name the server's address, which is not the caller's business.
+        case PoolTimeout():
+            return ApiError(503, SERVER_AWAY if "://" in text else text)
         case UnknownPool():
             return ApiError(503, "the pool is not there at the moment")
         case ServerError():

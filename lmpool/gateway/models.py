@@ -42,7 +42,7 @@ async def models(request: HttpRequest) -> ModelList:
     """The models that can be asked now, and their adapters.
 
     Where there is none yet, as right after the start, the answer waits for one. One whose server
-    has yet to tell its adapters is left out, unless there is no other.
+    has yet to tell its adapters is left out; where there is no other, that is the error.
     """
     gateway = gateway_of(request)
     await gateway.pools.any_served(gateway.patience(gateway.deadline()))

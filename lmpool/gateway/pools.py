@@ -13,18 +13,17 @@ from typing import Final
 from lmpool.checks import quoted, said
 from lmpool.errors import (
     LmpoolError,
-    PoolTimeout,
     ServerRefused,
     ServerTooOld,
     SettingsError,
     WireError,
 )
-from lmpool.gateway.errors import SERVER_AWAY, ApiError, of_pool
+from lmpool.gateway.errors import ApiError, of_pool
 from lmpool.gateway.options import GatewayOptions, PoolAddress
 from lmpool.gateway.prompt_logprobs_json import prepare
 from lmpool.gateway.template import ChatTemplate, model_template, read_template, special_tokens
 from lmpool.gateway.words import Words
-from lmpool.model_info import ModelInfo
+from lmpool.model_info import ModelInfo, OfLaterRelease
 from lmpool.producer import NumpyRows, PooledLM, connect
 from lmpool.producer.deadline import Deadline
 from lmpool.server import get_string
@@ -66,9 +65,7 @@ class Served:
                 self._adapters = sorted(found)
             except LmpoolError as error:
                 if self._adapters is None:
-                    # That of a wait names the server's address.
-                    away = isinstance(error, PoolTimeout)
-                    raise (ApiError(503, SERVER_AWAY) if away else of_pool(error)) from None
+                    raise of_pool(error) from None
             self._read = time.monotonic()
         return self._adapters
 
@@ -86,8 +83,8 @@ class Served:
             return current is not None and not ModelInfo.unpack(current).gives_the_same_as(
                 self.info
             )
-        except WireError:  # of another version of lmpool
-            return True
+        except WireError as error:  # one that was damaged its workers mend
+            return isinstance(error, OfLaterRelease)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,8 +29,8 @@ _UPGRADE: Final = re.compile(rb"\r\nUpgrade:", re.IGNORECASE)
 _MARKS: Final = (b"\r\nupgrade:", b"\r\n\r\n")
 """What is looked for in a head: such an offer, and its end."""
 UNREADABLE: Final = (
-    "no HTTP/1.1 that can be read: send it without TLS, of which a proxy before this gateway takes "
-    "care, and a body with its one Content-Length or in chunks, not with both"
+    "no HTTP/1.1 that can be read: send well-formed lines, no TLS, of which a proxy before this "
+    "gateway takes care, and a body with its one Content-Length or in chunks, not with both"
 )
 SEND_BYTES: Final = 1 << 18
 """Of an answer that the system holds for a reader: of more it would not be seen for minutes that a
@@ -57,8 +57,8 @@ class _Protocol(HttpToolsProtocol):
 
     seconds: ClassVar[float]
     patience: ClassVar[float] = STALL + GRACE
-    """Seconds for a caller to take what waits for it: longer than the door waits, which says why it
-    cuts an answer, and knows of none that is open or whole."""
+    """Seconds for a caller to take what waits for it. The door waits for less, and says why it cuts
+    an answer, but sees neither paths without a key nor the end of an answer."""
     _timer: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
     _begun = b""

@@ -108,7 +108,7 @@ def test_who_dies_before_answering_is_not_waited_for(
         living = found["id"]
         assert ask(living, "gone") == {living: None}
         assert len(looks) >= 6
-        with pytest.raises(NoWorkers, match="left to clear cache: gone died before"):
+        with pytest.raises(NoWorkers, match="left to clear cache: gone gave no sign of life"):
             ask("gone")
         assert worker.process.poll() is None
     # What it was asked is taken back: it may have been frozen.
@@ -214,7 +214,7 @@ def test_a_call_that_kills_its_workers_ends(
         running = pool.submit(lm.cache_kv, [1], timeout=250)
         until(lambda: client.keys(f"arq:in-progress:*{pool_name}*"))
         worker.kill()
-        with pytest.raises(NoWorkers, match="died before they answered"):
+        with pytest.raises(NoWorkers, match="gave no sign of life before they answered"):
             running.result(200)
 
 

@@ -219,6 +219,45 @@ def test_a_worker_that_hears_no_signals_ends_without_waiting_for_its_jobs(
     asyncio.run(live())
 
 
+@pytest.mark.filterwarnings("ignore:Call to deprecated close:DeprecationWarning")  # arq's own
+def test_a_control_job_that_is_put_again_does_not_run_twice_at_once(
+    server_url: str, pool_name: str
+) -> None:
+    """As where a server lost it: the one that ended last answered with a KeyError of arq's."""
+    queue = PoolKeys(pool_name).control_queue("w")
+    job = PoolKeys(pool_name).tag + "0a" * 16
+
+    async def live() -> None:
+        begun, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def function(ctx: dict[str, Any]) -> None:
+            begun.set()
+            await goes_on.wait()
+
+        worker = ControlWorker(
+            functions=[func(function, name="function")],
+            redis_pool=PatientRedis(ConnectionPool.from_url(server_url)),
+            queue_name=queue,
+        )
+        try:
+            tasks = []
+            for _ in range(2):
+                await worker.pool.enqueue_job("function", _job_id=job, _queue_name=queue)
+                await worker.start_jobs([job.encode()])
+                tasks.append(worker.tasks[job])
+                await begun.wait()
+                assert await worker.pool.delete(*await worker.pool.keys(f"arq:*{job}"))
+            assert tasks[0] is tasks[1]
+            goes_on.set()
+            await tasks[0]
+            assert worker.jobs_complete == 1
+        finally:
+            goes_on.set()
+            await worker.close()
+
+    asyncio.run(live())
+
+
 def test_a_sign_of_life_outlives_the_next_ones_delay(
     server_binary: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

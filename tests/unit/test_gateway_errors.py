@@ -8,7 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from lmpool.errors import LmpoolError, PoolTimeout, ServerUnreachable, UnknownPool
 from lmpool.gateway.app import create_app
+from lmpool.gateway.errors import of_pool
 from lmpool.gateway.options import GatewayOptions, PoolAddress
 
 INTEGER = "Input should be a valid integer"
@@ -64,3 +66,11 @@ def test_the_same_within_a_field() -> None:
         400,
         "sampling_params.best_of: not supported: leave it out",
     )
+
+
+@pytest.mark.parametrize("kind", [PoolTimeout, ServerUnreachable, UnknownPool])
+def test_no_error_tells_a_pools_server(kind: type[LmpoolError]) -> None:
+    """Not where it is, nor who asks it."""
+    told = of_pool(kind("no answer from redis://me@10.1.2.3:6379/0 after 3 s"))
+    assert told.status == 503
+    assert b"10.1.2.3" not in told.body()

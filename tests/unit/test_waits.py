@@ -211,3 +211,18 @@ def test_a_callback_is_made_once_unless_it_is_interrupted() -> None:
     turn(loop)
     assert made == ["x"]
     loop.close()
+
+
+def test_a_callback_that_fails_is_made_once_more_and_not_for_ever() -> None:
+    loop, made = asyncio.new_event_loop(), list[int]()
+    loop.set_exception_handler(lambda *_: None)
+
+    def fail() -> None:
+        made.append(1)
+        raise TimeoutError  # an alarm's, too
+
+    loop.call_soon(never_lost(loop, fail), None)
+    for _ in range(5):
+        turn(loop)
+    assert len(made) == 2
+    loop.close()
