@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -202,17 +201,16 @@ def test_what_a_frozen_worker_had_begun_undoes_nothing_once_it_goes_on(
 
 
 def test_a_call_that_kills_its_workers_ends(
-    server_url: str, pool_name: str, tmp_path: Path
+    server_url: str, redis_client: redis.Redis, pool_name: str, tmp_path: Path
 ) -> None:
     slow = Faults(tmp_path).settings(prefix_delay=100.0)
     with (
         worker_process(server_url, pool_name, **slow) as worker,
         connected(server_url, pool_name) as lm,
         ThreadPoolExecutor() as pool,
-        closing(redis.Redis.from_url(server_url)) as client,
     ):
         running = pool.submit(lm.cache_kv, [1], timeout=250)
-        until(lambda: client.keys(f"arq:in-progress:*{pool_name}*"))
+        until(lambda: redis_client.keys(f"arq:in-progress:*{pool_name}*"))
         worker.kill()
         with pytest.raises(NoWorkers, match="gave no sign of life before they answered"):
             running.result(200)
