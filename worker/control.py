@@ -135,7 +135,6 @@ def _wanted(ctx: dict[str, Any]) -> Callable[[], None]:
     where not: this worker was taken for dead meanwhile, and more may have been done since."""
     queue: Any = ctx.get("redis")
     job, loop = result_key_prefix + ctx.get("job_id", ""), asyncio.get_running_loop()
-
     began = time.monotonic()
 
     async def is_taken_back() -> bool:

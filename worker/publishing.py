@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal, TypeAlias, TypeGuard
+from typing import Final, Literal, TypeGuard
 
 import redis.exceptions
 import redis.sentinel
@@ -78,9 +78,6 @@ LEFT_OUT_MOST: Final = 32
 FULL: Final = "the server's memory is full: raise maxmemory or lower result_ttl"
 
 
-Status: TypeAlias = Literal["ok", "failed", "unknown_adapter"]
-
-
 # Nobody changes one; but there is one for each prompt, and one that is frozen takes longer to make.
 @dataclass(slots=True, eq=False)
 class Done:
@@ -92,7 +89,7 @@ class Done:
 
     delivery: Delivery
     value: bytes | PackedRow | None
-    status: Status = "ok"
+    status: Literal["ok", "failed", "unknown_adapter"] = "ok"
     error: str = ""
     size: int = 0
     is_laid: bool = False
@@ -139,9 +136,10 @@ def encode(delivery: Delivery, outcome: Outcome, vocab_size: int) -> Done:
     """An outcome as it is stored: the answer to the job's want, or the error."""
     if outcome.error is not None:
         text = words(outcome.error) or type(outcome.error).__name__
-        gone = isinstance(outcome.error, AdapterGone)
-        status: Status = "unknown_adapter" if gone else "failed"
-        return Done(delivery, None, status, text[:MAX_ERROR_CHARS])
+        is_gone = isinstance(outcome.error, AdapterGone)
+        return Done(
+            delivery, None, "unknown_adapter" if is_gone else "failed", text[:MAX_ERROR_CHARS]
+        )
     try:
         want = delivery.job.want
         if isinstance(want, Row) and _row_bytes(want, vocab_size) >= LARGE:
