@@ -267,6 +267,11 @@ class CommandAhead:
         except OSError:
             pass
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether all of it has left."""
+        return self._left == b""
+
     def is_answered(self, waits: Callable[[int], bool]) -> bool:
         """Whether the reply begins to come, as `waits` finds out of the socket's number, or an
         error; not before it has been sent as a whole. For the connection's own thread."""

@@ -108,11 +108,11 @@ class Landing:
         if part:
             yield part, []
 
-    def _hand_out(
+    def hand_out(
         self,
         digests: Sequence[Digest],
         values: Values,
-        rooms: Sequence[Room | None],
+        rooms: Sequence[Room | None] = (),
         *,
         are_near: bool = False,
     ) -> dict[Digest, AnswerFormatError]:
@@ -214,7 +214,7 @@ class AnswerReader(Landing):
         values: Values,
         rooms: Sequence[Room | None] = (),
     ) -> int:
-        spoiled = self._hand_out(digests, values, rooms)
+        spoiled = self.hand_out(digests, values, rooms)
         if spoiled:
             self._compute_again(shard, spoiled)
         return bytes_of(values)

@@ -141,7 +141,9 @@ class Caller:
     async def wait(self, call: PendingCall, options: CallOptions) -> None:
         """Wait until `call` is done, or its time is over."""
         if not call.has_future:
-            self._client.submit([call])
+            reads = type(call) is LoneCall and call.stack is None and not options.progress
+            if self._client.submit([call], reads=reads):
+                self._client.read_alone(call, options.deadline.left())
         left = options.deadline.left()
         if options.progress:
             with _bar(len(call.jobs)) as update:

@@ -44,14 +44,15 @@ def claim_arguments(
     flights: Sequence[Flight],
     priority: Priority,
     most_bytes: float = math.inf,
+    client: str | None = None,
 ) -> list[Value] | None:
-    """What ``enqueue.lua`` is told of flights that are claimed now; None where their jobs are more
-    than `most_bytes`."""
+    """What ``enqueue.lua`` is told of flights that are claimed now, under another name than the
+    session's where one is given; None where their jobs are more than `most_bytes`."""
     assert session.info is not None
     now, now_ms = time.monotonic(), session.clock.now_ms()  # a pause makes no deadline earlier
     arguments: list[Value] = [
         shard.prefix,
-        session.id,
+        client or session.id,
         to_ms(REPLY_TTL),
         to_ms(FLIGHT_TTL),
         session.info.max_backlog,
@@ -73,7 +74,8 @@ def claim_arguments(
         most_bytes -= len(packed[-1])
         if most_bytes < 0:
             return None
-    session.near.expect(flights)
+    if client is None:
+        session.near.expect(flights)
     return [*arguments, "".join(heads), len(adapters), *adapters, *packed]
 
 
@@ -90,7 +92,9 @@ class ClaimAhead(NamedTuple):
         return self.command.reply()
 
 
-def claim_ahead(session: Session, servers: Servers, priority: Priority) -> ClaimAhead | None:
+def claim_ahead(
+    session: Session, servers: Servers, priority: Priority, client: str | None = None
+) -> ClaimAhead | None:
     """The claim of what may go now, ready to be sent; None where it is much, or its server would
     have to be waited for. Under the lock, while the thread rests whose the connections are."""
     shards, unsent = session.shards, session.table.unsent[priority]
@@ -108,7 +112,7 @@ def claim_ahead(session: Session, servers: Servers, priority: Priority) -> Claim
     try:
         enqueue, first = script("enqueue"), shards[0].stream(priority).key
         # What is wanted may be far longer than the tokens: a number for each position.
-        arguments = claim_arguments(session, shards[0], flights, priority, 2 * AHEAD_BYTES)
+        arguments = claim_arguments(session, shards[0], flights, priority, 2 * AHEAD_BYTES, client)
         if arguments is None:
             session.put_back(flights)
             return None

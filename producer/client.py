@@ -21,9 +21,10 @@ from typing import Final, TypeVar
 from lmpool.connections import BEHIND_MOST
 from lmpool.errors import LmpoolError, PromptFailed, UnknownPool
 from lmpool.interrupts import frees
-from lmpool.keys import PoolKeys, ShardKeys
+from lmpool.keys import PoolKeys, Priority, ShardKeys
 from lmpool.liveness import any_alive, as_served
 from lmpool.model_info import ModelInfo
+from lmpool.producer.alone import Alone
 from lmpool.producer.cache import AnswerCache
 from lmpool.producer.collector import Collector
 from lmpool.producer.flights import Flight, Statistics
@@ -64,9 +65,12 @@ class Client:
         session = self._session = Session(self.options, self.cache, statistics)
         near = NearAnswers(session)
         session.near.hear, session.near.help = near.hear, near.help
+        self._alone = Alone(session)
+        session.on_forget = self._alone.forget
         self._threads: list[threading.Thread] = []
         self._cut: Callable[[], None] = lambda: None
         self._claim_ahead: Callable[[], Sequence[Flight]] = lambda: ()
+        self._may_go_ahead: Callable[[], Priority | None] = lambda: None
         self._get_behind: Callable[[Iterable[Flight]], None] = lambda flights: None
         self._loading: Future[ModelInfo] | None = None
 
@@ -167,8 +171,12 @@ class Client:
                 look_at(self._session, servers, current)
 
     @frees("_session.lock")
-    def submit(self, calls: Sequence[PendingCall]) -> None:
-        """Take calls in. What the local cache has is there at once."""
+    def submit(self, calls: Sequence[PendingCall], *, reads: bool = False) -> bool:
+        """Take calls in. What the local cache has is there at once.
+
+        Where who asks `reads`, which is for one call of one job, it may be for `read_alone`: that
+        is returned.
+        """
         self._start()
         answered = []
         now = time.monotonic()
@@ -178,6 +186,8 @@ class Client:
                 raise closed()
             table = session.table
             looks = session.is_confirmed(now) and len(self.cache) > 0
+            is_alone = reads and not table.flights
+            claimed = False
             for call in calls:
                 if call.done:
                     continue  # cancelled in the turn it was made
@@ -203,12 +213,23 @@ class Client:
                     answered.append(call)
             if table.has_unsent():
                 try:
-                    sent = self._claim_ahead()
-                    if len(table.flights) <= BEHIND_MOST:
-                        self._get_behind(sent)
+                    if is_alone:
+                        claimed = self._alone.claim(calls[0], self._may_go_ahead())
+                    else:
+                        self._alone.has_company()
+                    if not claimed:
+                        sent = self._claim_ahead()
+                        if len(table.flights) <= BEHIND_MOST:
+                            self._get_behind(sent)
                 finally:  # also where Ctrl-C came between
-                    session.work.notify()
+                    if not claimed:
+                        session.work.notify()
         wake(answered)
+        return claimed
+
+    def read_alone(self, call: PendingCall, seconds: float | None) -> None:
+        """Read the answer to what was claimed for this thread to read; see `Alone.read`."""
+        self._alone.read(call, seconds)
 
     @frees("_session.lock")
     def lookup(self, job: Job) -> Answer | None:
@@ -355,7 +376,7 @@ class Client:
                 if collecting.is_alive():
                     collector.cut()
 
-            sender = Sender(session, farewell)
+            sender = Sender(session, self._alone, farewell)
             sending = self._thread("sender", sender.run)
 
             def cut() -> None:
@@ -363,6 +384,7 @@ class Client:
                 collector.cut()
 
             self._cut, self._claim_ahead = cut, sender.claim_ahead
+            self._may_go_ahead = sender.may_go_ahead
             self._get_behind = collector.get_behind
             collecting.start()
             sending.start()

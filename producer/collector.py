@@ -17,15 +17,12 @@ from lmpool.clock import to_ms
 from lmpool.commands import Entry, Server
 from lmpool.errors import (
     JobExpired,
-    JobFormatError,
-    LmpoolError,
-    PromptFailed,
-    UnknownAdapter,
 )
 from lmpool.keys import ShardKeys
 from lmpool.pieces import piece_id
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.flights import Flight
+from lmpool.producer.notices import DOUBTFUL, error_of
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.pieces import StreamCall
 from lmpool.producer.session import Session
@@ -39,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 _Found: TypeAlias = Sequence[tuple[bytes, list[Entry]]] | None
 
-DOUBTFUL: Final = ("refused", "unknown_adapter")
-"""What others' jobs for the same digest may make a worker say: it is asked again."""
 DOUBTS_MOST: Final = 2
 
 BEHIND_BYTES: Final = 256 << 10
@@ -251,7 +246,7 @@ class Collector:
                 flight = session.table.flights.get(notice.digest)
                 if flight is None:
                     continue
-                error = _error_of(notice, flight)
+                error = error_of(notice, flight)
                 if isinstance(error, JobExpired):
                     if flight.deadline is None or flight.deadline > time.monotonic() + 0.05:
                         session.table.resend(flight)  # somebody joined who waits longer
@@ -270,13 +265,3 @@ class Collector:
 
 def _left(shard: ShardKeys, error: Exception) -> None:
     """The read of one shard was lost, others go on: it is asked again, from the last notice on."""
-
-
-def _error_of(notice: Notice, flight: Flight) -> LmpoolError:
-    if notice.status == "expired":
-        return JobExpired("the job's deadline passed before a worker ran it")
-    if notice.status == "unknown_adapter":
-        return UnknownAdapter(notice.error)
-    if notice.status == "refused":
-        return JobFormatError(notice.error)
-    return PromptFailed(notice.error or f"the worker answered {notice.status}")

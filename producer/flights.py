@@ -247,6 +247,12 @@ class FlightTable:
             self.statistics.resubmitted += 1
             self._queue(flight)
 
+    def reinstate(self, flight: Flight) -> None:
+        """Wait for this one again, which Ctrl-C came to as its answer was handed out."""
+        self.flights[flight.job.digest] = flight
+        self._counts[flight.priority] += 1
+        self._queue(flight)
+
     def _queue(self, flight: Flight, *, first: bool = False) -> None:
         if not flight.queued:
             self.give_back(flight)

@@ -74,7 +74,7 @@ class NearAnswers(Landing):
                     # What is no row here is judged where it is stored.
                     there, values, places = map(list, zip(*rows, strict=True))
                     self._note_taking([digest for digest, _, room in rows if room is None])
-                    self._hand_out(there, values, places, are_near=True)
+                    self.hand_out(there, values, places, are_near=True)
                     read += bytes_of([row for _, row, _ in rows])
             finally:
                 self._give_back(rooms)

@@ -1,11 +1,25 @@
-"""The ids of a client's notices, which only ever grow."""
+"""What notices say, and their ids, which only ever grow."""
 
 from __future__ import annotations
+
+from typing import Final
 
 import redis.exceptions
 
 from lmpool.commands import Server
+from lmpool.errors import (
+    JobExpired,
+    JobFormatError,
+    LmpoolError,
+    PromptFailed,
+    UnknownAdapter,
+)
+from lmpool.producer.flights import Flight
 from lmpool.server import is_full, is_lost
+from lmpool.wire import Notice
+
+DOUBTFUL: Final = ("refused", "unknown_adapter")
+"""What others' jobs for the same digest may make a worker say: it is asked again."""
 
 
 def bring_forward(server: Server, reply: str, last: str, newest: str) -> None:
@@ -27,3 +41,14 @@ def bring_forward(server: Server, reply: str, last: str, newest: str) -> None:
 def _parts(entry: str) -> tuple[int, int]:
     moment, _, number = entry.partition("-")
     return int(moment), int(number)
+
+
+def error_of(notice: Notice, flight: Flight) -> LmpoolError:
+    """What a notice that no result is there means for who waits."""
+    if notice.status == "expired":
+        return JobExpired("the job's deadline passed before a worker ran it")
+    if notice.status == "unknown_adapter":
+        return UnknownAdapter(notice.error)
+    if notice.status == "refused":
+        return JobFormatError(notice.error)
+    return PromptFailed(notice.error or f"the worker answered {notice.status}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -27,8 +27,8 @@ class PendingCall:
     """
 
     __slots__ = (
-        "_asleep", "_event", "_future", "answers", "deadline", "error", "failed", "info",
-        "jobs", "keeps_errors", "left", "placed", "priority", "span", "stack",
+        "_asleep", "_event", "_future", "answers", "called_away", "deadline", "error", "failed",
+        "info", "jobs", "keeps_errors", "left", "placed", "priority", "span", "stack",
         "trace",
     )  # fmt: skip
 
@@ -66,6 +66,8 @@ class PendingCall:
         """Which job `error` is about, if it is about one."""
         self._future: asyncio.Future[None] | None = None
         self._event: Event | None = None
+        self.called_away: Callable[[], object] | None = None
+        """Wakes its thread, where that waits for something else."""
         self._asleep: threading.Lock | None = None
         """Held until the call is done, by nobody in particular: an event would take three locks."""
 
@@ -171,6 +173,7 @@ class LoneCall(PendingCall):
         self.failed = None
         self._future = None
         self._event = None
+        self.called_away = None
         self._asleep = None
 
     def give(self, job: Job) -> None:
@@ -212,6 +215,8 @@ def wake(calls: Iterable[PendingCall]) -> None:
         if call._asleep is not None:
             with suppress(RuntimeError):  # woken before
                 call._asleep.release()
+            if call.called_away is not None:
+                call.called_away()
         elif call._event is not None:
             call._event.set()
         elif call._future is not None:

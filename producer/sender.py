@@ -25,6 +25,7 @@ from lmpool.errors import (
 from lmpool.isolation import isolate
 from lmpool.keys import PRIORITIES, Priority, ShardKeys
 from lmpool.liveness import are_in
+from lmpool.producer.alone import Alone
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.claims import (
     ClaimAhead,
@@ -43,6 +44,7 @@ from lmpool.producer.session import (
     CLAIM_BYTES,
     CLAIM_MOST,
     CONFIRMED_FOR,
+    FAILOVER_TIMEOUT,
     FLIGHT_TTL,
     REPLY_TTL,
     Session,
@@ -66,9 +68,6 @@ from lmpool.wants import Digest
 
 logger = logging.getLogger(__name__)
 
-CHECK_EVERY: Final = 2.0
-FAILOVER_TIMEOUT: Final = 5.0
-"""Seconds without an answer after which the Sentinels are asked for the primary again."""
 TASK_PATIENCE: Final = 20.0
 """Seconds for which a task is tried again whose shard is away while others are served."""
 TASK_PAUSE: Final = 0.1
@@ -80,8 +79,9 @@ CHECK_MOST: Final = 500
 class Sender:
     """Owned by one thread, which `run` is. `farewell` waits for the collector to end."""
 
-    def __init__(self, session: Session, farewell: Callable[[], None]) -> None:
+    def __init__(self, session: Session, alone: Alone, farewell: Callable[[], None]) -> None:
         self._session = session
+        self._alone = alone
         self._farewell = farewell
         url = session.options.url
         # A primary that was replaced may never answer.
@@ -130,6 +130,7 @@ class Sender:
         finally:
             session.near.leave()  # also where Ctrl-C kept who closes the client from it
             self._servers.close()
+            self._alone.close()
 
     def _attempt(self, step: Callable[[], None], lost_since: float | None) -> float | None:
         """Take a step. Returns since when the connection is lost, if it is."""
@@ -149,18 +150,21 @@ class Sender:
 
         Returns what was sent.
         """
-        session = self._session
-        if not self._rests or self._ahead is not None or session.table.withdrawn:
-            return ()
-        if self._confirms_at() <= time.monotonic():
-            return ()
-        priority = self._what_may_go()
+        priority = self.may_go_ahead()
         if priority is not None:
-            self._ahead = claim_ahead(session, self._servers, priority)
+            self._ahead = claim_ahead(self._session, self._servers, priority)
             if self._ahead is not None:
                 self._ahead.command.send()
                 return self._ahead.flights
         return ()
+
+    def may_go_ahead(self) -> Priority | None:
+        """Whose jobs the thread of who asks may claim now; None if nobody's. Under the lock."""
+        if not self._rests or self._ahead is not None or self._session.table.withdrawn:
+            return None
+        if self._confirms_at() <= time.monotonic():
+            return None
+        return self._what_may_go()
 
     def _end_ahead(self) -> None:
         """Take the answer to what was claimed ahead."""
@@ -178,12 +182,15 @@ class Sender:
     def cut(self) -> None:
         """End whatever waits for a server that may never answer; for another thread to call."""
         self._servers.cut()
+        self._alone.cut()
 
     def _has_work(self) -> bool:
         session = self._session
         if session.closed or session.tasks or session.table.withdrawn or session.abandoned:
             return True
         if self._ahead is not None or self._what_may_go() is not None or self._until_look() == 0.0:
+            return True
+        if self._alone.has_work:
             return True
         return bool(session.table.flights) and self._next_check <= time.monotonic()
 
@@ -314,6 +321,8 @@ class Sender:
             pass
         if session.table.flights and self._next_check <= time.monotonic():
             self._check()
+        if self._alone.has_work:
+            self._alone.look_after(self._servers)
 
     def _confirm(self) -> None:
         """See before a claim, now and then, that the model which the client knows is served."""
@@ -521,7 +530,7 @@ class Sender:
     def _check(self) -> None:
         """Look after what is waited for: renew leases, find what was lost, see who is alive."""
         session = self._session
-        every = min(CHECK_EVERY, max(0.1, session.options.workers_timeout / 4))
+        every = session.check_every
         now = time.monotonic()
         self._next_check = now + every
         with contextlib.suppress(redis.exceptions.RedisError, OSError):  # Sentinels may be away
@@ -611,6 +620,7 @@ class Sender:
                 with servers.in_step():
                     withdraw(session, servers)
                     wake_collector(session, servers, session.shards)
+                self._alone.leave(servers)
                 self._farewell()
                 for shard in session.shards:
                     servers.apart([shard], partial(_delete, shard.reply(session.id)))

@@ -27,6 +27,9 @@ from lmpool.settings import ClientOptions
 
 REPLY_TTL: Final = 30.0
 FLIGHT_TTL: Final = 600.0
+CHECK_EVERY: Final = 2.0
+FAILOVER_TIMEOUT: Final = 5.0
+"""Seconds without an answer after which the Sentinels are asked for the primary again."""
 CONFIRMED_FOR: Final = 5.0
 """Seconds for which the pool is taken to serve what it did when that was last looked at: answers of
 a model that it no longer serves, from the client's cache or the server's, are no older."""
@@ -68,6 +71,8 @@ class Session:
         self.closing = Event()
         self.joined = Event()
         """The pool's shards are known, or the client is closing."""
+        self.on_forget: Callable[[PendingCall], object] = lambda call: None
+        """Told of each call that waits no longer, under the lock."""
         self.made: Counter[str] = Counter()
         """How often each reply stream was made: again once it expired, or the server forgot it."""
         self.confirmed = -math.inf
@@ -170,6 +175,11 @@ class Session:
         self.shards = info.shard_keys(self.keys)
         self.table.placement = info.placement()
 
+    @property
+    def check_every(self) -> float:
+        """Seconds after which what is waited for is looked after."""
+        return min(CHECK_EVERY, max(0.1, self.options.workers_timeout / 4))
+
     def is_confirmed(self, now: float) -> bool:
         """Whether answers of the model `info` may be given out without looking at the pool."""
         return now - self.confirmed < CONFIRMED_FOR
@@ -190,6 +200,7 @@ class Session:
 
         Returns whether it did wait.
         """
+        self.on_forget(call)
         if call.done:
             return False
         call.error = LmpoolError("withdrawn")

@@ -48,17 +48,17 @@ def withdraw_these(
     away: list[tuple[int, Digest]] = []
     for number, digests in by_shard.items():
         shard = session.shards[number]
-        if not servers.apart([shard], partial(_withdraw_all, session, shard, digests)):
+        if not servers.apart([shard], partial(withdraw_in, shard, session.id, digests)):
             away += [(number, digest) for digest in digests]
     return away
 
 
-def _withdraw_all(
-    session: Session, shard: ShardKeys, digests: Sequence[Digest], server: Server
-) -> bool:
+def withdraw_in(shard: ShardKeys, client: str, digests: Sequence[Digest], server: Server) -> bool:
+    """Say that this client waits no longer for these, of one shard. Returns true."""
+
     def withdraw_some(some: Sequence[str]) -> None:
         keys = [shard.stream().key]
-        script("withdraw")(server, keys, [shard.prefix, session.id, *some])
+        script("withdraw")(server, keys, [shard.prefix, client, *some])
 
     names = [digest.hex() for digest in digests]
     for i in range(0, len(names), CLAIM_MOST):

@@ -2,52 +2,12 @@
 
 from __future__ import annotations
 
-import select
-import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Final, Protocol
+from contextlib import contextmanager
+from typing import Protocol
 
-CAN_WAIT: Final = hasattr(select, "poll")
-"""Whether this system can wait for a connection and a bell at once."""
-
-
-class Bell:
-    """Calls a thread away from a socket that it waits for."""
-
-    def __init__(self) -> None:
-        self._ear, self._rope = socket.socketpair()
-        self._ear.setblocking(False)
-        self._rope.setblocking(False)
-        self._poll = select.poll()
-        self._poll.register(self._ear, select.POLLIN)
-
-    def ring(self) -> None:
-        """For any thread; never waits."""
-        with suppress(BlockingIOError):  # it rings already
-            self._rope.send(b"!")
-
-    def quiet(self) -> None:
-        """Forget that it rang."""
-        with suppress(BlockingIOError):
-            while self._ear.recv(64):
-                pass
-
-    def lets_wait(self, number: int, seconds: float) -> bool:
-        """Wait for the socket of this number. Whether there is something to be read there, or its
-        end, and the bell has not rung."""
-        self._poll.register(number, select.POLLIN)
-        try:
-            found = self._poll.poll(1000 * seconds)
-        finally:
-            self._poll.unregister(number)
-        return [place for place, _ in found] == [number]
-
-    def close(self) -> None:
-        """Both ends."""
-        self._ear.close()
-        self._rope.close()
+from lmpool.bell import CAN_WAIT, Bell
 
 
 class Reader(Protocol):

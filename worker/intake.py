@@ -12,6 +12,7 @@ from typing import Final, TypeAlias
 
 import redis.exceptions
 
+from lmpool.bell import Bell
 from lmpool.clock import to_ms
 from lmpool.commands import NewEntry, Pipeline, Server, Value
 from lmpool.connections import CommandAhead
@@ -31,7 +32,6 @@ from lmpool.servers import Servers
 from lmpool.wants import Digester
 from lmpool.wire import MAX_JOB_BYTES, Job, JobReader
 from lmpool.worker.batching import Batcher, Delivery
-from lmpool.worker.baton import Bell
 from lmpool.worker.by_stream import by_shard, counted, digest_and_entry, stream_of
 from lmpool.worker.company import Company
 from lmpool.worker.dead_letters import DEAD_MOST, DeadLetters

@@ -14,7 +14,6 @@ from lmpool.backends.mock import mock_row
 from lmpool.errors import PromptFailed
 from lmpool.keys import GROUP
 from lmpool.producer import adapters as adapters_module
-from lmpool.producer import sender as sender_module
 from lmpool.producer import session as session_module
 from lmpool.worker.adapters import adapter_fingerprint
 from tests.integration.test_adapters import write_adapter
@@ -177,7 +176,7 @@ def test_notices_of_a_server_that_is_as_it_was_some_time_ago_are_read(
             lm.next_token_logprobs_sync([2, 255], timeout=60)
         assert lm.statistics()["resubmitted"] < 5  # a look each, until its notice is read
         # From now on it learns of nothing in time by looking after it.
-        monkeypatch.setattr(sender_module, "CHECK_EVERY", 100.0)
+        monkeypatch.setattr(session_module, "CHECK_EVERY", 100.0)
         for number in range(3):
             with pytest.raises(PromptFailed):
                 lm.next_token_logprobs_sync([3, number, 255], timeout=60)

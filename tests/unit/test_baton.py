@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import redis
 
+from lmpool.bell import CAN_WAIT, Bell
 from lmpool.clock import ServerClock
 from lmpool.keys import ShardKeys
 from lmpool.server import open_server
@@ -21,7 +22,6 @@ from lmpool.wants import Digester
 from lmpool.wire import Job
 from lmpool.worker import intake as intake_module
 from lmpool.worker.batching import Batcher, Delivery
-from lmpool.worker.baton import CAN_WAIT, Bell
 from lmpool.worker.company import TRIES_AGAIN
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.intake import Intake, create_groups

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lmpool.producer import session as session_module
+from lmpool.producer.alone import Alone
 from lmpool.producer.flights import Flight
 from lmpool.producer.pending import PendingCall
 from lmpool.producer.sender import Sender
@@ -46,7 +47,7 @@ def answered(session: Session) -> list[Flight]:
 def test_the_word_on_a_claim_is_waited_for(
     session: Session, answered: list[Flight], claims: str, counter: str
 ) -> None:
-    sender = Sender(session, lambda: None)
+    sender = Sender(session, Alone(session), lambda: None)
     read: list[dict[str, int]] = []
     reader = threading.Thread(target=lambda: read.append(session.read_statistics()))
     reader.start()

@@ -322,13 +322,13 @@ def test_a_few_rows_that_lie_near_are_copied_at_a_time(
     session: Session, answers: NearAnswers, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answers_module, "FETCH_BYTES", 3 * 4 * VOCAB)
-    handed, usual = list[int](), answers._hand_out
+    handed, usual = list[int](), answers.hand_out
 
     def counted(digests: Any, values: Any, rooms: Any, **options: Any) -> Any:
         handed.append(len(digests))
         return usual(digests, values, rooms, **options)
 
-    monkeypatch.setattr(answers, "_hand_out", counted)
+    monkeypatch.setattr(answers, "hand_out", counted)
     jobs = jobs_of(some_prompts(8))
     call = ask(session, jobs)
     memory.lay(jobs)

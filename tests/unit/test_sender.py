@@ -21,9 +21,17 @@ from lmpool.errors import (
 )
 from lmpool.keys import PRIORITIES, Priority
 from lmpool.producer import sender as sender_module
+from lmpool.producer.alone import Alone
 from lmpool.producer.flights import Flight
-from lmpool.producer.sender import CHECK_EVERY, Sender
-from lmpool.producer.session import CLAIM_BYTES, CLAIM_MOST, FLIGHT_TTL, REPLY_TTL, Session
+from lmpool.producer.sender import Sender
+from lmpool.producer.session import (
+    CHECK_EVERY,
+    CLAIM_BYTES,
+    CLAIM_MOST,
+    FLIGHT_TTL,
+    REPLY_TTL,
+    Session,
+)
 from lmpool.producer.waits import Future
 from lmpool.servers import Servers
 from lmpool.wants import Digest, Draw, Generate, Row, Score, Tokens, Want
@@ -63,7 +71,7 @@ def new_sender() -> Iterator[Callable[..., Sender]]:
     made: list[Sender] = []
 
     def new(session: Session, farewell: Callable[[], None] = lambda: None) -> Sender:
-        made.append(Sender(session, farewell))
+        made.append(Sender(session, Alone(session), farewell))
         # Nothing is looked after unless a test says so.
         made[-1]._next_check = time.monotonic() + 3600
         return made[-1]

@@ -82,7 +82,7 @@ class Reading:
                     values.append(row_of(next(j for j in JOBS if j.digest == digest)))
                 else:
                     values.append(PackedRow(room[2].header, room[2].numbers.toreadonly()))
-            assert not self.reader._hand_out(self.digests, values, self.rooms)
+            assert not self.reader.hand_out(self.digests, values, self.rooms)
         self.reader._give_back(self.rooms)
 
 

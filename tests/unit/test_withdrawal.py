@@ -10,6 +10,7 @@ import redis
 
 from lmpool.keys import PRIORITIES
 from lmpool.producer import withdrawal as withdrawal_module
+from lmpool.producer.alone import Alone
 from lmpool.producer.sender import Sender
 from lmpool.producer.session import Session
 from lmpool.producer.withdrawal import withdraw
@@ -44,7 +45,7 @@ def session(fake_url: str, pool_name: str) -> Session:
 
 def claim(session: Session, servers: Servers) -> None:
     """Send what is to be sent."""
-    sender = Sender(session, lambda: None)
+    sender = Sender(session, Alone(session), lambda: None)
     sender._servers.close()
     sender._servers = sender._answers._servers = servers
     while sender._claim():

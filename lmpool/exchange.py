@@ -1,0 +1,91 @@
+"""Sending and reading on a connection in the thread of who asks.
+
+A signal's handler runs in that thread, between any two steps, and may raise what it likes: so what
+goes wrong here is no exception, and all that is raised comes from a handler.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, Final
+
+import hiredis
+from redis._parsers.hiredis import NOT_ENOUGH_DATA
+
+from lmpool.bell import CAN_WAIT, Bell
+from lmpool.connections import OneConnectionClient
+
+NOTHING: Final = object()
+"""In place of a reply: it did not come, or nobody waits for it any more."""
+REPLY_BYTES: Final = 1 << 20
+"""Read for one reply, at most: what is asked here is smaller."""
+
+
+class Exchange:
+    """One connection, to be spoilt by whatever goes wrong: who owns it ends it then."""
+
+    def __init__(self, server: OneConnectionClient, bell: Bell) -> None:
+        pool: Any = server.connection_pool
+        connection = pool._one
+        self._end: Any = connection._sock
+        self._reader: Any = connection._parser._reader
+        self._buffer: Any = connection._parser._buffer
+        self._bell = bell
+
+    @staticmethod
+    def is_possible(server: OneConnectionClient) -> bool:
+        """Whether this connection can be waited for without its own thread; TLS's cannot."""
+        return CAN_WAIT and server.may_go_ahead()
+
+    def send(self, packed: bytes) -> bool:
+        """Send commands, without waiting. Whether all of them left."""
+        try:
+            return os.write(self._end.fileno(), packed) == len(packed)
+        except OSError as error:
+            if not _is_its_own(error):
+                raise
+            return False
+
+    def reply(self, until: float) -> Any:
+        """The next reply, which may be a refusal. `NOTHING` where it is not there as a whole by
+        `until`, on the monotonic clock, the bell rang, or the connection ended or makes no sense.
+        """
+        gets, came = self._reader.gets, 0
+        while True:
+            try:
+                reply = gets()
+            except (hiredis.HiredisError, ValueError) as error:
+                if not _is_its_own(error):
+                    raise
+                return NOTHING
+            if reply is not NOT_ENOUGH_DATA:
+                return reply
+            number = self._end.fileno()
+            left = until - time.monotonic()
+            if left <= 0 or number < 0 or came > REPLY_BYTES:
+                return NOTHING
+            if not self._bell.lets_wait(number, left):
+                return NOTHING
+            try:
+                count = os.readv(number, (self._buffer,))
+            except OSError as error:
+                if not _is_its_own(error):
+                    raise
+                count = 0
+            if not count:
+                return NOTHING
+            came += count
+            self._reader.feed(self._buffer, 0, count)
+
+
+def _is_its_own(error: Exception) -> bool:
+    """Whether the system, or hiredis, said so: a handler, which is Python's, leaves its frame."""
+    raised_in = error.__traceback__
+    return raised_in is not None and raised_in.tb_next is None
+
+
+def pack(*commands: tuple[str | bytes, ...]) -> bytes:
+    """Commands as they are sent together."""
+    each: Any = hiredis.pack_command
+    return b"".join(map(each, commands))
