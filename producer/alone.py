@@ -128,15 +128,13 @@ class Alone:
     @frees("_session.lock")
     def read(self, call: PendingCall, seconds: float | None) -> None:
         """Wait for the answer to what was claimed, for so many seconds at most. Where `call` is not
-        done then, and they are not over, the client's threads see to it."""
+        done then, the client's threads see to it."""
         session, flight = self._session, self._flight
         if self._call is not call or flight is None:
             return
-        began = time.monotonic()
-        ends = math.inf if seconds is None else began + seconds
-        found = None
-        if not call.done:
-            found = self._answer(flight, min(ends, began + session.check_every))
+        most = session.check_every
+        until = time.monotonic() + (most if seconds is None else min(seconds, most))
+        found = None if call.done else self._answer(flight, until)
         with session.lock:
             if self._call is not call:
                 return
@@ -144,7 +142,9 @@ class Alone:
             if found is not None and self._land(flight, found):
                 self._call = self._flight = None
                 self._needed = IN_A_ROW
-            elif call.done or time.monotonic() < ends:
+            else:
+                if not call.done and time.monotonic() < until:
+                    self._needed = min(2 * self._needed, IN_A_ROW_MOST)
                 self._hand_over()
 
     def _answer(self, flight: Flight, until: float) -> _Found | None:
@@ -211,10 +211,9 @@ class Alone:
     # --- what goes otherwise -------------------------------------------------------------------
 
     def forget(self, call: PendingCall) -> None:
-        """`call` waits no longer."""
+        """`call` waits no longer: others may."""
         if self._call is call:
-            self._reads = False
-            self.give_up()
+            self._hand_over()
 
     def call_away(self) -> None:
         """Wake who reads: there is nothing to be waited for. For any thread."""
@@ -226,12 +225,11 @@ class Alone:
         """Nobody reads what was claimed under this name any more: it is withdrawn."""
         session, flight, shard = self._session, self._flight, self._shard
         self._exchange, self._in_a_row = None, 0
-        self._needed = min(2 * self._needed, IN_A_ROW_MOST)
         if flight is not None and shard is not None:
             self._left.append(_Left(self._name, shard, flight.job.digest))
             self._tell_others(flight)
         self._call = self._flight = None
-        session.work.notify()
+        session.work.notify_all()
         if session.closed:
             self.close()
 
@@ -252,6 +250,11 @@ class Alone:
             wake(call for call in others if call.done)
 
     # --- for the sender's thread ---------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether who asks alone may read by itself."""
+        return self._exchange is not None
 
     @property
     def has_work(self) -> bool:
@@ -330,6 +333,7 @@ class Alone:
         if self._bell is None:
             self._bell = Bell()
         self._bell.quiet()
+        self._connects_at = -math.inf
         with session.lock:
             self._name = f"{session.id}-{next(self._names)}"
             self._exchange = Exchange(server, self._bell)

@@ -160,7 +160,7 @@ class Landing:
                         session.cache.put(digest, answer, None if room is None else room[0].kept)
                     ended += table.land(digest, answer, room)
             if table.has_unsent():
-                session.work.notify()
+                session.work.notify_all()
         wake(ended)
         return spoiled
 
@@ -240,7 +240,7 @@ class AnswerReader(Landing):
                     session.table.resend(flight)
                 else:
                     ended += session.fail(flight, error)
-            session.work.notify()
+            session.work.notify_all()
         wake(ended)
 
 

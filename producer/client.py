@@ -115,7 +115,7 @@ class Client:
             if session.closed:
                 raise closed()
             session.tasks.append((function, future))
-            session.work.notify()
+            session.work.notify_all()
         return future
 
     def load_info(self) -> Future[ModelInfo]:
@@ -223,7 +223,7 @@ class Client:
                             self._get_behind(sent)
                 finally:  # also where Ctrl-C came between
                     if not claimed:
-                        session.work.notify()
+                        session.work.notify_all()
         wake(answered)
         return claimed
 
@@ -273,7 +273,7 @@ class Client:
         with session.lock:
             waited = session.forget(call)
             if session.table.withdrawn:
-                session.work.notify()
+                session.work.notify_all()
         return waited
 
     def let_go(self, call: PendingCall) -> None:
@@ -290,7 +290,7 @@ class Client:
             if taken[0]:
                 session.forget(call)
                 if session.table.withdrawn:
-                    session.work.notify()
+                    session.work.notify_all()
             else:
                 self.abandon(call)
         finally:
@@ -307,7 +307,7 @@ class Client:
                 if session.forget(call):
                     call.error = error
                 ended.append(call)
-            session.work.notify()
+            session.work.notify_all()
         wake(ended)
 
     def abandon(self, call: PendingCall) -> None:
@@ -320,7 +320,7 @@ class Client:
         session = self._session
         with session.for_caller():
             ended = session.fail_all(LmpoolError("withdrawn by reset_async_queries()"))
-            session.work.notify()
+            session.work.notify_all()
         wake(ended)
 
     @frees("_session.lock")

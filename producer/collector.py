@@ -259,7 +259,7 @@ class Collector:
                 else:
                     ended += session.fail(flight, error)
             if session.table.has_unsent() or session.table.withdrawn:
-                session.work.notify()
+                session.work.notify_all()
         wake(ended)
 
 

@@ -104,7 +104,7 @@ class NearAnswers(Landing):
         with session.lock:
             if not session.closed and session.shards:
                 session.tasks.append((partial(_is_alive, session.shards[0], worker), future))
-                session.work.notify()
+                session.work.notify_all()
         return False
 
     def _learn(self, worker: str, asked: Future[bool]) -> None:

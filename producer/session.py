@@ -61,7 +61,9 @@ class Session:
         self.table = FlightTable(statistics)
         self.lock: Any = threading.RLock()
         self.work = threading.Condition(self.lock)
-        """Notified when the sender has something to do; nobody else waits on it."""
+        """Notified when the sender has something to do; nobody else waits on it. All are: where
+        Ctrl-C came as it was, one may be among them that has gone on, and the next would be for it.
+        """
         self.counted = Event()
         """Set when no answered flight has yet to be counted."""
         self.tasks: list[Task] = []

@@ -7,6 +7,7 @@ import asyncio
 import gc
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, suppress
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 import lmpool
 from lmpool.errors import LmpoolError
+from lmpool.producer import alone as alone_module
 from lmpool.wants import Draw
 from tests.support.clients import connected
 from tests.support.interrupted import SIZE, ask, leave_a_stream, leave_an_iterator, prompt
@@ -78,24 +80,46 @@ def tried(points: int, every: bool) -> range:
     return range(1, points + 8, 1 if every else max(1, points // SHORT))
 
 
+ALONE = ("one prompt", "one prompt, in vain")
+"""Those that ask alone, whose callers read the answers by themselves."""
+
+
+def ask_until_alone(lm: Client) -> None:
+    """Until who asks next reads by itself."""
+    until(lambda: ask(lm, SECONDS) or lm._client._alone.is_ready, SECONDS, what="it is ready")
+
+
 LENGTHS = pytest.mark.parametrize(
     "every", [False, pytest.param(True, marks=pytest.mark.chaos)], ids=["short", "each"]
 )
 
 
 @LENGTHS
-@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize(
+    ("kind", "alone"),
+    [*((kind, False) for kind in CALLS), *((kind, True) for kind in ALONE)],
+)
 def test_a_client_is_as_it_was_behind_each_interrupt(
-    served: tuple[str, str], kind: str, every: bool
+    served: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    alone: bool,
+    every: bool,
 ) -> None:
     call = CALLS[kind]
+    if not alone:
+        monkeypatch.setattr(alone_module, "CAN_WAIT", False)
     with connected(*served, cache_bytes=0) as lm:
         ask(lm, SECONDS)
+        if alone:
+            ask_until_alone(lm)
         table = lm._client._session.table
         points = points_of(lambda: call(lm))
         assert points > 10
         interrupts = 0
         for at in tried(points, every):
+            if alone:
+                ask_until_alone(lm)
             interruption = Interruption(at)
             raised = interruption.run(lambda: call(lm))
             place = f"point {at}, {interruption.place}"
@@ -106,6 +130,40 @@ def test_a_client_is_as_it_was_behind_each_interrupt(
             assert not any(table._counts.values()), place
             assert not table.has_unsent(), place
         assert interrupts > len(tried(points, every)) / 2
+
+
+@LENGTHS
+def test_who_waits_for_the_same_prompt_is_told(server_binary: str, every: bool) -> None:
+    """Wherever Ctrl-C comes to the one who reads its answer."""
+    engine = {"vocab_size": SIZE, "delay": 0.02}
+    with (
+        RealServer() as server,
+        worker_process(server.url, "one", engine_opts=engine),
+        connected(server.url, "one", cache_bytes=0) as lm,
+    ):
+        ask_until_alone(lm)
+        flights = lm._client._session.table.flights
+
+        def ask_as_well(asked: list[int], begin: float, told: list[bool]) -> None:
+            while not flights and time.monotonic() < begin + 0.1:
+                time.sleep(0)
+            told.append(bool(flights))
+            lm.sync.next_token_logprobs(asked, timeout=SECONDS)
+            told.append(True)
+
+        together = 0
+        points = points_of(lambda: ask(lm, SECONDS))
+        for at in tried(points, every)[:: 1 if every else 3]:
+            ask_until_alone(lm)
+            asked, told = prompt(), list[bool]()
+            other = threading.Thread(target=ask_as_well, args=(asked, time.monotonic(), told))
+            interruption = Interruption(at)
+            other.start()
+            interruption.run(lambda: lm.sync.next_token_logprobs(asked, timeout=SECONDS))  # noqa: B023
+            other.join(2 * SECONDS)
+            assert len(told) == 2, f"point {at}, {interruption.place}"
+            together += told[0]
+        assert together > 5
 
 
 async def ask_by_itself(lm: Client) -> None:

@@ -757,7 +757,7 @@ def close(session: Session) -> None:
     with session.work:
         session.closed = True
         session.closing.set()
-        session.work.notify()
+        session.work.notify_all()
 
 
 def test_it_serves_what_comes_and_leaves_nothing(
@@ -770,7 +770,7 @@ def test_it_serves_what_comes_and_leaves_nothing(
     jobs = jobs_of(some_prompts(6))
     call = ask(session, jobs)
     with session.work:
-        session.work.notify()
+        session.work.notify_all()
     until(lambda: sum(len(mine) for mine in waiting(server, session, "interactive")) == 6)
     with session.lock:
         session.forget(call)
@@ -813,7 +813,7 @@ def test_a_defect_of_ours_leaves_nobody_waiting_and_the_next_is_served(
     monkeypatch.setattr(sender, "_claim_in", claim)
     ask(session, jobs_of(some_prompts(3, start=30)))
     with session.work:
-        session.work.notify()
+        session.work.notify_all()
     until(lambda: sum(len(mine) for mine in waiting(server, session, "interactive")) == 3)
     close(session)
     thread.end()
@@ -827,7 +827,7 @@ def test_calls_that_the_garbage_collector_ended_are_forgotten(
     until(lambda: sum(len(mine) for mine in waiting(server, session, "interactive")) == 4)
     session.abandoned.append(call)
     with session.work:
-        session.work.notify()
+        session.work.notify_all()
     until(lambda: sum(len(mine) for mine in waiting(server, session, "interactive")) == 0)
     assert not session.table.flights
     close(session)
