@@ -57,14 +57,6 @@ class _Left(NamedTuple):
     digest: Digest | None
 
 
-class _Found(NamedTuple):
-    """What the server said of a claim, a letter, and what came of it: an answer as it is stored, or
-    why there is none."""
-
-    claim: bytes
-    value: bytes | Notice
-
-
 class Alone:
     """What callers ask by themselves, one at a time. Under the session's lock, but for `read`."""
 
@@ -81,6 +73,8 @@ class Alone:
         self._call: PendingCall | None = None
         """Who asks. It may have left without a word, if Ctrl-C came twice."""
         self._flight: Flight | None = None
+        self._claimed = b""
+        """What the server has said of it, a letter, until that is counted."""
         self._shard: ShardKeys | None = None
         self._reads = False
         """Whether a caller's thread may be reading, which nobody ends the connection of."""
@@ -114,7 +108,7 @@ class Alone:
         if ahead is None:
             self.give_up()
             return False
-        self._flight, call.called_away = flight, self.call_away
+        self._flight, self._claimed, call.called_away = flight, b"", self.call_away
         ahead.command.send()
         if not ahead.command.is_sent:
             self._hand_over()
@@ -142,14 +136,17 @@ class Alone:
             if found is not None and self._land(flight, found):
                 self._call = self._flight = None
                 self._needed = IN_A_ROW
+                if session.closed:
+                    self.close()
             else:
                 if not call.done and time.monotonic() < until:
                     self._needed = min(2 * self._needed, IN_A_ROW_MOST)
                 self._hand_over()
 
-    def _answer(self, flight: Flight, until: float) -> _Found | None:
-        """What the server says of the claim, and then what comes of it; None where that goes any
-        other way, or the call is done meanwhile."""
+    def _answer(self, flight: Flight, until: float) -> bytes | Notice | None:
+        """What the server has for us once it has said what becomes of the claim: an answer as it is
+        stored, or why there is none. None where that goes any other way, or the call is done.
+        """
         exchange, shard, digest = self._exchange, self._shard, flight.job.digest
         if exchange is None or shard is None:
             return None
@@ -157,10 +154,11 @@ class Alone:
         if type(claimed) is not list or len(claimed) != 2 or claimed[0] not in (b"h", b"j", b"q"):
             return None
         claim, is_fresh = claimed[0], claimed[1] != 0
+        self._claimed = claim
         get, reply = ("GET", shard.result(digest)), shard.reply(self._name)
         if claim == b"h":
             value = exchange.reply(until) if exchange.send(pack(get)) else None
-            return _Found(claim, value) if type(value) is bytes else None
+            return value if type(value) is bytes else None
         take_off = ("XTRIM", reply, "MAXLEN", "0")
         last: str | bytes = "0-0"
         while True:
@@ -183,30 +181,36 @@ class Alone:
             if not is_taken_off:
                 return None
         if mine.status != "ok":
-            return _Found(claim, mine)
-        return _Found(claim, value) if type(value) is bytes else None
+            return mine
+        return value if type(value) is bytes else None
 
-    def _land(self, flight: Flight, found: _Found) -> bool:
+    def _land(self, flight: Flight, found: bytes | Notice) -> bool:
         """Hand out what was found; whether the client's threads have nothing more to do."""
-        session, value = self._session, found.value
-        table, statistics = session.table, session.table.statistics
-        if not table.is_waiting(flight):
+        session = self._session
+        if not session.table.is_waiting(flight):
             return True
-        if not flight.counted:
-            flight.counted = True
-            if found.claim == b"h":
-                statistics.cache_hits += 1
-            elif found.claim == b"j":
-                statistics.joined += 1
-            else:
-                statistics.queued += 1
-        if isinstance(value, bytes):
-            values: list[bytes | None] = [value]
+        self._count(flight)
+        if isinstance(found, bytes):
+            values: list[bytes | None] = [found]
             return not self._landing.hand_out([flight.job.digest], values)
-        if value.status == "expired" or value.status in DOUBTFUL:
+        if found.status == "expired" or found.status in DOUBTFUL:
             return False
-        wake(session.fail(flight, error_of(value, flight)))
+        wake(session.fail(flight, error_of(found, flight)))
         return True
+
+    def _count(self, flight: Flight) -> None:
+        """Count what the server has said of the claim."""
+        claim, self._claimed = self._claimed, b""
+        if not claim or flight.counted:
+            return
+        flight.counted = True
+        statistics = self._session.table.statistics
+        if claim == b"h":
+            statistics.cache_hits += 1
+        elif claim == b"j":
+            statistics.joined += 1
+        else:
+            statistics.queued += 1
 
     # --- what goes otherwise -------------------------------------------------------------------
 
@@ -224,7 +228,7 @@ class Alone:
     def give_up(self) -> None:
         """Nobody reads what was claimed under this name any more: it is withdrawn."""
         session, flight, shard = self._session, self._flight, self._shard
-        self._exchange, self._in_a_row = None, 0
+        self._exchange, self._reads, self._in_a_row = None, False, 0
         if flight is not None and shard is not None:
             self._left.append(_Left(self._name, shard, flight.job.digest))
             self._tell_others(flight)
@@ -236,7 +240,8 @@ class Alone:
     def _hand_over(self) -> None:
         """The client's threads are to see to what was claimed."""
         flight = self._flight
-        self._reads = False
+        if flight is not None:
+            self._count(flight)
         self.give_up()
         if flight is not None:
             self._session.put_back([flight])

@@ -1,0 +1,422 @@
+"""Prompts that blocking calls ask alone, whose callers read the answers by themselves: as right as
+all others, whatever comes in between."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+import lmpool
+from lmpool.backends.mock import mock_row
+from lmpool.errors import ClientClosed, LmpoolError, PoolBusy, PoolTimeout, PromptFailed
+from lmpool.producer import sender as sender_module
+from lmpool.wants import Draw
+from tests.support.clients import connected
+from tests.support.proxy import Proxy
+from tests.support.server import RealServer
+from tests.support.waiting import until
+from tests.support.workers import WorkerProcess, worker_process
+
+pytestmark = [pytest.mark.server, pytest.mark.one_server]
+
+SIZE = 64
+FAILS = 63
+POOL = "one"
+SECONDS = 30
+Client = lmpool.PooledLM[Any]
+
+
+@pytest.fixture(scope="module")
+def server(server_binary: str) -> Iterator[RealServer]:
+    with RealServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A line for each batch that the quick pool's engine ran."""
+    return tmp_path_factory.mktemp("alone") / "log"
+
+
+@pytest.fixture(scope="module")
+def quick(server: RealServer, log: Path) -> Iterator[str]:
+    engine = {"vocab_size": SIZE, "fail_token": FAILS, "log": str(log)}
+    with worker_process(server.url, POOL, engine_opts=engine):
+        yield POOL
+
+
+@pytest.fixture(scope="module")
+def slow(server: RealServer) -> Iterator[str]:
+    """A pool that takes a second for a batch."""
+    with worker_process(server.url, "slow", engine_opts={"vocab_size": SIZE, "delay": 1.0}):
+        yield "slow"
+
+
+NEW = random.Random(7)
+
+
+def prompt() -> list[int]:
+    return [NEW.randrange(SIZE - 1) for _ in range(9)]
+
+
+def ask(lm: Client, asked: list[int] | None = None, timeout: float = SECONDS) -> None:
+    asked = prompt() if asked is None else asked
+    row = lm.sync.next_token_logprobs(asked, timeout=timeout)
+    np.testing.assert_array_equal(row, mock_row(asked, SIZE))
+
+
+def is_alone(lm: Client) -> bool:
+    return lm._client._alone.is_ready
+
+
+@contextmanager
+def alone(server: RealServer | Proxy, pool: str, **options: Any) -> Iterator[Client]:
+    """A client whose next caller reads by itself, if no other asks meanwhile."""
+    options = {"cache_bytes": 0, **options}
+    with connected(server.url, pool, **options) as lm:
+        ask(lm)
+        lm._client._alone._needed = 1
+        until(lambda: ask(lm) or is_alone(lm), SECONDS, what="callers to read by themselves")
+        yield lm
+
+
+def counted(lm: Client, call: Callable[[], object]) -> dict[str, int]:
+    """What a call adds to the statistics."""
+    before = lm.statistics()
+    call()
+    return {name: n - before[name] for name, n in lm.statistics().items() if n != before[name]}
+
+
+def test_neither_of_the_threads_has_anything_to_do(
+    server: RealServer, quick: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with alone(server, quick) as lm:
+        claims: list[object] = []
+        monkeypatch.setattr(
+            sender_module, "claim_arguments", lambda *a, **k: claims.append(a) or None
+        )
+        session = lm._client._session
+        read = dict(session.last_ids)
+        found = counted(lm, lambda: [ask(lm) for _ in range(50)])
+        assert found == {"requests": 50, "queued": 50}
+        assert claims == []
+        assert session.last_ids == read
+        with server.client() as connection:
+            name = session.shards[0].reply(lm._client._alone._name)
+            assert connection.xlen(name) == 0 < connection.pttl(name)
+
+
+def test_each_way_to_be_answered_is_counted(server: RealServer, quick: str, slow: str) -> None:
+    with alone(server, quick, cache_bytes=1 << 20) as lm:
+        asked = prompt()
+        with connected(server.url, quick) as other:
+            ask(other, asked)
+        assert counted(lm, lambda: ask(lm, asked)) == {"requests": 1, "cache_hits": 1}
+        assert is_alone(lm)
+        assert counted(lm, lambda: ask(lm, asked)) == {"requests": 1, "local_hits": 1}
+    with alone(server, slow) as lm, connected(server.url, slow) as other:
+        asked = prompt()
+        thread = threading.Thread(target=ask, args=(other, asked))
+        thread.start()
+        until(lambda: other.statistics()["queued"] == 1, what="the other to have asked")
+        assert counted(lm, lambda: ask(lm, asked)) == {"requests": 1, "joined": 1}
+        assert is_alone(lm)
+        thread.join()
+
+
+def test_other_wants_are_answered_so_as_well(server: RealServer, quick: str) -> None:
+    with alone(server, quick) as lm:
+        asked = prompt()
+        top = lm.sync.top_logprobs(asked, 5, timeout=SECONDS)
+        row = mock_row(asked, SIZE)
+        np.testing.assert_array_equal(np.sort(top.token_ids), np.sort(np.argsort(-row)[:5]))
+        drawn = lm.sync.ask(asked, Draw(seed=3), timeout=SECONDS)
+        with connected(server.url, quick, cache_bytes=0) as other:
+            again = other.sync.ask_many([(asked, Draw(seed=3))] * 2, timeout=SECONDS)[0]
+        assert drawn.token_ids.tolist() == again.token_ids.tolist()
+        assert is_alone(lm)
+
+
+def test_a_prompt_that_fails_is_computed_once(server: RealServer, quick: str, log: Path) -> None:
+    with alone(server, quick) as lm:
+        before = log.read_text()
+        asked = [*prompt(), FAILS]
+
+        def fail() -> None:
+            with pytest.raises(PromptFailed):
+                ask(lm, asked)
+
+        assert counted(lm, fail) == {"requests": 1, "queued": 1, "failed": 1}
+        assert is_alone(lm)
+        ask(lm)
+        new = log.read_text()[len(before) :].splitlines()
+        assert len(new) == 2, new
+
+
+def test_who_waits_no_longer_withdraws(server: RealServer, slow: str) -> None:
+    with alone(server, slow) as lm, server.client() as connection:
+        shard = lm._client._session.shards[0]
+        with connected(server.url, slow) as other:
+            busy = threading.Thread(target=ask, args=(other,))
+            busy.start()
+            until(lambda: other.statistics()["queued"] == 1, what="the worker to be busy")
+            with pytest.raises(PoolTimeout):
+                ask(lm, timeout=0.2)
+            waiting = shard.stream("interactive").key
+            until(lambda: connection.xlen(waiting) <= 1, 0.7, what="the job to be gone")
+            busy.join()
+        assert lm.statistics()["withdrawn"] == 1
+        ask(lm)
+        until(lambda: not connection.keys(f"{shard.prefix}:flight:*"), what="no flight to be left")
+
+
+def test_what_takes_long_is_looked_after_by_the_threads(server: RealServer, slow: str) -> None:
+    """They renew leases, and see whether workers live."""
+    with alone(server, slow, workers_timeout=1.0) as lm:
+        assert counted(lm, lambda: ask(lm)) == {"requests": 1, "queued": 1}
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "closed"])
+def test_another_thread_ends_it(server: RealServer, slow: str, how: str) -> None:
+    with alone(server, slow) as lm:
+        ended: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                ask(lm)
+            except LmpoolError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        until(lambda: lm._client._session.table.flights, what="it to be asked")
+        began = time.monotonic()
+        lm.reset_async_queries() if how == "withdrawn" else lm.close()
+        thread.join(SECONDS)
+        assert time.monotonic() - began < 0.9
+        assert isinstance(ended[0], ClientClosed) == (how == "closed"), ended
+        if how == "withdrawn":
+            ask(lm)
+        name = f"*:reply:{lm._client._session.id}*"
+    with server.client() as connection:
+        until(lambda: not connection.keys(name), what="nothing to be left of it")
+
+
+def test_a_full_backlog_is_said(server: RealServer) -> None:
+    settings = {"engine_opts": {"vocab_size": SIZE, "delay": 0.5}, "max_backlog": 1}
+    with (
+        worker_process(server.url, "full", batch_size=1, **settings),
+        alone(server, "full", when_busy="raise") as lm,
+        connected(server.url, "full") as other,
+    ):
+        threads = [threading.Thread(target=ask, args=(other,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        until(lambda: other.statistics()["queued"] == 2, what="the backlog to be full")
+        with pytest.raises(PoolBusy):
+            ask(lm, timeout=5)
+        for thread in threads:
+            thread.join()
+        ask(lm)
+
+
+def test_whatever_a_handler_raises_comes_through(server: RealServer, slow: str) -> None:
+    """Also what would be an error of the connection's, if it were its own."""
+    for kind in (TimeoutError, ConnectionError, ValueError, redis.exceptions.ConnectionError):
+
+        def raise_it(number: int, frame: FrameType | None, kind: type[Exception] = kind) -> None:
+            raise kind("the handler's")
+
+        with alone(server, slow) as lm:
+            before = signal.signal(signal.SIGALRM, raise_it)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                with pytest.raises(kind, match="the handler's"):
+                    ask(lm)
+            finally:
+                signal.signal(signal.SIGALRM, before)
+            ask(lm)
+
+
+def test_a_handler_may_ask_the_same_client(server: RealServer, slow: str) -> None:
+    with alone(server, slow) as lm:
+        asked: list[list[int]] = []
+
+        def ask_as_well(number: int, frame: FrameType | None) -> None:
+            asked.append(prompt())
+            ask(lm, asked[-1])
+
+        before = signal.signal(signal.SIGALRM, ask_as_well)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            ask(lm)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert len(asked) == 1
+        ask(lm)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+def test_a_forked_child_has_a_connection_of_its_own(server: RealServer, quick: str) -> None:
+    with alone(server, quick) as lm:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                lm._client._alone._needed = 1
+                until(lambda: ask(lm) or is_alone(lm), SECONDS)
+                for _ in range(20):
+                    ask(lm)
+                status = 0
+            finally:
+                os._exit(status)
+        for _ in range(200):
+            ask(lm)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert is_alone(lm)
+
+
+def test_threads_that_ask_by_turns_and_together(server: RealServer, quick: str) -> None:
+    """One of them may be alone, at times: whichever it is."""
+    chance = random.Random(11)
+    orders = [[chance.choice((0, 0, 0.002)) for _ in range(150)] for _ in range(4)]
+    wrong: list[BaseException] = []
+
+    with alone(server, quick) as lm:
+
+        def run(pauses: list[float], seed: int) -> None:
+            mine = random.Random(seed)
+            try:
+                for pause in pauses:
+                    lm._client._alone._needed = 1
+                    ask(lm, [mine.randrange(6) for _ in range(3)])
+                    time.sleep(pause)
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=run, args=(o, s)) for s, o in enumerate(orders)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * SECONDS)
+        assert not wrong
+        assert not any(thread.is_alive() for thread in threads)
+        found = lm.statistics()
+        assert not lm._client._session.table.flights
+        parts = ("local_hits", "cache_hits", "joined", "queued")
+        assert found["requests"] == sum(found[part] for part in parts)
+
+
+def test_connections_that_are_cut_at_any_time(server_binary: str) -> None:
+    chance = random.Random(5)
+    over = threading.Event()
+    with (
+        RealServer(tcp=True) as server,
+        worker_process(server.url, POOL, engine_opts={"vocab_size": SIZE}),
+        Proxy(server.port) as proxy,
+        alone(proxy, POOL) as lm,
+    ):
+
+        def cut_now_and_then() -> None:
+            while not over.wait(chance.uniform(0.0, 0.02)):
+                proxy.cut()
+
+        cutter = threading.Thread(target=cut_now_and_then)
+        cutter.start()
+        alone_once = 0
+        try:
+            while alone_once < 40:
+                lm._client._alone._needed, lm._client._alone._connects_at = 1, 0.0
+                alone_once += is_alone(lm)
+                ask(lm)
+        finally:
+            over.set()
+            cutter.join()
+        assert not lm._client._session.table.flights
+
+
+def test_servers_and_workers_that_go_and_come(server_binary: str) -> None:
+    with RealServer() as server:
+        worker = WorkerProcess(server.url, POOL, engine_opts={"vocab_size": SIZE, "delay": 0.5})
+        try:
+            worker.wait_until_alive()
+            with alone(server, POOL) as lm:
+                for change in ("killed", "frozen", "flushed"):
+                    lm._client._alone._needed = 1
+                    until(lambda: ask(lm) or is_alone(lm), SECONDS)
+                    thread = threading.Thread(target=_change, args=(server, change))
+                    thread.start()
+                    ask(lm, timeout=120)
+                    thread.join()
+        finally:
+            worker.close()
+
+
+def _change(server: RealServer, change: str) -> None:
+    time.sleep(0.2)
+    if change == "killed":
+        server.kill()
+        server.start()
+    elif change == "frozen":
+        server.pause()
+        time.sleep(1.0)
+        server.resume()
+    else:
+        with server.client() as connection:
+            connection.flushall()
+
+
+@pytest.mark.parametrize("what", ["another's notice", "no notice", "another type", "nothing"])
+def test_a_reply_stream_that_others_write_to(server: RealServer, quick: str, what: str) -> None:
+    with alone(server, quick) as lm, server.client() as connection:
+        session = lm._client._session
+        reply = session.shards[0].reply(lm._client._alone._name)
+        if what == "another's notice":
+            connection.xadd(reply, {"ok": "00" * 16})
+        elif what == "no notice":
+            connection.xadd(reply, {"ok": b"\xff", "x": "y"})
+        else:
+            connection.delete(reply)
+        if what == "another type":
+            connection.set(reply, "x", px=30_000)
+        for _ in range(3):
+            ask(lm)
+
+
+def test_a_result_that_is_gone_before_it_is_read(
+    server: RealServer, quick: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with alone(server, quick) as lm, server.client() as connection:
+        asked = prompt()
+        ask(lm, asked)
+        key = connection.keys(f"{lm._client._session.shards[0].prefix}:result:*")
+        found = lm._client._alone._exchange
+        assert found is not None
+        assert key
+        usual = found.reply
+
+        def reply(until: float) -> Any:
+            value = usual(until)
+            if isinstance(value, list):  # the server's word that it is there
+                connection.delete(*key)
+            return value
+
+        monkeypatch.setattr(found, "reply", reply)
+        ask(lm, asked)
+        connection.set(key[0], b"no row")
+        monkeypatch.undo()
+        lm._client._alone._needed = 1
+        until(lambda: ask(lm) or is_alone(lm), SECONDS)
+        ask(lm, asked)
