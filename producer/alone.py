@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import redis.exceptions
 
-from lmpool.address import is_sentinel
+from lmpool.address import is_cluster, is_sentinel
 from lmpool.bell import CAN_WAIT, Bell
 from lmpool.commands import fields_of
 from lmpool.exchange import Exchange, pack
@@ -45,8 +45,12 @@ IN_A_ROW_MOST: Final = 4096
 """The same where that fails again and again."""
 BLOCK_MS: Final = "5000"
 """Of one read of notices: longer than anybody waits for it."""
+ANSWERED_WITHIN: Final = 1.0
+"""Seconds in which a claim is answered that nobody waits for any more."""
 CONNECTS_AGAIN_AFTER: Final = 5.0
 """Seconds after a connection that was not to be had."""
+IMPOSSIBLE_FOR: Final = 600.0
+"""Seconds after one that nobody but its thread can wait for."""
 
 
 class _Left(NamedTuple):
@@ -55,6 +59,8 @@ class _Left(NamedTuple):
     client: str
     shard: ShardKeys
     digest: Digest | None
+    unanswered: Exchange | None = None
+    """Where the claim of that may not have been heard yet."""
 
 
 class Alone:
@@ -75,7 +81,10 @@ class Alone:
         self._flight: Flight | None = None
         self._claimed = b""
         """What the server has said of it, a letter, until that is counted."""
+        self._unanswered: Exchange | None = None
+        """Where that is still to come."""
         self._shard: ShardKeys | None = None
+        """Where this name has asked."""
         self._reads = False
         """Whether a caller's thread may be reading, which nobody ends the connection of."""
         self._left: list[_Left] = []
@@ -109,6 +118,7 @@ class Alone:
             self.give_up()
             return False
         self._flight, self._claimed, call.called_away = flight, b"", self.call_away
+        self._unanswered = self._exchange
         ahead.command.send()
         if not ahead.command.is_sent:
             self._hand_over()
@@ -151,10 +161,10 @@ class Alone:
         if exchange is None or shard is None:
             return None
         claimed = exchange.reply(until)
-        if type(claimed) is not list or len(claimed) != 2 or claimed[0] not in (b"h", b"j", b"q"):
+        if not _is_list(claimed, 2) or claimed[0] not in (b"h", b"j", b"q"):
             return None
         claim, is_fresh = claimed[0], claimed[1] != 0
-        self._claimed = claim
+        self._claimed, self._unanswered = claim, None
         get, reply = ("GET", shard.result(digest)), shard.reply(self._name)
         if claim == b"h":
             value = exchange.reply(until) if exchange.send(pack(get)) else None
@@ -229,10 +239,12 @@ class Alone:
         """Nobody reads what was claimed under this name any more: it is withdrawn."""
         session, flight, shard = self._session, self._flight, self._shard
         self._exchange, self._reads, self._in_a_row = None, False, 0
-        if flight is not None and shard is not None:
-            self._left.append(_Left(self._name, shard, flight.job.digest))
+        if shard is not None:
+            digest = None if flight is None else flight.job.digest
+            self._left.append(_Left(self._name, shard, digest, self._unanswered))
+        if flight is not None:
             self._tell_others(flight)
-        self._call = self._flight = None
+        self._call = self._flight = self._shard = self._unanswered = None
         session.work.notify_all()
         if session.closed:
             self.close()
@@ -274,6 +286,10 @@ class Alone:
             is_worth_it = self._is_worth_it()
         try:
             while left:
+                if left[0].unanswered is not None and self._bell is not None:
+                    self._bell.quiet()
+                    # Or else it might be claimed behind this.
+                    left[0].unanswered.reply(time.monotonic() + ANSWERED_WITHIN)
                 _withdraw(servers, left[0])
                 left.pop(0)
         finally:
@@ -313,6 +329,7 @@ class Alone:
             and self._exchange is None
             and not self._reads
             and CAN_WAIT
+            and not is_cluster(self._session.options.url)
             and len(self._session.shards) == 1
             and time.monotonic() >= self._connects_at
         )
@@ -334,6 +351,7 @@ class Alone:
             return
         server = self._servers.at_hand(shard)
         if server is None or not Exchange.is_possible(server):
+            self._connects_at = time.monotonic() + IMPOSSIBLE_FOR
             return
         if self._bell is None:
             self._bell = Bell()
@@ -348,18 +366,22 @@ def _told(read: Any) -> tuple[bytes, dict[Digest, Notice]] | None:
     """The last id of what a blocking read brought, and its notices; None where it is no such."""
     if type(read) is dict:  # as RESP3 says it
         read = [*map(list, read.items())]
-    if type(read) is not list or len(read) != 1 or len(read[0]) != 2:
+    if not _is_list(read, 1) or not _is_list(read[0], 2) or type(read[0][1]) is not list:
         return None
     last, notices = b"", {}
     for entry in read[0][1]:
-        if type(entry) is not list or len(entry) != 2 or type(entry[0]) is not bytes:
+        if not _is_list(entry, 2) or type(entry[0]) is not bytes or type(entry[1]) is not list:
             return None
         last, values = entry
-        if type(values) is not list or len(values) % 2 or {*map(type, values)} != {bytes}:
+        if len(values) % 2 or not all(type(value) is bytes for value in values):
             return None
         for notice in read_notices(fields_of(values)):
             notices[notice.digest] = notice
     return (last, notices) if last else None
+
+
+def _is_list(found: Any, length: int) -> bool:
+    return type(found) is list and len(found) == length
 
 
 def _withdraw(servers: Servers, left: _Left) -> None:

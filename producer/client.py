@@ -4,7 +4,8 @@ Two threads, each with a connection of its own: the sender, which makes every re
 collector, which blocks on the client's reply stream. Callers, in any thread or event loop, leave
 their jobs in the flight table and are woken when the answers are there; who asks little while the
 sender rests sends the claim on its connection, for it to read the answer, and asks for the result
-behind the collector's blocking read. The connections are synchronous because rows are large: a
+behind the collector's blocking read. A blocking call that is the only one does all of it by itself,
+on a third connection. The connections are synchronous because rows are large: a
 blocking read costs half of what an event loop's does.
 """
 

@@ -1,0 +1,156 @@
+"""Replies that the thread of who asks reads: whatever comes is a reply or `NOTHING`."""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import hiredis
+import pytest
+from redis._parsers.hiredis import NOT_ENOUGH_DATA
+
+from lmpool.bell import CAN_WAIT, Bell
+from lmpool.exchange import NOTHING, REPLY_BYTES, Exchange, pack
+from lmpool.producer.alone import _told
+from lmpool.wants import Digest
+
+pytestmark = pytest.mark.skipif(not CAN_WAIT, reason="nothing waits for two things at once here")
+
+LONG = 5.0
+
+
+class Line:
+    """An exchange, and the other end of its connection."""
+
+    def __init__(self) -> None:
+        self.here, self.there = socket.socketpair()
+        self.here.settimeout(1.0)
+        self.bell = Bell()
+        reader = hiredis.Reader(notEnoughData=NOT_ENOUGH_DATA)
+        parser = SimpleNamespace(_reader=reader, _buffer=bytearray(4096))
+        connection = SimpleNamespace(_sock=self.here, _parser=parser)
+        server: Any = SimpleNamespace(connection_pool=SimpleNamespace(_one=connection))
+        self.exchange = Exchange(server, self.bell)
+
+    def reply(self, seconds: float = LONG) -> Any:
+        return self.exchange.reply(time.monotonic() + seconds)
+
+    def close(self) -> None:
+        self.here.close()
+        self.there.close()
+        self.bell.close()
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    line = Line()
+    yield line
+    line.close()
+
+
+def test_commands_arrive_as_they_are(line: Line) -> None:
+    assert line.exchange.send(pack(("GET", "a"), ("XTRIM", b"b", "MAXLEN", "0")))
+    assert line.there.recv(1000) == (
+        b"*2\r\n$3\r\nGET\r\n$1\r\na\r\n*4\r\n$5\r\nXTRIM\r\n$1\r\nb\r\n$6\r\nMAXLEN\r\n$1\r\n0\r\n"
+    )
+
+
+def test_replies_are_whole_however_they_come(line: Line) -> None:
+    chance = random.Random(3)
+    replies = [b"x" * chance.randrange(9000) for _ in range(60)]
+    data = b"".join(b"$%d\r\n%b\r\n" % (len(reply), reply) for reply in replies)
+
+    def come() -> None:
+        at = 0
+        while at < len(data):
+            size = chance.choice((1, 2, 100, 5000))
+            line.there.sendall(data[at : at + size])
+            at += size
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    assert [line.reply() for _ in replies] == replies
+    thread.join()
+
+
+def test_a_refusal_is_a_reply(line: Line) -> None:
+    line.there.sendall(b"-NOSCRIPT no\r\n+OK\r\n")
+    assert isinstance(line.reply(), hiredis.ReplyError)
+    assert line.reply() == b"OK"
+
+
+@pytest.mark.parametrize("how", ["ended", "closed", "no protocol", "late", "half", "long", "rung"])
+def test_what_goes_wrong_is_nothing(line: Line, how: str) -> None:
+    began, seconds = time.monotonic(), LONG
+    if how == "ended":
+        line.there.close()
+    elif how == "closed":
+        line.here.close()
+    elif how == "no protocol":
+        line.there.sendall(b"HTTP/1.1 200 OK\r\n")
+    elif how == "half":
+        line.there.sendall(b"$5\r\nab")
+        seconds = 0.1
+    elif how == "late":
+        seconds = 0.1
+    elif how == "rung":
+        line.bell.ring()
+    else:
+        line.there.setblocking(False)
+        size = 2 * REPLY_BYTES
+        threading.Thread(target=_send_much, args=(line.there, size), daemon=True).start()
+    assert line.reply(seconds) is NOTHING
+    assert time.monotonic() - began < LONG
+    if how in ("ended", "closed"):
+        assert not line.exchange.send(pack(("PING",)))
+
+
+def _send_much(end: socket.socket, size: int) -> None:
+    end.setblocking(True)
+    try:
+        end.sendall(b"$%d\r\n" % size + b"x" * size)
+    except OSError:
+        pass
+
+
+@pytest.mark.parametrize("kind", [OSError, ValueError, TimeoutError, hiredis.ProtocolError])
+def test_what_a_handler_raises_is_its_own(line: Line, kind: type[Exception]) -> None:
+    def raise_it(number: int, frame: FrameType | None) -> None:
+        raise kind("the handler's")
+
+    before = signal.signal(signal.SIGALRM, raise_it)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(kind, match="the handler's"):
+            line.reply()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_of_what_is_no_read_of_notices_nothing_is_told() -> None:
+    digest = Digest(bytes(range(16)))
+    entry = [b"5-1", [b"ok", digest.hex().encode()]]
+    told = _told([[b"reply", [entry]]])
+    assert told is not None
+    assert told[0] == b"5-1"
+    assert told[1][digest].status == "ok"
+    assert _told({b"reply": [entry]}) == told
+
+    chance = random.Random(9)
+    parts: list[Any] = [None, b"ok", 5, [], {}, entry, b"5-1", hiredis.ReplyError("no"), NOTHING]
+
+    def nonsense(depth: int) -> Any:
+        if not depth or chance.random() < 0.3:
+            return chance.choice(parts)
+        return [nonsense(depth - 1) for _ in range(chance.randrange(4))]
+
+    for _ in range(20_000):
+        found = _told(nonsense(5))
+        assert found is None or type(found[0]) is bytes
