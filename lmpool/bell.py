@@ -18,8 +18,6 @@ class Bell:
         self._ear, self._rope = socket.socketpair()
         self._ear.setblocking(False)
         self._rope.setblocking(False)
-        self._poll = select.poll()
-        self._poll.register(self._ear, select.POLLIN)
 
     def ring(self) -> None:
         """For any thread; never waits."""
@@ -35,11 +33,10 @@ class Bell:
     def lets_wait(self, number: int, seconds: float) -> bool:
         """Wait for the socket of this number. Whether there is something to be read there, or its
         end, and the bell has not rung."""
-        self._poll.register(number, select.POLLIN)
-        try:
-            found = self._poll.poll(1000 * seconds)
-        finally:
-            self._poll.unregister(number)
+        poll = select.poll()  # one that is kept might keep a number which is another's later
+        poll.register(self._ear, select.POLLIN)
+        poll.register(number, select.POLLIN)
+        found = poll.poll(1000 * seconds)
         return [place for place, _ in found] == [number]
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import hiredis
 from redis._parsers.hiredis import NOT_ENOUGH_DATA
 
-from lmpool.bell import CAN_WAIT, Bell
+from lmpool.bell import Bell
 from lmpool.connections import OneConnectionClient
 
 NOTHING: Final = object()
@@ -23,7 +23,8 @@ REPLY_BYTES: Final = 1 << 20
 
 
 class Exchange:
-    """One connection, to be spoilt by whatever goes wrong: who owns it ends it then."""
+    """One connection, which its own thread leaves alone. Whatever goes wrong spoils it: who owns it
+    ends it then."""
 
     def __init__(self, server: OneConnectionClient, bell: Bell) -> None:
         pool: Any = server.connection_pool
@@ -32,11 +33,6 @@ class Exchange:
         self._reader: Any = connection._parser._reader
         self._buffer: Any = connection._parser._buffer
         self._bell = bell
-
-    @staticmethod
-    def is_possible(server: OneConnectionClient) -> bool:
-        """Whether this connection can be waited for without its own thread; TLS's cannot."""
-        return CAN_WAIT and server.may_go_ahead()
 
     def send(self, packed: bytes) -> bool:
         """Send commands, without waiting. Whether all of them left."""

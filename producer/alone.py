@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from itertools import count
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import redis.exceptions
 
@@ -29,10 +29,10 @@ from lmpool.producer.claims import claim_ahead
 from lmpool.producer.flights import Flight
 from lmpool.producer.notices import DOUBTFUL, error_of
 from lmpool.producer.pending import PendingCall, wake
-from lmpool.producer.session import FAILOVER_TIMEOUT, Session
+from lmpool.producer.session import GivenUp, Session
 from lmpool.producer.stacking import LARGE
 from lmpool.producer.withdrawal import withdraw_in
-from lmpool.server import ANSWER_TIMEOUT
+from lmpool.server import is_lost
 from lmpool.servers import Servers
 from lmpool.wants import Digest
 from lmpool.wire import Notice, read_notices
@@ -46,21 +46,11 @@ IN_A_ROW_MOST: Final = 4096
 BLOCK_MS: Final = "5000"
 """Of one read of notices: longer than anybody waits for it."""
 ANSWERED_WITHIN: Final = 1.0
-"""Seconds in which a claim is answered that nobody waits for any more."""
+"""Seconds in which a server answers that is asked for no answer of anybody's."""
 CONNECTS_AGAIN_AFTER: Final = 5.0
 """Seconds after a connection that was not to be had."""
-IMPOSSIBLE_FOR: Final = 600.0
-"""Seconds after one that nobody but its thread can wait for."""
-
-
-class _Left(NamedTuple):
-    """What a name that was given up has left on the server."""
-
-    client: str
-    shard: ShardKeys
-    digest: Digest | None
-    unanswered: Exchange | None = None
-    """Where the claim of that may not have been heard yet."""
+CONNECTS_AGAIN_MOST: Final = 600.0
+"""The same where that goes on: the client's threads are kept waiting meanwhile."""
 
 
 class Alone:
@@ -87,10 +77,10 @@ class Alone:
         """Where this name has asked."""
         self._reads = False
         """Whether a caller's thread may be reading, which nobody ends the connection of."""
-        self._left: list[_Left] = []
         self._in_a_row = 0
         self._needed = IN_A_ROW
         self._connects_at = -math.inf
+        self._pause = CONNECTS_AGAIN_AFTER
 
     # --- for who asks --------------------------------------------------------------------------
 
@@ -109,7 +99,7 @@ class Alone:
             return False
         self._in_a_row += 1
         servers = self._servers
-        if self._exchange is None or servers is None or priority is None or self._left:
+        if self._exchange is None or servers is None or priority is None or session.given_up:
             return False
         flight = session.table.flights[job.digest]
         self._call, self._shard, self._reads = call, session.shards[0], True
@@ -126,8 +116,13 @@ class Alone:
         return True
 
     def has_company(self) -> None:
-        """More than one prompt is waited for."""
+        """More is asked for. Who waits for the prompt that is read waits for no caller: one may be
+        this thread's, in a signal's handler."""
         self._in_a_row = 0
+        flight = self._flight
+        if flight is not None and flight.others:
+            self._count(flight)
+            self._session.put_back([flight])
 
     @frees("_session.lock")
     def read(self, call: PendingCall, seconds: float | None) -> None:
@@ -143,6 +138,7 @@ class Alone:
             if self._call is not call:
                 return
             self._reads = False
+            call.called_away = None
             if found is not None and self._land(flight, found):
                 self._call = self._flight = None
                 self._needed = IN_A_ROW
@@ -166,10 +162,12 @@ class Alone:
         claim, is_fresh = claimed[0], claimed[1] != 0
         self._claimed, self._unanswered = claim, None
         get, reply = ("GET", shard.result(digest)), shard.reply(self._name)
-        if claim == b"h":
-            value = exchange.reply(until) if exchange.send(pack(get)) else None
-            return value if type(value) is bytes else None
         take_off = ("XTRIM", reply, "MAXLEN", "0")
+        if claim == b"h":
+            if not exchange.send(pack(get, take_off)):
+                return None
+            value, taken_off = exchange.reply(until), exchange.reply(until)
+            return value if type(value) is bytes and type(taken_off) is int else None
         last: str | bytes = "0-0"
         while True:
             read = ("XREAD", "BLOCK", BLOCK_MS, "STREAMS", reply, last)
@@ -197,9 +195,10 @@ class Alone:
     def _land(self, flight: Flight, found: bytes | Notice) -> bool:
         """Hand out what was found; whether the client's threads have nothing more to do."""
         session = self._session
-        if not session.table.is_waiting(flight):
-            return True
         self._count(flight)
+        if not session.table.is_waiting(flight):
+            session.will_not_be_counted([flight])
+            return True
         if isinstance(found, bytes):
             values: list[bytes | None] = [found]
             return not self._landing.hand_out([flight.job.digest], values)
@@ -227,6 +226,7 @@ class Alone:
     def forget(self, call: PendingCall) -> None:
         """`call` waits no longer: others may."""
         if self._call is call:
+            call.called_away = None
             self._hand_over()
 
     def call_away(self) -> None:
@@ -241,7 +241,7 @@ class Alone:
         self._exchange, self._reads, self._in_a_row = None, False, 0
         if shard is not None:
             digest = None if flight is None else flight.job.digest
-            self._left.append(_Left(self._name, shard, digest, self._unanswered))
+            session.given_up.append(GivenUp(self._name, shard, digest, self._unanswered))
         if flight is not None:
             self._tell_others(flight)
         self._call = self._flight = self._shard = self._unanswered = None
@@ -276,37 +276,50 @@ class Alone:
     @property
     def has_work(self) -> bool:
         """Whether there is something to be looked after."""
-        return bool(self._left) or self._is_worth_it()
+        return bool(self._session.given_up) or self._is_worth_it()
 
     def look_after(self, servers: Servers) -> None:
         """Withdraw what was given up, with the sender's connections; connect where that is worth
         it. Raises redis-py's exceptions where the server of the former is lost."""
-        with self._session.lock:
-            left, self._left = self._left, []
+        session = self._session
+        with session.lock:
+            left, session.given_up = session.given_up, []
             is_worth_it = self._is_worth_it()
         try:
-            while left:
-                if left[0].unanswered is not None and self._bell is not None:
-                    self._bell.quiet()
-                    # Or else it might be claimed behind this.
-                    left[0].unanswered.reply(time.monotonic() + ANSWERED_WITHIN)
-                _withdraw(servers, left[0])
-                left.pop(0)
-        finally:
-            with self._session.lock:
-                self._left = left + self._left
+            self._withdraw(servers, left)
+        except (redis.exceptions.RedisError, OSError) as error:
+            if is_lost(error):
+                with session.lock:
+                    session.given_up = left + session.given_up
+                raise
+            logger.debug("what was given up ends by itself: %s", error)
         if is_worth_it:
             self._connect()
 
     def leave(self, servers: Servers) -> None:
         """Leave nothing on the server, as the client closes."""
-        with self._session.lock:
-            left, self._left = self._left, []
-            if self._name and self._shard is not None:
+        session = self._session
+        with session.lock:
+            left, session.given_up = session.given_up, []
+            if self._shard is not None:
                 digest = None if self._flight is None else self._flight.job.digest
-                left.append(_Left(self._name, self._shard, digest))
-        for each in left:
-            _withdraw(servers, each)
+                left.append(GivenUp(self._name, self._shard, digest))
+        self._withdraw(servers, left)
+
+    def _withdraw(self, servers: Servers, left: list[GivenUp]) -> None:
+        """Say what nobody waits for under these names; what was said is taken from the list."""
+        while left:
+            client, shard, digest, unanswered = left[0]
+            if unanswered is not None and self._bell is not None:
+                self._bell.quiet()
+                # Or else it might be claimed behind this.
+                unanswered.reply(time.monotonic() + ANSWERED_WITHIN)
+            server = servers.for_shard(shard)
+            withdraw_in(shard, client, () if digest is None else (digest,), server)
+            server.delete(shard.reply(client))
+            left.pop(0)
+        if self._servers is not None and self._exchange is None and not self._reads:
+            self._servers.renew()  # what was asked there is not to be answered
 
     def close(self) -> None:
         """End the connection, unless somebody reads: they do it then. For any thread."""
@@ -320,8 +333,9 @@ class Alone:
 
     def cut(self) -> None:
         """End a read that may wait for a server which never answers."""
-        if self._servers is not None:
-            self._servers.cut()
+        servers = self._servers
+        if servers is not None:
+            servers.cut()
 
     def _is_worth_it(self) -> bool:
         return (
@@ -329,7 +343,7 @@ class Alone:
             and self._exchange is None
             and not self._reads
             and CAN_WAIT
-            and not is_cluster(self._session.options.url)
+            and _is_plain(self._session.options.url)
             and len(self._session.shards) == 1
             and time.monotonic() >= self._connects_at
         )
@@ -337,26 +351,25 @@ class Alone:
     def _connect(self) -> None:
         session = self._session
         shard, url = session.shards[0], session.options.url
-        self._connects_at = time.monotonic() + CONNECTS_AGAIN_AFTER
         if self._servers is None:
-            within = FAILOVER_TIMEOUT if is_sentinel(url) else ANSWER_TIMEOUT
             self._servers = session.owned(
-                Servers.of_url(url, name="lmpool-client", answers_within=within)
+                Servers.of_url(url, name="lmpool-client", answers_within=ANSWERED_WITHIN)
             )
         try:
-            self._servers.renew()  # what was asked on it may be answered yet
+            self._servers.renew()
             self._servers.for_shard(shard).ping()
+            server = self._servers.at_hand(shard)
+            if server is None or not server.may_go_ahead():
+                raise redis.exceptions.ConnectionError("nobody but its own thread can wait for it")
         except (redis.exceptions.RedisError, OSError) as error:
             logger.debug("there is no connection for who asks alone: %s", error)
+            self._connects_at = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, CONNECTS_AGAIN_MOST)
             return
-        server = self._servers.at_hand(shard)
-        if server is None or not Exchange.is_possible(server):
-            self._connects_at = time.monotonic() + IMPOSSIBLE_FOR
-            return
+        self._pause = CONNECTS_AGAIN_AFTER
         if self._bell is None:
             self._bell = Bell()
         self._bell.quiet()
-        self._connects_at = -math.inf
         with session.lock:
             self._name = f"{session.id}-{next(self._names)}"
             self._exchange = Exchange(server, self._bell)
@@ -384,7 +397,6 @@ def _is_list(found: Any, length: int) -> bool:
     return type(found) is list and len(found) == length
 
 
-def _withdraw(servers: Servers, left: _Left) -> None:
-    digests = () if left.digest is None else (left.digest,)
-    withdraw_in(left.shard, left.client, digests, servers.for_shard(left.shard))
-    servers.for_shard(left.shard).delete(left.shard.reply(left.client))
+def _is_plain(url: str) -> bool:
+    """Whether it is of one server, and of connections that other threads may wait for."""
+    return not (is_cluster(url) or is_sentinel(url) or url.startswith("rediss"))

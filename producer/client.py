@@ -212,12 +212,12 @@ class Client:
                     table.add(call, now)
                 if is_woken or not call.left:
                     answered.append(call)
+            if not is_alone:
+                self._alone.has_company()
             if table.has_unsent():
                 try:
                     if is_alone:
                         claimed = self._alone.claim(calls[0], self._may_go_ahead())
-                    else:
-                        self._alone.has_company()
                     if not claimed:
                         sent = self._claim_ahead()
                         if len(table.flights) <= BEHIND_MOST:

@@ -9,11 +9,12 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from lmpool.address import Address, username
 from lmpool.clock import ServerClock
 from lmpool.errors import ClientClosed, LmpoolError, ServerUnreachable
+from lmpool.exchange import Exchange
 from lmpool.interrupts import frees
 from lmpool.keys import PoolKeys, Priority, ShardKeys
 from lmpool.model_info import ModelInfo
@@ -24,6 +25,7 @@ from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.waits import Event, Future
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions
+from lmpool.wants import Digest
 
 REPLY_TTL: Final = 30.0
 FLIGHT_TTL: Final = 600.0
@@ -43,6 +45,17 @@ CLAIM_MOST: Final = 512
 """Jobs in one claim: about 3 ms of the server's time, which is everybody's."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.]{1,64}")
+
+
+class GivenUp(NamedTuple):
+    """A client's name that is used no more, and what it may have claimed."""
+
+    client: str
+    shard: ShardKeys
+    digest: Digest | None
+    unanswered: Exchange | None = None
+    """Where that claim may not have been heard yet."""
+
 
 Task = tuple[Callable[[Servers], Any], "Future[Any]"]
 
@@ -67,6 +80,8 @@ class Session:
         self.counted = Event()
         """Set when no answered flight has yet to be counted."""
         self.tasks: list[Task] = []
+        self.given_up: list[GivenUp] = []
+        """What names that are used no more have left on the server."""
         self.abandoned: deque[PendingCall] = deque()
         """Calls that the garbage collector ended: it may do so in a thread that holds `lock`."""
         self.closed = False
@@ -232,6 +247,7 @@ class Session:
             ended = self.fail_all(error)
             if isinstance(error, ServerUnreachable):
                 self.table.withdrawn.clear()  # nobody is there to be told
+                self.given_up.clear()
         wake(ended)
 
     def fail(self, flight: Flight, error: LmpoolError) -> list[PendingCall]:

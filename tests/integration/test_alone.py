@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,14 @@ import redis
 
 import lmpool
 from lmpool.backends.mock import mock_row
-from lmpool.errors import ClientClosed, LmpoolError, PoolBusy, PoolTimeout, PromptFailed
+from lmpool.errors import (
+    ClientClosed,
+    LmpoolError,
+    PoolBusy,
+    PoolTimeout,
+    PromptFailed,
+    ServerUnreachable,
+)
 from lmpool.producer import sender as sender_module
 from lmpool.wants import Draw
 from tests.support.clients import connected
@@ -266,6 +274,106 @@ def test_a_handler_may_ask_the_same_client(server: RealServer, slow: str) -> Non
             signal.signal(signal.SIGALRM, before)
         assert len(asked) == 1
         ask(lm)
+
+
+@pytest.mark.parametrize("how", ["in the handler", "in a thread it waits for"])
+def test_a_handler_may_ask_for_the_same_prompt(server: RealServer, slow: str, how: str) -> None:
+    """Who reads that goes on only once the handler has its answer, and nobody else is awake."""
+    with alone(server, slow) as lm:
+        asked, told = prompt(), list[bool]()
+
+        def ask_as_well() -> None:
+            ask(lm, asked)
+            told.append(True)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if how == "in the handler":
+                ask_as_well()
+                return
+            thread = threading.Thread(target=ask_as_well, daemon=True)
+            thread.start()
+            thread.join(SECONDS)
+
+        sender = lm._client._session
+        before = signal.signal(signal.SIGALRM, handle)
+        try:
+            sender.confirmed = time.monotonic() + 60  # nor does the sender wake up by itself
+            with sender.lock:
+                sender.work.notify_all()
+            time.sleep(0.1)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            found = counted(lm, lambda: ask(lm, asked))
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert told == [True]
+        assert found == {"requests": 2, "queued": 1, "joined": 1}
+
+
+def test_a_hit_is_no_reason_to_give_up(server: RealServer, slow: str) -> None:
+    with connected(server.url, slow) as other:
+        known = prompt()
+        ask(other, known)
+    with alone(server, slow) as lm, server.client() as connection:
+        connection.delete(lm._client._session.shards[0].reply(lm._client._alone._name))
+        ask(lm, known)
+        ask(lm)
+        assert is_alone(lm)
+
+
+def test_a_server_that_is_away_keeps_nobody_busy(server_binary: str) -> None:
+    with (
+        RealServer() as server,
+        worker_process(server.url, POOL, engine_opts={"vocab_size": SIZE, "delay": 1.0}),
+        alone(server, POOL, reconnect_timeout=0.5) as lm,
+    ):
+        looked: list[float] = []
+        usual = lm._client._alone.look_after
+        lm._client._alone.look_after = lambda servers: (  # type: ignore[method-assign]
+            looked.append(time.monotonic()) or usual(servers)
+        )
+        thread = threading.Thread(target=server.kill)
+        thread.start()
+        with pytest.raises(ServerUnreachable):
+            ask(lm)
+        thread.join()
+        time.sleep(0.5)
+        assert not lm._client._session.given_up
+        assert len(looked) < 100
+
+
+def test_a_server_that_refuses_to_delete_serves_all_the_same(server_binary: str) -> None:
+    with (
+        RealServer() as server,
+        worker_process(server.url, POOL, engine_opts={"vocab_size": SIZE, "delay": 0.5}),
+        alone(server, POOL) as lm,
+        server.client() as connection,
+    ):
+        connection.execute_command("ACL", "SETUSER", "default", "-del")
+        with pytest.raises(PoolTimeout):
+            ask(lm, timeout=0.1)
+        for _ in range(3):
+            ask(lm)
+        assert not lm._client._session.given_up
+
+
+def test_a_third_connection_that_nobody_serves_keeps_nobody_waiting(server_binary: str) -> None:
+    """As where a door lets only so many in, and others wait."""
+
+    with (
+        RealServer(tcp=True) as server,
+        worker_process(server.url, POOL, engine_opts={"vocab_size": SIZE}),
+        Proxy(server.port) as door,
+        connected(door.url, POOL, cache_bytes=0) as lm,
+    ):
+        ask(lm)
+        holder = socket.create_server(("127.0.0.1", 0))  # who takes none of those that wait there
+        door.target = holder.getsockname()[1]
+        began = time.monotonic()
+        for _ in range(300):
+            ask(lm)
+        assert time.monotonic() - began < 10
+        assert not is_alone(lm)
+        holder.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from lmpool.producer.alone import Alone, _Left
+from lmpool.producer.alone import Alone
+from lmpool.producer.session import GivenUp
 from lmpool.wants import Digest
 from tests.support.parts import new_session
 
@@ -24,7 +25,7 @@ def test_a_claim_is_heard_before_it_is_withdrawn() -> None:
     bell: Any = SimpleNamespace(quiet=lambda: done.append("quiet"))
     shard, digest = session.shards[0], Digest(bytes(16))
     alone._bell = bell
-    alone._left = [_Left("name-1", shard, digest, exchange), _Left("name-2", shard, None)]
+    session.given_up = [GivenUp("name-1", shard, digest, exchange), GivenUp("name-2", shard, None)]
     assert alone.has_work
     alone.look_after(servers)
     assert done == [
