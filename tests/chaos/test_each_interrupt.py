@@ -17,6 +17,7 @@ import pytest
 import lmpool
 from lmpool.errors import LmpoolError
 from lmpool.producer import alone as alone_module
+from lmpool.producer import flights as flights_module
 from lmpool.wants import Draw
 from tests.support.clients import connected
 from tests.support.interrupted import SIZE, ask, leave_a_stream, leave_an_iterator, prompt
@@ -132,9 +133,9 @@ def test_a_client_is_as_it_was_behind_each_interrupt(
         assert interrupts > len(tried(points, every)) / 2
 
 
-@LENGTHS
-def test_who_waits_for_the_same_prompt_is_told(server_binary: str, every: bool) -> None:
-    """Wherever Ctrl-C comes to the one who reads its answer."""
+def test_who_waits_for_the_same_prompt_is_told(server_binary: str) -> None:
+    """Wherever Ctrl-C comes to the one who reads its answer, among what keeps who waits."""
+    kept = flights_module.__file__
     engine = {"vocab_size": SIZE, "delay": 0.02}
     with (
         RealServer() as server,
@@ -152,12 +153,13 @@ def test_who_waits_for_the_same_prompt_is_told(server_binary: str, every: bool) 
             told.append(True)
 
         together = 0
-        points = points_of(lambda: ask(lm, SECONDS))
-        for at in tried(points, every)[:: 1 if every else 3]:
+        points = points_of(lambda: ask(lm, SECONDS), kept)
+        assert points > 20
+        for at in tried(points, True):
             ask_until_alone(lm)
             asked, told = prompt(), list[bool]()
             other = threading.Thread(target=ask_as_well, args=(asked, time.monotonic(), told))
-            interruption = Interruption(at)
+            interruption = Interruption(at, kept)
             other.start()
             interruption.run(lambda: lm.sync.next_token_logprobs(asked, timeout=SECONDS))  # noqa: B023
             other.join(2 * SECONDS)

@@ -15,6 +15,7 @@ import hiredis
 import pytest
 from redis._parsers.hiredis import NOT_ENOUGH_DATA
 
+from lmpool import exchange as exchange_module
 from lmpool.bell import CAN_WAIT, Bell
 from lmpool.exchange import NOTHING, REPLY_BYTES, Exchange, pack
 from lmpool.producer.alone import _told
@@ -132,6 +133,23 @@ def test_what_a_handler_raises_is_its_own(line: Line, kind: type[Exception]) -> 
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("kind", [OSError, BrokenPipeError, BlockingIOError])
+def test_what_a_handler_raises_in_the_midst_is_no_error_of_the_connection(
+    line: Line, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """As a handler does that comes between a call's return and its next step."""
+
+    def raise_it(*unused: object) -> int:
+        raise kind("the handler's")
+
+    line.there.sendall(b"+OK")
+    for step in ("readv", "write"):
+        with monkeypatch.context() as patch:
+            patch.setattr(exchange_module.os, step, raise_it)
+            with pytest.raises(kind, match="the handler's"):
+                line.reply() if step == "readv" else line.exchange.send(b"x")
 
 
 def test_of_what_is_no_read_of_notices_nothing_is_told() -> None:
