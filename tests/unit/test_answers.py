@@ -293,7 +293,7 @@ def test_the_sender_hears_of_what_is_to_be_asked_again(
     session: Session, reader: AnswerReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notified: list[bool] = []
-    monkeypatch.setattr(session.work, "notify", lambda: notified.append(session.is_interrupted))
+    monkeypatch.setattr(session.work, "notify_all", lambda: notified.append(session.is_interrupted))
     (job,) = jobs_of(some_prompts(1))
     ask(session, [job])
     send(session)

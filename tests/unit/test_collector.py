@@ -237,7 +237,7 @@ def test_the_sender_hears_of_what_a_failed_call_leaves(
     session: Session, collector: Collector, server: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notified: list[bool] = []
-    monkeypatch.setattr(session.work, "notify", lambda: notified.append(session.is_interrupted))
+    monkeypatch.setattr(session.work, "notify_all", lambda: notified.append(session.is_interrupted))
     jobs = jobs_of(some_prompts(4))
     waiting(session, jobs)
     tell(server, session, jobs[0], "failed", "odd")

@@ -83,11 +83,12 @@ class Held:
         """Done with each call, once it is known."""
         submit = self.client.submit
 
-        def submitting(calls: Sequence[PendingCall]) -> None:
+        def submitting(calls: Sequence[PendingCall], *, reads: bool = False) -> bool:
             submit(calls)
             for call in calls:
                 self.submitted.append(call)
                 self.then(call)
+            return False
 
         self.client.submit = submitting  # type: ignore[method-assign]
 

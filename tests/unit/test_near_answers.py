@@ -417,7 +417,7 @@ def test_the_sender_hears_that_there_is_something_to_ask(
     session: Session, answers: NearAnswers, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notified: list[bool] = []
-    monkeypatch.setattr(session.work, "notify", lambda: notified.append(session.is_interrupted))
+    monkeypatch.setattr(session.work, "notify_all", lambda: notified.append(session.is_interrupted))
     assert not is_read(session, answers, memory, 1)
     assert notified == [True]
 
