@@ -44,7 +44,6 @@ from lmpool.producer.session import (
     CLAIM_BYTES,
     CLAIM_MOST,
     CONFIRMED_FOR,
-    FAILOVER_TIMEOUT,
     FLIGHT_TTL,
     REPLY_TTL,
     Session,
@@ -68,6 +67,8 @@ from lmpool.wants import Digest
 
 logger = logging.getLogger(__name__)
 
+FAILOVER_TIMEOUT: Final = 5.0
+"""Seconds without an answer after which the Sentinels are asked for the primary again."""
 TASK_PATIENCE: Final = 20.0
 """Seconds for which a task is tried again whose shard is away while others are served."""
 TASK_PAUSE: Final = 0.1

@@ -30,8 +30,6 @@ from lmpool.wants import Digest
 REPLY_TTL: Final = 30.0
 FLIGHT_TTL: Final = 600.0
 CHECK_EVERY: Final = 2.0
-FAILOVER_TIMEOUT: Final = 5.0
-"""Seconds without an answer after which the Sentinels are asked for the primary again."""
 CONFIRMED_FOR: Final = 5.0
 """Seconds for which the pool is taken to serve what it did when that was last looked at: answers of
 a model that it no longer serves, from the client's cache or the server's, are no older."""
