@@ -14,6 +14,7 @@ import pytest
 
 import lmpool
 from tests.support.embedded import MOCK, processes
+from tests.support.freezing import freeze
 from tests.support.processes import wait_until_gone
 from tests.support.waiting import until
 
@@ -111,7 +112,7 @@ def test_a_frozen_worker_does_not_stop_the_end(pool_folder: Path) -> None:
     lm = lmpool.embedded(**MOCK, drain_timeout=0.5)
     (worker,) = lm.pool_statistics_sync()["workers"]
     pids = processes(lm)
-    os.kill(worker["pid"], signal.SIGSTOP)
+    freeze(worker["pid"])
     started = time.monotonic()
     lm.close()
     assert time.monotonic() - started < 60

@@ -21,6 +21,7 @@ from lmpool.worker import launcher as launcher_module
 from lmpool.worker.launcher import Backoff, Launcher
 from lmpool.worker.placement import Placement
 from tests.support.clients import connected
+from tests.support.freezing import freeze
 from tests.support.gate import Gate
 from tests.support.launchers import launcher
 from tests.support.pools import Asking
@@ -158,7 +159,7 @@ def test_a_second_signal_hastens(server_url: str, pool_name: str, tmp_path: Path
 def test_a_frozen_worker_is_killed_in_the_end(server_url: str, pool_name: str) -> None:
     with launcher(server_url, pool_name, "--drain-timeout", "0.5") as found:
         pids = found.wait_for_workers(1)
-        os.kill(next(iter(pids)), signal.SIGSTOP)
+        freeze(next(iter(pids)))
         found.send(signal.SIGTERM)
         assert found.wait() == 1
         wait_until_gone(pids)

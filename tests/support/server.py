@@ -16,6 +16,7 @@ from typing import Self
 
 import redis
 
+from tests.support.freezing import freeze
 from tests.support.ports import free_port
 from tests.support.waiting import until
 
@@ -138,7 +139,7 @@ class RealServer:
 
     def pause(self) -> None:
         """Freeze it: connections stay open, nothing is answered."""
-        os.kill(self.pid, signal.SIGSTOP)
+        freeze(self.pid)
 
     def resume(self) -> None:
         """Let it go on."""

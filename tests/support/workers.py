@@ -25,6 +25,7 @@ from lmpool.server import is_lost
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
 from lmpool.testing.worker import InProcessService
+from tests.support.freezing import freeze
 from tests.support.waiting import until
 
 ARQ = [
@@ -139,7 +140,8 @@ class WorkerProcess:
 
     def pause(self) -> None:
         """Freeze it."""
-        self.process.send_signal(signal.SIGSTOP)
+        if self.process.poll() is None:
+            freeze(self.process.pid)
 
     def resume(self) -> None:
         """Let it go on."""

@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from lmpool import neighbours
@@ -24,7 +23,7 @@ from lmpool.wait_list import MAGIC, SIZE, WaitList
 from lmpool.wants import Digest
 from lmpool.worker import near_clients as near_clients_module
 from lmpool.worker.near_clients import NearClients
-from tests.support.waiting import until
+from tests.support.freezing import freeze
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's")
 
@@ -376,8 +375,7 @@ def test_who_is_frozen_keeps_nobody_waiting_and_is_told_when_he_goes_on(
     clients = NearClients(here)
     with program(memory) as process:
         clients.look()
-        process.send_signal(signal.SIGSTOP)
-        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+        freeze(process.pid)
         for count in range(100):
             clients.tell("a", f"{count:016x}", DIGESTS[:1] * NOTICE_MOST)
         clients.look()

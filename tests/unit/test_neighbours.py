@@ -20,6 +20,7 @@ import pytest
 
 from lmpool import neighbours
 from lmpool.neighbours import LOOK_EVERY, Kind, Membership, Neighbourhood, Neighbours
+from tests.support.freezing import freeze
 from tests.support.waiting import until
 
 fcntl = pytest.importorskip("fcntl")
@@ -195,8 +196,7 @@ def test_who_looks_for_others_leaves_the_dead_of_another_kind(
 
 def test_who_is_stopped_is_still_there(here: Neighbourhood, memory: Path) -> None:
     with program(memory, STAYS) as (process, _):
-        process.send_signal(signal.SIGSTOP)
-        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+        freeze(process.pid)
         for _ in range(3):
             assert names(here) == {"a"}
         process.send_signal(signal.SIGCONT)
