@@ -33,11 +33,19 @@ class Bell:
     def lets_wait(self, number: int, seconds: float) -> bool:
         """Wait for the socket of this number. Whether there is something to be read there, or its
         end, and the bell has not rung."""
+        return self.first_of(seconds, number) is not None
+
+    def first_of(self, seconds: float, *numbers: int) -> int | None:
+        """Wait for any of these sockets and pipes: the first in which there is something to be
+        read, or its end. None after so many seconds, or where the bell has rung."""
         poll = select.poll()  # one that is kept might keep a number which is another's later
         poll.register(self._ear, select.POLLIN)
-        poll.register(number, select.POLLIN)
-        found = poll.poll(1000 * seconds)
-        return [place for place, _ in found] == [number]
+        for number in numbers:
+            poll.register(number, select.POLLIN)
+        found = [place for place, _ in poll.poll(1000 * seconds)]
+        if self._ear.fileno() in found:
+            return None
+        return next((number for number in numbers if number in found), None)
 
     def close(self) -> None:
         """Both ends."""

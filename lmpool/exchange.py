@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import hiredis
@@ -18,7 +19,9 @@ from lmpool.connections import OneConnectionClient
 
 NOTHING: Final = object()
 """In place of a reply: it did not come, or nobody waits for it any more."""
-REPLY_BYTES: Final = 1 << 20
+BESIDE: Final = object()
+"""In place of a reply: there is something elsewhere."""
+REPLY_BYTES: Final = 8 << 20
 """Read for one reply, at most: what is asked here is smaller."""
 
 
@@ -43,9 +46,12 @@ class Exchange:
                 raise
             return False
 
-    def reply(self, until: float) -> Any:
+    def reply(self, until: float, beside: Callable[[], int] | None = None) -> Any:
         """The next reply, which may be a refusal. `NOTHING` where it is not there as a whole by
         `until`, on the monotonic clock, the bell rang, or the connection ended or makes no sense.
+
+        `BESIDE` where it is not there yet, and there is something in the pipe of the number that
+        `beside` gives.
         """
         gets, came = self._reader.gets, 0
         while True:
@@ -61,8 +67,16 @@ class Exchange:
             left = until - time.monotonic()
             if left <= 0 or number < 0 or came > REPLY_BYTES:
                 return NOTHING
-            if not self._bell.lets_wait(number, left):
-                return NOTHING
+            if beside is None:
+                if not self._bell.lets_wait(number, left):
+                    return NOTHING
+            else:
+                pipe = beside()
+                first = None if pipe < 0 else self._bell.first_of(left, number, pipe)
+                if first is None:
+                    return NOTHING
+                if first == pipe:
+                    return BESIDE
             try:
                 count = os.readv(number, (self._buffer,))
             except OSError as error:

@@ -73,6 +73,10 @@ class NoticeReader:
             self._let_go()
         return None
 
+    def fileno(self) -> int:
+        """The pipe's, to be waited for; less than 0 once it was let go of."""
+        return self._pipe
+
     def is_empty(self) -> bool:
         """Whether nothing has come that was not read."""
         with self._ending:

@@ -66,7 +66,7 @@ class Client:
         session = self._session = Session(self.options, self.cache, statistics)
         near = NearAnswers(session)
         session.near.hear, session.near.help = near.hear, near.help
-        self._alone = Alone(session)
+        self._alone = Alone(session, near.knows)
         session.on_forget = self._alone.forget
         self._threads: list[threading.Thread] = []
         self._cut: Callable[[], None] = lambda: None
@@ -80,6 +80,7 @@ class Client:
         before = self._session
         self.cache.unlock()
         before.near.after_fork()
+        self._alone.after_fork()
         self._begin(before.table.statistics)
         self._session.closed = before.closed
         if before.info is not None:

@@ -47,6 +47,10 @@ class NearAnswers(Landing):
         with near.reading:
             near.read_bytes += self.take(ring, waited_for)
 
+    def knows(self, worker: str) -> bool:
+        """Whether it is known to be a worker of this pool. For any thread."""
+        return worker in self._ours
+
     def help(self, goes_on: GoesOn) -> None:
         """Put the rows that were handed out where their callers have them, as long as this
         `goes_on`: it is the nearest to them."""
@@ -91,7 +95,7 @@ class NearAnswers(Landing):
 
     def _is_ours(self, worker: str) -> bool:
         """Whether it is known to be a worker of this pool; if not, that is asked."""
-        if worker in self._ours:
+        if self.knows(worker):
             return True
         session, now = self._session, time.monotonic()
         if now - self._asked.get(worker, -ASK_EVERY) < ASK_EVERY:

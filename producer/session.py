@@ -14,12 +14,12 @@ from typing import Any, Final, NamedTuple
 from lmpool.address import Address, username
 from lmpool.clock import ServerClock
 from lmpool.errors import ClientClosed, LmpoolError, ServerUnreachable
-from lmpool.exchange import Exchange
 from lmpool.interrupts import frees
 from lmpool.keys import PoolKeys, Priority, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.cache import AnswerCache
 from lmpool.producer.flights import Flight, FlightTable, Statistics
+from lmpool.producer.line import Line
 from lmpool.producer.near_rows import NearRows
 from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.waits import Event, Future
@@ -48,11 +48,10 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.]{1,64}")
 class GivenUp(NamedTuple):
     """A client's name that is used no more, and what it may have claimed."""
 
-    client: str
-    shard: ShardKeys
+    line: Line
     digest: Digest | None
-    unanswered: Exchange | None = None
-    """Where that claim may not have been heard yet."""
+    is_heard: bool = False
+    """Whether the claim is not to be waited for: somebody else may do so."""
 
 
 Task = tuple[Callable[[Servers], Any], "Future[Any]"]

@@ -18,9 +18,9 @@ from lmpool.wants import Digest
 
 logger = logging.getLogger(__name__)
 
-CLIENTS_MOST: Final = 64
-"""Clients that are told, each of which takes two descriptors; for others rows come from the
-server."""
+CLIENTS_MOST: Final = 128
+"""Names that are told, each of which takes two descriptors, and of which a client may have two; for
+others rows come from the server."""
 
 
 class NearClient:

@@ -20,7 +20,15 @@ from lmpool.producer import alone as alone_module
 from lmpool.producer import flights as flights_module
 from lmpool.wants import Draw
 from tests.support.clients import connected
-from tests.support.interrupted import SIZE, ask, leave_a_stream, leave_an_iterator, prompt
+from tests.support.interrupted import (
+    LARGE,
+    SIZE,
+    ask,
+    ask_large,
+    leave_a_stream,
+    leave_an_iterator,
+    prompt,
+)
 from tests.support.interruptions import Interruption, points_of
 from tests.support.redis_client import open_redis
 from tests.support.server import RealServer
@@ -107,30 +115,70 @@ def test_a_client_is_as_it_was_behind_each_interrupt(
     alone: bool,
     every: bool,
 ) -> None:
-    call = CALLS[kind]
     if not alone:
         monkeypatch.setattr(alone_module, "CAN_WAIT", False)
     with connected(*served, cache_bytes=0) as lm:
         ask(lm, SECONDS)
-        if alone:
-            ask_until_alone(lm)
-        table = lm._client._session.table
-        points = points_of(lambda: call(lm))
-        assert points > 10
-        interrupts = 0
-        for at in tried(points, every):
-            if alone:
-                ask_until_alone(lm)
-            interruption = Interruption(at)
-            raised = interruption.run(lambda: call(lm))
-            place = f"point {at}, {interruption.place}"
-            assert raised is None or type(raised) is KeyboardInterrupt, (place, raised)
-            interrupts += raised is not None
-            assert is_well(lm), place
-            until(lambda: not table.flights, SECONDS, what=f"nothing is waited for: {place}")
-            assert not any(table._counts.values()), place
-            assert not table.has_unsent(), place
-        assert interrupts > len(tried(points, every)) / 2
+        interrupt_each(lm, CALLS[kind], every, ask_until_alone if alone else always_ready)
+
+
+@LENGTHS
+@pytest.mark.parametrize("timeout", [SECONDS, 1e-4], ids=["one row", "one row, in vain"])
+def test_a_client_that_reads_near_is_as_it_was_behind_each_interrupt(
+    server_binary: str, timeout: float, every: bool
+) -> None:
+    def call(lm: Client) -> None:
+        with suppress(LmpoolError):
+            ask_large(lm, timeout)
+
+    with (
+        RealServer() as server,
+        worker_process(server.url, "large", engine_opts={"vocab_size": LARGE}),
+        connected(server.url, "large", cache_bytes=0) as lm,
+    ):
+        interrupt_each(lm, call, every, ask_until_near, ask_large)
+
+
+def always_ready(lm: Client) -> None:
+    """Nothing is to be made ready."""
+
+
+def ask_until_near(lm: Client) -> None:
+    """Until who asks next reads a large row by itself."""
+
+    def is_ready() -> bool:
+        ask_large(lm, SECONDS)
+        line = lm._client._alone._line
+        return line is not None and line.place is not None
+
+    until(is_ready, SECONDS, what="rows are read near")
+
+
+def interrupt_each(
+    lm: Client,
+    call: Callable[[Client], object],
+    every: bool,
+    make_ready: Callable[[Client], None],
+    ask_so: Callable[[Client, float], None] = ask,
+) -> None:
+    """Interrupt a call at its points, one after another: then the client serves as before."""
+    make_ready(lm)
+    table = lm._client._session.table
+    points = points_of(lambda: call(lm))
+    assert points > 10
+    interrupts = 0
+    for at in tried(points, every):
+        make_ready(lm)
+        interruption = Interruption(at)
+        raised = interruption.run(lambda: call(lm))
+        place = f"point {at}, {interruption.place}"
+        assert raised is None or type(raised) is KeyboardInterrupt, (place, raised)
+        interrupts += raised is not None
+        assert is_well(lm, ask_so), place
+        until(lambda: not table.flights, SECONDS, what=f"nothing is waited for: {place}")
+        assert not any(table._counts.values()), place
+        assert not table.has_unsent(), place
+    assert interrupts > len(tried(points, every)) / 2
 
 
 def test_who_waits_for_the_same_prompt_is_told(server_binary: str) -> None:
@@ -211,12 +259,12 @@ def test_an_event_loop_that_goes_on_leaves_nobody_waiting(
             assert is_well(lm), place
 
 
-def is_well(lm: Client) -> bool:
+def is_well(lm: Client, ask_so: Callable[[Client, float], None] = ask) -> bool:
     """Whether another thread is served, which a lock that was left held would keep waiting."""
     done: list[bool] = []
 
     def use() -> None:
-        ask(lm, SECONDS)
+        ask_so(lm, SECONDS)
         lm.sync.pool_statistics(timeout=SECONDS)
         lm.statistics()
         done.append(True)

@@ -30,6 +30,7 @@ from lmpool.errors import (
     ServerUnreachable,
 )
 from lmpool.producer import sender as sender_module
+from lmpool.producer.line import Line
 from lmpool.wants import Draw
 from tests.support.clients import connected
 from tests.support.proxy import Proxy
@@ -89,6 +90,12 @@ def is_alone(lm: Client) -> bool:
     return lm._client._alone.is_ready
 
 
+def line_of(lm: Client) -> Line:
+    line = lm._client._alone._line
+    assert line is not None
+    return line
+
+
 @contextmanager
 def alone(server: RealServer | Proxy, pool: str, **options: Any) -> Iterator[Client]:
     """A client whose next caller reads by itself, if no other asks meanwhile."""
@@ -122,7 +129,7 @@ def test_neither_of_the_threads_has_anything_to_do(
         assert claims == []
         assert session.last_ids == read
         with server.client() as connection:
-            name = session.shards[0].reply(lm._client._alone._name)
+            name = session.shards[0].reply(line_of(lm).name)
             assert connection.xlen(name) == 0 < connection.pttl(name)
 
 
@@ -314,7 +321,7 @@ def test_a_hit_is_no_reason_to_give_up(server: RealServer, slow: str) -> None:
         known = prompt()
         ask(other, known)
     with alone(server, slow) as lm, server.client() as connection:
-        connection.delete(lm._client._session.shards[0].reply(lm._client._alone._name))
+        connection.delete(lm._client._session.shards[0].reply(line_of(lm).name))
         ask(lm, known)
         ask(lm)
         assert is_alone(lm)
@@ -490,7 +497,7 @@ def _change(server: RealServer, change: str) -> None:
 def test_a_reply_stream_that_others_write_to(server: RealServer, quick: str, what: str) -> None:
     with alone(server, quick) as lm, server.client() as connection:
         session = lm._client._session
-        reply = session.shards[0].reply(lm._client._alone._name)
+        reply = session.shards[0].reply(line_of(lm).name)
         if what == "another's notice":
             connection.xadd(reply, {"ok": "00" * 16})
         elif what == "no notice":
@@ -510,8 +517,7 @@ def test_a_result_that_is_gone_before_it_is_read(
         asked = prompt()
         ask(lm, asked)
         key = connection.keys(f"{lm._client._session.shards[0].prefix}:result:*")
-        found = lm._client._alone._exchange
-        assert found is not None
+        found = line_of(lm)._exchange
         assert key
         usual = found.reply
 

@@ -544,9 +544,9 @@ def test_a_client_whose_files_were_taken_away_is_told_again(
 def test_a_client_whose_thread_ended_has_its_rows(lm: lmpool.PooledLM[Any], reads: Reads) -> None:
     until_all_come_near(lm, reads)
     near = lm._client._session.near
-    assert near._pipe is not None
+    assert near._place is not None
     assert near._thread is not None
-    near._pipe.close()
+    near._place.pipe.close()
     near._thread.join(60)
     for seed in range(3):
         prompts, before = some(40, seed), reads.found.copy()

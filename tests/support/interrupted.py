@@ -37,6 +37,13 @@ def ask(lm: lmpool.PooledLM, timeout: float) -> None:
     np.testing.assert_array_equal(row, mock_row(asked, SIZE))
 
 
+def ask_large(lm: lmpool.PooledLM, timeout: float) -> None:
+    """One prompt, whose row lies near."""
+    asked = prompt()
+    row = lm.sync.next_token_logprobs(asked, timeout=timeout)
+    np.testing.assert_array_equal(row, mock_row(asked, LARGE))
+
+
 def ask_some(lm: lmpool.PooledLM, timeout: float) -> None:
     """Several prompts, whose rows come in half their size."""
     asked = [prompt() for _ in range(TOGETHER)]

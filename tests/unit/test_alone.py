@@ -8,16 +8,21 @@ from typing import Any
 import pytest
 
 from lmpool.producer.alone import Alone
-from lmpool.producer.session import GivenUp
+from lmpool.producer.line import Line
+from lmpool.producer.session import GivenUp, Session
 from lmpool.producer.stacking import STACKED
-from lmpool.wants import Digest
 from tests.support.parts import ask, jobs_of, new_session, some_prompts
+
+
+def line(session: Session, name: str, exchange: Any) -> Line:
+    assert session.info is not None
+    return Line(name, session.shards[0], exchange, session.info, None, lambda worker: True)
 
 
 def test_a_claim_is_heard_before_it_is_withdrawn() -> None:
     """Or else its job would come behind that, and nobody would want it."""
     session = new_session("redis://127.0.0.1:1/0", "pool")
-    alone = Alone(session)
+    alone = Alone(session, lambda worker: True)
     done: list[object] = []
     server = SimpleNamespace(
         evalsha=lambda sha, keys, *words: done.append(("withdraw", *words[2:])),
@@ -26,17 +31,29 @@ def test_a_claim_is_heard_before_it_is_withdrawn() -> None:
     servers: Any = SimpleNamespace(for_shard=lambda shard: server)
     exchange: Any = SimpleNamespace(reply=lambda until: done.append("heard"))
     bell: Any = SimpleNamespace(quiet=lambda: done.append("quiet"))
-    shard, digest = session.shards[0], Digest(bytes(16))
+    shard, (job,) = session.shards[0], jobs_of(some_prompts(1))
+    digest = job.digest
     alone._bell = bell
-    session.given_up = [GivenUp("name-1", shard, digest, exchange), GivenUp("name-2", shard, None)]
+    lines = [line(session, f"name-{n}", exchange) for n in (1, 2, 3, 4)]
+    for asks in lines[:3]:
+        assert asks.begin(job, False)
+    lines[0]._passed_over = 2
+    session.given_up = [
+        GivenUp(lines[0], digest),
+        GivenUp(lines[1], None, is_heard=True),
+        GivenUp(lines[3], None),
+    ]
     assert alone.has_work
     alone.look_after(servers)
     assert done == [
         "quiet",
         "heard",
+        "heard",
+        "heard",
         ("withdraw", "name-1", digest.hex()),
         ("delete", shard.reply("name-1")),
         ("delete", shard.reply("name-2")),
+        "quiet",
     ]
     assert not alone.has_work
 
@@ -45,13 +62,14 @@ def test_a_claim_is_heard_before_it_is_withdrawn() -> None:
 def test_who_waits_as_well_is_told_where_landing_was_interrupted(got_it: bool) -> None:
     """As by Ctrl-C between a flight's leaving the table and its callers' being told."""
     session = new_session("redis://127.0.0.1:1/0", "pool")
-    alone = Alone(session)
+    alone = Alone(session, lambda worker: True)
     session.on_forget = alone.forget
     jobs = jobs_of(some_prompts(1))
     reader, other = ask(session, jobs), ask(session, jobs)
     (flight,) = session.table.take_unsent(1, 1 << 20)
-    alone._call, alone._flight, alone._shard, alone._reads = reader, flight, session.shards[0], True
-    alone._claimed = b"q"
+    alone._line = line(session, "name-1", None)
+    alone._call, alone._flight, alone._reads = reader, flight, True
+    alone._line.claim, alone._line.has_claimed = b"q", True
     session.table._pop(jobs[0].digest)
     if got_it:
         other.take(0, STACKED)

@@ -18,7 +18,7 @@ from redis._parsers.hiredis import NOT_ENOUGH_DATA
 from lmpool import exchange as exchange_module
 from lmpool.bell import CAN_WAIT, Bell
 from lmpool.exchange import NOTHING, REPLY_BYTES, Exchange, pack
-from lmpool.producer.alone import _told
+from lmpool.producer.line import _told
 from lmpool.wants import Digest
 
 pytestmark = pytest.mark.skipif(not CAN_WAIT, reason="nothing waits for two things at once here")

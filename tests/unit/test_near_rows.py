@@ -22,7 +22,7 @@ import pytest
 from lmpool import neighbours
 from lmpool.near_notices import NOTICE_MOST, NearNotice, NoticeReader, NoticeWriter
 from lmpool.neighbours import Membership, Neighbourhood
-from lmpool.producer import near_rows as near_rows_module
+from lmpool.producer import near_place as near_place_module
 from lmpool.producer.near_rows import NearRows
 from lmpool.row_ring import FRONT, IS_ORDERED, MAGIC, RowRing, place_of
 from lmpool.rows import LARGE, PackedRow, pack_logprobs
@@ -145,7 +145,7 @@ def test_nothing_is_read_before_a_client_is_there(here: Neighbourhood) -> None:
 def test_nobody_is_there_where_writes_come_in_any_order(
     here: Neighbourhood, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(near_rows_module, "IS_ORDERED", False)
+    monkeypatch.setattr(near_place_module, "IS_ORDERED", False)
     near = NearRows("me")
     near.enter("p", large_info())
     assert os.listdir(memory) == []
@@ -291,13 +291,13 @@ def test_a_ring_that_is_gone_is_let_go_once_another_comes(
 def test_a_ring_is_opened_once(
     near: NearRows, here: Neighbourhood, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened, usual = list[str](), near_rows_module._open
+    opened, usual = list[str](), near_place_module._open
 
     def opens(path: str) -> Any:
         opened.append(os.path.basename(path))
         return usual(path)
 
-    monkeypatch.setattr(near_rows_module, "_open", opens)
+    monkeypatch.setattr(near_place_module, "_open", opens)
     workers = [Worker(here, number) for number in (1, 2, 3)]
     other = here.enter("client", "other")
     for number in range(9):
@@ -322,7 +322,7 @@ def test_any_text_may_be_a_name_but_is_not_looked_for(
     near: NearRows, here: Neighbourhood, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     opened = list[str]()
-    monkeypatch.setattr(near_rows_module, "_open", opened.append)
+    monkeypatch.setattr(near_place_module, "_open", opened.append)
     assert near.ring(name) is None
     assert opened == []
     monkeypatch.undo()
@@ -910,13 +910,14 @@ def interrupt(*_: object) -> None:
 
 
 def test_a_forked_child_has_no_list_of_its_parents(near: NearRows) -> None:
-    assert near._waits is not None
-    reader = near._pipe
-    assert reader is not None
+    place = near._place
+    assert place is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NoticeReader, "after_fork", lambda _: None)
+        patch.setattr(NoticeReader, "after_fork", lambda _: None)  # its thread goes on here
         near.after_fork()
-    assert near._waits is None
+    assert near._place is None
+    assert place.ring("0" * 16) is None
+    place.leave()
 
 
 def test_who_is_closed_in_the_midst_of_leaving_leaves(

@@ -1,0 +1,243 @@
+"""The name under which callers ask alone, with all that they read by: its connection, its reply
+stream, and its place among the processes of its machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+from lmpool.commands import fields_of
+from lmpool.exchange import BESIDE, NOTHING, Exchange, pack
+from lmpool.keys import ShardKeys
+from lmpool.model_info import ModelInfo
+from lmpool.producer.near_place import NearPlace
+from lmpool.rows import ROW_HEADER_BYTES, PackedRow
+from lmpool.wants import Digest
+from lmpool.wire import Job, Notice, read_notices
+
+BLOCK_MS: Final = "5000"
+"""Of one read of notices: longer than anybody waits for it."""
+PATIENCE: Final = 0.001
+"""Seconds for which a large row is waited for near, beyond twice what the last one took, before the
+server is asked for the notice, too."""
+CLEARS_WITHIN: Final = 0.001
+"""Seconds in which that has come when the next answer is asked for: locks are held meanwhile."""
+LEFT_MOST: Final = 32
+"""Notices that nobody has read in a stream, before it is emptied."""
+
+Found: TypeAlias = bytes | memoryview | PackedRow | Notice
+"""An answer as it is stored, or a row as it lies near; or why there is none."""
+
+
+class Line:
+    """One such name. Used by one thread at a time; what goes otherwise than it mostly does spoils
+    all of it, which is given up then."""
+
+    def __init__(
+        self,
+        name: str,
+        shard: ShardKeys,
+        exchange: Exchange,
+        info: ModelInfo,
+        place: NearPlace | None,
+        knows: Callable[[str], bool],
+    ) -> None:
+        """Large rows of the model `info` come to the `place`, from workers that `knows` says yes
+        to."""
+        self.name = name
+        self.shard = shard
+        self.place = place
+        self.claim = b""
+        """What the server has said of the last claim, a letter, until that is counted."""
+        self.has_claimed = False
+        self.is_found = True
+        """Whether workers lay where the place is what was waited for there."""
+        self._exchange = exchange
+        self._info = info
+        self._knows = knows
+        self._is_heard = True
+        """Whether the server has said what becomes of the last claim."""
+        self._passed_over = 0
+        """Replies that nobody waits for, which come before that."""
+        self._is_near = False
+        """Whether the last claim was of a row that is waited for at the place."""
+        self._is_queued = False
+        """Whether that made a job of it: what another has asked for may have been laid before."""
+        self._patience = 0.0
+        self._left = 0
+        """How many notices may be in the stream."""
+
+    def is_clear(self) -> bool:
+        """Whether nothing is to be read before a claim can be sent: what the server was asked in
+        vain is answered by now."""
+        until = time.monotonic() + CLEARS_WITHIN
+        while self._passed_over and self._exchange.reply(until) is not NOTHING:
+            self._passed_over -= 1
+        return not self._passed_over
+
+    def begin(self, job: Job, is_near: bool) -> bool:
+        """Say what comes before a claim; one of a row that comes near has a place. Whether all of
+        it left."""
+        self.claim, self.has_claimed = b"", True
+        self._is_heard, self._is_near = False, is_near
+        if is_near and self.place is not None:
+            self.place.waits.add([job.digest])
+        if self._left < (LEFT_MOST if is_near else 1):
+            return True
+        self._left = 0
+        self._passed_over += 1
+        return self._exchange.send(pack(self._take_off()))
+
+    def answer(self, job: Job, until: float) -> Found | None:
+        """What there is for a job once the server has said what becomes of its claim. None where it
+        goes any other way, or the bell rang."""
+        began, exchange = time.monotonic(), self._exchange
+        while self._passed_over:
+            if exchange.reply(until) is NOTHING:
+                return None
+            self._passed_over -= 1
+        claimed = exchange.reply(until)
+        if not _is_list(claimed, 2) or claimed[0] not in (b"h", b"j", b"q"):
+            return None
+        self.claim, self._is_heard = claimed[0], True
+        self._is_queued = claimed[0] == b"q"
+        if claimed[0] == b"h":
+            if not exchange.send(pack(self._get(job), self._take_off())):
+                return None
+            value, taken_off = exchange.reply(until), exchange.reply(until)
+            return value if type(value) is bytes and type(taken_off) is int else None
+        if self._is_near:
+            return self._near(job, began, until)
+        return self._stored(job, claimed[1] != 0, until)
+
+    def hear(self, until: float) -> None:
+        """Wait until the server has heard the last claim: or else that might come behind what
+        withdraws it."""
+        if not self._is_heard:
+            for _ in range(self._passed_over + 1):
+                self._exchange.reply(until)
+
+    def leave(self) -> None:
+        """Leave the place, which nobody reads at any more."""
+        if self.place is not None:
+            self.place.leave()
+            self.place.pipe.read()
+
+    def _stored(self, job: Job, is_fresh: bool, until: float) -> Found | None:
+        """An answer that is fetched once it is told of, in a stream which `is_fresh` or empty."""
+        exchange, last = self._exchange, b"0-0"
+        get, take_off = self._get(job), self._take_off()
+        while True:
+            # A stream that is taken off to its end leaves nothing to be remembered. One that was
+            # just made begins with a greeting, behind which the notice may come at any time.
+            read = self._read(last)
+            if not exchange.send(pack(read, get) if is_fresh else pack(read, get, take_off)):
+                return None
+            told, value = _told(exchange.reply(until)), exchange.reply(until)
+            if told is None or not (is_fresh or type(exchange.reply(until)) is int):
+                return None
+            last, notices = told
+            mine = notices.get(job.digest)
+            if mine is not None:
+                break
+            if not is_fresh:  # it may have been taken off
+                return None
+        if is_fresh:
+            is_taken_off = exchange.send(pack(take_off)) and type(exchange.reply(until)) is int
+            if not is_taken_off:
+                return None
+        if mine.status != "ok":
+            return mine
+        return value if type(value) is bytes else None
+
+    def _near(self, job: Job, began: float, until: float) -> Found | None:
+        """A row that a worker of this machine lays, most likely: it is there before the server has
+        it, which is asked only where that takes long."""
+        exchange, place, last = self._exchange, self.place, b"0-0"
+        if place is None:
+            return None
+        patient_until, asks = min(until, began + self._patience), False
+        while True:
+            told = exchange.reply(until if asks else patient_until, place.pipe.fileno)
+            if told is BESIDE:
+                rows = self._laid(place, job)
+                if not rows:
+                    continue
+                (row,) = rows
+                if row is not None:
+                    self._patience = 2 * (time.monotonic() - began) + PATIENCE
+                    self._passed_over += asks
+                    self._left += 1
+                return row
+            if asks:
+                read = _told(told)
+                if read is None:
+                    return None
+                last, notices = read
+                mine = notices.get(job.digest)
+                if mine is not None:
+                    self._left += 1
+                    return self._told_of(mine, place, job, until)
+            elif told is not NOTHING or time.monotonic() < patient_until:
+                return None
+            asks = exchange.send(pack(self._read(last)))
+            if not asks:
+                return None
+
+    def _told_of(self, notice: Notice, place: NearPlace, job: Job, until: float) -> Found | None:
+        """What the server told of before anybody near did."""
+        if notice.status != "ok":
+            return notice
+        for row in () if place.pipe.is_empty() else self._laid(place, job):
+            return row
+        self.is_found = not self._is_queued
+        is_sent = self._exchange.send(pack(self._get(job)))
+        value = self._exchange.reply(until) if is_sent else NOTHING
+        return value if type(value) is bytes else None
+
+    def _laid(self, place: NearPlace, job: Job) -> Sequence[Found | None]:
+        """The row that was told of at the place, None where it is not to be had; nothing where that
+        was of others."""
+        notices = place.pipe.read()
+        if notices is None:
+            return [None]
+        for notice in notices:
+            if job.digest in notice.digests:
+                ring = place.ring(notice.ring)
+                if ring is None or not self._knows(ring.owner):
+                    return [None]
+                size = job.want.stored_bytes(self._info) + ROW_HEADER_BYTES
+                return [ring.copy(job.digest, size)]
+        return []
+
+    def _get(self, job: Job) -> tuple[str, ...]:
+        return "GET", self.shard.result(job.digest)
+
+    def _read(self, last: bytes) -> tuple[str | bytes, ...]:
+        return "XREAD", "BLOCK", BLOCK_MS, "STREAMS", self.shard.reply(self.name), last
+
+    def _take_off(self) -> tuple[str, ...]:
+        return "XTRIM", self.shard.reply(self.name), "MAXLEN", "0"
+
+
+def _told(read: Any) -> tuple[bytes, dict[Digest, Notice]] | None:
+    """The last id of what a blocking read brought, and its notices; None where it is no such."""
+    if type(read) is dict:  # as RESP3 says it
+        read = [*map(list, read.items())]
+    if not _is_list(read, 1) or not _is_list(read[0], 2) or type(read[0][1]) is not list:
+        return None
+    last, notices = b"", {}
+    for entry in read[0][1]:
+        if not _is_list(entry, 2) or type(entry[0]) is not bytes or type(entry[1]) is not list:
+            return None
+        last, values = entry
+        if len(values) % 2 or not all(type(value) is bytes for value in values):
+            return None
+        for notice in read_notices(fields_of(values)):
+            notices[notice.digest] = notice
+    return (last, notices) if last else None
+
+
+def _is_list(found: Any, length: int) -> bool:
+    return type(found) is list and len(found) == length
