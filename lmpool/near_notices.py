@@ -56,11 +56,13 @@ class NoticeReader:
         """The pipe, open for reading and writing; it is not taken over."""
         self._pipe = os.dup(pipe)
         self._which = which(os.fstat(self._pipe))
+        self._end = weakref.finalize(self, close_own, self._pipe, self._which)
         self._left = b""
         self._closed = False
         # Closed or written to, but not one after the other where its number is another's by then.
         self._ending = threading.RLock()
 
+    @frees("_ending")
     def read(self) -> list[NearNotice] | None:
         """The notices that have come, once there are any; None once it was closed: then nothing is
         read any more."""
@@ -77,6 +79,7 @@ class NoticeReader:
         """The pipe's, to be waited for; less than 0 once it was let go of."""
         return self._pipe
 
+    @frees("_ending")
     def is_empty(self) -> bool:
         """Whether nothing has come that was not read."""
         with self._ending:
@@ -116,8 +119,8 @@ class NoticeReader:
         self._let_go()
 
     def _let_go(self) -> None:
-        pipe, self._pipe = self._pipe, -1
-        close_own(pipe, self._which)
+        self._pipe = -1
+        self._end()
 
     def _is_mine(self) -> bool:
         """Whether its number is not another's, as after all were closed, which daemons do."""

@@ -24,6 +24,7 @@ from lmpool.bell import CAN_WAIT, Bell
 from lmpool.exchange import Exchange
 from lmpool.interrupts import frees
 from lmpool.keys import Priority
+from lmpool.model_info import ModelInfo
 from lmpool.neighbours import Neighbourhood
 from lmpool.producer.answers import Landing
 from lmpool.producer.claims import claim_ahead
@@ -75,6 +76,8 @@ class Alone:
         self._in_a_row = 0
         self._needed = IN_A_ROW
         self._connects_at = -math.inf
+        self._places_at = -math.inf
+        """When a place is next looked for, after one that was not to be had."""
         self._pause = CONNECTS_AGAIN_AFTER
 
     # --- for who asks --------------------------------------------------------------------------
@@ -99,7 +102,10 @@ class Alone:
             return False
         flight = session.table.flights[job.digest]
         self._call, self._reads = call, True
-        ahead = claim_ahead(session, servers, priority, line.name) if line.is_clear() else None
+        if not line.is_clear():
+            self._call, self._reads = None, False
+            return False
+        ahead = claim_ahead(session, servers, priority, line.name)
         if ahead is None:
             self.give_up()
             return False
@@ -117,6 +123,8 @@ class Alone:
         if not (isinstance(job.want, Row) and self._session.near.are_usual):
             return False
         if self._line is not None and self._line.place is None:
+            if time.monotonic() < self._places_at:
+                return False
             self.give_up()  # the next one is to have a place
         return True
 
@@ -159,14 +167,16 @@ class Alone:
     def _land(self, flight: Flight, found: Found) -> bool:
         """Hand out what was found; whether the client's threads have nothing more to do."""
         session = self._session
+        line = self._line
         self._count(flight)
         if not session.table.is_waiting(flight):
             session.will_not_be_counted([flight])
             return True
         if not isinstance(found, Notice):
             values: Any = [found]
-            is_near = not isinstance(found, bytes)
-            return not self._landing.hand_out([flight.job.digest], values, are_near=is_near)
+            is_hit = line is not None and line.is_hit
+            are_near = None if is_hit else not isinstance(found, bytes)
+            return not self._landing.hand_out([flight.job.digest], values, are_near=are_near)
         if found.status == "expired" or found.status in DOUBTFUL:
             return False
         wake(session.fail(flight, error_of(found, flight)))
@@ -214,6 +224,8 @@ class Alone:
         self._call = self._flight = None
         session.work.notify_all()
         if session.closed:
+            if line is not None:
+                line.close()
             self.close()
 
     def _hand_over(self) -> None:
@@ -268,17 +280,20 @@ class Alone:
         session = self._session
         with session.lock:
             left, session.given_up = session.given_up, []
-            if self._line is not None:  # somebody may be reading
+            if self._line is not None:
                 digest = None if self._flight is None else self._flight.job.digest
-                left.append(GivenUp(self._line, digest, is_heard=True))
+                left.append(GivenUp(self._line, digest, is_read=self._reads))
         self._withdraw(servers, left)
 
     def _withdraw(self, servers: Servers, left: list[GivenUp]) -> None:
         """Say what nobody waits for under these names; what was said is taken from the list."""
         while left:
-            line, digest, is_heard = left[0]
-            line.leave()
-            if self._bell is not None and not is_heard:
+            line, digest, is_read = left[0]
+            if is_read:
+                line.leave()
+            else:
+                line.close()
+            if self._bell is not None and not is_read:
                 self._bell.quiet()
                 line.hear(time.monotonic() + ANSWERED_WITHIN)
             if not line.has_claimed:
@@ -298,7 +313,7 @@ class Alone:
         if not self._reads:
             self._line = self._servers = self._bell = None
             if line is not None:
-                line.leave()
+                line.close()
             if servers is not None:
                 servers.close()
             if bell is not None:
@@ -341,10 +356,6 @@ class Alone:
             server = self._servers.at_hand(shard)
             if server is None or info is None or not server.may_go_ahead():
                 raise redis.exceptions.ConnectionError("nobody but its own thread can wait for it")
-            place = None
-            if session.near.are_usual:
-                pool = session.options.pool
-                place = NearPlace(Neighbourhood.of_pool(pool, info.fingerprint8), name)
         except (redis.exceptions.RedisError, OSError) as error:
             logger.debug("there is no connection for who asks alone: %s", error)
             self._connects_at = time.monotonic() + self._pause
@@ -355,8 +366,21 @@ class Alone:
             self._bell = Bell()
         self._bell.quiet()
         exchange = Exchange(server, self._bell)
+        place = self._place_of(name, info) if session.near.are_usual else None
         with session.lock:
             self._line = Line(name, shard, exchange, info, place, self._knows)
+
+    def _place_of(self, name: str, info: ModelInfo) -> NearPlace | None:
+        """Where workers of this machine tell of large rows; None where there is no room for it."""
+        pool = self._session.options.pool
+        try:
+            place = NearPlace(Neighbourhood.of_pool(pool, info.fingerprint8), name)
+        except OSError as error:
+            logger.debug("there is no place among the neighbours for who asks alone: %s", error)
+            self._places_at = time.monotonic() + CONNECTS_AGAIN_MOST
+            return None
+        place.look()
+        return place
 
 
 def _is_plain(url: str) -> bool:

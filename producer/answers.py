@@ -114,9 +114,10 @@ class Landing:
         values: Values,
         rooms: Sequence[Room | None] = (),
         *,
-        are_near: bool = False,
+        are_near: bool | None = False,
     ) -> dict[Digest, AnswerFormatError]:
-        """Give answers to whoever waits. Returns what was refused, and why."""
+        """Give answers to whoever waits. Returns what was refused, and why. `are_near` is None
+        where that says nothing of others."""
         session = self._session
         info, table = session.info, session.table
         assert info is not None
@@ -149,7 +150,8 @@ class Landing:
                     ended += session.fail(flight, _vanished(flight))
             for want, some, stored in there.values():
                 cached = want.cached and session.cache.max_bytes
-                if isinstance(want, Row) and want.stored_bytes(info) >= LAID:
+                is_laid = isinstance(want, Row) and want.stored_bytes(info) >= LAID
+                if is_laid and are_near is not None:
                     session.near.are_usual = are_near
                 for digest, answer in zip(some, decode_all(want, stored, info), strict=True):
                     if isinstance(answer, AnswerFormatError):

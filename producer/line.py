@@ -4,7 +4,7 @@ stream, and its place among the processes of its machine."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 from lmpool.commands import fields_of
@@ -20,7 +20,9 @@ BLOCK_MS: Final = "5000"
 """Of one read of notices: longer than anybody waits for it."""
 PATIENCE: Final = 0.001
 """Seconds for which a large row is waited for near, beyond twice what the last one took, before the
-server is asked for the notice, too."""
+server is asked for the notice, too: of a prompt that failed it alone tells."""
+PATIENCE_MOST: Final = 0.02
+"""The same in all: beside a step that takes longer it is little to ask."""
 CLEARS_WITHIN: Final = 0.001
 """Seconds in which that has come when the next answer is asked for: locks are held meanwhile."""
 LEFT_MOST: Final = 32
@@ -28,6 +30,8 @@ LEFT_MOST: Final = 32
 
 Found: TypeAlias = bytes | memoryview | PackedRow | Notice
 """An answer as it is stored, or a row as it lies near; or why there is none."""
+OTHERS: Final[Found] = b""
+"""In place of a row: others were told of."""
 
 
 class Line:
@@ -51,6 +55,8 @@ class Line:
         self.claim = b""
         """What the server has said of the last claim, a letter, until that is counted."""
         self.has_claimed = False
+        self.is_hit = False
+        """Whether the last answer was there before it was asked for."""
         self.is_found = True
         """Whether workers lay where the place is what was waited for there."""
         self._exchange = exchange
@@ -70,7 +76,7 @@ class Line:
 
     def is_clear(self) -> bool:
         """Whether nothing is to be read before a claim can be sent: what the server was asked in
-        vain is answered by now."""
+        vain is mostly answered by now."""
         until = time.monotonic() + CLEARS_WITHIN
         while self._passed_over and self._exchange.reply(until) is not NOTHING:
             self._passed_over -= 1
@@ -79,15 +85,16 @@ class Line:
     def begin(self, job: Job, is_near: bool) -> bool:
         """Say what comes before a claim; one of a row that comes near has a place. Whether all of
         it left."""
-        self.claim, self.has_claimed = b"", True
-        self._is_heard, self._is_near = False, is_near
+        self.claim, self.has_claimed, self._is_near = b"", True, is_near
         if is_near and self.place is not None:
             self.place.waits.add([job.digest])
-        if self._left < (LEFT_MOST if is_near else 1):
-            return True
-        self._left = 0
-        self._passed_over += 1
-        return self._exchange.send(pack(self._take_off()))
+        if self._left >= (LEFT_MOST if is_near else 1):
+            self._left = 0
+            self._passed_over += 1
+            if not self._exchange.send(pack(self._take_off())):
+                return False
+        self._is_heard = False
+        return True
 
     def answer(self, job: Job, until: float) -> Found | None:
         """What there is for a job once the server has said what becomes of its claim. None where it
@@ -101,8 +108,8 @@ class Line:
         if not _is_list(claimed, 2) or claimed[0] not in (b"h", b"j", b"q"):
             return None
         self.claim, self._is_heard = claimed[0], True
-        self._is_queued = claimed[0] == b"q"
-        if claimed[0] == b"h":
+        self.is_hit, self._is_queued = claimed[0] == b"h", claimed[0] == b"q"
+        if self.is_hit:
             if not exchange.send(pack(self._get(job), self._take_off())):
                 return None
             value, taken_off = exchange.reply(until), exchange.reply(until)
@@ -119,9 +126,14 @@ class Line:
                 self._exchange.reply(until)
 
     def leave(self) -> None:
-        """Leave the place, which nobody reads at any more."""
+        """Leave the place. Who reads there comes back, and is to `close` it."""
         if self.place is not None:
             self.place.leave()
+
+    def close(self) -> None:
+        """Leave the place, which nobody reads at any more."""
+        self.leave()
+        if self.place is not None:
             self.place.pipe.read()
 
     def _stored(self, job: Job, is_fresh: bool, until: float) -> Found | None:
@@ -141,8 +153,7 @@ class Line:
             mine = notices.get(job.digest)
             if mine is not None:
                 break
-            if not is_fresh:  # it may have been taken off
-                return None
+            is_fresh = True  # what was there was another's: it came late
         if is_fresh:
             is_taken_off = exchange.send(pack(take_off)) and type(exchange.reply(until)) is int
             if not is_taken_off:
@@ -161,12 +172,12 @@ class Line:
         while True:
             told = exchange.reply(until if asks else patient_until, place.pipe.fileno)
             if told is BESIDE:
-                rows = self._laid(place, job)
-                if not rows:
+                row = self._laid(place, job)
+                if row is OTHERS:
                     continue
-                (row,) = rows
                 if row is not None:
-                    self._patience = 2 * (time.monotonic() - began) + PATIENCE
+                    took = time.monotonic() - began
+                    self._patience = min(2 * took + PATIENCE, PATIENCE_MOST)
                     self._passed_over += asks
                     self._left += 1
                 return row
@@ -176,8 +187,8 @@ class Line:
                     return None
                 last, notices = read
                 mine = notices.get(job.digest)
+                self._left = LEFT_MOST  # or else it would be told again, of the same prompt
                 if mine is not None:
-                    self._left += 1
                     return self._told_of(mine, place, job, until)
             elif told is not NOTHING or time.monotonic() < patient_until:
                 return None
@@ -189,27 +200,29 @@ class Line:
         """What the server told of before anybody near did."""
         if notice.status != "ok":
             return notice
-        for row in () if place.pipe.is_empty() else self._laid(place, job):
+        row = OTHERS if place.pipe.is_empty() else self._laid(place, job)
+        if row is not OTHERS:
             return row
         self.is_found = not self._is_queued
         is_sent = self._exchange.send(pack(self._get(job)))
         value = self._exchange.reply(until) if is_sent else NOTHING
         return value if type(value) is bytes else None
 
-    def _laid(self, place: NearPlace, job: Job) -> Sequence[Found | None]:
-        """The row that was told of at the place, None where it is not to be had; nothing where that
-        was of others."""
+    def _laid(self, place: NearPlace, job: Job) -> Found | None:
+        """The row that was told of at the place, `OTHERS` where that was of none but others; None
+        where it is not to be had. Opens nothing: what a handler raises is not to be taken for what
+        the system says."""
         notices = place.pipe.read()
         if notices is None:
-            return [None]
+            return None
         for notice in notices:
             if job.digest in notice.digests:
-                ring = place.ring(notice.ring)
+                ring = place.known(notice.ring)
                 if ring is None or not self._knows(ring.owner):
-                    return [None]
+                    return None
                 size = job.want.stored_bytes(self._info) + ROW_HEADER_BYTES
-                return [ring.copy(job.digest, size)]
-        return []
+                return ring.copy(job.digest, size)
+        return OTHERS
 
     def _get(self, job: Job) -> tuple[str, ...]:
         return "GET", self.shard.result(job.digest)

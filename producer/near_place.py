@@ -28,7 +28,7 @@ def are_laid(vocab_size: int) -> bool:
 
 class NearPlace:
     """Taken by `name` until it leaves: a pipe, a list of what it waits for, and the rings that it
-    was told of. Its pipe is read by one thread."""
+    knows. One thread reads the pipe."""
 
     def __init__(self, neighbourhood: Neighbourhood, name: str) -> None:
         """Raises `OSError` where that cannot be; then nothing is there."""
@@ -79,8 +79,17 @@ class NearPlace:
         self._rings = {}
         self.pipe.after_fork()
 
+    def look(self) -> None:
+        """Open all rings that are there."""
+        for name in self._neighbourhood.look("rows"):
+            self.ring(name)
+
+    def known(self, name: str) -> RowRingReader | None:
+        """The memory that a notice names, if it is open. For any thread."""
+        return self._rings.get(name)
+
     def ring(self, name: str) -> RowRingReader | None:
-        """The memory that a notice names. For one thread at a time. None where it is not there."""
+        """The same, opened now if need be. For one thread at a time. None where it is not there."""
         found = self._rings.get(name)
         if found is None and not self._has_left and _NAME.fullmatch(name):
             found = _open(self._neighbourhood.path("rows", name))

@@ -50,8 +50,8 @@ class GivenUp(NamedTuple):
 
     line: Line
     digest: Digest | None
-    is_heard: bool = False
-    """Whether the claim is not to be waited for: somebody else may do so."""
+    is_read: bool = False
+    """Whether somebody may be reading there."""
 
 
 Task = tuple[Callable[[Servers], Any], "Future[Any]"]

@@ -3,6 +3,7 @@ lays them: as right as all others, whatever comes in between."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import random
@@ -19,13 +20,16 @@ import numpy as np
 import pytest
 
 import lmpool
+from lmpool import near_notices as near_notices_module
 from lmpool.backends.mock import mock_row
 from lmpool.errors import ClientClosed, LmpoolError, PoolTimeout, PromptFailed
 from lmpool.near_notices import NearNotice, NoticeWriter
 from lmpool.neighbours import Neighbourhood
+from lmpool.producer import alone as alone_module
 from lmpool.producer import line as line_module
+from lmpool.producer import near_place as near_place_module
 from lmpool.producer import sender as sender_module
-from lmpool.producer.line import LEFT_MOST, Line
+from lmpool.producer.line import LEFT_MOST, PATIENCE_MOST, Line
 from lmpool.producer.session import Session
 from lmpool.row_ring import IS_ORDERED
 from lmpool.wants import Digest
@@ -130,7 +134,8 @@ def test_neither_threads_nor_the_server_have_anything_to_do(
     server: RealServer, quick: str, monkeypatch: pytest.MonkeyPatch, asked_for: Counter[str]
 ) -> None:
     with near(server, quick) as lm:
-        ask(lm)
+        for _ in range(2):  # the first is asked for at the server, too, which the second clears up
+            ask(lm)
         claims: list[object] = []
         monkeypatch.setattr(
             sender_module, "claim_arguments", lambda *a, **k: claims.append(a) or None
@@ -141,7 +146,7 @@ def test_neither_threads_nor_the_server_have_anything_to_do(
         session = lm._client._session
         monkeypatch.setattr(session.near, "hear", heard.append)
         asked_for.clear()
-        before, read, line = lm.statistics(), dict(session.last_ids), line_of(lm)
+        before, line = lm.statistics(), line_of(lm)
         count = 2 * LEFT_MOST + 5
         for _ in range(count):
             ask(lm)
@@ -149,7 +154,6 @@ def test_neither_threads_nor_the_server_have_anything_to_do(
         assert found == {"requests": count, "queued": count}
         assert not claims
         assert not heard
-        assert session.last_ids == read
         assert line_of(lm) is line
         assert asked_for == {"XTRIM": 2}
         with server.client() as connection:
@@ -157,18 +161,13 @@ def test_neither_threads_nor_the_server_have_anything_to_do(
 
 
 def test_answers_of_all_sizes_in_turn(server: RealServer, quick: str) -> None:
+    """The notice of a row may come late, behind what empties the stream for the next answer."""
     with near(server, quick) as lm:
         line = line_of(lm)
-        for _ in range(10):
+        for _ in range(100):
             ask(lm)
-            until(lambda: is_stored(server, line), SECONDS, what="the last row's notice is there")
             ask_top(lm)
         assert line_of(lm) is line
-
-
-def is_stored(server: RealServer, line: Line) -> bool:
-    with server.client() as connection:
-        return bool(connection.xlen(line.shard.reply(line.name)))
 
 
 def test_known_rows_come_from_the_server(server: RealServer, quick: str) -> None:
@@ -184,6 +183,7 @@ def test_known_rows_come_from_the_server(server: RealServer, quick: str) -> None
         assert lm.statistics()["cache_hits"] == before + len(known)
         assert comes_near(lm)
         assert line_of(lm) is line
+        assert lm._client._session.near.are_usual
 
 
 def test_small_answers_first(server: RealServer, quick: str) -> None:
@@ -205,6 +205,76 @@ def test_a_prompt_that_fails_says_so_soon(server: RealServer, quick: str) -> Non
                 lm.sync.next_token_logprobs([FAILS, *prompt()], timeout=SECONDS)
             assert time.monotonic() - began < SOON
         assert comes_near(lm)
+
+
+def test_a_prompt_that_failed_is_asked_anew(server: RealServer) -> None:
+    """What its stream says of the first time is not taken for what becomes of the second."""
+    with (
+        worker_process(server.url, "again", engine_opts=ENGINE) as worker,
+        near(server, "again") as lm,
+    ):
+        ask(lm)
+        asked, line = [FAILS, *prompt()], line_of(lm)
+        for _ in range(2):
+            with pytest.raises(PromptFailed):
+                lm.sync.next_token_logprobs(asked, timeout=SECONDS)
+        worker.pause()
+        with pytest.raises(PoolTimeout):
+            lm.sync.next_token_logprobs(asked, timeout=0.5)
+        worker.resume()
+        assert lm._client._alone._line is not line  # it was read by that
+
+
+def test_the_server_is_asked_soon_whatever_the_last_row_took(server: RealServer) -> None:
+    """Of a prompt that fails it alone tells."""
+    engine = {**ENGINE, "delay": 0.2}
+    with worker_process(server.url, "long", engine_opts=engine), near(server, "long") as lm:
+        ask(lm)
+        assert line_of(lm)._patience == PATIENCE_MOST
+        for _ in range(3):
+            with pytest.raises(PromptFailed):
+                lm.sync.next_token_logprobs([FAILS, *prompt()], timeout=SECONDS)
+            ask(lm)
+
+
+def test_who_reads_opens_nothing(
+    server: RealServer, quick: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a signal's handler raises would be taken for what the system says, or leave it open."""
+    opened, usual = list[threading.Thread](), near_place_module._open
+
+    def opens(path: str) -> Any:
+        opened.append(threading.current_thread())
+        return usual(path)
+
+    monkeypatch.setattr(near_place_module, "_open", opens)
+    with near(server, quick) as lm:
+        place = line_of(lm).place
+        assert place is not None
+        place._rings = {}  # as if another worker had come
+        ask(lm)
+        until_near(lm)
+        ask(lm)
+    assert opened
+    assert threading.current_thread() not in opened
+
+
+def test_where_there_is_no_room_small_answers_are_read_as_ever(
+    server: RealServer, quick: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(alone_module, "NearPlace", refuse)
+    with connected(server.url, quick, cache_bytes=0) as lm:
+        until(lambda: ask(lm) or lm._client._session.near.are_usual, SECONDS)
+        lm._client._alone._needed = 1
+        until(lambda: ask_top(lm) or lm._client._alone.is_ready, SECONDS)
+        line = line_of(lm)
+        for _ in range(5):
+            ask(lm)
+            ask_top(lm)
+        assert line_of(lm) is line
 
 
 def test_who_joins_another_clients_prompt_reads_the_row_near(server: RealServer) -> None:
@@ -321,27 +391,82 @@ def test_a_pipe_that_others_write_to(server: RealServer, quick: str) -> None:
         ask(lm)
 
 
-def test_a_client_that_closes_while_it_is_read(server: RealServer) -> None:
-    engine = {**ENGINE, "delay": 1.0}
-    with worker_process(server.url, "closes", engine_opts=engine), near(server, "closes") as lm:
+def pipes_of(name: str) -> list[str]:
+    """This process's open files of a name's pipe."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [path for path in found if f"notices-{name}." in path]
+
+
+@pytest.mark.parametrize("at", ["the wait", "the pipe"])
+def test_a_client_that_closes_while_it_is_read(
+    server: RealServer, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Also as a row is told of: whose pipe that is closes it, and nobody else."""
+    pool = f"closes{os.getpid()}"
+    reached, goes_on = threading.Event(), threading.Event()
+    waits, reads, reader = Line._near, os.read, list[threading.Thread]()
+
+    def waits_there(line: Line, *given: Any) -> Any:
+        reached.set()
+        return waits(line, *given)
+
+    def reads_late(file: int, count: int) -> bytes:
+        if threading.current_thread() in reader:
+            reached.set()
+            assert goes_on.wait(SECONDS)
+        return reads(file, count)
+
+    delay = 1.0 if at == "the wait" else 0.0
+    with (
+        worker_process(server.url, pool, engine_opts={**ENGINE, "delay": delay}),
+        near(server, pool) as lm,
+    ):
+        name, there = line_of(lm).name, folder_of(lm)
+        assert pipes_of(name)
+        if at == "the wait":
+            monkeypatch.setattr(Line, "_near", waits_there)
+        else:
+            monkeypatch.setattr(near_notices_module.os, "read", reads_late)
         raised: list[BaseException] = []
 
         def read() -> None:
             try:
-                ask(lm)
-            except LmpoolError as error:
+                while not reached.is_set():  # where the client looks at its pool first it is not
+                    ask(lm)
+            except BaseException as error:
                 raised.append(error)
 
-        reading, queued = threading.Thread(target=read), lm.statistics()["queued"]
-        name = line_of(lm).name
-        reading.start()
-        until(lambda: lm.statistics()["queued"] > queued or not lm._client._alone._reads)
+        reader.append(threading.Thread(target=read))
+        reader[0].start()
+        assert reached.wait(SECONDS)
         lm.close()
-        reading.join(SECONDS)
+        goes_on.set()
+        reader[0].join(SECONDS)
         assert [type(error) for error in raised] == [ClientClosed]
         with server.client() as connection:
             assert not connection.keys(f"*:reply:{name}")
-        assert not folder_of(lm).look("notices")
+        for kind in ("client", "notices"):
+            assert not any(entry.startswith(f"{name}.") for entry in there.look(kind))
+        assert not pipes_of(name)
+
+
+def test_nothing_is_left_open_of_a_server_that_was_lost(server_binary: str) -> None:
+    with (
+        RealServer() as server,
+        worker_process(server.url, "lost", engine_opts=ENGINE) as worker,
+        near(server, "lost", reconnect_timeout=1.0) as lm,
+    ):
+        ask(lm)
+        name = line_of(lm).name
+        assert pipes_of(name)
+        worker.kill()
+        server.stop()
+        with pytest.raises(LmpoolError):
+            lm.sync.next_token_logprobs(prompt(), timeout=SECONDS)
+        until(lambda: not pipes_of(name), SECONDS, what="its pipe is closed")
 
 
 FORK = """
@@ -415,26 +540,31 @@ def test_a_worker_of_another_server_is_not_read(
     with (
         RealServer() as others,
         worker_process(server.url, name, engine_opts=ENGINE) as worker,
-        near(server, name) as lm,
         worker_process(others.url, name, engine_opts=ENGINE),
         connected(others.url, name, cache_bytes=0) as their_lm,
     ):
-        ask(their_lm)
-        asked, owners = prompt(), list[str]()
-        knows, line = line_of(lm)._knows, line_of(lm)
-        line._knows = lambda worker: owners.append(worker) or knows(worker)  # type: ignore[func-returns-value]
-        thread = threading.Thread(target=ask, args=(lm, asked))
-        monkeypatch.setattr(Session, "check_every", SECONDS)
-        worker.pause()
-        thread.start()
-        until(lambda: lm._client._session.table.flights and line._is_heard, SECONDS)
-        ask(their_lm, asked)
-        until(lambda: owners, SECONDS)
-        worker.resume()
-        thread.join(SECONDS)
-        assert not thread.is_alive()
-        assert not knows(owners[0])
-        assert lm._client._alone._line is not line
+        until(lambda: ask(their_lm) or their_lm._client._session.near.are_usual, SECONDS)
+        with near(server, name) as lm:
+            asked, owners, line = prompt(), list[str](), line_of(lm)
+            knows = line._knows
+
+            def asks(worker: str) -> bool:
+                owners.append(worker)
+                return knows(worker)
+
+            line._knows = asks
+            monkeypatch.setattr(Session, "check_every", SECONDS)
+            thread = threading.Thread(target=ask, args=(lm, asked))
+            worker.pause()
+            thread.start()
+            until(lambda: lm._client._session.table.flights and line._is_heard, SECONDS)
+            ask(their_lm, asked)
+            until(lambda: owners, SECONDS)
+            worker.resume()
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+            assert not knows(owners[0])
+            assert lm._client._alone._line is not line
 
 
 def test_time_that_is_over_is_said(server: RealServer) -> None:

@@ -40,7 +40,7 @@ def test_a_claim_is_heard_before_it_is_withdrawn() -> None:
     lines[0]._passed_over = 2
     session.given_up = [
         GivenUp(lines[0], digest),
-        GivenUp(lines[1], None, is_heard=True),
+        GivenUp(lines[1], None, is_read=True),
         GivenUp(lines[3], None),
     ]
     assert alone.has_work

@@ -55,7 +55,7 @@ def session(any_server: str, pool_name: str) -> Session:
 @pytest.fixture
 def sender(session: Session, server: redis.Redis) -> Iterator[Sender]:
     """One that rests, with a connection, on a server that knows its scripts."""
-    sender = Sender(session, Alone(session), lambda: None)
+    sender = Sender(session, Alone(session, lambda worker: False), lambda: None)
     sender._next_check = time.monotonic() + 3600
     connected: Any = sender._servers.for_shard(session.shards[0])
     load_client_scripts(connected)

@@ -47,7 +47,7 @@ def answered(session: Session) -> list[Flight]:
 def test_the_word_on_a_claim_is_waited_for(
     session: Session, answered: list[Flight], claims: str, counter: str
 ) -> None:
-    sender = Sender(session, Alone(session), lambda: None)
+    sender = Sender(session, Alone(session, lambda worker: False), lambda: None)
     read: list[dict[str, int]] = []
     reader = threading.Thread(target=lambda: read.append(session.read_statistics()))
     reader.start()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ from redis._parsers.hiredis import NOT_ENOUGH_DATA
 
 from lmpool import exchange as exchange_module
 from lmpool.bell import CAN_WAIT, Bell
-from lmpool.exchange import NOTHING, REPLY_BYTES, Exchange, pack
+from lmpool.exchange import BESIDE, NOTHING, REPLY_BYTES, Exchange, pack
 from lmpool.producer.line import _told
 from lmpool.wants import Digest
 
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.skipif(not CAN_WAIT, reason="nothing waits for two thin
 LONG = 5.0
 
 
-class Line:
+class Ends:
     """An exchange, and the other end of its connection."""
 
     def __init__(self) -> None:
@@ -49,20 +51,20 @@ class Line:
 
 
 @pytest.fixture
-def line() -> Iterator[Line]:
-    line = Line()
-    yield line
-    line.close()
+def ends() -> Iterator[Ends]:
+    ends = Ends()
+    yield ends
+    ends.close()
 
 
-def test_commands_arrive_as_they_are(line: Line) -> None:
-    assert line.exchange.send(pack(("GET", "a"), ("XTRIM", b"b", "MAXLEN", "0")))
-    assert line.there.recv(1000) == (
+def test_commands_arrive_as_they_are(ends: Ends) -> None:
+    assert ends.exchange.send(pack(("GET", "a"), ("XTRIM", b"b", "MAXLEN", "0")))
+    assert ends.there.recv(1000) == (
         b"*2\r\n$3\r\nGET\r\n$1\r\na\r\n*4\r\n$5\r\nXTRIM\r\n$1\r\nb\r\n$6\r\nMAXLEN\r\n$1\r\n0\r\n"
     )
 
 
-def test_replies_are_whole_however_they_come(line: Line) -> None:
+def test_replies_are_whole_however_they_come(ends: Ends) -> None:
     chance = random.Random(3)
     replies = [b"x" * chance.randrange(9000) for _ in range(60)]
     data = b"".join(b"$%d\r\n%b\r\n" % (len(reply), reply) for reply in replies)
@@ -71,45 +73,45 @@ def test_replies_are_whole_however_they_come(line: Line) -> None:
         at = 0
         while at < len(data):
             size = chance.choice((1, 2, 100, 5000))
-            line.there.sendall(data[at : at + size])
+            ends.there.sendall(data[at : at + size])
             at += size
 
     thread = threading.Thread(target=come)
     thread.start()
-    assert [line.reply() for _ in replies] == replies
+    assert [ends.reply() for _ in replies] == replies
     thread.join()
 
 
-def test_a_refusal_is_a_reply(line: Line) -> None:
-    line.there.sendall(b"-NOSCRIPT no\r\n+OK\r\n")
-    assert isinstance(line.reply(), hiredis.ReplyError)
-    assert line.reply() == b"OK"
+def test_a_refusal_is_a_reply(ends: Ends) -> None:
+    ends.there.sendall(b"-NOSCRIPT no\r\n+OK\r\n")
+    assert isinstance(ends.reply(), hiredis.ReplyError)
+    assert ends.reply() == b"OK"
 
 
 @pytest.mark.parametrize("how", ["ended", "closed", "no protocol", "late", "half", "long", "rung"])
-def test_what_goes_wrong_is_nothing(line: Line, how: str) -> None:
+def test_what_goes_wrong_is_nothing(ends: Ends, how: str) -> None:
     began, seconds = time.monotonic(), LONG
     if how == "ended":
-        line.there.close()
+        ends.there.close()
     elif how == "closed":
-        line.here.close()
+        ends.here.close()
     elif how == "no protocol":
-        line.there.sendall(b"HTTP/1.1 200 OK\r\n")
+        ends.there.sendall(b"HTTP/1.1 200 OK\r\n")
     elif how == "half":
-        line.there.sendall(b"$5\r\nab")
+        ends.there.sendall(b"$5\r\nab")
         seconds = 0.1
     elif how == "late":
         seconds = 0.1
     elif how == "rung":
-        line.bell.ring()
+        ends.bell.ring()
     else:
-        line.there.setblocking(False)
+        ends.there.setblocking(False)
         size = 2 * REPLY_BYTES
-        threading.Thread(target=_send_much, args=(line.there, size), daemon=True).start()
-    assert line.reply(seconds) is NOTHING
+        threading.Thread(target=_send_much, args=(ends.there, size), daemon=True).start()
+    assert ends.reply(seconds) is NOTHING
     assert time.monotonic() - began < LONG
     if how in ("ended", "closed"):
-        assert not line.exchange.send(pack(("PING",)))
+        assert not ends.exchange.send(pack(("PING",)))
 
 
 def _send_much(end: socket.socket, size: int) -> None:
@@ -121,7 +123,7 @@ def _send_much(end: socket.socket, size: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [OSError, ValueError, TimeoutError, hiredis.ProtocolError])
-def test_what_a_handler_raises_is_its_own(line: Line, kind: type[Exception]) -> None:
+def test_what_a_handler_raises_is_its_own(ends: Ends, kind: type[Exception]) -> None:
     def raise_it(number: int, frame: FrameType | None) -> None:
         raise kind("the handler's")
 
@@ -129,7 +131,7 @@ def test_what_a_handler_raises_is_its_own(line: Line, kind: type[Exception]) -> 
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(kind, match="the handler's"):
-            line.reply()
+            ends.reply()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -137,19 +139,19 @@ def test_what_a_handler_raises_is_its_own(line: Line, kind: type[Exception]) -> 
 
 @pytest.mark.parametrize("kind", [OSError, BrokenPipeError, BlockingIOError])
 def test_what_a_handler_raises_in_the_midst_is_no_error_of_the_connection(
-    line: Line, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     """As a handler does that comes between a call's return and its next step."""
 
     def raise_it(*unused: object) -> int:
         raise kind("the handler's")
 
-    line.there.sendall(b"+OK")
+    ends.there.sendall(b"+OK")
     for step in ("readv", "write"):
         with monkeypatch.context() as patch:
             patch.setattr(exchange_module.os, step, raise_it)
             with pytest.raises(kind, match="the handler's"):
-                line.reply() if step == "readv" else line.exchange.send(b"x")
+                ends.reply() if step == "readv" else ends.exchange.send(b"x")
 
 
 def test_of_what_is_no_read_of_notices_nothing_is_told() -> None:
@@ -172,3 +174,40 @@ def test_of_what_is_no_read_of_notices_nothing_is_told() -> None:
     for _ in range(20_000):
         found = _told(nonsense(5))
         assert found is None or type(found[0]) is bytes
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        with suppress(OSError):
+            os.close(end)
+
+
+def test_what_lies_elsewhere_is_said_once_no_reply_is_there(
+    ends: Ends, pipe: tuple[int, int]
+) -> None:
+    def reply(seconds: float = LONG) -> Any:
+        return ends.exchange.reply(time.monotonic() + seconds, lambda: pipe[0])
+
+    os.write(pipe[1], b"x")
+    assert reply() is BESIDE
+    assert reply() is BESIDE  # it is for others to read that
+    ends.there.send(b":5\r\n")
+    assert reply() == 5
+    ends.there.send(b"$2\r\na")
+    assert reply() is BESIDE
+    os.read(pipe[0], 1)
+    ends.there.send(b"b\r\n")
+    assert reply() == b"ab"
+    assert reply(0.02) is NOTHING
+    os.write(pipe[1], b"x")
+    ends.bell.ring()
+    assert reply() is NOTHING
+
+
+def test_a_pipe_that_was_let_go_of_is_not_waited_for(ends: Ends) -> None:
+    began = time.monotonic()
+    assert ends.exchange.reply(began + LONG, lambda: -1) is NOTHING
+    assert time.monotonic() - began < LONG / 2

@@ -766,3 +766,18 @@ def test_ends_are_left_to_no_program_that_is_started(
 ) -> None:
     for number in (reader._pipe, writer._pipe):
         assert not os.get_inheritable(number)
+
+
+def test_a_pipe_that_nobody_has_any_more_is_closed() -> None:
+    ends = os.pipe()
+    try:
+        reader = NoticeReader(ends[0])
+        number = reader.fileno()
+        assert os.fstat(number)
+        del reader
+        gc.collect()
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(number)
+    finally:
+        for end in ends:
+            os.close(end)

@@ -71,7 +71,7 @@ def new_sender() -> Iterator[Callable[..., Sender]]:
     made: list[Sender] = []
 
     def new(session: Session, farewell: Callable[[], None] = lambda: None) -> Sender:
-        made.append(Sender(session, Alone(session), farewell))
+        made.append(Sender(session, Alone(session, lambda worker: False), farewell))
         # Nothing is looked after unless a test says so.
         made[-1]._next_check = time.monotonic() + 3600
         return made[-1]

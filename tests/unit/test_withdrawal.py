@@ -45,7 +45,7 @@ def session(fake_url: str, pool_name: str) -> Session:
 
 def claim(session: Session, servers: Servers) -> None:
     """Send what is to be sent."""
-    sender = Sender(session, Alone(session), lambda: None)
+    sender = Sender(session, Alone(session, lambda worker: False), lambda: None)
     sender._servers.close()
     sender._servers = sender._answers._servers = servers
     while sender._claim():
