@@ -5,13 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lmpool.producer.alone import Alone
 from lmpool.producer.line import Line
 from lmpool.producer.session import GivenUp, Session
 from lmpool.producer.stacking import STACKED
-from tests.support.parts import ask, jobs_of, new_session, some_prompts
+from lmpool.rows import LARGE, pack_logprobs
+from tests.support.parts import ask, info_of, jobs_of, new_session, some_prompts
 
 
 def line(session: Session, name: str, exchange: Any) -> Line:
@@ -85,3 +87,22 @@ def test_who_waits_as_well_is_told_where_landing_was_interrupted(got_it: bool) -
         assert session.table.take_unsent(1, 1 << 20) == [flight]
         assert session.table.land(jobs[0].digest, STACKED) == [other]
     assert [given.digest for given in session.given_up] == [jobs[0].digest]
+
+
+@pytest.mark.parametrize("was_usual", [True, False])
+@pytest.mark.parametrize("is_hit", [True, False])
+def test_what_was_known_before_says_nothing_of_where_rows_come_from(
+    was_usual: bool, is_hit: bool
+) -> None:
+    session = new_session("redis://127.0.0.1:1/0", "pool", info_of(vocab_size=LARGE))
+    alone = Alone(session, lambda worker: True)
+    jobs = jobs_of(some_prompts(1))
+    reader = ask(session, jobs)
+    (flight,) = session.table.take_unsent(1, 1 << 20)
+    alone._line = line(session, "name-1", None)
+    alone._line.is_hit, session.near.are_usual = is_hit, was_usual
+    row = pack_logprobs(np.zeros(LARGE, np.float32)).joined()
+    with session.lock:
+        assert alone._land(flight, row)
+    assert reader.done
+    assert session.near.are_usual is (was_usual and is_hit)
