@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Route, expect
 
 from tests.support.browser import chromium, tab
 from tests.support.gateways import GatewayProcess
@@ -65,6 +65,25 @@ def test_a_pool_and_its_workers_come_and_go(browser: Browser, server: RealServer
             page.state("serving")  # and it is asked anew by itself
             page.shows("#surprise-sum", "bits a token")
             expect(page["#text-error"]).to_be_empty()
+
+
+def test_what_failed_as_workers_came_is_asked_anew(browser: Browser, server: RealServer) -> None:
+    """Its answer may come when the page knows of them already."""
+
+    def refuse(route: Route) -> None:
+        route.fulfill(status=503, json={"error": {"message": "no worker is alive"}})
+
+    with (
+        in_process_worker(server.url, "came"),
+        GatewayProcess(server.url, "came") as gateway,
+        tab(browser, gateway.base_url, complains=True) as page,
+    ):
+        page.state("serving")
+        page.page.route("**/live/surprise", refuse, times=1)
+        page["#text"].fill("anyone")
+        page.shows("#text-error", "no worker is alive")
+        page.shows("#surprise-sum", "bits a token")
+        expect(page["#text-error"]).to_be_empty()
 
 
 def test_a_server_that_is_killed_hangs_and_comes_again(

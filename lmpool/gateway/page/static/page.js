@@ -29,7 +29,7 @@ const playground = new Playground(() => pool);
 const stream = new Stream(
   () => `/live/events${pool ? `?pool=${encodeURIComponent(pool)}` : ""}`,
   (told) => {
-    if (told.state === "serving" && (trouble || (last && last.state !== "serving"))) playground.recover();
+    if (told.state === "serving") playground.recover(trouble || (last && last.state !== "serving"));
     if (last && modelOf(told) && modelOf(last) && modelOf(told) !== modelOf(last)) playground.restart(0);
     last = told;
     pool = told.pool;

@@ -4,6 +4,7 @@ import { json } from "./asking.js";
 import { $, clean, count, make, put, share, show, spoken, word } from "./dom.js";
 
 const PAUSE = 350; // ms without a key before the pool is asked
+const AGAIN = 2000; // ms until what failed is asked anew, where that may help
 const LEVELS = [1, 3, 6, 10]; // bits
 const IMPOSSIBLE = 9999;
 const EXAMPLE = "The quick brown fox jumps over the lazy piano.";
@@ -13,6 +14,7 @@ export class Playground {
     this.pool = pool;
     this.chosen = []; // ids, taken one by one: never tokenized anew
     this.number = 0;
+    this.failed = null; // why the last question was not answered
     $("text").addEventListener("input", () => this.restart(PAUSE));
     $("adapter").addEventListener("change", () => this.ask());
     $("undo").addEventListener("click", () => this.undo());
@@ -64,7 +66,7 @@ export class Playground {
     const abort = (this.abort = new AbortController());
     const body = { pool: this.pool(), adapter: $("adapter").value || null, text, appended: this.chosen };
     $("bars").setAttribute("aria-busy", "true");
-    let failed = null;
+    let failed = (this.failed = null);
     try { // one after the other: a key may have one request at once
       const options = { body, signal: abort.signal };
       this.next(await json("/live/next-tokens", options));
@@ -74,13 +76,17 @@ export class Playground {
     }
     if (number !== this.number) return;
     $("bars").removeAttribute("aria-busy");
-    this.failed = failed !== null;
+    this.failed = failed;
+    this.failedAt = Date.now();
     this.say(failed && failed.status !== 401 ? failed.message : "");
   }
 
-  // Workers are there again: what could not be answered is asked anew.
-  recover() {
-    if (this.failed) this.ask();
+  // The pool serves: what could not be answered is asked anew, `atOnce` where it has not before;
+  // else later, as its answer may have come when that was known.
+  recover(atOnce) {
+    if (!this.failed) return;
+    const mayPass = this.failed.status === 0 || this.failed.status >= 500;
+    if (atOnce || (mayPass && Date.now() - this.failedAt > AGAIN)) this.ask();
   }
 
   say(message) {
