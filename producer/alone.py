@@ -293,9 +293,9 @@ class Alone:
                 line.leave()
             else:
                 line.close()
-            if self._bell is not None and not is_read:
-                self._bell.quiet()
-                line.hear(time.monotonic() + ANSWERED_WITHIN)
+                if self._bell is not None:
+                    self._bell.quiet()
+                    line.hear(time.monotonic() + ANSWERED_WITHIN)
             if not line.has_claimed:
                 left.pop(0)
                 continue
