@@ -27,6 +27,7 @@ from lmpool.backends.mock import mock_row
 from lmpool.connections import OneConnectionClient
 from lmpool.near_notices import NearNotice, NoticeWriter
 from lmpool.neighbours import Kind, Neighbourhood
+from lmpool.producer import session as session_module
 from lmpool.producer.near_rows import NearRows
 from lmpool.row_ring import IS_ORDERED, RowRing, RowRingReader
 from lmpool.rows import PackedRow
@@ -75,6 +76,8 @@ class Reads:
             self.found["server"] += len(keys)
             return mget(client, keys, *given)
 
+        # What takes long is looked after, and read by who looks, too.
+        monkeypatch.setattr(session_module, "CHECK_EVERY", 60.0)
         monkeypatch.setattr(RowRingReader, "copy", copied)
         monkeypatch.setattr(OneConnectionClient, "values", fetched)
         monkeypatch.setattr(OneConnectionClient, "mget", got)
