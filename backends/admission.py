@@ -7,11 +7,15 @@ whole batch, some end the process.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from typing import Final
 
 import numpy as np
 
 from lmpool.backends.engine import EngineInfo, Request
 from lmpool.wants import HeadPart, Hidden, Row
+
+SHORT: Final = 128
+"""Tokens of a prompt for which numpy takes longer than Python."""
 
 
 def are_plain(requests: Sequence[Request], info: EngineInfo) -> bool:
@@ -19,13 +23,19 @@ def are_plain(requests: Sequence[Request], info: EngineInfo) -> bool:
 
     One pass over all their tokens: nearly every batch is so.
     """
-    sizes = [request.tokens.size for request in requests]
-    return (
-        min(sizes) > 0
-        and max(sizes) <= info.max_prompt_tokens
-        and int(np.concatenate([r.tokens for r in requests]).max()) < info.vocab_size
-        and all(r.adapter is None and type(r.want) is Row for r in requests)
-    )
+    prompts = []
+    for request in requests:
+        if request.adapter is not None or type(request.want) is not Row:
+            return False
+        prompts.append(request.tokens)
+    sizes = [*map(len, prompts)]
+    if not (min(sizes) > 0 and max(sizes) <= info.max_prompt_tokens):
+        return False
+    if len(prompts) == 1 and sizes[0] <= SHORT:
+        largest = max(prompts[0].tolist())
+    else:
+        largest = int(np.concatenate(prompts).max())
+    return largest < info.vocab_size
 
 
 def of_another_head(adapter: str) -> str:

@@ -133,12 +133,12 @@ class BatchEngine(Engine):
                     self._begin(request, want, outcomes)
                 case _:
                     assert_never(request.want)
+        if not (self._continuations or self._scorings):
+            return [*outcomes, *self._attempt(rows)] if rows else outcomes
         going_on, refused = self._check(self._next_requests())  # their adapters may be gone
         rows.extend(going_on)
         computed = [*refused, *self._attempt(rows)] if rows else refused
-        if self._continuations or self._scorings:
-            computed = self._continue(computed)
-        return [*outcomes, *computed]
+        return [*outcomes, *self._continue(computed)]
 
     def _next_requests(self) -> list[Request]:
         """What continuations and texts need next."""

@@ -42,10 +42,13 @@ class Bell:
         poll.register(self._ear, select.POLLIN)
         for number in numbers:
             poll.register(number, select.POLLIN)
-        found = [place for place, _ in poll.poll(1000 * seconds)]
-        if self._ear.fileno() in found:
+        found = poll.poll(1000 * seconds)
+        if len(found) == 1 and found[0][0] in numbers:  # mostly
+            return found[0][0]
+        there = [place for place, _ in found]
+        if self._ear.fileno() in there:
             return None
-        return next((number for number in numbers if number in found), None)
+        return next((number for number in numbers if number in there), None)
 
     def close(self) -> None:
         """Both ends."""

@@ -83,6 +83,9 @@ class OneConnectionClient(redis.Redis):
         """Keys that were asked for behind it."""
         self._asking = threading.RLock()
         """Of both."""
+        self._end: Any = None
+        """The socket that was last looked at, and `_end_is_near` what was found."""
+        self._end_is_near = False
         self.behind: Mapping[str, bytes | None] = {}
         """What the last blocking read brought by `get_behind`, by key."""
 
@@ -177,7 +180,7 @@ class OneConnectionClient(redis.Redis):
         pool: Any = self.connection_pool
         connection = pool.get_connection()
         try:
-            connection.send_packed_command(_packed(connection, command))
+            connection.send_packed_command(packed(connection, command))
             return read(connection)
         except redis.exceptions.ResponseError:
             raise  # which was the reply
@@ -201,7 +204,10 @@ class OneConnectionClient(redis.Redis):
         """Whether the server that it is connected to runs on this machine, as far as its address
         says."""
         pool: Any = self.connection_pool
-        return is_near(pool._one._sock)
+        end = pool._one._sock
+        if end is not self._end:
+            self._end, self._end_is_near = end, is_near(end)
+        return self._end_is_near
 
     def ahead(self, command: Sequence[Any]) -> CommandAhead:
         """A command, ready to be sent by a thread that may go ahead."""
@@ -215,13 +221,15 @@ class OneConnectionClient(redis.Redis):
         )
 
 
-def _packed(connection: Any, command: Any) -> Any:
+def packed(connection: Any, command: Sequence[Any]) -> list[bytes]:
+    """A command as it is sent. Raises redis-py's exceptions for what none may hold."""
     if " " not in command[0]:
         try:
             return [hiredis.pack_command(_words(command))]
         except TypeError:
             pass  # redis-py says of what
-    return connection.pack_command(*command)
+    pieces: list[bytes] = connection.pack_command(*command)
+    return pieces
 
 
 def _words(command: Sequence[Any]) -> tuple[Any, ...]:
@@ -278,7 +286,13 @@ class CommandAhead:
         end = self._connection._sock
         if self._left is None or end is None:
             return True
-        return not self._left and waits(end.fileno())
+        if self._left or not waits(end.fileno()):
+            return False
+        try:
+            self._connection._parser.take_in()
+        except OSError:
+            pass  # `reply` meets it, too
+        return True
 
     def reply(self) -> Any:
         """Send the rest, read the reply; for the connection's own thread. Raises redis-py's

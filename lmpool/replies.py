@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import select
-import socket
 import ssl
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final
@@ -18,7 +17,6 @@ from lmpool.rows import PackedRow
 from lmpool.sockets import reads
 
 REPLY_BYTES: Final = 64 << 20
-_LOOK: Final = socket.MSG_PEEK | getattr(socket, "MSG_DONTWAIT", 0)
 _USUAL: Final = getattr(redis.utils, "SENTINEL", None)
 """What redis-py says, from its release 8 on, where a read has no timeout of its own."""
 
@@ -46,6 +44,9 @@ class Parser(_HiredisParser):
     _sizes: Sequence[int] = ()
     _rooms: Sequence[PackedRow | None] = ()
     _count = 0
+    _takes_first = False
+    _taken = 0
+    """Bytes that were received before their reply was read."""
 
     def expect_values(self, sizes: Sequence[int], rooms: Sequence[PackedRow | None] = ()) -> None:
         """The next reply is, if all is well, an array of values of these sizes; see
@@ -68,7 +69,8 @@ class Parser(_HiredisParser):
         """A new connection."""
         super().on_connect(connection, **options)  # type: ignore[no-untyped-call]
         self._poll: Any = None
-        self._sizes, self._rooms, self._count = (), (), 0
+        self._takes_first = hasattr(self, "_next_response")
+        self._sizes, self._rooms, self._count, self._taken = (), (), 0, 0
         end: Any = self._sock
         self._receive = reads(end)
         # TLS keeps what it decrypted to itself, and what comes may be its own.
@@ -89,19 +91,25 @@ class Parser(_HiredisParser):
 
     def is_quiet(self) -> bool:
         """Whether that is known to be nothing, without TLS having its say."""
-        return self.is_plain and not self.can_read(0)
+        return self._poll is not None and not self.can_read(0)
 
     def comes_within(self, seconds: float, least: int) -> bool:
         """Whether there is something to be read within that time, and then at `least` so many
         bytes, as far as that is known. Raises what the socket raises."""
-        if self._poll is None or not self._poll.poll(1000 * seconds):
-            return False
-        receiving: Any = self._sock
-        return len(receiving.recv(least, _LOOK)) == least
+        if self._taken < least and self._poll is not None and self._poll.poll(1000 * seconds):
+            self.take_in()
+        return self._taken >= least
+
+    def take_in(self) -> None:
+        """Receive what is there, for `read_response` to find. Raises what the socket raises."""
+        count = self._receive[1]((self._buffer,))
+        reader: Any = self._reader
+        reader.feed(self._buffer, 0, count)
+        self._taken += count
 
     def _holds_some(self) -> bool:
         """Whether redis-py, before its release 8, has taken a reply that nobody has read."""
-        return getattr(self, "_next_response", NOT_ENOUGH_DATA) is not NOT_ENOUGH_DATA
+        return self._takes_first and self._next_response is not NOT_ENOUGH_DATA
 
     def read_response(self, disable_decoding: bool = False, **options: Any) -> Any:
         """The next reply."""
@@ -122,7 +130,7 @@ class Parser(_HiredisParser):
             values = receive_values(self._receive, sizes, reader.feed, rooms)
             if values is not None:
                 return values
-        response, came = reader.gets(), 0
+        response, came, self._taken = reader.gets(), self._taken, 0
         socket: Any = self._sock
         while response is NOT_ENOUGH_DATA:
             # The first of it may be long in coming, and is slept for.

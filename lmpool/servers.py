@@ -67,7 +67,12 @@ class _Step:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._servers._end_step(error)
+        servers = self._servers
+        servers._steps -= 1
+        if error is not None:
+            servers._fail_step(error)
+        elif not servers._steps:
+            servers._nonsense = 0
 
 
 class Servers:
@@ -146,7 +151,8 @@ class Servers:
         return server if isinstance(server, OneConnectionClient) else None
 
     def _connected(self) -> Server:
-        self._refuse_if_cut()
+        if self._is_cut:
+            self._refuse_if_cut()
         if self._is_left:
             self._is_left = False
             self.renew()
@@ -253,13 +259,9 @@ class Servers:
         """
         return self._step
 
-    def _end_step(self, error: BaseException | None) -> None:
-        self._steps -= 1
-        if error is None:
-            if not self._steps:
-                self._nonsense = 0
+    def _fail_step(self, error: BaseException) -> None:
         # Some of ours are a ValueError, too.
-        elif isinstance(error, NONSENSE) and not isinstance(error, LmpoolError):
+        if isinstance(error, NONSENSE) and not isinstance(error, LmpoolError):
             self._nonsense += 1
             if self._nonsense > NONSENSE_MOST:
                 return

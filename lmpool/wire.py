@@ -78,10 +78,10 @@ class JobPacker:
         if last is not None and last[0] is want and last[1] is adapter:
             head = last[2]
         else:
-            found = self._heads.get((want, adapter))
-            if found is None:
-                found = self._heads[want, adapter] = self.head(want, adapter)
-            head = found
+            if last is not None:
+                self._heads[last[0], last[1]] = last[2]
+            found = self._heads.get((want, adapter)) if self._heads else None
+            head = self.head(want, adapter) if found is None else found
             self._last = want, adapter, head
         due = b"\xc0" if deadline is None else _UINT64.pack(0xCF, deadline)
         rest = (digest, _DEADLINE, due, _TOKENS, _bin_header(len(tokens)), tokens)
@@ -91,16 +91,24 @@ class JobPacker:
 
     def head(self, want: Want, adapter: str | None) -> bytes:
         """What the fields of such jobs begin with, up to the digest itself."""
-        return b"".join((_common(want, adapter), msgpack.packb(self._sent), _DIGEST))
+        sent = self._sent
+        packed = _UINT64.pack(0xCF, sent) if sent >> 32 else msgpack.packb(sent)
+        return b"".join((_common(want, adapter), packed, _DIGEST))
 
 
 _COMMON_MOST: Final = 64
 _COMMON_BYTES: Final = 4096
 _commons: dict[tuple[Want, str | None], bytes] = {}
+_latest: tuple[Want, str | None, bytes] | None = None
+"""What of them was asked for last: a want takes longer to look up than all else."""
 
 
 def _common(want: Want, adapter: str | None) -> bytes:
     """What the fields of all such jobs begin with, whenever they are sent."""
+    global _latest
+    latest = _latest
+    if latest is not None and latest[0] is want and latest[1] is adapter:
+        return latest[2]
     found = _commons.get((want, adapter))
     if found is None:
         common = {"v": JOB_VERSION, "want": want_to_wire(want), "adapter": adapter}
@@ -109,6 +117,8 @@ def _common(want: Want, adapter: str | None) -> bytes:
             if len(_commons) >= _COMMON_MOST:
                 _commons.clear()
             _commons[want, adapter] = found
+    if len(found) <= _COMMON_BYTES:
+        _latest = want, adapter, found
     return found
 
 

@@ -100,7 +100,7 @@ def claim_ahead(
     shards, unsent = session.shards, session.table.unsent[priority]
     if len(shards) != 1 or len(unsent) > AHEAD_MOST:
         return None
-    if sum(len(flight.job.tokens) for flight in unsent) > AHEAD_BYTES:
+    if sum([len(flight.job.tokens) for flight in unsent]) > AHEAD_BYTES:
         return None
     server = servers.at_hand(shards[0])
     if server is None or not server.may_go_ahead():

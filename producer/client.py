@@ -226,7 +226,8 @@ class Client:
                 finally:  # also where Ctrl-C came between
                     if not claimed:
                         session.work.notify_all()
-        wake(answered)
+        if answered:
+            wake(answered)
         return claimed
 
     def read_alone(self, call: PendingCall, seconds: float | None) -> None:

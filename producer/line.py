@@ -28,6 +28,8 @@ CLEARS_WITHIN: Final = 0.001
 LEFT_MOST: Final = 32
 """Notices that nobody has read in a stream, before it is emptied."""
 
+_BYTES: Final = frozenset((bytes,))
+
 Found: TypeAlias = bytes | memoryview | PackedRow | Notice
 """An answer as it is stored, or a row as it lies near; or why there is none."""
 OTHERS: Final[Found] = b""
@@ -245,7 +247,7 @@ def _told(read: Any) -> tuple[bytes, dict[Digest, Notice]] | None:
         if not _is_list(entry, 2) or type(entry[0]) is not bytes or type(entry[1]) is not list:
             return None
         last, values = entry
-        if len(values) % 2 or not all(type(value) is bytes for value in values):
+        if len(values) % 2 or set(map(type, values)) - _BYTES:
             return None
         for notice in read_notices(fields_of(values)):
             notices[notice.digest] = notice

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import cast
 
 from lmpool.errors import LmpoolError
@@ -213,8 +212,10 @@ def wake(calls: Iterable[PendingCall]) -> None:
     loops: dict[asyncio.AbstractEventLoop, list[PendingCall]] = {}
     for call in calls:
         if call._asleep is not None:
-            with suppress(RuntimeError):  # woken before
+            try:
                 call._asleep.release()
+            except RuntimeError:
+                pass  # woken before
             if call.called_away is not None:
                 call.called_away()
         elif call._event is not None:

@@ -98,9 +98,9 @@ class Batcher:
         self.busy_since = 0.0
         self.goes_on = False
         """Whether it has taken a step and something of it is under way still."""
-        lock = threading.RLock()  # reentrant: `wait` takes under it
-        self.changed = threading.Condition(lock)
-        self.baton = Baton(lock)
+        self._lock = threading.RLock()  # reentrant: `wait` takes under it
+        self.changed = threading.Condition(self._lock)
+        self.baton = Baton(self._lock)
 
     def __len__(self) -> int:
         return len(self._interactive) + len(self._batch_priority)
@@ -123,7 +123,7 @@ class Batcher:
 
         Unless the batch `waits` it leaves as soon as the engine is free.
         """
-        with self.changed:
+        with self._lock:
             self._waits = self._waits and waits
             tokens = 0
             for job in jobs:
@@ -137,7 +137,7 @@ class Batcher:
 
     def put_back(self, jobs: Sequence[Delivery]) -> None:
         """Take jobs in again that were taken and have to wait, before all others."""
-        with self.changed:
+        with self._lock:
             for job in reversed(jobs):
                 if job.is_batch_priority:
                     self._batch_priority.appendleft(job)
@@ -157,7 +157,7 @@ class Batcher:
             return False
         if not self._shares_up_to:
             return True
-        with self.changed:
+        with self._lock:
             if self._is_full is None:
                 budget = self._budget()
                 waiting = islice(self._interactive, self.batch_size)
@@ -170,7 +170,7 @@ class Batcher:
 
     def add_alone(self, delivery: Delivery) -> None:
         """Take in a job that is to be the only one of its batch."""
-        with self.changed:
+        with self._lock:
             self._alone.append(delivery)
             self._tell()
 
@@ -181,14 +181,14 @@ class Batcher:
 
     def alone_is_next(self) -> bool:
         """Whether a job to be run alone has its turn: every other batch, at most, is such a job."""
-        return bool(self._alone) and not (self._alone_was_last and len(self))
+        return bool(self._alone and not (self._alone_was_last and len(self)))
 
     def due_in(self) -> float | None:
         """Seconds until a batch leaves: 0 when one is ready, None while there is no job."""
-        with self.changed:  # the engine may take the last of them meanwhile
+        with self._lock:  # the engine may take the last of them meanwhile
             if self.alone_is_next():
                 return 0.0
-            if not len(self):
+            if not (self._interactive or self._batch_priority):
                 return None
             if not self._waits:
                 return 0.0
@@ -202,7 +202,7 @@ class Batcher:
         limit = self.batch_size if most is None else min(most, self.batch_size)
         batch: list[Delivery] = []
         budget, taken = self._budget(), 0
-        with self.changed:
+        with self._lock:
             self._alone_was_last = self.alone_is_next()
             if self._alone_was_last:
                 batch.append(self._alone.popleft())
@@ -240,19 +240,19 @@ class Batcher:
                 if not self.busy:
                     self.busy, self.busy_since = True, self._clock()
                 self.changed.notify_all()
-                if len(self):
+                if self._interactive or self._batch_priority:
                     self.baton.call_back()
         return batch
 
     def stepped(self) -> float:
         """A piece of work on what was taken is done; the seconds it took."""
-        with self.changed:
+        with self._lock:
             began, self.busy_since = self.busy_since, self._clock()
             return self.busy_since - began
 
     def goes_on_after_step(self) -> None:
         """Of what was taken something is under way still: there may be room for more meanwhile."""
-        with self.changed:
+        with self._lock:
             if not self.goes_on:
                 self.goes_on = True
                 self.baton.call_back()
@@ -263,14 +263,14 @@ class Batcher:
 
     def done(self) -> None:
         """What was taken is computed."""
-        with self.changed:
+        with self._lock:
             self.busy = self.goes_on = False
             self.changed.notify_all()
 
     def lend(self, reader: Reader, ended: threading.Event) -> None:
         """Sleep while the engine's thread reads in the intake's place, once it is done with what it
         has: for the intake."""
-        with self.changed:
+        with self._lock:
             # What waits for what runs may have to be given back, if that takes long.
             if not self.goes_on and not (self.busy and len(self)) and not ended.is_set():
                 self.changed.notify_all()
@@ -282,7 +282,7 @@ class Batcher:
         Whoever makes `interrupted` true calls `wake`. Where the baton is the engine's it reads.
         """
         while True:
-            with self.changed:
+            with self._lock:
                 reads = None
                 while not self._closed and not interrupted():
                     due = self.due_in()
@@ -304,7 +304,7 @@ class Batcher:
 
     def give_up(self) -> list[Delivery]:
         """The jobs that wait for the running batch to end, which wait here no longer."""
-        with self.changed:
+        with self._lock:
             if not self.busy:
                 return []  # the next batch is about to leave
             left = [*self._interactive, *self._batch_priority]
@@ -317,7 +317,7 @@ class Batcher:
     def take_out(self, unwanted: Callable[[Delivery], bool]) -> list[Delivery]:
         """The jobs that wait here and are `unwanted`, which wait here no longer."""
         left: list[Delivery] = []
-        with self.changed:
+        with self._lock:
             for jobs in (self._alone, self._interactive, self._batch_priority):
                 kept = [job for job in jobs if not unwanted(job)]
                 left += [job for job in jobs if unwanted(job)]
@@ -329,13 +329,13 @@ class Batcher:
 
     def wake(self) -> None:
         """Let whoever waits look again."""
-        with self.changed:
+        with self._lock:
             self.changed.notify_all()
             self.baton.call_back()
 
     def close(self) -> list[Delivery]:
         """End every wait; returns the jobs that were still waiting."""
-        with self.changed:
+        with self._lock:
             self._closed = True
             left = [*self._alone, *self._interactive, *self._batch_priority]
             self._alone.clear()

@@ -39,6 +39,8 @@ class Baton:
         self._is_called_back = False
         """Whether it goes back once reading is over, whatever that brings."""
         self._bell: Bell | None = None
+        self._has_rung = False
+        """Since the bell was last quiet."""
 
     @contextmanager
     def accepted(self) -> Iterator[None]:
@@ -75,7 +77,9 @@ class Baton:
         if self._reader is None or self._bell is None:
             return None
         self._reading = threading.get_ident()
-        self._bell.quiet()
+        if self._has_rung:  # which takes a system call to find out
+            self._has_rung = False
+            self._bell.quiet()
         return self._reader, self._bell
 
     def put_down(self, keeps: bool) -> None:
@@ -97,6 +101,7 @@ class Baton:
     def ring(self) -> None:
         """Call the engine's thread away from reading, for another one, under the lock."""
         if self._bell is not None and self._reading not in (None, threading.get_ident()):
+            self._has_rung = True
             self._bell.ring()
 
     def _give_back(self) -> None:

@@ -198,7 +198,7 @@ class EngineLoop:
         refused: list[Finished] = []
         waiting: list[Delivery] = []
         unusable: dict[str, str] = {}
-        in_use = self.adapters_in_use()
+        in_use: set[str] | None = None
         started: list[Delivery] = []
         for delivery in batch:
             job = delivery.job
@@ -209,6 +209,8 @@ class EngineLoop:
                 self._metrics.hit("flight")
                 continue
             if job.adapter is not None:
+                if in_use is None:
+                    in_use = self.adapters_in_use()
                 # Behind one that waits for room all wait, or it might never get any.
                 if waiting or not self._adapters.has_room(job.adapter, in_use):
                     waiting.append(delivery)
@@ -240,7 +242,7 @@ class EngineLoop:
             ]
             self._note(started)
             prompts, tokens = self._begun
-            self._begun = (prompts + len(started), tokens + sum(d.size for d in started))
+            self._begun = (prompts + len(started), tokens + sum([d.size for d in started]))
             with self._status.step():
                 self._engine.submit(requests)
             self._look()
@@ -252,12 +254,12 @@ class EngineLoop:
             self._metrics.engine = self._engine.measures()
 
     def _note(self, started: Sequence[Delivery]) -> None:
-        now_ms = self._clock.now_ms()
         if self._metrics.on:
             # Clocks differ, and anybody may write a job.
+            now_ms = self._clock.now_ms()
             waited = [min(max(0, now_ms - d.job.sent), LONGEST_MS) / 1000 for d in started]
             self._metrics.begin(waited, sum(delivery.size for delivery in started))
-        self._traces.begin(started, now_ms)
+        self._traces.begin(started, self._clock.now_ms)
 
     def _why_not(self, adapter: str, unusable: dict[str, str], in_use: set[str]) -> str:
         """Why an adapter cannot be used ('' if it can), found out once a batch."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Final, TypeAlias
 
 import redis.exceptions
@@ -122,10 +123,8 @@ class Intake:
         self._reader = JobReader()
         self._came_whole = False
         """Whether the last read brought all that there was, which leaves at once."""
-        self._bell: Bell | None = None
-        """What calls the engine's thread away, while that reads."""
         self._ahead: CommandAhead | None = None
-        """A read that it has sent, and that is to be answered."""
+        """A read that the engine's thread has sent, and that is to be answered."""
         self._failure: Exception | None = None
         """What it met, for the intake's own thread."""
 
@@ -178,25 +177,22 @@ class Intake:
             return False
         if self._unsure or self._too_long or self._ahead is not None or len(self._shards) > 1:
             return False
-        if any(thief.is_called or not thief.due_in(idle=True) for thief in self._thieves.values()):
-            return False
-        server = self._servers.at_hand(self._shards[0])
-        return server is not None and server.may_go_ahead()
+        for thief in self._thieves.values():
+            if thief.is_called or not thief.due_in(idle=True):
+                return False
+        return self._servers.at_hand(self._shards[0]) is not None
 
     def read_for_engine(self, bell: Bell) -> bool:
         """Read what comes next, on the engine's thread, while the intake's sleeps; see `Reader`."""
         began = self._status.clock.now_ms()
-        self._bell = bell
         try:
             with self._servers.in_step():
-                jobs = self._read_in(self._batcher.room(), IDLE_BLOCK_MS)
+                jobs = self._read_until(bell)
         except _CalledAway:
             return False
         except (redis.exceptions.RedisError, OSError) as error:
             self._failure = error
             return False
-        finally:
-            self._bell = None
         self._add(jobs, busy=False)
         came_whole, self._came_whole = self._came_whole, False
         # One that waited for the batch before has company, which an intake would have found.
@@ -252,14 +248,83 @@ class Intake:
 
     def _read_in(self, room: int, block: int | None) -> list[Delivery]:
         """Jobs for so much room; with `block` those that come in so many milliseconds, too."""
-        if block is not None and self._thieves:
-            look = min(thief.due_in(idle=True) for thief in self._thieves.values())
-            block = max(1, min(block, math.ceil(min(look, IDLE_BLOCK_MS) * 1000)))
-        jobs, last = self._read(room, block)
+        if block is not None:
+            block = self._until_look(block)
+        return self._take_in(self._reads(block, self._rooms(room)), room)
+
+    def _rooms(self, room: int) -> dict[Priority, int]:
+        return {"interactive": room, "batch": self._batcher.room_for_batch_priority()}
+
+    def _until_look(self, block: int) -> int:
+        """Milliseconds that a read may block, `block` at most: others' lanes are looked at then."""
+        for thief in self._thieves.values():
+            look = min(thief.due_in(idle=True), IDLE_BLOCK_MS)
+            block = max(1, min(block, math.ceil(look * 1000)))
+        return block
+
+    def _take_in(self, reads: Iterable[_Found], room: int) -> list[Delivery]:
+        """The jobs that reads bring."""
+        deliveries: list[Delivery] = []
+        last: dict[str, str] = {}
+        for found in reads:
+            came = time.monotonic()
+            for stream, entries in found:
+                deliveries += self._parse(stream, entries, came)
+                if entries:
+                    last[stream.key] = entries[-1][0].decode()
+                    self._status.visited.add(stream.key)
+        # Not before all of them are parsed: of a read that fails they are read again.
+        self._status.held.update([(each.stream.key, each.entry) for each in deliveries])
         self._most = min(MANY, 2 * self._most)
-        self._more_wait = len(jobs) >= room
+        self._more_wait = len(deliveries) >= room
         self._last.update(last)
-        return jobs
+        return deliveries
+
+    def _read_until(self, bell: Bell) -> list[Delivery]:
+        """What comes next, on the engine's thread, until that is called away: of one shard, whose
+        reads have not failed."""
+        shards, room = self._shards, self._batcher.room()
+        rooms = self._rooms(room)
+        own = self._own(shards, rooms)
+        limit = self._limit(own, room)
+        found: _Found = self._read_few(shards, rooms) if self._are_too_many(own, room) else []
+        if not found:
+            found = self._read_ahead(bell, shards[0], own, limit)
+        self._count_own(found)
+        came_alone = len(found) == 1 and len(found[0][1]) == 1 < limit
+        if came_alone and not self._are_called():
+            return self._take_in((found,), room)
+        more = self._read_more(shards, rooms, found, limit, idle=True, steals=False)
+        return self._take_in(chain(([*found],), more), room)
+
+    def _read_ahead(
+        self, bell: Bell, shard: ShardKeys, own: Sequence[JobStream], limit: int
+    ) -> _Found:
+        server = self._servers.at_hand(shard)
+        if server is None or not server.may_go_ahead():
+            raise _CalledAway
+        block = self._until_look(IDLE_BLOCK_MS)
+        keys = [*[stream.key for stream in own], *shard.calls]
+        group = ["XREADGROUP", "GROUP", GROUP, self._consumer, "COUNT", limit, "BLOCK", block]
+        self._ahead = server.ahead([*group, "STREAMS", *keys, *([">"] * len(keys))])
+        self._ahead.send()
+        seconds = block / 1000 + ANSWERS_LATE
+        if not self._ahead.is_answered(lambda number: bell.lets_wait(number, seconds)):
+            raise _CalledAway
+        return self._by_stream(self._ahead_answer())
+
+    def _limit(self, own: Sequence[JobStream], room: int) -> int:
+        """COUNT, which holds for each stream: with several each gives its share."""
+        return min(self._most, -(-2 * room // max(1, len(own))))
+
+    def _are_too_many(self, own: Sequence[JobStream], room: int) -> bool:
+        """Whether there is no room for a job of each; who waits is known where several lanes are in
+        use."""
+        return len(own) > 2 * room and all(map(self._homes.has_several, self._shards))
+
+    def _are_called(self) -> bool:
+        """Whether others' lanes are to be looked at, now or later."""
+        return any(thief.is_called for thief in self._thieves.values())
 
     def _add(self, jobs: Sequence[Delivery], busy: bool) -> None:
         """Have them run; `busy`, whether the engine was when they were asked for."""
@@ -364,25 +429,6 @@ class Intake:
         poll = min(0.02, max(0.0005, self._status.batch_seconds / 16))
         return poll if due is None else max(due, poll) if due < SHORT_WAIT else min(due, poll)
 
-    def _read(self, room: int, block: int | None) -> tuple[list[Delivery], dict[str, str]]:
-        """Jobs, and the last entry of each stream."""
-        rooms: dict[Priority, int] = {
-            "interactive": room,
-            "batch": self._batcher.room_for_batch_priority(),
-        }
-        deliveries: list[Delivery] = []
-        last: dict[str, str] = {}
-        for found in self._reads(block, rooms):
-            came = time.monotonic()
-            for stream, entries in found:
-                deliveries += self._parse(stream, entries, came)
-                if entries:
-                    last[stream.key] = entries[-1][0].decode()
-                    self._status.visited.add(stream.key)
-        # Not before all of them are parsed: of a read that fails they are read again.
-        self._status.held.update([(each.stream.key, each.entry) for each in deliveries])
-        return deliveries, last
-
     def _reads(self, block: int | None, rooms: Mapping[Priority, int]) -> Iterator[_Found]:
         """What each read brings, of one shard or of several: of own lanes, then of others'."""
         if self._ahead is not None:
@@ -399,14 +445,12 @@ class Intake:
         taken: _Found = []
         limit = MANY
         own = self._own(sure, rooms)
-        # For a job of each; who waits is known where several lanes are in use.
-        too_many = len(own) > 2 * room and all(map(self._homes.has_several, sure))
+        too_many = self._are_too_many(own, room)
         if too_many:
             taken += self._read_few(sure, rooms)
             yield [*taken]
         if not too_many or (block is not None and not taken):
-            # COUNT holds for each stream: with several each gives its share.
-            limit = min(self._most, -(-2 * room // max(1, len(own))))
+            limit = self._limit(own, room)
             if block is not None and servers.fails_apart:
                 # Of several reads under way each may bring so many, while one job is enough.
                 limit = min(limit, max(4, limit // 8))
@@ -414,10 +458,8 @@ class Intake:
             for found in reads(sure, rooms, limit):
                 taken += found
                 yield found
-        self._status.own_jobs += sum(len(entries) for _, entries in taken)
-        for found in self._read_more(sure, rooms, taken, limit, idle=block is not None):
-            taken += found
-            yield found
+        self._count_own(taken)
+        yield from self._read_more(sure, rooms, taken, limit, idle=block is not None)
 
     def _read_blocking(
         self, block: int, shards: Sequence[ShardKeys], rooms: Mapping[Priority, int], count: int
@@ -431,8 +473,6 @@ class Intake:
             for shard in some:
                 # Also where all lanes in use are its own: others may have joined meanwhile.
                 keys += shard.calls
-            if self._bell is not None:
-                return self._read_until(self._bell, longest, keys, count)
             return self._read_new(longest, server, keys, count)
 
         for _, raw in servers.read(shards, ask, block / 1000, self._note_lost):
@@ -480,27 +520,35 @@ class Intake:
         rooms: Mapping[Priority, int],
         taken: _Found,
         limit: int,
+        *,
         idle: bool,
+        steals: bool = True,
     ) -> Iterator[_Found]:
         """What there is still room for: more of lanes that gave their share, and what others' lanes
-        have that waits too long. `taken` is what came until then, and each that is yielded."""
+        have that waits too long. To `taken`, what came until then, each that is yielded is added.
+        """
         thieves = [self._thieves[shard.wake] for shard in shards if shard.wake in self._thieves]
         came_alone = len(taken) == 1 and len(taken[0][1]) == 1 < limit
         if idle and thieves and not came_alone:
-            yield self._count_own(self._read_beside(shards, rooms, taken))
+            beside = self._count_own(self._read_beside(shards, rooms, taken))
+            taken += beside
+            yield beside
         if not came_alone and (thieves or (idle and self._servers.fails_apart)):
-            yield self._count_own(self._read_rest(rooms, taken, limit))
-        due = [thief for thief in thieves if thief.due_in(idle) == 0 and self._bell is None]
+            rest = self._count_own(self._read_rest(rooms, taken, limit))
+            taken += rest
+            yield rest
+        due = [thief for thief in thieves if thief.due_in(idle) == 0] if steals else []
         if due and (left := _left(rooms, taken))["interactive"] > 0:
             found = steal(self._servers, due, left, self._note_lost)
             self._status.stole(found)
+            taken += found
             yield found
         called = [thief for thief in thieves if thief.is_called]
         if called and taken and not 0 < self._status.batch_seconds < FOLLOW_MOST:
             self._pass_on(called)  # else it is idle again before another one would look
 
     def _count_own(self, found: _Found) -> _Found:
-        self._status.own_jobs += sum(len(entries) for _, entries in found)
+        self._status.own_jobs += sum([len(entries) for _, entries in found])
         return found
 
     def _read_beside(
@@ -559,19 +607,6 @@ class Intake:
         """What was never delivered, of each stream that has something."""
         wanted = dict.fromkeys(keys, ">")
         return server.xreadgroup(GROUP, self._consumer, wanted, count=count, block=block)
-
-    def _read_until(self, bell: Bell, block: int, keys: Sequence[str], count: int) -> _Raw:
-        """The same on the engine's thread, until that is called away."""
-        server = self._servers.at_hand(self._shards[0])
-        if server is None or not server.may_go_ahead():
-            raise _CalledAway
-        group = ["XREADGROUP", "GROUP", GROUP, self._consumer, "COUNT", count, "BLOCK", block]
-        self._ahead = server.ahead([*group, "STREAMS", *keys, *[">" for _ in keys]])
-        self._ahead.send()
-        seconds = block / 1000 + ANSWERS_LATE
-        if not self._ahead.is_answered(lambda number: bell.lets_wait(number, seconds)):
-            raise _CalledAway
-        return self._ahead_answer()
 
     def _ahead_answer(self) -> _Raw:
         ahead, self._ahead = self._ahead, None

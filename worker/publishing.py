@@ -7,7 +7,6 @@ import queue
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -119,7 +118,8 @@ class _Writing:
     shard: ShardKeys
     chunk: Sequence[Done]
     size: int
-    kinds: Counter[str]
+    kinds: dict[str, int]
+    """How many of each kind of answer are stored."""
     evicts: bool
     transaction: Transaction
     began: float
@@ -231,9 +231,9 @@ class Publisher:
             begun: _Writing | None = None
             try:
                 if self._begun is None and not self._ended:
-                    finished, is_sent = self._prepare(finished)
-                    if is_sent:
-                        begun = self._begun = self._begin(finished)
+                    finished, ready = self._prepare(finished)
+                    if ready is not None:
+                        begun = self._begun = self._begin(*ready)
             except (redis.exceptions.RedisError, OSError) as error:
                 logger.debug("the publisher writes it: %s", error)
             finally:
@@ -265,45 +265,52 @@ class Publisher:
                 self._call()
             self._writing.release()
 
-    def _prepare(self, finished: Sequence[Finished]) -> tuple[Sequence[Finished], bool]:
-        """What is to be written, some of it encoded and laid already, and whether the engine's
-        thread may send it: where that is soon done."""
+    def _prepare(
+        self, finished: Sequence[Finished]
+    ) -> tuple[Sequence[Finished], tuple[Sequence[Done], int] | None]:
+        """What is to be written, some of it encoded and laid already; and the same again with its
+        size where the engine's thread may send it, as that is soon done."""
         if self._aside or self._is_called or not self._queue.empty():
-            return finished, False
+            return finished, None
         ended = [item for item in finished if isinstance(item, tuple)]
         if len(ended) < len(finished):  # others were told as they were drawn
-            return finished, False
-        rows = 4 * self._vocab_size * sum(outcome.row is not None for _, outcome in ended)
+            return finished, None
+        rows = 4 * self._vocab_size * len([1 for _, outcome in ended if outcome.row is not None])
         most = self._begins_with(ended)
         if rows > most and (self._laying is None or not 0 < rows <= CHUNK_BYTES):
-            return finished, False
+            return finished, None
         chunk = [encode(delivery, outcome, self._vocab_size) for delivery, outcome in ended]
         self._lay(chunk)
-        if max(rows, sum(done.size for done in chunk)) > most:
-            return chunk, False
-        return chunk, self._store.has_room(ended[0][0].stream.shard, _size(chunk))
+        if max(rows, sum([done.size for done in chunk])) > most:
+            return chunk, None
+        size = _size(chunk)
+        has_room = self._store.has_room(ended[0][0].stream.shard, size)
+        return chunk, (chunk, size) if has_room else None
 
-    def _begin(self, chunk: Sequence[Finished]) -> _Writing:
+    def _begin(self, chunk: Sequence[Done], size: int) -> _Writing:
         """Send what was prepared."""
-        done = [item for item in chunk if isinstance(item, Done)]
         self._uncounted = 1
         with self._servers.in_step():
-            return self._send(done[0].delivery.stream.shard, done, _size(done), at_leisure=True)
+            return self._send(chunk[0].delivery.stream.shard, chunk, size, at_leisure=True)
 
     def _begins_with(self, ended: Sequence[tuple[Delivery, Outcome]]) -> int:
         """How many bytes of these the engine's thread may send; less than 0 where it may not."""
-        shards = {delivery.stream.shard for delivery, _ in ended[: BEGIN_MOST + 1]}
-        if len(ended) > BEGIN_MOST or len(shards) != 1:
+        if not 0 < len(ended) <= BEGIN_MOST:
             return -1
-        server = self._servers.at_hand(*shards)
+        shard = ended[0][0].stream.shard
+        if any(delivery.stream.shard is not shard for delivery, _ in ended):
+            return -1
+        server = self._servers.at_hand(shard)
         if server is None or not server.may_go_ahead():
             return -1
         return BEGIN_BYTES_NEAR if server.is_near else BEGIN_BYTES
 
     def _lay(self, chunk: Sequence[Done]) -> None:
         """Let clients of this machine have the large rows, before all of it is stored."""
+        if self._laying is None:
+            return
         fresh = [done for done in chunk if not done.is_laid]
-        if self._laying is not None and fresh:
+        if fresh:
             self._laying.lay(
                 [done.delivery.job.digest for done in fresh], [done.value for done in fresh]
             )
@@ -643,16 +650,20 @@ class Publisher:
                         jobs += _told(done)
         values = [done.value for done in stored if done.value is not None]
         digests = [done.delivery.job.digest for done in stored]
-        kinds = Counter([done.delivery.job.want.kind for done in stored])
+        kinds: dict[str, int] = {}
+        for done in stored:
+            kind = done.delivery.job.want.kind
+            kinds[kind] = kinds.get(kind, 0) + 1
         counters: list[Value] = []
-        for field, by in (
-            (COMPUTED.field, len(stored)),
-            (FAILED.field, failed),
-            (BATCHES.field, self._uncounted),
-            *((answers(kind), number) for kind, number in kinds.items() if kind != Row.kind),
-        ):
-            if by:
-                counters += (field, by)
+        if stored:
+            counters += (COMPUTED.field, len(stored))
+        if failed:
+            counters += (FAILED.field, failed)
+        if self._uncounted:
+            counters += (BATCHES.field, self._uncounted)
+        for kind, number in kinds.items():
+            if kind != Row.kind:
+                counters += (answers(kind), number)
         arguments: list[Value] = [
             *(shard.prefix, GROUP, COUNTERS_TTL_MS, size, self._result_ttl_ms),
             *(b"".join(digests).hex(), len(counters) // 2, *counters, *jobs),
@@ -671,7 +682,8 @@ class Publisher:
     def _take_answer(self, writing: _Writing) -> None:
         made, told = writing.transaction.answers()
         self._uncounted = self._left_out = 0
-        self._metrics.answers.update(writing.kinds)
+        for kind, number in writing.kinds.items():
+            self._metrics.answers[kind] += number
         shard, size = writing.shard, writing.size
         if writing.evicts:
             self._store.evicted(shard, made, size)

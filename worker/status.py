@@ -109,9 +109,13 @@ class WorkerStatus:
 
     def note_pace(self, prompts: int, tokens: int, computed: int, took: float) -> None:
         """The engine began prompts of so many tokens, and computed so many in `took` seconds."""
-        new = (prompts, tokens, computed, took)
-        a, b, c, d = (0.75 * old + now for old, now in zip(self._pace, new, strict=True))
-        self._pace = (a, b, c, d)
+        a, b, c, d = self._pace
+        self._pace = (
+            0.75 * a + prompts,
+            0.75 * b + tokens,
+            0.75 * c + computed,
+            0.75 * d + took,
+        )
 
     def note_tokens(self, tokens: int, computed: int) -> None:
         """Of prompts of so many tokens, so many were computed. Of the engine's thread."""

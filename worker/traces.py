@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from lmpool.backends.engine import Outcome
@@ -32,8 +32,8 @@ class BatchTraces:
         self._about = {"lmpool.pool": pool, "lmpool.model": model, "lmpool.engine": engine}
         self._running: dict[bytes, _Batch] = {}
 
-    def begin(self, started: Sequence[Delivery], now_ms: int) -> None:
-        """The engine is about to be given these."""
+    def begin(self, started: Sequence[Delivery], now_ms: Callable[[], int]) -> None:
+        """The engine is about to be given these. `now_ms` is the server's clock."""
         traces = [delivery.job.trace for delivery in started if delivery.job.trace is not None]
         if not traces or not active():
             return
@@ -45,7 +45,7 @@ class BatchTraces:
                 "lmpool.prompts": len(started),
                 "lmpool.tokens": sum(delivery.size for delivery in started),
                 "lmpool.wants": sorted({delivery.job.want.kind for delivery in started}),
-                "lmpool.queue_wait_ms": min(max(0, now_ms - first), LONGEST_MS),
+                "lmpool.queue_wait_ms": min(max(0, now_ms() - first), LONGEST_MS),
             },
         )
         if span is not None:

@@ -16,6 +16,7 @@ import redis.exceptions
 
 from lmpool.bulk import Gathered
 from lmpool.commands import Server, Value
+from lmpool.connections import packed
 from lmpool.rows import LARGE, PackedRow
 from lmpool.scripts import Script
 
@@ -184,7 +185,6 @@ def _value_head(size: int) -> bytes:
 
 
 def _evalsha(connection: Any, call: Call) -> list[bytes]:
-    packed: list[bytes] = connection.pack_command(
-        "EVALSHA", call.script.sha, len(call.keys), *call.keys, *call.arguments
+    return packed(
+        connection, ("EVALSHA", call.script.sha, len(call.keys), *call.keys, *call.arguments)
     )
-    return packed

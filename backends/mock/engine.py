@@ -29,6 +29,8 @@ _TABLE_KEY: Final = 0x6C6D706F6F6C  # "lmpool"
 _LARGEST_VOCABULARY: Final = 1 << 24
 _LARGEST_TOKENIZER: Final = 1 << 20
 _MOST_KEPT: Final = 1 << 24
+_FEW: Final = 8
+"""Prompts for which numpy takes longer than Python."""
 
 
 def mock_row(
@@ -84,8 +86,12 @@ def _places(
         else hashlib.blake2b(prompt, digest_size=8).digest()
         for prompt, adapter in zip(prompts, adapters, strict=True)
     ]
-    entries = np.uint64(_table(vocab_size).size >> 1)
-    rows, turns = np.divmod(np.frombuffer(b"".join(hashes), "<u8") % entries, np.uint64(vocab_size))
+    entries = _table(vocab_size).size >> 1
+    if len(hashes) <= _FEW:
+        places = [divmod(int.from_bytes(h, "little") % entries, vocab_size) for h in hashes]
+        return [row for row, _ in places], [turn for _, turn in places]
+    places_of_all = np.frombuffer(b"".join(hashes), "<u8") % np.uint64(entries)
+    rows, turns = np.divmod(places_of_all, np.uint64(vocab_size))
     return rows.tolist(), turns.tolist()
 
 
@@ -213,7 +219,7 @@ class MockEngine(BatchEngine):
     def compute(self, requests: Sequence[Request]) -> Iterable[Outcome]:
         self._check_open()
         started, clock = time.monotonic(), time.time()
-        tokens = sum(request.tokens.size for request in requests)
+        tokens = sum([request.tokens.size for request in requests])
         computed = tokens if self._kept is None else self._keep(self._kept, requests)
         self._computed_tokens += computed
         seconds = self._delay + self._delay_per_token * computed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -14,6 +15,7 @@ import lmpool
 from lmpool.affinity import own_lanes
 from lmpool.backends.mock import mock_row
 from lmpool.keys import GROUP
+from lmpool.worker.intake import Intake
 from tests.support.clients import connected
 from tests.support.faults import Faults
 from tests.support.gate import Gate
@@ -27,7 +29,7 @@ from tests.support.pools import (
     worker_processes,
 )
 from tests.support.waiting import until
-from tests.support.workers import worker_process
+from tests.support.workers import in_process_worker, worker_process
 
 
 def rows_of(prompts: list[list[int]]) -> np.ndarray:
@@ -233,3 +235,42 @@ def test_workers_that_place_prompts_otherwise_are_refused(server_url, pool_name:
                 assert refused.wait() == 78
                 assert f"{name} " in refused.log
                 assert f"{value} here" in refused.log
+
+
+@pytest.mark.one_server
+def test_an_engines_thread_reads_where_lanes_are_more_than_there_is_room_for(
+    server_url, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then those that wait are asked for first."""
+    asked: Counter[str] = Counter()
+    few, until_called = Intake._read_few, Intake._read_until
+
+    def noted_few(intake, *given):
+        asked["few"] += on_engines_thread()
+        return few(intake, *given)
+
+    def noted_until(intake, *given):
+        jobs = until_called(intake, *given)
+        asked["jobs"] += len(jobs)
+        return jobs
+
+    def on_engines_thread() -> bool:
+        return threading.current_thread().name == "lmpool-engine"
+
+    monkeypatch.setattr(Intake, "_read_few", noted_few)
+    monkeypatch.setattr(Intake, "_read_until", noted_until)
+    options = {"lanes": 16, "shards": 1, "batch_size": 2}
+    with (
+        in_process_worker(server_url, pool_name, **options),
+        in_process_worker(server_url, pool_name, **options),
+        connected(server_url, pool_name) as lm,
+    ):
+        seeds = iter(range(10**6))
+
+        def has_read() -> bool:
+            prompt = some_prompts(1, seed=next(seeds))[0]
+            row = lm.sync.next_token_logprobs(prompt, timeout=60)
+            np.testing.assert_array_equal(row, mock_row(prompt, 256))
+            return min(asked["few"], asked["jobs"]) > 10
+
+        until(has_read)

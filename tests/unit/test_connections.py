@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+import hiredis
 import pytest
 import redis
 from redis.sentinel import Sentinel
@@ -127,6 +128,23 @@ def test_a_command_may_be_sent_by_another_thread(server: Any, pool_name: str) ->
         assert ahead.reply() == b"OK"
         assert server.strlen(pool_name) == len(value)
     server.delete(pool_name)
+
+
+def test_what_came_before_it_is_read_is_counted_until_then(talker: Talker) -> None:
+    """However many pieces it came in."""
+    server: Any = open_server(talker.url)
+    server.ping()
+    connection = server.connection_pool.get_connection()
+    pong = b"$4\r\nPONG\r\n"
+    for _ in range(2):
+        for count in (1, 2, 3):
+            connection.send_packed_command([hiredis.pack_command(("PING",))])
+            until(lambda n=count: connection._parser.comes_within(0.01, n * len(pong)))
+        assert connection._parser.comes_within(0.0, 3 * len(pong))
+        assert not connection._parser.comes_within(0.0, 3 * len(pong) + 1)
+        assert [connection.read_response() for _ in range(3)] == [b"PONG"] * 3
+        assert not connection._parser.comes_within(0.0, 1)
+    server.close()
 
 
 def test_nothing_comes_between_the_parts_of_a_command(
