@@ -32,7 +32,7 @@ def are_plain(requests: Sequence[Request], info: EngineInfo) -> bool:
     if not (min(sizes) > 0 and max(sizes) <= info.max_prompt_tokens):
         return False
     if len(prompts) == 1 and sizes[0] <= SHORT:
-        largest = max(prompts[0].tolist())
+        largest = int(max(prompts[0].tolist()))
     else:
         largest = int(np.concatenate(prompts).max())
     return largest < info.vocab_size

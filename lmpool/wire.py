@@ -92,7 +92,7 @@ class JobPacker:
     def head(self, want: Want, adapter: str | None) -> bytes:
         """What the fields of such jobs begin with, up to the digest itself."""
         sent = self._sent
-        packed = _UINT64.pack(0xCF, sent) if sent >> 32 else msgpack.packb(sent)
+        packed = _UINT64.pack(0xCF, sent) if sent >> 32 > 0 else msgpack.packb(sent)
         return b"".join((_common(want, adapter), packed, _DIGEST))
 
 

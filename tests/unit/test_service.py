@@ -696,7 +696,7 @@ def test_a_worker_that_is_cut_off_blames_no_job(
     def fail(publisher: Publisher, *_: Any) -> None:
         publisher._status.fail(ServerUnreachable("rows cannot be written"))
 
-    monkeypatch.setattr(Publisher, "_prepare", lambda _, finished: (finished, False))
+    monkeypatch.setattr(Publisher, "_prepare", lambda _, finished: (finished, None))
     monkeypatch.setattr(Publisher, "_write", fail)
     engine.gate.set()
     worker = new()
@@ -731,7 +731,7 @@ def test_a_job_that_a_thread_fails_of_counts_as_delivered(
     }[at]
     monkeypatch.setattr(owner, name, fail)
     if at == "publishing":
-        monkeypatch.setattr(Publisher, "_prepare", lambda _, finished: (finished, False))
+        monkeypatch.setattr(Publisher, "_prepare", lambda _, finished: (finished, None))
     engine.gate.set()
     monkeypatch.setattr(publishing, "LOOK_EVERY", 3600.0)  # the publisher wakes up for no look
     worker = new()
@@ -837,7 +837,7 @@ def test_a_thread_that_writes_yet_keeps_the_numbers_of_its_sockets(
         writing.set()
         assert left.wait(60)
 
-    monkeypatch.setattr(Publisher, "_prepare", lambda _, finished: (finished, False))
+    monkeypatch.setattr(Publisher, "_prepare", lambda _, finished: (finished, None))
     monkeypatch.setattr(Publisher, "_write", write)
     engine.gate.set()
     worker = new(drain_timeout=0.1)
