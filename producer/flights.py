@@ -286,8 +286,13 @@ class FlightTable:
         woken: list[PendingCall] = []
         if flight is None:
             return woken
-        if flight.sent and not flight.counted:
+        if flight.counted:
+            pass
+        elif flight.sent:
             self.uncounted[flight] = time.monotonic()
+        else:  # of one who asked before, and was told of it again
+            flight.counted = True
+            self.statistics.cache_hits += 1
         call, is_there = flight.call, False
         if room is not None:
             is_there = call is not None and (call.stack, flight.place) == room[:2]

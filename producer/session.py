@@ -205,7 +205,9 @@ class Session:
             for flight in list(unsent):
                 answer = None if flight.sent else self.cache.get(flight.job.digest)
                 if answer is not None and self.table.is_waiting(flight):
-                    self.table.statistics.local_hits += 1
+                    if not flight.counted:
+                        flight.counted = True
+                        self.table.statistics.local_hits += 1
                     ended += self.table.land(flight.job.digest, answer)
         return ended
 

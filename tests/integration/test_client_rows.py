@@ -13,6 +13,7 @@ import redis
 
 import lmpool
 from lmpool.backends.mock import mock_row
+from lmpool.producer import session as session_module
 from tests.support.clients import connected
 from tests.support.hold import Hold
 from tests.support.mock_rows import VOCAB, prompts_of, rows_of
@@ -95,9 +96,16 @@ def test_clients_share_what_is_computed_and_what_was(
         assert first.pool_statistics_sync()["computed"] == 10
 
 
+@pytest.mark.parametrize("check_every", [2.0, 0.01])
 def test_every_request_is_counted_as_answered_in_one_way(
-    any_server: str, start_pool: Callable[..., str]
+    any_server: str,
+    start_pool: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    check_every: float,
 ) -> None:
+    """Also where an answer is found a second time, by who looks after what takes long, and
+    somebody asks for the same again by then."""
+    monkeypatch.setattr(session_module, "CHECK_EVERY", check_every)
     pool = start_pool(batch_size=8, max_backlog=20, shards=2)
     prompts = prompts_of(60)
     random = np.random.default_rng(1)

@@ -67,6 +67,18 @@ def test_equal_prompts_share_a_flight(table: FlightTable) -> None:
     assert table.land(digest("a"), a) == []  # a late notice
 
 
+def test_what_comes_before_it_is_sent_was_there(table: FlightTable) -> None:
+    """Of what has left the server says which it was."""
+    for count in (1, 2):
+        table.add(call("a"), 0.0)
+        table.land(digest("a"), row())
+        assert (table.statistics.cache_hits, len(table.uncounted)) == (count, 0)
+    table.add(call("a"), 0.0)
+    assert sent(table) == "a"
+    table.land(digest("a"), row())
+    assert (table.statistics.cache_hits, len(table.uncounted)) == (2, 1)
+
+
 def test_what_is_sent_is_sent_once_and_in_order(table: FlightTable) -> None:
     table.add(call("abc"), 0.0)
     assert [f.job.digest for f in table.take_unsent(2, 1 << 20)] == [digest("a"), digest("b")]
