@@ -96,10 +96,10 @@ def test_a_batch_is_waited_for_a_few_times_however_many_shards_there_are(
         caller.enqueue(new_job(number, 1), lane=lanes[0])
         caller.enqueue(new_job(number, 2), lane=lanes[1])
         caller.enqueue(new_job(number, 3), lane=other)
-    intake._read(0, None)  # the servers know the scripts
+    intake._read_in(0, None)  # the servers know the scripts
     waits = Waits(monkeypatch)
     until(lambda: all(thief.due_in(idle=False) == 0 for thief in intake._thieves.values()))
-    jobs, _ = intake._read(room, None)
+    jobs = intake._read_in(room, None)
     assert (status.own_jobs, status.stolen_jobs) == (2 * shards, min(shards, room - 2 * shards))
     assert len(jobs) == status.own_jobs + status.stolen_jobs
     # Which lanes wait, where there are too many, and their jobs; others' lanes, and theirs.
