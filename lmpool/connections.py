@@ -200,6 +200,14 @@ class OneConnectionClient(redis.Redis):
         return connection is not None and bool(connection._sock) and connection._parser.is_quiet()
 
     @property
+    def is_plain(self) -> bool:
+        """Whether another thread may ever send a command by `ahead` on the connection that there
+        is: TLS's state is its own thread's."""
+        pool = self.connection_pool
+        connection = pool._one if isinstance(pool, OneConnectionPool) else None
+        return connection is not None and bool(connection._sock) and connection._parser.is_plain
+
+    @property
     def is_near(self) -> bool:
         """Whether the server that it is connected to runs on this machine, as far as its address
         says."""

@@ -282,17 +282,16 @@ class FlightTable:
     ) -> list[PendingCall]:
         """An answer is there, a row maybe in the `room` of somebody's stack: the calls to be woken
         for it."""
+        there = self.flights.get(digest)
+        is_claimed = there is not None and there.sent and not there.queued
         flight = self._pop(digest)
         woken: list[PendingCall] = []
         if flight is None:
             return woken
-        if flight.counted:
-            pass
-        elif flight.sent:
+        if not is_claimed:  # of one who asked before, and was told of it again
+            self._count_found(flight)
+        elif not flight.counted:
             self.uncounted[flight] = time.monotonic()
-        else:  # of one who asked before, and was told of it again
-            flight.counted = True
-            self.statistics.cache_hits += 1
         call, is_there = flight.call, False
         if room is not None:
             is_there = call is not None and (call.stack, flight.place) == room[:2]
@@ -304,6 +303,16 @@ class FlightTable:
             if call.take(place, answer):
                 woken.append(call)
         return woken
+
+    def will_not_be_counted(self, flight: Flight) -> None:
+        """The server says nothing of its claim. If it was answered before, that was found."""
+        if self.uncounted.pop(flight, None) is not None:
+            self._count_found(flight)
+
+    def _count_found(self, flight: Flight) -> None:
+        if not flight.counted:
+            flight.counted = True
+            self.statistics.cache_hits += 1
 
     def fail(self, digest: Digest, error: LmpoolError) -> list[PendingCall]:
         """A prompt failed: the calls that this ends. Their other prompts are withdrawn."""

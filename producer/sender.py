@@ -488,11 +488,11 @@ class Sender:
         with session.lock:
             now, uncounted = time.monotonic(), session.table.uncounted
             for flight, claim in zip(flights, claims, strict=True):
-                if uncounted:
-                    uncounted.pop(flight, None)
                 if not flight.counted and claim in "hjq":
                     flight.counted = True
                     counted.append(claim)
+                if uncounted:
+                    session.table.will_not_be_counted(flight)
                 if claim == "h":
                     there.append(flight.job.digest)
                 elif claim in "fb":

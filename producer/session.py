@@ -139,7 +139,8 @@ class Session:
                     until = max(uncounted.values()) + COUNTED_WITHIN
                 left = 0.0 if until is None else until - time.monotonic()
                 if left <= 0:
-                    uncounted.clear()
+                    for flight in [*uncounted]:
+                        self.table.will_not_be_counted(flight)
                 if not uncounted or interrupted or self.closed:
                     return self.table.statistics.as_dict()
                 self.counted.clear()
@@ -153,7 +154,7 @@ class Session:
     def will_not_be_counted(self, flights: Iterable[Flight]) -> None:
         """The server says nothing of these claims, answered or not. Under the lock."""
         for flight in flights:
-            self.table.uncounted.pop(flight, None)
+            self.table.will_not_be_counted(flight)
         self.note_counted()
 
     def note_counted(self) -> None:

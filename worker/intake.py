@@ -180,7 +180,8 @@ class Intake:
         for thief in self._thieves.values():
             if thief.is_called or not thief.due_in(idle=True):
                 return False
-        return self._servers.at_hand(self._shards[0]) is not None
+        server = self._servers.at_hand(self._shards[0])
+        return server is not None and server.is_plain
 
     def read_for_engine(self, bell: Bell) -> bool:
         """Read what comes next, on the engine's thread, while the intake's sleeps; see `Reader`."""
@@ -286,9 +287,12 @@ class Intake:
         shards, room = self._shards, self._batcher.room()
         rooms = self._rooms(room)
         own = self._own(shards, rooms)
-        limit = self._limit(own, room)
-        found: _Found = self._read_few(shards, rooms) if self._are_too_many(own, room) else []
+        limit = MANY
+        found: _Found = []
+        if self._are_too_many(own, room, shards):
+            found = self._read_few(shards, rooms)
         if not found:
+            limit = self._limit(own, room)
             found = self._read_ahead(bell, shards[0], own, limit)
         self._count_own(found)
         came_alone = len(found) == 1 and len(found[0][1]) == 1 < limit
@@ -317,10 +321,12 @@ class Intake:
         """COUNT, which holds for each stream: with several each gives its share."""
         return min(self._most, -(-2 * room // max(1, len(own))))
 
-    def _are_too_many(self, own: Sequence[JobStream], room: int) -> bool:
-        """Whether there is no room for a job of each; who waits is known where several lanes are in
-        use."""
-        return len(own) > 2 * room and all(map(self._homes.has_several, self._shards))
+    def _are_too_many(
+        self, own: Sequence[JobStream], room: int, shards: Iterable[ShardKeys]
+    ) -> bool:
+        """Whether there is no room for a job of each; who waits is known where several lanes of all
+        these shards are in use."""
+        return len(own) > 2 * room and all(map(self._homes.has_several, shards))
 
     def _are_called(self) -> bool:
         """Whether others' lanes are to be looked at, now or later."""
@@ -445,7 +451,7 @@ class Intake:
         taken: _Found = []
         limit = MANY
         own = self._own(sure, rooms)
-        too_many = self._are_too_many(own, room)
+        too_many = self._are_too_many(own, room, sure)
         if too_many:
             taken += self._read_few(sure, rooms)
             yield [*taken]

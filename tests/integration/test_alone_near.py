@@ -579,7 +579,7 @@ def test_a_worker_of_another_server_is_not_read(
             thread = threading.Thread(target=ask, args=(lm, asked))
             worker.pause()
             thread.start()
-            until(lambda: lm._client._session.table.flights and line._is_heard, SECONDS)
+            until(lambda: line.claim, SECONDS)  # the server has said that it is queued
             ask(their_lm, asked)
             until(lambda: owners, SECONDS)
             worker.resume()

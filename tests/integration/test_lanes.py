@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -243,21 +244,30 @@ def test_an_engines_thread_reads_where_lanes_are_more_than_there_is_room_for(
 ) -> None:
     """Then those that wait are asked for first."""
     asked: Counter[str] = Counter()
-    few, until_called = Intake._read_few, Intake._read_until
+    few, rest, until_called = Intake._read_few, Intake._read_rest, Intake._read_until
+    had = threading.local()
 
     def noted_few(intake, *given):
-        asked["few"] += on_engines_thread()
-        return few(intake, *given)
+        if on_engines_thread():
+            time.sleep(0.005)  # until somebody has asked
+        found = few(intake, *given)
+        had.some = bool(found) and on_engines_thread()
+        asked["few"] += had.some
+        return found
+
+    def noted_rest(intake, *given):
+        asked["rest"] += getattr(had, "some", False)
+        return rest(intake, *given)
 
     def noted_until(intake, *given):
-        jobs = until_called(intake, *given)
-        asked["jobs"] += len(jobs)
-        return jobs
+        had.some = False
+        return until_called(intake, *given)
 
     def on_engines_thread() -> bool:
         return threading.current_thread().name == "lmpool-engine"
 
     monkeypatch.setattr(Intake, "_read_few", noted_few)
+    monkeypatch.setattr(Intake, "_read_rest", noted_rest)
     monkeypatch.setattr(Intake, "_read_until", noted_until)
     options = {"lanes": 16, "shards": 1, "batch_size": 2}
     with (
@@ -268,9 +278,10 @@ def test_an_engines_thread_reads_where_lanes_are_more_than_there_is_room_for(
         seeds = iter(range(10**6))
 
         def has_read() -> bool:
-            prompt = some_prompts(1, seed=next(seeds))[0]
-            row = lm.sync.next_token_logprobs(prompt, timeout=60)
-            np.testing.assert_array_equal(row, mock_row(prompt, 256))
-            return min(asked["few"], asked["jobs"]) > 10
+            for prompt in some_prompts(20, seed=next(seeds)):
+                row = lm.sync.next_token_logprobs(prompt, timeout=60)
+                np.testing.assert_array_equal(row, mock_row(prompt, 256))
+            return asked["few"] > 2
 
         until(has_read)
+    assert not asked["rest"]  # a lane gave as many as it has

@@ -16,6 +16,7 @@ import redis
 from lmpool.bell import CAN_WAIT, Bell
 from lmpool.clock import ServerClock
 from lmpool.keys import ShardKeys
+from lmpool.replies import Parser
 from lmpool.server import open_server
 from lmpool.servers import Servers
 from lmpool.wants import Digester
@@ -226,6 +227,19 @@ def test_batches_that_come_one_by_one_are_read_by_the_engines_thread(
         time.sleep(0.002)
     assert both.own_reads - before < 20
     assert both.taken[-60:] == [[*range(first, first + 5)] for first in range(0, 300, 5)]
+
+
+def test_a_connection_that_is_a_threads_alone_is_not_lent(
+    monkeypatch: pytest.MonkeyPatch, both: Both, caller: Caller
+) -> None:
+    """As TLS's are: while the baton goes to and fro in vain nobody would see what comes."""
+    lent: list[object] = []
+    monkeypatch.setattr(Parser, "is_plain", False)
+    monkeypatch.setattr(both.batcher, "lend", lambda *given: lent.append(given))
+    for number in range(40):
+        ask(both, caller, number)
+    assert both.intake._company.is_missing
+    assert not lent
 
 
 def test_whether_others_come_by_now_is_tried_now_and_then(both: Both, caller: Caller) -> None:

@@ -79,6 +79,38 @@ def test_what_comes_before_it_is_sent_was_there(table: FlightTable) -> None:
     assert (table.statistics.cache_hits, len(table.uncounted)) == (2, 1)
 
 
+def counted(table: FlightTable) -> int:
+    statistics = table.statistics
+    return statistics.cache_hits + statistics.joined + statistics.queued + len(table.uncounted)
+
+
+def test_an_answer_that_no_claim_is_told_of_is_counted_once(table: FlightTable) -> None:
+    """As the claim was lost, another took its place, or the server did nothing about it."""
+    table.add(call("a"), 0.0)
+    table.put_back(table.take_unsent(1, 100))
+    table.land(digest("a"), row())
+    assert (counted(table), len(table.uncounted)) == (1, 0)
+
+    first = call("a")
+    table.add(first, 0.0)
+    assert sent(table) == "a"
+    table.flights[digest("a")].counted = True
+    table.statistics.queued += 1
+    table.forget(first)
+    table.add(call("a"), 0.0)
+    assert table.take_withdrawn() == []
+    table.land(digest("a"), row())
+    assert (counted(table), len(table.uncounted)) == (3, 0)
+
+    table.add(call("a"), 0.0)
+    (flight,) = table.take_unsent(1, 100)
+    table.land(digest("a"), row())
+    assert (counted(table), len(table.uncounted)) == (4, 1)
+    for _ in range(2):
+        table.will_not_be_counted(flight)
+        assert (counted(table), len(table.uncounted)) == (4, 0)
+
+
 def test_what_is_sent_is_sent_once_and_in_order(table: FlightTable) -> None:
     table.add(call("abc"), 0.0)
     assert [f.job.digest for f in table.take_unsent(2, 1 << 20)] == [digest("a"), digest("b")]

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -798,3 +799,23 @@ def test_a_delivery_that_ran_nothing_does_not_count(
     uncount(servers, delivery(first), "worker")
     assert deliveries() == {second: 2}
     assert worker.held() == [second]
+
+
+def test_shards_whose_reads_failed_say_nothing_of_how_others_are_read() -> None:
+    """One that came back empty knows of one worker, and so of one lane, at first."""
+    sure, unsure = ShardKeys("{a}", 0, 16), ShardKeys("{b}", 1, 16)
+    said: list[str] = []
+    intake: Any = Intake.__new__(Intake)
+    intake._ahead, intake._shards, intake._unsure = None, [sure, unsure], {unsure.prefix}
+    intake._most, intake._thieves = 1 << 20, {}
+    intake._servers = SimpleNamespace(fails_apart=True)
+    intake._homes = SimpleNamespace(has_several=lambda shard: shard is sure)
+    intake._status = SimpleNamespace(own_jobs=0)
+    intake._reads_again = lambda rooms: iter(())
+    intake._own = lambda shards, rooms: list(sure.streams)
+    intake._read_few = lambda shards, rooms: said.append("few") or []
+    intake._read_now = lambda shards, rooms, count: iter([said.append("all") or []])
+    intake._read_more = lambda *given, **options: iter(())
+    for _ in intake._reads(None, {"interactive": 2, "batch": 2}):
+        pass
+    assert said == ["few"]
