@@ -236,9 +236,14 @@ def test_a_connection_that_is_a_threads_alone_is_not_lent(
     lent: list[object] = []
     monkeypatch.setattr(Parser, "is_plain", False)
     monkeypatch.setattr(both.batcher, "lend", lambda *given: lent.append(given))
-    for number in range(40):
-        ask(both, caller, number)
-    assert both.intake._company.is_missing
+    numbers = iter(range(10**6))
+
+    def comes_alone() -> bool:
+        ask(both, caller, next(numbers))
+        return both.intake._company.is_missing
+
+    for _ in range(20):
+        until(comes_alone)
     assert not lent
 
 
