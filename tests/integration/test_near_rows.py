@@ -275,7 +275,10 @@ def test_rows_are_there_however_long_others_take_to_be_stored(
 
     prompts = some(8, 3)
     with (
-        in_process_worker(any_server, pool_name, engine_opts=OPTS, batch_size=4) as worker,
+        # Of one shard: the rows of one are laid once those of another are stored.
+        in_process_worker(
+            any_server, pool_name, engine_opts=OPTS, batch_size=4, shards=1
+        ) as worker,
         lmpool.connect(any_server, pool_name, framework="numpy", cache_bytes=0) as lm,
         ThreadPoolExecutor(1) as callers,
     ):
