@@ -195,9 +195,8 @@ class OneConnectionClient(redis.Redis):
     def may_go_ahead(self) -> bool:
         """Whether another thread may send a command by `ahead`: there is a connection, and nothing
         on it. While that thread asks, the one whose this is rests."""
-        pool = self.connection_pool
-        connection = pool._one if isinstance(pool, OneConnectionPool) else None
-        return connection is not None and bool(connection._sock) and connection._parser.is_quiet()
+        pool: Any = self.connection_pool
+        return self.is_plain and not pool._one._parser.can_read(0)
 
     @property
     def is_plain(self) -> bool:

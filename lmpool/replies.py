@@ -89,10 +89,6 @@ class Parser(_HiredisParser):
         """Whether other threads may write to the connection: TLS's state is its own thread's."""
         return self._poll is not None
 
-    def is_quiet(self) -> bool:
-        """Whether that is known to be nothing, without TLS having its say."""
-        return self._poll is not None and not self.can_read(0)
-
     def comes_within(self, seconds: float, least: int) -> bool:
         """Whether there is something to be read within that time, and then at `least` so many
         bytes, as far as that is known. Raises what the socket raises."""
