@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, Protocol, TypeVar
 
 import hiredis
 from redis._parsers.hiredis import NOT_ENOUGH_DATA
@@ -23,6 +23,16 @@ BESIDE: Final = object()
 """In place of a reply: there is something elsewhere."""
 REPLY_BYTES: Final = 8 << 20
 """Read for one reply, at most: what is asked here is smaller."""
+
+
+T = TypeVar("T")
+
+
+class Ear(Protocol):
+    """What hears that something came, where the thread does not wait for that."""
+
+    def first_of(self, seconds: float, *numbers: int) -> Awaitable[int | None]:
+        """As `Bell.first_of`."""
 
 
 class Exchange:
@@ -46,47 +56,73 @@ class Exchange:
                 raise
             return False
 
-    def reply(self, until: float, beside: Callable[[], int] | None = None) -> Any:
-        """The next reply, which may be a refusal. `NOTHING` where it is not there as a whole by
-        `until`, on the monotonic clock, the bell rang, or the connection ended or makes no sense.
+    async def replies(
+        self,
+        count: int,
+        until: float,
+        ear: Ear | None = None,
+        beside: Callable[[], int] | None = None,
+    ) -> list[Any]:
+        """The next `count` replies, which may be refusals. `NOTHING` stands for those that are not
+        there as a whole by `until`, on the monotonic clock, or before the bell rang, or the
+        connection ended or made no sense.
 
-        `BESIDE` where it is not there yet, and there is something in the pipe of the number that
-        `beside` gives.
+        `BESIDE` comes first where one is not there yet, and there is something in the pipe of the
+        number that `beside` gives. Without an `ear` the thread waits.
         """
         gets, came = self._reader.gets, 0
+        found: list[Any] = []
         while True:
             try:
                 reply = gets()
             except (hiredis.HiredisError, ValueError) as error:
                 if not _is_its_own(error):
                     raise
-                return NOTHING
+                break
             if reply is not NOT_ENOUGH_DATA:
-                return reply
+                found.append(reply)
+                if len(found) == count:
+                    return found
+                continue
             number = self._end.fileno()
             left = until - time.monotonic()
             if left <= 0 or number < 0 or came > REPLY_BYTES:
-                return NOTHING
-            if beside is None:
-                if not self._bell.lets_wait(number, left):
-                    return NOTHING
+                break
+            numbers: tuple[int, ...] = (number,)
+            if beside is not None:
+                numbers = number, beside()
+                if numbers[1] < 0:
+                    break
+            if ear is None:
+                first = self._bell.first_of(left, *numbers)
             else:
-                pipe = beside()
-                first = None if pipe < 0 else self._bell.first_of(left, number, pipe)
-                if first is None:
-                    return NOTHING
-                if first == pipe:
-                    return BESIDE
+                first = await ear.first_of(left, *numbers)
+            if first is None:
+                break
+            if first != number:
+                found.append(BESIDE)
+                break
             try:
-                count = os.readv(number, (self._buffer,))
+                read = os.readv(number, (self._buffer,))
             except OSError as error:
                 if not _is_its_own(error):
                     raise
-                count = 0
-            if not count:
-                return NOTHING
-            came += count
-            self._reader.feed(self._buffer, 0, count)
+                read = 0
+            if not read:
+                break
+            came += read
+            self._reader.feed(self._buffer, 0, read)
+        return found + [NOTHING] * (count - len(found))
+
+
+def waited_for(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What comes of a coroutine of these, for which the thread waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise RuntimeError("it waits by an ear")
 
 
 def _is_its_own(error: Exception) -> bool:

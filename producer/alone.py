@@ -10,10 +10,12 @@ Ctrl-C, which may come between any two steps, leaves nothing half done that anyb
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any, Final
 
@@ -21,7 +23,7 @@ import redis.exceptions
 
 from lmpool.address import is_cluster, is_sentinel
 from lmpool.bell import CAN_WAIT, Bell
-from lmpool.exchange import Exchange
+from lmpool.exchange import Exchange, waited_for
 from lmpool.interrupts import frees
 from lmpool.keys import Priority
 from lmpool.model_info import ModelInfo
@@ -30,6 +32,7 @@ from lmpool.producer.answers import Landing
 from lmpool.producer.claims import claim_ahead
 from lmpool.producer.flights import Flight
 from lmpool.producer.line import Found, Line
+from lmpool.producer.loop_ear import LoopEar
 from lmpool.producer.near_place import NearPlace
 from lmpool.producer.notices import DOUBTFUL, error_of
 from lmpool.producer.pending import PendingCall, wake
@@ -65,6 +68,8 @@ class Alone:
         self._landing = Landing(session)
         self._servers: Servers | None = None
         self._bell: Bell | None = None
+        self._ear: LoopEar | None = None
+        """Of the event loop in which a prompt was read last."""
         self._line: Line | None = None
         """What callers ask and read by, until it is given up."""
         self._names = count(1)
@@ -72,7 +77,7 @@ class Alone:
         """Who asks. It may have left without a word, if Ctrl-C came twice."""
         self._flight: Flight | None = None
         self._reads = False
-        """Whether a caller's thread may be reading, which nobody ends the connection of."""
+        """Whether a caller may be reading, which nobody ends the connection of."""
         self._in_a_row = 0
         self._needed = IN_A_ROW
         self._connects_at = -math.inf
@@ -146,7 +151,38 @@ class Alone:
             return
         most = session.check_every
         until = time.monotonic() + (most if seconds is None else min(seconds, most))
-        found = None if call.done else line.answer(flight.job, until)
+        found = None if call.done else waited_for(line.answer(flight.job, until))
+        self._end(call, flight, line, until, found)
+
+    @frees("_session.lock")
+    def read_in(self, loop: asyncio.AbstractEventLoop, call: PendingCall) -> None:
+        """`read` for a call that is awaited in the event loop of this thread, which wakes it."""
+        flight, line, ear = self._flight, self._line, self._ear
+        if self._call is not call or flight is None or line is None:
+            return
+        if ear is None or ear.loop is not loop:
+            ear = self._ear = LoopEar(loop)
+        call.called_away = ear.call_away
+        until = time.monotonic() + self._session.check_every
+        if call.done:
+            self._end(call, flight, line, until, None)
+            return
+        end = partial(self._end_in_loop, call, flight, line, until)
+        ear.begin(line.answer(flight.job, until, ear), end)
+
+    @frees("_session.lock")
+    def _end_in_loop(
+        self, call: PendingCall, flight: Flight, line: Line, until: float, found: Found | None
+    ) -> None:
+        self._end(call, flight, line, until, found)
+        if found is None and call.done:  # where Ctrl-C came before it was woken
+            wake([call])
+
+    def _end(
+        self, call: PendingCall, flight: Flight, line: Line, until: float, found: Found | None
+    ) -> None:
+        """What was claimed is read, or is the threads' to see to."""
+        session = self._session
         with session.lock:
             if self._call is not call:
                 return
@@ -205,6 +241,12 @@ class Alone:
         """`call` waits no longer: others may."""
         if self._call is call:
             call.called_away = None
+            ear = self._ear
+            if ear is not None and ear.is_busy:
+                if not ear.is_here:
+                    ear.call_away()
+                    return
+                ear.leave()
             self._hand_over()
 
     def call_away(self) -> None:

@@ -16,6 +16,7 @@ from lmpool.producer.blocking import loop_or_blocking
 from lmpool.producer.call_options import CallOptions
 from lmpool.producer.client import Client
 from lmpool.producer.jobs import TOGETHER, JobMaker
+from lmpool.producer.loop_ear import can_hear
 from lmpool.producer.pending import LoneCall, PendingCall
 from lmpool.producer.stacking import Taking
 from lmpool.producer.waits import never_lost
@@ -141,7 +142,7 @@ class Caller:
     async def wait(self, call: PendingCall, options: CallOptions) -> None:
         """Wait until `call` is done, or its time is over."""
         if not call.has_future:
-            reads = type(call) is LoneCall and call.stack is None and not options.progress
+            reads = _may_be_read(call) and not options.progress
             if self._client.submit([call], reads=reads):
                 self._client.read_alone(call, options.deadline.left())
         left = options.deadline.left()
@@ -213,7 +214,10 @@ class Caller:
             self._turns.pop(loop, None)  # what a signal's handler asks from here on is another's
             self._latest = None  # another loop's is looked up again
             turn.make_jobs()
-            self._client.submit(turn.calls)
+            calls = turn.calls
+            reads = len(calls) == 1 and _may_be_read(calls[0]) and can_hear(loop)
+            if self._client.submit(calls, reads=reads):
+                self._client.read_in(loop, calls[0])
         except BaseException as error:  # Ctrl-C, too, after which the loop may run on
             self._latest = None
             if turn is None or self._turns.get(loop) is turn:
@@ -222,6 +226,11 @@ class Caller:
             self._client.fail([] if turn is None else turn.calls, failure)
             if failure is not error:
                 raise
+
+
+def _may_be_read(call: PendingCall) -> bool:
+    """Whether who asks this by itself may read the answer."""
+    return type(call) is LoneCall and call.stack is None
 
 
 async def _wait(call: PendingCall, timeout: float) -> None:

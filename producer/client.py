@@ -4,13 +4,14 @@ Two threads, each with a connection of its own: the sender, which makes every re
 collector, which blocks on the client's reply stream. Callers, in any thread or event loop, leave
 their jobs in the flight table and are woken when the answers are there; who asks little while the
 sender rests sends the claim on its connection, for it to read the answer, and asks for the result
-behind the collector's blocking read. A blocking call that is the only one does all of it by itself,
-on a third connection. The connections are synchronous because rows are large: a
+behind the collector's blocking read. A call that is the only one does all of it by itself, in its
+thread or event loop, on a third connection. The connections are synchronous because rows are large: a
 blocking read costs half of what an event loop's does.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -233,6 +234,10 @@ class Client:
     def read_alone(self, call: PendingCall, seconds: float | None) -> None:
         """Read the answer to what was claimed for this thread to read; see `Alone.read`."""
         self._alone.read(call, seconds)
+
+    def read_in(self, loop: asyncio.AbstractEventLoop, call: PendingCall) -> None:
+        """The same for a call that is awaited in the event loop of this thread."""
+        self._alone.read_in(loop, call)
 
     @frees("_session.lock")
     def lookup(self, job: Job) -> Answer | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 from lmpool.commands import fields_of
-from lmpool.exchange import BESIDE, NOTHING, Exchange, pack
+from lmpool.exchange import BESIDE, NOTHING, Ear, Exchange, pack, waited_for
 from lmpool.keys import ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.producer.near_place import NearPlace
@@ -80,7 +80,8 @@ class Line:
         """Whether nothing is to be read before a claim can be sent: what the server was asked in
         vain is mostly answered by now."""
         until = time.monotonic() + CLEARS_WITHIN
-        while self._passed_over and self._exchange.reply(until) is not NOTHING:
+        replies = self._exchange.replies
+        while self._passed_over and waited_for(replies(1, until)) != [NOTHING]:
             self._passed_over -= 1
         return not self._passed_over
 
@@ -98,15 +99,15 @@ class Line:
         self._is_heard = False
         return True
 
-    def answer(self, job: Job, until: float) -> Found | None:
+    async def answer(self, job: Job, until: float, ear: Ear | None = None) -> Found | None:
         """What there is for a job once the server has said what becomes of its claim. None where it
-        goes any other way, or the bell rang."""
+        goes any other way, or the bell rang. Without an `ear` the thread waits."""
         began, exchange = time.monotonic(), self._exchange
         while self._passed_over:
-            if exchange.reply(until) is NOTHING:
+            if await exchange.replies(1, until, ear) == [NOTHING]:
                 return None
             self._passed_over -= 1
-        claimed = exchange.reply(until)
+        (claimed,) = await exchange.replies(1, until, ear)
         if not _is_list(claimed, 2) or claimed[0] not in (b"h", b"j", b"q"):
             return None
         self.claim, self._is_heard = claimed[0], True
@@ -114,18 +115,17 @@ class Line:
         if self.is_hit:
             if not exchange.send(pack(self._get(job), self._take_off())):
                 return None
-            value, taken_off = exchange.reply(until), exchange.reply(until)
+            value, taken_off = await exchange.replies(2, until, ear)
             return value if type(value) is bytes and type(taken_off) is int else None
         if self._is_near:
-            return self._near(job, began, until)
-        return self._stored(job, claimed[1] != 0, until)
+            return await self._near(job, began, until, ear)
+        return await self._stored(job, claimed[1] != 0, until, ear)
 
     def hear(self, until: float) -> None:
         """Wait until the server has heard the last claim: or else that might come behind what
         withdraws it."""
         if not self._is_heard:
-            for _ in range(self._passed_over + 1):
-                self._exchange.reply(until)
+            waited_for(self._exchange.replies(self._passed_over + 1, until))
 
     def leave(self) -> None:
         """Leave the place. Who reads there comes back, and is to `close` it."""
@@ -138,7 +138,9 @@ class Line:
         if self.place is not None:
             self.place.pipe.read()
 
-    def _stored(self, job: Job, is_fresh: bool, until: float) -> Found | None:
+    async def _stored(
+        self, job: Job, is_fresh: bool, until: float, ear: Ear | None
+    ) -> Found | None:
         """An answer that is fetched once it is told of, in a stream which `is_fresh` or empty."""
         exchange, last = self._exchange, b"0-0"
         get, take_off = self._get(job), self._take_off()
@@ -148,8 +150,9 @@ class Line:
             read = self._read(last)
             if not exchange.send(pack(read, get) if is_fresh else pack(read, get, take_off)):
                 return None
-            told, value = _told(exchange.reply(until)), exchange.reply(until)
-            if told is None or not (is_fresh or type(exchange.reply(until)) is int):
+            replies = await exchange.replies(2 if is_fresh else 3, until, ear)
+            told, value = _told(replies[0]), replies[1]
+            if told is None or not (is_fresh or type(replies[2]) is int):
                 return None
             last, notices = told
             mine = notices.get(job.digest)
@@ -157,14 +160,18 @@ class Line:
                 break
             is_fresh = True  # what was there was another's: it came late
         if is_fresh:
-            is_taken_off = exchange.send(pack(take_off)) and type(exchange.reply(until)) is int
-            if not is_taken_off:
+            if not exchange.send(pack(take_off)):
+                return None
+            (taken_off,) = await exchange.replies(1, until, ear)
+            if type(taken_off) is not int:
                 return None
         if mine.status != "ok":
             return mine
         return value if type(value) is bytes else None
 
-    def _near(self, job: Job, began: float, until: float) -> Found | None:
+    async def _near(
+        self, job: Job, began: float, until: float, ear: Ear | None
+    ) -> Found | None:
         """A row that a worker of this machine lays, most likely: it is there before the server has
         it, which is asked only where that takes long."""
         exchange, place, last = self._exchange, self.place, b"0-0"
@@ -172,7 +179,9 @@ class Line:
             return None
         patient_until, asks = min(until, began + self._patience), False
         while True:
-            told = exchange.reply(until if asks else patient_until, place.pipe.fileno)
+            (told,) = await exchange.replies(
+                1, until if asks else patient_until, ear, place.pipe.fileno
+            )
             if told is BESIDE:
                 row = self._laid(place, job)
                 if row is OTHERS:
@@ -191,14 +200,16 @@ class Line:
                 mine = notices.get(job.digest)
                 self._left = LEFT_MOST  # or else it would be told again, of the same prompt
                 if mine is not None:
-                    return self._told_of(mine, place, job, until)
+                    return await self._told_of(mine, place, job, until, ear)
             elif told is not NOTHING or time.monotonic() < patient_until:
                 return None
             asks = exchange.send(pack(self._read(last)))
             if not asks:
                 return None
 
-    def _told_of(self, notice: Notice, place: NearPlace, job: Job, until: float) -> Found | None:
+    async def _told_of(
+        self, notice: Notice, place: NearPlace, job: Job, until: float, ear: Ear | None
+    ) -> Found | None:
         """What the server told of before anybody near did."""
         if notice.status != "ok":
             return notice
@@ -207,7 +218,7 @@ class Line:
             return row
         self.is_found = not self._is_queued
         is_sent = self._exchange.send(pack(self._get(job)))
-        value = self._exchange.reply(until) if is_sent else NOTHING
+        (value,) = await self._exchange.replies(1, until, ear) if is_sent else (NOTHING,)
         return value if type(value) is bytes else None
 
     def _laid(self, place: NearPlace, job: Job) -> Found | None:

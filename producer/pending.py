@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from asyncio.events import _get_running_loop
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
@@ -211,17 +212,22 @@ def wake(calls: Iterable[PendingCall]) -> None:
     """Wake whoever waits for these calls: one crossing for each event loop."""
     loops: dict[asyncio.AbstractEventLoop, list[PendingCall]] = {}
     for call in calls:
+        called_away = call.called_away
+        if called_away is not None:
+            called_away()
         if call._asleep is not None:
             try:
                 call._asleep.release()
             except RuntimeError:
                 pass  # woken before
-            if call.called_away is not None:
-                call.called_away()
         elif call._event is not None:
             call._event.set()
         elif call._future is not None:
-            loops.setdefault(call._future.get_loop(), []).append(call)
+            loop = call._future.get_loop()
+            if loop is _get_running_loop():
+                call._wake()
+            else:
+                loops.setdefault(loop, []).append(call)
     for loop, waiting in loops.items():
         try:
             loop.call_soon_threadsafe(never_lost(loop, _wake_all, waiting), None)

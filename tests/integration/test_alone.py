@@ -519,15 +519,15 @@ def test_a_result_that_is_gone_before_it_is_read(
         key = connection.keys(f"{lm._client._session.shards[0].prefix}:result:*")
         found = line_of(lm)._exchange
         assert key
-        usual = found.reply
+        usual = found.replies
 
-        def reply(until: float) -> Any:
-            value = usual(until)
-            if isinstance(value, list):  # the server's word that it is there
+        async def replies(*given: Any) -> list[Any]:
+            values = await usual(*given)
+            if isinstance(values[0], list):  # the server's word that it is there
                 connection.delete(*key)
-            return value
+            return values
 
-        monkeypatch.setattr(found, "reply", reply)
+        monkeypatch.setattr(found, "replies", replies)
         ask(lm, asked)
         connection.set(key[0], b"no row")
         monkeypatch.undo()

@@ -31,7 +31,12 @@ def test_a_claim_is_heard_before_it_is_withdrawn() -> None:
         delete=lambda *keys: done.append(("delete", *keys)),
     )
     servers: Any = SimpleNamespace(for_shard=lambda shard: server)
-    exchange: Any = SimpleNamespace(reply=lambda until: done.append("heard"))
+
+    async def replies(count: int, until: float) -> list[Any]:
+        done.extend(["heard"] * count)
+        return [None] * count
+
+    exchange: Any = SimpleNamespace(replies=replies)
     bell: Any = SimpleNamespace(quiet=lambda: done.append("quiet"))
     shard, (job,) = session.shards[0], jobs_of(some_prompts(1))
     digest = job.digest

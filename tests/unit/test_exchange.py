@@ -19,7 +19,7 @@ from redis._parsers.hiredis import NOT_ENOUGH_DATA
 
 from lmpool import exchange as exchange_module
 from lmpool.bell import CAN_WAIT, Bell
-from lmpool.exchange import BESIDE, NOTHING, REPLY_BYTES, Exchange, pack
+from lmpool.exchange import BESIDE, NOTHING, REPLY_BYTES, Exchange, pack, waited_for
 from lmpool.producer.line import _told
 from lmpool.wants import Digest
 
@@ -42,7 +42,10 @@ class Ends:
         self.exchange = Exchange(server, self.bell)
 
     def reply(self, seconds: float = LONG) -> Any:
-        return self.exchange.reply(time.monotonic() + seconds)
+        return self.replies(1, seconds)[0]
+
+    def replies(self, count: int, seconds: float = LONG) -> list[Any]:
+        return waited_for(self.exchange.replies(count, time.monotonic() + seconds))
 
     def close(self) -> None:
         self.here.close()
@@ -176,6 +179,17 @@ def test_of_what_is_no_read_of_notices_nothing_is_told() -> None:
         assert found is None or type(found[0]) is bytes
 
 
+def test_several_replies_are_read_together(ends: Ends) -> None:
+    ends.there.send(b":1\r\n:2\r\n$2\r\nab")
+    assert ends.replies(2) == [1, 2]
+    assert ends.replies(2, 0.02) == [NOTHING, NOTHING]
+    ends.there.send(b"\r\n:3\r\n:4\r\n")
+    assert ends.replies(3) == [b"ab", 3, 4]
+    ends.there.send(b":5\r\n")
+    ends.there.close()
+    assert ends.replies(2) == [5, NOTHING]
+
+
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
     ends = os.pipe()
@@ -189,7 +203,8 @@ def test_what_lies_elsewhere_is_said_once_no_reply_is_there(
     ends: Ends, pipe: tuple[int, int]
 ) -> None:
     def reply(seconds: float = LONG) -> Any:
-        return ends.exchange.reply(time.monotonic() + seconds, lambda: pipe[0])
+        until = time.monotonic() + seconds
+        return waited_for(ends.exchange.replies(1, until, None, lambda: pipe[0]))[0]
 
     os.write(pipe[1], b"x")
     assert reply() is BESIDE
@@ -209,5 +224,6 @@ def test_what_lies_elsewhere_is_said_once_no_reply_is_there(
 
 def test_a_pipe_that_was_let_go_of_is_not_waited_for(ends: Ends) -> None:
     began = time.monotonic()
-    assert ends.exchange.reply(began + LONG, lambda: -1) is NOTHING
+    replies = ends.exchange.replies(1, began + LONG, None, lambda: -1)
+    assert waited_for(replies) == [NOTHING]
     assert time.monotonic() - began < LONG / 2

@@ -1,0 +1,135 @@
+"""A coroutine that waits for connections and pipes, gone on with by an event loop itself: a task
+would take as long again, and another thread longer still."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import types
+from asyncio.events import _get_running_loop
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import suppress
+from typing import Any, Final
+
+from lmpool.producer.waits import never_lost
+
+LATE: Final = 1.0
+"""Seconds after which a timer is taken for lost."""
+
+
+def can_hear(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether this kind of loop tells when there is something to be read. That of Windows does
+    not."""
+    return type(loop).add_reader is not asyncio.AbstractEventLoop.add_reader
+
+
+class LoopEar:
+    """Goes on with one coroutine at a time, in the thread of its loop. What is to be read is told
+    again and again until it is: so Ctrl-C may end any step, and the loop may run on."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._running: Coroutine[Any, Any, Any] | None = None
+        self._end: Callable[[Any], object] = _nothing
+        self._numbers: tuple[int, ...] = ()
+        """What the loop listens to."""
+        self._until = math.inf
+        self._rings_at = -math.inf
+        """When the loop looks at the time, which it does for many coroutines at once."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a coroutine waits by it."""
+        return self._running is not None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the loop runs in this thread or nowhere: then it may be spoken to."""
+        return _get_running_loop() is self.loop or not self.loop.is_running()
+
+    def begin(self, running: Coroutine[Any, Any, Any], end: Callable[[Any], object]) -> None:
+        """Go on with a coroutine that waits by this ear alone, until it ends: then `end` is called
+        with what came of it, or with None if it was ended before."""
+        self._running, self._end = running, end
+        self._go_on(None)
+
+    @types.coroutine
+    def first_of(self, seconds: float, *numbers: int) -> Generator[None, int | None, int | None]:
+        """As `Bell.first_of`."""
+        if numbers != self._numbers:
+            self._listen_to(numbers)
+        now = time.monotonic()
+        self._until = now + seconds
+        if not now - LATE < self._rings_at <= self._until:
+            self._ring_in(seconds)
+        return (yield)
+
+    def call_away(self) -> None:
+        """End what is gone on with, soon where the loop runs in another thread. For any thread."""
+        if self.loop.is_running():
+            with suppress(RuntimeError):  # it was closed: nobody goes on there
+                self.loop.call_soon_threadsafe(never_lost(self.loop, self._stop), None)
+        else:
+            self._stop()
+
+    def leave(self) -> None:
+        """Forget what is gone on with, and listen to nothing. Where `is_here`."""
+        self._running, self._end = None, _nothing
+        self._listen_to(())
+
+    def _listen_to(self, numbers: tuple[int, ...]) -> None:
+        loop, before = self.loop, self._numbers
+        self._numbers = tuple({*before, *numbers})  # also where Ctrl-C comes between
+        if not loop.is_closed():
+            for number in before:
+                if number not in numbers:
+                    loop.remove_reader(number)
+            for number in numbers:
+                loop.add_reader(number, self._heard, number)
+        self._numbers = numbers
+
+    def _heard(self, number: int) -> None:
+        if number in self._numbers:
+            self._go_on(number)
+
+    def _go_on(self, first: int | None) -> None:
+        running, end = self._running, self._end
+        if running is None:
+            return
+        try:
+            try:
+                running.send(first)
+                return
+            except StopIteration as stop:
+                found = stop.value
+            self.leave()
+            end(found)
+        except BaseException:
+            self.leave()
+            end(None)
+            raise
+
+    def _stop(self) -> None:
+        end = self._end
+        self.leave()
+        end(None)
+
+    def _ring_in(self, seconds: float) -> None:
+        self._rings_at = time.monotonic() + seconds
+        self.loop.call_later(seconds, never_lost(self.loop, self._ring, self._rings_at), None)
+
+    def _ring(self, at: float) -> None:
+        if at != self._rings_at:
+            return  # another rings before
+        self._rings_at = -math.inf
+        if self._running is not None:
+            left = self._until - time.monotonic()
+            if left > 0:
+                self._ring_in(left)
+            else:
+                self._go_on(None)
+
+
+def _nothing(found: object) -> None:
+    """Nobody waits."""
