@@ -77,7 +77,7 @@ class Alone:
         """Who asks. It may have left without a word, if Ctrl-C came twice."""
         self._flight: Flight | None = None
         self._reads = False
-        """Whether a caller may be reading, which nobody ends the connection of."""
+        """Whether a caller's thread may be reading."""
         self._in_a_row = 0
         self._needed = IN_A_ROW
         self._connects_at = -math.inf
@@ -95,7 +95,7 @@ class Alone:
         session = self._session
         assert session.info is not None
         if self._call is not None:
-            if not self._reads:
+            if not self._is_read:
                 self.give_up()
             return False
         is_large = job.want.stored_bytes(session.info) >= LARGE
@@ -167,14 +167,24 @@ class Alone:
         if call.done:
             self._end(call, flight, line, until, None)
             return
-        end = partial(self._end_in_loop, call, flight, line, until)
-        ear.begin(line.answer(flight.job, until, ear), end)
+        end = partial(self._end_in_loop, ear, call, flight, line, until)
+        ear.take(line.answer(flight.job, until, ear), end)
+        self._reads = False
+        ear.begin()
 
     @frees("_session.lock")
     def _end_in_loop(
-        self, call: PendingCall, flight: Flight, line: Line, until: float, found: Found | None
+        self,
+        ear: LoopEar,
+        call: PendingCall,
+        flight: Flight,
+        line: Line,
+        until: float,
+        found: Found | None,
     ) -> None:
-        self._end(call, flight, line, until, found)
+        with self._session.lock:
+            ear.leave()
+            self._end(call, flight, line, until, found)
         if found is None and call.done:  # where Ctrl-C came before it was woken
             wake([call])
 
@@ -270,6 +280,11 @@ class Alone:
                 line.close()
             self.close()
 
+    @property
+    def _is_read(self) -> bool:
+        """Whether somebody may be reading, whose connection nobody else ends."""
+        return self._reads or (self._ear is not None and self._ear.is_busy)
+
     def _hand_over(self) -> None:
         """The client's threads are to see to what was claimed."""
         flight = self._flight
@@ -324,7 +339,7 @@ class Alone:
             left, session.given_up = session.given_up, []
             if self._line is not None:
                 digest = None if self._flight is None else self._flight.job.digest
-                left.append(GivenUp(self._line, digest, is_read=self._reads))
+                left.append(GivenUp(self._line, digest, is_read=self._is_read))
         self._withdraw(servers, left)
 
     def _withdraw(self, servers: Servers, left: list[GivenUp]) -> None:
@@ -346,13 +361,13 @@ class Alone:
             withdraw_in(shard, client, () if digest is None else (digest,), server)
             server.delete(shard.reply(client))
             left.pop(0)
-        if self._servers is not None and self._line is None and not self._reads:
+        if self._servers is not None and self._line is None and not self._is_read:
             self._servers.renew()  # what was asked there is not to be answered
 
     def close(self) -> None:
         """End the connection, unless somebody reads: they do it then. For any thread."""
         servers, bell, line = self._servers, self._bell, self._line
-        if not self._reads:
+        if not self._is_read:
             self._line = self._servers = self._bell = None
             if line is not None:
                 line.close()
@@ -377,7 +392,7 @@ class Alone:
         return (
             self._in_a_row >= self._needed
             and self._line is None
-            and not self._reads
+            and not self._is_read
             and CAN_WAIT
             and _is_plain(self._session.options.url)
             and len(self._session.shards) == 1

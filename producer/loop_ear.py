@@ -48,10 +48,13 @@ class LoopEar:
         """Whether the loop runs in this thread or nowhere: then it may be spoken to."""
         return _get_running_loop() is self.loop or not self.loop.is_running()
 
-    def begin(self, running: Coroutine[Any, Any, Any], end: Callable[[Any], object]) -> None:
-        """Go on with a coroutine that waits by this ear alone, until it ends: then `end` is called
-        with what came of it, or with None if it was ended before."""
+    def take(self, running: Coroutine[Any, Any, Any], end: Callable[[Any], object]) -> None:
+        """Take on a coroutine that waits by this ear alone. Once it has ended, `end` is called with
+        what came of it, or with None where it was called away or failed: that is to `leave`."""
         self._running, self._end = running, end
+
+    def begin(self) -> None:
+        """Begin with what was taken on."""
         self._go_on(None)
 
     @types.coroutine
@@ -74,9 +77,10 @@ class LoopEar:
             self._stop()
 
     def leave(self) -> None:
-        """Forget what is gone on with, and listen to nothing. Where `is_here`."""
-        self._running, self._end = None, _nothing
+        """Listen to nothing, and forget what was taken on, in this order: what is not busy has
+        nothing to be closed. Where `is_here`."""
         self._listen_to(())
+        self._running, self._end = None, _nothing
 
     def _listen_to(self, numbers: tuple[int, ...]) -> None:
         loop, before = self.loop, self._numbers
@@ -98,26 +102,27 @@ class LoopEar:
         if running is None:
             return
         try:
-            try:
-                running.send(first)
-                return
-            except StopIteration as stop:
-                found = stop.value
-            self.leave()
-            end(found)
+            running.send(first)
+        except StopIteration as stop:
+            self._finish(end, stop.value)
         except BaseException:
-            self.leave()
-            end(None)
+            self._finish(end, None)
             raise
 
     def _stop(self) -> None:
-        end = self._end
-        self.leave()
-        end(None)
+        self._finish(self._end, None)
+
+    def _finish(self, end: Callable[[Any], object], found: Any) -> None:
+        try:
+            end(found)
+        except BaseException:
+            end(None)
+            raise
 
     def _ring_in(self, seconds: float) -> None:
-        self._rings_at = time.monotonic() + seconds
-        self.loop.call_later(seconds, never_lost(self.loop, self._ring, self._rings_at), None)
+        at = time.monotonic() + seconds
+        self.loop.call_later(seconds, never_lost(self.loop, self._ring, at), None)
+        self._rings_at = at  # in this order: Ctrl-C may come between
 
     def _ring(self, at: float) -> None:
         if at != self._rings_at:

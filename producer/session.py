@@ -247,6 +247,8 @@ class Session:
             ended = self.fail_all(error)
             if isinstance(error, ServerUnreachable):
                 self.table.withdrawn.clear()  # nobody is there to be told
+                for given in self.given_up:
+                    given.line.close()
                 self.given_up.clear()
         wake(ended)
 

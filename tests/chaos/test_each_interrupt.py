@@ -18,6 +18,7 @@ import lmpool
 from lmpool.errors import LmpoolError
 from lmpool.producer import alone as alone_module
 from lmpool.producer import flights as flights_module
+from lmpool.producer import session as session_module
 from lmpool.wants import Draw
 from tests.support.clients import connected
 from tests.support.interrupted import (
@@ -224,12 +225,64 @@ async def ask_together(lm: Client) -> None:
     await asyncio.gather(*(ask_by_itself(lm) for _ in range(10)))
 
 
+async def ask_in_vain_by_itself(lm: Client) -> None:
+    with suppress(LmpoolError):
+        await lm.next_token_logprobs(prompt(), timeout=1e-4)
+
+
+@pytest.fixture
+def looks_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ctrl-C left is looked after in a moment."""
+    monkeypatch.setattr(session_module, "CHECK_EVERY", 0.2)
+
+
 @LENGTHS
-@pytest.mark.parametrize("ask_so", [ask_by_itself, ask_together])
+@pytest.mark.usefixtures("looks_soon")
+@pytest.mark.parametrize(
+    ("ask_so", "alone"),
+    [
+        (ask_by_itself, False),
+        (ask_together, False),
+        (ask_by_itself, True),
+        (ask_in_vain_by_itself, True),
+    ],
+)
 def test_an_event_loop_that_goes_on_leaves_nobody_waiting(
-    served: tuple[str, str], ask_so: Callable[[Client], Awaitable[None]], every: bool
+    served: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    ask_so: Callable[[Client], Awaitable[None]],
+    alone: bool,
+    every: bool,
 ) -> None:
     """As a notebook's does. What asyncio itself loses by it is not ours."""
+    if not alone:
+        monkeypatch.setattr(alone_module, "CAN_WAIT", False)
+    with connected(*served, cache_bytes=0) as lm:
+        go_on_behind_each(lm, ask_so, every, ask_until_alone if alone else always_ready)
+
+
+@LENGTHS
+@pytest.mark.usefixtures("looks_soon")
+def test_an_event_loop_that_reads_near_goes_on(server_binary: str, every: bool) -> None:
+    async def ask_near(lm: Client) -> None:
+        await lm.next_token_logprobs([7] + prompt(), timeout=SECONDS)
+
+    with (
+        RealServer() as server,
+        worker_process(server.url, "large", engine_opts={"vocab_size": LARGE}),
+        connected(server.url, "large", cache_bytes=0) as lm,
+    ):
+        go_on_behind_each(lm, ask_near, every, ask_until_near, ask_large)
+
+
+def go_on_behind_each(
+    lm: Client,
+    ask_in_loop: Callable[[Client], Awaitable[None]],
+    every: bool,
+    make_ready: Callable[[Client], None],
+    ask_so: Callable[[Client, float], None] = ask,
+) -> None:
+    """Interrupt what an event loop asks at its points: it goes on, and so does the client."""
     ours = os.path.dirname(lmpool.__file__)
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(lambda *_: None)  # tasks that were ended so have nobody to tell
@@ -240,23 +293,33 @@ def test_an_event_loop_that_goes_on_leaves_nobody_waiting(
             _, left = await asyncio.wait(tasks, timeout=SECONDS)
             assert not left, place
 
-    with closing(loop), connected(*served, cache_bytes=0) as lm:
+    with closing(loop):
 
         def call() -> None:
-            loop.run_until_complete(loop.create_task(ask_so(lm)))
+            loop.run_until_complete(loop.create_task(ask_in_loop(lm)))
+
+        def is_at_rest() -> bool:
+            loop.run_until_complete(asyncio.sleep(0.001))
+            alone = lm._client._alone
+            numbers = () if alone._ear is None else alone._ear._numbers
+            return not (alone._is_read or numbers or lm._client._session.table.flights)
 
         call()
+        make_ready(lm)
         points = points_of(call, ours)
         assert points > 100
         for at in tried(points, every):
+            make_ready(lm)
             interruption = Interruption(at, ours)
             raised = interruption.run(call)
             place = f"point {at}, {interruption.place}"
             assert raised is None or type(raised) is KeyboardInterrupt, (place, raised)
             with suppress(KeyboardInterrupt):  # that of a task, which it ended
                 loop.run_until_complete(others(place))
-            loop.run_until_complete(asyncio.wait_for(ask_by_itself(lm), SECONDS))
-            assert is_well(lm), place
+            loop.run_until_complete(asyncio.wait_for(ask_in_loop(lm), SECONDS))
+            assert is_well(lm, ask_so), place
+            # It may be read for one that was ended between its asking and its waiting.
+            until(is_at_rest, SECONDS, what=f"nothing is waited for: {place}")
 
 
 def is_well(lm: Client, ask_so: Callable[[Client, float], None] = ask) -> bool:

@@ -1,5 +1,5 @@
-"""Prompts that blocking calls ask alone, whose callers read the answers by themselves: as right as
-all others, whatever comes in between."""
+"""Prompts that calls ask alone, blocking or awaited, whose callers read the answers by themselves: as
+right as all others, whatever comes in between."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from lmpool.errors import (
 from lmpool.producer import sender as sender_module
 from lmpool.producer.line import Line
 from lmpool.wants import Draw
+from tests.support.calling import WAYS, Calls, Way
 from tests.support.clients import connected
 from tests.support.proxy import Proxy
 from tests.support.server import RealServer
@@ -76,13 +77,28 @@ def slow(server: RealServer) -> Iterator[str]:
 NEW = random.Random(7)
 
 
+NOW: list[Calls] = []
+"""How this test calls."""
+
+
+@pytest.fixture(autouse=True, params=WAYS)
+def way(request: pytest.FixtureRequest) -> Iterator[Way]:
+    NOW[:] = [Calls(request.param)]
+    yield request.param
+    NOW[0].close()
+
+
+def call(lm: Client, method: str, *args: Any, **kwargs: Any) -> Any:
+    return NOW[0](lm, method, *args, **kwargs)
+
+
 def prompt() -> list[int]:
     return [NEW.randrange(SIZE - 1) for _ in range(9)]
 
 
 def ask(lm: Client, asked: list[int] | None = None, timeout: float = SECONDS) -> None:
     asked = prompt() if asked is None else asked
-    row = lm.sync.next_token_logprobs(asked, timeout=timeout)
+    row = call(lm, "next_token_logprobs", asked, timeout=timeout)
     np.testing.assert_array_equal(row, mock_row(asked, SIZE))
 
 
@@ -154,10 +170,10 @@ def test_each_way_to_be_answered_is_counted(server: RealServer, quick: str, slow
 def test_other_wants_are_answered_so_as_well(server: RealServer, quick: str) -> None:
     with alone(server, quick) as lm:
         asked = prompt()
-        top = lm.sync.top_logprobs(asked, 5, timeout=SECONDS)
+        top = call(lm, "top_logprobs", asked, 5, timeout=SECONDS)
         row = mock_row(asked, SIZE)
         np.testing.assert_array_equal(np.sort(top.token_ids), np.sort(np.argsort(-row)[:5]))
-        drawn = lm.sync.ask(asked, Draw(seed=3), timeout=SECONDS)
+        drawn = call(lm, "ask", asked, Draw(seed=3), timeout=SECONDS)
         with connected(server.url, quick, cache_bytes=0) as other:
             again = other.sync.ask_many([(asked, Draw(seed=3))] * 2, timeout=SECONDS)[0]
         assert drawn.token_ids.tolist() == again.token_ids.tolist()

@@ -1,5 +1,5 @@
-"""Large rows that blocking calls ask alone, whose callers read them where a worker of their machine
-lays them: as right as all others, whatever comes in between."""
+"""Large rows that calls ask alone, blocking or awaited, whose callers read them where a worker of
+their machine lays them: as right as all others, whatever comes in between."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from lmpool.producer.line import LEFT_MOST, PATIENCE_MOST, Line
 from lmpool.producer.session import Session
 from lmpool.row_ring import IS_ORDERED
 from lmpool.wants import Digest
+from tests.support.calling import WAYS, Calls, Way
 from tests.support.clients import connected
 from tests.support.server import RealServer
 from tests.support.waiting import until
@@ -70,19 +71,34 @@ def quick(server: RealServer) -> Iterator[str]:
         yield name
 
 
+NOW: list[Calls] = []
+"""How this test calls."""
+
+
+@pytest.fixture(autouse=True, params=WAYS)
+def way(request: pytest.FixtureRequest) -> Iterator[Way]:
+    NOW[:] = [Calls(request.param)]
+    yield request.param
+    NOW[0].close()
+
+
+def call(lm: Client, method: str, *args: Any, **kwargs: Any) -> Any:
+    return NOW[0](lm, method, *args, **kwargs)
+
+
 def prompt() -> list[int]:
     return [NEW.randrange(SIZE - 1) for _ in range(9)]
 
 
 def ask(lm: Client, asked: list[int] | None = None, timeout: float = SECONDS) -> None:
     asked = prompt() if asked is None else asked
-    row = lm.sync.next_token_logprobs(asked, timeout=timeout)
+    row = call(lm, "next_token_logprobs", asked, timeout=timeout)
     np.testing.assert_array_equal(row, mock_row(asked, SIZE))
 
 
 def ask_top(lm: Client) -> None:
     asked = prompt()
-    (top,) = lm.sync.batch_top_logprobs([asked], 3, timeout=SECONDS)
+    (top,) = call(lm, "batch_top_logprobs", [asked], 3, timeout=SECONDS)
     assert list(top.token_ids) == list(np.argsort(mock_row(asked, SIZE))[:-4:-1])
 
 
@@ -223,7 +239,7 @@ def test_a_prompt_that_fails_says_so_soon(server: RealServer, quick: str) -> Non
             ask(lm)
             began = time.monotonic()
             with pytest.raises(PromptFailed):
-                lm.sync.next_token_logprobs([FAILS, *prompt()], timeout=SECONDS)
+                call(lm, "next_token_logprobs", [FAILS, *prompt()], timeout=SECONDS)
             assert time.monotonic() - began < SOON
         assert comes_near(lm)
 
@@ -238,10 +254,10 @@ def test_a_prompt_that_failed_is_asked_anew(server: RealServer) -> None:
         asked = [FAILS, *prompt()]
         for _ in range(2):
             with pytest.raises(PromptFailed):
-                lm.sync.next_token_logprobs(asked, timeout=SECONDS)
+                call(lm, "next_token_logprobs", asked, timeout=SECONDS)
         worker.pause()
         with pytest.raises(PoolTimeout):
-            lm.sync.next_token_logprobs(asked, timeout=0.5)
+            call(lm, "next_token_logprobs", asked, timeout=0.5)
         worker.resume()
 
 
@@ -252,7 +268,7 @@ def test_the_server_is_asked_soon_whatever_the_last_row_took(server: RealServer)
         until(lambda: ask(lm) or line_of(lm)._patience == PATIENCE_MOST, SECONDS)
         for _ in range(3):
             with pytest.raises(PromptFailed):
-                lm.sync.next_token_logprobs([FAILS, *prompt()], timeout=SECONDS)
+                call(lm, "next_token_logprobs", [FAILS, *prompt()], timeout=SECONDS)
             ask(lm)
 
 
@@ -359,7 +375,7 @@ def test_a_worker_that_is_killed_and_one_that_comes(server: RealServer) -> None:
         first.pause()
         asked, found = prompt(), list[Any]()
         asking = threading.Thread(
-            target=lambda: found.append(lm.sync.next_token_logprobs(asked, timeout=2 * SECONDS))
+            target=lambda: found.append(call(lm, "next_token_logprobs", asked, timeout=2 * SECONDS))
         )
         queued = lm.statistics()["queued"]
         asking.start()
@@ -486,7 +502,7 @@ def test_nothing_is_left_open_of_a_server_that_was_lost(server_binary: str) -> N
         worker.kill()
         server.stop()
         with pytest.raises(LmpoolError):
-            lm.sync.next_token_logprobs(prompt(), timeout=SECONDS)
+            call(lm, "next_token_logprobs", prompt(), timeout=SECONDS)
         until(lambda: not pipes_of(name), SECONDS, what="its pipe is closed")
 
 
@@ -595,7 +611,7 @@ def test_time_that_is_over_is_said(server: RealServer) -> None:
         for _ in range(3):
             began = time.monotonic()
             with pytest.raises(PoolTimeout):
-                lm.sync.next_token_logprobs(prompt(), timeout=0.1)
+                call(lm, "next_token_logprobs", prompt(), timeout=0.1)
             assert time.monotonic() - began < SOON
         ask(lm)
 
@@ -604,9 +620,9 @@ CALLS: dict[str, Callable[[Client], object]] = {
     "row": ask,
     "top": ask_top,
     "rows": lambda lm: [ask(lm) for _ in range(10)],
-    "many": lambda lm: lm.sync.batch_next_token_logprobs([prompt() for _ in range(3)]),
-    "in vain": lambda lm: lm.sync.next_token_logprobs(prompt(), timeout=1e-4),
-    "fails": lambda lm: lm.sync.next_token_logprobs([FAILS], timeout=SECONDS),
+    "many": lambda lm: call(lm, "batch_next_token_logprobs", [prompt() for _ in range(3)]),
+    "in vain": lambda lm: call(lm, "next_token_logprobs", prompt(), timeout=1e-4),
+    "fails": lambda lm: call(lm, "next_token_logprobs", [FAILS], timeout=SECONDS),
     "known": lambda lm: ask(lm, [1, 2, 3]),
 }
 
