@@ -3,6 +3,8 @@ right as all others, whatever comes in between."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import random
 import signal
@@ -10,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -550,3 +552,165 @@ def test_a_result_that_is_gone_before_it_is_read(
         lm._client._alone._needed = 1
         until(lambda: ask(lm) or is_alone(lm), SECONDS)
         ask(lm, asked)
+
+
+# --- in event loops --------------------------------------------------------------------------------
+
+
+async def asked(lm: Client, given: list[int] | None = None, **options: Any) -> None:
+    """`ask` for a task."""
+    given = prompt() if given is None else given
+    row = await lm.next_token_logprobs(given, **options)
+    np.testing.assert_array_equal(row, mock_row(given, SIZE))
+
+
+def is_read(lm: Client) -> bool:
+    return lm._client._alone._is_read
+
+
+in_loops = pytest.mark.parametrize("way", ["awaited"], indirect=True)
+
+
+@in_loops
+def test_tasks_that_ask_by_turns_and_together(server: RealServer, quick: str, way: Way) -> None:
+    """With a deadline and without, and some of them cancelled at any time."""
+    chance = random.Random(13)
+
+    async def run(lm: Client, seed: int) -> None:
+        mine = random.Random(seed)
+        for _ in range(150):
+            lm._client._alone._needed = 1
+            given = [mine.randrange(6) for _ in range(3)]
+            timeout = mine.choice((None, SECONDS))
+            task = asyncio.create_task(asked(lm, given, timeout=timeout))
+            if mine.random() < 0.2:
+                await asyncio.sleep(mine.choice((0, 0.0003, 0.001)))
+                task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            await asyncio.sleep(mine.choice((0, 0, 0.002)))
+
+    async def all_of_them(lm: Client) -> None:
+        seeds = [chance.randrange(1000) for _ in range(4)]
+        await asyncio.wait_for(asyncio.gather(*(run(lm, seed) for seed in seeds)), 2 * SECONDS)
+        lm._client._alone._needed = 1
+        until(lambda: ask(lm) or is_alone(lm), SECONDS)
+        for _ in range(5):
+            await asked(lm)
+        assert not is_read(lm)
+
+    with alone(server, quick) as lm:
+        NOW[0].loop.run_until_complete(all_of_them(lm))
+        until(lambda: not lm._client._session.table.flights, SECONDS)
+
+
+@in_loops
+def test_a_task_that_is_cancelled_withdraws(server: RealServer, slow: str, way: Way) -> None:
+    async def cancel(lm: Client) -> None:
+        task = asyncio.create_task(asked(lm))
+        while not is_read(lm):
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not is_read(lm)
+
+    with alone(server, slow) as lm, server.client() as connection:
+        shard = lm._client._session.shards[0]
+        NOW[0].loop.run_until_complete(cancel(lm))
+        until(lambda: not connection.keys(f"{shard.prefix}:flight:*"), what="no flight to be left")
+        assert lm.statistics()["withdrawn"] == 1
+        ask(lm)
+
+
+@in_loops
+def test_a_loop_that_stands_still_keeps_nobody_waiting(
+    server: RealServer, quick: str, way: Way
+) -> None:
+    """What it reads by itself others may ask for, too, in other threads or within it."""
+
+    async def stand_still(lm: Client) -> None:
+        task = asyncio.create_task(asked(lm, given := prompt()))
+        while not is_read(lm):
+            await asyncio.sleep(0)
+        others = [threading.Thread(target=lm.sync.next_token_logprobs, args=(given,))]
+        others.append(threading.Thread(target=lm.sync.next_token_logprobs, args=(prompt(),)))
+        for thread in others:
+            thread.start()
+        lm.sync.next_token_logprobs(prompt(), timeout=SECONDS)
+        lm.sync.next_token_logprobs(given, timeout=SECONDS)
+        for thread in others:
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+        await task
+
+    with alone(server, quick) as lm:
+        for _ in range(20):
+            until(lambda: ask(lm) or is_alone(lm), SECONDS)
+            NOW[0].loop.run_until_complete(stand_still(lm))
+
+
+@in_loops
+@pytest.mark.parametrize("how", ["stopped", "closed", "forgotten"])
+def test_a_loop_that_is_left_while_it_reads(
+    server: RealServer, slow: str, way: Way, how: str
+) -> None:
+    """Whoever asks elsewhere is served, and nothing is left of a client that closes."""
+    assert not NOW[0].loop.is_closed()  # it is opened by now
+    opened = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    with alone(server, slow) as lm:
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(asked(lm, timeout=SECONDS))
+
+        async def begin() -> None:
+            while not is_read(lm):
+                await asyncio.sleep(0.001)
+
+        loop.run_until_complete(begin())
+        if how != "stopped":
+            loop.close()
+        if how == "forgotten":
+            del task
+            gc.collect()
+        ask(lm)
+        until(lambda: how == "stopped" or not is_read(lm), SECONDS, what="it is given up")
+        ask(lm)
+        name = f"*:reply:{lm._client._session.id}*"
+        lm.close()
+        assert not is_read(lm)
+        with server.client() as connection:
+            assert not connection.keys(name)
+        loop.close()
+    if opened:
+        until(lambda: len(os.listdir("/proc/self/fd")) <= opened, SECONDS, what="all is closed")
+
+
+@in_loops
+def test_loops_that_tell_of_nothing_ask_as_ever(server: RealServer, quick: str, way: Way) -> None:
+    class Deaf(asyncio.SelectorEventLoop):
+        """As that of Windows."""
+
+        add_reader = asyncio.AbstractEventLoop.add_reader
+
+    with alone(server, quick) as lm, closing(Deaf()) as loop:
+        line = line_of(lm)
+        for _ in range(5):
+            loop.run_until_complete(asked(lm))
+        assert line_of(lm) is line
+        assert lm._client._alone._ear is not None
+        assert lm._client._alone._ear.loop is not loop
+
+
+@in_loops
+def test_one_client_in_one_loop_after_another(server: RealServer, quick: str, way: Way) -> None:
+    with alone(server, quick) as lm:
+        line, session = line_of(lm), lm._client._session
+
+        async def some() -> None:
+            for _ in range(5):
+                session.confirmed = time.monotonic()  # or else the threads look at the pool
+                await asked(lm)
+
+        for _ in range(5):
+            asyncio.run(some())
+        assert line_of(lm) is line
