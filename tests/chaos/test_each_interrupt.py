@@ -265,7 +265,7 @@ def test_an_event_loop_that_goes_on_leaves_nobody_waiting(
 @pytest.mark.usefixtures("looks_soon")
 def test_an_event_loop_that_reads_near_goes_on(server_binary: str, every: bool) -> None:
     async def ask_near(lm: Client) -> None:
-        await lm.next_token_logprobs([7] + prompt(), timeout=SECONDS)
+        await lm.next_token_logprobs([7, *prompt()], timeout=SECONDS)
 
     with (
         RealServer() as server,

@@ -1,5 +1,5 @@
-"""Prompts that calls ask alone, blocking or awaited, whose callers read the answers by themselves: as
-right as all others, whatever comes in between."""
+"""Prompts that calls ask alone, blocking or awaited, whose callers read the answers by themselves:
+as right as all others, whatever comes in between."""
 
 from __future__ import annotations
 
@@ -554,7 +554,7 @@ def test_a_result_that_is_gone_before_it_is_read(
         ask(lm, asked)
 
 
-# --- in event loops --------------------------------------------------------------------------------
+# --- in event loops ------------------------------------------------------------------------------
 
 
 async def asked(lm: Client, given: list[int] | None = None, **options: Any) -> None:
@@ -566,6 +566,12 @@ async def asked(lm: Client, given: list[int] | None = None, **options: Any) -> N
 
 def is_read(lm: Client) -> bool:
     return lm._client._alone._is_read
+
+
+async def until_read(lm: Client) -> None:
+    """Until the running loop reads what was asked in it."""
+    while not is_read(lm):  # noqa: ASYNC110 - nobody tells of it
+        await asyncio.sleep(0)
 
 
 in_loops = pytest.mark.parametrize("way", ["awaited"], indirect=True)
@@ -608,8 +614,7 @@ def test_tasks_that_ask_by_turns_and_together(server: RealServer, quick: str, wa
 def test_a_task_that_is_cancelled_withdraws(server: RealServer, slow: str, way: Way) -> None:
     async def cancel(lm: Client) -> None:
         task = asyncio.create_task(asked(lm))
-        while not is_read(lm):
-            await asyncio.sleep(0.001)
+        await until_read(lm)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -631,8 +636,7 @@ def test_a_loop_that_stands_still_keeps_nobody_waiting(
 
     async def stand_still(lm: Client) -> None:
         task = asyncio.create_task(asked(lm, given := prompt()))
-        while not is_read(lm):
-            await asyncio.sleep(0)
+        await until_read(lm)
         others = [threading.Thread(target=lm.sync.next_token_logprobs, args=(given,))]
         others.append(threading.Thread(target=lm.sync.next_token_logprobs, args=(prompt(),)))
         for thread in others:
@@ -662,11 +666,7 @@ def test_a_loop_that_is_left_while_it_reads(
         loop = asyncio.new_event_loop()
         task = loop.create_task(asked(lm, timeout=SECONDS))
 
-        async def begin() -> None:
-            while not is_read(lm):
-                await asyncio.sleep(0.001)
-
-        loop.run_until_complete(begin())
+        loop.run_until_complete(until_read(lm))
         if how != "stopped":
             loop.close()
         if how == "forgotten":

@@ -67,7 +67,7 @@ class Heard:
         async def wait() -> None:
             self.begin(coroutine)
             over = time.monotonic() + LONG
-            while len(self.ends) == before and time.monotonic() < over:
+            while len(self.ends) == before and time.monotonic() < over:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
         self.loop.run_until_complete(wait())
@@ -92,10 +92,8 @@ def test_what_there_is_to_be_read_is_told(
     (here, there), (other_here, other_there) = pipes
 
     async def several() -> list[int | None]:
-        ear, found = heard.ear, []
-        for numbers in ((here,), (here, other_here), (other_here,), (other_here, here)):
-            found.append(await ear.first_of(LONG, *numbers))
-        return found
+        each = ((here,), (here, other_here), (other_here,), (other_here, here))
+        return [await heard.ear.first_of(LONG, *numbers) for numbers in each]
 
     os.write(there, b"x")
     loop.call_later(0.05, os.write, other_there, b"x")
@@ -254,7 +252,12 @@ def some_replies(chance: random.Random) -> tuple[bytes, list[int]]:
         text = chance.randbytes(chance.randrange(200))
         said.append(
             chance.choice(
-                (b"$%d\r\n%b\r\n" % (len(text), text), b":5\r\n", b"*2\r\n+a\r\n:1\r\n", b"-ERR x\r\n")
+                (
+                    b"$%d\r\n%b\r\n" % (len(text), text),
+                    b":5\r\n",
+                    b"*2\r\n+a\r\n:1\r\n",
+                    b"-ERR x\r\n",
+                )
             )
         )
         if chance.random() < 0.1:
