@@ -33,6 +33,7 @@ class Ear(Protocol):
 
     def first_of(self, seconds: float, *numbers: int) -> Awaitable[int | None]:
         """As `Bell.first_of`."""
+        ...
 
 
 class Exchange:

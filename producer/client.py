@@ -5,8 +5,8 @@ collector, which blocks on the client's reply stream. Callers, in any thread or 
 their jobs in the flight table and are woken when the answers are there; who asks little while the
 sender rests sends the claim on its connection, for it to read the answer, and asks for the result
 behind the collector's blocking read. A call that is the only one does all of it by itself, in its
-thread or event loop, on a third connection. The connections are synchronous because rows are large: a
-blocking read costs half of what an event loop's does.
+thread or event loop, on a third connection. The connections are synchronous because rows are large:
+a blocking read costs half of what an event loop's does.
 """
 
 from __future__ import annotations

@@ -275,8 +275,8 @@ def test_ctrl_c_as_a_turn_ends_ends_its_calls(
     """A notebook's loop runs on, and whoever waits must hear of it."""
     submit, pressed = lm._client.submit, threading.Event()
 
-    def interrupted(calls: Any) -> None:
-        submit(calls[: len(calls) // 2])
+    def interrupted(calls: Any, **how: Any) -> None:
+        submit(calls[: len(calls) // 2], **how)
         if not pressed.is_set():
             pressed.set()
             raise KeyboardInterrupt
