@@ -280,6 +280,12 @@ class Alone:
                 line.close()
             self.close()
 
+    def lose(self) -> None:
+        """The server is gone: nothing is kept open for it."""
+        with self._session.lock:
+            if self._line is not None and not self._is_read:
+                self.give_up()
+
     @property
     def _is_read(self) -> bool:
         """Whether somebody may be reading, whose connection nobody else ends."""

@@ -169,9 +169,7 @@ class Line:
             return mine
         return value if type(value) is bytes else None
 
-    async def _near(
-        self, job: Job, began: float, until: float, ear: Ear | None
-    ) -> Found | None:
+    async def _near(self, job: Job, began: float, until: float, ear: Ear | None) -> Found | None:
         """A row that a worker of this machine lays, most likely: it is there before the server has
         it, which is asked only where that takes long."""
         exchange, place, last = self._exchange, self.place, b"0-0"

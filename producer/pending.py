@@ -209,7 +209,7 @@ class LoneCall(PendingCall):
 
 
 def wake(calls: Iterable[PendingCall]) -> None:
-    """Wake whoever waits for these calls: one crossing for each event loop."""
+    """Wake whoever waits for these calls: one crossing for each event loop but this thread's."""
     loops: dict[asyncio.AbstractEventLoop, list[PendingCall]] = {}
     for call in calls:
         called_away = call.called_away

@@ -279,6 +279,7 @@ class Sender:
                     ServerRefused(f"{shown} has refused for {now - since:.0f} s: {error}")
                 )
             else:
+                self._alone.lose()
                 session.fail_everything(
                     ServerUnreachable(
                         f"no answer from {shown} for {now - since:.0f} s: {error}. "

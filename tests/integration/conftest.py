@@ -13,6 +13,7 @@ import redis
 
 import lmpool
 from lmpool.keys import PoolKeys, ShardKeys
+from tests.support.calling import WAYS, Way, calling
 from tests.support.clients import connected
 from tests.support.cluster import Cluster
 from tests.support.embedded import assert_nothing_left
@@ -129,3 +130,10 @@ def pool_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
         monkeypatch.setenv("TMPDIR", str(short))
         yield short
         assert_nothing_left(short)
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Iterator[Way]:
+    """How `tests.support.calling.call` calls: blocking, then awaited."""
+    with calling(request.param):
+        yield request.param

@@ -34,14 +34,14 @@ from lmpool.errors import (
 from lmpool.producer import sender as sender_module
 from lmpool.producer.line import Line
 from lmpool.wants import Draw
-from tests.support.calling import WAYS, Calls, Way
+from tests.support.calling import call, this_loop
 from tests.support.clients import connected
 from tests.support.proxy import Proxy
 from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import WorkerProcess, worker_process
 
-pytestmark = [pytest.mark.server, pytest.mark.one_server]
+pytestmark = [pytest.mark.server, pytest.mark.one_server, pytest.mark.usefixtures("way")]
 
 SIZE = 64
 FAILS = 63
@@ -77,21 +77,6 @@ def slow(server: RealServer) -> Iterator[str]:
 
 
 NEW = random.Random(7)
-
-
-NOW: list[Calls] = []
-"""How this test calls."""
-
-
-@pytest.fixture(autouse=True, params=WAYS)
-def way(request: pytest.FixtureRequest) -> Iterator[Way]:
-    NOW[:] = [Calls(request.param)]
-    yield request.param
-    NOW[0].close()
-
-
-def call(lm: Client, method: str, *args: Any, **kwargs: Any) -> Any:
-    return NOW[0](lm, method, *args, **kwargs)
 
 
 def prompt() -> list[int]:
@@ -578,7 +563,7 @@ in_loops = pytest.mark.parametrize("way", ["awaited"], indirect=True)
 
 
 @in_loops
-def test_tasks_that_ask_by_turns_and_together(server: RealServer, quick: str, way: Way) -> None:
+def test_tasks_that_ask_by_turns_and_together(server: RealServer, quick: str) -> None:
     """With a deadline and without, and some of them cancelled at any time."""
     chance = random.Random(13)
 
@@ -606,12 +591,12 @@ def test_tasks_that_ask_by_turns_and_together(server: RealServer, quick: str, wa
         assert not is_read(lm)
 
     with alone(server, quick) as lm:
-        NOW[0].loop.run_until_complete(all_of_them(lm))
+        this_loop().run_until_complete(all_of_them(lm))
         until(lambda: not lm._client._session.table.flights, SECONDS)
 
 
 @in_loops
-def test_a_task_that_is_cancelled_withdraws(server: RealServer, slow: str, way: Way) -> None:
+def test_a_task_that_is_cancelled_withdraws(server: RealServer, slow: str) -> None:
     async def cancel(lm: Client) -> None:
         task = asyncio.create_task(asked(lm))
         await until_read(lm)
@@ -622,16 +607,14 @@ def test_a_task_that_is_cancelled_withdraws(server: RealServer, slow: str, way: 
 
     with alone(server, slow) as lm, server.client() as connection:
         shard = lm._client._session.shards[0]
-        NOW[0].loop.run_until_complete(cancel(lm))
+        this_loop().run_until_complete(cancel(lm))
         until(lambda: not connection.keys(f"{shard.prefix}:flight:*"), what="no flight to be left")
         assert lm.statistics()["withdrawn"] == 1
         ask(lm)
 
 
 @in_loops
-def test_a_loop_that_stands_still_keeps_nobody_waiting(
-    server: RealServer, quick: str, way: Way
-) -> None:
+def test_a_loop_that_stands_still_keeps_nobody_waiting(server: RealServer, quick: str) -> None:
     """What it reads by itself others may ask for, too, in other threads or within it."""
 
     async def stand_still(lm: Client) -> None:
@@ -651,16 +634,14 @@ def test_a_loop_that_stands_still_keeps_nobody_waiting(
     with alone(server, quick) as lm:
         for _ in range(20):
             until(lambda: ask(lm) or is_alone(lm), SECONDS)
-            NOW[0].loop.run_until_complete(stand_still(lm))
+            this_loop().run_until_complete(stand_still(lm))
 
 
 @in_loops
 @pytest.mark.parametrize("how", ["stopped", "closed", "forgotten"])
-def test_a_loop_that_is_left_while_it_reads(
-    server: RealServer, slow: str, way: Way, how: str
-) -> None:
+def test_a_loop_that_is_left_while_it_reads(server: RealServer, slow: str, how: str) -> None:
     """Whoever asks elsewhere is served, and nothing is left of a client that closes."""
-    assert not NOW[0].loop.is_closed()  # it is opened by now
+    assert not this_loop().is_closed()  # it is opened by now
     opened = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     with alone(server, slow) as lm:
         loop = asyncio.new_event_loop()
@@ -686,13 +667,14 @@ def test_a_loop_that_is_left_while_it_reads(
 
 
 @in_loops
-def test_loops_that_tell_of_nothing_ask_as_ever(server: RealServer, quick: str, way: Way) -> None:
+def test_loops_that_tell_of_nothing_ask_as_ever(server: RealServer, quick: str) -> None:
     class Deaf(asyncio.SelectorEventLoop):
         """As that of Windows."""
 
         add_reader = asyncio.AbstractEventLoop.add_reader
 
     with alone(server, quick) as lm, closing(Deaf()) as loop:
+        until(lambda: ask(lm) or (is_alone(lm) and lm._client._alone._ear), SECONDS)
         line = line_of(lm)
         for _ in range(5):
             loop.run_until_complete(asked(lm))
@@ -702,7 +684,7 @@ def test_loops_that_tell_of_nothing_ask_as_ever(server: RealServer, quick: str, 
 
 
 @in_loops
-def test_one_client_in_one_loop_after_another(server: RealServer, quick: str, way: Way) -> None:
+def test_one_client_in_one_loop_after_another(server: RealServer, quick: str) -> None:
     with alone(server, quick) as lm:
         line, session = line_of(lm), lm._client._session
 

@@ -33,7 +33,7 @@ from lmpool.producer.line import LEFT_MOST, PATIENCE_MOST, Line
 from lmpool.producer.session import Session
 from lmpool.row_ring import IS_ORDERED
 from lmpool.wants import Digest
-from tests.support.calling import WAYS, Calls, Way
+from tests.support.calling import call
 from tests.support.clients import connected
 from tests.support.server import RealServer
 from tests.support.waiting import until
@@ -41,6 +41,7 @@ from tests.support.workers import worker_process
 
 pytestmark = [
     pytest.mark.server,
+    pytest.mark.usefixtures("way"),
     pytest.mark.one_server,
     pytest.mark.skipif(
         not (IS_ORDERED and os.path.isdir("/dev/shm")), reason="no memory that is shared in order"
@@ -69,21 +70,6 @@ def quick(server: RealServer) -> Iterator[str]:
     name = f"near{os.getpid()}"  # pools of one name are neighbours, whatever their server
     with worker_process(server.url, name, engine_opts=ENGINE):
         yield name
-
-
-NOW: list[Calls] = []
-"""How this test calls."""
-
-
-@pytest.fixture(autouse=True, params=WAYS)
-def way(request: pytest.FixtureRequest) -> Iterator[Way]:
-    NOW[:] = [Calls(request.param)]
-    yield request.param
-    NOW[0].close()
-
-
-def call(lm: Client, method: str, *args: Any, **kwargs: Any) -> Any:
-    return NOW[0](lm, method, *args, **kwargs)
 
 
 def prompt() -> list[int]:
@@ -490,19 +476,21 @@ def test_a_client_that_closes_while_it_is_read(
         assert not pipes_of(name)
 
 
-def test_nothing_is_left_open_of_a_server_that_was_lost(server_binary: str) -> None:
+@pytest.mark.parametrize("prompts", [1, 2], ids=["asked alone", "asked otherwise"])
+def test_nothing_is_left_open_of_a_server_that_was_lost(server_binary: str, prompts: int) -> None:
     with (
         RealServer() as server,
         worker_process(server.url, "lost", engine_opts=ENGINE) as worker,
         near(server, "lost", reconnect_timeout=1.0) as lm,
     ):
-        ask(lm)
+        until_near(lm)
         name = line_of(lm).name
         assert pipes_of(name)
         worker.kill()
         server.stop()
+        asked = [prompt() for _ in range(prompts)]
         with pytest.raises(LmpoolError):
-            call(lm, "next_token_logprobs", prompt(), timeout=SECONDS)
+            call(lm, "batch_next_token_logprobs", asked, timeout=SECONDS)
         until(lambda: not pipes_of(name), SECONDS, what="its pipe is closed")
 
 

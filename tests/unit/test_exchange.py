@@ -10,47 +10,20 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import hiredis
 import pytest
-from redis._parsers.hiredis import NOT_ENOUGH_DATA
 
 from lmpool import exchange as exchange_module
-from lmpool.bell import CAN_WAIT, Bell
-from lmpool.exchange import BESIDE, NOTHING, REPLY_BYTES, Exchange, pack, waited_for
+from lmpool.bell import CAN_WAIT
+from lmpool.exchange import BESIDE, NOTHING, REPLY_BYTES, pack, waited_for
 from lmpool.producer.line import _told
 from lmpool.wants import Digest
+from tests.support.exchange_ends import LONG, Ends
 
 pytestmark = pytest.mark.skipif(not CAN_WAIT, reason="nothing waits for two things at once here")
-
-LONG = 5.0
-
-
-class Ends:
-    """An exchange, and the other end of its connection."""
-
-    def __init__(self) -> None:
-        self.here, self.there = socket.socketpair()
-        self.here.settimeout(1.0)
-        self.bell = Bell()
-        reader = hiredis.Reader(notEnoughData=NOT_ENOUGH_DATA)
-        parser = SimpleNamespace(_reader=reader, _buffer=bytearray(4096))
-        connection = SimpleNamespace(_sock=self.here, _parser=parser)
-        server: Any = SimpleNamespace(connection_pool=SimpleNamespace(_one=connection))
-        self.exchange = Exchange(server, self.bell)
-
-    def reply(self, seconds: float = LONG) -> Any:
-        return self.replies(1, seconds)[0]
-
-    def replies(self, count: int, seconds: float = LONG) -> list[Any]:
-        return waited_for(self.exchange.replies(count, time.monotonic() + seconds))
-
-    def close(self) -> None:
-        self.here.close()
-        self.there.close()
-        self.bell.close()
 
 
 @pytest.fixture

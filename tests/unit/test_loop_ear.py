@@ -6,22 +6,19 @@ import asyncio
 import gc
 import os
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from types import SimpleNamespace
 from typing import Any
 
-import hiredis
 import pytest
-from redis._parsers.hiredis import NOT_ENOUGH_DATA
 
-from lmpool.bell import CAN_WAIT, Bell
+from lmpool.bell import CAN_WAIT
 from lmpool.exchange import NOTHING, Exchange, waited_for
 from lmpool.producer import loop_ear as loop_ear_module
 from lmpool.producer.loop_ear import LoopEar, can_hear
+from tests.support.exchange_ends import Ends
 
 pytestmark = pytest.mark.skipif(not CAN_WAIT, reason="no loop tells of sockets here")
 
@@ -226,25 +223,6 @@ def test_loops_that_tell_of_nothing_are_known() -> None:
             assert can_hear(loop) is hears
 
 
-class Ends:
-    """An exchange, and the other end of its connection."""
-
-    def __init__(self) -> None:
-        self.here, self.there = socket.socketpair()
-        self.here.settimeout(1.0)
-        self.bell = Bell()
-        reader = hiredis.Reader(notEnoughData=NOT_ENOUGH_DATA)
-        parser = SimpleNamespace(_reader=reader, _buffer=bytearray(64))
-        connection = SimpleNamespace(_sock=self.here, _parser=parser)
-        server: Any = SimpleNamespace(connection_pool=SimpleNamespace(_one=connection))
-        self.exchange = Exchange(server, self.bell)
-
-    def close(self) -> None:
-        self.here.close()
-        self.there.close()
-        self.bell.close()
-
-
 def some_replies(chance: random.Random) -> tuple[bytes, list[int]]:
     """What a server says, and in pieces of which sizes; some of it makes no sense."""
     said = []
@@ -302,7 +280,7 @@ def test_replies_are_the_same_in_a_loop_as_in_a_thread(
 
     results = []
     for in_loop in (False, True):
-        ends = Ends()
+        ends = Ends(buffer=64)
         feeder = threading.Thread(target=feed(ends, whole, sizes, ends_it))
         feeder.start()
         if in_loop:
