@@ -132,7 +132,8 @@ def _is_its_own(error: Exception) -> bool:
     return raised_in is not None and raised_in.tb_next is None
 
 
-def pack(*commands: tuple[str | bytes, ...]) -> bytes:
-    """Commands as they are sent together."""
+def pack(command: tuple[str | bytes, ...]) -> bytes:
+    """A command as it is sent."""
     each: Any = hiredis.pack_command
-    return b"".join(map(each, commands))
+    packed: bytes = each(command)
+    return packed

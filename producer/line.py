@@ -28,6 +28,9 @@ CLEARS_WITHIN: Final = 0.001
 LEFT_MOST: Final = 32
 """Notices that nobody has read in a stream, before it is emptied."""
 
+FIRST: Final = b"0-0"
+"""Before all ids of a stream."""
+
 _BYTES: Final = frozenset((bytes,))
 
 Found: TypeAlias = bytes | memoryview | PackedRow | Notice
@@ -61,6 +64,12 @@ class Line:
         """Whether the last answer was there before it was asked for."""
         self.is_found = True
         """Whether workers lay where the place is what was waited for there."""
+        reply = shard.reply(name)
+        self._take_off = pack(("XTRIM", reply, "MAXLEN", "0"))
+        """Empties the stream."""
+        self._read = "XREAD", "BLOCK", BLOCK_MS, "STREAMS", reply
+        """Reads it, behind an id."""
+        self._read_all = pack((*self._read, FIRST))
         self._exchange = exchange
         self._info = info
         self._knows = knows
@@ -94,7 +103,7 @@ class Line:
         if self._left >= (LEFT_MOST if is_near else 1):
             self._left = 0
             self._passed_over += 1
-            if not self._exchange.send(pack(self._take_off())):
+            if not self._exchange.send(self._take_off):
                 return False
         self._is_heard = False
         return True
@@ -113,7 +122,7 @@ class Line:
         self.claim, self._is_heard = claimed[0], True
         self.is_hit, self._is_queued = claimed[0] == b"h", claimed[0] == b"q"
         if self.is_hit:
-            if not exchange.send(pack(self._get(job), self._take_off())):
+            if not exchange.send(self._get(job) + self._take_off):
                 return None
             value, taken_off = await exchange.replies(2, until, ear)
             return value if type(value) is bytes and type(taken_off) is int else None
@@ -142,13 +151,11 @@ class Line:
         self, job: Job, is_fresh: bool, until: float, ear: Ear | None
     ) -> Found | None:
         """An answer that is fetched once it is told of, in a stream which `is_fresh` or empty."""
-        exchange, last = self._exchange, b"0-0"
-        get, take_off = self._get(job), self._take_off()
+        exchange, read, get = self._exchange, self._read_all, self._get(job)
         while True:
             # A stream that is taken off to its end leaves nothing to be remembered. One that was
             # just made begins with a greeting, behind which the notice may come at any time.
-            read = self._read(last)
-            if not exchange.send(pack(read, get) if is_fresh else pack(read, get, take_off)):
+            if not exchange.send(read + get if is_fresh else read + get + self._take_off):
                 return None
             replies = await exchange.replies(2 if is_fresh else 3, until, ear)
             told, value = _told(replies[0]), replies[1]
@@ -158,9 +165,10 @@ class Line:
             mine = notices.get(job.digest)
             if mine is not None:
                 break
+            read = pack((*self._read, last))
             is_fresh = True  # what was there was another's: it came late
         if is_fresh:
-            if not exchange.send(pack(take_off)):
+            if not exchange.send(self._take_off):
                 return None
             (taken_off,) = await exchange.replies(1, until, ear)
             if type(taken_off) is not int:
@@ -172,7 +180,7 @@ class Line:
     async def _near(self, job: Job, began: float, until: float, ear: Ear | None) -> Found | None:
         """A row that a worker of this machine lays, most likely: it is there before the server has
         it, which is asked only where that takes long."""
-        exchange, place, last = self._exchange, self.place, b"0-0"
+        exchange, place, read = self._exchange, self.place, self._read_all
         if place is None:
             return None
         patient_until, asks = min(until, began + self._patience), False
@@ -191,17 +199,18 @@ class Line:
                     self._left += 1
                 return row
             if asks:
-                read = _told(told)
-                if read is None:
+                found = _told(told)
+                if found is None:
                     return None
-                last, notices = read
+                last, notices = found
+                read = pack((*self._read, last))
                 mine = notices.get(job.digest)
                 self._left = LEFT_MOST  # or else it would be told again, of the same prompt
                 if mine is not None:
                     return await self._told_of(mine, place, job, until, ear)
             elif told is not NOTHING or time.monotonic() < patient_until:
                 return None
-            asks = exchange.send(pack(self._read(last)))
+            asks = exchange.send(read)
             if not asks:
                 return None
 
@@ -215,7 +224,7 @@ class Line:
         if row is not OTHERS:
             return row
         self.is_found = not self._is_queued
-        is_sent = self._exchange.send(pack(self._get(job)))
+        is_sent = self._exchange.send(self._get(job))
         (value,) = await self._exchange.replies(1, until, ear) if is_sent else (NOTHING,)
         return value if type(value) is bytes else None
 
@@ -235,14 +244,8 @@ class Line:
                 return ring.copy(job.digest, size)
         return OTHERS
 
-    def _get(self, job: Job) -> tuple[str, ...]:
-        return "GET", self.shard.result(job.digest)
-
-    def _read(self, last: bytes) -> tuple[str | bytes, ...]:
-        return "XREAD", "BLOCK", BLOCK_MS, "STREAMS", self.shard.reply(self.name), last
-
-    def _take_off(self) -> tuple[str, ...]:
-        return "XTRIM", self.shard.reply(self.name), "MAXLEN", "0"
+    def _get(self, job: Job) -> bytes:
+        return pack(("GET", self.shard.result(job.digest)))
 
 
 def _told(read: Any) -> tuple[bytes, dict[Digest, Notice]] | None:

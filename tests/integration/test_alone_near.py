@@ -23,6 +23,7 @@ import lmpool
 from lmpool import near_notices as near_notices_module
 from lmpool.backends.mock import mock_row
 from lmpool.errors import ClientClosed, LmpoolError, PoolTimeout, PromptFailed
+from lmpool.exchange import Exchange
 from lmpool.near_notices import NearNotice, NoticeWriter
 from lmpool.neighbours import Neighbourhood
 from lmpool.producer import alone as alone_module
@@ -137,13 +138,14 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def asked_for(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What lines have said to the server beside claims, by the command's name."""
     said: Counter[str] = Counter()
-    usual = line_module.pack
+    usual = Exchange.send
 
-    def pack(*commands: Any) -> bytes:
-        said.update(command[0] for command in commands)
-        return usual(*commands)
+    def send(exchange: Exchange, packed: bytes) -> bool:
+        names = ("XTRIM", "XREAD", "GET")
+        said.update(name for name in names if b"\r\n%b\r\n" % name.encode() in packed)
+        return usual(exchange, packed)
 
-    monkeypatch.setattr(line_module, "pack", pack)
+    monkeypatch.setattr(Exchange, "send", send)
     return said
 
 

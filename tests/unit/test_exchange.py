@@ -34,7 +34,7 @@ def ends() -> Iterator[Ends]:
 
 
 def test_commands_arrive_as_they_are(ends: Ends) -> None:
-    assert ends.exchange.send(pack(("GET", "a"), ("XTRIM", b"b", "MAXLEN", "0")))
+    assert ends.exchange.send(pack(("GET", "a")) + pack(("XTRIM", b"b", "MAXLEN", "0")))
     assert ends.there.recv(1000) == (
         b"*2\r\n$3\r\nGET\r\n$1\r\na\r\n*4\r\n$5\r\nXTRIM\r\n$1\r\nb\r\n$6\r\nMAXLEN\r\n$1\r\n0\r\n"
     )
