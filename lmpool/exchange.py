@@ -108,6 +108,8 @@ class Exchange:
             except OSError as error:
                 if not _is_its_own(error):
                     raise
+                if isinstance(error, BlockingIOError):
+                    continue  # a loop that Ctrl-C ended tells of the same once more
                 read = 0
             if not read:
                 break

@@ -80,6 +80,8 @@ class Alone:
         """Whether a caller's thread may be reading."""
         self._in_a_row = 0
         self._needed = IN_A_ROW
+        """Doubled by each answer that was not to be had. What Ctrl-C or a deadline ended says nothing
+        about the next one."""
         self._connects_at = -math.inf
         self._places_at = -math.inf
         """When a place is next looked for, after one that was not to be had."""
@@ -152,7 +154,7 @@ class Alone:
         most = session.check_every
         until = time.monotonic() + (most if seconds is None else min(seconds, most))
         found = None if call.done else waited_for(line.answer(flight.job, until))
-        self._end(call, flight, line, until, found)
+        self._end(call, flight, line, found, time.monotonic() < until)
 
     @frees("_session.lock")
     def read_in(self, loop: asyncio.AbstractEventLoop, call: PendingCall) -> None:
@@ -165,7 +167,7 @@ class Alone:
         call.called_away = ear.call_away
         until = time.monotonic() + self._session.check_every
         if call.done:
-            self._end(call, flight, line, until, None)
+            self._end(call, flight, line, None, False)
             return
         end = partial(self._end_in_loop, ear, call, flight, line, until)
         ear.take(line.answer(flight.job, until, ear), end)
@@ -181,17 +183,19 @@ class Alone:
         line: Line,
         until: float,
         found: Found | None,
+        came_to_its_end: bool,
     ) -> None:
         with self._session.lock:
             ear.leave()
-            self._end(call, flight, line, until, found)
+            self._end(call, flight, line, found, came_to_its_end and time.monotonic() < until)
         if found is None and call.done:  # where Ctrl-C came before it was woken
             wake([call])
 
     def _end(
-        self, call: PendingCall, flight: Flight, line: Line, until: float, found: Found | None
+        self, call: PendingCall, flight: Flight, line: Line, found: Found | None, in_time: bool
     ) -> None:
-        """What was claimed is read, or is the threads' to see to."""
+        """What was claimed is read, or is the threads' to see to. `in_time`: nothing kept it from
+        being read."""
         session = self._session
         with session.lock:
             if self._call is not call:
@@ -206,7 +210,7 @@ class Alone:
                 elif session.closed:
                     self.close()
             else:
-                if not call.done and time.monotonic() < until:
+                if in_time and not call.done and not _is_expired(found):
                     self._needed = min(2 * self._needed, IN_A_ROW_MOST)
                 self._hand_over()
 
@@ -223,7 +227,7 @@ class Alone:
             is_hit = line is not None and line.is_hit
             are_near = None if is_hit else not isinstance(found, bytes)
             return not self._landing.hand_out([flight.job.digest], values, are_near=are_near)
-        if found.status == "expired" or found.status in DOUBTFUL:
+        if _is_expired(found) or found.status in DOUBTFUL:
             return False
         wake(session.fail(flight, error_of(found, flight)))
         return True
@@ -444,6 +448,10 @@ class Alone:
             return None
         place.look()
         return place
+
+
+def _is_expired(found: Found | None) -> bool:
+    return isinstance(found, Notice) and found.status == "expired"
 
 
 def _is_plain(url: str) -> bool:

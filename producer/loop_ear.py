@@ -31,7 +31,7 @@ class LoopEar:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._running: Coroutine[Any, Any, Any] | None = None
-        self._end: Callable[[Any], object] = _nothing
+        self._end: Callable[[Any, bool], object] = _nothing
         self._numbers: tuple[int, ...] = ()
         """What the loop listens to."""
         self._until = math.inf
@@ -48,9 +48,10 @@ class LoopEar:
         """Whether the loop runs in this thread or nowhere: then it may be spoken to."""
         return _get_running_loop() is self.loop or not self.loop.is_running()
 
-    def take(self, running: Coroutine[Any, Any, Any], end: Callable[[Any], object]) -> None:
-        """Take on a coroutine that waits by this ear alone. Once it has ended, `end` is called with
-        what came of it, or with None where it was called away or failed: that is to `leave`."""
+    def take(self, running: Coroutine[Any, Any, Any], end: Callable[[Any, bool], object]) -> None:
+        """Take on a coroutine that waits by this ear alone. Once it is over, `end` is called with
+        what came of it, and whether it came to its end: where it was called away, or something was
+        raised, that is None. `end` is to `leave`."""
         self._running, self._end = running, end
 
     def begin(self) -> None:
@@ -104,19 +105,19 @@ class LoopEar:
         try:
             running.send(first)
         except StopIteration as stop:
-            self._finish(end, stop.value)
+            self._finish(end, stop.value, True)
         except BaseException:
-            self._finish(end, None)
+            self._finish(end, None, False)
             raise
 
     def _stop(self) -> None:
-        self._finish(self._end, None)
+        self._finish(self._end, None, False)
 
-    def _finish(self, end: Callable[[Any], object], found: Any) -> None:
+    def _finish(self, end: Callable[[Any, bool], object], found: Any, came_to_its_end: bool) -> None:
         try:
-            end(found)
+            end(found, came_to_its_end)
         except BaseException:
-            end(None)
+            end(None, False)
             raise
 
     def _ring_in(self, seconds: float) -> None:
@@ -136,5 +137,5 @@ class LoopEar:
                 self._go_on(None)
 
 
-def _nothing(found: object) -> None:
+def _nothing(found: object, came_to_its_end: bool) -> None:
     """Nobody waits."""

@@ -96,7 +96,8 @@ ALONE = ("one prompt", "one prompt, in vain")
 
 def ask_until_alone(lm: Client) -> None:
     """Until who asks next reads by itself."""
-    until(lambda: ask(lm, SECONDS) or lm._client._alone.is_ready, SECONDS, what="it is ready")
+    alone = lm._client._alone
+    until(lambda: ask(lm, SECONDS) or alone.is_ready, SECONDS, what="it is ready", every=0)
 
 
 LENGTHS = pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def ask_until_near(lm: Client) -> None:
         line = lm._client._alone._line
         return line is not None and line.place is not None
 
-    until(is_ready, SECONDS, what="rows are read near")
+    until(is_ready, SECONDS, what="rows are read near", every=0)
 
 
 def interrupt_each(
@@ -179,6 +180,7 @@ def interrupt_each(
         until(lambda: not table.flights, SECONDS, what=f"nothing is waited for: {place}")
         assert not any(table._counts.values()), place
         assert not table.has_unsent(), place
+        assert has_not_failed(lm), place
     assert interrupts > len(tried(points, every)) / 2
 
 
@@ -314,12 +316,27 @@ def go_on_behind_each(
             raised = interruption.run(call)
             place = f"point {at}, {interruption.place}"
             assert raised is None or type(raised) is KeyboardInterrupt, (place, raised)
+            stop_at_once(loop)
             with suppress(KeyboardInterrupt):  # that of a task, which it ended
                 loop.run_until_complete(others(place))
+            stop_at_once(loop)
             loop.run_until_complete(asyncio.wait_for(ask_in_loop(lm), SECONDS))
             assert is_well(lm, ask_so), place
             # It may be read for one that was ended between its asking and its waiting.
             until(is_at_rest, SECONDS, what=f"nothing is waited for: {place}")
+            assert has_not_failed(lm), place
+
+
+def stop_at_once(loop: asyncio.AbstractEventLoop) -> None:
+    """Where a run was interrupted as its task ended, asyncio stops the next one."""
+    loop.call_soon(loop.stop)
+    with suppress(KeyboardInterrupt):  # that of a task, which it ended
+        loop.run_forever()
+
+
+def has_not_failed(lm: Client) -> bool:
+    """Ctrl-C says nothing about the server: who asks alone tries as soon again as before."""
+    return lm._client._alone._needed == alone_module.IN_A_ROW
 
 
 def is_well(lm: Client, ask_so: Callable[[Client, float], None] = ask) -> bool:
