@@ -188,8 +188,6 @@ class Alone:
         with self._session.lock:
             ear.leave()
             self._end(call, flight, line, found, came_to_its_end and time.monotonic() < until)
-        if found is None and call.done:  # where Ctrl-C came before it was woken
-            wake([call])
 
     def _end(
         self, call: PendingCall, flight: Flight, line: Line, found: Found | None, in_time: bool
@@ -276,7 +274,7 @@ class Alone:
         if line is not None:
             session.given_up.append(GivenUp(line, None if flight is None else flight.job.digest))
         if flight is not None:
-            self._tell_others(flight)
+            self._tell_waiters(flight)
         self._call = self._flight = None
         session.work.notify_all()
         if session.closed:
@@ -304,13 +302,14 @@ class Alone:
         if flight is not None:
             self._session.put_back([flight])
 
-    def _tell_others(self, flight: Flight) -> None:
-        """Tell who waits for it, too, where Ctrl-C came as the answer was handed out."""
-        others = [call for call, _ in flight.others or ()]
-        if others and not self._session.table.is_waiting(flight):
-            if not all(call.done for call in others):
+    def _tell_waiters(self, flight: Flight) -> None:
+        """Tell who waits for it, where Ctrl-C came as the answer was handed out. Who asked may, in
+        an event loop that goes on."""
+        waiters = [call for call, _ in flight.waiters]
+        if waiters and not self._session.table.is_waiting(flight):
+            if not all(call.done for call in waiters):
                 self._session.table.reinstate(flight)
-            wake(call for call in others if call.done)
+            wake(call for call in waiters if call.done)
 
     # --- for the sender's thread ---------------------------------------------------------------
 
