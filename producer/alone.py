@@ -80,8 +80,8 @@ class Alone:
         """Whether a caller's thread may be reading."""
         self._in_a_row = 0
         self._needed = IN_A_ROW
-        """Doubled by each answer that was not to be had. What Ctrl-C or a deadline ended says nothing
-        about the next one."""
+        """Doubled by each answer that was not to be had. What Ctrl-C or a deadline ended says
+        nothing about the next one."""
         self._connects_at = -math.inf
         self._places_at = -math.inf
         """When a place is next looked for, after one that was not to be had."""

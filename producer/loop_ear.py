@@ -113,7 +113,9 @@ class LoopEar:
     def _stop(self) -> None:
         self._finish(self._end, None, False)
 
-    def _finish(self, end: Callable[[Any, bool], object], found: Any, came_to_its_end: bool) -> None:
+    def _finish(
+        self, end: Callable[[Any, bool], object], found: Any, came_to_its_end: bool
+    ) -> None:
         try:
             end(found, came_to_its_end)
         except BaseException:
