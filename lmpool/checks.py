@@ -46,17 +46,24 @@ def as_number(value: object) -> float | None:
     """
     if isinstance(value, bool):
         return None
+    if type(value) is int or type(value) is float:
+        return _as_float(value)
     try:
         if not isinstance(value, Real):
             item = getattr(value, "item", None)  # of an array or tensor without dimensions
             value = item() if item is not None and getattr(value, "ndim", None) == 0 else None
             if isinstance(value, bool) or not isinstance(value, Real):
                 return None
+        return _as_float(value)
+    except Exception:  # of the value's own
+        return None
+
+
+def _as_float(value: Real | float) -> float:
+    try:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf  # type: ignore[operator]
-    except Exception:  # of the value's own
-        return None
 
 
 def as_integer(value: object) -> int | None:

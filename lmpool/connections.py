@@ -19,7 +19,7 @@ import redis.client
 import redis.exceptions
 
 from lmpool.commands import Values
-from lmpool.interrupts import frees
+from lmpool.interrupts import frees, is_its_own
 from lmpool.rows import PackedRow
 from lmpool.sockets import is_near
 
@@ -164,17 +164,21 @@ class OneConnectionClient(redis.Redis):
             socket_there = connection._sock
             if socket_there is None:
                 return
+            sent = 0
             try:
                 self._wanted.append(key)
-                if _write_now(connection, packed) < len(packed):
-                    raise OSError("nobody could go on behind a part of it")
-            except BlockingIOError:
-                self._wanted.pop()
-            except BaseException as error:  # Ctrl-C comes in between, too
-                with suppress(OSError):
-                    socket_there.shutdown(socket.SHUT_RDWR)
-                if not isinstance(error, OSError):
+                # Past the socket's timeout, which it would wait for.
+                sent = os.write(socket_there.fileno(), packed)
+            except OSError as error:
+                if not is_its_own(error):
                     raise
+                if isinstance(error, BlockingIOError):
+                    self._wanted.pop()
+                    sent = len(packed)  # all that there is to be sent
+            finally:  # Ctrl-C comes in between, too
+                if sent < len(packed):  # nobody could go on behind a part of it
+                    with suppress(OSError):
+                        socket_there.shutdown(socket.SHUT_RDWR)
 
     def _ask(self, command: Sequence[Any], read: Callable[[Any], Any]) -> Any:
         pool: Any = self.connection_pool
@@ -258,11 +262,6 @@ def _read_value(connection: Any) -> bytes | None:
     return value
 
 
-def _write_now(connection: Any, packed: bytes) -> int:
-    """Write what leaves without waiting: past the socket's timeout, which it would wait for."""
-    return os.write(connection._sock.fileno(), packed)
-
-
 class CommandAhead:
     """A command that one thread sends and another reads the reply to."""
 
@@ -276,11 +275,13 @@ class CommandAhead:
         packed, self._left = self._left, None
         assert packed is not None
         try:
-            self._left = packed[_write_now(self._connection, packed) :]
-        except BlockingIOError:
-            self._left = packed
-        except OSError:
-            pass
+            # Past the socket's timeout, which it would wait for.
+            self._left = packed[os.write(self._connection._sock.fileno(), packed) :]
+        except OSError as error:
+            if not is_its_own(error):
+                raise
+            if isinstance(error, BlockingIOError):
+                self._left = packed
 
     @property
     def is_sent(self) -> bool:

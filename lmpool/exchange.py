@@ -16,6 +16,7 @@ from redis._parsers.hiredis import NOT_ENOUGH_DATA
 
 from lmpool.bell import Bell
 from lmpool.connections import OneConnectionClient
+from lmpool.interrupts import is_its_own
 
 NOTHING: Final = object()
 """In place of a reply: it did not come, or nobody waits for it any more."""
@@ -53,7 +54,7 @@ class Exchange:
         try:
             return os.write(self._end.fileno(), packed) == len(packed)
         except OSError as error:
-            if not _is_its_own(error):
+            if not is_its_own(error):
                 raise
             return False
 
@@ -77,7 +78,7 @@ class Exchange:
             try:
                 reply = gets()
             except (hiredis.HiredisError, ValueError) as error:
-                if not _is_its_own(error):
+                if not is_its_own(error):
                     raise
                 break
             if reply is not NOT_ENOUGH_DATA:
@@ -106,7 +107,7 @@ class Exchange:
             try:
                 read = os.readv(number, (self._buffer,))
             except OSError as error:
-                if not _is_its_own(error):
+                if not is_its_own(error):
                     raise
                 if isinstance(error, BlockingIOError):
                     continue  # a loop that Ctrl-C ended tells of the same once more
@@ -126,12 +127,6 @@ def waited_for(coroutine: Coroutine[Any, Any, T]) -> T:
         result: T = end.value
         return result
     raise RuntimeError("it waits by an ear")
-
-
-def _is_its_own(error: Exception) -> bool:
-    """Whether the system, or hiredis, said so: a handler, which is Python's, leaves its frame."""
-    raised_in = error.__traceback__
-    return raised_in is not None and raised_in.tb_next is None
 
 
 def pack(command: tuple[str | bytes, ...]) -> bytes:

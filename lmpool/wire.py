@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmpool.errors import JobFormatError
+from lmpool.interrupts import is_its_own
 from lmpool.rows import refuse_extension
 from lmpool.wants import DIGEST_BYTES, Digest, Want, want_from_wire, want_to_wire
 
@@ -337,7 +338,9 @@ def _digests(text: bytes) -> list[Digest]:
     whole = len(text) - len(text) % (2 * DIGEST_BYTES)
     try:
         found = bytes.fromhex(text[:whole].decode("ascii"))
-    except ValueError:
+    except ValueError as error:
+        if not is_its_own(error):
+            raise
         return []
     if 2 * len(found) != whole:  # blanks are read over
         return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, starmap
 from typing import Final, TypeAlias, cast, get_args
 
 from lmpool.checks import quoted, said
@@ -43,17 +43,21 @@ def check_want(want: object) -> None:
 def each_ask(asks: object) -> Iterator[Ask]:
     """What a caller gave, one after another. Raises `PromptError` for what is no ask, and where
     they cannot be gone through, also midway."""
-    kind = type(asks).__name__
     if isinstance(asks, (str, bytes, bytearray, memoryview, Mapping, Ask)):
-        raise PromptError(f"asks of type {kind}: a list of asks is needed")
+        raise PromptError(f"asks of type {type(asks).__name__}: a list of asks is needed")
+    # Of lists no error comes but what a signal's handler raises, which is not to be told otherwise.
+    given = asks if isinstance(asks, (list, tuple)) else _gone_through(asks)
+    yield from starmap(_ask, enumerate(given))
+
+
+def _gone_through(asks: object) -> Iterator[object]:
     try:
-        for number, found in enumerate(cast(Iterable[object], asks)):
-            yield _ask(number, found)
-    except LmpoolError:  # ours, or of a call that it makes
+        yield from cast(Iterable[object], asks)
+    except LmpoolError:  # ours, of a call that it makes
         raise
     except Exception as error:
         raise PromptError(
-            f"asks of type {kind}: a list of asks is needed ({said(error)})"
+            f"asks of type {type(asks).__name__}: a list of asks is needed ({said(error)})"
         ) from error
 
 

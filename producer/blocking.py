@@ -89,13 +89,9 @@ def running_loop() -> asyncio.AbstractEventLoop:
 def result(future: Future[T], deadline: Deadline, missing: str, *, shared: bool = False) -> T:
     """What a future of another thread brings, while this thread blocks; see `outcome`."""
     try:
-        future.exception(deadline.left())  # which raises none but what ends the wait
+        if not future.wait(deadline.left()):
+            raise deadline.error(missing)
         return _brought(future, shared)
-    except TimeoutError:
-        if future.done():
-            # Its own, or it was done in the very moment in which it was given up.
-            return _brought(future, shared)
-        raise deadline.error(missing) from None
     finally:
         if not shared:
             future.cancel()  # nothing, once it is done

@@ -105,11 +105,14 @@ class Future(Generic[T]):
         """Whether nothing more will come."""
         return self._state in ("cancelled", "done")
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is done, for `timeout` seconds at most. Returns whether it is."""
+        return self.done() or self._over.wait(timeout) or self.done()
+
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What was raised instead of a result, once that is known. Raises `CancelledError` where it
         was taken back, and `TimeoutError` after `timeout` seconds."""
-        if not self.done():
-            self._over.wait(timeout)
+        self.wait(timeout)
         if self._state == "cancelled":
             raise CancelledError
         if self._state != "done":

@@ -265,6 +265,8 @@ def _stops(given: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """A caller's stop sequences, in order, each once. Raises `PromptError`."""
     if isinstance(given, (str, bytes, bytearray)):
         raise PromptError(f"stop={quoted(given)}: write token ids, such as [lm.encode(text)]")
+    if not given and isinstance(given, tuple):  # most often
+        return ()
     try:
         sequences = list(islice(given, MAX_STOPS + 1))
     except Exception as error:  # nothing that can be gone through, or of its own

@@ -100,6 +100,10 @@ def ask_until_alone(lm: Client) -> None:
     until(lambda: ask(lm, SECONDS) or alone.is_ready, SECONDS, what="it is ready", every=0)
 
 
+RAISED = [kind for kind in CALLS if kind not in ("one prompt, in vain", "an iterator")]
+"""Those that raise what a handler does. What is raised in an iterator of the caller's own may be
+its own error, of which there is a better one."""
+OTHER_KINDS = (BlockingIOError, RuntimeError, ValueError)
 LENGTHS = pytest.mark.parametrize(
     "every", [False, pytest.param(True, marks=pytest.mark.chaos)], ids=["short", "each"]
 )
@@ -182,6 +186,43 @@ def interrupt_each(
         assert not table.has_unsent(), place
         assert has_not_failed(lm), place
     assert interrupts > len(tried(points, every)) / 2
+
+
+@pytest.mark.parametrize(
+    "kind", [TimeoutError, *(pytest.param(k, marks=pytest.mark.chaos) for k in OTHER_KINDS)]
+)
+@LENGTHS
+@pytest.mark.parametrize("alone", [False, True], ids=["by the client's threads", "alone"])
+def test_what_a_handler_raises_is_raised(
+    served: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Exception],
+    alone: bool,
+    every: bool,
+) -> None:
+    """As it is: it is no error of the server, nor of what was given. Many a handler of SIGALRM
+    raises a `TimeoutError`, which is an `OSError`."""
+    ours = os.path.dirname(lmpool.__file__)
+    if not alone:
+        monkeypatch.setattr(alone_module, "CAN_WAIT", False)
+    with connected(*served, cache_bytes=0) as lm:
+        for name in ("one prompt",) if alone else RAISED:
+
+            def call(name: str = name) -> None:
+                CALLS[name](lm)
+
+            raised = 0
+            for at in tried(points_of(call, ours), every):
+                if alone:
+                    ask_until_alone(lm)
+                interruption = Interruption(at, ours, kind)
+                error = interruption.run(call)
+                place = f"{name}, point {at}, {interruption.place}"
+                if interruption.place != "nowhere":
+                    assert type(error) is kind, (place, error)
+                    raised += 1
+                assert is_well(lm), place
+            assert raised > 10
 
 
 def test_who_waits_for_the_same_prompt_is_told(server_binary: str) -> None:

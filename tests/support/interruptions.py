@@ -32,11 +32,15 @@ def _handler(code: CodeType, at: int) -> object:
 
 class Interruption:
     """Of a call by this thread, at the point of a number, counted from 1; of 0 none comes. Points
-    are those of all code, or of what lies `within` a folder."""
+    are those of all code, or of what lies `within` a folder. A handler of a program's own raises
+    another `kind`."""
 
-    def __init__(self, at: int, within: str = "") -> None:
+    def __init__(
+        self, at: int, within: str = "", kind: type[BaseException] = KeyboardInterrupt
+    ) -> None:
         self._at = at
         self._within = within
+        self._kind = kind
         self.points = 0
         """Of the call, up to its interruption."""
         self.place = "nowhere"
@@ -82,7 +86,7 @@ class Interruption:
         if self.points == self._at:
             self.place = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
             self._seen.end()
-            raise KeyboardInterrupt
+            raise self._kind
 
 
 class _Traced:

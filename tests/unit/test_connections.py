@@ -17,7 +17,6 @@ import pytest
 import redis
 from redis.sentinel import Sentinel
 
-from lmpool import connections
 from lmpool.commands import Server
 from lmpool.connections import BEHIND_MOST
 from lmpool.replies import BoundedParser, ReplyTooLong
@@ -157,9 +156,8 @@ def test_nothing_comes_between_the_parts_of_a_command(
     monkeypatch.setattr(connection, "next_health_check", 0)
     value = "b" * (16 << 20)
     ahead = server.ahead(["SET", pool_name, value])
-    write = connections._write_now
     # However quickly the server reads.
-    monkeypatch.setattr(connections, "_write_now", lambda c, packed: write(c, packed[: 1 << 20]))
+    monkeypatch.setattr(os, "write", lambda end, packed, w=os.write: w(end, packed[: 1 << 20]))
     Guarded(ahead.send).end()
     assert ahead._left
     assert ahead.reply() == b"OK"
